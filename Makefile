@@ -1,0 +1,53 @@
+# make demo | test | check | integration | bench: each installs what it needs into .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+# The CPU build; a plain "torch" would pull gigabytes of CUDA packages.
+TORCH := torch==2.13.0
+DEEPSPEED := deepspeed==0.19.8
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test check integration bench clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(PIP) "$(TORCH)"
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) --editable ".[dev]"
+	touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed-dev
+	$(PIP) --editable ".[bench]"
+	touch $@
+
+$(VENV)/.installed-deepspeed: $(VENV)/.installed-dev
+	DS_BUILD_OPS=0 $(PIP) "$(DEEPSPEED)"
+	touch $@
+
+demo: $(VENV)/.installed
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh docs/tutorial/demo.sh
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n auto -m "not integration"
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -n auto -m "not integration" --cov --cov-report=term --cov-fail-under=90 -q
+
+integration: $(VENV)/.installed-deepspeed
+	DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m integration -p no:xdist -s
+
+bench: $(VENV)/.installed-bench $(VENV)/.installed-deepspeed
+	DS_ACCELERATOR=cpu $(BIN)/python -m tests.bench
+
+clean:
+	rm -rf $(VENV) .bench demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

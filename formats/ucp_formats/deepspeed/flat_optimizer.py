@@ -1,0 +1,101 @@
+"""The optimizer files of stages 1 and 2, and of BF16_Optimizer: one share of each group's flat buffer per rank.
+
+Keys and their order are those of `DeepSpeedZeroOptimizer.state_dict` (runtime/zero/stage_1_and_2.py, 0.19.8).
+BF16_Optimizer loads the same file: it reads a subset of the keys, and pads the weights itself.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from ucp.inert import GlobalName, Stub
+from ucp.state import WEIGHT
+from ucp_formats.deepspeed.file_draft import FileDraft, Part
+from ucp_formats.deepspeed.optimizer_groups import Group
+from ucp_formats.deepspeed.partition import FlatGroup, alignment_paddings, flat_group, round_robin
+from ucp_formats.deepspeed.run_facts import EMULATED, RunFacts
+from ucp_formats.deepspeed.state_values import clipping, common_keys, group_entry, scalar_value
+
+__all__ = ["buffers", "optimizer_state"]
+
+
+def buffers(facts: RunFacts, groups: Sequence[Group]) -> tuple[FlatGroup, ...]:
+    """The flat buffer of each group, as the engine of the target would build it."""
+    plain = facts.stage == 1 and facts.config.uses_bf16_optimizer(facts.precision)
+    return tuple(_buffer(facts, group, plain=plain) for group in groups)
+
+
+def _buffer(facts: RunFacts, group: Group, *, plain: bool) -> FlatGroup:
+    sizes = dict(group.sizes)
+    names: Sequence[str] = tuple(sizes)
+    if facts.config.round_robin and not plain:
+        names = round_robin(names, ranks=facts.ranks)
+    ordered = [(name, sizes[name]) for name in names]
+    paddings = None
+    if facts.config.parameter_alignment and not plain:
+        itemsize = facts.module_dtype(group.params[0]).itemsize
+        paddings = alignment_paddings([numel for _, numel in ordered], itemsize=itemsize)
+    return flat_group(ordered, ranks=facts.ranks, paddings=paddings)
+
+
+def optimizer_state(
+    draft: FileDraft, facts: RunFacts, groups: Sequence[Group], flats: Sequence[FlatGroup], rank: int
+) -> dict[str, object]:
+    """`optimizer_state_dict` of the file of `rank`."""
+    pairs = list(zip(groups, flats, strict=True))
+    base = {
+        "state": {n: _state(draft, group, flat, rank) for n, (group, flat) in enumerate(pairs) if group.state_names},
+        "param_groups": [group_entry(draft, group, [number]) for number, group in enumerate(groups)],
+    }
+    return {
+        **common_keys(facts, rank),
+        **clipping(facts, rank),
+        "base_optimizer_state": base,
+        "single_partition_of_fp32_groups": [_weights(draft, facts, group, flat, rank) for group, flat in pairs],
+        "zero_stage": Stub(GlobalName("deepspeed.runtime.zero.config", "ZeroStageEnum"), (facts.stage,), new=False),
+        "group_paddings": [flat.padding(rank) for flat in flats],
+        "param_alignment_paddings": [list(flat.paddings) for flat in flats],
+        "partition_count": [flat.ranks for flat in flats],
+        "ds_version": EMULATED,
+        "param_slice_mappings": [_slice_mapping(group, flat, rank) for group, flat in pairs],
+    }
+
+
+def _state(draft: FileDraft, group: Group, flat: FlatGroup, rank: int) -> dict[str, object]:
+    """States of one flat parameter; as in DeepSpeed they are as long as the share, padding included."""
+    state: dict[str, object] = {}
+    for name in group.state_names:
+        if name in group.elementwise:
+            state[name] = draft.flat(name, group.elementwise[name], flat.partition, _parts(group, flat, rank, name))
+        else:
+            state[name] = scalar_value(draft, group, name)
+    return state
+
+
+def _weights(draft: FileDraft, facts: RunFacts, group: Group, flat: FlatGroup, rank: int) -> object:
+    numel = flat.partition - flat.padding(rank)
+    return draft.flat(WEIGHT, group.weight_dtype(facts.dtypes), numel, _parts(group, flat, rank, WEIGHT))
+
+
+def _parts(group: Group, flat: FlatGroup, rank: int, state: str) -> list[Part]:
+    having = {atom.name for atom in group.params if state in atom.states}
+    return [
+        Part(param=held.name, start=held.start, stop=held.stop, offset=held.offset)
+        for held in flat.held(rank)
+        if held.name in having
+    ]
+
+
+def _slice_mapping(group: Group, flat: FlatGroup, rank: int) -> OrderedDict[object, object]:
+    """Where each parameter lies in the share, in the order of the group; true also under round robin."""
+    held = {own.name: own for own in flat.held(rank)}
+    address = GlobalName("deepspeed.utils.tensor_fragment", "fragment_address")
+    return OrderedDict(
+        (
+            atom.name,
+            Stub(address, state={"numel": own.stop - own.start, "start": own.offset}, has_state=True),
+        )
+        for atom in group.params
+        if (own := held.get(atom.name)) is not None
+    )

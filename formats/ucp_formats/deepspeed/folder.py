@@ -1,0 +1,163 @@
+"""Which folder holds the checkpoint, and what lies in it; from names alone.
+
+A user may pass the save folder (with its `latest`), a tag folder, or the `checkpoint-N/` of a Hugging Face Trainer,
+which is a save folder too. A tag folder is native when it has files of the grammar (`ucp_formats.deepspeed.names`),
+and universal when it has a folder `zero/`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ucp.errors import SourceError, UnknownFormatError, UsageError, listed
+from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, UNIVERSAL, FileName, Role, parse_name
+
+__all__ = ["Located", "TagFolder", "list_folder", "locate_native", "locate_universal", "the_folder"]
+
+_MOST_TAG_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """What a path resolves to."""
+
+    root: Path
+    """The tag folder; the folder passed, when there is a problem."""
+    reasons: tuple[str, ...]
+    """What was seen on the way."""
+    tags: tuple[str, ...] = ()
+    """Tags to choose from, when nothing says which; else empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TagFolder:
+    """Entries of a tag folder."""
+
+    path: Path
+    """The folder, absolute."""
+    files: tuple[FileName, ...]
+    """Files of the grammar, by name; a split file once."""
+    entries: frozenset[str]
+    """Names of everything in it."""
+    strays: tuple[str, ...]
+    """Names that are not part of the grammar, sorted."""
+
+
+def locate_native(path: Path) -> Located | None:
+    """Where the native checkpoint at `path` lies, or None if there is none."""
+    if not path.is_dir():
+        return None
+    if _is_native(path):
+        return Located(root=path, reasons=(_sample(path),))
+    pointed = _follow(path, LATEST)
+    if pointed is not None:
+        return _pointed(path, LATEST, pointed) if _is_native(pointed) else None
+    universal = _follow(path, LATEST_UNIVERSAL)
+    if universal is not None and _is_universal(universal):
+        return None
+    return _only_tag(path, _is_native)
+
+
+def locate_universal(path: Path) -> Located | None:
+    """Where the universal checkpoint at `path` lies, or None if there is none or `latest` names a native one."""
+    if not path.is_dir():
+        return None
+    if _is_universal(path):
+        return Located(root=path, reasons=(f"folder {UNIVERSAL}/ of parameters",))
+    latest = _follow(path, LATEST)
+    if latest is not None and _is_native(latest):
+        return None
+    for pointer in (LATEST_UNIVERSAL, LATEST):
+        pointed = _follow(path, pointer)
+        if pointed is not None and _is_universal(pointed):
+            return _pointed(path, pointer, pointed)
+    return None if _only_tag(path, _is_native) else _only_tag(path, _is_universal)
+
+
+def the_folder(located: Located | None, path: Path) -> Located:
+    """The tag folder found. Raises UnknownFormatError when there is none, UsageError when there are several."""
+    if located is None:
+        raise UnknownFormatError(
+            f"expected a DeepSpeed checkpoint at {path}: a folder with {LATEST!r}, or a tag folder such as global_step100 "
+            "with files like mp_rank_00_model_states.pt"
+        )
+    if located.tags:
+        raise UsageError(
+            f"{path} holds {len(located.tags)} checkpoints and no file {LATEST!r} that names one; pass one of them:\n"
+            f"{listed(str(path / tag) for tag in located.tags)}"
+        )
+    return located
+
+
+def list_folder(path: Path) -> TagFolder:
+    """What lies in a tag folder. Raises SourceError when it cannot be listed."""
+    try:
+        entries = sorted(os.listdir(path))
+    except OSError as error:
+        raise SourceError(f"cannot list {path}: {error.strerror}") from error
+    parsed = {entry: parse_name(entry) for entry in entries}
+    files = {found.name: found for found in parsed.values() if found is not None}
+    strays = tuple(entry for entry, found in parsed.items() if found is None)
+    ordered = sorted(files.values(), key=lambda file: (file.role.name, file.mp, file.dp, file.name))
+    return TagFolder(path=path.absolute(), files=tuple(ordered), entries=frozenset(entries), strays=strays)
+
+
+def _names(path: Path) -> Iterator[str]:
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                yield entry.name
+    except OSError:
+        return
+
+
+def _is_native(path: Path) -> bool:
+    return any(parse_name(name) for name in _names(path)) and not _is_universal(path)
+
+
+def _is_universal(path: Path) -> bool:
+    """Whether it has `zero/` with a folder of `fp32.pt` in it."""
+    zero = path / UNIVERSAL
+    if not zero.is_dir():
+        return False
+    return any(name == "optimizer_state.pt" or (zero / name / "fp32.pt").is_file() for name in _names(zero))
+
+
+def _sample(path: Path) -> str:
+    """One file name for each role, as evidence."""
+    found: dict[Role, str] = {}
+    for name in sorted(_names(path)):
+        parsed = parse_name(name)
+        if parsed is not None:
+            found.setdefault(parsed.role, parsed.name)
+    return ", ".join(found.values())
+
+
+def _follow(path: Path, pointer: str) -> Path | None:
+    """The folder that the text file `pointer` names, if both are there."""
+    file = path / pointer
+    if not file.is_file() or file.stat().st_size > _MOST_TAG_BYTES:
+        return None
+    try:
+        tag = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    folder = path / tag
+    inside = bool(tag) and not os.path.isabs(tag) and ".." not in Path(tag).parts
+    return folder if inside and folder.is_dir() else None
+
+
+def _pointed(path: Path, pointer: str, folder: Path) -> Located:
+    return Located(root=folder, reasons=(f"{pointer} -> {folder.relative_to(path)}", _sample(folder)))
+
+
+def _only_tag(path: Path, is_tag: Callable[[Path], bool]) -> Located | None:
+    tags = sorted(name for name in _names(path) if (path / name).is_dir() and is_tag(path / name))
+    if not tags:
+        return None
+    if len(tags) == 1:
+        return Located(root=path / tags[0], reasons=(f"the only tag folder, {tags[0]}", _sample(path / tags[0])))
+    return Located(root=path, reasons=(f"tag folders {', '.join(tags[:3])}, ...",), tags=tuple(tags))

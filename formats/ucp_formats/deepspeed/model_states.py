@@ -1,0 +1,129 @@
+"""The model-states file of DeepSpeed: the module, and everything a run knows beside its optimizer.
+
+Keys and their order are those of `_common_checkpoint_state` (runtime/engine.py, 0.19.8); the client state lies among
+them, at the top.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+from ucp.atom import AtomIndex, Index, Kind
+from ucp.inert import TorchSize
+from ucp.io.torchzip import NewTensor
+from ucp.state import WEIGHT
+from ucp_formats.deepspeed.file_draft import FileDraft, Part
+from ucp_formats.deepspeed.optimizer_groups import is_optimized
+from ucp_formats.deepspeed.partition import chunk, chunk_range
+from ucp_formats.deepspeed.run_facts import EMULATED, RunFacts
+
+__all__ = [
+    "Module",
+    "frozen_fragments",
+    "frozen_shapes",
+    "model_state",
+    "module_tensors",
+    "placeholders",
+    "shapes",
+]
+
+Module = OrderedDict[object, object]
+"""A state_dict of a module: name to tensor."""
+
+
+def module_tensors(draft: FileDraft, facts: RunFacts, kinds: Iterable[Kind] = Kind) -> Module:
+    """The module with whole tensors; tied names share one tensor."""
+    wanted = frozenset(kinds)
+    module: Module = OrderedDict()
+    for atom in facts.index.atoms.values():
+        if atom.kind in wanted:
+            module[atom.name] = draft.whole(atom.name, WEIGHT, facts.module_dtype(atom))
+    module.update({alias: module[name] for alias, name in facts.index.aliases.items() if name in module})
+    return _with_metadata(module, facts)
+
+
+def placeholders(draft: FileDraft, facts: RunFacts) -> Module:
+    """The module as stage 3 saves it: real buffers, and an empty tensor for each parameter."""
+    module: Module = OrderedDict()
+    for atom in facts.index.atoms.values():
+        if atom.kind is Kind.BUFFER:
+            module[atom.name] = draft.whole(atom.name, WEIGHT, facts.module_dtype(atom))
+        else:
+            module[atom.name] = draft.zeros(facts.module_dtype(atom), (0,))
+    module.update({alias: module[name] for alias, name in facts.index.aliases.items() if name in module})
+    return _with_metadata(module, facts)
+
+
+def _with_metadata(module: Module, facts: RunFacts) -> Module:
+    """Versions of the modules, which torch keeps as an attribute of a state_dict, where the source has them."""
+    metadata = facts.extras.get("module_metadata")
+    if metadata is not None:
+        module._metadata = metadata  # type: ignore[attr-defined]  # where torch looks for it
+    return module
+
+
+def _unowned(index: Index) -> list[AtomIndex]:
+    """Parameters that the optimizer does not own: frozen, or without elements."""
+    return [atom for atom in index.atoms.values() if atom.kind is not Kind.BUFFER and not is_optimized(atom)]
+
+
+def frozen_shapes(index: Index) -> OrderedDict[object, object]:
+    """Shapes of the parameters that the optimizer does not own."""
+    return OrderedDict((atom.name, TorchSize(atom.global_shape)) for atom in _unowned(index))
+
+
+def frozen_fragments(draft: FileDraft, facts: RunFacts, rank: int) -> OrderedDict[object, object]:
+    """Their values: whole under stage 2, the chunk of `rank` under stage 3."""
+    return OrderedDict((atom.name, _fragment(draft, facts, atom, rank)) for atom in _unowned(facts.index))
+
+
+def _fragment(draft: FileDraft, facts: RunFacts, atom: AtomIndex, rank: int) -> NewTensor:
+    dtype = facts.module_dtype(atom)
+    if facts.stage < 3:
+        return draft.whole(atom.name, WEIGHT, dtype)
+    numel = atom.states[WEIGHT].numel
+    start, stop = chunk_range(numel, ranks=facts.ranks, rank=rank)
+    parts = [Part(param=atom.name, start=start, stop=stop, offset=0)] if start < stop else []
+    return draft.flat(WEIGHT, dtype, chunk(numel, ranks=facts.ranks), parts)
+
+
+def shapes(index: Index, groups: Iterable[Sequence[str]]) -> list[object]:
+    """`param_shapes`: name to shape, one mapping per flat buffer, in the order of the buffer."""
+    return [OrderedDict((name, TorchSize(index.atoms[name].global_shape)) for name in names) for names in groups]
+
+
+def model_state(draft: FileDraft, facts: RunFacts, rank: int, own: Mapping[str, object]) -> dict[str, object]:
+    """The value of the file of `rank`.
+
+    `own`: `module`, and those of `optimizer`, `param_shapes`, `frozen_param_shapes`, `shared_params` and
+    `frozen_param_fragments` that the stage has; the others are None.
+    """
+    extras, index = facts.extras, facts.index
+    engine = extras.mapping("engine", rank)
+    sparse = extras.get("sparse_tensor_module_names", rank)
+    state: dict[str, object] = {
+        "module": own["module"],
+        "buffer_names": [atom.name for atom in index.atoms.values() if atom.kind is Kind.BUFFER],
+        "optimizer": own.get("optimizer"),
+        "param_shapes": own.get("param_shapes"),
+        "frozen_param_shapes": own.get("frozen_param_shapes"),
+        "shared_params": own.get("shared_params"),
+        "frozen_param_fragments": own.get("frozen_param_fragments"),
+        "lr_scheduler": extras.get("lr_scheduler", rank),
+        "data_sampler": extras.get("data_sampler", rank),
+        "random_ltd": extras.get("random_ltd", rank),
+        **({"sparse_tensor_module_names": sparse} if sparse is not None else {}),
+        "skipped_steps": engine.get("skipped_steps", 0),
+        "global_steps": engine.get("global_steps", index.step or 0),
+        **({"global_samples": engine["global_samples"]} if "global_samples" in engine else {}),
+        "dp_world_size": facts.ranks,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": facts.config.staged(facts.stage),
+        "ds_version": EMULATED,
+        **extras.client_state(rank),
+    }
+    carried = draft.carried({key: value for key, value in state.items() if key not in own})
+    assert isinstance(carried, dict)
+    return {key: own[key] if key in own else carried[key] for key in state}

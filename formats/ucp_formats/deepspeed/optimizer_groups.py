@@ -1,0 +1,185 @@
+"""The optimizer of a checkpoint as DeepSpeed's flat buffers want it: groups of parameters, and the states of each group.
+
+A flat group has one tensor per state and one step count. A parameter that was never stepped has zeros there, as in
+DeepSpeed's own buffers; parameters that counted different steps cannot share a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from struct import unpack
+
+from ucp.atom import AtomIndex, Index, Kind
+from ucp.dtypes import DType
+from ucp.errors import MissingStateError, UnsupportedError, listed
+from ucp.state import WEIGHT
+from ucp.tensor import InlineTensor
+
+__all__ = [
+    "Group",
+    "Scalar",
+    "check_flat",
+    "inline_integer",
+    "is_optimized",
+    "optimizer_groups",
+    "stored_dtype",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scalar:
+    """A count that a flat group keeps once, such as `step`."""
+
+    param: str
+    """Parameter whose value is taken; all others of the group agree with it."""
+    number: int | None
+    """The value, where it was a Python number; None for a 0-d tensor."""
+    certain: bool
+    """Whether the others are known to agree: their bytes lie in the index, or are the same bytes of a file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """One parameter group."""
+
+    params: tuple[AtomIndex, ...]
+    """Parameters that the optimizer steps, in its order: trained, with at least one element."""
+    hyper: Mapping[str, object]
+    """Everything in the group but its parameters."""
+    elementwise: Mapping[str, DType]
+    """States with a value per element, and the type to store each flat tensor of them in; never the weight."""
+    scalars: tuple[str, ...]
+    """States with one value per parameter."""
+
+    @property
+    def sizes(self) -> tuple[tuple[str, int], ...]:
+        """Name and elements of each parameter."""
+        return tuple((atom.name, atom.states[WEIGHT].numel) for atom in self.params)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """All states but the weight, in the order in which a parameter has them."""
+        known = {*self.elementwise, *self.scalars}
+        ordered = [name for atom in self.params for name in atom.states if name in known]
+        return tuple(dict.fromkeys(ordered))
+
+    def never_stepped(self) -> tuple[str, ...]:
+        """Parameters that lack some state which others of the group have."""
+        wanted = {*self.elementwise, *self.scalars}
+        return tuple(atom.name for atom in self.params if not wanted <= atom.states.keys())
+
+    def weight_dtype(self, dtypes: Mapping[str, str]) -> DType:
+        """Type of a flat tensor of the weights."""
+        return _common(stored_dtype(atom, WEIGHT, dtypes) for atom in self.params)
+
+    def scalar(self, state: str, params: Iterable[str] | None = None) -> Scalar:
+        """The value of a count for `params` (all, if not given). Raises UnsupportedError when they differ."""
+        chosen = set(params) if params is not None else {atom.name for atom in self.params}
+        holders = [atom for atom in self.params if state in atom.states and atom.name in chosen]
+        holders = holders or [atom for atom in self.params if state in atom.states]
+        refs = {atom.name: atom.states[state].fragments[0].ref for atom in holders}
+        seen = set(refs.values())
+        if len(seen) > 1 and all(isinstance(ref, InlineTensor) for ref in seen):
+            counts = [f"{name}: {_shown(ref)}" for name, ref in refs.items() if isinstance(ref, InlineTensor)]
+            raise UnsupportedError(
+                f"expected one {state} for all parameters of an optimizer group, as stages 1 to 3 keep it; got\n"
+                f"{listed(counts)}\nwrite stage-0 files (--to deepspeed --topology zero=0), which keep one per parameter"
+            )
+        return Scalar(param=holders[0].name, number=inline_integer(holders[0], state), certain=len(seen) == 1)
+
+
+def inline_integer(atom: AtomIndex, state: str) -> int | None:
+    """Value of a 0-d state that was a Python integer, else None."""
+    ref = atom.states[state].fragments[0].ref
+    if not isinstance(ref, InlineTensor) or ref.dtype.is_floating or ref.shape:
+        return None
+    return int.from_bytes(ref.data, "little", signed=True)
+
+
+def _shown(ref: InlineTensor) -> str:
+    if ref.dtype.is_floating:
+        return f"{ref.dtype} {ref.data.hex()}" if ref.dtype is not DType.FLOAT32 else f"{unpack('<f', ref.data)[0]:g}"
+    return str(int.from_bytes(ref.data, "little", signed=True))
+
+
+def is_optimized(atom: AtomIndex) -> bool:
+    """Whether DeepSpeed's optimizers own the parameter (`is_optimized_parameter`, runtime/utils.py, 0.19.8)."""
+    return atom.kind is Kind.PARAMETER and 0 not in atom.global_shape
+
+
+def stored_dtype(atom: AtomIndex, state: str, dtypes: Mapping[str, str]) -> DType:
+    """Type to store a state in: the one asked for, else its own."""
+    own = atom.states[state].dtype
+    return DType(dtypes[state]) if state in dtypes and own.is_floating else own
+
+
+def optimizer_groups(index: Index, dtypes: Mapping[str, str]) -> tuple[Group, ...]:
+    """Groups of the source, their parameters narrowed to those an optimizer owns. Groups may come out empty.
+
+    Raises MissingStateError for a trained parameter without a group, or without a weight.
+    """
+    _check_complete(index)
+    groups = []
+    for group in index.groups:
+        params = [index.atoms[name] for name in group.params if is_optimized(index.atoms[name])]
+        hyper = {key: value for key, value in group.hyper.items() if key != "params"}
+        groups.append(_group(params, hyper, dtypes))
+    return tuple(groups)
+
+
+def check_flat(groups: Iterable[Group]) -> None:
+    """Raise UnsupportedError for states that are neither 0-d nor of the shape of their parameter."""
+    odd = [
+        f"{atom.name}/{name}: {list(atom.states[name].global_shape)} for a parameter of {list(atom.global_shape)}"
+        for group in groups
+        for atom in group.params
+        for name in group.elementwise
+        if name in atom.states and atom.states[name].global_shape != atom.global_shape
+    ]
+    if odd:
+        raise UnsupportedError(
+            f"a flat buffer of DeepSpeed holds states of the shape of their parameters only; got\n{listed(odd)}\n"
+            "write stage-0 files (--to deepspeed --topology zero=0)"
+        )
+
+
+def _check_complete(index: Index) -> None:
+    grouped = {name for group in index.groups for name in group.params}
+    lost = [atom.name for atom in index.atoms.values() if is_optimized(atom) and atom.name not in grouped]
+    if lost:
+        raise MissingStateError(
+            f"expected every trained parameter in an optimizer group; {index.path} has {len(lost)} in none:\n"
+            f"{listed(lost)}\nconvert from a checkpoint with the whole optimizer"
+        )
+    bare = [atom.name for atom in index.atoms.values() if WEIGHT not in atom.states]
+    if bare:
+        raise MissingStateError(f"parameters have no weight, only other states:\n{listed(bare)}\ndrop --exclude")
+
+
+def _group(params: Sequence[AtomIndex], hyper: Mapping[str, object], dtypes: Mapping[str, str]) -> Group:
+    names = dict.fromkeys(state for atom in params for state in atom.states if state != WEIGHT)
+    elementwise: dict[str, DType] = {}
+    scalars: list[str] = []
+    for name in names:
+        holders = [atom for atom in params if name in atom.states]
+        if _is_scalar(name, holders):
+            scalars.append(name)
+            continue
+        elementwise[name] = _common(stored_dtype(atom, name, dtypes) for atom in holders)
+    return Group(params=tuple(params), hyper=hyper, elementwise=elementwise, scalars=tuple(scalars))
+
+
+def _is_scalar(name: str, holders: Sequence[AtomIndex]) -> bool:
+    """Whether a state is one number per parameter; 0-d parameters have 0-d element-wise states too."""
+    if any(atom.states[name].global_shape for atom in holders):
+        return False
+    return name == "step" or any(atom.global_shape for atom in holders)
+
+
+def _common(dtypes: Iterable[DType]) -> DType:
+    """The one type, or the narrowest that holds all values of several floating types."""
+    seen = set(dtypes)
+    if len(seen) == 1:
+        return seen.pop()
+    return DType.FLOAT64 if DType.FLOAT64 in seen else DType.FLOAT32

@@ -1,0 +1,72 @@
+"""What every file of a destination must know of the run: source, extras, configuration, ranks and stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ucp.atom import AtomIndex, Index, Kind
+from ucp.dtypes import DType
+from ucp.errors import UnsupportedError
+from ucp.state import WEIGHT
+from ucp.target import TargetOptions
+from ucp_formats.deepspeed.carried_extras import CarriedExtras
+from ucp_formats.deepspeed.optimizer_groups import stored_dtype
+from ucp_formats.deepspeed.run_config import Precision, RunConfig
+
+__all__ = ["EMULATED", "RunFacts", "run_facts", "tag"]
+
+EMULATED = "0.19.8"
+"""Version of DeepSpeed whose files are written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """The run as a whole, for every file of it."""
+
+    index: Index
+    """The source."""
+    extras: CarriedExtras
+    """Its extras."""
+    config: RunConfig
+    """Its configuration."""
+    precision: Precision
+    """Its precision, which the target shares."""
+    dtypes: Mapping[str, str]
+    """State name to the dtype asked for."""
+    ranks: int
+    """Data-parallel ranks of the target."""
+    stage: int
+    """ZeRO stage of the target."""
+
+    def module_dtype(self, atom: AtomIndex) -> DType:
+        """Type of a parameter or buffer in the module."""
+        return atom.model_dtype or stored_dtype(atom, WEIGHT, {} if atom.kind is Kind.BUFFER else self.dtypes)
+
+
+def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int) -> RunFacts:
+    """Facts of a run of `ranks` ranks under ZeRO `stage` that continues the source. Raises UnsupportedError."""
+    odd = sorted(axis for axis in ("tp", "pp", "ep", "cp") if getattr(index.topology, axis) > 1)
+    if odd and index.format.startswith("deepspeed"):
+        raise UnsupportedError(
+            f"expected a data-parallel source; {index.path} has {index.topology}. DeepSpeed files of other axes "
+            "cannot be written yet"
+        )
+    extras = CarriedExtras(index, ranks=ranks)
+    config = RunConfig(extras.mapping("ds_config"))
+    trained = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER]
+    precision = config.precision(atom.model_dtype or atom.states[WEIGHT].dtype for atom in trained if atom.states)
+    return RunFacts(
+        index=index,
+        extras=extras,
+        config=config,
+        precision=precision,
+        dtypes=options.dtypes,
+        ranks=ranks,
+        stage=stage,
+    )
+
+
+def tag(index: Index) -> str:
+    """Name of the folder of the checkpoint."""
+    return f"global_step{index.step or 0}"

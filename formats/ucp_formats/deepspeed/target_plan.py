@@ -1,0 +1,58 @@
+"""Putting the files of a target together: the plan, its casts, its notes, and the small files that name a tag."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ucp.atom import Index
+from ucp.target import Literal, OutputFile, TargetPlan
+from ucp_formats.deepspeed.file_draft import Drafted
+from ucp_formats.deepspeed.optimizer_groups import Group
+
+__all__ = ["group_notes", "pointer_file", "target_plan"]
+
+
+def target_plan(index: Index, drafted: Sequence[Drafted], *, notes: Iterable[str]) -> TargetPlan:
+    """The plan of all files, in the order given."""
+    return TargetPlan(
+        files=tuple(own.file for own in drafted),
+        placements=tuple(place for own in drafted for place in own.placements),
+        raw=tuple(copy for own in drafted for copy in own.raw),
+        notes=tuple(dict.fromkeys(notes)),
+        casts=_casts(index, drafted),
+    )
+
+
+def _casts(index: Index, drafted: Sequence[Drafted]) -> tuple[str, ...]:
+    """One line per state and change of type, with the number of parameters concerned."""
+    changed: dict[tuple[str, str, str], set[str]] = {}
+    for own in drafted:
+        for place in own.placements:
+            state = place.slice.state
+            source = index.atoms[place.slice.param].states[state].dtype
+            if source is not place.slice.dtype:
+                changed.setdefault((state, source.value, place.slice.dtype.value), set()).add(place.slice.param)
+    return tuple(f"{state}: {old} -> {new} in {len(params)} parameters" for (state, old, new), params in changed.items())
+
+
+def group_notes(groups: Sequence[Group]) -> tuple[str, ...]:
+    """What was assumed of the states of flat groups."""
+    lines = []
+    missing = [name for group in groups for name in group.never_stepped()]
+    if missing:
+        lines.append(
+            f"{len(missing)} parameters were never stepped and have no states ({missing[0]}, ...): theirs are zero, and "
+            "they take the step count of their group, as in DeepSpeed's own flat buffers"
+        )
+    unsure = sorted({name for group in groups for name in group.scalars if not group.scalar(name).certain})
+    if unsure:
+        lines.append(
+            f"{', '.join(unsure)}: the source keeps a tensor of its own per parameter, a flat group one for all: the "
+            "first parameter's is taken"
+        )
+    return tuple(lines)
+
+
+def pointer_file(path: str, tag: str) -> OutputFile:
+    """A file at the root that names the tag to load."""
+    return OutputFile(path=path, nbytes=len(tag.encode()), literals=(Literal(0, tag.encode()),))

@@ -1,0 +1,201 @@
+"""A DeepSpeed universal checkpoint that loads with `load_universal` under ZeRO 1, 2 and 3, at any number of ranks.
+
+    DST/latest, DST/latest_universal                            the tag; written last
+    DST/global_step100/mp_rank_00_model_states.pt               read by stages 1 and 2
+    DST/global_step100/zero_pp_rank_0_mp_rank_00_model_states.pt  read by stage 3
+    DST/global_step100/zero/optimizer_state.pt                  loss scale and groups, for all stages
+    DST/global_step100/zero/<parameter>/fp32.pt, exp_avg.pt, ..., step.pt
+
+DeepSpeed's own converter makes a directory for stages 1 and 2 or one for stage 3. This one is the union of both, and
+the model-states files hold what no other file does (frozen parameters and buffers), not a copy of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ucp.atom import AtomIndex, Index, Kind
+from ucp.errors import MissingStateError, UsageError
+from ucp.state import STEP, WEIGHT
+from ucp.target import OutputFile, Receipt, TargetOptions, TargetPlan
+from ucp.topology import Topology
+from ucp_formats.deepspeed.file_draft import Drafted, FileDraft
+from ucp_formats.deepspeed.model_states import Module, frozen_shapes, model_state, module_tensors, shapes
+from ucp_formats.deepspeed.optimizer_groups import Group, check_flat, is_optimized, optimizer_groups
+from ucp_formats.deepspeed.partition import flat_group
+from ucp_formats.deepspeed.run_config import Precision
+from ucp_formats.deepspeed.run_facts import EMULATED, RunFacts, run_facts, tag
+from ucp_formats.deepspeed.state_values import clipping, common_keys, group_entry, scalar_value
+from ucp_formats.deepspeed.target_plan import group_notes, pointer_file, target_plan
+
+__all__ = ["DeepSpeedUniversalTarget"]
+
+_FILE_NAMES = {WEIGHT: "fp32"}
+"""State to the stem of its file, where they differ."""
+
+_STAGE3_STATES = frozenset({"exp_avg", "exp_avg_sq"})
+"""States that the loader of stage 3 knows (`load_hp_checkpoint_state_from_checkpoint_dir_stage3`, 0.19.8)."""
+
+_MOST_RANKS = 1024
+"""Numbers of ranks that are tried for the loader of stages 1 and 2."""
+
+
+class DeepSpeedUniversalTarget:
+    """Target `deepspeed-universal`."""
+
+    name = "deepspeed-universal"
+
+    def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
+        """Files for every stage and number of ranks; `topology` is not needed. Raises MissingStateError."""
+        if options.layout or options.compress:
+            raise UsageError("DeepSpeed files have one layout and no compression; drop --layout and --compress")
+        if not index.groups:
+            raise MissingStateError(
+                f"expected optimizer groups and states, which DeepSpeed loads together with the weights; {index.path} "
+                "holds weights only. Write stage-0 model files (--to deepspeed --topology zero=0)"
+            )
+        ranks = (topology or index.topology).dp
+        stage = (topology or index.topology).zero
+        facts = run_facts(index, options, ranks=ranks, stage=1 if stage is None else stage)
+        groups = [group for group in optimizer_groups(index, options.dtypes) if group.params]
+        check_flat(groups)
+        drafted = [
+            *_model_files(facts, groups),
+            _globals(facts, groups),
+            *(file for group in groups for atom in group.params for file in _parameter_files(facts, group, atom)),
+        ]
+        return target_plan(index, drafted, notes=(*facts.extras.notes(), *group_notes(groups), *_limits(facts, groups)))
+
+    def seal(
+        self, index: Index, plan: TargetPlan, receipts: Sequence[Receipt]  # noqa: ARG002  # the protocol's
+    ) -> tuple[OutputFile, ...]:
+        """`latest`, then `latest_universal`, which makes the tag the one to load."""
+        return (pointer_file("latest", tag(index)), pointer_file("latest_universal", tag(index)))
+
+
+def _model_files(facts: RunFacts, groups: Sequence[Group]) -> Iterator[Drafted]:
+    """The two model-states files; the loader needs their counters and extras, no weights."""
+    for name, kinds in (("mp_rank_00", (Kind.FROZEN, Kind.BUFFER)), ("zero_pp_rank_0_mp_rank_00", ())):
+        draft = FileDraft(f"{tag(facts.index)}/{name}_model_states.pt", facts.index)
+        own: dict[str, object] = {
+            "module": _unrestored(draft, facts, kinds),
+            "param_shapes": shapes(facts.index, [[atom.name for atom in group.params] for group in groups]),
+            "frozen_param_shapes": frozen_shapes(facts.index),
+            "shared_params": dict(facts.index.aliases),
+        }
+        yield draft.finish(model_state(draft, facts, 0, own))
+
+
+def _unrestored(draft: FileDraft, facts: RunFacts, kinds: Sequence[Kind]) -> Module:
+    """Tensors that a universal load does not restore, for scripts that restore them."""
+    module = module_tensors(draft, facts, kinds)
+    if kinds:
+        for name in frozen_shapes(facts.index):
+            atom = facts.index.atoms[str(name)]
+            module.setdefault(atom.name, draft.whole(atom.name, WEIGHT, facts.module_dtype(atom)))
+    return module
+
+
+def _globals(facts: RunFacts, groups: Sequence[Group]) -> Drafted:
+    """`optimizer_state.pt`: `param_groups` is read by stages 1 and 2, `optimizer_state_dict` by stage 3."""
+    draft = FileDraft(f"{tag(facts.index)}/zero/optimizer_state.pt", facts.index)
+    entries = [group_entry(draft, group, [number]) for number, group in enumerate(groups)]
+    kept = _shared_by_all(entries)
+    counts = {name: scalar_value(draft, groups[0], name) for name in groups[0].scalars}
+    root: dict[str, object] = {
+        **{key: value for key, value in common_keys(facts, 0).items() if key != "loss_scaler" or _has_scale(facts)},
+        **clipping(facts, 0),
+        "ds_version": EMULATED,
+        "param_groups": entries,
+        "optimizer_state_dict": {"state": {0: counts}, "param_groups": [{**kept, "params": [0]}]},
+    }
+    return draft.finish(root)
+
+
+def _has_scale(facts: RunFacts) -> bool:
+    """Whether there is a loss scale to restore; without the key an engine keeps its own scaler."""
+    return facts.precision is Precision.FP16
+
+
+def _shared_by_all(entries: Sequence[Mapping[object, object]]) -> dict[object, object]:
+    """Hyper-parameters on which all groups agree.
+
+    The loader of stage 3 copies the first entry over every group. What is not in it stays as the engine configured
+    each group, so what differs is left out.
+    """
+    first, *others = entries
+    return {
+        key: value
+        for key, value in first.items()
+        if key != "params" and all(key in other and other[key] == value for other in others)
+    }
+
+
+def _parameter_files(facts: RunFacts, group: Group, atom: AtomIndex) -> Iterator[Drafted]:
+    """One file per state; no others, as stages 1 and 2 take every `.pt` file of the folder for a state."""
+    folder = f"{tag(facts.index)}/zero/{atom.name}"
+    for state in (WEIGHT, *group.state_names):
+        draft = FileDraft(f"{folder}/{_FILE_NAMES.get(state, state)}.pt", facts.index)
+        if state in group.scalars:
+            yield draft.finish(_count(draft, group, atom, state))
+            continue
+        dtype = group.weight_dtype(facts.dtypes) if state == WEIGHT else group.elementwise[state]
+        shape = atom.global_shape or (1,)
+        held = state in atom.states
+        tensor = draft.whole(atom.name, state, dtype, shape=shape) if held else draft.zeros(dtype, shape)
+        yield draft.finish({"cat_dim": 0, "param": tensor})
+
+
+def _count(draft: FileDraft, group: Group, atom: AtomIndex, state: str) -> object:
+    """The parameter's own count, or its group's where it has none."""
+    return scalar_value(draft, group, state, [atom.name])
+
+
+def _limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
+    """What DeepSpeed does not restore from a universal checkpoint, whatever is in it."""
+    yield f"DeepSpeed {EMULATED} loads universal checkpoints in ZeRO stages 1, 2 and 3; for stage 0 use --to deepspeed"
+    index = facts.index
+    buffers = sum(atom.kind is Kind.BUFFER for atom in index.atoms.values())
+    frozen = sum(atom.kind is not Kind.BUFFER and not is_optimized(atom) for atom in index.atoms.values())
+    if buffers or frozen:
+        yield (
+            f"a universal load leaves {frozen} frozen parameters and {buffers} buffers as the model was built; they lie "
+            f"in 'module' of {tag(index)}/mp_rank_00_model_states.pt. --to deepspeed restores them"
+        )
+    yield from _stage3_limits(groups)
+    ranks = _first_empty(groups)
+    if ranks:
+        yield (
+            f"stages 1 and 2 cannot load it at {ranks} ranks: some rank would hold none of a group, and DeepSpeed "
+            "fails with IndexError. --to deepspeed has no such limit"
+        )
+
+
+def _stage3_limits(groups: Sequence[Group]) -> Iterator[str]:
+    entries: list[Mapping[object, object]] = [{**group.hyper} for group in groups]
+    differing = sorted({str(key) for entry in entries for key in entry.keys() - _shared_by_all(entries).keys()})
+    if differing:
+        yield (
+            f"stage 3 restores no hyper-parameters that differ between the {len(groups)} groups "
+            f"({', '.join(differing)}): there each group keeps what the engine was configured with"
+        )
+    others = sorted({state for group in groups for state in group.elementwise if state not in _STAGE3_STATES})
+    lacking = any(not group.elementwise.keys() >= _STAGE3_STATES or STEP not in group.scalars for group in groups)
+    if others or lacking:
+        found = ", ".join(others) or "no states"
+        yield f"stage 3 loads exp_avg, exp_avg_sq and step of every parameter only, so not this optimizer ({found})"
+    elif any(group.scalar(STEP).number is None for group in groups):
+        yield (
+            "stage 3 shares one step tensor between all its sub-groups, so that a torch optimizer counts it once for "
+            "each; after loading, replace optimizer.state[p]['step'] by its clone for every p, or use --to deepspeed"
+        )
+
+
+def _first_empty(groups: Sequence[Group]) -> int | None:
+    """Smallest number of ranks at which a rank would hold no element of some group."""
+    for ranks in range(2, _MOST_RANKS + 1):
+        for group in groups:
+            flat = flat_group(group.sizes, ranks=ranks)
+            if (ranks - 1) * flat.partition >= flat.used:
+                return ranks
+    return None

@@ -1,0 +1,146 @@
+"""The optimizer of stage 0, which lies inside the model-states file, in one of three shapes.
+
+- `plain`: a torch optimizer over the model's own parameters (fp32);
+- `unfused`: FP16_UnfusedOptimizer, a master per parameter (fp16 or bf16 with any optimizer but FusedAdam);
+- `fused`: FP16_Optimizer, one flat master per group and no padding (fp16 or bf16 with FusedAdam).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from ucp.atom import AtomIndex, Index, Kind
+from ucp.dtypes import DType
+from ucp.errors import UnsupportedError, listed
+from ucp.io.torchzip import NewTensor
+from ucp.state import WEIGHT
+from ucp_formats.deepspeed.file_draft import FileDraft, Part
+from ucp_formats.deepspeed.loss_scaling import LossScale, read_loss_scale, scale_numbers
+from ucp_formats.deepspeed.optimizer_groups import Group, inline_integer, stored_dtype
+from ucp_formats.deepspeed.run_config import Precision
+from ucp_formats.deepspeed.run_facts import RunFacts
+from ucp_formats.deepspeed.state_values import clipping, group_entry, scalar_value
+
+__all__ = ["Wrapper", "optimizer_state", "wrapper"]
+
+
+class Wrapper(StrEnum):
+    """Which class of DeepSpeed holds the optimizer at stage 0."""
+
+    PLAIN = "the optimizer itself"
+    UNFUSED = "FP16_UnfusedOptimizer"
+    FUSED = "FP16_Optimizer"
+
+
+def wrapper(facts: RunFacts, groups: Sequence[Group]) -> Wrapper:
+    """The class that the engine of the target will use (`_configure_fp16_optimizer`, 0.19.8).
+
+    Where the training script builds the optimizer itself, `bias_correction` among the hyper-parameters gives FusedAdam
+    away: no optimizer of torch has it.
+    """
+    if facts.precision is Precision.FP32:
+        return Wrapper.PLAIN
+    fused = facts.config.names_fused_adam
+    if not facts.config.names_optimizer:
+        fused = bool(groups) and "bias_correction" in groups[0].hyper
+    return Wrapper.FUSED if fused else Wrapper.UNFUSED
+
+
+def optimizer_state(
+    draft: FileDraft, facts: RunFacts, groups: Sequence[Group], kind: Wrapper
+) -> dict[str, object]:
+    """`optimizer` of the model-states file."""
+    if kind is Wrapper.PLAIN:
+        return _per_parameter(draft, facts, _plain_params(facts.index, groups))
+    scale = LossScale(dynamic=False, cur_scale=1.0)
+    if facts.precision is Precision.FP16:
+        scale = read_loss_scale(facts.extras.get("loss_scaler"), facts.config)
+    if kind is Wrapper.UNFUSED:
+        inner = _per_parameter(draft, facts, [(group, group.params) for group in groups])
+        masters = [[_master(draft, facts, atom) for atom in group.params] for group in groups]
+        return {**scale_numbers(scale), "optimizer_state_dict": inner, "fp32_groups": masters}
+    numbers = scale_numbers(scale) if facts.precision is Precision.FP16 else {}
+    return {
+        **numbers,
+        "optimizer_state_dict": _per_group(draft, groups),
+        "fp32_groups_flat": [_flat(draft, group, WEIGHT, group.weight_dtype(facts.dtypes)) for group in groups],
+        "clip_grad": 0.0,
+        **clipping(facts, 0),
+    }
+
+
+def _per_parameter(
+    draft: FileDraft, facts: RunFacts, members: Sequence[tuple[Group, Sequence[AtomIndex]]]
+) -> dict[str, object]:
+    """state_dict of a torch optimizer with one entry per parameter; one that was never stepped has none."""
+    state: dict[int, object] = {}
+    entries = []
+    number = 0
+    for group, atoms in members:
+        entries.append(group_entry(draft, group, range(number, number + len(atoms))))
+        for atom in atoms:
+            own = {name: _own_value(draft, facts, atom, name) for name in atom.states if name != WEIGHT}
+            if own:
+                state[number] = own
+            number += 1
+    return {"state": state, "param_groups": entries}
+
+
+def _own_value(draft: FileDraft, facts: RunFacts, atom: AtomIndex, state: str) -> object:
+    number = inline_integer(atom, state)
+    return draft.whole(atom.name, state, stored_dtype(atom, state, facts.dtypes)) if number is None else number
+
+
+def _master(draft: FileDraft, facts: RunFacts, atom: AtomIndex) -> NewTensor:
+    return draft.whole(atom.name, WEIGHT, stored_dtype(atom, WEIGHT, facts.dtypes))
+
+
+def _per_group(draft: FileDraft, groups: Sequence[Group]) -> dict[str, object]:
+    """state_dict of a torch optimizer over one flat master per group."""
+    state = {
+        number: {
+            name: _flat(draft, group, name, group.elementwise[name])
+            if name in group.elementwise
+            else scalar_value(draft, group, name)
+            for name in group.state_names
+        }
+        for number, group in enumerate(groups)
+        if group.state_names
+    }
+    return {"state": state, "param_groups": [group_entry(draft, group, [n]) for n, group in enumerate(groups)]}
+
+
+def _flat(draft: FileDraft, group: Group, state: str, dtype: DType) -> NewTensor:
+    """All parameters of a group one after another, without padding."""
+    parts = []
+    offset = 0
+    for atom, (name, numel) in zip(group.params, group.sizes, strict=True):
+        if state in atom.states:
+            parts.append(Part(param=name, start=0, stop=numel, offset=offset))
+        offset += numel
+    return draft.flat(state, dtype, offset, parts)
+
+
+def _plain_params(index: Index, groups: Sequence[Group]) -> list[tuple[Group, list[AtomIndex]]]:
+    """Each group with all its parameters: those without elements too, which only a torch optimizer keeps."""
+    members = [[index.atoms[name] for name in group.params] for group in index.groups]
+    grouped = {name for group in index.groups for name in group.params}
+    empty = [atom for atom in index.atoms.values() if atom.kind is not Kind.BUFFER and 0 in atom.global_shape]
+    place = {name: position for position, name in enumerate(index.atoms)}
+    lost = []
+    for atom in empty:
+        if atom.name in grouped:
+            continue
+        alike = [own for own in members if any(len(m.global_shape) == len(atom.global_shape) for m in own)]
+        homes = members if len(members) == 1 else alike
+        if len(homes) == 1:
+            homes[0].insert(sum(place[m.name] < place[atom.name] for m in homes[0]), atom)
+        else:
+            lost.append(f"{atom.name} {list(atom.global_shape)}")
+    if lost:
+        raise UnsupportedError(
+            "a stage-0 optimizer counts parameters without elements too, and the source does not say which group they "
+            f"belong to:\n{listed(lost)}\nwrite files of stage 1 to 3, which leave them out"
+        )
+    return list(zip(groups, members, strict=True))

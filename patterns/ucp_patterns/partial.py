@@ -1,0 +1,29 @@
+"""Partial: every part holds its own version of all of it; the whole is their mean (paper, "params_to_average")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ucp.layout import Overlap
+from ucp.region import Box, RegionPair
+
+__all__ = ["Partial"]
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """All of the tensor on every part, each updated on its own."""
+
+    overlap: Overlap = Overlap.MEAN
+    """The whole is the mean."""
+
+    @property
+    def name(self) -> str:
+        """Name as printed."""
+        return "partial"
+
+    def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
+        """The whole, for any `index`. `global_shape`: elements."""
+        del parts, index
+        whole = Box.whole(global_shape)
+        return (RegionPair(whole, whole),)

@@ -1,0 +1,120 @@
+"""The universal directory: what each of DeepSpeed's loaders needs, and what it is told of their limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ucp.atom import Extra
+from ucp.dtypes import DType
+from ucp.errors import MissingStateError
+from ucp_formats.deepspeed.universal_target import DeepSpeedUniversalTarget
+
+TAG = "global_step7"
+TARGET = DeepSpeedUniversalTarget()
+Make = Callable[..., Any]
+
+
+def test_every_trained_parameter_has_a_folder_with_its_states_and_nothing_else(source: Make, write: Make) -> None:
+    made = source()
+    names = write(made, TARGET).names()
+    folders = {name.split("/")[2] for name in names if name.startswith(f"{TAG}/zero/") and name.count("/") == 3}
+    assert folders == {"emb", "w", "gate", "scalar", "bias"}
+    assert {name for name in names if "/emb/" in name} == {
+        f"{TAG}/zero/emb/{state}.pt" for state in ("fp32", "exp_avg", "exp_avg_sq", "step")
+    }
+    assert names - {name for name in names if name.count("/") == 3} == {
+        "latest",
+        "latest_universal",
+        f"{TAG}/mp_rank_00_model_states.pt",
+        f"{TAG}/zero_pp_rank_0_mp_rank_00_model_states.pt",
+        f"{TAG}/zero/optimizer_state.pt",
+    }
+
+
+def test_states_are_whole_in_dict_form(source: Make, write: Make) -> None:
+    made = source()
+    written = write(made, TARGET)
+    for name in ("emb", "w", "gate", "bias"):
+        for file, state in (("fp32", "weight"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+            value = written.load(f"{TAG}/zero/{name}/{file}.pt")
+            assert value["cat_dim"] == 0
+            assert np.array_equal(value["param"], made.arrays[f"{name}/{state}"])
+        assert written.load(f"{TAG}/zero/{name}/step.pt") == 3.0
+
+
+def test_a_0d_parameter_has_one_dim_as_the_loader_cannot_chunk_it_otherwise(source: Make, write: Make) -> None:
+    assert write(source(), TARGET).load(f"{TAG}/zero/scalar/fp32.pt")["param"].shape == (1,)
+
+
+def test_steps_that_were_numbers_are_numbers(source: Make, write: Make) -> None:
+    written = write(source(steps=[3, 3]), TARGET)
+    assert type(written.load(f"{TAG}/zero/gate/step.pt")) is int
+    assert written.load(f"{TAG}/zero/optimizer_state.pt")["optimizer_state_dict"]["state"][0] == {"step": 3}
+
+
+def test_global_state_serves_both_loaders(source: Make, write: Make) -> None:
+    state = write(source(), TARGET).load(f"{TAG}/zero/optimizer_state.pt")
+    assert [entry["lr"] for entry in state["param_groups"]] == [0.1, 0.2]
+    assert state["ds_version"] == "0.19.8"
+    assert "loss_scaler" not in state
+    assert state["optimizer_state_dict"]["param_groups"] == [{"eps": 1e-8, "params": [0]}]
+
+
+def test_hyperparameters_on_which_groups_agree_reach_stage_3(source: Make, write: Make) -> None:
+    made = source(hypers=[{"lr": 0.5, "betas": (0.9, 0.999)}] * 2)
+    written = write(made, TARGET)
+    entry = written.load(f"{TAG}/zero/optimizer_state.pt")["optimizer_state_dict"]["param_groups"][0]
+    assert entry == {"lr": 0.5, "betas": (0.9, 0.999), "params": [0]}
+    assert not any("differ between" in note for note in written.plan.notes)
+
+
+def test_model_files_hold_what_lies_nowhere_else_and_no_weights(source: Make, write: Make) -> None:
+    made = source()
+    written = write(made, TARGET)
+    module = written.load(f"{TAG}/mp_rank_00_model_states.pt")["module"]
+    assert sorted(module) == ["frozen", "mean", "void"]
+    assert np.array_equal(module["frozen"], made.arrays["frozen/weight"])
+    stage3 = written.load(f"{TAG}/zero_pp_rank_0_mp_rank_00_model_states.pt")
+    assert stage3["module"] == {}
+    for key in ("dp_world_size", "mp_world_size", "lr_scheduler", "global_steps", "global_samples", "skipped_steps"):
+        assert key in stage3 or key == "global_samples"
+
+
+def test_both_pointers_name_the_tag(source: Make, write: Make) -> None:
+    written = write(source(), TARGET)
+    assert {(written.root / name).read_text() for name in ("latest", "latest_universal")} == {TAG}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "2 frozen parameters and 1 buffers"),
+        ({}, "(lr, weight_decay)"),
+        ({}, "at 4 ranks"),
+        ({}, "clone"),
+        ({"states": [["momentum_buffer"], ["momentum_buffer"]], "steps": []}, "momentum_buffer"),
+        ({"states": [["exp_avg"], ["exp_avg"]]}, "only"),
+    ],
+)
+def test_limits_of_deepspeed_are_told(source: Make, write: Make, changes: dict[str, object], words: str) -> None:
+    assert any(words in note for note in write(source(**changes), TARGET).plan.notes)
+
+
+def test_a_loss_scale_is_carried_for_fp16_only(source: Make, write: Make) -> None:
+    made = source(model_dtype=DType.FLOAT16, extras=[Extra(name="ds_config", value={"fp16": {"enabled": True}})])
+    assert write(made, TARGET).load(f"{TAG}/zero/optimizer_state.pt")["loss_scaler"][0] == "DynamicLossScaler"
+
+
+def test_a_parameter_that_was_never_stepped_gets_zeros(source: Make, write: Make) -> None:
+    made = source()
+    del made.arrays["w/exp_avg"]
+    assert not write(made, TARGET).load(f"{TAG}/zero/w/exp_avg.pt")["param"].any()
+
+
+def test_weights_alone_are_refused(source: Make, write: Make) -> None:
+    with pytest.raises(MissingStateError, match="zero=0"):
+        write(source(groups=[], hypers=[], states=[], steps=[]), TARGET)

@@ -1,0 +1,184 @@
+"""Atoms: parameters as wholes, and the index of a checkpoint that says where every piece of them lies.
+
+An `Index` is what a format gives for a path: names, shapes and places, no tensor bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import prod
+
+from ucp.dtypes import DType
+from ucp.errors import CoverError, listed
+from ucp.fragment import Fragment
+from ucp.layout import Overlap
+from ucp.region import uncovered
+from ucp.tensor import Record
+from ucp.topology import Topology
+
+__all__ = ["AtomIndex", "Extra", "Index", "Kind", "ParamGroup", "SourceFile", "StateIndex", "check_cover"]
+
+
+class Kind(StrEnum):
+    """What a tensor of a model is to its optimizer."""
+
+    PARAMETER = "parameter"
+    """Trained."""
+    FROZEN = "frozen"
+    """A parameter that is not trained: no optimizer state."""
+    BUFFER = "buffer"
+    """Not a parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateIndex:
+    """One state of an atom: its type and the pieces it is stored in."""
+
+    dtype: DType
+    """Type the atom has: that of the pieces taken, before any cast asked for."""
+    global_shape: tuple[int, ...]
+    """Elements per dim: the atom's shape, or () for a count such as `step`."""
+    fragments: tuple[Fragment, ...]
+    """Pieces; those with replica 0 tile the whole (once per term, when `overlap` is MEAN)."""
+    overlap: Overlap = Overlap.EXCLUSIVE
+    """What pieces of several terms mean."""
+    digests: tuple[str, ...] = ()
+    """xxh3-64 of every `digest_nbytes` bytes of the row-major elements, where the source recorded them."""
+    digest_nbytes: int = 0
+    """Bytes under one digest; the last may be under fewer."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return prod(self.global_shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtomIndex:
+    """One parameter (or buffer) as a whole."""
+
+    name: str
+    """Name in the model."""
+    global_shape: tuple[int, ...]
+    """Elements per dim."""
+    kind: Kind
+    """Parameter, frozen parameter or buffer."""
+    states: Mapping[str, StateIndex]
+    """State name to its pieces; always has `weight`."""
+    model_dtype: DType | None = None
+    """Type in which the model computes with it, where that differs from the weight kept (mixed precision)."""
+    patterns: Mapping[str, str] = field(default_factory=dict)
+    """Mesh axis to the name of the pattern it was laid out by, for messages."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(state.nbytes for state in self.states.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamGroup:
+    """Parameters that share optimizer hyper-parameters, in the optimizer's order."""
+
+    params: tuple[str, ...]
+    """Names, in the order of the optimizer."""
+    hyper: Mapping[str, object]
+    """Plain values: lr, betas, weight_decay, ..."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extra:
+    """Something in a checkpoint that is not a tensor of a parameter."""
+
+    name: str
+    """What it is: a path-like name such as "lr_scheduler" or "client_state/iteration"."""
+    value: object
+    """Plain values, `Stub`s and `TensorRef`s (see `ucp.inert`)."""
+    rank: int | None = None
+    """Rank whose own value it is, where ranks differ; None for all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """A file that an index refers to, as it was when it was read."""
+
+    path: str
+    """Absolute path."""
+    nbytes: int
+    """Bytes."""
+    mtime_ns: int
+    """Time of last change, nanoseconds since 1970."""
+    role: str
+    """What it holds, e.g. "optimizer states of dp rank 3"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """A checkpoint, without its tensor bytes."""
+
+    path: str
+    """Directory or file that was resolved, absolute."""
+    format: str
+    """Name of the format that read it."""
+    evidence: tuple[str, ...]
+    """What the format was recognised by."""
+    producer: str
+    """Program and version that wrote it, as far as it says."""
+    topology: Topology
+    """Layout of the run that wrote it."""
+    step: int | None
+    """Training step, where recorded."""
+    atoms: Mapping[str, AtomIndex]
+    """Name to atom, in the order of the model."""
+    groups: tuple[ParamGroup, ...] = ()
+    """Optimizer parameter groups; empty when there is no optimizer state."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Tied name to the name it is stored under."""
+    extras: tuple[Extra, ...] = ()
+    """Everything else."""
+    files: tuple[SourceFile, ...] = ()
+    """Files read or referred to."""
+    records: tuple[Record, ...] = ()
+    """Stretches with a recorded checksum."""
+    notes: tuple[str, ...] = ()
+    """What was assumed or inferred."""
+    dropped: tuple[str, ...] = ()
+    """What the source holds and atoms do not, each with the reason."""
+
+    def states(self) -> Iterator[tuple[AtomIndex, str, StateIndex]]:
+        """Every atom with every state of it."""
+        for atom in self.atoms.values():
+            for name, state in atom.states.items():
+                yield atom, name, state
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states of all atoms."""
+        return sum(atom.nbytes for atom in self.atoms.values())
+
+
+def check_cover(index: Index) -> None:
+    """Prove that the pieces of every state tile it. Raises CoverError listing every hole and overlap."""
+    problems = [problem for atom, name, state in index.states() for problem in _gaps(atom.name, name, state)]
+    if problems:
+        raise CoverError(
+            f"the pieces in {index.path} do not tile {len(problems)} tensor regions exactly once:\n"
+            f"{listed(problems)}\nfiles of this checkpoint are missing, or are from different runs"
+        )
+
+
+def _gaps(param: str, name: str, state: StateIndex) -> Iterable[str]:
+    taken = [fragment for fragment in state.fragments if fragment.replica == 0]
+    terms = sorted({fragment.term for fragment in taken}) or [0]
+    for term in terms:
+        pieces = [fragment for fragment in taken if fragment.term == term]
+        for gap in uncovered(state.global_shape, [piece.box for piece in pieces]):
+            what = "nothing" if not gap.owners else " and ".join(str(pieces[o].path) for o in gap.owners)
+            yield f"{param}/{name} {gap.box} of {list(state.global_shape)}: held by {what}"

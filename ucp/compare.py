@@ -1,0 +1,278 @@
+"""Compare checkpoints with their recorded checksums, with themselves, and with one another; block by block.
+
+Everything is streamed: memory is a few blocks per thread, whatever the size of a tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import islice
+from math import isnan
+
+import xxhash
+
+from ucp.atom import Index, StateIndex
+from ucp.checksums import mismatches
+from ucp.errors import CorruptError, SourceError
+from ucp.gather import Gatherer, Sources, Span
+from ucp.numeric import differing, viewed
+from ucp.plan import BLOCK
+from ucp.protocols import Observer
+from ucp.slice import Locator, Slice, block_ranges, resolve, resolve_copies, whole_slice
+from ucp.tensor import Record
+from ucp.union import drift
+
+__all__ = ["Change", "compare", "compare_copies", "scan_digests", "scan_records"]
+
+_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One way in which two checkpoints differ."""
+
+    param: str
+    """Parameter, or "" for what belongs to none."""
+    state: str
+    """State, or "" for the parameter as a whole."""
+    what: str
+    """"missing", "shape", "dtype", "kind", "alias", "group" or "values"."""
+    a: str
+    """What the first has."""
+    b: str
+    """What the second has."""
+    numel: int = 0
+    """Elements that differ."""
+    largest: float = 0.0
+    """Largest absolute difference."""
+
+
+def compare(a: Index, b: Index, observer: Observer, *, cast: bool = False) -> list[Change]:
+    """Every difference between two checkpoints; empty when their atoms are equal bit for bit.
+
+    `cast`: where the dtype differs, compare what `a` holds after a cast to `b`'s dtype.
+    """
+    changes = list(_structure(a, b, cast=cast))
+    shared = [
+        (atom.name, name, state, b.atoms[atom.name].states[name])
+        for atom, name, state in a.states()
+        if atom.name in b.atoms and name in b.atoms[atom.name].states
+    ]
+    shared = [item for item in shared if item[2].global_shape == item[3].global_shape]
+    pairs = [(name, state, _Pair(own, other, cast=cast)) for name, state, own, other in shared]
+    jobs = [
+        (name, state, pair, low, high)
+        for name, state, pair in pairs
+        for low, high in block_ranges(0, pair.numel, pair.step)
+    ]
+    observer.begin(title="compare", nbytes=sum((high - low) * pair.itemsize for *_, pair, low, high in jobs))
+    found: dict[tuple[str, str], list[tuple[int, float]]] = {}
+
+    def one(job: tuple[str, str, _Pair, int, int]) -> None:
+        name, state, pair, low, high = job
+        result = pair.differing(low, high)
+        if result is not None:
+            found.setdefault((name, state), []).append(result)
+        observer.advance((high - low) * pair.itemsize)
+
+    try:
+        _each(jobs, one)
+    finally:
+        observer.end()
+    for (name, state), parts in sorted(found.items()):
+        numel = sum(count for count, _ in parts)
+        total = a.atoms[name].states[state].numel
+        largest = max((part for _, part in parts), key=lambda value: (isnan(value), value))
+        text = f"{numel} of {total} elements"
+        changes.append(Change(param=name, state=state, what="values", a=text, b=text, numel=numel, largest=largest))
+    return changes
+
+
+def compare_copies(index: Index, observer: Observer) -> list[str]:
+    """Copies in the source (replicas, the model's own low-precision weights) that differ from what is taken."""
+    held = [(atom.name, name, Locator(state)) for atom, name, state in index.states()]
+    jobs = [
+        (own, locator, low, high)
+        for param, name, locator in held
+        if locator.replicas
+        for own in (whole_slice(param, name, locator.state),)
+        for low, high in block_ranges(0, own.stop, BLOCK // own.dtype.itemsize)
+    ]
+    found: list[str] = []
+    observer.begin(title="copies", nbytes=sum((high - low) * own.dtype.itemsize for own, _, low, high in jobs))
+
+    def one(job: tuple[Slice, Locator, int, int]) -> None:
+        own, locator, low, high = job
+        part = _read(own, locator, low, high)
+        for pieces in resolve_copies(own, locator, low, high):
+            for piece in pieces:
+                found.extend(drift(own, piece, part, _gatherer()))
+        observer.advance((high - low) * own.dtype.itemsize)
+
+    try:
+        _each(jobs, one)
+    finally:
+        observer.end()
+    return sorted(found)
+
+
+def scan_records(index: Index, observer: Observer) -> list[Record]:
+    """Stretches whose bytes are not those that the writer summed."""
+    jobs = [
+        (record.path, low, min(BLOCK, record.offset + record.nbytes - low))
+        for record in index.records
+        for low in range(record.offset, record.offset + record.nbytes, BLOCK)
+    ]
+    spans: list[Span] = []
+    observer.begin(title="checksums", nbytes=sum(nbytes for _, _, nbytes in jobs))
+
+    def one(job: tuple[str, int, int]) -> None:
+        gatherer = Gatherer(sources=_gatherer().sources, tracked=frozenset((job[0],)))
+        gatherer.scan(*job)
+        spans.extend(gatherer.spans)
+        observer.advance(job[2])
+
+    try:
+        _each(jobs, one)
+    finally:
+        observer.end()
+    return mismatches(index.records, spans)
+
+
+def scan_digests(index: Index, observer: Observer) -> list[str]:
+    """States whose bytes are not those that were digested, one line each."""
+    jobs = [
+        (whole_slice(atom.name, name, state), Locator(state), number, digest)
+        for atom, name, state in index.states()
+        for number, digest in enumerate(state.digests)
+    ]
+    wrong: list[str] = []
+    observer.begin(title="digests", nbytes=sum(own.nbytes for own, _, number, _ in jobs if number == 0))
+
+    def one(job: tuple[Slice, Locator, int, str]) -> None:
+        own, locator, number, digest = job
+        step = locator.state.digest_nbytes // own.dtype.itemsize
+        low, high = number * step, min((number + 1) * step, own.stop)
+        label = f"{own.param}/{own.state}, elements {low}:{high}"
+        try:
+            data = _read(own, locator, low, high)
+        except (CorruptError, SourceError) as error:
+            wrong.append(f"{label}: {error}")
+            return
+        if xxhash.xxh3_64_hexdigest(data) != digest:
+            wrong.append(f"{label}, in {locator.state.fragments[0].path}")
+        observer.advance(data.nbytes)
+
+    try:
+        _each(jobs, one)
+    finally:
+        observer.end()
+    return sorted(wrong)
+
+
+class _Pair:
+    """One state of two checkpoints."""
+
+    def __init__(self, a: StateIndex, b: StateIndex, *, cast: bool) -> None:
+        same = a.dtype is b.dtype or (cast and a.dtype.is_floating and b.dtype.is_floating)
+        self._own = whole_slice("", "", a, dtype=b.dtype if same else None)
+        self._other = whole_slice("", "", b)
+        self._a, self._b = Locator(a), Locator(b)
+        self.numel = a.numel
+        self.itemsize = max(self._own.dtype.itemsize, self._other.dtype.itemsize)
+        self.step = BLOCK // self.itemsize
+
+    def differing(self, low: int, high: int) -> tuple[int, float] | None:
+        """Elements of the range that differ, and by how much; None when none does."""
+        left = viewed(_read(self._own, self._a, low, high), self._own.dtype)
+        right = viewed(_read(self._other, self._b, low, high), self._other.dtype)
+        if left.dtype != right.dtype:
+            left, right = left.astype("float64"), right.astype("float64")
+        found = differing(left, right)
+        return (found.numel, found.largest) if found else None
+
+
+_local = threading.local()
+
+
+def _gatherer() -> Gatherer:
+    """This thread's own."""
+    if not hasattr(_local, "gatherer"):
+        _local.gatherer = Gatherer(sources=Sources())
+    own: Gatherer = _local.gatherer
+    return own
+
+
+def _read(own: Slice, locator: Locator, low: int, high: int) -> memoryview:
+    data = memoryview(bytearray((high - low) * own.dtype.itemsize))
+    _gatherer().fill(data, own.dtype, resolve(own, locator, low, high))
+    return data
+
+
+def _each(jobs: Sequence[object], one: Callable[..., None]) -> None:
+    """`one(job)` for every job, on a few threads, never more in flight than there are threads."""
+    queue = iter(jobs)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        running = {pool.submit(one, job) for job in islice(queue, _THREADS)}
+        while running:
+            finished, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                future.result()
+            running |= {pool.submit(one, job) for job in islice(queue, len(finished))}
+        list(pool.map(_close_files, range(_THREADS)))
+
+
+def _close_files(_: int) -> None:
+    _gatherer().sources.close()
+
+
+def _structure(a: Index, b: Index, *, cast: bool) -> Iterator[Change]:
+    for name in dict.fromkeys((*a.atoms, *b.atoms)):
+        if name not in b.atoms or name not in a.atoms:
+            yield _missing(name, "", in_a=name in a.atoms)
+            continue
+        own, other = a.atoms[name], b.atoms[name]
+        if own.kind is not other.kind:
+            yield Change(param=name, state="", what="kind", a=own.kind, b=other.kind)
+        for state in dict.fromkeys((*own.states, *other.states)):
+            if state not in own.states or state not in other.states:
+                yield _missing(name, state, in_a=state in own.states)
+            else:
+                yield from _state(name, state, own.states[state], other.states[state], cast=cast)
+    for alias in dict.fromkeys((*a.aliases, *b.aliases)):
+        left, right = a.aliases.get(alias, "-"), b.aliases.get(alias, "-")
+        if left != right:
+            yield Change(param=alias, state="", what="alias", a=left, b=right)
+    yield from _groups(a, b)
+
+
+def _missing(name: str, state: str, *, in_a: bool) -> Change:
+    return Change(param=name, state=state, what="missing", a="there" if in_a else "-", b="-" if in_a else "there")
+
+
+def _state(name: str, label: str, own: StateIndex, other: StateIndex, *, cast: bool) -> Iterator[Change]:
+    if own.global_shape != other.global_shape:
+        yield Change(
+            param=name, state=label, what="shape", a=str(list(own.global_shape)), b=str(list(other.global_shape))
+        )
+    elif own.dtype is not other.dtype and not cast:
+        yield Change(param=name, state=label, what="dtype", a=own.dtype, b=other.dtype)
+
+
+def _groups(a: Index, b: Index) -> Iterator[Change]:
+    """Hyper-parameters, where both have them; the order of groups and of parameters in them is a matter of layout."""
+    if not a.groups or not b.groups:
+        return
+    left, right = _hyper(a), _hyper(b)
+    for name in sorted(set(left) & set(right)):
+        for key in sorted(set(left[name]) | set(right[name])):
+            own, other = left[name].get(key, "-"), right[name].get(key, "-")
+            if own != other:
+                yield Change(param=name, state=key, what="group", a=own, b=other)
+
+
+def _hyper(index: Index) -> dict[str, dict[str, str]]:
+    return {name: {k: repr(v) for k, v in group.hyper.items()} for group in index.groups for name in group.params}

@@ -1,0 +1,252 @@
+"""Conversion: index, plan, check, then bytes.
+
+1. `ucp.prepare` reads the source's index and proves that its pieces tile every tensor;
+2. and lets the target plan its files, `ucp.plan` the work;
+3. an engine carries the work out beside the destination, with a journal;
+4. recorded checksums of everything read are compared, checksum fields of what was written filled in;
+5. one rename puts the destination in place.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ucp.atom import Index
+from ucp.checksums import gaps, mismatches
+from ucp.errors import CorruptError, DestinationError, ReplicaError, listed
+from ucp.finish import create, seal_checksums
+from ucp.gather import Gatherer, Sources, Span
+from ucp.identity import producer
+from ucp.io.commit import MARK, Staging, check_destination
+from ucp.journal import line_of, trusted
+from ucp.plan import BLOCK, Job, Task
+from ucp.prepare import ConvertOptions, Prepared, prepare
+from ucp.protocols import Engine, Observer
+from ucp.registry import engine
+from ucp.target import Literal, OutputFile
+from ucp.tensor import Record, TensorRef
+from ucp.union import Done, Sum
+
+__all__ = ["ConvertReport", "carry_out"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertReport:
+    """What a conversion did."""
+
+    dst: str
+    """Destination."""
+    format: str
+    """Format of the source."""
+    to: str
+    """Target."""
+    atoms: int
+    """Parameters and buffers."""
+    nbytes_written: int
+    """Bytes of tensors written by this run."""
+    resumed_bytes: int
+    """Bytes that an earlier run had already written."""
+    already_complete: bool
+    """Whether there was nothing to do."""
+    checked_bytes: int
+    """Source bytes compared with checksums that the writer recorded."""
+    unchecked_files: tuple[str, ...]
+    """Source files read from that carry no checksums."""
+    copies_checked: int
+    """States of which the source held copies (replicas, the model's own weights) that were compared."""
+    casts: tuple[str, ...]
+    """Changes of dtype."""
+    notes: tuple[str, ...]
+    """What was assumed, and what the target cannot hold."""
+    dropped: tuple[str, ...]
+    """What was not carried over, with the reasons."""
+
+
+def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer) -> ConvertReport:
+    """Convert `src` to `dst`. Raises UcpError; then `dst` is as it was."""
+    check_destination(src, dst)
+    prepared = prepare(src, options)
+    staging = Staging(dst)
+    if options.resume and staging.is_complete(prepared.fingerprint):
+        staging.discard()
+        return _report(prepared, dst, options, _Written(), already_complete=True)
+    try:
+        lines = staging.open(prepared.fingerprint, resume=options.resume, overwrite=options.overwrite)
+    except OSError as error:
+        raise _unwritable(staging.folder, error) from error
+    try:
+        written = _write(prepared, staging, lines, observer)
+    except OSError as error:
+        staging.release()
+        raise _unwritable(staging.folder, error) from error
+    except (CorruptError, ReplicaError):
+        staging.discard()
+        raise
+    except BaseException:
+        staging.release()
+        raise
+    return _report(prepared, dst, options, written, already_complete=False)
+
+
+def _unwritable(folder: Path, error: OSError) -> DestinationError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = "no space is left; free some, then continue with --resume"
+    else:
+        what = f"{error.strerror or error}; check the permissions, then continue with --resume"
+    return DestinationError(f"cannot write {error.filename or folder}: {what}")
+
+
+@dataclass(slots=True)
+class _Written:
+    """What is known of the bytes so far."""
+
+    sums: list[Sum] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    drift: list[str] = field(default_factory=list)
+    nbytes: int = 0
+    resumed: int = 0
+
+    def add(self, done: Done) -> None:
+        self.sums.extend(done.sums)
+        self.spans.extend(done.spans)
+        self.drift.extend(done.drift)
+
+
+def _write(prepared: Prepared, staging: Staging, lines: Sequence[dict[str, object]], observer: Observer) -> _Written:
+    job, root = prepared.job, staging.data
+    written = _Written()
+    finished = trusted(job, root, lines)
+    for done in finished.values():
+        written.add(done)
+    todo = [task for task in job.tasks if task.number not in finished]
+    written.resumed = job.nbytes - sum(task.nbytes for task in todo)
+    if not finished:
+        _check_space(prepared, staging.folder)
+        for file in job.target.files:
+            create(root, file)
+    _run(prepared, staging, todo, written, observer)
+    _check_source(job.index, written, whole=prepared.whole)
+    receipts = seal_checksums(job, root, written.sums)
+    for last in (_mark(prepared), *prepared.target.seal(job.index, job.target, receipts)):
+        create(root, last)
+    staging.commit()
+    return written
+
+
+def _run(prepared: Prepared, staging: Staging, todo: Sequence[Task], written: _Written, observer: Observer) -> None:
+    job = prepared.job
+    chosen: Engine = engine("processes" if prepared.workers > 1 and len(todo) > 1 else "serial")
+    sizes = {task.number: task.nbytes for task in todo}
+    stream = chosen.run(job, staging.data, todo, workers=prepared.workers, threads=prepared.threads)
+    observer.begin(title="convert", nbytes=sum(sizes.values()))
+    try:
+        for done in stream:
+            written.add(done)
+            written.nbytes += sizes[done.task]
+            staging.note(line_of(done))
+            observer.advance(sizes[done.task])
+    finally:
+        observer.end()
+
+
+def _check_space(prepared: Prepared, folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if prepared.nbytes_out > free:
+        raise DestinationError(
+            f"expected {prepared.nbytes_out:,} free bytes at {folder.parent}; got {free:,}. Free some, or write "
+            "elsewhere"
+        )
+
+
+def _check_source(index: Index, written: _Written, *, whole: bool) -> None:
+    """Compare what was read with the checksums the source recorded, and report copies that differ.
+
+    `whole`: read what lies between the pieces as well (padding), so that every stretch read from can be checked. Of a
+    selection that would be most of the file: then stretches read in part are not checked.
+    """
+    if written.drift:
+        raise ReplicaError(
+            f"{index.path} holds copies that should be equal and are not:\n{listed(written.drift)}\n"
+            "the model was changed after its last step, or files of different runs were mixed"
+        )
+    gatherer = Gatherer(sources=Sources(), tracked=frozenset(record.path for record in index.records))
+    for path, offset, nbytes in gaps(index.records, written.spans) if whole else ():
+        for low in range(offset, offset + nbytes, BLOCK):
+            gatherer.scan(path, low, min(BLOCK, offset + nbytes - low))
+    gatherer.sources.close()
+    wrong = mismatches(index.records, [*written.spans, *gatherer.spans])
+    if wrong:
+        raise CorruptError(
+            f"bytes of {len(wrong)} stored pieces are not those that were written (CRC-32 differs):\n"
+            f"{listed(f'{r.path}: {r.name}{_owners(index, r)}' for r in wrong)}\n"
+            "the files were damaged after they were saved; copy them again, or use another checkpoint"
+        )
+    written.spans.extend(gatherer.spans)
+
+
+def _owners(index: Index, record: Record) -> str:
+    """Names of the states that lie in a record."""
+    held = []
+    for atom, name, state in index.states():
+        for fragment in state.fragments:
+            ref = fragment.ref
+            if isinstance(ref, TensorRef) and _meets(ref, record):
+                held.append(f"{atom.name}/{name}")
+                break
+    shown = ", ".join(held[:4]) + (f" and {len(held) - 4} more" if len(held) > 4 else "")
+    return f", part of {shown}" if held else ""
+
+
+def _meets(ref: TensorRef, record: Record) -> bool:
+    before_end = ref.offset < record.offset + record.nbytes
+    return ref.path == record.path and ref.numel > 0 and before_end and record.offset < ref.offset + ref.extent
+
+
+def _mark(prepared: Prepared) -> OutputFile:
+    """The file that says how the destination was made."""
+    index, plan = prepared.job.index, prepared.job.target
+    made = {
+        "fingerprint": prepared.fingerprint,
+        "producer": producer(),
+        "target": prepared.target.name,
+        "source": {"path": index.path, "format": index.format, "producer": index.producer, "step": index.step},
+        "casts": plan.casts,
+        "notes": [*index.notes, *plan.notes],
+        "dropped": index.dropped,
+    }
+    text = json.dumps(made, indent=1).encode() + b"\n"
+    return OutputFile(path=MARK, nbytes=len(text), literals=(Literal(0, text),))
+
+
+def _report(
+    prepared: Prepared, dst: Path, options: ConvertOptions, written: _Written, *, already_complete: bool
+) -> ConvertReport:
+    index, plan = prepared.job.index, prepared.job.target
+    tracked = {record.path for record in index.records}
+    read = {str(f.path) for _, _, state in index.states() for f in state.fragments if f.path}
+    return ConvertReport(
+        dst=str(dst),
+        format=index.format,
+        to=options.to,
+        atoms=len(index.atoms),
+        nbytes_written=written.nbytes,
+        resumed_bytes=written.resumed,
+        already_complete=already_complete,
+        checked_bytes=sum(span.nbytes for span in written.spans),
+        unchecked_files=() if already_complete or not plan.placements else tuple(sorted(read - tracked)),
+        copies_checked=0 if already_complete else _copies(prepared.job),
+        casts=plan.casts,
+        notes=(*index.notes, *plan.notes),
+        dropped=index.dropped,
+    )
+
+
+def _copies(job: Job) -> int:
+    checked = {(own.param, own.state) for n in job.checking for own in (job.target.placements[n].slice,)}
+    states = (job.index.atoms[param].states[state] for param, state in checked)
+    return sum(any(fragment.replica for fragment in state.fragments) for state in states)

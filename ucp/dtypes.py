@@ -1,0 +1,103 @@
+"""Element types by their torch names, with the codes other formats use for them.
+
+>>> DType("bfloat16").itemsize
+2
+>>> DType.from_safetensors("BF16")
+<DType.BFLOAT16: 'bfloat16'>
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+__all__ = ["DType"]
+
+
+class DType(StrEnum):
+    """Element type; the value is the name of the torch dtype."""
+
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT8_E4M3FN = "float8_e4m3fn"
+    FLOAT8_E4M3FNUZ = "float8_e4m3fnuz"
+    FLOAT8_E5M2 = "float8_e5m2"
+    FLOAT8_E5M2FNUZ = "float8_e5m2fnuz"
+    INT64 = "int64"
+    INT32 = "int32"
+    INT16 = "int16"
+    INT8 = "int8"
+    UINT64 = "uint64"
+    UINT32 = "uint32"
+    UINT16 = "uint16"
+    UINT8 = "uint8"
+    BOOL = "bool"
+    COMPLEX64 = "complex64"
+    COMPLEX128 = "complex128"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return _ITEMSIZE[self]
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether this is a real floating-point type (casts are allowed among these)."""
+        return self.value.startswith(("float", "bfloat"))
+
+    @property
+    def safetensors(self) -> str:
+        """Code of this type in a safetensors header (safetensors 0.4-0.8)."""
+        return _SAFETENSORS[self]
+
+    @classmethod
+    def from_safetensors(cls, code: str) -> DType:
+        """Type for a safetensors code. Raises KeyError for an unknown code."""
+        return _FROM_SAFETENSORS[code]
+
+
+_ITEMSIZE = {
+    DType.FLOAT64: 8,
+    DType.FLOAT32: 4,
+    DType.FLOAT16: 2,
+    DType.BFLOAT16: 2,
+    DType.FLOAT8_E4M3FN: 1,
+    DType.FLOAT8_E4M3FNUZ: 1,
+    DType.FLOAT8_E5M2: 1,
+    DType.FLOAT8_E5M2FNUZ: 1,
+    DType.INT64: 8,
+    DType.INT32: 4,
+    DType.INT16: 2,
+    DType.INT8: 1,
+    DType.UINT64: 8,
+    DType.UINT32: 4,
+    DType.UINT16: 2,
+    DType.UINT8: 1,
+    DType.BOOL: 1,
+    DType.COMPLEX64: 8,
+    DType.COMPLEX128: 16,
+}
+
+_SAFETENSORS = {
+    DType.FLOAT64: "F64",
+    DType.FLOAT32: "F32",
+    DType.FLOAT16: "F16",
+    DType.BFLOAT16: "BF16",
+    DType.FLOAT8_E4M3FN: "F8_E4M3",
+    DType.FLOAT8_E4M3FNUZ: "F8_E4M3FNUZ",
+    DType.FLOAT8_E5M2: "F8_E5M2",
+    DType.FLOAT8_E5M2FNUZ: "F8_E5M2FNUZ",
+    DType.INT64: "I64",
+    DType.INT32: "I32",
+    DType.INT16: "I16",
+    DType.INT8: "I8",
+    DType.UINT64: "U64",
+    DType.UINT32: "U32",
+    DType.UINT16: "U16",
+    DType.UINT8: "U8",
+    DType.BOOL: "BOOL",
+    DType.COMPLEX64: "C64",
+    DType.COMPLEX128: "C128",
+}
+_FROM_SAFETENSORS = {code: dtype for dtype, code in _SAFETENSORS.items()}

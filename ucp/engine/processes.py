@@ -1,0 +1,109 @@
+"""Tasks shared out over processes of this machine, and over threads within each so that I/O overlaps.
+
+Whoever is free takes the next task: tasks are about equal in bytes (`ucp.plan.TASK`), so the last to finish is at most
+one task behind the first. Workers end by themselves when the parent is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ucp.errors import UcpError
+from ucp.plan import Job, Task
+from ucp.union import Done, Worker
+
+if TYPE_CHECKING:
+    from multiprocess.connection import Connection
+
+__all__ = ["ProcessEngine", "WorkerDiedError"]
+
+
+class WorkerDiedError(UcpError):
+    """A worker process ended before its work was done (killed, or out of memory)."""
+
+
+class ProcessEngine:
+    """`workers` processes of `threads` threads each."""
+
+    name = "processes"
+
+    def run(self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int) -> Iterator[Done]:
+        """Reports of `tasks`, in the order they finish."""
+        import multiprocess
+        from multiprocess import connection
+
+        context = multiprocess.get_context("fork" if hasattr(os, "fork") else "spawn")
+        queue = context.Value("q", 0)
+        pool: dict[Any, Any] = {}
+        try:
+            for _ in range(max(1, min(workers, len(tasks)))):
+                receiver, sender = context.Pipe(duplex=False)
+                shared = {"queue": queue, "threads": threads, "sender": sender}
+                process = context.Process(target=_serve, args=(job, root, tasks), kwargs=shared, daemon=True)
+                process.start()
+                sender.close()
+                pool[receiver] = process
+            live = dict(pool)
+            while live:
+                for receiver in connection.wait(list(live)):
+                    try:
+                        message = receiver.recv()
+                    except EOFError:
+                        _check_end(live.pop(receiver))
+                        continue
+                    if isinstance(message, BaseException):
+                        raise message
+                    yield message
+        finally:
+            for receiver, process in pool.items():
+                process.kill()
+                process.join()
+                receiver.close()
+
+
+def _check_end(process: Any) -> None:
+    process.join()
+    if process.exitcode:
+        how = f"killed by signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
+        raise WorkerDiedError(
+            f"a worker process ended early ({how}); the machine may be out of memory. "
+            "Try again with --resume and fewer --workers"
+        )
+
+
+def _serve(job: Job, root: Path, tasks: Sequence[Task], *, queue: Any, threads: int, sender: Connection) -> None:
+    """Body of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = os.getppid()
+    lock = threading.Lock()
+
+    def take() -> Task | None:
+        with queue.get_lock():
+            position = queue.value
+            queue.value = position + 1
+        return tasks[position] if position < len(tasks) and os.getppid() == parent else None
+
+    def serve() -> None:
+        worker = Worker(job, root)
+        try:
+            while (task := take()) is not None:
+                done = worker.carry_out(task)
+                with lock:
+                    sender.send(done)
+        except (UcpError, OSError) as error:
+            with lock:
+                sender.send(error)
+        finally:
+            worker.close()
+
+    team = [threading.Thread(target=serve) for _ in range(threads)]
+    for thread in team:
+        thread.start()
+    for thread in team:
+        thread.join()
+    sender.close()

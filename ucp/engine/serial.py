@@ -1,0 +1,26 @@
+"""All tasks in this process, one after another: for tests, debuggers and the smallest of memories."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ucp.plan import Job, Task
+from ucp.union import Done, Worker
+
+__all__ = ["SerialEngine"]
+
+
+class SerialEngine:
+    """One process, one thread; `workers` and `threads` are not used."""
+
+    name = "serial"
+
+    def run(self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int) -> Iterator[Done]:
+        """Reports of `tasks`, in order."""
+        worker = Worker(job, root)
+        try:
+            for task in tasks:
+                yield worker.carry_out(task)
+        finally:
+            worker.close()

@@ -1,0 +1,123 @@
+"""Every error that `ucp` raises on purpose.
+
+A message says what was expected, what was found, where, and what to do::
+
+    UcpError
+    ├── UsageError              a bad argument: option, topology, dtype, pattern of names   (exit code 2)
+    ├── SourceError             the source cannot be read as it stands
+    │   ├── UnknownFormatError      nothing here is recognised
+    │   ├── UnsupportedError        recognised, named, and not convertible here
+    │   ├── MissingFileError        a file of the grid is not there
+    │   ├── MalformedError          a file is there but truncated, of another run, or inconsistent
+    │   ├── ChangedError            a file is not the one that was recorded
+    │   └── IncompleteError         a conversion that was interrupted and never committed
+    ├── CoverError              regions leave a hole or overlap where they must not
+    ├── CorruptError            bytes differ from their recorded checksum
+    ├── ReplicaError            copies that must be equal are not
+    ├── MissingStateError       the target needs a parameter or state that the source lacks
+    ├── MemoryBudgetError       the work does not fit the stated budget
+    ├── DestinationError        the destination cannot be written as asked
+    └── LoadError               a live model and the checkpoint do not fit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = [
+    "ChangedError",
+    "CorruptError",
+    "CoverError",
+    "DestinationError",
+    "IncompleteError",
+    "LoadError",
+    "MalformedError",
+    "MemoryBudgetError",
+    "MissingFileError",
+    "MissingStateError",
+    "ReplicaError",
+    "SourceError",
+    "UcpError",
+    "UnknownFormatError",
+    "UnsupportedError",
+    "UsageError",
+    "listed",
+]
+
+
+class UcpError(Exception):
+    """Root of every expected failure; the command line prints it without a traceback."""
+
+
+class UsageError(UcpError):
+    """An argument cannot mean anything: exit code 2."""
+
+
+class SourceError(UcpError):
+    """The source cannot be read as it stands."""
+
+
+class UnknownFormatError(SourceError):
+    """No format recognises the path."""
+
+
+class UnsupportedError(SourceError):
+    """The layout is recognised and named, but not convertible."""
+
+
+class MissingFileError(SourceError):
+    """Files that the layout needs are not there; the message lists all of them."""
+
+
+class MalformedError(SourceError):
+    """Files are there but truncated, from different runs, or inconsistent."""
+
+
+class ChangedError(SourceError):
+    """A referenced file is no longer the one that was recorded."""
+
+
+class IncompleteError(SourceError):
+    """The path is an unfinished conversion."""
+
+
+class CoverError(UcpError):
+    """Regions leave a hole in a tensor, or overlap without a declared rule."""
+
+
+class CorruptError(UcpError):
+    """Stored bytes differ from their recorded checksum."""
+
+
+class ReplicaError(UcpError):
+    """Copies that must be equal bit for bit are not."""
+
+
+class MissingStateError(UcpError):
+    """The target needs something the source does not hold."""
+
+
+class MemoryBudgetError(UcpError):
+    """The work needs more memory than the stated budget."""
+
+
+class DestinationError(UcpError):
+    """The destination cannot be written as asked."""
+
+
+class LoadError(UcpError):
+    """A live model or optimizer and the checkpoint do not fit together."""
+
+
+def listed(items: Iterable[str], *, most: int = 20) -> str:
+    """One indented line per item, the rest counted.
+
+    >>> print(listed(["a", "b", "c"], most=2))
+      a
+      b
+      (+1 more)
+    """
+    lines = [f"  {item}" for item in items]
+    if len(lines) > most:
+        lines = [*lines[:most], f"  (+{len(lines) - most} more)"]
+    return "\n".join(lines)

@@ -1,0 +1,233 @@
+"""Bring the pieces of a slice together in a buffer: the only place where tensor bytes are read.
+
+Pieces that lie one after another in a file are read by one call, straight to their places (`preadv`). Strided
+pieces are read in stretches of bounded size and scattered; casts and means are done on the way.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from zlib_ng import zlib_ng
+
+from ucp.codec import decode
+from ucp.dtypes import DType
+from ucp.io.source import SourceFile, open_source
+from ucp.numeric import numpy_dtype, strided, viewed
+from ucp.slice import Piece
+from ucp.tensor import InlineTensor, TensorRef
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Gatherer", "Sources", "Span", "piece_values"]
+
+STRETCH = 8 << 20
+"""Most bytes read at once for a strided or cast piece."""
+
+SPARSE = 64 << 10
+"""A run of at least so many bytes is worth a read of its own when the gaps between runs are larger than the runs."""
+
+OPEN_FILES = 128
+"""Most source files held open by one worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes that were read, with their checksum."""
+
+    path: str
+    """Source file."""
+    offset: int
+    """First byte."""
+    nbytes: int
+    """Bytes."""
+    crc32: int
+    """CRC-32 of them."""
+
+
+class Sources:
+    """Open source files of one thread, the least recently used closed first."""
+
+    def __init__(self, limit: int = OPEN_FILES) -> None:
+        self._limit = limit
+        self._open: OrderedDict[str, SourceFile] = OrderedDict()
+
+    def get(self, path: str) -> SourceFile:
+        """The file at `path`, opened if it is not open."""
+        file = self._open.get(path)
+        if file is None:
+            file = self._open[path] = open_source(path)
+            if len(self._open) > self._limit:
+                self._open.popitem(last=False)[1].close()
+        self._open.move_to_end(path)
+        return file
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+@dataclass(slots=True)
+class Gatherer:
+    """Fills buffers from pieces, and keeps the checksums of what it read."""
+
+    sources: Sources
+    """Where files are opened."""
+    tracked: frozenset[str] = frozenset()
+    """Files whose reads are summed, because checksums of theirs are recorded."""
+    spans: list[Span] = field(default_factory=list)
+    """What was read of tracked files."""
+
+    def fill(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece], at: int = 0) -> None:
+        """Put `pieces` into `buffer`, elements of `dtype`, positions counted from byte `at`."""
+        self.fill_many([(buffer[at:], dtype, pieces)])
+
+    def scan(self, path: str, offset: int, nbytes: int) -> None:
+        """Read bytes only for their checksum."""
+        self._read(path, offset, [memoryview(bytearray(nbytes))])
+
+    def fill_many(self, wanted: Sequence[tuple[memoryview, DType, Sequence[Piece]]]) -> None:
+        """`fill` for several buffers at once, so that reads of neighbours are joined."""
+        direct: list[tuple[TensorRef, int, memoryview]] = []
+        for buffer, dtype, pieces in wanted:
+            for piece in pieces:
+                view = _direct_view(piece, dtype, buffer)
+                if view is None:
+                    continue
+                if isinstance(piece.ref, InlineTensor):
+                    view[:] = piece.ref.data[piece.src_offset : piece.src_offset + view.nbytes]
+                else:
+                    direct.append((piece.ref, piece.ref.offset + piece.src_offset, view))
+        direct.sort(key=lambda item: (item[0].path, item[1]))
+        for path, offset, views in _joined(direct):
+            self._read(path, offset, views)
+        for buffer, dtype, pieces in wanted:
+            self._fill_indirect(buffer, dtype, [p for p in pieces if _direct_view(p, dtype, buffer) is None])
+
+    def _read(self, path: str, offset: int, views: list[memoryview]) -> None:
+        self.sources.get(path).read_into(views, offset)
+        if path in self.tracked:
+            for view in views:
+                self.spans.append(Span(path, offset, view.nbytes, zlib_ng.crc32(view)))
+                offset += view.nbytes
+
+    def _fill_indirect(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece]) -> None:
+        terms = sorted({piece.term for piece in pieces})
+        if len(terms) > 1:
+            self._fill_mean(buffer, dtype, pieces, terms)
+            return
+        for piece in pieces:
+            for part, values in self.values(piece):
+                _scatter(buffer, dtype, part)[...] = values
+
+    def _fill_mean(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece], terms: Sequence[int]) -> None:
+        """Mean over terms: summed in float32 in the order of the terms, then divided (as DeepSpeed 0.19.8 does)."""
+        import numpy as np
+
+        total = np.zeros(buffer.nbytes // dtype.itemsize, dtype=np.float32)
+        sums = total.data.cast("B")
+        for term in terms:
+            for piece in pieces:
+                if piece.term == term:
+                    for part, values in self.values(piece):
+                        _scatter(sums, DType.FLOAT32, part)[...] += values.astype(np.float32)
+        total /= np.float32(len(terms))
+        viewed(buffer, dtype)[...] = total.astype(numpy_dtype(dtype))
+
+    def values(self, piece: Piece) -> Iterator[tuple[Piece, NDArray[Any]]]:
+        """The elements of a piece, in stretches of bounded size: (the part of the piece, its values)."""
+        if isinstance(piece.ref, InlineTensor):
+            yield piece, piece_values(memoryview(piece.ref.data), piece, piece.src_offset)
+        elif piece.ref.codec:
+            raw = decode(self._encoded(piece.ref), piece.ref.codec)
+            yield piece, piece_values(raw, piece, piece.ref.codec_start + piece.src_offset)
+        else:
+            for part in _stretches(piece):
+                scratch = memoryview(bytearray(_extent(part)))
+                self._read(piece.ref.path, piece.ref.offset + part.src_offset, [scratch])
+                yield part, piece_values(scratch, part, 0)
+
+    def _encoded(self, ref: TensorRef) -> memoryview:
+        data = memoryview(bytearray(ref.codec_nbytes))
+        self._read(ref.path, ref.offset, [data])
+        return data
+
+
+def piece_values(data: memoryview, piece: Piece, offset: int) -> NDArray[Any]:
+    """View of a piece's elements in source bytes whose first element stands at `offset`."""
+    return strided(data, piece.ref.dtype, offset=offset, sizes=piece.sizes, strides=piece.src_strides)
+
+
+def _direct_view(piece: Piece, dtype: DType, buffer: memoryview) -> memoryview | None:
+    """Where the piece's bytes go, if they are consecutive on both sides and need no change; else None."""
+    ref = piece.ref
+    if ref.dtype is not dtype or len(piece.sizes) != 1 or piece.mean or (isinstance(ref, TensorRef) and ref.codec):
+        return None
+    if piece.sizes[0] > 1 and (piece.src_strides[0] != dtype.itemsize or piece.dst_strides[0] != 1):
+        return None
+    start = piece.dst_offset * dtype.itemsize
+    return buffer[start : start + piece.sizes[0] * dtype.itemsize]
+
+
+def _joined(direct: Sequence[tuple[TensorRef, int, memoryview]]) -> Iterator[tuple[str, int, list[memoryview]]]:
+    """Neighbours in a file as one read: (path, offset, buffers in order)."""
+    path, start, stop = "", 0, -1
+    views: list[memoryview] = []
+    for ref, offset, view in direct:
+        if ref.path != path or offset != stop:
+            if views:
+                yield path, start, views
+            path, start, views = ref.path, offset, []
+            stop = offset
+        views.append(view)
+        stop += view.nbytes
+    if views:
+        yield path, start, views
+
+
+def _scatter(buffer: memoryview, dtype: DType, piece: Piece) -> NDArray[Any]:
+    item = dtype.itemsize
+    strides = tuple(step * item for step in piece.dst_strides)
+    return strided(buffer, dtype, offset=piece.dst_offset * item, sizes=piece.sizes, strides=strides)
+
+
+def _extent(piece: Piece) -> int:
+    """Source bytes from the first to the last element of a piece."""
+    reach = sum((n - 1) * s for n, s in zip(piece.sizes, piece.src_strides, strict=True))
+    return reach + piece.ref.dtype.itemsize
+
+
+def _stretches(piece: Piece) -> Iterator[Piece]:
+    """Parts of a piece that are each read by one call of at most `STRETCH` bytes."""
+    extent = _extent(piece)
+    payload = prod(piece.sizes) * piece.ref.dtype.itemsize
+    inner = extent - (piece.sizes[0] - 1) * piece.src_strides[0]
+    sparse = extent > 2 * payload and inner >= SPARSE
+    if piece.sizes[0] > 1 and (extent > STRETCH or sparse):
+        rows = 1 if sparse or not piece.src_strides[0] else max(1, (STRETCH - inner) // piece.src_strides[0] + 1)
+        for low in range(0, piece.sizes[0], rows):
+            yield from _stretches(_rows(piece, low, min(low + rows, piece.sizes[0])))
+    elif extent > STRETCH and len(piece.sizes) > 1:
+        yield from _stretches(_dropped(piece))
+    else:
+        yield piece
+
+
+def _rows(piece: Piece, low: int, high: int) -> Piece:
+    return replace(
+        piece,
+        sizes=(high - low, *piece.sizes[1:]),
+        src_offset=piece.src_offset + low * piece.src_strides[0],
+        dst_offset=piece.dst_offset + low * piece.dst_strides[0],
+    )
+
+
+def _dropped(piece: Piece) -> Piece:
+    """A piece whose first dim is one element long, without that dim."""
+    return replace(piece, sizes=piece.sizes[1:], src_strides=piece.src_strides[1:], dst_strides=piece.dst_strides[1:])

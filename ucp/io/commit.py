@@ -1,0 +1,169 @@
+"""Nothing half-written looks whole: everything is prepared beside the destination and put in place by one rename.
+
+DST.ucp-partial/
+    lock            held while a conversion runs
+    journal.jsonl   first line: what is being made; then one line per finished task
+    data/           the destination, growing; renamed to DST at the end
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+from ucp.errors import DestinationError, IncompleteError
+
+__all__ = ["MARK", "PARTIAL", "Staging", "check_destination", "refuse_partial"]
+
+PARTIAL = ".ucp-partial"
+"""Suffix of the folder in which a destination grows."""
+
+MARK = "ucp-conversion.json"
+"""File in every destination that says how it was made; only destinations that have it may be overwritten."""
+
+_PATIENCE = 10.0
+"""Seconds to wait for the workers of a conversion that was killed to notice it."""
+
+
+def refuse_partial(path: Path) -> None:
+    """Raise IncompleteError when `path` is, or lies in, the growing part of an unfinished conversion."""
+    for folder in (path, *path.parents):
+        if folder.name.endswith(PARTIAL) and (folder / "journal.jsonl").exists():
+            goal = folder.with_name(folder.name.removesuffix(PARTIAL))
+            raise IncompleteError(
+                f"{folder} is an unfinished conversion to {goal}; finish it with `ucp convert ... {goal} --resume`"
+            )
+
+
+def check_destination(src: Path, dst: Path) -> None:
+    """Raise DestinationError where writing `dst` could touch the source `src`."""
+    source, goal = src.resolve(), dst.resolve()
+    if goal == source or source in goal.parents:
+        raise DestinationError(f"the destination {dst} is the source {src} or lies inside it; choose another folder")
+    if goal in source.parents:
+        raise DestinationError(f"the source {src} lies inside the destination {dst}; choose another folder")
+    if os.path.ismount(goal):
+        raise DestinationError(f"{dst} is a mount point: it cannot be put in place by a rename. Name a folder in it")
+    if dst.exists() and not dst.is_dir():
+        raise DestinationError(f"expected a folder, or nothing, at {dst}; a file is there")
+    parent = goal.parent
+    if not parent.is_dir():
+        raise DestinationError(f"the folder {parent} that {dst.name} would be made in is not there; create it first")
+
+
+class Staging:
+    """The place beside `dst` where it grows."""
+
+    def __init__(self, dst: Path) -> None:
+        self.dst = dst
+        self.folder = dst.parent / (dst.name + PARTIAL)
+        self.data = self.folder / "data"
+        self._journal = self.folder / "journal.jsonl"
+        self._lock: int | None = None
+
+    def is_complete(self, fingerprint: str) -> bool:
+        """Whether `dst` is there and was made by the same conversion."""
+        try:
+            return bool(json.loads((self.dst / MARK).read_text())["fingerprint"] == fingerprint)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def open(self, fingerprint: str, *, resume: bool, overwrite: bool) -> list[dict[str, object]]:
+        """Take the place, and return the journal lines of tasks an earlier run finished (none unless `resume`).
+
+        Raises DestinationError when something is in the way.
+        """
+        self._check_free(resume=resume, overwrite=overwrite)
+        self.folder.mkdir(exist_ok=True)
+        self._take_lock()
+        lines = self._read_journal() if resume else []
+        if resume and lines and lines[0].get("fingerprint") != fingerprint:
+            raise DestinationError(
+                f"{self.folder} was begun from another source, another version of it, or with other options; "
+                "start over with --overwrite"
+            )
+        if not lines:
+            shutil.rmtree(self.data, ignore_errors=True)
+            self.data.mkdir()
+            self._journal.write_text(json.dumps({"fingerprint": fingerprint}) + "\n")
+        return lines[1:]
+
+    def note(self, line: dict[str, object]) -> None:
+        """Add a line to the journal."""
+        with self._journal.open("a") as file:
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+    def commit(self) -> None:
+        """Put the destination in place. Its files must be complete."""
+        _sync_tree(self.data)
+        if self.dst.exists():
+            os.rename(self.dst, self.folder / f"old-{time.time_ns()}")
+        os.rename(self.data, self.dst)
+        _sync_folder(self.dst.parent)
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove the growing part."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the lock; the growing part stays for a later --resume."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _check_free(self, *, resume: bool, overwrite: bool) -> None:
+        if self.folder.exists() and not (resume or overwrite):
+            raise DestinationError(
+                f"an unfinished conversion lies at {self.folder}; continue it with --resume, or start over with "
+                "--overwrite"
+            )
+        if not self.dst.exists() or not any(self.dst.iterdir()):
+            return
+        if not overwrite:
+            raise DestinationError(f"{self.dst} is not empty; choose another folder, or pass --overwrite")
+        if not (self.dst / MARK).exists():
+            raise DestinationError(f"{self.dst} was not written by ucp (it has no {MARK}); remove it yourself")
+
+    def _take_lock(self) -> None:
+        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    self.release()
+                    raise DestinationError(f"another conversion to {self.dst} is running") from error
+                time.sleep(0.05)
+
+    def _read_journal(self) -> list[dict[str, object]]:
+        """Whole lines only: the last may have been cut short."""
+        lines: list[dict[str, object]] = []
+        try:
+            for text in self._journal.read_text().splitlines():
+                lines.append(json.loads(text))
+        except (OSError, ValueError):
+            pass
+        return lines if self.data.is_dir() else []
+
+
+def _sync_tree(root: Path) -> None:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            _sync_folder(Path(folder) / name)
+        _sync_folder(Path(folder))
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

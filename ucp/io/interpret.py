@@ -1,0 +1,236 @@
+"""The calls of a pickle that have a harmless meaning, and that meaning as a plain value.
+
+This is an allow-list of *interpretations*: nothing is looked up, imported or called. A call that is not in the table,
+or whose arguments are not of the known form, becomes a `Stub`.
+
+>>> called(GlobalName("builtins", "complex"), (1.0, 2.0))
+(1+2j)
+>>> called(GlobalName("os", "system"), ("true",)).made_by
+GlobalName(module='os', qualname='system')
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from ucp.inert import GlobalName, Stub, TorchSize
+from ucp.io.storage import LEFT_INERT, StorageRef, rebuilt_parameter, rebuilt_tensor, rebuilt_typed_tensor
+from ucp.tensor import InlineTensor, TensorRef
+
+__all__ = ["called", "check_key", "constructed", "set_attributes"]
+
+_LATIN1 = frozenset({"latin1", "latin-1", "iso-8859-1"})
+_MOST_KEY_NODES = 10_000
+"""Bound on the members of one tuple used as a key, nested ones counted: hashing recurses and is repeated."""
+_KEYS = frozenset(
+    {str, int, bool, float, complex, bytes, type(None), range, frozenset}
+    | {GlobalName, Stub, TensorRef, InlineTensor, StorageRef, TorchSize}
+)
+"""Types of keys that hash in bounded time; a frozenset was checked when it was built."""
+_PLAIN_TENSORS = frozenset(
+    {
+        GlobalName("torch", "Tensor"),
+        GlobalName("torch._tensor", "Tensor"),
+        GlobalName("torch.nn.parameter", "Parameter"),
+        GlobalName("torch.nn.parameter", "Buffer"),
+    }
+)
+"""Classes whose attributes say nothing about the elements."""
+
+
+def called(function: object, args: tuple[object, ...]) -> object:
+    """What `function(*args)` stands for: a plain value, a tensor, or a `Stub`."""
+    if type(function) is not GlobalName:
+        return Stub(GlobalName("operator", "call"), (function, *args), new=False)
+    builder = _BUILDERS.get((function.module, function.qualname))
+    if builder is not None:
+        value = builder(args)
+        if value is not LEFT_INERT:
+            return value
+    return Stub(function, args, new=False)
+
+
+def constructed(cls: object, args: tuple[object, ...], kwargs: dict[str, object] | None = None) -> Stub:
+    """The recipe of `cls.__new__(cls, *args, **kwargs)`."""
+    if type(cls) is GlobalName:
+        return Stub(cls, args, kwargs or {})
+    if kwargs:
+        return Stub(GlobalName("copyreg", "__newobj_ex__"), (cls, args, kwargs), new=False)
+    return Stub(GlobalName("copyreg", "__newobj__"), (cls, *args), new=False)
+
+
+def check_key(key: object) -> None:
+    """Raise ValueError when `key` cannot be a key, or would take unbounded time to hash."""
+    if type(key) in _KEYS:
+        return
+    rest, count = [key], 0
+    while rest:
+        node = rest.pop()
+        count += 1
+        if type(node) is tuple:
+            rest.extend(node[: _MOST_KEY_NODES + 1])
+        elif type(node) not in _KEYS:
+            raise ValueError(f"expected a hashable key; got a {type(node).__name__}")
+        if count + len(rest) > _MOST_KEY_NODES:
+            raise ValueError(f"expected a key of at most {_MOST_KEY_NODES} members")
+
+
+def set_attributes(target: OrderedDict[object, object], state: object) -> None:
+    """Keep the attributes of an ordered dict (torch keeps `_metadata` of a state_dict so). Raises ValueError."""
+    if type(state) is not dict:
+        raise ValueError(f"expected the attributes of an OrderedDict as a dict; got a {type(state).__name__}")
+    for name, value in state.items():
+        if type(name) is not str or hasattr(OrderedDict, name):
+            raise ValueError("expected attributes of an OrderedDict that hide none of its own")
+        setattr(target, name, value)
+
+
+def _ordered_dict(args: tuple[object, ...]) -> object:
+    match args:
+        case ():
+            return OrderedDict()
+        case (list(pairs),) if all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
+            for key, _ in pairs:
+                check_key(key)
+            return OrderedDict(pairs)
+        case _:
+            return LEFT_INERT
+
+
+def _size(args: tuple[object, ...]) -> object:
+    match args:
+        case (list(sizes),) | (tuple(sizes),) if all(type(n) is int for n in sizes):
+            return TorchSize(sizes)
+        case _:
+            return LEFT_INERT
+
+
+def _checked(members: Iterable[object]) -> Iterable[object]:
+    for member in members:
+        check_key(member)
+        yield member
+
+
+def _set(args: tuple[object, ...]) -> object:
+    match args:
+        case ():
+            return set()
+        case (list(members),) | (tuple(members),):
+            return set(_checked(members))
+        case _:
+            return LEFT_INERT
+
+
+def _frozenset(args: tuple[object, ...]) -> object:
+    members = _set(args)
+    return frozenset(members) if isinstance(members, set) else LEFT_INERT
+
+
+def _bytes(args: tuple[object, ...]) -> object:
+    return b"" if args == () else LEFT_INERT
+
+
+def _bytearray(args: tuple[object, ...]) -> object:
+    match args:
+        case ():
+            return bytearray()
+        case (bytes(data),):
+            return bytearray(data)
+        case (str(text), str(encoding)) if encoding in _LATIN1:
+            return bytearray(text.encode("latin-1"))
+        case _:
+            return LEFT_INERT
+
+
+def _encode(args: tuple[object, ...]) -> object:
+    """Bytes of _codecs.encode(text, "latin1"), which is how protocol 2 writes bytes."""
+    match args:
+        case (str(text), str(encoding)) if encoding in _LATIN1:
+            return text.encode("latin-1")
+        case _:
+            return LEFT_INERT
+
+
+def _complex(args: tuple[object, ...]) -> object:
+    match args:
+        case (float(real), float(imaginary)):
+            return complex(real, imaginary)
+        case _:
+            return LEFT_INERT
+
+
+def _slice(args: tuple[object, ...]) -> object:
+    match args:
+        case (start, stop, step):
+            return slice(start, stop, step)
+        case _:
+            return LEFT_INERT
+
+
+def _range(args: tuple[object, ...]) -> object:
+    match args:
+        case (int(start), int(stop), int(step)) if step != 0:
+            return range(start, stop, step)
+        case _:
+            return LEFT_INERT
+
+
+def _getattr(args: tuple[object, ...]) -> object:
+    """The dotted name of getattr(<name>, "attribute"), which is how protocols 0 to 3 write nested classes."""
+    match args:
+        case (GlobalName(module, qualname), str(attribute)) if attribute.isidentifier():
+            return GlobalName(module, f"{qualname}.{attribute}")
+        case _:
+            return LEFT_INERT
+
+
+def _reconstructor(args: tuple[object, ...]) -> object:
+    """The object of copyreg._reconstructor(cls, object, None), which is how protocols 0 and 1 write cls.__new__."""
+    match args:
+        case (GlobalName() as cls, GlobalName("builtins", "object"), None):
+            return Stub(cls)
+        case _:
+            return LEFT_INERT
+
+
+def _newobj(args: tuple[object, ...]) -> object:
+    match args:
+        case (GlobalName() as cls, *rest):
+            return Stub(cls, tuple(rest))
+        case _:
+            return LEFT_INERT
+
+
+def _from_type(args: tuple[object, ...]) -> object:
+    """The tensor of torch._tensor._rebuild_from_type_v2 for classes that are plain tensors."""
+    match args:
+        case (GlobalName() as function, GlobalName() as cls, tuple(inner), _) if cls in _PLAIN_TENSORS:
+            value = called(function, inner)
+            return value if isinstance(value, TensorRef) else LEFT_INERT
+        case _:
+            return LEFT_INERT
+
+
+_BUILDERS: dict[tuple[str, str], Callable[[tuple[object, ...]], object]] = {
+    ("collections", "OrderedDict"): _ordered_dict,
+    ("torch", "Size"): _size,
+    ("builtins", "set"): _set,
+    ("builtins", "frozenset"): _frozenset,
+    ("builtins", "bytes"): _bytes,
+    ("builtins", "bytearray"): _bytearray,
+    ("builtins", "complex"): _complex,
+    ("builtins", "slice"): _slice,
+    ("builtins", "range"): _range,
+    ("builtins", "getattr"): _getattr,
+    ("_codecs", "encode"): _encode,
+    ("copyreg", "_reconstructor"): _reconstructor,
+    ("copyreg", "__newobj__"): _newobj,
+    ("torch._utils", "_rebuild_tensor"): rebuilt_tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): rebuilt_tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): rebuilt_typed_tensor,
+    ("torch._utils", "_rebuild_parameter"): rebuilt_parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): rebuilt_parameter,
+    ("torch._tensor", "_rebuild_from_type"): _from_type,
+    ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
+}

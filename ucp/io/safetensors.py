@@ -1,0 +1,172 @@
+"""Safetensors files: their header as references, and the header of a file to be written.
+
+A file is an unsigned 64-bit length, that many bytes of JSON, then the elements of all tensors without a hole
+(https://github.com/huggingface/safetensors, format of 0.4 to 0.8). Header and data are validated against each other
+before anything is believed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ucp.dtypes import DType
+from ucp.errors import MalformedError, UnsupportedError
+from ucp.io.source import SourceFile, open_source
+from ucp.tensor import TensorRef, contiguous_strides
+
+__all__ = ["SafetensorsHeader", "SafetensorsLayout", "layout_safetensors", "read_header"]
+
+_MOST_HEADER_NBYTES = 100_000_000
+"""Bound of the reference implementation."""
+_ALIGNMENT = 64
+_MOST_DIMS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SafetensorsHeader:
+    """What a safetensors file says of itself."""
+
+    tensors: dict[str, TensorRef]
+    """Tensors by name, in the order of the header."""
+    metadata: dict[str, str]
+    """Text entries of `__metadata__`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SafetensorsLayout:
+    """A safetensors file to be written."""
+
+    header: bytes
+    """First bytes of the file: length and padded JSON."""
+    offsets: dict[str, int]
+    """Byte in the file of each tensor's first element, by name."""
+    nbytes: int
+    """Bytes of the whole file."""
+
+
+def read_header(path: str) -> SafetensorsHeader:
+    """Header of the safetensors file at `path`.
+
+    Raises
+    ------
+    MalformedError
+        The header is no such JSON, or tensors overlap, leave a hole, or do not fit the file.
+    UnsupportedError
+        An element type that this version does not know.
+    """
+    with open_source(path) as file:
+        text, start = _header_text(file)
+        nbytes = file.nbytes
+    entries = _json(path, text)
+    metadata = _metadata(path, entries.pop("__metadata__", {}))
+    tensors = {name: _tensor(path, name, entry, start) for name, entry in entries.items()}
+    _check_tiling(path, tensors, start=start, stop=nbytes)
+    return SafetensorsHeader(tensors=tensors, metadata=metadata)
+
+
+def layout_safetensors(
+    entries: Sequence[tuple[str, DType, tuple[int, ...]]], *, metadata: Mapping[str, str] | None = None
+) -> SafetensorsLayout:
+    """Layout of a file that holds `entries` (name, element type, shape), in their order.
+
+    The elements begin at a multiple of 64 bytes; each tensor follows the one before it without a hole, as the format
+    demands.
+
+    >>> layout = layout_safetensors([("a", DType.BFLOAT16, (2, 3)), ("b", DType.FLOAT32, ())])
+    >>> layout.offsets, layout.nbytes
+    ({'a': 128, 'b': 140}, 144)
+
+    Raises
+    ------
+    ValueError
+        A name is given twice, or reserved.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offsets: dict[str, int] = {}
+    at = 0
+    for name, dtype, shape in entries:
+        if name in offsets or name == "__metadata__":
+            raise ValueError(f"expected names that differ, and none '__metadata__'; got {name!r}")
+        stop = at + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": dtype.safetensors, "shape": list(shape), "data_offsets": [at, stop]}
+        offsets[name] = at
+        at = stop
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    start = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT
+    if start - 8 > _MOST_HEADER_NBYTES:
+        raise ValueError(f"expected a header of at most {_MOST_HEADER_NBYTES} bytes; got {start - 8}: use more files")
+    literal = (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
+    return SafetensorsLayout(
+        header=literal, offsets={name: start + offset for name, offset in offsets.items()}, nbytes=start + at
+    )
+
+
+def _header_text(file: SourceFile) -> tuple[bytes, int]:
+    """The JSON and the byte after it."""
+    if file.nbytes < 10:
+        raise _malformed(file.path, f"expected at least 10 bytes; got {file.nbytes}")
+    nbytes = int.from_bytes(file.read(0, 8), "little")
+    if nbytes > _MOST_HEADER_NBYTES or 8 + nbytes > file.nbytes:
+        raise _malformed(file.path, f"expected a header within its {file.nbytes} bytes; got one of {nbytes}")
+    return file.read(8, nbytes), 8 + nbytes
+
+
+def _json(path: str, text: bytes) -> dict[str, object]:
+    try:
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise _malformed(path, f"expected a header of JSON; got {str(error)[:200]}") from None
+    if not isinstance(entries, dict):
+        raise _malformed(path, f"expected a header that is a JSON object; got a {type(entries).__name__}")
+    return entries
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the name {name!r} twice")
+    return entries
+
+
+def _metadata(path: str, entry: object) -> dict[str, str]:
+    if isinstance(entry, dict) and all(isinstance(value, str) for value in entry.values()):
+        return entry
+    raise _malformed(path, "expected __metadata__ that maps text to text")
+
+
+def _tensor(path: str, name: str, entry: object, start: int) -> TensorRef:
+    match entry:
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(first), int(stop)]} if (
+            all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, first, stop)) and len(shape) <= _MOST_DIMS
+        ):
+            pass
+        case _:
+            raise _malformed(path, f"expected dtype, shape and data_offsets of {name!r}; got {str(entry)[:200]}")
+    try:
+        dtype = DType.from_safetensors(code)
+    except KeyError:
+        raise UnsupportedError(f"{path}: tensor {name!r} is of type {code!r}, which is not known here") from None
+    if stop - first != prod(shape) * dtype.itemsize:
+        raise _malformed(path, f"expected {dtype} of shape {shape} for {name!r}; got {stop - first} bytes")
+    sizes = tuple(shape)
+    return TensorRef(path=path, offset=start + first, dtype=dtype, shape=sizes, strides=contiguous_strides(sizes))
+
+
+def _check_tiling(path: str, tensors: Mapping[str, TensorRef], *, start: int, stop: int) -> None:
+    """Every byte after the header belongs to exactly one tensor."""
+    at = start
+    for offset, nbytes, name in sorted((tensor.offset, tensor.nbytes, name) for name, tensor in tensors.items()):
+        if offset != at:
+            raise _malformed(path, f"expected {name!r} at byte {at}; got {offset}: a hole or an overlap")
+        at += nbytes
+    if at != stop:
+        raise _malformed(path, f"expected {at} bytes; got {stop}")
+
+
+def _malformed(path: str, found: str) -> MalformedError:
+    return MalformedError(f"{path}: not a whole safetensors file: {found}. Copy it again")

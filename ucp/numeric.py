@@ -1,0 +1,84 @@
+"""The few operations on elements that bytes alone cannot do: strided copies, casts, means, comparison.
+
+numpy and ml_dtypes (bfloat16, float8) are imported on first use, so that plain copies start without them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ucp.dtypes import DType
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["Difference", "differing", "numpy_dtype", "strided", "viewed"]
+
+
+@cache
+def numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    """Numpy type of the same elements."""
+    import numpy as np
+
+    if dtype.value.startswith(("bfloat", "float8")):
+        import ml_dtypes
+
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.value))
+        return found
+    return np.dtype(dtype.value)
+
+
+def viewed(data: memoryview, dtype: DType) -> NDArray[Any]:
+    """The bytes as a 1-D array of elements; shares memory."""
+    import numpy as np
+
+    return np.frombuffer(data, dtype=numpy_dtype(dtype))
+
+
+def strided(
+    data: memoryview, dtype: DType, *, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]
+) -> NDArray[Any]:
+    """View of elements in a buffer. `offset`, `strides`: bytes; `sizes`: elements per dim; shares memory."""
+    import numpy as np
+
+    return np.ndarray(sizes, dtype=numpy_dtype(dtype), buffer=data, offset=offset, strides=strides)
+
+
+class Difference:
+    """How two arrays of the same elements differ."""
+
+    __slots__ = ("first", "largest", "numel")
+
+    def __init__(self, *, numel: int, first: int, largest: float) -> None:
+        self.numel = numel
+        """Elements whose bits differ."""
+        self.first = first
+        """Row-major position of the first of them."""
+        self.largest = largest
+        """Largest absolute difference of value; nan where one of the two is not a number."""
+
+
+def differing(a: NDArray[Any], b: NDArray[Any]) -> Difference | None:
+    """Where `a` and `b`, of one type and shape, differ in their bits; None when nowhere."""
+    import numpy as np
+
+    plain = a.ndim == 1 and a.flags.c_contiguous and b.flags.c_contiguous and a.nbytes % 8 == 0
+    if plain and np.array_equal(a.view(np.uint64), b.view(np.uint64)):
+        return None
+    raw = np.dtype(f"V{a.dtype.itemsize}") if a.dtype.itemsize > 8 else np.dtype(f"u{a.dtype.itemsize}")
+    flat_a, flat_b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
+    unequal = flat_a.view(raw) != flat_b.view(raw)
+    where = np.flatnonzero(unequal)
+    if not where.size:
+        return None
+    return Difference(numel=int(where.size), first=int(where[0]), largest=_largest(flat_a[where], flat_b[where]))
+
+
+def _largest(a: NDArray[Any], b: NDArray[Any]) -> float:
+    import numpy as np
+
+    wide = np.complex128 if a.dtype.kind == "c" else np.float64
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(np.max(np.abs(a.astype(wide) - b.astype(wide))))

@@ -1,0 +1,228 @@
+"""Everything decided before a byte moves: which blocks of which slices are written together, by which task.
+
+1. every placement is cut into blocks of at most `BLOCK` bytes: a giant embedding is many blocks, of many tasks;
+2. blocks that follow one another in a file are joined to fills of at most `BLOCK` bytes: one write each;
+3. fills are bundled into tasks of about equal bytes.
+
+A task holds numbers only. The pieces that fill a block are resolved by whoever carries it out (`ucp.slice.resolve`),
+so a plan stays small however many ranks wrote the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from ucp.atom import Index
+from ucp.balance import bundle
+from ucp.errors import CoverError, MemoryBudgetError, MissingStateError, UsageError, listed
+from ucp.slice import Slice, block_ranges
+from ucp.target import Placement, TargetPlan
+
+__all__ = [
+    "BLOCK",
+    "TASK",
+    "Fill",
+    "Job",
+    "Section",
+    "Task",
+    "check_target",
+    "checking_placements",
+    "fit_workers",
+    "make_job",
+]
+
+BLOCK = 8 << 20
+"""Bytes of one write, and of one digest. A multiple of every itemsize."""
+
+TASK = 4 * BLOCK
+"""Bytes that one task writes, at most by one block more."""
+
+SCRATCH = 3 * BLOCK
+"""Bytes beside the block itself that a thread may need: a strided, cast, compared or encoded block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One block of one placement."""
+
+    placement: int
+    """Position in `TargetPlan.placements`; or, counted on from there, in `TargetPlan.raw`."""
+    start: int
+    """First element, counted in the slice's local tensor."""
+    stop: int
+    """One past the last element."""
+    offset: int
+    """Byte in the output file."""
+    nbytes: int
+    """Bytes in the output file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fill:
+    """Consecutive bytes of one output file, written at once."""
+
+    path: str
+    """Output file, relative."""
+    sections: tuple[Section, ...]
+    """What they are, without gaps."""
+
+    @property
+    def offset(self) -> int:
+        """First byte."""
+        return self.sections[0].offset
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.sections[-1].offset + self.sections[-1].nbytes - self.offset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A unit of work: may be run twice, by anyone, in any order."""
+
+    number: int
+    """Position in the plan."""
+    fills: tuple[Fill, ...]
+    """What it writes."""
+    nbytes: int
+    """Bytes it writes."""
+    projected_bytes: int = BLOCK + SCRATCH
+    """Memory it needs while it runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A whole conversion, ready to be carried out."""
+
+    index: Index
+    """The source."""
+    target: TargetPlan
+    """The destination."""
+    tasks: tuple[Task, ...]
+    """All the work; together they write every placement once."""
+    checking: frozenset[int]
+    """Placements whose bytes are compared with the source's copies of them (each copy once in all)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the tasks write."""
+        return sum(task.nbytes for task in self.tasks)
+
+
+def make_job(index: Index, target: TargetPlan) -> Job:
+    """Plan the work. Raises CoverError, MissingStateError or UsageError when source and target do not fit."""
+    check_target(index, target)
+    sections = _by_path(target)
+    if target.compress:
+        bundles: Sequence[Sequence[Fill]] = [[Fill(path=path, sections=tuple(own))] for path, own in sections]
+    else:
+        fills = [fill for path, own in sections for fill in _fills(path, own)]
+        bundles = bundle(fills, limit=TASK)
+    tasks = tuple(
+        Task(number=number, fills=tuple(own), nbytes=sum(fill.nbytes for fill in own))
+        for number, own in enumerate(bundles)
+    )
+    return Job(index=index, target=target, tasks=tasks, checking=checking_placements(target.placements))
+
+
+def fit_workers(memory: int, *, workers: int, threads: int) -> tuple[int, int]:
+    """Workers and threads in each that fit `memory` bytes, at most as many as asked for.
+
+    Raises MemoryBudgetError when not even one thread fits.
+    """
+    lanes = memory // (BLOCK + SCRATCH)
+    if lanes < 1:
+        raise MemoryBudgetError(
+            f"expected a memory budget of at least {(BLOCK + SCRATCH) >> 20} MiB, the need of one thread; "
+            f"got {memory >> 20} MiB. Raise --memory"
+        )
+    workers = min(workers, lanes)
+    return workers, min(threads, lanes // workers)
+
+
+def _by_path(target: TargetPlan) -> list[tuple[str, list[Section]]]:
+    """Sections of every output file, in the order of the files and of the bytes in them."""
+    rank = {file.path: position for position, file in enumerate(target.files)}
+    placed = [(rank[p.path], section) for n, p in enumerate(target.placements) for section in _blocks(n, p)]
+    base = len(target.placements)
+    for number, raw in enumerate(target.raw):
+        step = max(1, BLOCK // raw.src.dtype.itemsize)
+        for low, high in block_ranges(0, raw.src.numel, step):
+            at = raw.offset + low * raw.src.dtype.itemsize
+            section = _section(base + number, low, high, at, raw.src.dtype.itemsize)
+            placed.append((rank[raw.path], section))
+    placed.sort(key=lambda item: (item[0], item[1].offset))
+    return [
+        (target.files[position].path, [section for _, section in own])
+        for position, own in groupby(placed, key=lambda item: item[0])
+    ]
+
+
+def _blocks(number: int, placement: Placement) -> Iterator[Section]:
+    own = placement.slice
+    itemsize = own.dtype.itemsize
+    for low, high in block_ranges(own.start, own.stop, BLOCK // itemsize):
+        yield _section(number, low, high, placement.offset + (low - own.start) * itemsize, itemsize)
+
+
+def _section(placement: int, start: int, stop: int, offset: int, itemsize: int) -> Section:
+    return Section(placement=placement, start=start, stop=stop, offset=offset, nbytes=(stop - start) * itemsize)
+
+
+def _fills(path: str, sections: Sequence[Section]) -> Iterator[Fill]:
+    run: list[Section] = []
+    for section in sections:
+        joins = bool(run) and run[-1].offset + run[-1].nbytes == section.offset
+        if run and not (joins and section.offset + section.nbytes - run[0].offset <= BLOCK):
+            yield Fill(path=path, sections=tuple(run))
+            run = []
+        run.append(section)
+    if run:
+        yield Fill(path=path, sections=tuple(run))
+
+
+def check_target(index: Index, target: TargetPlan) -> None:
+    """Prove that every slice can be filled from the source, and that no two write the same bytes."""
+    missing = [p.slice for p in target.placements if not _held(index, p.slice)]
+    if missing:
+        names = sorted({f"{own.param}/{own.state}" for own in missing})
+        raise MissingStateError(f"the target needs states that {index.path} does not hold:\n{listed(names)}")
+    for placement in target.placements:
+        own = placement.slice
+        source = index.atoms[own.param].states[own.state]
+        if own.dtype is not source.dtype and not (own.dtype.is_floating and source.dtype.is_floating):
+            raise UsageError(f"{own.param}/{own.state} is {source.dtype}: it cannot be cast to {own.dtype}")
+    _check_disjoint(target)
+
+
+def _held(index: Index, own: Slice) -> bool:
+    return own.param in index.atoms and own.state in index.atoms[own.param].states
+
+
+def _check_disjoint(target: TargetPlan) -> None:
+    limits = {file.path: file.nbytes for file in target.files}
+    spans = [(p.path, p.offset, p.slice.nbytes) for p in target.placements]
+    spans += [(raw.path, raw.offset, raw.src.nbytes) for raw in target.raw]
+    spans += [(f.path, part.offset, len(part.data)) for f in target.files for part in f.literals]
+    before: tuple[str, int] = ("", 0)
+    for path, offset, nbytes in sorted(span for span in spans if span[2]):
+        if (path == before[0] and offset < before[1]) or (offset + nbytes > limits[path] and not target.compress):
+            raise CoverError(f"bytes {offset}:{offset + nbytes} of {path} are planned twice, or past its end")
+        before = (path, offset + nbytes)
+
+
+def checking_placements(placements: Sequence[Placement]) -> frozenset[int]:
+    """Placements that between them hold every element of a state at most once: those that check the copies."""
+    chosen: set[int] = set()
+    claimed: dict[tuple[str, str], list[tuple[tuple[object, ...], int, int]]] = {}
+    for number, placement in enumerate(placements):
+        own = placement.slice
+        held = claimed.setdefault((own.param, own.state), [])
+        same = [h for h in held if h[0] == own.pairs]
+        if len(same) == len(held) and not any(low < own.stop and own.start < high for _, low, high in same):
+            held.append((own.pairs, own.start, own.stop))
+            chosen.add(number)
+    return frozenset(chosen)

@@ -1,0 +1,78 @@
+"""Formats, targets and engines, found by entry point: built-ins use the same door as third parties.
+
+Groups: `ucp.formats`, `ucp.targets`, `ucp.engines`. The name of the entry point is the name users type.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import cast
+
+from ucp.errors import UcpError, UnknownFormatError, UsageError
+from ucp.io.commit import refuse_partial
+from ucp.protocols import Engine, Evidence, Format, Target
+
+__all__ = ["engine", "names", "recognise", "target"]
+
+
+@cache
+def _found(group: str) -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=group)}
+
+
+@cache
+def _made(group: str, name: str) -> object:
+    points = _found(group)
+    if name not in points:
+        known = ", ".join(sorted(points)) or "none: is universal-checkpoint installed?"
+        raise UsageError(f"expected a name of {group} ({known}); got {name!r}")
+    return points[name].load()()
+
+
+def names(group: str) -> tuple[str, ...]:
+    """Names registered in `ucp.formats`, `ucp.targets` or `ucp.engines`."""
+    return tuple(sorted(_found(group)))
+
+
+def target(name: str) -> Target:
+    """The target of that name. Raises UsageError naming those there are."""
+    return cast("Target", _made("ucp.targets", name))  # what the group promises
+
+
+def engine(name: str) -> Engine:
+    """The engine of that name. Raises UsageError naming those there are."""
+    return cast("Engine", _made("ucp.engines", name))  # what the group promises
+
+
+def recognise(path: Path) -> tuple[Format, Evidence]:
+    """The one format that `path` is of.
+
+    Raises UnknownFormatError when none or several recognise it, IncompleteError for an unfinished conversion.
+    """
+    if not path.exists():
+        raise UnknownFormatError(f"expected a checkpoint at {path}; nothing is there. Check the path")
+    refuse_partial(path.absolute())
+    formats = [cast("Format", _made("ucp.formats", name)) for name in names("ucp.formats")]
+    found = [(fmt, evidence) for fmt in formats if (evidence := fmt.detect(path)) is not None]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        claims = "; ".join(f"{fmt.name} because of {', '.join(evidence.reasons)}" for fmt, evidence in found)
+        raise UnknownFormatError(f"{path} could be several formats ({claims}); pass the folder of one of them")
+    raise UnknownFormatError(
+        f"expected a checkpoint of {', '.join(names('ucp.formats'))}; {path} is none of them ({_contents(path)}). "
+        "Pass the folder that the framework saved to"
+    )
+
+
+def _contents(path: Path) -> str:
+    if not path.is_dir():
+        return f"a file of {path.stat().st_size} bytes"
+    try:
+        entries = sorted(entry.name for entry in path.iterdir())
+    except OSError as error:
+        raise UcpError(f"cannot read {path}: {error.strerror}") from error
+    shown = ", ".join(entries[:5]) or "nothing"
+    return f"it holds {shown}{', ...' if len(entries) > 5 else ''}"

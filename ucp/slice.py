@@ -1,0 +1,216 @@
+"""A slice: what one part of a target stores of one state, and the copies that fill it.
+
+`resolve` is the planner's heart: source fragments x one slice = pieces to copy. Converting, loading, comparing and
+reading all come down to it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+from ucp.atom import StateIndex
+from ucp.dtypes import DType
+from ucp.errors import CoverError
+from ucp.fragment import Fragment
+from ucp.layout import Overlap
+from ucp.region import Box, RegionPair, compose, intersect, local_flat_pairs
+from ucp.tensor import Tensor, TensorRef, contiguous_strides
+
+__all__ = ["Locator", "Piece", "Slice", "block_ranges", "resolve", "resolve_copies", "whole_slice"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """A stretch of the row-major local tensor of one part of a target."""
+
+    param: str
+    """Parameter name in the source."""
+    state: str
+    """State name in the source."""
+    dtype: DType
+    """Type to store."""
+    pairs: tuple[RegionPair, ...]
+    """Which boxes of the whole make up the local tensor."""
+    local_shape: tuple[int, ...]
+    """Shape of the local tensor, elements."""
+    start: int
+    """First element of the local tensor's row-major order that is stored."""
+    stop: int
+    """One past the last."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored."""
+        return (self.stop - self.start) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Elements to copy from one source reference into a buffer."""
+
+    ref: Tensor
+    """Source tensor."""
+    sizes: tuple[int, ...]
+    """Elements to copy, per dim; dims that are consecutive on both sides are merged."""
+    src_offset: int
+    """Bytes from the start of the source tensor to the first element."""
+    src_strides: tuple[int, ...]
+    """Bytes to step in the source, per dim."""
+    dst_offset: int
+    """Elements from the start of the buffer to the first element."""
+    dst_strides: tuple[int, ...]
+    """Elements to step in the buffer, per dim."""
+    term: int = 0
+    """Which summand of a mean it is."""
+    mean: bool = False
+    """Whether the pieces of all terms are to be averaged."""
+
+
+def whole_slice(param: str, state: str, index: StateIndex, *, dtype: DType | None = None) -> Slice:
+    """The slice that is all of a state."""
+    whole = Box.whole(index.global_shape)
+    return Slice(
+        param=param,
+        state=state,
+        dtype=dtype or index.dtype,
+        pairs=(RegionPair(whole, whole),),
+        local_shape=index.global_shape,
+        start=0,
+        stop=index.numel,
+    )
+
+
+def block_ranges(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    """`start:stop` cut every `step` elements.
+
+    >>> list(block_ranges(3, 8, 2))
+    [(3, 5), (5, 7), (7, 8)]
+    """
+    for low in range(start, stop, step):
+        yield low, min(low + step, stop)
+
+
+class Locator:
+    """Finds the pieces of a state that can hold given elements, without looking at all of them.
+
+    Pieces are sorted by the row-major position of their first element. Flat (ZeRO) pieces are then found by
+    bisection; of pieces that interleave (column shards) all that span the range are returned.
+    """
+
+    __slots__ = ("_by_replica", "state")
+
+    def __init__(self, state: StateIndex) -> None:
+        self.state = state
+        self._by_replica = {
+            replica: _Sorted([f for f in state.fragments if f.replica == replica and f.box.numel], state.global_shape)
+            for replica in sorted({fragment.replica for fragment in state.fragments})
+        }
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Replica numbers above 0 that are there."""
+        return tuple(replica for replica in self._by_replica if replica)
+
+    def near(self, box: Box, replica: int) -> Sequence[Fragment]:
+        """Fragments of `replica` that can meet `box`."""
+        found = self._by_replica.get(replica)
+        return found.near(box) if found else ()
+
+
+class _Sorted:
+    __slots__ = ("fragments", "reach", "shape", "starts")
+
+    def __init__(self, fragments: list[Fragment], shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.fragments = sorted(fragments, key=lambda fragment: fragment.box.flat_start(shape))
+        self.starts = [fragment.box.flat_start(shape) for fragment in self.fragments]
+        self.reach = list(accumulate((_flat_stop(fragment.box, shape) for fragment in self.fragments), max))
+
+    def near(self, box: Box) -> Sequence[Fragment]:
+        high = bisect_left(self.starts, _flat_stop(box, self.shape))
+        low = high
+        first = box.flat_start(self.shape)
+        while low and self.reach[low - 1] > first:
+            low -= 1
+        return self.fragments[low:high]
+
+
+def _flat_stop(box: Box, shape: tuple[int, ...]) -> int:
+    """One past the row-major position of the last element of a box that is not empty."""
+    return Box(tuple(stop - 1 for stop in box.stops), (1,) * len(box.sizes)).flat_start(shape) + 1
+
+
+def resolve(target: Slice, source: Locator, start: int, stop: int) -> tuple[Piece, ...]:
+    """Copies that fill elements `start:stop` of the slice's local tensor; they fill it exactly.
+
+    Raises CoverError when the source pieces leave part of it unfilled.
+    """
+    pieces = tuple(_pieces(target, source, 0, start, stop))
+    filled = sum(prod(piece.sizes) for piece in pieces)
+    terms = len({piece.term for piece in pieces}) if source.state.overlap is Overlap.MEAN else 1
+    if filled != (stop - start) * max(terms, 1):
+        raise CoverError(
+            f"{target.param}/{target.state}: the source holds {filled} of the {stop - start} elements "
+            f"{start}:{stop} of the slice"
+        )
+    return pieces
+
+
+def resolve_copies(target: Slice, source: Locator, start: int, stop: int) -> tuple[tuple[Piece, ...], ...]:
+    """For each replica above 0, the copies of the same elements that it holds; it may hold only part of them."""
+    found = (tuple(_pieces(target, source, replica, start, stop)) for replica in source.replicas)
+    return tuple(pieces for pieces in found if pieces)
+
+
+def _pieces(target: Slice, source: Locator, replica: int, start: int, stop: int) -> Iterator[Piece]:
+    strides = contiguous_strides(target.local_shape)
+    mean = source.state.overlap is Overlap.MEAN
+    for run, position in local_flat_pairs(target.local_shape, start, stop):
+        for pair in compose(target.pairs, (RegionPair(run, Box.whole(run.sizes)),)):
+            at = position + sum(o * s for o, s in zip(pair.local.offsets, strides, strict=True))
+            for fragment in source.near(pair.whole, replica):
+                shared = intersect(pair.whole, fragment.box)
+                if shared is not None:
+                    yield _piece(fragment, shared, pair.whole, at=at, strides=strides, mean=mean)
+
+
+def _piece(fragment: Fragment, shared: Box, within: Box, *, at: int, strides: tuple[int, ...], mean: bool) -> Piece:
+    ref = fragment.ref
+    itemsize = ref.dtype.itemsize
+    steps = ref.strides if isinstance(ref, TensorRef) else contiguous_strides(ref.shape)
+    src_strides = tuple(s * itemsize for s in steps)
+    src = sum((o - b) * s for o, b, s in zip(shared.offsets, fragment.box.offsets, src_strides, strict=True))
+    dst = at + sum((o - b) * s for o, b, s in zip(shared.offsets, within.offsets, strides, strict=True))
+    sizes, src_strides, dst_strides = _merged(shared.sizes, src_strides, strides)
+    return Piece(
+        ref=ref,
+        sizes=sizes,
+        src_offset=src,
+        src_strides=src_strides,
+        dst_offset=dst,
+        dst_strides=dst_strides,
+        term=fragment.term,
+        mean=mean,
+    )
+
+
+def _merged(
+    sizes: tuple[int, ...], src: tuple[int, ...], dst: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """The same copy in as few dims as possible, at least one."""
+    merged: list[tuple[int, int, int]] = []
+    for length, s, d in zip(sizes, src, dst, strict=True):
+        if length == 1:
+            continue
+        if merged and merged[-1][1] == length * s and merged[-1][2] == length * d:
+            merged[-1] = (merged[-1][0] * length, s, d)
+        else:
+            merged.append((length, s, d))
+    if not merged:
+        return (1,), (0,), (1,)
+    lengths, src_steps, dst_steps = zip(*merged, strict=True)
+    return lengths, src_steps, dst_steps

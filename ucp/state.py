@@ -1,0 +1,57 @@
+"""Names of parameters and states, and choosing among them.
+
+States are an open set. Two have a meaning that the core relies on; every other name is what the optimizer calls it
+(`exp_avg`, `exp_avg_sq`, `momentum_buffer`, ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ucp.errors import UsageError
+
+__all__ = ["STEP", "WEIGHT", "NameFilter"]
+
+WEIGHT = "weight"
+"""The parameter itself, in the best precision that the checkpoint holds (the fp32 master where there is one)."""
+
+STEP = "step"
+"""How often the optimizer has stepped; 0-d."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameFilter:
+    """Keeps names that match an include pattern (all, if none is given) and no exclude pattern.
+
+    A pattern is a shell glob over the whole name; `NAME/STATE` narrows it to one state.
+
+    >>> NameFilter(include=("layers.*",), exclude=("*/exp_avg*",)).keeps("layers.0.weight", "exp_avg")
+    False
+    """
+
+    include: tuple[str, ...] = ()
+    """Globs to keep; empty keeps everything."""
+    exclude: tuple[str, ...] = ()
+    """Globs to leave out, stronger than include."""
+
+    def keeps(self, param: str, state: str) -> bool:
+        """Whether state `state` of parameter `param` is wanted."""
+        wanted = not self.include or any(_matches(glob, param, state) for glob in self.include)
+        return wanted and not any(_matches(glob, param, state) for glob in self.exclude)
+
+    def check_used(self, names: Iterable[tuple[str, str]]) -> None:
+        """Raise UsageError for patterns that match none of `names` (parameter, state)."""
+        pairs = list(names)
+        unused = [g for g in (*self.include, *self.exclude) if not any(_matches(g, p, s) for p, s in pairs)]
+        if unused:
+            raise UsageError(f"no parameter matches {_quoted(unused)}; `ucp inspect` lists the names")
+
+
+def _matches(glob: str, param: str, state: str) -> bool:
+    return fnmatchcase(param, glob) or fnmatchcase(f"{param}/{state}", glob)
+
+
+def _quoted(globs: Sequence[str]) -> str:
+    return ", ".join(repr(glob) for glob in globs)

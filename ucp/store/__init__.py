@@ -1,0 +1,1 @@
+"""The atom store: manifest, packs, references."""

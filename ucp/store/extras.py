@@ -1,0 +1,37 @@
+"""Extras as files: JSON where the value is plain, else a `torch.save` file that holds the same recipe.
+
+Neither is ever executed: the second kind is written and read by our own pickle code (`ucp.io.emit`,
+`ucp.io.unpickle`).
+"""
+
+from __future__ import annotations
+
+import json
+
+from ucp.errors import MalformedError
+from ucp.io.archive import read_archive
+from ucp.io.graft import torch_file
+from ucp.store.values import NotPlainError, from_json, to_json
+from ucp.target import Literal, OutputFile, RawCopy
+
+__all__ = ["extra_file", "read_extra"]
+
+
+def extra_file(value: object, stem: str) -> tuple[OutputFile, tuple[RawCopy, ...]]:
+    """The file `stem`.json or `stem`.pt that holds `value`, and the tensors to copy into it."""
+    try:
+        text = json.dumps(to_json(value), indent=1, ensure_ascii=False).encode() + b"\n"
+    except (NotPlainError, UnicodeEncodeError):
+        return torch_file(f"{stem}.pt", value)
+    return OutputFile(path=f"{stem}.json", nbytes=len(text), literals=(Literal(0, text),)), ()
+
+
+def read_extra(path: str) -> object:
+    """The value that was stored. Raises MalformedError when the file is damaged."""
+    if path.endswith(".pt"):
+        return read_archive(path).root
+    try:
+        with open(path, encoding="utf-8") as file:
+            return from_json(json.load(file))
+    except (OSError, ValueError) as error:
+        raise MalformedError(f"cannot read the extra {path}: {error}") from error

@@ -1,0 +1,181 @@
+"""The atom store as a destination: packs, one file per state, encoded packs, or references only.
+
+    packed          packs/00000.safetensors, ...   a few GB each, layer by layer, tensors named <parameter>/<state>
+    per-parameter   atoms/<parameter>/<state>.safetensors          (the shape of the paper, section 3.1)
+    virtual         no tensor file at all: pieces of the source's own files
+
+With `compress`, packs hold encoded blocks (`ucp.codec`) and are named packs/00000.zst.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from urllib.parse import quote
+
+from ucp.atom import Extra, Index
+from ucp.codec import codec_name
+from ucp.dtypes import DType
+from ucp.errors import UsageError
+from ucp.identity import identity_of, producer
+from ucp.io.safetensors import layout_safetensors
+from ucp.plan import BLOCK
+from ucp.slice import Slice, whole_slice
+from ucp.store.extras import extra_file
+from ucp.store.manifest import MANIFEST, Stored, describe, dump
+from ucp.target import Literal, OutputFile, Placement, RawCopy, Receipt, TargetOptions, TargetPlan
+from ucp.topology import Topology
+
+__all__ = ["LAYOUTS", "StoreTarget"]
+
+PACK = 4 << 30
+"""Bytes of states after which a pack is closed."""
+
+ENCODED_PACK = 256 << 20
+"""The same for encoded packs, each written by one worker from front to back."""
+
+LAYOUTS = ("packed", "per-parameter", "virtual")
+
+
+class StoreTarget:
+    """Writes atom stores."""
+
+    name = "ucp"
+
+    def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
+        """Packs and extras. Raises UsageError for options that do not go together."""
+        layout = options.layout or LAYOUTS[0]
+        _check_options(layout, topology, options)
+        slices = [] if layout == "virtual" else list(_slices(index, options))
+        files, placements = _LAID_OUT[layout if not options.compress else "compressed"](slices)
+        extras = list(_laid(index.extras))
+        return TargetPlan(
+            files=(*files, *(file for _, file, _ in extras)),
+            placements=tuple(placements),
+            raw=tuple(copy for _, _, own in extras for copy in own),
+            casts=tuple(sorted({cast for own in slices if (cast := _cast(index, own))})),
+            compress=options.compress,
+        )
+
+    def seal(self, index: Index, plan: TargetPlan, receipts: Sequence[Receipt]) -> tuple[OutputFile, ...]:
+        """The manifest."""
+        virtual = not plan.placements and bool(index.atoms)
+        stored = {(r.placement.slice.param, r.placement.slice.state): _stored(r) for r in receipts}
+        identities = {file.path: identity_of(file.path) for file in index.files} if virtual else {}
+        document = describe(
+            index,
+            producer=producer(),
+            stored=None if virtual else stored,
+            extras=[(extra.name, extra.rank, file.path) for extra, file, _ in _laid(index.extras)],
+            casts=plan.casts,
+            identities=identities,
+        )
+        text = dump(document)
+        return (OutputFile(path=MANIFEST, nbytes=len(text), literals=(Literal(0, text),)),)
+
+
+def _check_options(layout: str, topology: Topology | None, options: TargetOptions) -> None:
+    if layout not in LAYOUTS:
+        raise UsageError(f"expected a layout of {', '.join(LAYOUTS)}; got {layout!r}")
+    if topology is not None:
+        raise UsageError("atoms know nothing of ranks: drop --topology, or name a target with --to")
+    if options.compress and layout != "packed":
+        raise UsageError(f"--compress goes with packs only, not with the {layout} layout")
+    if layout == "virtual" and options.dtypes:
+        raise UsageError("a virtual store refers to the source's bytes as they are: --dtype needs a copy")
+
+
+def _slices(index: Index, options: TargetOptions) -> Iterator[Slice]:
+    wanted = {state: DType(name) for state, name in options.dtypes.items()}
+    for atom, name, state in index.states():
+        yield whole_slice(atom.name, name, state, dtype=wanted.get(name, state.dtype))
+
+
+def _cast(index: Index, own: Slice) -> str:
+    stored = index.atoms[own.param].states[own.state].dtype
+    return f"{own.state}: {stored} -> {own.dtype}, as asked" if stored is not own.dtype else ""
+
+
+def _packs(slices: Sequence[Slice], limit: int) -> Iterator[list[Slice]]:
+    """Neighbouring parameters together; in a pack wide types come first, so that every tensor is aligned."""
+    packs: list[list[Slice]] = []
+    room = 0
+    for own in slices:
+        starts_atom = not packs or packs[-1][-1].param != own.param
+        if not packs or (starts_atom and room <= 0):
+            packs.append([])
+            room = limit
+        packs[-1].append(own)
+        room -= own.nbytes
+    order = {state: n for n, state in enumerate(dict.fromkeys(own.state for own in slices))}
+    for pack in packs:
+        yield sorted(pack, key=lambda own: (-own.dtype.itemsize, order[own.state]))
+
+
+def _packed(slices: Sequence[Slice]) -> tuple[list[OutputFile], list[Placement]]:
+    files, placements = [], []
+    for number, pack in enumerate(_packs(slices, PACK)):
+        file, own = _safetensors(f"packs/{number:05d}.safetensors", pack)
+        files.append(file)
+        placements.extend(own)
+    return files, placements
+
+
+def _per_parameter(slices: Sequence[Slice]) -> tuple[list[OutputFile], list[Placement]]:
+    files, placements = [], []
+    for own in slices:
+        file, placed = _safetensors(f"atoms/{_folder(own.param)}/{_folder(own.state)}.safetensors", [own])
+        files.append(file)
+        placements.extend(placed)
+    return files, placements
+
+
+def _folder(name: str) -> str:
+    """`name` as one component of a path."""
+    return quote(name, safe="").replace("..", "%2E%2E") if name not in (".", "") else f"%{name}"
+
+
+def _compressed(slices: Sequence[Slice]) -> tuple[list[OutputFile], list[Placement]]:
+    files, placements = [], []
+    for number, pack in enumerate(_packs(slices, ENCODED_PACK)):
+        path = f"packs/{number:05d}.zst"
+        at = 0
+        for own in pack:
+            placements.append(Placement(slice=own, path=path, offset=at))
+            at += own.nbytes
+        files.append(OutputFile(path=path, nbytes=0))
+    return files, placements
+
+
+_LAID_OUT = {"packed": _packed, "virtual": _packed, "per-parameter": _per_parameter, "compressed": _compressed}
+
+
+def _safetensors(path: str, slices: Sequence[Slice]) -> tuple[OutputFile, list[Placement]]:
+    entries = [(f"{own.param}/{own.state}", own.dtype, own.local_shape) for own in slices]
+    layout = layout_safetensors(entries, metadata={"format": "pt", "producer": producer()})
+    placements = [
+        Placement(slice=own, path=path, offset=layout.offsets[name])
+        for own, (name, _, _) in zip(slices, entries, strict=True)
+    ]
+    return OutputFile(path=path, nbytes=layout.nbytes, literals=(Literal(0, layout.header),)), placements
+
+
+def _laid(extras: Iterable[Extra]) -> Iterator[tuple[Extra, OutputFile, tuple[RawCopy, ...]]]:
+    """Every extra with its file."""
+    for extra in extras:
+        rank = "" if extra.rank is None else f".rank{extra.rank}"
+        file, raw = extra_file(extra.value, f"extra/{_folder(extra.name)}{rank}")
+        yield extra, file, raw
+
+
+def _stored(receipt: Receipt) -> Stored:
+    own = receipt.placement.slice
+    return Stored(
+        path=receipt.placement.path,
+        offset=receipt.placement.offset,
+        dtype=own.dtype,
+        crc32=receipt.crc32,
+        digests=receipt.digests,
+        block_nbytes=BLOCK,
+        codec=codec_name(own.dtype.itemsize) if receipt.blocks else "",
+        blocks=receipt.blocks,
+    )

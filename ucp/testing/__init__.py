@@ -1,0 +1,25 @@
+"""Suites that a third party's pattern, format, target or engine can run, and checkpoints made by hand to run them on.
+
+Subclass a suite in a test module of yours and say what is to be tested; pytest collects the rest::
+
+    from ucp.testing import PatternContract
+
+    class TestStriped(PatternContract):
+        cases = ((Striped(2), (8, 3), 4), (Striped(1), (5,), 2))
+"""
+
+from ucp.testing.engines import EngineContract
+from ucp.testing.formats import FormatContract
+from ucp.testing.handmade import Shards, make_index, write_checkpoint
+from ucp.testing.patterns import PatternContract
+from ucp.testing.targets import TargetContract
+
+__all__ = [
+    "EngineContract",
+    "FormatContract",
+    "PatternContract",
+    "Shards",
+    "TargetContract",
+    "make_index",
+    "write_checkpoint",
+]

@@ -1,0 +1,174 @@
+"""Checkpoints made by hand: arrays put into files in any way that a reference can describe.
+
+A handmade checkpoint is a folder of raw files and a virtual manifest over them, so every command reads it.
+
+>>> import tempfile, numpy
+>>> shards = Shards(Path(tempfile.mkdtemp()))
+>>> weight = numpy.arange(6, dtype="float32").reshape(2, 3)
+>>> index = make_index(shards.folder, {("w", "weight"): shards.whole(weight)})
+>>> index.atoms["w"].global_shape, write_checkpoint(index).name
+((2, 3), 'ucp.json')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zlib_ng import zlib_ng
+
+from ucp.atom import AtomIndex, Extra, Index, Kind, ParamGroup, SourceFile, StateIndex
+from ucp.dtypes import DType
+from ucp.fragment import Fragment
+from ucp.identity import identity_of, size_and_time
+from ucp.region import Box
+from ucp.state import WEIGHT
+from ucp.store.manifest import MANIFEST, describe, dump
+from ucp.tensor import InlineTensor, Record, TensorRef
+from ucp.topology import Topology
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Shards", "make_index", "write_checkpoint"]
+
+
+class Shards:
+    """Raw files of a folder, which grow by the arrays put into them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def put(
+        self, array: NDArray[Any], *, file: str = "shard.bin", order: Sequence[int] = (), gap: int = 0
+    ) -> TensorRef:
+        """Append `array` to `file`.
+
+        `order`: dims from the outermost in the file to the innermost; empty for row-major. `gap`: elements of rubbish
+        between the elements of the innermost dim, and bytes of it before the tensor.
+        """
+        import numpy as np
+
+        order = tuple(order) or tuple(range(array.ndim))
+        spaced = array.transpose(order)
+        if gap and array.ndim:
+            filled = np.frombuffer(b"\xa5" * (spaced.nbytes * (gap + 1)), dtype=array.dtype)
+            wide = filled.reshape(*spaced.shape[:-1], spaced.shape[-1] * (gap + 1)).copy()
+            wide[..., :: gap + 1] = spaced
+            spaced = wide
+        steps = _row_major(spaced.shape)
+        if gap and array.ndim:
+            steps = (*steps[:-1], gap + 1)
+        strides = [0] * array.ndim
+        for place, dim in enumerate(order):
+            strides[dim] = steps[place]
+        offset = self._append(file, spaced.tobytes(), before=gap)
+        return TensorRef(
+            path=str(self.folder / file),
+            offset=offset,
+            dtype=DType(array.dtype.name),
+            shape=array.shape,
+            strides=tuple(strides),
+        )
+
+    def expanded(self, array: NDArray[Any], shape: tuple[int, ...], *, file: str = "shard.bin") -> TensorRef:
+        """Append `array` and refer to it as if broadcast to `shape`: dims of stride 0."""
+        ref = self.put(array, file=file)
+        missing = len(shape) - array.ndim
+        strides = (0,) * missing + tuple(
+            s if own == wanted else 0 for s, own, wanted in zip(ref.strides, array.shape, shape[missing:], strict=True)
+        )
+        return TensorRef(path=ref.path, offset=ref.offset, dtype=ref.dtype, shape=shape, strides=strides)
+
+    def whole(self, array: NDArray[Any], *, file: str = "shard.bin") -> StateIndex:
+        """Append `array` and describe it as a state of one piece."""
+        return StateIndex(
+            dtype=DType(array.dtype.name),
+            global_shape=array.shape,
+            fragments=(Fragment(box=Box.whole(array.shape), ref=self.put(array, file=file)),),
+        )
+
+    def record(self, ref: TensorRef) -> Record:
+        """A checksum of the bytes that `ref` spans, as a writer would record it."""
+        with open(ref.path, "rb") as file:
+            file.seek(ref.offset)
+            data = file.read(ref.extent)
+        name = f"{Path(ref.path).name}:{ref.offset}"
+        return Record(path=ref.path, name=name, offset=ref.offset, nbytes=ref.extent, crc32=zlib_ng.crc32(data))
+
+    def _append(self, file: str, data: bytes, *, before: int) -> int:
+        with (self.folder / file).open("ab") as shard:
+            shard.write(b"\x5a" * before)
+            offset = shard.tell()
+            shard.write(data)
+        return offset
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    steps, step = [], 1
+    for length in reversed(shape):
+        steps.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(steps))
+
+
+def inline(array: NDArray[Any]) -> InlineTensor:
+    """`array` as a tensor that stands in the index."""
+    return InlineTensor(data=array.tobytes(), dtype=DType(array.dtype.name), shape=array.shape)
+
+
+def make_index(
+    root: Path,
+    states: Mapping[tuple[str, str], StateIndex],
+    *,
+    extras: Sequence[Extra] = (),
+    groups: Sequence[ParamGroup] = (),
+    records: Sequence[Record] = (),
+) -> Index:
+    """An index of `states` by (parameter, state), in their order; the files they refer to must be there."""
+    names = dict.fromkeys(param for param, _ in states)
+    atoms = {}
+    for param in names:
+        own = {state: index for (name, state), index in states.items() if name == param}
+        atoms[param] = AtomIndex(
+            name=param,
+            global_shape=own[WEIGHT].global_shape if WEIGHT in own else next(iter(own.values())).global_shape,
+            kind=Kind.PARAMETER,
+            states=own,
+        )
+    paths = dict.fromkeys(f.path for state in states.values() for f in state.fragments if f.path is not None)
+    return Index(
+        path=str(root.absolute()),
+        format="handmade",
+        evidence=("made by hand",),
+        producer="ucp.testing",
+        topology=Topology(),
+        step=7,
+        atoms=atoms,
+        groups=tuple(groups),
+        extras=tuple(extras),
+        files=tuple(_source_file(path) for path in paths),
+        records=tuple(records),
+    )
+
+
+def _source_file(path: str) -> SourceFile:
+    nbytes, mtime_ns = size_and_time(path)
+    return SourceFile(path=path, nbytes=nbytes, mtime_ns=mtime_ns, role="shard")
+
+
+def write_checkpoint(index: Index) -> Path:
+    """Write the manifest of a virtual store over `index` into its folder; extras are left out. Its path."""
+    document = describe(
+        index,
+        producer="ucp.testing",
+        stored=None,
+        extras=(),
+        casts=(),
+        identities={file.path: identity_of(file.path) for file in index.files},
+    )
+    path = Path(index.path) / MANIFEST
+    path.write_bytes(dump(document))
+    return path

@@ -1,0 +1,92 @@
+"""The laws of a pattern."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from itertools import combinations
+from math import prod
+from typing import ClassVar
+
+from ucp.layout import AxisLayout, Layout, Overlap, Pattern, local_shape
+from ucp.region import Box, RegionPair, intersect, uncovered
+
+__all__ = ["PatternContract"]
+
+Case = tuple[Pattern, tuple[int, ...], int]
+
+
+class PatternContract:
+    """Set `cases`; every test runs on each of them."""
+
+    cases: ClassVar[Sequence[Case]] = ()
+    """Pattern, global shape in elements, parts."""
+
+    def test_there_are_cases(self) -> None:
+        """A suite without cases proves nothing."""
+        assert self.cases
+
+    def test_it_is_a_pattern_with_a_name(self) -> None:
+        """It has `regions`, an overlap rule, and a name that messages can print."""
+        for pattern, _, _ in self.cases:
+            assert isinstance(pattern, Pattern)
+            assert pattern.name
+            assert pattern.name.isprintable()
+
+    def test_regions_is_pure(self) -> None:
+        """The same arguments give the same regions, also after a journey to another process."""
+        for pattern, shape, parts in self.cases:
+            again = pickle.loads(pickle.dumps(pattern))  # noqa: S301  # our own bytes
+            assert again == pattern
+            assert _held(again, shape, parts) == _held(pattern, shape, parts)
+
+    def test_regions_lie_in_the_whole(self) -> None:
+        """No box leaves the tensor."""
+        for pattern, shape, parts in self.cases:
+            for pairs in _held(pattern, shape, parts):
+                assert all(not outside(pair.whole, shape) for pair in pairs)
+
+    def test_regions_come_in_local_order(self) -> None:
+        """Boxes are in increasing local offset."""
+        for pattern, shape, parts in self.cases:
+            for pairs in _held(pattern, shape, parts):
+                offsets = [pair.local.offsets for pair in pairs]
+                assert offsets == sorted(offsets)
+
+    def test_regions_tile_the_local_tensor(self) -> None:
+        """What a part holds has no hole and no element twice."""
+        for pattern, shape, parts in self.cases:
+            for index, pairs in enumerate(_held(pattern, shape, parts)):
+                layout = Layout((AxisLayout("axis", parts, pattern),))
+                local = local_shape(layout, shape, {"axis": index})
+                if pairs:
+                    assert uncovered(local, [pair.local for pair in pairs]) == ()
+
+    def test_parts_hold_everything(self) -> None:
+        """The regions of all parts leave no hole."""
+        for pattern, shape, parts in self.cases:
+            boxes = [pair.whole for pairs in _held(pattern, shape, parts) for pair in pairs]
+            assert all(gap.owners for gap in uncovered(shape, boxes, most=1 << 30))
+
+    def test_parts_share_only_by_rule(self) -> None:
+        """Unless a rule says what it means, no two parts hold the same element."""
+        for pattern, shape, parts in self.cases:
+            if pattern.overlap is Overlap.EXCLUSIVE:
+                boxes = [pair.whole for pairs in _held(pattern, shape, parts) for pair in pairs]
+                assert all(intersect(a, b) is None for a, b in combinations(boxes, 2))
+
+    def test_elements_are_counted_right(self) -> None:
+        """Parts of an exclusive pattern hold as many elements as the whole."""
+        for pattern, shape, parts in self.cases:
+            if pattern.overlap is Overlap.EXCLUSIVE:
+                held = sum(pair.whole.numel for pairs in _held(pattern, shape, parts) for pair in pairs)
+                assert held == prod(shape)
+
+
+def _held(pattern: Pattern, shape: tuple[int, ...], parts: int) -> list[tuple[RegionPair, ...]]:
+    return [pattern.regions(shape, parts, index) for index in range(parts)]
+
+
+def outside(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether a box leaves a tensor of that shape."""
+    return len(box.sizes) != len(shape) or any(stop > length for stop, length in zip(box.stops, shape, strict=True))

@@ -1,0 +1,69 @@
+"""The shape of a training run: how many ranks along each axis of the device mesh.
+
+>>> Topology.parse("dp=4,zero=3")
+Topology(dp=4, tp=1, pp=1, ep=1, cp=1, zero=3)
+>>> str(Topology(dp=2, tp=4))
+'dp=2,tp=4'
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from ucp.errors import UsageError
+
+__all__ = ["AXES", "Topology"]
+
+AXES = ("dp", "tp", "pp", "ep", "cp")
+"""Axes of the device mesh: data, tensor, pipeline, expert and context parallel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Degrees of parallelism, and how far ZeRO partitions over `dp`."""
+
+    dp: int = 1
+    """Ranks that hold the same model, or partition its states (ZeRO, FSDP)."""
+    tp: int = 1
+    """Ranks a tensor is cut over."""
+    pp: int = 1
+    """Ranks the layers are cut over."""
+    ep: int = 1
+    """Ranks the experts are cut over."""
+    cp: int = 1
+    """Ranks a sequence is cut over."""
+    zero: int | None = None
+    """ZeRO stage, 0 to 3; None where the word has no meaning."""
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            degree = getattr(self, axis)
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise UsageError(f"expected a whole number >= 1 for {axis}; got {degree!r}")
+        if self.zero is not None and self.zero not in (0, 1, 2, 3):
+            raise UsageError(f"expected a ZeRO stage of 0, 1, 2 or 3; got zero={self.zero!r}")
+
+    @classmethod
+    def parse(cls, text: str) -> Topology:
+        """Topology written as `axis=degree` pairs with commas between. Raises UsageError."""
+        known = [field.name for field in fields(cls)]
+        degrees: dict[str, int] = {}
+        for part in filter(None, (piece.strip() for piece in text.split(","))):
+            axis, equals, degree = (piece.strip() for piece in part.partition("="))
+            if axis not in known or not equals or not degree.isascii() or not degree.isdigit():
+                raise UsageError(
+                    f"expected axis=degree with one of {', '.join(known)}; got {part!r} in {text!r}. "
+                    "Write it like dp=4,zero=3"
+                )
+            if axis in degrees:
+                raise UsageError(f"{axis} is given twice in {text!r}")
+            degrees[axis] = int(degree)
+        if not degrees:
+            raise UsageError(f"expected axis=degree pairs such as dp=4,zero=3; got {text!r}")
+        return cls(**degrees)
+
+    def __str__(self) -> str:
+        parts = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        if self.zero is not None:
+            parts.append(f"zero={self.zero}")
+        return ",".join(parts) or "dp=1"

@@ -1,0 +1,194 @@
+"""Carry out one task: bring blocks together, compare copies, sum, write in place.
+
+A task may be run twice and by any worker: it writes the same bytes to the same places.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import xxhash
+from zlib_ng import zlib_ng
+
+from ucp.atom import StateIndex
+from ucp.codec import encode
+from ucp.errors import DestinationError
+from ucp.fragment import Fragment
+from ucp.gather import Gatherer, Sources, Span
+from ucp.numeric import differing, numpy_dtype, strided
+from ucp.plan import BLOCK, Fill, Job, Section, Task
+from ucp.region import Box, RegionPair
+from ucp.slice import Locator, Piece, Slice, resolve, resolve_copies
+from ucp.tensor import TensorRef
+
+__all__ = ["Done", "Sum", "Worker", "drift"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """What is known of a section once its bytes are written."""
+
+    placement: int
+    """Placement it is a block of."""
+    start: int
+    """First element."""
+    nbytes: int
+    """Bytes, uncompressed."""
+    digest: str
+    """xxh3-64 of them, 16 hex digits."""
+    crc32: int
+    """CRC-32 of them."""
+    block: tuple[int, int] | None = None
+    """File offset and encoded bytes, when compressed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Report of a finished task."""
+
+    task: int
+    """Its number."""
+    sums: tuple[Sum, ...]
+    """One per section, in order."""
+    spans: tuple[Span, ...]
+    """What was read of files with recorded checksums."""
+    drift: tuple[str, ...] = field(default=())
+    """Copies that differ from what was taken, one line each."""
+
+
+class Worker:
+    """Carries out tasks of one job, one at a time; every thread has its own."""
+
+    def __init__(self, job: Job, root: Path) -> None:
+        self._job = job
+        self._root = root
+        self._sources = Sources()
+        self._tracked = frozenset(record.path for record in job.index.records)
+        self._locator = cache(self._make_locator)
+        self._buffer = memoryview(mmap.mmap(-1, BLOCK))
+
+    def carry_out(self, task: Task) -> Done:
+        """Write everything a task writes. Raises UcpError or OSError; then the task is simply not done."""
+        gatherer = Gatherer(sources=self._sources, tracked=self._tracked)
+        found: list[str] = []
+        sums: list[Sum] = []
+        for fill in task.fills:
+            write = self._write_encoded if self._job.target.compress else self._write
+            sums.extend(write(fill, gatherer, found))
+        return Done(task=task.number, sums=tuple(sums), spans=tuple(gatherer.spans), drift=tuple(found))
+
+    def close(self) -> None:
+        """Close source files."""
+        self._sources.close()
+
+    def _write(self, fill: Fill, gatherer: Gatherer, found: list[str]) -> list[Sum]:
+        data = self._buffer[: fill.nbytes]
+        sums = self._gathered(fill, data, gatherer, found)
+        descriptor = os.open(self._root / fill.path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            _pwrite(descriptor, data, fill.offset)
+        finally:
+            os.close(descriptor)
+        return sums
+
+    def _write_encoded(self, fill: Fill, gatherer: Gatherer, found: list[str]) -> Iterator[Sum]:
+        """A whole pack, block after block; started afresh however far an earlier try came."""
+        offset = 0
+        with open(self._root / fill.path, "wb") as file:
+            for section in fill.sections:
+                one = Fill(path=fill.path, sections=(section,))
+                data = self._buffer[: section.nbytes]
+                (own,) = self._gathered(one, data, gatherer, found)
+                encoded = encode(data, self._slice(section)[0].dtype.itemsize)
+                file.write(encoded)
+                yield Sum(own.placement, own.start, own.nbytes, own.digest, own.crc32, (offset, len(encoded)))
+                offset += len(encoded)
+
+    def _gathered(self, fill: Fill, data: memoryview, gatherer: Gatherer, found: list[str]) -> list[Sum]:
+        """Bytes of all sections in `data`, compared with their copies; their sums."""
+        wanted = []
+        for section in fill.sections:
+            own, locator = self._slice(section)
+            at = section.offset - fill.offset
+            part = data[at : at + section.nbytes]
+            wanted.append((part, own.dtype, resolve(own, locator, section.start, section.stop)))
+        gatherer.fill_many(wanted)
+        for section, (part, _, _) in zip(fill.sections, wanted, strict=True):
+            if section.placement in self._job.checking:
+                self._check_copies(section, part, gatherer, found)
+        return [
+            Sum(s.placement, s.start, part.nbytes, xxhash.xxh3_64_hexdigest(part), zlib_ng.crc32(part))
+            for s, (part, _, _) in zip(fill.sections, wanted, strict=True)
+        ]
+
+    def _slice(self, section: Section) -> tuple[Slice, Locator]:
+        placements = self._job.target.placements
+        if section.placement < len(placements):
+            own = placements[section.placement].slice
+            return own, self._locator(own.param, own.state)
+        ref = self._job.target.raw[section.placement - len(placements)].src
+        return _raw_slice(ref)
+
+    def _make_locator(self, param: str, state: str) -> Locator:
+        return Locator(self._job.index.atoms[param].states[state])
+
+    def _check_copies(self, section: Section, part: memoryview, gatherer: Gatherer, found: list[str]) -> None:
+        own, locator = self._slice(section)
+        for pieces in resolve_copies(own, locator, section.start, section.stop):
+            for piece in pieces:
+                found.extend(drift(own, piece, part, gatherer))
+
+
+def drift(own: Slice, piece: Piece, part: memoryview, gatherer: Gatherer) -> Iterator[str]:
+    """A line for each stretch of a copy that differs from what was taken, in the copy's own precision.
+
+    `part`: bytes of the block that `piece` was resolved for, of the slice's dtype.
+    """
+    import numpy as np
+
+    dtype = own.dtype
+    for stretch, copied in gatherer.values(piece):
+        strides = tuple(step * dtype.itemsize for step in stretch.dst_strides)
+        offset = stretch.dst_offset * dtype.itemsize
+        taken = strided(part, dtype, offset=offset, sizes=stretch.sizes, strides=strides)
+        if copied.dtype != taken.dtype:
+            with np.errstate(over="ignore", invalid="ignore"):
+                taken = taken.astype(numpy_dtype(stretch.ref.dtype))
+            both = np.isnan(taken) & np.isnan(copied)
+            taken = np.where(both, copied, taken) if both.any() else taken
+        found = differing(taken, copied)
+        if found:
+            path = stretch.ref.path if isinstance(stretch.ref, TensorRef) else "a number in the index"
+            yield (
+                f"{own.param}/{own.state}: {found.numel} of {copied.size} elements of the {stretch.ref.dtype} copy "
+                f"in {path} differ, by up to {found.largest:.6g}"
+            )
+
+
+def _raw_slice(ref: TensorRef) -> tuple[Slice, Locator]:
+    box = Box.whole(ref.shape)
+    state = StateIndex(dtype=ref.dtype, global_shape=ref.shape, fragments=(Fragment(box=box, ref=ref),))
+    own = Slice(
+        param="extra",
+        state="",
+        dtype=ref.dtype,
+        pairs=(RegionPair(box, box),),
+        local_shape=ref.shape,
+        start=0,
+        stop=ref.numel,
+    )
+    return own, Locator(state)
+
+
+def _pwrite(descriptor: int, data: memoryview, offset: int) -> None:
+    while data.nbytes:
+        written = os.pwrite(descriptor, data, offset)
+        if not written:
+            raise DestinationError(f"wrote 0 of {data.nbytes} bytes at {offset}; the file system takes no more")
+        data = data[written:]
+        offset += written

@@ -1,0 +1,99 @@
+"""`ucp convert`: a checkpoint as atoms, or for another run or framework."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Unpack
+
+import click
+
+from ucp import api
+from ucp.convert import ConvertReport
+from ucp_cli.documents import convert_document
+from ucp_cli.exits import INTERRUPTED
+from ucp_cli.failures import Failure
+from ucp_cli.options import PATH, ConvertArguments, as_json, convert_options, example, progress
+from ucp_cli.progress import watch
+from ucp_cli.render import facts, lines, write, write_json
+from ucp_cli.units import nbytes_text, plural, rate_text, seconds_text
+
+__all__ = ["command"]
+
+
+@click.command(
+    "convert",
+    epilog=example(
+        "ucp convert checkpoints/ atoms/",
+        "ucp convert checkpoints/ resumed/ --to deepspeed --topology dp=4,zero=3",
+        "ucp convert checkpoints/ weights/ --include '*/weight' --dtype weight=bfloat16 --verify",
+    ),
+)
+@click.argument("src", type=PATH)
+@click.argument("dst", type=PATH)
+@convert_options
+@click.option("--resume", is_flag=True, help="Continue a conversion that was interrupted.")
+@click.option("--overwrite", is_flag=True, help="Replace a DST that ucp wrote.")
+@click.option("--verify", is_flag=True, help="Then read everything back and compare it with SRC, bit for bit.")
+@progress
+@as_json
+def command(
+    *,
+    src: Path,
+    dst: Path,
+    resume: bool,
+    overwrite: bool,
+    verify: bool,
+    progress: str,
+    quiet: bool,
+    as_json: bool,
+    **asked: Unpack[ConvertArguments],
+) -> None:
+    """Convert a checkpoint.
+
+    SRC is a checkpoint of any format; it is never written to. DST is a folder that appears when it is complete.
+    Numbers are copied bit for bit, but for casts asked for with --dtype.
+    """
+    begun = time.monotonic()
+    try:
+        report = api.convert(
+            src,
+            dst,
+            resume=resume,
+            overwrite=overwrite,
+            verify=verify,
+            observer=watch(progress, quiet=quiet),
+            **asked,
+        )
+    except KeyboardInterrupt:
+        raise Failure(f"interrupted; the same command with --resume continues {dst}", INTERRUPTED) from None
+    seconds = time.monotonic() - begun
+    if as_json:
+        write_json(convert_document(report, seconds=seconds, verified=verify))
+    elif not quiet:
+        write(
+            facts(_facts(report, seconds, verified=verify)),
+            lines("Casts", report.casts, style="yellow"),
+            lines("Notes", report.notes),
+            lines("Left behind", report.dropped, style="yellow"),
+        )
+
+
+def _facts(report: ConvertReport, seconds: float, *, verified: bool) -> Iterator[tuple[str, str]]:
+    yield "wrote", f"{report.dst} ({report.to})"
+    if report.already_complete:
+        yield "", "was complete already: nothing was written"
+        return
+    spent = f"in {seconds_text(seconds)} ({rate_text(report.nbytes_written, seconds)})"
+    yield "tensors", f"{plural(report.atoms, 'tensor')}, {nbytes_text(report.nbytes_written)} {spent}"
+    yield "resumed", f"{nbytes_text(report.resumed_bytes)} were there already" if report.resumed_bytes else ""
+    yield "checked", ", ".join(_checks(report))
+    yield "verified", "read back and equal to the source" if verified else ""
+
+
+def _checks(report: ConvertReport) -> Iterator[str]:
+    if report.checked_bytes:
+        yield f"{nbytes_text(report.checked_bytes)} of the source against checksums"
+    if report.unchecked_files:
+        yield f"{plural(len(report.unchecked_files), 'file')} of the source without checksums"

@@ -1,0 +1,68 @@
+"""`ucp inspect`: what is in a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ucp import api
+from ucp.atom import Index, check_cover
+from ucp.errors import CoverError
+from ucp.state import NameFilter
+from ucp_cli.detail import detail
+from ucp_cli.documents import index_document
+from ucp_cli.options import PATH, as_json, example
+from ucp_cli.overview import file_rows, overview
+from ucp_cli.render import table, write, write_json
+
+__all__ = ["command"]
+
+
+@click.command(
+    "inspect",
+    epilog=example(
+        "ucp inspect checkpoints/",
+        "ucp inspect checkpoints/global_step1000 --param 'layers.0.*'",
+        "ucp inspect checkpoints/ --json | jq .topology",
+    ),
+)
+@click.argument("path", type=PATH)
+@click.option("--param", "params", metavar="GLOB", multiple=True, help="Where the pieces of these parameters lie.")
+@click.option("--files", is_flag=True, help="The files, with what they hold.")
+@as_json
+def command(*, path: Path, params: tuple[str, ...], files: bool, as_json: bool) -> None:
+    """Show what a checkpoint holds.
+
+    PATH is the folder that the framework saved to, or one checkpoint in it. Only indexes are read, nothing in the
+    checkpoint is executed, and a damaged or incomplete one is shown with what is missing. --json prints everything,
+    pieces only for the parameters of --param.
+    """
+    index = api.inspect(path)
+    wanted = _named(index, params)
+    if as_json:
+        write_json(index_document(index, missing=_missing(index), detailed=frozenset(wanted)))
+        return
+    if not wanted and not files:
+        write(*overview(index, _missing(index)))
+        return
+    write(*(detail(index, index.atoms[name]) for name in wanted))
+    if files:
+        write(table("Files", ("file", "holds", ">bytes"), file_rows(index)))
+
+
+def _named(index: Index, globs: tuple[str, ...]) -> list[str]:
+    """Names that `globs` match. Raises UsageError for one that matches none."""
+    if not globs:
+        return []
+    names = NameFilter(include=globs)
+    names.check_used((atom.name, state) for atom, state, _ in index.states())
+    return [name for name, atom in index.atoms.items() if any(names.keeps(name, state) for state in atom.states)]
+
+
+def _missing(index: Index) -> list[str]:
+    try:
+        check_cover(index)
+    except CoverError as error:
+        return [str(error)]
+    return []

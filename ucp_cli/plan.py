@@ -1,0 +1,68 @@
+"""`ucp plan`: what a conversion would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Unpack
+
+import click
+
+from ucp import api
+from ucp.prepare import ConvertOptions, Prepared
+from ucp_cli.documents import plan_document
+from ucp_cli.options import PATH, ConvertArguments, as_json, convert_options, example
+from ucp_cli.overview import source_facts
+from ucp_cli.render import facts, lines, write, write_json
+from ucp_cli.tally import count_patterns
+from ucp_cli.units import count_text, nbytes_text, plural, seconds_text
+
+__all__ = ["command"]
+
+_DISK = 1 << 30
+"""Bytes per second of the disk that the time is given for."""
+
+
+@click.command(
+    "plan",
+    epilog=example(
+        "ucp plan checkpoints/",
+        "ucp plan checkpoints/ --to deepspeed --topology dp=4,zero=3",
+        "ucp plan checkpoints/ --include '*/weight' --dtype weight=bfloat16",
+    ),
+)
+@click.argument("src", type=PATH)
+@convert_options
+@as_json
+def command(*, src: Path, as_json: bool, **asked: Unpack[ConvertArguments]) -> None:
+    """Show what a conversion would do.
+
+    Takes the options of `ucp convert`, reads indexes only, and writes nothing.
+    """
+    options = api.make_options(**asked)
+    prepared = api.plan(src, options=options)
+    if as_json:
+        write_json(plan_document(prepared, options))
+        return
+    index, target = prepared.job.index, prepared.job.target
+    write(
+        facts([*source_facts(index), *_facts(prepared, options)]),
+        lines("Layout of the source", [f"{p}: {plural(n, 'tensor')}" for p, n in count_patterns(index).items()]),
+        lines("Casts", target.casts, style="yellow"),
+        lines("Notes", (*index.notes, *target.notes)),
+        lines("Left behind", index.dropped, style="yellow"),
+    )
+
+
+def _facts(prepared: Prepared, options: ConvertOptions) -> Iterator[tuple[str, str]]:
+    index, target, wide = prepared.job.index, prepared.job.target, prepared.threads
+    variant = options.target.layout or ("compressed" if options.target.compress else "")
+    yield "", ""
+    yield "to", " ".join(filter(None, [options.to, variant, str(options.topology or "")]))
+    yield "read", f"{nbytes_text(index.nbytes)} of {plural(len(index.atoms), 'tensor')}"
+    yield "write", f"{nbytes_text(prepared.nbytes_out)} in {plural(len(target.files), 'file')}"
+    at_best = seconds_text((index.nbytes + prepared.nbytes_out) / _DISK)
+    yield "time", f"{at_best} or more, where the disk reads and writes 1 GiB/s"
+    workers = f"{plural(prepared.workers, 'worker')} of {plural(wide, 'thread')}"
+    yield "work", f"{count_text(len(prepared.job.tasks))} tasks by {workers}"
+    yield "memory", f"{nbytes_text(prepared.projected_bytes)} at most, of {nbytes_text(options.memory)} allowed"

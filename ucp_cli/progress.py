@@ -1,0 +1,162 @@
+"""Progress as a bar on a terminal, as JSON events, or not at all: observers of a run (`ucp.protocols.Observer`).
+
+No thread is started, so that worker processes may be forked at any time; `advance` may be called from several.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import click
+
+from ucp_cli.units import nbytes_text, rate_text, seconds_text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+__all__ = ["Watch", "watch"]
+
+_EVERY = 0.1
+"""Seconds between two drawings or events of a stage."""
+
+
+class _Shown(Protocol):
+    """What is drawn of a stage."""
+
+    def start(self, title: str, total: int) -> None: ...
+
+    def update(self, done: int, seconds: float) -> None: ...
+
+    def stop(self, done: int, seconds: float) -> None: ...
+
+
+class Watch:
+    """Observer that counts, and draws what it counted at most ten times a second."""
+
+    def __init__(self, shown: _Shown, clock: Callable[[], float] = time.monotonic) -> None:
+        self._shown = shown
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._begun = self._drawn = 0.0
+        self._done = 0
+
+    def begin(self, *, title: str, nbytes: int) -> None:
+        """Start a stage of so many bytes."""
+        with self._lock:
+            self._begun = self._drawn = self._clock()
+            self._done = 0
+            self._shown.start(title, nbytes)
+
+    def advance(self, nbytes: int) -> None:
+        """Count bytes."""
+        with self._lock:
+            self._done += nbytes
+            now = self._clock()
+            if now - self._drawn >= _EVERY:
+                self._drawn = now
+                self._shown.update(self._done, now - self._begun)
+
+    def end(self) -> None:
+        """End the stage."""
+        with self._lock:
+            self._shown.stop(self._done, self._clock() - self._begun)
+
+
+class _Nothing:
+    def start(self, title: str, total: int) -> None:
+        pass
+
+    def update(self, done: int, seconds: float) -> None:
+        pass
+
+    def stop(self, done: int, seconds: float) -> None:
+        pass
+
+
+class _Events:
+    """One JSON object per line on stderr."""
+
+    def __init__(self) -> None:
+        self._title = ""
+        self._total = 0
+
+    def start(self, title: str, total: int) -> None:
+        self._title, self._total = title, total
+        self._say("begin", 0, 0.0)
+
+    def update(self, done: int, seconds: float) -> None:
+        self._say("advance", done, seconds)
+
+    def stop(self, done: int, seconds: float) -> None:
+        self._say("end", done, seconds)
+
+    def _say(self, event: str, done: int, seconds: float) -> None:
+        said = {
+            "event": event,
+            "title": self._title,
+            "done_bytes": done,
+            "total_bytes": self._total,
+            "seconds": round(seconds, 3),
+            "bytes_per_second": round(done / seconds) if seconds > 0 else None,
+        }
+        click.echo(json.dumps(said), err=True)
+
+
+class _Bar:
+    """A bar with bytes, rate and time to go, on stderr; it goes away when the stage is over."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._total = 0
+
+    def start(self, title: str, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._total = total
+        if not total:
+            return
+        self._progress = Progress(
+            TextColumn("{task.description:<9}", style="cyan"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[text]}"),
+            console=Console(file=sys.stderr, markup=False, highlight=False, emoji=False),
+            auto_refresh=False,
+            transient=True,
+            expand=True,
+        )
+        self._progress.add_task(title, total=total, text=self._text(0, 0.0))
+        self._progress.start()
+
+    def update(self, done: int, seconds: float) -> None:
+        if self._progress is not None:
+            (task,) = self._progress.task_ids
+            self._progress.update(task, completed=done, text=self._text(done, seconds), refresh=True)
+
+    def stop(self, done: int, seconds: float) -> None:
+        self.update(done, seconds)
+        if self._progress is not None:
+            self._progress.stop()
+        self._progress = None
+
+    def _text(self, done: int, seconds: float) -> str:
+        share = f"{100 * done / max(1, self._total):3.0f}%"
+        left = seconds_text(seconds * (self._total - done) / done) if done and seconds > 0 else "-"
+        sizes = f"{nbytes_text(done):>8} of {nbytes_text(self._total)}"
+        return f"{share}  {sizes}  {rate_text(done, seconds):>10}  {left:>10} left"
+
+
+_SHOWN: dict[str, Callable[[], _Shown]] = {"bar": _Bar, "json": _Events, "none": _Nothing}
+
+
+def watch(progress: str, *, quiet: bool = False) -> Watch:
+    """Observer for a value of --progress ("auto", "bar", "json" or "none") and of --quiet."""
+    if quiet:
+        return Watch(_Nothing())
+    auto = "bar" if sys.stderr.isatty() else "none"
+    return Watch(_SHOWN[auto if progress == "auto" else progress]())

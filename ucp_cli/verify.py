@@ -1,0 +1,58 @@
+"""`ucp verify`: whether a checkpoint is what it should be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.console import RenderableType
+from rich.text import Text
+
+from ucp import api
+from ucp.api import VerifyReport
+from ucp_cli.changes import change_table
+from ucp_cli.documents import verify_document
+from ucp_cli.exits import DIFFERENT
+from ucp_cli.options import PATH, as_json, example, progress
+from ucp_cli.progress import watch
+from ucp_cli.render import lines, write, write_json
+from ucp_cli.units import nbytes_text
+
+__all__ = ["command"]
+
+
+@click.command(
+    "verify", epilog=example("ucp verify atoms/", "ucp verify atoms/ --against checkpoints/global_step1000")
+)
+@click.argument("path", type=PATH)
+@click.option("--against", type=PATH, metavar="SRC", help="Also compare with this checkpoint, bit for bit.")
+@progress
+@as_json
+@click.pass_context
+def command(
+    ctx: click.Context, *, path: Path, against: Path | None, progress: str, quiet: bool, as_json: bool
+) -> None:
+    """Prove that a checkpoint is whole and undamaged.
+
+    Pieces must tile every tensor, bytes must have the checksums that were recorded, copies must be equal. Exit code
+    3 when something is wrong.
+    """
+    report = api.verify(path, against=against, observer=watch(progress, quiet=quiet))
+    if as_json:
+        write_json(verify_document(report))
+    elif not quiet:
+        write(*_parts(report))
+    if not report.ok:
+        ctx.exit(DIFFERENT)
+
+
+def _parts(report: VerifyReport) -> list[RenderableType | None]:
+    if report.ok:
+        beyond = f", equal to {report.against}" if report.against else ""
+        checked = f"{nbytes_text(report.checked_bytes)} have the checksums they were written with"
+        return [Text(f"{report.path}: whole, undamaged{beyond}; {checked}")]
+    return [
+        Text(f"{report.path}: not as it should be"),
+        lines("Damage", report.problems, style="red"),
+        change_table(report.changes, a=report.against or "", b=report.path),
+    ]
