@@ -122,6 +122,14 @@ class Checkpoint:
         return self.index.step
 
     @property
+    def extras(self) -> Mapping[str, object]:
+        """Name to value of what is not a tensor of a parameter, as far as it is the same on all ranks.
+
+        Plain values are themselves; objects are inert `ucp.inert.Stub`s, tensors `ucp.tensor.TensorRef`s.
+        """
+        return {extra.name: extra.value for extra in self.index.extras if extra.rank is None}
+
+    @property
     def atoms(self) -> Mapping[str, Atom]:
         """Name to atom, in the order of the model."""
         return _Atoms(self.index)

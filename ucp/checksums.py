@@ -5,6 +5,7 @@ CRC-32 of "ab" follows from those of "a" and "b": parts may be read or written i
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
@@ -12,10 +13,10 @@ from zlib_ng import zlib_ng
 
 from ucp.errors import CoverError
 from ucp.gather import Span
-from ucp.target import CrcField, OutputFile
+from ucp.target import CrcField, Literal, OutputFile
 from ucp.tensor import Record
 
-__all__ = ["combine", "gaps", "mismatches", "patches"]
+__all__ = ["combine", "gaps", "mismatches", "patches", "zeros"]
 
 _ZEROS = bytes(1 << 20)
 
@@ -98,18 +99,30 @@ def _chain(record: Record, inside: Sequence[Span]) -> Iterator[Span]:
 def patches(file: OutputFile, sums: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, bytes]]:
     """Bytes to put in place (offset, data) so that every checksum field of `file` is right.
 
-    `sums`: (offset, bytes, CRC-32) of what was written beside the literals, in increasing offset.
+    `sums`: (offset, bytes, CRC-32) of what was written beside the literals, in increasing offset. Raises CoverError
+    when some of it lies only partly in a field.
     """
+    known = sorted(file.literals, key=lambda part: part.offset)
+    starts = [part.offset for part in known]
     at = 0
     for field in sorted(file.crcs, key=lambda field: field.start):
-        while at < len(sums) and sums[at][0] < field.start:
+        while at < len(sums) and sums[at][0] + sums[at][1] <= field.start:
             at += 1
         first = at
         while at < len(sums) and sums[at][0] < field.stop:
             at += 1
-        crc = combine(_with_zeros(field, sums[first:at]))
+        near = known[max(0, bisect_right(starts, field.start) - 1) : bisect_left(starts, field.stop)]
+        crc = combine(_with_zeros(field, sorted([*sums[first:at], *_clipped(near, field)])))
         for place in field.at:
             yield place, crc.to_bytes(4, "little")
+
+
+def _clipped(literals: Iterable[Literal], field: CrcField) -> Iterator[tuple[int, int, int]]:
+    """Sums of the parts of literals that lie in a field."""
+    for part in literals:
+        low, high = max(part.offset, field.start), min(part.offset + len(part.data), field.stop)
+        if low < high:
+            yield low, high - low, zlib_ng.crc32(memoryview(part.data)[low - part.offset : high - part.offset])
 
 
 def _with_zeros(field: CrcField, sums: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:

@@ -16,6 +16,9 @@ __all__ = ["codec_name", "decode", "encode"]
 
 _PREFIX = "zstd-planes"
 _LEVEL = 3
+_MOST_NBYTES = 64 << 20
+"""Bytes of a decoded block, at most: a damaged length must not ask for all memory."""
+_WIDTHS = ("1", "2", "4", "8", "16")
 
 
 def codec_name(itemsize: int) -> str:
@@ -38,11 +41,14 @@ def decode(data: memoryview, codec: str) -> memoryview:
     import zstandard
 
     width = codec.removeprefix(_PREFIX)
-    if not codec.startswith(_PREFIX) or not width.isdigit():
+    if not codec.startswith(_PREFIX) or width not in _WIDTHS:
         raise CorruptError(f"expected a block encoded with {_PREFIX}N; got {codec!r}. It needs a newer ucp")
     try:
-        raw = zstandard.ZstdDecompressor().decompress(data)
+        nbytes = zstandard.frame_content_size(data)
+        if not 0 <= nbytes <= _MOST_NBYTES or nbytes % int(width):
+            raise CorruptError(f"expected a compressed block of elements of {width} bytes; got one of {nbytes} bytes")
+        raw = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptError(f"a compressed block does not decode: {error}") from error
     planes = np.frombuffer(raw, dtype=np.uint8).reshape(int(width), -1)
-    return memoryview(planes.T.tobytes())
+    return memoryview(np.ascontiguousarray(planes.T).reshape(-1))

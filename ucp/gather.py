@@ -10,14 +10,15 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zlib_ng import zlib_ng
 
 from ucp.codec import decode
 from ucp.dtypes import DType
+from ucp.errors import CorruptError
 from ucp.io.source import SourceFile, open_source
-from ucp.numeric import numpy_dtype, strided, viewed
+from ucp.numeric import assign, mean_dtype, numpy_dtype, strided, viewed
 from ucp.slice import Piece
 from ucp.tensor import InlineTensor, TensorRef
 
@@ -36,8 +37,7 @@ OPEN_FILES = 128
 """Most source files held open by one worker."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Bytes that were read, with their checksum."""
 
     path: str
@@ -83,6 +83,10 @@ class Gatherer:
     """Files whose reads are summed, because checksums of theirs are recorded."""
     spans: list[Span] = field(default_factory=list)
     """What was read of tracked files."""
+    nbytes_read: int = 0
+    """Bytes read, of all files."""
+    _block: tuple[tuple[str, int], memoryview] | None = None
+    """The block decoded last, by file and offset: a block is several pieces where it does not end with a row."""
 
     def fill(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece], at: int = 0) -> None:
         """Put `pieces` into `buffer`, elements of `dtype`, positions counted from byte `at`."""
@@ -112,6 +116,7 @@ class Gatherer:
 
     def _read(self, path: str, offset: int, views: list[memoryview]) -> None:
         self.sources.get(path).read_into(views, offset)
+        self.nbytes_read += sum(view.nbytes for view in views)
         if path in self.tracked:
             for view in views:
                 self.spans.append(Span(path, offset, view.nbytes, zlib_ng.crc32(view)))
@@ -124,39 +129,58 @@ class Gatherer:
             return
         for piece in pieces:
             for part, values in self.values(piece):
-                _scatter(buffer, dtype, part)[...] = values
+                assign(_scatter(buffer, dtype, part), values)
 
     def _fill_mean(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece], terms: Sequence[int]) -> None:
-        """Mean over terms: summed in float32 in the order of the terms, then divided (as DeepSpeed 0.19.8 does)."""
+        """Mean over terms: summed in their order, then divided; in float32 (as DeepSpeed 0.19.8) or wider."""
         import numpy as np
 
-        total = np.zeros(buffer.nbytes // dtype.itemsize, dtype=np.float32)
+        wide = mean_dtype(piece.ref.dtype for piece in pieces)
+        total = np.zeros(buffer.nbytes // dtype.itemsize, dtype=numpy_dtype(wide))
         sums = total.data.cast("B")
         for term in terms:
             for piece in pieces:
                 if piece.term == term:
                     for part, values in self.values(piece):
-                        _scatter(sums, DType.FLOAT32, part)[...] += values.astype(np.float32)
-        total /= np.float32(len(terms))
-        viewed(buffer, dtype)[...] = total.astype(numpy_dtype(dtype))
+                        place = _scatter(sums, wide, part)
+                        np.add(place, values, out=place, dtype=place.dtype, casting="same_kind")
+        total /= len(terms)
+        assign(viewed(buffer, dtype), total)
 
     def values(self, piece: Piece) -> Iterator[tuple[Piece, NDArray[Any]]]:
         """The elements of a piece, in stretches of bounded size: (the part of the piece, its values)."""
         if isinstance(piece.ref, InlineTensor):
             yield piece, piece_values(memoryview(piece.ref.data), piece, piece.src_offset)
         elif piece.ref.codec:
-            raw = decode(self._encoded(piece.ref), piece.ref.codec)
-            yield piece, piece_values(raw, piece, piece.ref.codec_start + piece.src_offset)
+            yield piece, piece_values(self._decoded(piece), piece, piece.ref.codec_start + piece.src_offset)
         else:
-            for part in _stretches(piece):
+            for part in _stretches(_in_file_order(piece)):
                 scratch = memoryview(bytearray(_extent(part)))
                 self._read(piece.ref.path, piece.ref.offset + part.src_offset, [scratch])
                 yield part, piece_values(scratch, part, 0)
 
-    def _encoded(self, ref: TensorRef) -> memoryview:
+    def _decoded(self, piece: Piece) -> memoryview:
+        """The whole block that holds an encoded piece."""
+        ref = piece.ref
+        assert isinstance(ref, TensorRef)  # an inline tensor has no codec
+        key = (ref.path, ref.offset)
+        raw = self._block[1] if self._block and self._block[0] == key else self._read_block(ref)
+        self._block = key, raw
+        needed = ref.codec_start + piece.src_offset + _extent(piece)
+        if needed > raw.nbytes:
+            raise CorruptError(
+                f"{ref.path}: expected a compressed block of {needed} bytes or more at {ref.offset}; got {raw.nbytes}"
+            )
+        return raw
+
+    def _read_block(self, ref: TensorRef) -> memoryview:
+        self._block = None  # one block at a time in memory
         data = memoryview(bytearray(ref.codec_nbytes))
         self._read(ref.path, ref.offset, [data])
-        return data
+        try:
+            return decode(data, ref.codec)
+        except CorruptError as error:
+            raise CorruptError(f"{ref.path}, bytes {ref.offset}:{ref.offset + ref.codec_nbytes}: {error}") from error
 
 
 def piece_values(data: memoryview, piece: Piece, offset: int) -> NDArray[Any]:
@@ -203,14 +227,25 @@ def _extent(piece: Piece) -> int:
     return reach + piece.ref.dtype.itemsize
 
 
+def _in_file_order(piece: Piece) -> Piece:
+    """The same copy with the longest source step first: cut along it, a transposed source is read once, not per row."""
+    order = sorted(range(len(piece.sizes)), key=lambda dim: -piece.src_strides[dim])
+    return replace(
+        piece,
+        sizes=tuple(piece.sizes[dim] for dim in order),
+        src_strides=tuple(piece.src_strides[dim] for dim in order),
+        dst_strides=tuple(piece.dst_strides[dim] for dim in order),
+    )
+
+
 def _stretches(piece: Piece) -> Iterator[Piece]:
-    """Parts of a piece that are each read by one call of at most `STRETCH` bytes."""
+    """Parts of a piece, in file order, that are each read by one call of at most `STRETCH` bytes."""
     extent = _extent(piece)
     payload = prod(piece.sizes) * piece.ref.dtype.itemsize
     inner = extent - (piece.sizes[0] - 1) * piece.src_strides[0]
     sparse = extent > 2 * payload and inner >= SPARSE
     if piece.sizes[0] > 1 and (extent > STRETCH or sparse):
-        rows = 1 if sparse or not piece.src_strides[0] else max(1, (STRETCH - inner) // piece.src_strides[0] + 1)
+        rows = 1 if sparse else max(1, (STRETCH - inner) // piece.src_strides[0] + 1)
         for low in range(0, piece.sizes[0], rows):
             yield from _stretches(_rows(piece, low, min(low + rows, piece.sizes[0])))
     elif extent > STRETCH and len(piece.sizes) > 1:

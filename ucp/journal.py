@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import xxhash
@@ -19,7 +18,7 @@ Line = dict[str, object]
 
 def line_of(done: Done) -> Line:
     """The journal line of a finished task."""
-    return asdict(done)
+    return {"task": done.task, "sums": done.sums, "spans": done.spans, "drift": done.drift}
 
 
 def trusted(job: Job, root: Path, lines: Sequence[Line]) -> dict[int, Done]:
@@ -39,11 +38,11 @@ def _done(line: Line) -> Done | None:
             try:
                 return Done(
                     task=task,
-                    sums=tuple(Sum(**{**own, "block": own["block"] and tuple(own["block"])}) for own in sums),
-                    spans=tuple(Span(**own) for own in spans),
+                    sums=tuple(Sum(*own[:-1], block=own[-1] and tuple(own[-1])) for own in sums),
+                    spans=tuple(Span(*own) for own in spans),
                     drift=tuple(drift),
                 )
-            except (KeyError, TypeError):
+            except (IndexError, TypeError):
                 return None
     return None
 

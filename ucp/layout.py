@@ -87,16 +87,17 @@ class Placed:
 
 
 def local_shape(layout: Layout, global_shape: Sequence[int], coords: Mapping[str, int]) -> tuple[int, ...]:
-    """Shape of the tensor that the rank at `coords` holds."""
+    """Shape of the tensor that the rank at `coords` holds; all dims are 0 where it holds none."""
     shape = tuple(global_shape)
     for axis in layout.axes:
-        shape = _part_shape(axis.pattern.regions(shape, axis.parts, coords[axis.axis]), shape)
+        pairs = axis.pattern.regions(shape, axis.parts, coords[axis.axis])
+        if not pairs:
+            return (0,) * len(shape)
+        shape = _part_shape(pairs)
     return shape
 
 
-def _part_shape(pairs: tuple[RegionPair, ...], whole: tuple[int, ...]) -> tuple[int, ...]:
-    if not pairs:
-        return tuple(0 for _ in whole)
+def _part_shape(pairs: tuple[RegionPair, ...]) -> tuple[int, ...]:
     return tuple(max(stops) for stops in zip(*(pair.local.stops for pair in pairs), strict=True))
 
 
@@ -118,8 +119,10 @@ def place(
     for axis in layout.axes:
         index = coords[axis.axis]
         inner = axis.pattern.regions(shape, axis.parts, index)
+        if not inner:
+            return ()
         pairs = compose(pairs, inner)
-        shape = _part_shape(inner, shape)
+        shape = _part_shape(inner)
         replica = replica * axis.parts + index if axis.pattern.overlap is Overlap.EQUAL else replica
         term = term * axis.parts + index if axis.pattern.overlap is Overlap.MEAN else term
     return tuple(

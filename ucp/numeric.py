@@ -5,6 +5,7 @@ numpy and ml_dtypes (bfloat16, float8) are imported on first use, so that plain 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Difference", "differing", "numpy_dtype", "strided", "viewed"]
+__all__ = ["Difference", "assign", "differing", "mean_dtype", "numpy_dtype", "strided", "viewed"]
 
 
 @cache
@@ -44,6 +45,27 @@ def strided(
     import numpy as np
 
     return np.ndarray(sizes, dtype=numpy_dtype(dtype), buffer=data, offset=offset, strides=strides)
+
+
+def assign(target: NDArray[Any], values: NDArray[Any]) -> None:
+    """Put `values` into `target`, cast to its type; what is too large for it becomes infinite, as in torch."""
+    import numpy as np
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        target[...] = values
+
+
+def mean_dtype(dtypes: Iterable[DType]) -> DType:
+    """Type in which a mean of elements of `dtypes` is summed: float32, or wider where that would lose digits.
+
+    >>> mean_dtype([DType.BFLOAT16]), mean_dtype([DType.INT64])
+    (<DType.FLOAT32: 'float32'>, <DType.FLOAT64: 'float64'>)
+    """
+    held = set(dtypes)
+    if held & {DType.COMPLEX64, DType.COMPLEX128}:
+        return DType.COMPLEX128
+    exact = all(dtype.is_floating and dtype is not DType.FLOAT64 for dtype in held)
+    return DType.FLOAT32 if exact else DType.FLOAT64
 
 
 class Difference:

@@ -17,6 +17,7 @@ from itertools import groupby
 from ucp.atom import Index
 from ucp.balance import bundle
 from ucp.errors import CoverError, MemoryBudgetError, MissingStateError, UsageError, listed
+from ucp.region import RegionPair, intersect
 from ucp.slice import Slice, block_ranges
 from ucp.target import Placement, TargetPlan
 
@@ -41,6 +42,10 @@ TASK = 4 * BLOCK
 
 SCRATCH = 3 * BLOCK
 """Bytes beside the block itself that a thread may need: a strided, cast, compared or encoded block."""
+
+
+_Claims = dict[tuple[RegionPair, ...], list[tuple[int, int]]]
+"""Element ranges that are spoken for, by the regions of the local tensor that they are ranges of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +121,9 @@ def make_job(index: Index, target: TargetPlan) -> Job:
     """Plan the work. Raises CoverError, MissingStateError or UsageError when source and target do not fit."""
     check_target(index, target)
     sections = _by_path(target)
-    if target.compress:
-        bundles: Sequence[Sequence[Fill]] = [[Fill(path=path, sections=tuple(own))] for path, own in sections]
-    else:
-        fills = [fill for path, own in sections for fill in _fills(path, own)]
-        bundles = bundle(fills, limit=TASK)
+    packs = {placement.path for placement in target.placements} if target.compress else frozenset()
+    bundles = [[Fill(path=path, sections=tuple(own))] for path, own in sections if path in packs]
+    bundles += bundle([fill for path, own in sections if path not in packs for fill in _fills(path, own)], limit=TASK)
     tasks = tuple(
         Task(number=number, fills=tuple(own), nbytes=sum(fill.nbytes for fill in own))
         for number, own in enumerate(bundles)
@@ -217,12 +220,22 @@ def _check_disjoint(target: TargetPlan) -> None:
 def checking_placements(placements: Sequence[Placement]) -> frozenset[int]:
     """Placements that between them hold every element of a state at most once: those that check the copies."""
     chosen: set[int] = set()
-    claimed: dict[tuple[str, str], list[tuple[tuple[object, ...], int, int]]] = {}
+    claimed: dict[tuple[str, str], _Claims] = {}
     for number, placement in enumerate(placements):
         own = placement.slice
-        held = claimed.setdefault((own.param, own.state), [])
-        same = [h for h in held if h[0] == own.pairs]
-        if len(same) == len(held) and not any(low < own.stop and own.start < high for _, low, high in same):
-            held.append((own.pairs, own.start, own.stop))
+        if _claim(claimed.setdefault((own.param, own.state), {}), own):
             chosen.add(number)
     return frozenset(chosen)
+
+
+def _claim(claims: _Claims, own: Slice) -> bool:
+    """Whether nothing of a slice was spoken for before; from now on it is."""
+    ranges = claims.get(own.pairs)
+    if ranges is None:
+        if any(intersect(a.whole, b.whole) for pairs in claims for a in pairs for b in own.pairs):
+            return False
+        ranges = claims[own.pairs] = []
+    if any(low < own.stop and own.start < high for low, high in ranges):
+        return False
+    ranges.append((own.start, own.stop))
+    return True

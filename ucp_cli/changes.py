@@ -1,77 +1,108 @@
-"""Differences between two checkpoints as a table: equal ones of numbered layers are one row."""
+"""Differences between two checkpoints as tables: those of numbered layers are one row."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from ucp.compare import Change
-from ucp_cli.render import table
-from ucp_cli.units import count_text, ranges_text
+from ucp_cli.render import facts, stacked, table
+from ucp_cli.units import count_text, plural, printable, ranges_text
 
-__all__ = ["change_table"]
+__all__ = ["change_tables"]
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 """A part of a name that is a number: the 12 of layers.12.mlp.weight."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """Changes that differ in the numbers of a name only."""
+    """Changes shown on one line."""
 
     first: Change
+    """The first of them."""
     changes: int = 0
+    """How many."""
     numel: int = 0
+    """Elements that differ, in all."""
     largest: float = 0.0
+    """Largest difference of all; not a number is larger than any."""
     numbers: list[set[int]] = field(default_factory=list)
+    """Numbers that stand in the name, by place."""
 
-    def add(self, change: Change, numbers: Sequence[int]) -> None:
+    def add(self, change: Change) -> None:
         self.changes += 1
         self.numel += change.numel
-        if change.largest != change.largest or change.largest > self.largest:  # nan is the largest of all
+        if math.isnan(change.largest) or change.largest > self.largest:
             self.largest = change.largest
-        self.numbers = self.numbers or [set() for _ in numbers]
-        for seen, number in zip(self.numbers, numbers, strict=True):
+        here = [int(number) for number in _NUMBER.findall(change.param)]
+        self.numbers = self.numbers or [set() for _ in here]
+        for seen, number in zip(self.numbers, here, strict=False):
             seen.add(number)
 
+    @property
+    def label(self) -> Text:
+        """Name, with "#" for numbers that differ."""
+        if self.changes == 1:
+            return Text(printable(self.first.param))
+        label = Text(printable(_NUMBER.sub("#", self.first.param)))
+        label.append("".join(f"  [{ranges_text(sorted(numbers))}]" for numbers in self.numbers), style="cyan")
+        return label
 
-def change_table(changes: Sequence[Change], *, a: str, b: str) -> RenderableType | None:
+    @property
+    def times(self) -> str:
+        """How many parameters the line stands for."""
+        return f"×{self.changes}" if self.changes > 1 else ""
+
+
+def change_tables(changes: Sequence[Change], *, a: str, b: str) -> RenderableType | None:
     """Differences, grouped; None without any. `a`, `b`: what the two checkpoints are called."""
-    rows = list(_rows(changes))
-    if not rows:
+    if not changes:
         return None
-    columns = ("parameter", ">", "state", "differs in", "a", "b", ">elements", ">largest difference")
-    drawn = table("Differences", columns, [_cells(name, row) for name, row in rows])
-    return Group(Text(f"a = {a}\nb = {b}"), *filter(None, [drawn]))
-
-
-def _rows(changes: Sequence[Change]) -> Iterator[tuple[str, _Row]]:
-    rows: dict[tuple[str, ...], _Row] = {}
-    for change in changes:
-        name = _NUMBER.sub("#", change.param)
-        sides = ("", "") if change.what == "values" else (change.a, change.b)
-        row = rows.setdefault((name, change.state, change.what, *sides), _Row(change))
-        row.add(change, [int(number) for number in _NUMBER.findall(change.param)])
-    for (name, *_), row in rows.items():
-        yield name, row
-
-
-def _cells(name: str, row: _Row) -> tuple[str | Text, ...]:
-    label = Text(name if row.changes > 1 else row.first.param)
-    if row.changes > 1:
-        label.append("".join(f"  [{ranges_text(sorted(numbers))}]" for numbers in row.numbers), style="cyan")
-    values = row.first.what == "values"
-    return (
-        label,
-        f"×{row.changes}" if row.changes > 1 else "",
-        row.first.state,
-        row.first.what,
-        "" if values else row.first.a,
-        "" if values else row.first.b,
-        count_text(row.numel) if values else "",
-        f"{row.largest:.3g}" if values else "",
+    values = [change for change in changes if change.what == "values"]
+    hyper = [change for change in changes if change.what == "group"]
+    others = [change for change in changes if change.what not in {"values", "group"}]
+    return stacked(
+        facts([("a", a), ("b", b)]),
+        table("Structure", ("parameter", ">", "state", "differs in", "a", "b"), _structure(others)),
+        table("Hyper-parameters", ("name", "a", "b", "of"), _hyper(hyper)),
+        table("Values, by state", ("state", ">tensors", ">elements", ">largest"), _by_state(values)),
+        table("Values, by parameter", ("parameter", ">", "state", ">elements", ">largest"), _by_parameter(values)),
     )
+
+
+def _grouped(changes: Iterable[Change], key: Callable[[Change], object]) -> list[_Row]:
+    rows: dict[object, _Row] = {}
+    for change in changes:
+        rows.setdefault(key(change), _Row(change)).add(change)
+    return list(rows.values())
+
+
+def _alike(change: Change) -> tuple[str, str, str]:
+    """What changes of one layer after another have in common."""
+    return _NUMBER.sub("#", change.param), change.state, change.what
+
+
+def _structure(changes: Sequence[Change]) -> list[tuple[str | Text, ...]]:
+    rows = _grouped(changes, lambda change: (*_alike(change), change.a, change.b))
+    return [(r.label, r.times, r.first.state, r.first.what, r.first.a, r.first.b) for r in rows]
+
+
+def _hyper(changes: Sequence[Change]) -> list[tuple[str, ...]]:
+    rows = _grouped(changes, lambda change: (change.state, change.a, change.b))
+    return [(row.first.state, row.first.a, row.first.b, plural(row.changes, "parameter")) for row in rows]
+
+
+def _by_state(changes: Sequence[Change]) -> list[tuple[str, ...]]:
+    rows = _grouped(changes, lambda change: change.state)
+    return [(r.first.state, count_text(r.changes), count_text(r.numel), f"{r.largest:.3g}") for r in rows]
+
+
+def _by_parameter(changes: Sequence[Change]) -> list[tuple[str | Text, ...]]:
+    rows = _grouped(changes, _alike)
+    return [(r.label, r.times, r.first.state, count_text(r.numel), f"{r.largest:.3g}") for r in rows]

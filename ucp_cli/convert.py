@@ -12,8 +12,7 @@ import click
 from ucp import api
 from ucp.convert import ConvertReport
 from ucp_cli.documents import convert_document
-from ucp_cli.exits import INTERRUPTED
-from ucp_cli.failures import Failure
+from ucp_cli.failures import Interrupted
 from ucp_cli.options import PATH, ConvertArguments, as_json, convert_options, example, progress
 from ucp_cli.progress import watch
 from ucp_cli.render import facts, lines, write, write_json
@@ -50,7 +49,7 @@ def command(
     as_json: bool,
     **asked: Unpack[ConvertArguments],
 ) -> None:
-    """Convert a checkpoint.
+    """Convert a checkpoint to atoms, or for another run or framework.
 
     SRC is a checkpoint of any format; it is never written to. DST is a folder that appears when it is complete.
     Numbers are copied bit for bit, but for casts asked for with --dtype.
@@ -67,7 +66,7 @@ def command(
             **asked,
         )
     except KeyboardInterrupt:
-        raise Failure(f"interrupted; the same command with --resume continues {dst}", INTERRUPTED) from None
+        raise Interrupted(f"interrupted; the same command with --resume continues {dst}") from None
     seconds = time.monotonic() - begun
     if as_json:
         write_json(convert_document(report, seconds=seconds, verified=verify))
@@ -85,8 +84,9 @@ def _facts(report: ConvertReport, seconds: float, *, verified: bool) -> Iterator
     if report.already_complete:
         yield "", "was complete already: nothing was written"
         return
-    spent = f"in {seconds_text(seconds)} ({rate_text(report.nbytes_written, seconds)})"
-    yield "tensors", f"{plural(report.atoms, 'tensor')}, {nbytes_text(report.nbytes_written)} {spent}"
+    rate = "with --verify" if verified else rate_text(report.nbytes_written, seconds)
+    spent = f"in {seconds_text(seconds)} ({rate})"
+    yield "holds", f"{plural(report.atoms, 'parameter')}; {nbytes_text(report.nbytes_written)} written {spent}"
     yield "resumed", f"{nbytes_text(report.resumed_bytes)} were there already" if report.resumed_bytes else ""
     yield "checked", ", ".join(_checks(report))
     yield "verified", "read back and equal to the source" if verified else ""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Group, RenderableType
-from rich.text import Text
+from rich.console import RenderableType
 
 from ucp.atom import AtomIndex, Index, StateIndex
 from ucp.fragment import Fragment
+from ucp.layout import Overlap
 from ucp.tensor import TensorRef
 from ucp_cli.overview import shown_path
-from ucp_cli.render import facts, table
+from ucp_cli.render import facts, heading, stacked, table
 from ucp_cli.units import count_text, nbytes_text, shape_text
 
 __all__ = ["detail"]
 
-_COLUMNS = ("state", "elements", "dtype", "in file", ">at byte", ">bytes", "")
+_COLUMNS = ("state", ">at byte", ">bytes", "of file")
 
 
 def detail(index: Index, atom: AtomIndex) -> RenderableType:
@@ -34,28 +34,29 @@ def detail(index: Index, atom: AtomIndex) -> RenderableType:
             ("bytes", nbytes_text(atom.nbytes)),
         ]
     )
-    rows = [row for name, state in atom.states.items() for row in _rows(index, name, state)]
-    return Group(Text(f"\n{atom.name}", style="bold"), own, *filter(None, [table("", _COLUMNS, rows)]))
+    rows = [row for name, state in atom.states.items() for row in _rows(index, atom, name, state)]
+    return stacked(heading(atom.name), own, table("", _COLUMNS, rows))
 
 
-def _rows(index: Index, name: str, state: StateIndex) -> Iterator[tuple[str, ...]]:
+def _rows(index: Index, atom: AtomIndex, name: str, state: StateIndex) -> Iterator[tuple[str, ...]]:
+    """A row for the state, then one per piece."""
+    rule = "" if state.overlap is Overlap.EXCLUSIVE else f", {state.overlap} of terms"
+    shape = "" if state.global_shape == atom.global_shape else f" {shape_text(state.global_shape)}"
+    yield f"{name} {state.dtype}{shape}{rule}", "", "", ""
     for fragment in state.fragments:
-        yield (name, *_piece(index, fragment))
-        name = ""
+        yield (f"  {fragment.box}" if fragment.box.sizes else "  scalar", *_place(index, state, fragment))
 
 
-def _piece(index: Index, fragment: Fragment) -> tuple[str, ...]:
+def _place(index: Index, state: StateIndex, fragment: Fragment) -> tuple[str, str, str]:
     ref = fragment.ref
-    box = str(fragment.box) if fragment.box.sizes else "scalar"
+    words = [
+        f"copy {fragment.replica}" if fragment.replica else "",
+        f"term {fragment.term}" if fragment.term else "",
+        ref.dtype.value if ref.dtype is not state.dtype else "",
+    ]
     if not isinstance(ref, TensorRef):
-        return box, ref.dtype.value, "(in the index)", "", count_text(ref.nbytes), _role(fragment)
-    nbytes = ref.codec_nbytes if ref.codec else ref.nbytes
-    words = [_role(fragment), "" if ref.is_contiguous else "strided", ref.codec]
-    place = (shown_path(index, ref.path), count_text(ref.offset), count_text(nbytes))
-    return box, ref.dtype.value, *place, ", ".join(filter(None, words))
-
-
-def _role(fragment: Fragment) -> str:
-    if fragment.replica:
-        return f"copy {fragment.replica}"
-    return f"term {fragment.term}" if fragment.term else ""
+        return "", count_text(ref.nbytes), " ".join(("(in the index)", *filter(None, words)))
+    words += ["" if ref.is_contiguous else "strided", ref.codec]
+    said = ", ".join(filter(None, words))
+    path = shown_path(index, ref.path) + (f" ({said})" if said else "")
+    return count_text(ref.offset), count_text(ref.codec_nbytes if ref.codec else ref.nbytes), path

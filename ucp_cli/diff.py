@@ -8,7 +8,7 @@ import click
 from rich.text import Text
 
 from ucp import api
-from ucp_cli.changes import change_table
+from ucp_cli.changes import change_tables
 from ucp_cli.documents import diff_document
 from ucp_cli.exits import DIFFERENT
 from ucp_cli.options import PATH, as_json, example, progress
@@ -37,6 +37,6 @@ def command(ctx: click.Context, *, a: Path, b: Path, progress: str, quiet: bool,
     elif not quiet:
         shared = f"{plural(report.compared, 'state')} of {nbytes_text(report.nbytes)} compared"
         verdict = "equal" if report.equal else plural(len(report.changes), "difference")
-        write(Text(f"{verdict}; {shared}"), change_table(report.changes, a=report.a, b=report.b))
+        write(Text(f"{verdict}; {shared}"), change_tables(report.changes, a=report.a, b=report.b))
     if not report.equal:
         ctx.exit(DIFFERENT)

@@ -39,12 +39,8 @@ def index_document(index: Index, *, missing: Sequence[str], detailed: Collection
         "kinds": {t.kind.value: {"tensors": t.tensors, "numel": t.numel} for t in count_kinds(index)},
         "nbytes": index.nbytes,
         "states": [asdict(tally) for tally in count_states(index)],
-        "atoms": {
-            name: _atom(atom, group_of.get(name), pieces=name in detailed) for name, atom in index.atoms.items()
-        },
-        "groups": [
-            {"params": list(group.params), "hyper": _values(group.hyper)} for group in index.groups
-        ],
+        "atoms": {name: _atom(atom, group_of.get(name), pieces=name in detailed) for name, atom in index.atoms.items()},
+        "groups": [{"params": list(group.params), "hyper": _values(group.hyper)} for group in index.groups],
         "aliases": dict(index.aliases),
         "extras": [_extra(extra) for extra in index.extras],
         "files": [asdict(file) for file in index.files],

@@ -10,30 +10,41 @@ from ucp.errors import UcpError, UsageError
 from ucp_cli.exits import FAILED, INTERRUPTED, USAGE
 from ucp_cli.units import printable
 
-__all__ = ["Failure", "explained"]
+__all__ = ["Failure", "Interrupted", "Misuse", "explained"]
 
 
 class Failure(click.ClickException):
-    """A message for the user, and the exit code that goes with it."""
+    """It could not be done."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+    exit_code = FAILED
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the message, to stderr unless told otherwise."""
-        click.echo(f"{click.style('Error:', fg='red', bold=True)} {printable(self.message)}", file=file, err=file is None)
+        head = click.style("Error:", fg="red", bold=True)
+        click.echo(f"{head} {printable(self.message)}", file=file, err=file is None)
+
+
+class Misuse(Failure):
+    """It cannot mean anything."""
+
+    exit_code = USAGE
+
+
+class Interrupted(Failure):
+    """It was stopped from the keyboard."""
+
+    exit_code = INTERRUPTED
 
 
 def explained(error: BaseException) -> Failure | None:
     """The failure that `error` is to a user; None for a mistake of this program."""
     match error:
         case UsageError():
-            return Failure(str(error), USAGE)
+            return Misuse(str(error))
         case UcpError():
-            return Failure(str(error), FAILED)
+            return Failure(str(error))
         case KeyboardInterrupt():
-            return Failure("interrupted", INTERRUPTED)
+            return Interrupted("interrupted")
         case OSError(strerror=str(reason)):
-            return Failure(f"{error.filename}: {reason}" if error.filename else reason, FAILED)
+            return Failure(f"{error.filename}: {reason}" if error.filename else reason)
     return None

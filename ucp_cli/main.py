@@ -5,6 +5,8 @@ A verb's module is imported when it is run, so that `ucp --help` costs nothing.
 
 from __future__ import annotations
 
+import io
+import sys
 import traceback
 from difflib import get_close_matches
 from importlib import import_module
@@ -16,7 +18,7 @@ __all__ = ["SUMMARIES", "cli", "main"]
 SUMMARIES = {
     "inspect": "Show what a checkpoint holds.",
     "plan": "Show what a conversion would do.",
-    "convert": "Convert a checkpoint.",
+    "convert": "Convert a checkpoint to atoms, or for another run or framework.",
     "verify": "Prove that a checkpoint is whole and undamaged.",
     "diff": "Compare two checkpoints of any formats.",
 }
@@ -26,11 +28,11 @@ SUMMARIES = {
 class Verbs(click.Group):
     """The verbs, found by module name."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # what click calls
+    def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of the verbs."""
         return list(SUMMARIES)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002  # what click calls
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The verb of that name; imports its module."""
         if cmd_name not in SUMMARIES:
             return None
@@ -47,7 +49,7 @@ class Verbs(click.Group):
             ctx.fail(f"no such command {args[0]!r}; {hint}")
         return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the verbs without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl(list(SUMMARIES.items()))
@@ -87,6 +89,9 @@ def cli(*, debug: bool) -> None:
 
 def main() -> None:
     """Run the command line of this process."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # whatever a name holds, and whatever the locale
     cli(prog_name="ucp")
 
 

@@ -1,4 +1,4 @@
-"""Types of option values, and the options that several verbs share."""
+"""What option values mean, and the options that several verbs share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ import click
 from ucp.errors import UsageError
 from ucp.topology import Topology
 
-__all__ = ["MEMORY", "PATH", "ConvertArguments", "as_json", "convert_options", "example", "progress"]
+__all__ = [
+    "PATH",
+    "ConvertArguments",
+    "as_json",
+    "convert_options",
+    "example",
+    "nbytes_of",
+    "progress",
+    "state_and_dtype",
+    "topology_of",
+]
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -42,63 +52,38 @@ class ConvertArguments(TypedDict):
     memory: int
 
 
-class MemoryType(click.ParamType[int]):
-    """An amount of memory in bytes.
+def nbytes_of(text: str) -> int:
+    """Bytes of text like 512M, 1GiB (powers of 1024) or 2GB (powers of 1000). Raises BadParameter.
 
-    >>> MEMORY.convert("1.5G", None, None), MEMORY.convert("2GB", None, None)
+    >>> nbytes_of("1.5G"), nbytes_of("2GB")
     (1610612736, 2000000000)
     """
-
-    name = "memory"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Bytes of text like 512M, 1GiB (powers of 1024) or 2GB (powers of 1000)."""
-        if isinstance(value, int):
-            return value
-        match = _MEMORY.fullmatch(str(value).strip())
-        if match is None:
-            self.fail(f"expected an amount of memory such as 512M or 2GiB; got {value!r}", param, ctx)
-        number, prefix, unit = match.groups()
-        base = 1000 if unit in {"B", "b"} else 1024
-        return int(float(number) * base ** _EXPONENTS[prefix.upper()])
+    match = _MEMORY.fullmatch(text.strip())
+    if match is None:
+        raise click.BadParameter(f"expected an amount of memory such as 512M or 2GiB; got {text!r}")
+    number, prefix, unit = match.groups()
+    base = 1000 if unit in {"B", "b"} else 1024
+    return int(float(number) * base ** _EXPONENTS[prefix.upper()])
 
 
-class TopologyType(click.ParamType[Topology]):
-    """A topology written as axis=degree pairs."""
-
-    name = "topology"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Topology:
-        """Topology of text like dp=4,zero=3."""
-        if isinstance(value, Topology):
-            return value
-        try:
-            return Topology.parse(str(value))
-        except UsageError as error:
-            self.fail(str(error), param, ctx)
+def topology_of(text: str) -> Topology:
+    """Topology of text like dp=4,zero=3. Raises BadParameter."""
+    try:
+        return Topology.parse(text)
+    except UsageError as error:
+        raise click.BadParameter(str(error)) from error
 
 
-class StateDTypeType(click.ParamType[tuple[str, str]]):
-    """A state and the dtype to store it in.
+def state_and_dtype(text: str) -> tuple[str, str]:
+    """State and name of the dtype to store it in. Raises BadParameter.
 
-    >>> StateDTypeType().convert("weight=bf16", None, None)
+    >>> state_and_dtype("weight=bf16")
     ('weight', 'bfloat16')
     """
-
-    name = "state=dtype"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        """State and name of the dtype, of text like weight=bfloat16."""
-        if isinstance(value, tuple):
-            return value
-        state, equals, dtype = (part.strip() for part in str(value).partition("="))
-        if not (state and equals and dtype):
-            self.fail(f"expected STATE=DTYPE such as weight=bfloat16; got {value!r}", param, ctx)
-        return state, _SHORT_DTYPES.get(dtype, dtype)
-
-
-MEMORY = MemoryType()
-"""Type of --memory."""
+    state, equals, dtype = (part.strip() for part in text.partition("="))
+    if not (state and equals and dtype):
+        raise click.BadParameter(f"expected STATE=DTYPE such as weight=bfloat16; got {text!r}")
+    return state, _SHORT_DTYPES.get(dtype, dtype)
 
 
 def _once(ctx: click.Context, param: click.Parameter, value: tuple[tuple[str, str], ...]) -> dict[str, str]:
@@ -119,13 +104,13 @@ _CONVERT_OPTIONS = (
     ),
     click.option(
         "--topology",
-        type=TopologyType(),
+        type=topology_of,
         metavar="T",
         help="Run that will load it, for a target with ranks: dp=4,zero=3.",
     ),
     click.option(
         "--layout",
-        type=click.Choice(["packed", "per-parameter"]),
+        metavar="packed|per-parameter",
         default="",
         help="Of atoms: a few large packs (default), or a folder per parameter.",
     ),
@@ -141,18 +126,16 @@ _CONVERT_OPTIONS = (
     click.option(
         "--dtype",
         "dtypes",
-        type=StateDTypeType(),
+        type=state_and_dtype,
         metavar="STATE=DTYPE",
         multiple=True,
         callback=_once,
         help="Cast a state, e.g. weight=bfloat16. May be repeated.",
     ),
-    click.option(
-        "--workers", type=click.IntRange(min=0), default=0, metavar="N", help="Processes.  [default: one per core]"
-    ),
+    click.option("--workers", type=int, default=0, metavar="N", help="Processes.  [default: one per core]"),
     click.option(
         "--memory",
-        type=MEMORY,
+        type=nbytes_of,
         default="1GiB",
         show_default=True,
         metavar="M",

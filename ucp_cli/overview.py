@@ -13,8 +13,8 @@ from rich.text import Text
 from ucp.atom import AtomIndex, Index, Kind, ParamGroup
 from ucp_cli.render import facts, lines, table
 from ucp_cli.tally import count_kinds, count_states
-from ucp_cli.tree import collapsed
-from ucp_cli.units import count_text, nbytes_text, plural, ranges_text, shape_text
+from ucp_cli.tree import Line, collapsed
+from ucp_cli.units import count_text, nbytes_text, plural, printable, ranges_text, shape_text
 from ucp_cli.values import brief
 
 __all__ = ["file_rows", "overview", "shown_path", "source_facts"]
@@ -23,15 +23,15 @@ __all__ = ["file_rows", "overview", "shown_path", "source_facts"]
 def overview(index: Index, missing: Sequence[str]) -> list[RenderableType | None]:
     """The parts of the page. `missing`: what keeps the pieces from being whole."""
     return [
-        facts([*source_facts(index), *_size_facts(index)]),
+        facts([*source_facts(index), *_size_facts(index), *_whole_fact(index, missing)]),
         lines("Missing", missing, style="bold red"),
         table("States", ("state", "dtype", ">tensors", ">elements", ">bytes"), _state_rows(index)),
-        table("Parameters", ("name", ">", "shape", "dtype", "other states"), _tree_rows(index)),
+        _tree(index),
         lines("Tied", [f"{alias} = {name}" for alias, name in index.aliases.items()]),
         table("Parameter groups", (">group", ">parameters", "hyper-parameters"), _group_rows(index.groups)),
         table("Extras", ("name", "holds"), _extra_rows(index)),
         lines("Notes", index.notes),
-        lines("Not in the atoms", index.dropped, style="yellow"),
+        lines("Left behind", index.dropped, style="yellow"),
     ]
 
 
@@ -47,19 +47,29 @@ def source_facts(index: Index) -> Iterator[tuple[str, str]]:
 def _size_facts(index: Index) -> Iterator[tuple[str, str]]:
     words = {Kind.PARAMETER: "trained", Kind.FROZEN: "frozen", Kind.BUFFER: "buffers"}
     kinds = [tally for tally in count_kinds(index) if tally.tensors]
-    yield "parameters", ", ".join(f"{count_text(t.tensors)} {words[t.kind]} ({count_text(t.numel)})" for t in kinds)
+    yield (
+        "parameters",
+        ", ".join(f"{count_text(t.tensors)} {words[t.kind]} of {count_text(t.numel)}" for t in kinds) + " elements",
+    )
     low = Counter(atom.model_dtype for atom in index.atoms.values() if atom.model_dtype is not None)
     yield "computes in", ", ".join(f"{dtype} ({count_text(count)} tensors)" for dtype, count in low.items())
     stored = sum(file.nbytes for file in index.files)
-    yield "bytes", f"{nbytes_text(index.nbytes)} of states; {plural(len(index.files), 'file')} of {nbytes_text(stored)}"
+    yield (
+        "bytes",
+        f"{nbytes_text(index.nbytes)} of states, in {plural(len(index.files), 'file')} of {nbytes_text(stored)}",
+    )
+
+
+def _whole_fact(index: Index, missing: Sequence[str]) -> Iterator[tuple[str, str]]:
+    pieces = sum(len(state.fragments) for _, _, state in index.states())
+    yield "whole", "NO: see Missing" if missing else f"yes: {plural(pieces, 'piece')} make up every tensor"
 
 
 def _state_rows(index: Index) -> list[tuple[str, ...]]:
-    rows = [
+    return [
         (t.state, t.dtype.value, count_text(t.tensors), count_text(t.numel), nbytes_text(t.nbytes))
         for t in count_states(index)
     ]
-    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,35 +81,51 @@ class _Look:
     others: str
     kind: Kind
 
+    def remark(self, usual: str) -> str:
+        """What is to be said of its states, when `usual` goes without saying."""
+        if self.kind is not Kind.PARAMETER:
+            return ", ".join(filter(None, [self.kind.value, self.others]))
+        return "" if self.others == usual else self.others or "no other state"
+
 
 def _look(atom: AtomIndex) -> _Look:
-    weight = atom.states["weight"].dtype.value if "weight" in atom.states else ""
+    weight = atom.states["weight"].dtype if "weight" in atom.states else None
     others = (
-        name if state.dtype.value == weight or not weight else f"{name}:{state.dtype}"
+        name if weight in (None, state.dtype) else f"{name}:{state.dtype}"
         for name, state in atom.states.items()
         if name != "weight"
     )
-    return _Look(shape_text(atom.global_shape), weight, " ".join(others), atom.kind)
+    return _Look(shape_text(atom.global_shape), weight.value if weight else "-", " ".join(others), atom.kind)
 
 
-def _tree_rows(index: Index) -> Iterator[tuple[str | Text, ...]]:
-    for line in collapsed({name: _look(atom) for name, atom in index.atoms.items()}):
-        label = Text("  " * line.depth + line.label)
-        if line.ranges:
-            label.append(f"  [{line.ranges}]", style="cyan")
-        look = line.leaf
-        if look is None:
-            yield label, "", "", "", ""
-            continue
-        times = f"×{line.count}" if line.count > 1 else ""
-        others = look.others if look.kind is Kind.PARAMETER else f"{look.others} ({look.kind})".strip()
-        yield label, Text(times, style="dim"), look.shape, look.dtype, others
+def _tree(index: Index) -> RenderableType | None:
+    looks = {name: _look(atom) for name, atom in index.atoms.items()}
+    common = Counter(look.others for look in looks.values() if look.kind is Kind.PARAMETER).most_common(1)
+    usual = common[0][0] if common else ""
+    title = f"Parameters, each with {usual} where nothing else is said" if usual else "Parameters"
+    return table(title, ("name", ">", "shape", "dtype", ""), [_tree_row(line, usual) for line in collapsed(looks)])
 
 
-def _group_rows(groups: Sequence[ParamGroup]) -> list[tuple[str, ...]]:
-    return [
-        (str(number), count_text(len(group.params)), "  ".join(f"{k}={brief(v)}" for k, v in group.hyper.items()))
-        for number, group in enumerate(groups)
+def _tree_row(line: Line[_Look], usual: str) -> tuple[str | Text, ...]:
+    label = Text("  " * line.depth + printable(line.label))
+    if line.ranges:
+        label.append(f"  [{line.ranges}]", style="cyan")
+    if line.leaf is None:
+        return label, "", "", "", ""
+    times = Text(f"×{line.count}" if line.count > 1 else "", style="dim")
+    return label, times, line.leaf.shape, line.leaf.dtype, line.leaf.remark(usual)
+
+
+def _group_rows(groups: Sequence[ParamGroup]) -> list[tuple[str, str, str]]:
+    """A row per group with what sets it apart, and one with what all of them share."""
+    said = [[f"{key}={brief(value)}" for key, value in group.hyper.items()] for group in groups]
+    shared = [text for text in said[0] if all(text in own for own in said)] if len(groups) > 1 else []
+    rows = [
+        (str(number), count_text(len(group.params)), "  ".join(text for text in own if text not in shared))
+        for number, (group, own) in enumerate(zip(groups, said, strict=True))
+    ]
+    return [*rows, ("all", count_text(sum(len(group.params) for group in groups)), "  ".join(shared))][
+        : len(rows) + bool(shared)
     ]
 
 

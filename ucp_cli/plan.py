@@ -13,9 +13,9 @@ from ucp.prepare import ConvertOptions, Prepared
 from ucp_cli.documents import plan_document
 from ucp_cli.options import PATH, ConvertArguments, as_json, convert_options, example
 from ucp_cli.overview import source_facts
-from ucp_cli.render import facts, lines, write, write_json
+from ucp_cli.render import facts, heading, lines, write, write_json
 from ucp_cli.tally import count_patterns
-from ucp_cli.units import count_text, nbytes_text, plural, seconds_text
+from ucp_cli.units import nbytes_text, plural, seconds_text
 
 __all__ = ["command"]
 
@@ -46,7 +46,9 @@ def command(*, src: Path, as_json: bool, **asked: Unpack[ConvertArguments]) -> N
         return
     index, target = prepared.job.index, prepared.job.target
     write(
-        facts([*source_facts(index), *_facts(prepared, options)]),
+        facts(source_facts(index)),
+        heading("Conversion"),
+        facts(_facts(prepared, options)),
         lines("Layout of the source", [f"{p}: {plural(n, 'tensor')}" for p, n in count_patterns(index).items()]),
         lines("Casts", target.casts, style="yellow"),
         lines("Notes", (*index.notes, *target.notes)),
@@ -57,12 +59,11 @@ def command(*, src: Path, as_json: bool, **asked: Unpack[ConvertArguments]) -> N
 def _facts(prepared: Prepared, options: ConvertOptions) -> Iterator[tuple[str, str]]:
     index, target, wide = prepared.job.index, prepared.job.target, prepared.threads
     variant = options.target.layout or ("compressed" if options.target.compress else "")
-    yield "", ""
     yield "to", " ".join(filter(None, [options.to, variant, str(options.topology or "")]))
     yield "read", f"{nbytes_text(index.nbytes)} of {plural(len(index.atoms), 'tensor')}"
     yield "write", f"{nbytes_text(prepared.nbytes_out)} in {plural(len(target.files), 'file')}"
     at_best = seconds_text((index.nbytes + prepared.nbytes_out) / _DISK)
     yield "time", f"{at_best} or more, where the disk reads and writes 1 GiB/s"
     workers = f"{plural(prepared.workers, 'worker')} of {plural(wide, 'thread')}"
-    yield "work", f"{count_text(len(prepared.job.tasks))} tasks by {workers}"
+    yield "work", f"{plural(len(prepared.job.tasks), 'task')} by {workers}"
     yield "memory", f"{nbytes_text(prepared.projected_bytes)} at most, of {nbytes_text(options.memory)} allowed"

@@ -125,7 +125,7 @@ class _Bar:
             TextColumn("{task.description:<9}", style="cyan"),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[text]}"),
-            console=Console(file=sys.stderr, markup=False, highlight=False, emoji=False),
+            console=Console(file=sys.stderr, force_terminal=True, markup=False, highlight=False, emoji=False),
             auto_refresh=False,
             transient=True,
             expand=True,

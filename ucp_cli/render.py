@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from io import StringIO
 
 import click
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -20,7 +19,7 @@ from rich.text import Text
 
 from ucp_cli.units import printable
 
-__all__ = ["Column", "facts", "heading", "lines", "table", "write", "write_json"]
+__all__ = ["Column", "facts", "heading", "lines", "stacked", "table", "write", "write_json"]
 
 _ENDLESS = 1 << 16
 """Columns of what is not a terminal."""
@@ -42,14 +41,18 @@ def write(*parts: RenderableType | None) -> None:
         highlight=False,
         emoji=False,
     )
-    console.print(Group(*(part for part in parts if part is not None)))
-    for line in buffer.getvalue().splitlines():
-        click.echo(line.rstrip(), color=terminal)
+    console.print(stacked(*parts))
+    click.echo("\n".join(line.rstrip() for line in buffer.getvalue().splitlines()), color=terminal)
 
 
 def write_json(document: object) -> None:
     """Print a JSON document to stdout."""
     click.echo(json.dumps(document, indent=1, allow_nan=False))
+
+
+def stacked(*parts: RenderableType | None) -> RenderableType:
+    """Parts below one another, leaving out those that are None."""
+    return Group(*(part for part in parts if part is not None))
 
 
 def heading(text: str) -> RenderableType:
@@ -69,16 +72,16 @@ def facts(pairs: Iterable[tuple[str, str]]) -> RenderableType:
 
 
 def table(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> RenderableType | None:
-    """A titled table; None without rows."""
+    """A table under its title, if it has one; None without rows."""
     if not rows:
         return None
-    drawn = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim", collapse_padding=True)
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
         right = column.startswith(">")
         drawn.add_column(column.removeprefix(">"), justify="right" if right else "left", overflow="fold", no_wrap=right)
     for row in rows:
         drawn.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
-    return Group(heading(title), Padding(drawn, (0, 0, 0, 2)))
+    return stacked(heading(title) if title else None, Padding(drawn, (0, 0, 0, 2)))
 
 
 def lines(title: str, items: Sequence[str], *, style: str = "") -> RenderableType | None:

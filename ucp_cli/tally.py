@@ -51,12 +51,14 @@ def count_kinds(index: Index) -> tuple[KindTally, ...]:
 
 
 def count_states(index: Index) -> tuple[StateTally, ...]:
-    """One tally per state and dtype, in order of first appearance."""
+    """One tally per state and dtype: states in order of first appearance, the commonest dtype of each first."""
     tensors: Counter[tuple[str, DType]] = Counter()
     numel: Counter[tuple[str, DType]] = Counter()
     for _, name, state in index.states():
         tensors[name, state.dtype] += 1
         numel[name, state.dtype] += state.numel
+    order = {name: position for position, name in enumerate(dict.fromkeys(name for name, _ in tensors))}
+    ranked = sorted(tensors.items(), key=lambda item: (order[item[0][0]], -item[1]))
     return tuple(
         StateTally(
             state=name,
@@ -65,7 +67,7 @@ def count_states(index: Index) -> tuple[StateTally, ...]:
             numel=numel[name, dtype],
             nbytes=numel[name, dtype] * dtype.itemsize,
         )
-        for (name, dtype), count in tensors.items()
+        for (name, dtype), count in ranked
     )
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from math import prod
+from typing import Generic, TypeAlias, TypeVar
 
 from ucp_cli.units import ranges_text
 
@@ -51,10 +52,14 @@ class _Folded(Generic[Leaf]):
     """A node whose equal numbered children are joined. One object stands for all that read the same."""
 
     leaf: Leaf | None
-    below: tuple[tuple[str, tuple[int, ...], _Folded[Leaf]], ...]
-    """Part of the name, numbers that "#" stands for (none without), node."""
+    below: tuple[_Step[Leaf], ...]
+    """Ways down."""
     count: int
     """Names in it."""
+
+
+_Step: TypeAlias = tuple[str, tuple[int, ...], _Folded[Leaf]]
+"""Part of the name, numbers that "#" stands for (none without), node."""
 
 
 def collapsed(leaves: Mapping[str, Leaf]) -> Iterator[Line[Leaf]]:
@@ -83,19 +88,33 @@ def _folded(node: _Node[Leaf], known: dict[object, _Folded[Leaf]]) -> _Folded[Le
     return known.setdefault(key, _Folded(node.leaf, joined, count))
 
 
-def _named(part: str, numbers: list[int], below: _Folded[Leaf]) -> tuple[str, tuple[int, ...], _Folded[Leaf]]:
+def _named(part: str, numbers: list[int], below: _Folded[Leaf]) -> _Step[Leaf]:
     if len(numbers) == 1:
         return str(numbers[0]), (), below
     return part, tuple(sorted(numbers)), below
 
 
 def _below(node: _Folded[Leaf], depth: int, times: int) -> Iterator[Line[Leaf]]:
-    for part, numbers, child in node.below:
-        label, ranges, own = part, [ranges_text(numbers)] if numbers else [], times * max(1, len(numbers))
-        while child.leaf is None and len(child.below) == 1:
-            ((part, numbers, child),) = child.below
-            label = f"{label}.{part}"
-            ranges += [ranges_text(numbers)] if numbers else []
-            own *= max(1, len(numbers))
-        yield Line(depth=depth, label=label, ranges=" ".join(ranges), leaf=child.leaf, count=own * child.count)
-        yield from _below(child, depth + 1, own)
+    for path in (path for step in node.below for path in _paths(step)):
+        last = path[-1][2]
+        ranges = [numbers for _, numbers, _ in path if numbers]
+        own = times * prod(map(len, ranges))
+        yield Line(
+            depth=depth,
+            label=".".join(part for part, _, _ in path),
+            ranges=" ".join(map(ranges_text, ranges)),
+            leaf=last.leaf,
+            count=own * last.count,
+        )
+        yield from _below(last, depth + 1, own)
+
+
+def _paths(step: _Step[Leaf]) -> Iterator[tuple[_Step[Leaf], ...]]:
+    """Steps that make one line: down to where names part, numbers not counted as parting."""
+    below = step[2].below
+    if step[2].leaf is None and (len(below) == 1 or all(numbers or part.isdigit() for part, numbers, _ in below)):
+        for inner in below:
+            for path in _paths(inner):
+                yield (step, *path)
+    else:
+        yield (step,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 
 from ucp.inert import GlobalName, Stub
 from ucp.store.values import NotPlainError, to_json
@@ -14,20 +15,48 @@ __all__ = ["brief", "json_value"]
 _LONGEST = 60
 """Characters of a value that is shown whole."""
 
+_SHORT = 24
+"""The same for a value of a dict."""
 
-def json_value(value: object) -> object:
-    """`value` as JSON, marked as in the extras of an atom store; a text in brackets where it is not plain."""
+_MOST = 6
+"""Entries of a dict that are shown."""
+
+_DEEPEST = 30
+"""Values in values that are shown of what is not plain (it may hold itself)."""
+
+
+def json_value(value: object, depth: int = 0) -> object:
+    """`value` as JSON, marked as in the extras of an atom store where it is plain.
+
+    What is not plain becomes its state under the name of its class, or a text in angle brackets.
+
+    >>> from ucp.dtypes import DType
+    >>> json_value({"best": (1, 2), "ema": TensorRef(path="", offset=0, dtype=DType.INT8, shape=(3,), strides=(1,))})
+    {'best': {'!tuple': [1, 2]}, 'ema': '<tensor 3 int8>'}
+    """
     try:
         return to_json(value)
     except NotPlainError:
-        return f"<{brief(value)}>"
+        pass
+    if depth > _DEEPEST:
+        return "<...>"
+    match value:
+        case Stub():
+            return {"!object": str(value.made_by), "state": json_value(value.state, depth + 1)}
+        case dict() if all(isinstance(key, str) for key in value):
+            return {key: json_value(item, depth + 1) for key, item in value.items()}
+        case list():
+            return [json_value(item, depth + 1) for item in value]
+        case tuple():
+            return {"!tuple": [json_value(item, depth + 1) for item in value]}
+    return f"<{brief(value)}>"
 
 
 def brief(value: object) -> str:
     """What `value` is, in a few words.
 
-    >>> brief({"last_epoch": 3, "base_lrs": [0.1]}), brief((0.9, 0.95)), brief(b"abcd")
-    ('dict: last_epoch, base_lrs', '(0.9, 0.95)', '4 bytes')
+    >>> brief({"last_epoch": 3, "base_lrs": [0.1]}), brief((0.9, 0.95)), brief(b"abcd"), brief([[]] * 9)
+    ('last_epoch=3, base_lrs=...', '(0.9, 0.95)', '4 bytes', 'list of 9')
     """
     match value:
         case TensorRef() | InlineTensor():
@@ -39,20 +68,22 @@ def brief(value: object) -> str:
         case bytes() | bytearray():
             return plural(len(value), "byte")
         case dict():
-            return _keys(value)
-    text = repr(value)
-    if len(text) <= _LONGEST and not isinstance(value, list | tuple | set | frozenset):
-        return text
-    match value:
-        case str():
+            return _entries(value)
+        case list() | tuple() | set() | frozenset() if not all(map(_is_scalar, value)) or len(repr(value)) > _LONGEST:
+            return f"{type(value).__name__} of {count_text(len(value))}"
+        case str() if len(value) > _LONGEST:
             return f"text of {plural(len(value), 'character')}"
-        case list() | tuple() | set() | frozenset():
-            plain = all(item is None or isinstance(item, bool | int | float | str) for item in value)
-            return text if plain and len(text) <= _LONGEST else f"{type(value).__name__} of {count_text(len(value))}"
-    return f"{text[: _LONGEST - 3]}..."
+    return repr(value)
 
 
-def _keys(value: Mapping[object, object]) -> str:
-    shown = [str(key) for key in list(value)[:6]]
-    more = f", ... ({len(value)} in all)" if len(value) > len(shown) else ""
-    return f"dict: {', '.join(shown)}{more}" if value else "dict, empty"
+def _entries(value: Mapping[object, object]) -> str:
+    shown = [
+        f"{key!s}={item!r}" if _is_scalar(item) and len(repr(item)) <= _SHORT else f"{key!s}=..."
+        for key, item in islice(value.items(), _MOST)
+    ]
+    more = [f"and {len(value) - _MOST} more"] if len(value) > _MOST else []
+    return ", ".join((*shown, *more)) or "nothing"
+
+
+def _is_scalar(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)

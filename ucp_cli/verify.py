@@ -10,34 +10,35 @@ from rich.text import Text
 
 from ucp import api
 from ucp.api import VerifyReport
-from ucp_cli.changes import change_table
+from ucp.errors import ChangedError, CorruptError, CoverError, MalformedError, MissingFileError
+from ucp.protocols import Observer
+from ucp_cli.changes import change_tables
 from ucp_cli.documents import verify_document
 from ucp_cli.exits import DIFFERENT
 from ucp_cli.options import PATH, as_json, example, progress
 from ucp_cli.progress import watch
-from ucp_cli.render import lines, write, write_json
+from ucp_cli.render import facts, lines, write, write_json
 from ucp_cli.units import nbytes_text
 
 __all__ = ["command"]
 
+_DAMAGE = (ChangedError, CorruptError, CoverError, MalformedError, MissingFileError)
+"""What stops a checkpoint from being read that was once whole."""
 
-@click.command(
-    "verify", epilog=example("ucp verify atoms/", "ucp verify atoms/ --against checkpoints/global_step1000")
-)
+
+@click.command("verify", epilog=example("ucp verify atoms/", "ucp verify atoms/ --against checkpoints/global_step1000"))
 @click.argument("path", type=PATH)
 @click.option("--against", type=PATH, metavar="SRC", help="Also compare with this checkpoint, bit for bit.")
 @progress
 @as_json
 @click.pass_context
-def command(
-    ctx: click.Context, *, path: Path, against: Path | None, progress: str, quiet: bool, as_json: bool
-) -> None:
+def command(ctx: click.Context, *, path: Path, against: Path | None, progress: str, quiet: bool, as_json: bool) -> None:
     """Prove that a checkpoint is whole and undamaged.
 
     Pieces must tile every tensor, bytes must have the checksums that were recorded, copies must be equal. Exit code
     3 when something is wrong.
     """
-    report = api.verify(path, against=against, observer=watch(progress, quiet=quiet))
+    report = _verified(path, against, watch(progress, quiet=quiet))
     if as_json:
         write_json(verify_document(report))
     elif not quiet:
@@ -46,13 +47,21 @@ def command(
         ctx.exit(DIFFERENT)
 
 
+def _verified(path: Path, against: Path | None, observer: Observer) -> VerifyReport:
+    """What is found; a checkpoint too damaged to be read is a finding too."""
+    try:
+        return api.verify(path, against=against, observer=observer)
+    except _DAMAGE as error:
+        said = None if against is None else str(against)
+        return VerifyReport(path=str(path), against=said, checked_bytes=0, problems=(str(error),), changes=())
+
+
 def _parts(report: VerifyReport) -> list[RenderableType | None]:
-    if report.ok:
-        beyond = f", equal to {report.against}" if report.against else ""
-        checked = f"{nbytes_text(report.checked_bytes)} have the checksums they were written with"
-        return [Text(f"{report.path}: whole, undamaged{beyond}; {checked}")]
+    verdict = "whole and undamaged" if report.ok else "not as it should be"
+    checked = f"{nbytes_text(report.checked_bytes)} against checksums" if report.checked_bytes else ""
     return [
-        Text(f"{report.path}: not as it should be"),
+        Text(f"{report.path}: {verdict}"),
+        facts([("checked", checked), ("equal to", (report.against or "") if report.ok else "")]),
         lines("Damage", report.problems, style="red"),
-        change_table(report.changes, a=report.against or "", b=report.path),
+        change_tables(report.changes, a=report.against or "", b=report.path),
     ]

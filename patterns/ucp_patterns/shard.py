@@ -41,7 +41,9 @@ class Shard:
         return f"shard(dim={self.dim}{blocks})"
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
-        """This part's cut of every block, one after another. `global_shape`: elements.
+        """This part's cut of every block, one after another; one empty box where that is nothing.
+
+        `global_shape`: elements.
 
         Raises ValueError when the tensor lacks the dim, or the blocks do not add up to it.
         """
@@ -55,11 +57,11 @@ class Shard:
         begin = local = 0
         for block in blocks:
             low, high = _cut(block, parts, index)
-            if high > low or len(blocks) == 1:
+            if high > low:
                 pairs.append(self._pair(global_shape, begin + low, local, high - low))
             begin += block
             local += high - low
-        return tuple(pairs)
+        return tuple(pairs) or (self._pair(global_shape, 0, 0, 0),)
 
     def _pair(self, shape: tuple[int, ...], whole: int, local: int, length: int) -> RegionPair:
         zero = (0,) * len(shape)

@@ -6,9 +6,11 @@ one task behind the first. Workers end by themselves when the parent is gone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,10 +42,11 @@ class ProcessEngine:
         context = multiprocess.get_context("fork" if hasattr(os, "fork") else "spawn")
         queue = context.Value("q", 0)
         pool: dict[Any, Any] = {}
+        missing = len(tasks)
         try:
             for _ in range(max(1, min(workers, len(tasks)))):
                 receiver, sender = context.Pipe(duplex=False)
-                shared = {"queue": queue, "threads": threads, "sender": sender}
+                shared = {"queue": queue, "threads": threads, "sender": sender, "parent": os.getpid()}
                 process = context.Process(target=_serve, args=(job, root, tasks), kwargs=shared, daemon=True)
                 process.start()
                 sender.close()
@@ -58,7 +61,10 @@ class ProcessEngine:
                         continue
                     if isinstance(message, BaseException):
                         raise message
+                    missing -= 1
                     yield message
+            if missing:
+                raise WorkerDiedError(f"{missing} of {len(tasks)} tasks were not reported; try again with --resume")
         finally:
             for receiver, process in pool.items():
                 process.kill()
@@ -76,10 +82,11 @@ def _check_end(process: Any) -> None:
         )
 
 
-def _serve(job: Job, root: Path, tasks: Sequence[Task], *, queue: Any, threads: int, sender: Connection) -> None:
-    """Body of a worker process."""
+def _serve(
+    job: Job, root: Path, tasks: Sequence[Task], *, queue: Any, threads: int, sender: Connection, parent: int
+) -> None:
+    """Body of a worker process; `parent`: process without which there is nobody to work for."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = os.getppid()
     lock = threading.Lock()
 
     def take() -> Task | None:
@@ -88,16 +95,19 @@ def _serve(job: Job, root: Path, tasks: Sequence[Task], *, queue: Any, threads: 
             queue.value = position + 1
         return tasks[position] if position < len(tasks) and os.getppid() == parent else None
 
+    def send(message: Done | BaseException) -> None:
+        with lock, contextlib.suppress(BrokenPipeError):  # nobody is left to be told
+            sender.send(message)
+
     def serve() -> None:
         worker = Worker(job, root)
         try:
             while (task := take()) is not None:
-                done = worker.carry_out(task)
-                with lock:
-                    sender.send(done)
+                send(worker.carry_out(task))
         except (UcpError, OSError) as error:
-            with lock:
-                sender.send(error)
+            send(error)
+        except BaseException:  # noqa: BLE001  # reported, and raised again by the parent
+            send(WorkerDiedError(f"a worker failed in a way that was not foreseen:\n{traceback.format_exc()}"))
         finally:
             worker.close()
 

@@ -18,13 +18,13 @@ from zlib_ng import zlib_ng
 
 from ucp.errors import CorruptError, MalformedError, UnsupportedError
 from ucp.io.legacy import read_legacy
-from ucp.io.source import open_source
+from ucp.io.source import SourceFile, open_source
 from ucp.io.storage import StorageId, StorageRef
 from ucp.io.unpickle import parse_pickle
 from ucp.io.zipdir import Window, ZipMember, data_offset, data_offsets, read_directory
 from ucp.tensor import Record
 
-__all__ = ["Archive", "read_archive", "read_pickle"]
+__all__ = ["Archive", "read_archive", "read_embedded", "read_pickle"]
 
 _SIGNATURES = {
     b"version https://git-lfs": "a Git LFS pointer; run `git lfs pull`",
@@ -75,13 +75,21 @@ def read_archive(path: str, *, start: int = 0, nbytes: int | None = None) -> Arc
         The pickle does not match its checksum.
     """
     with open_source(path) as file:
-        window = Window(file=file, start=start, nbytes=file.nbytes - start if nbytes is None else nbytes)
-        head = window.read(0, min(512, window.nbytes))
-        if head.startswith(b"PK\x03\x04"):
-            return _read_zip(window)
-        if head[:1] == b"\x80" and len(head) > 1 and head[1] <= 5:
-            return Archive(path=path, kind="legacy", root=read_legacy(window))
-        raise _unknown(window, head)
+        return read_embedded(file, start=start, nbytes=file.nbytes - start if nbytes is None else nbytes)
+
+
+def read_embedded(file: SourceFile, *, start: int, nbytes: int) -> Archive:
+    """The archive in the bytes `start` to `start + nbytes` of an open file, of which there may be many.
+
+    Raises as `read_archive` does.
+    """
+    window = Window(file, start, nbytes)
+    head = window.read(0, min(512, window.nbytes))
+    if head.startswith(b"PK\x03\x04"):
+        return _read_zip(window)
+    if head[:1] == b"\x80" and len(head) > 1 and head[1] <= 5:
+        return Archive(path=file.path, kind="legacy", root=read_legacy(window))
+    raise _unknown(window, head)
 
 
 def read_pickle(path: str) -> object:

@@ -134,7 +134,7 @@ class _Writer:
 
     def leave(self, key: object) -> None:
         """End what `enter` began; when writing the parts has written it already, refer to that one."""
-        del self._open[key]
+        self._open[key] -= 1
         start = len(self.out)
         if self.got(key):
             self.out[start:start] = b"0"
@@ -274,7 +274,7 @@ def _list(w: _Writer, value: list[object]) -> None:
     if not w.got(key):
         w.out += b"]"
         w.memoize(key)
-        w.each(_batches(w, ((item,) for item in value), one=b"a", many=b"e"))
+        w.each(_batches(w, ((item,) for item in value), one=b"a", many=b"e", several=len(value) > 1))
 
 
 def _dict(w: _Writer, value: dict[object, object]) -> None:
@@ -282,7 +282,7 @@ def _dict(w: _Writer, value: dict[object, object]) -> None:
     if not w.got(key):
         w.out += b"}"
         w.memoize(key)
-        w.each(_batches(w, value.items(), one=b"s", many=b"u"))
+        w.each(_batches(w, value.items(), one=b"s", many=b"u", several=len(value) > 1))
 
 
 def _ordered_dict(w: _Writer, value: OrderedDict[object, object]) -> None:
@@ -297,17 +297,22 @@ def _ordered_dict(w: _Writer, value: OrderedDict[object, object]) -> None:
 
 
 def _batches(
-    w: _Writer, groups: Iterable[tuple[object, ...]], *, one: bytes, many: bytes
+    w: _Writer, groups: Iterable[tuple[object, ...]], *, one: bytes, many: bytes, several: bool = False
 ) -> Iterator[Callable[[], None]]:
-    """Steps that write groups of values (an element, or a key and a value) and add them to the container below."""
+    """Steps that write groups of values (an element, or a key and a value) and add them to the container below.
+
+    A batch of one has an opcode of its own; CPython uses it for the rest of a long iterator, but (`several`) not for
+    the rest of a long list or dict.
+    """
     rest = iter(groups)
     while batch := tuple(islice(rest, _BATCH)):
-        if len(batch) > 1:
+        marked = several or len(batch) > 1
+        if marked:
             yield w.opcode(b"(")
         for group in batch:
             for value in group:
                 yield w.saving(value)
-        yield w.opcode(many if len(batch) > 1 else one)
+        yield w.opcode(many if marked else one)
 
 
 def _stub(w: _Writer, value: Stub) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
+import re
 from collections.abc import Callable
 from struct import unpack_from
 
@@ -10,6 +10,19 @@ from ucp.io.machine import EndOfPickleError, Machine, PickleFaultError
 
 __all__ = ["VALUE_OPCODES"]
 
+_ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", re.DOTALL)
+_ESCAPED = {
+    b"\\": b"\\",
+    b"'": b"'",
+    b'"': b'"',
+    b"a": b"\a",
+    b"b": b"\b",
+    b"f": b"\f",
+    b"n": b"\n",
+    b"r": b"\r",
+    b"t": b"\t",
+    b"v": b"\v",
+}
 _BOOLS = {b"00": False, b"01": True}
 
 
@@ -132,11 +145,21 @@ def _python2_text(data: bytes) -> str | bytes:
         return data
 
 
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    """The byte of one escape of a Python 2 string; an unknown escape stands for itself."""
+    code: bytes = match[1]
+    if code.isdigit() and code < b"8":
+        return bytes([int(code, 8) & 0xFF])
+    if len(code) == 3:
+        return bytes([int(code[1:], 16)])
+    return _ESCAPED.get(code, match[0])
+
+
 def _string(m: Machine) -> None:
     line = m.line()
     if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
         raise PickleFaultError("a quoted string without its quotes")
-    m.push(_python2_text(codecs.escape_decode(line[1:-1])[0]))
+    m.push(_python2_text(_ESCAPE.sub(_unescaped, line[1:-1])))
 
 
 def _short_binstring(m: Machine) -> None:

@@ -5,7 +5,7 @@ the dangerous instructions replaced by descriptions: a global is a `GlobalName`,
 makes of it, which for anything unknown is a `Stub`. The machine does not recurse, so depth is no danger, and every
 length is checked against the bytes that are there.
 
->>> parse_pickle(b"cos\nsystem\n(Vecho\\ntR.", where="demo").value.args
+>>> parse_pickle(b"cos\nsystem\n(Vecho\ntR.", where="demo").value.args
 ('echo',)
 """
 
@@ -21,6 +21,8 @@ from ucp.io.opcodes import OPERATIONS
 
 __all__ = ["Parsed", "TruncatedPickleError", "parse_pickle"]
 
+_MOST_MESSAGE = 500
+"""Characters of an error that may quote the file."""
 _REMEDY = "The file is damaged or was not written by pickle; copy it again from its source"
 
 
@@ -82,7 +84,7 @@ def parse_pickle(
     except struct.error as error:
         raise _truncated(len(data), where) from error
     except (PickleFaultError, ValueError, TypeError, OverflowError) as error:
-        return _fail(at, where, str(error))
+        return _fail(at, where, str(error)[:_MOST_MESSAGE])
 
 
 def _truncated(nbytes: int, where: str) -> TruncatedPickleError:

@@ -39,27 +39,27 @@ _CENTRAL = Struct("<4sHHHHHHIIIHHHHHII")
 _END = Struct("<4sHHHHIIH")
 _END64 = Struct("<4sQHHIIQQQQ")
 _LOCATOR = Struct("<4sIQI")
-_TAIL_NBYTES = 1 << 16
+_END_NBYTES = 4096
+"""Bytes kept of both ends of an archive; they hold all indexes of an archive of one tensor."""
 _DEFLATED = {8: "deflated", 9: "deflated", 12: "bzip2", 14: "lzma", 93: "zstandard", 95: "xz"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The stretch of a file that holds an archive."""
+    """The stretch of a file that holds an archive; both its ends, where the indexes lie, are read once and kept."""
 
-    file: SourceFile
-    """The whole file."""
-    start: int
-    """First byte of the archive."""
-    nbytes: int
-    """Bytes of the archive."""
+    __slots__ = ("_head", "_tail", "_tail_start", "file", "nbytes", "start")
 
-    def __post_init__(self) -> None:
-        if self.start < 0 or self.nbytes < 0 or self.start + self.nbytes > self.file.nbytes:
+    def __init__(self, file: SourceFile, start: int, nbytes: int) -> None:
+        """Archive of `nbytes` bytes at byte `start` of `file`. Raises MalformedError when the file is shorter."""
+        if start < 0 or nbytes < 0 or start + nbytes > file.nbytes:
             raise MalformedError(
-                f"expected {self.nbytes} bytes of an archive at byte {self.start} of {self.file.path}; the file has "
-                f"{self.file.nbytes}. It is truncated, or the index that points there is of another file"
+                f"expected {nbytes} bytes of an archive at byte {start} of {file.path}; the file has {file.nbytes}. "
+                "It is truncated, or the index that points there is of another file"
             )
+        self.file, self.start, self.nbytes = file, start, nbytes
+        self._head = file.read(start, min(nbytes, _END_NBYTES))
+        self._tail_start = max(len(self._head), nbytes - _END_NBYTES)
+        self._tail = file.read(start + self._tail_start, nbytes - self._tail_start)
 
     @property
     def where(self) -> str:
@@ -69,6 +69,11 @@ class Window:
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Bytes at `offset` of the archive. Raises MalformedError outside it."""
+        if offset >= 0 and 0 <= nbytes <= len(self._head) - offset:
+            return self._head[offset : offset + nbytes]
+        within = offset - self._tail_start
+        if within >= 0 and 0 <= nbytes <= len(self._tail) - within:
+            return self._tail[within : within + nbytes]
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise MalformedError(
                 f"expected {nbytes} bytes at {offset} of {self.where}; the archive ends at {self.nbytes}. "
@@ -174,15 +179,11 @@ def data_offsets(window: Window, members: Sequence[ZipMember], *, directory: dic
 def _find_directory(window: Window) -> tuple[int, int, int]:
     """First byte, one past the last byte, and number of entries of the central directory."""
     end = window.nbytes - _END.size
-    tail_start = max(0, window.nbytes - _TAIL_NBYTES)
-    tail = window.read(tail_start, window.nbytes - tail_start)
-    if end < 0 or tail[end - tail_start :][:4] != b"PK\x05\x06":
-        found = tail.rfind(b"PK\x05\x06")
-        got = "none" if found < 0 else f"one at byte {tail_start + found}, with other bytes after it"
-        raise _damaged(window, f"expected the end record of a zip archive in its last {_END.size} bytes; got {got}")
-    _, disk, first_disk, here, count, nbytes, start, comment = _END.unpack(tail[-_END.size :])
+    if end < 0 or window.read(end, 4) != b"PK\x05\x06":
+        raise _damaged(window, f"expected the end record of a zip archive at byte {max(end, 0)}; got other bytes")
+    _, disk, first_disk, here, count, nbytes, start, comment = _END.unpack(window.read(end, _END.size))
     locator = end - _LOCATOR.size
-    if locator >= tail_start and tail[locator - tail_start :][:4] == b"PK\x06\x07":
+    if locator >= 0 and window.read(locator, 4) == b"PK\x06\x07":
         return _find_directory64(window, locator)
     if (disk, first_disk, comment) != (0, 0, 0) or here != count or start + nbytes != end:
         raise _damaged(window, "its end record does not fit its length")

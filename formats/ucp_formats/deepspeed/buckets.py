@@ -11,7 +11,7 @@ Anything else cannot be given to parameters, and is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from struct import pack
 
@@ -27,7 +27,7 @@ from ucp_formats.deepspeed.partition import Held
 from ucp_formats.deepspeed.problems import Problems
 from ucp_formats.deepspeed.sameness import Checksums
 
-__all__ = ["Bucket", "BucketStates", "Shard", "bucket_states", "inline_number", "pieces_of"]
+__all__ = ["Bucket", "BucketStates", "Shard", "bucket_states", "number_state", "pieces_of", "scalar_state"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,8 @@ class Bucket:
     """Parameter to global shape, in the order of the flat tensor."""
     layouts: tuple[FlatLayout, ...]
     """Layouts its tensors can have; the first that fits all ranks is taken."""
+    state_layouts: tuple[FlatLayout, ...] = ()
+    """Further layouts that states can have, not the weights."""
     shards: tuple[Shard, ...]
     """One per rank."""
 
@@ -74,38 +76,33 @@ class BucketStates:
 
 def bucket_states(bucket: Bucket, checksums: Checksums, problems: Problems) -> BucketStates:
     """States of every parameter of `bucket`; what cannot be understood goes to `problems`."""
-    found = BucketStates(states={name: {} for name in bucket.shapes})
-    _add_elementwise(bucket, WEIGHT, {shard.rank: shard.weight for shard in bucket.shards}, found, problems)
-    names = dict.fromkeys(name for shard in bucket.shards for name in shard.states)
-    for name in names:
-        values = {shard.rank: shard.states[name] for shard in bucket.shards if shard.states.get(name) is not None}
-        kind = next(iter(values.values()), None)
-        if kind is None:
-            found.dropped.append(f"{bucket.label}: state {name} is None everywhere")
-            continue
-        found.names.add(name)
-        if isinstance(kind, TensorRef) and kind.shape:
-            tensors = {rank: value for rank, value in values.items() if isinstance(value, TensorRef)}
-            if len(tensors) == len(values):
-                _add_elementwise(bucket, name, tensors, found, problems)
-            else:
-                problems.wrong.append(f"{bucket.label}: state {name} is a tensor on some ranks only")
-        elif isinstance(kind, TensorRef) or type(kind) in (int, float):
-            _add_scalar(bucket, name, values, found, checksums, problems)
-        else:
-            found.extras.append(Extra(name=f"optimizer_state/{bucket.label}/{name}", value=kind))
-    return found
+    reader = _Reader(bucket, checksums, problems)
+    reader.add_elementwise(WEIGHT, {shard.rank: shard.weight for shard in bucket.shards}, bucket.layouts)
+    for name in dict.fromkeys(name for shard in bucket.shards for name in shard.states):
+        reader.add(name)
+    return reader.found
 
 
-def inline_number(number: float) -> InlineTensor:
-    """A Python number as a 0-d tensor: int64 or float64, so that no bit is lost.
+def number_state(number: float) -> StateIndex:
+    """A Python number as a 0-d state: int64 or float64, so that no bit is lost.
 
-    >>> inline_number(3).dtype, inline_number(3.0).dtype
+    >>> number_state(3).dtype, number_state(3.0).dtype
     (<DType.INT64: 'int64'>, <DType.FLOAT64: 'float64'>)
     """
     if isinstance(number, float):
-        return InlineTensor(data=pack("<d", number), dtype=DType.FLOAT64)
-    return InlineTensor(data=number.to_bytes(8, "little", signed=True), dtype=DType.INT64)
+        ref = InlineTensor(data=pack("<d", number), dtype=DType.FLOAT64)
+    else:
+        ref = InlineTensor(data=number.to_bytes(8, "little", signed=True), dtype=DType.INT64)
+    return StateIndex(dtype=ref.dtype, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=ref),))
+
+
+def scalar_state(value: object) -> StateIndex | None:
+    """A Python number or 0-d tensor as a 0-d state; None for anything else."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return number_state(value)
+    if not isinstance(value, TensorRef) or value.shape:
+        return None
+    return StateIndex(dtype=value.dtype, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=value),))
 
 
 def pieces_of(held: Held, shape: Shape, flat: TensorRef, *, replica: int = 0) -> Iterator[Fragment]:
@@ -123,116 +120,132 @@ def pieces_of(held: Held, shape: Shape, flat: TensorRef, *, replica: int = 0) ->
         yield Fragment(box=box, ref=ref, replica=replica)
 
 
-def _add_elementwise(
-    bucket: Bucket, name: str, tensors: Mapping[int, TensorRef], found: BucketStates, problems: Problems
-) -> None:
-    if not _check_tensors(bucket, name, tensors, problems):
-        return
-    layout = _layout(bucket, tensors)
-    if layout is None:
-        problems.unsupported.append(_misfit(bucket, name, tensors))
-        return
-    missing = [shard.file for shard in bucket.shards if shard.rank not in tensors and layout.held(shard.rank)]
-    if missing:
-        problems.wrong += [f"{file}: {bucket.label} has no state {name}, other ranks have" for file in missing]
-        return
-    pieces: dict[str, list[Fragment]] = {}
-    for rank, flat in tensors.items():
-        for held in layout.held(rank):
-            replica = layout.replica(held.name, rank)
-            pieces.setdefault(held.name, []).extend(pieces_of(held, bucket.shapes[held.name], flat, replica=replica))
-    first = next(iter(tensors.values()))
-    for param, shape in bucket.shapes.items():
-        fragments = pieces.get(param) or _of_nothing(shape, first)
-        found.states[param][name] = StateIndex(dtype=first.dtype, global_shape=shape, fragments=tuple(fragments))
+class _Reader:
+    """Reads the states of one bucket."""
+
+    def __init__(self, bucket: Bucket, checksums: Checksums, problems: Problems) -> None:
+        self.bucket = bucket
+        self.checksums = checksums
+        self.problems = problems
+        self.found = BucketStates(states={name: {} for name in bucket.shapes})
+        self.files = {shard.rank: shard.file for shard in bucket.shards}
+
+    def add(self, name: str) -> None:
+        """Add state `name`, whatever it is."""
+        shards = self.bucket.shards
+        values = {shard.rank: shard.states[name] for shard in shards if shard.states.get(name) is not None}
+        tensors = {rank: value for rank, value in values.items() if isinstance(value, TensorRef)}
+        numbers = {rank: value for rank, value in values.items() if type(value) in (int, float)}
+        if not values:
+            self.found.dropped.append(f"{self.bucket.label}: state {name} is None everywhere")
+        elif len(tensors) == len(values):
+            self.found.names.add(name)
+            if any(ref.shape for ref in tensors.values()):
+                self.add_elementwise(name, tensors, self.bucket.layouts + self.bucket.state_layouts)
+            else:
+                self.add_scalar(name, tensors)
+        elif len(numbers) == len(values):
+            self.found.names.add(name)
+            self.add_number(name, numbers)
+        elif tensors or numbers:
+            shown = {self.files[rank]: described(value) for rank, value in values.items()}
+            self.problems.agree(f"the kind of {name} of {self.bucket.label}", shown)
+        else:
+            value = next(iter(values.values()))
+            self.found.extras.append(Extra(name=f"optimizer_state/{self.bucket.label}/{name}", value=value))
+
+    def add_elementwise(self, name: str, tensors: Mapping[int, TensorRef], layouts: Sequence[FlatLayout]) -> None:
+        """Add a state with a number per element."""
+        if not self._check_tensors(name, tensors):
+            return
+        layout = _fitting(layouts, tensors)
+        if layout is None:
+            self.problems.unsupported.append(self._misfit(name, tensors))
+            return
+        if not self._check_all_have(name, [r for r in self.files if r not in tensors and layout.held(r)]):
+            return
+        shapes = self.bucket.shapes
+        pieces: dict[str, list[Fragment]] = {}
+        for rank, flat in tensors.items():
+            for held in layout.held(rank):
+                replica = layout.replica(held.name, rank)
+                pieces.setdefault(held.name, []).extend(pieces_of(held, shapes[held.name], flat, replica=replica))
+        first = next(iter(tensors.values()))
+        for param, shape in shapes.items():
+            fragments = pieces.get(param) or _of_nothing(shape, first)
+            state = StateIndex(dtype=first.dtype, global_shape=shape, fragments=tuple(fragments))
+            self.found.states[param][name] = state
+
+    def add_scalar(self, name: str, tensors: Mapping[int, TensorRef]) -> None:
+        """Add a state that is one 0-d tensor, of which every rank has a copy."""
+        if not self._check_tensors(name, tensors, dims=0):
+            return
+        if self._check_all_have(name, self._holders_without(tensors)) and self._check_copies(name, tensors):
+            refs = tensors.values()
+            fragments = tuple(Fragment(box=Box((), ()), ref=ref, replica=copy) for copy, ref in enumerate(refs))
+            self._give_all(name, StateIndex(dtype=next(iter(refs)).dtype, global_shape=(), fragments=fragments))
+
+    def add_number(self, name: str, numbers: Mapping[int, object]) -> None:
+        """Add a state that is a Python number, equal on every rank."""
+        self.problems.agree(f"{name} of {self.bucket.label}", {self.files[rank]: n for rank, n in numbers.items()})
+        number = next(iter(numbers.values()))
+        if self._check_all_have(name, self._holders_without(numbers)) and isinstance(number, int | float):
+            self._give_all(name, number_state(number))
+
+    def _give_all(self, name: str, state: StateIndex) -> None:
+        for param in self.bucket.shapes:
+            self.found.states[param][name] = state
+
+    def _holders_without(self, values: Mapping[int, object]) -> list[int]:
+        return [shard.rank for shard in self.bucket.shards if shard.rank not in values and shard.weight.numel]
+
+    def _check_all_have(self, name: str, lacking: Sequence[int]) -> bool:
+        self.problems.wrong += [
+            f"{self.files[rank]}: {self.bucket.label} has no state {name}, other ranks have" for rank in lacking
+        ]
+        return not lacking
+
+    def _check_tensors(self, name: str, tensors: Mapping[int, TensorRef], *, dims: int = 1) -> bool:
+        """Whether all have so many dims, no gaps, and one type."""
+        odd = {rank: ref for rank, ref in tensors.items() if len(ref.shape) != dims or not ref.is_contiguous}
+        if odd:
+            self.problems.unsupported.append(self._misfit(name, odd))
+        dtypes = {self.files[rank]: str(ref.dtype) for rank, ref in tensors.items()}
+        self.problems.agree(f"the type of {name} of {self.bucket.label}", dtypes)
+        return not odd and len(set(dtypes.values())) == 1
+
+    def _check_copies(self, name: str, tensors: Mapping[int, TensorRef]) -> bool:
+        """Note ranks whose number is known to differ from that of the first: their bytes have other checksums."""
+        rank, first = next(iter(tensors.items()))
+        differing = [other for other, ref in tensors.items() if self.checksums.same_bytes(first, ref) is False]
+        self.problems.wrong += [
+            f"{self.files[other]}: of another run: {name} of {self.bucket.label} differs from {self.files[rank]}"
+            for other in differing
+        ]
+        return not differing
+
+    def _misfit(self, name: str, tensors: Mapping[int, TensorRef]) -> str:
+        bucket = self.bucket
+        expected = [sum(held.stop - held.start for held in bucket.layouts[0].held(rank)) for rank in tensors]
+        lengths = ", ".join(str(list(ref.shape)) for ref in tensors.values())
+        return (
+            f"{bucket.label} ({', '.join(list(bucket.shapes)[:3])}, ...): state {name} has the shape {lengths} on rank "
+            f"{', '.join(map(str, tensors))}; expected {', '.join(map(str, expected))} elements and padding, one for "
+            "each element of the parameters. What its elements belong to is not known"
+        )
+
+
+def _fitting(layouts: Sequence[FlatLayout], tensors: Mapping[int, TensorRef]) -> FlatLayout | None:
+    """The layout that fits the length of every tensor; None when none does, or several that differ."""
+    fitting = [layout for layout in layouts if all(layout.accepts(rank, ref.shape[0]) for rank, ref in tensors.items())]
+    if len(fitting) < 2:
+        return fitting[0] if fitting else None
+    stretches = [[list(layout.held(rank)) for rank in tensors] for layout in fitting]
+    return fitting[0] if all(other == stretches[0] for other in stretches) else None
 
 
 def _of_nothing(shape: Shape, flat: TensorRef) -> Sequence[Fragment]:
     """The piece of a parameter without elements."""
-    ref = TensorRef(
-        path=flat.path, offset=flat.offset, dtype=flat.dtype, shape=shape, strides=contiguous_strides(shape)
-    )
+    strides = contiguous_strides(shape)
+    ref = TensorRef(path=flat.path, offset=flat.offset, dtype=flat.dtype, shape=shape, strides=strides)
     return [Fragment(box=Box.whole(shape), ref=ref)]
-
-
-def _check_tensors(bucket: Bucket, name: str, tensors: Mapping[int, TensorRef], problems: Problems) -> bool:
-    """Whether all are one-dimensional, without gaps, and of one type."""
-    odd = {rank: ref for rank, ref in tensors.items() if len(ref.shape) != 1 or not ref.is_contiguous}
-    if odd:
-        problems.unsupported.append(_misfit(bucket, name, odd))
-        return False
-    dtypes = {_file(bucket, rank): str(ref.dtype) for rank, ref in tensors.items()}
-    if len(set(dtypes.values())) > 1:
-        problems.agree(f"the type of {name} of {bucket.label}", dtypes)
-        return False
-    return True
-
-
-def _layout(bucket: Bucket, tensors: Mapping[int, TensorRef]) -> FlatLayout | None:
-    """The layout that fits the length of every tensor; None when none does, or several that differ."""
-    fitting = [
-        layout for layout in bucket.layouts if all(layout.accepts(rank, ref.shape[0]) for rank, ref in tensors.items())
-    ]
-    if not fitting:
-        return None
-    held = [[(h.name, h.start, h.stop, h.offset) for r in tensors for h in fit.held(r)] for fit in fitting[:3]]
-    return fitting[0] if all(other == held[0] for other in held) else None
-
-
-def _misfit(bucket: Bucket, name: str, tensors: Mapping[int, TensorRef]) -> str:
-    expected = [sum(held.stop - held.start for held in bucket.layouts[0].held(rank)) for rank in tensors]
-    lengths = ", ".join(str(list(ref.shape)) for ref in tensors.values())
-    return (
-        f"{bucket.label} ({', '.join(list(bucket.shapes)[:3])}, ...): state {name} has the shape {lengths} on the ranks; "
-        f"expected {', '.join(map(str, expected))} elements and padding. Its elements cannot be told to belong to "
-        "parameters"
-    )
-
-
-def _file(bucket: Bucket, rank: int) -> str:
-    return next(shard.file for shard in bucket.shards if shard.rank == rank)
-
-
-def _add_scalar(  # noqa: PLR0913, PLR0917  # all of them are needed
-    bucket: Bucket,
-    name: str,
-    values: Mapping[int, object],
-    found: BucketStates,
-    checksums: Checksums,
-    problems: Problems,
-) -> None:
-    lost = [shard.file for shard in bucket.shards if shard.rank not in values and shard.weight.numel]
-    problems.wrong += [f"{file}: {bucket.label} has no state {name}, other ranks have" for file in lost]
-    numbers = {rank: value for rank, value in values.items() if isinstance(value, int | float)}
-    tensors = {rank: value for rank, value in values.items() if isinstance(value, TensorRef)}
-    if numbers and tensors:
-        shown = {_file(bucket, rank): described(value) for rank, value in values.items()}
-        problems.agree(f"{name} of {bucket.label}", shown)
-        return
-    if numbers:
-        problems.agree(f"{name} of {bucket.label}", {_file(bucket, rank): value for rank, value in numbers.items()})
-        ref: InlineTensor = inline_number(next(iter(numbers.values())))
-        state = StateIndex(dtype=ref.dtype, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=ref),))
-    else:
-        _check_copies(bucket, name, tensors, checksums, problems)
-        state = _copied(tensors.values())
-    for param in bucket.shapes:
-        found.states[param][name] = state
-
-
-def _copied(tensors: Iterable[TensorRef]) -> StateIndex:
-    refs = [ref for ref in tensors if not ref.shape]
-    fragments = [Fragment(box=Box((), ()), ref=ref, replica=replica) for replica, ref in enumerate(refs)]
-    return StateIndex(dtype=refs[0].dtype, global_shape=(), fragments=tuple(fragments))
-
-
-def _check_copies(
-    bucket: Bucket, name: str, tensors: Mapping[int, TensorRef], checksums: Checksums, problems: Problems
-) -> None:
-    """Note ranks whose number is known to differ from that of the first: their bytes have other checksums."""
-    rank, first = next(iter(tensors.items()))
-    problems.wrong += [
-        f"{_file(bucket, other)}: of another run: {name} of {bucket.label} differs from that in {_file(bucket, rank)}"
-        for other, ref in tensors.items()
-        if checksums.same_bytes(first, ref) is False
-    ]

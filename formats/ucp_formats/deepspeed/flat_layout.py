@@ -59,6 +59,7 @@ class SharedBuffer:
     """Ranks."""
 
     def held(self, rank: int) -> Sequence[Held]:
+        """Stretches of the rank's share."""
         first = rank * self.share
         found = []
         for at in self.touched(rank):
@@ -82,7 +83,8 @@ class SharedBuffer:
         total = self.stops[-1] if self.stops else 0
         return min(max(total - rank * self.share, 0), self.share)
 
-    def replica(self, name: str, rank: int) -> int:  # noqa: ARG002  # the protocol
+    def replica(self, name: str, rank: int) -> int:
+        """0: every element is on one rank."""
         return 0
 
 
@@ -96,12 +98,15 @@ class Chunks:
     """Ranks."""
 
     def held(self, rank: int) -> Sequence[Held]:
+        """Chunks of the rank."""
         return tuple(chunked(self.sizes, ranks=self.ranks, rank=rank))
 
-    def accepts(self, rank: int, numel: int) -> bool:  # noqa: ARG002  # all ranks hold as many
+    def accepts(self, rank: int, numel: int) -> bool:
+        """All ranks hold as many, padding counted."""
         return numel == sum(chunk(own, ranks=self.ranks) for _, own in self.sizes)
 
-    def replica(self, name: str, rank: int) -> int:  # noqa: ARG002  # the protocol
+    def replica(self, name: str, rank: int) -> int:
+        """0: every element is on one rank."""
         return 0
 
 
@@ -118,6 +123,7 @@ class WholeParameters:
         return self.buffer.ranks
 
     def held(self, rank: int) -> Sequence[Held]:
+        """The whole of each parameter."""
         found = []
         offset = 0
         for at in self.buffer.touched(rank):
@@ -127,6 +133,7 @@ class WholeParameters:
         return found
 
     def accepts(self, rank: int, numel: int) -> bool:
+        """There is no padding."""
         return numel == sum(map(self.numel, self.buffer.touched(rank)))
 
     def numel(self, at: int) -> int:
@@ -134,6 +141,7 @@ class WholeParameters:
         return self.buffer.stops[at] - self.buffer.starts[at]
 
     def replica(self, name: str, rank: int) -> int:
+        """How many ranks before it touch the parameter."""
         start = self.buffer.starts[self.buffer.names.index(name)]
         return rank - start // self.buffer.share
 

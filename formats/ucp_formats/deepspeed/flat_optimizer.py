@@ -17,7 +17,7 @@ from ucp_formats.deepspeed.partition import FlatGroup, alignment_paddings, flat_
 from ucp_formats.deepspeed.run_facts import EMULATED, RunFacts
 from ucp_formats.deepspeed.state_values import clipping, common_keys, group_entry, scalar_value
 
-__all__ = ["buffers", "optimizer_state"]
+__all__ = ["buffers", "keeps_whole", "optimizer_state"]
 
 
 def buffers(facts: RunFacts, groups: Sequence[Group]) -> tuple[FlatGroup, ...]:
@@ -45,7 +45,11 @@ def optimizer_state(
     """`optimizer_state_dict` of the file of `rank`."""
     pairs = list(zip(groups, flats, strict=True))
     base = {
-        "state": {n: _state(draft, group, flat, rank) for n, (group, flat) in enumerate(pairs) if group.state_names},
+        "state": {
+            number: _state(draft, facts, group, flat, rank)
+            for number, (group, flat) in enumerate(pairs)
+            if group.state_names
+        },
         "param_groups": [group_entry(draft, group, [number]) for number, group in enumerate(groups)],
     }
     return {
@@ -62,15 +66,24 @@ def optimizer_state(
     }
 
 
-def _state(draft: FileDraft, group: Group, flat: FlatGroup, rank: int) -> dict[str, object]:
+def _state(draft: FileDraft, facts: RunFacts, group: Group, flat: FlatGroup, rank: int) -> dict[str, object]:
     """States of one flat parameter; as in DeepSpeed they are as long as the share, padding included."""
     state: dict[str, object] = {}
     for name in group.state_names:
-        if name in group.elementwise:
-            state[name] = draft.flat(name, group.elementwise[name], flat.partition, _parts(group, flat, rank, name))
-        else:
+        if name in group.scalars:
             state[name] = scalar_value(draft, group, name)
+            continue
+        numel, parts = flat.partition, _parts(group, flat, rank, name)
+        if keeps_whole(facts, group, name):
+            numel, parts = _whole_parts(group, flat, rank, name)
+        state[name] = draft.flat(name, group.elementwise[name], numel, parts)
     return state
+
+
+def keeps_whole(facts: RunFacts, group: Group, state: str) -> bool:
+    """Whether a rank keeps a state of all elements of the parameters it shares (`_muon_momentum_buffer`, 0.19.8)."""
+    shared = facts.config.offloaded or (facts.stage == 1 and facts.config.uses_bf16_optimizer(facts.precision))
+    return state == "momentum_buffer" and group.hyper.get("use_muon") is True and not shared
 
 
 def _weights(draft: FileDraft, facts: RunFacts, group: Group, flat: FlatGroup, rank: int) -> object:
@@ -85,6 +98,19 @@ def _parts(group: Group, flat: FlatGroup, rank: int, state: str) -> list[Part]:
         for held in flat.held(rank)
         if held.name in having
     ]
+
+
+def _whole_parts(group: Group, flat: FlatGroup, rank: int, state: str) -> tuple[int, list[Part]]:
+    """Elements, and stretches, of all parameters that the share touches, one after another."""
+    having = {atom.name for atom in group.params if state in atom.states}
+    numels = dict(group.sizes)
+    parts = []
+    offset = 0
+    for held in flat.held(rank):
+        if held.name in having:
+            parts.append(Part(param=held.name, start=0, stop=numels[held.name], offset=offset))
+        offset += numels[held.name]
+    return offset, parts
 
 
 def _slice_mapping(group: Group, flat: FlatGroup, rank: int) -> OrderedDict[object, object]:

@@ -81,8 +81,8 @@ def the_folder(located: Located | None, path: Path) -> Located:
     """The tag folder found. Raises UnknownFormatError when there is none, UsageError when there are several."""
     if located is None:
         raise UnknownFormatError(
-            f"expected a DeepSpeed checkpoint at {path}: a folder with {LATEST!r}, or a tag folder such as global_step100 "
-            "with files like mp_rank_00_model_states.pt"
+            f"expected a DeepSpeed checkpoint at {path}: a folder with {LATEST!r}, or a tag folder such as "
+            "global_step100 with files like mp_rank_00_model_states.pt"
         )
     if located.tags:
         raise UsageError(

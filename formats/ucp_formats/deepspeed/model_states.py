@@ -40,26 +40,30 @@ def module_tensors(draft: FileDraft, facts: RunFacts, kinds: Iterable[Kind] = Ki
         if atom.kind in wanted:
             module[atom.name] = draft.whole(atom.name, WEIGHT, facts.module_dtype(atom))
     module.update({alias: module[name] for alias, name in facts.index.aliases.items() if name in module})
-    return _with_metadata(module, facts)
+    return _with_rest(draft, facts, module, 0)
 
 
-def placeholders(draft: FileDraft, facts: RunFacts) -> Module:
-    """The module as stage 3 saves it: real buffers, and an empty tensor for each parameter."""
+def placeholders(draft: FileDraft, facts: RunFacts, rank: int) -> Module:
+    """The module as stage 3 saves it: the buffers of `rank`, and an empty tensor for each parameter."""
+    own = dict(facts.extras.below("buffer/", rank))
     module: Module = OrderedDict()
     for atom in facts.index.atoms.values():
-        if atom.kind is Kind.BUFFER:
+        if atom.name in own:
+            module[atom.name] = draft.carried(own[atom.name])
+        elif atom.kind is Kind.BUFFER:
             module[atom.name] = draft.whole(atom.name, WEIGHT, facts.module_dtype(atom))
         else:
             module[atom.name] = draft.zeros(facts.module_dtype(atom), (0,))
     module.update({alias: module[name] for alias, name in facts.index.aliases.items() if name in module})
-    return _with_metadata(module, facts)
+    return _with_rest(draft, facts, module, rank)
 
 
-def _with_metadata(module: Module, facts: RunFacts) -> Module:
-    """Versions of the modules, which torch keeps as an attribute of a state_dict, where the source has them."""
+def _with_rest(draft: FileDraft, facts: RunFacts, module: Module, rank: int) -> Module:
+    """Entries that are no tensors, and the versions of the modules, which torch keeps as an attribute."""
+    module.update((name, draft.carried(value)) for name, value in facts.extras.below("module/", rank))
     metadata = facts.extras.get("module_metadata")
     if metadata is not None:
-        module._metadata = metadata  # type: ignore[attr-defined]  # where torch looks for it
+        vars(module)["_metadata"] = metadata
     return module
 
 
@@ -101,7 +105,7 @@ def model_state(draft: FileDraft, facts: RunFacts, rank: int, own: Mapping[str, 
     """
     extras, index = facts.extras, facts.index
     engine = extras.mapping("engine", rank)
-    sparse = extras.get("sparse_tensor_module_names", rank)
+    optional = {name: extras.get(name, rank) for name in ("sparse_tensor_module_names", "universal_checkpoint_info")}
     state: dict[str, object] = {
         "module": own["module"],
         "buffer_names": [atom.name for atom in index.atoms.values() if atom.kind is Kind.BUFFER],
@@ -113,7 +117,6 @@ def model_state(draft: FileDraft, facts: RunFacts, rank: int, own: Mapping[str, 
         "lr_scheduler": extras.get("lr_scheduler", rank),
         "data_sampler": extras.get("data_sampler", rank),
         "random_ltd": extras.get("random_ltd", rank),
-        **({"sparse_tensor_module_names": sparse} if sparse is not None else {}),
         "skipped_steps": engine.get("skipped_steps", 0),
         "global_steps": engine.get("global_steps", index.step or 0),
         **({"global_samples": engine["global_samples"]} if "global_samples" in engine else {}),
@@ -122,6 +125,7 @@ def model_state(draft: FileDraft, facts: RunFacts, rank: int, own: Mapping[str, 
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
         "ds_config": facts.config.staged(facts.stage),
         "ds_version": EMULATED,
+        **{name: value for name, value in optional.items() if value is not None},
         **extras.client_state(rank),
     }
     carried = draft.carried({key: value for key, value in state.items() if key not in own})

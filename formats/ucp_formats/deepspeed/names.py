@@ -14,8 +14,9 @@ model-parallel rank. Numbers have a minimum width only, so they are parsed and n
 
 FastPersist splits any of them by bytes into `NAME-0.4` to `NAME-3.4` (runtime/model_checkpointing/writer_factory.py).
 
->>> parse_name("bf16_zero_pp_rank_103_mp_rank_00_optim_states.pt-1.4")
-FileName(role=<Role.OPTIMIZER: 'optimizer states'>, name='bf16_zero_pp_rank_103_mp_rank_00_optim_states.pt', dp=103, ...)
+>>> found = parse_name("bf16_zero_pp_rank_103_mp_rank_00_optim_states.pt-1.4")
+>>> found.role, found.dp, found.prefix
+(<Role.OPTIMIZER: 'optimizer states'>, 103, 'bf16_')
 """
 
 from __future__ import annotations

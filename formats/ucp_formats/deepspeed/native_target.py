@@ -49,13 +49,16 @@ class DeepSpeedTarget:
         if stage and not groups:
             raise MissingStateError(
                 f"expected optimizer groups and states, which ZeRO stage {stage} keeps the weights with; {index.path} "
-                "holds weights only. Write stage-0 model files (--topology zero=0), which load with load_module_only=True"
+                "holds weights only. Write stage-0 model files (--topology zero=0), to load with load_module_only=True"
             )
         drafted, notes = _stage0(facts, groups) if stage == 0 else _partitioned(facts, groups)
         return target_plan(index, list(drafted), notes=(*facts.extras.notes(), *notes))
 
     def seal(
-        self, index: Index, plan: TargetPlan, receipts: Sequence[Receipt]  # noqa: ARG002  # the protocol's
+        self,
+        index: Index,
+        plan: TargetPlan,
+        receipts: Sequence[Receipt],  # the protocol's
     ) -> tuple[OutputFile, ...]:
         """`latest`, which makes the tag the one to load."""
         return (pointer_file("latest", tag(index)),)
@@ -64,10 +67,14 @@ class DeepSpeedTarget:
 def _wanted(index: Index, topology: Topology | None, options: TargetOptions) -> Topology:
     wanted = topology or index.topology
     if wanted.zero is None:
-        raise UsageError("expected the ZeRO stage of the run that will load the files; write it like --topology dp=4,zero=3")
+        raise UsageError(
+            "expected the ZeRO stage of the run that will load the files; write it like --topology dp=4,zero=3"
+        )
     odd = [axis for axis in ("tp", "pp", "ep", "cp") if getattr(wanted, axis) > 1]
     if odd:
-        raise UnsupportedError(f"expected a topology of dp and zero; got {wanted}. {', '.join(odd)} cannot be written yet")
+        raise UnsupportedError(
+            f"expected a topology of dp and zero; got {wanted}. {', '.join(odd)} cannot be written yet"
+        )
     if options.layout or options.compress:
         raise UsageError("DeepSpeed files have one layout and no compression; drop --layout and --compress")
     return wanted
@@ -133,7 +140,7 @@ def _stage3(facts: RunFacts, groups: Sequence[Group]) -> Iterator[Drafted]:
     for rank in range(facts.ranks):
         draft = FileDraft(_model_path(facts, rank), facts.index)
         own: dict[str, object] = {
-            "module": placeholders(draft, facts),
+            "module": placeholders(draft, facts, rank),
             "param_shapes": shapes(facts.index, [sub.names for _, subs in cut for sub in subs]),
             "shared_params": dict(facts.index.aliases) if rank == 0 else {},
         }

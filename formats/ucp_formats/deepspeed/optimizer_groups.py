@@ -1,4 +1,4 @@
-"""The optimizer of a checkpoint as DeepSpeed's flat buffers want it: groups of parameters, and the states of each group.
+"""The optimizer of a checkpoint as DeepSpeed's flat buffers want it: groups of parameters with their states.
 
 A flat group has one tensor per state and one step count. A parameter that was never stepped has zeros there, as in
 DeepSpeed's own buffers; parameters that counted different steps cannot share a group.
@@ -7,14 +7,15 @@ DeepSpeed's own buffers; parameters that counted different steps cannot share a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from struct import unpack
 
 from ucp.atom import AtomIndex, Index, Kind
 from ucp.dtypes import DType
 from ucp.errors import MissingStateError, UnsupportedError, listed
 from ucp.state import WEIGHT
-from ucp.tensor import InlineTensor
+from ucp.tensor import InlineTensor, Tensor, TensorRef
+from ucp_formats.deepspeed.sameness import Checksums
 
 __all__ = [
     "Group",
@@ -36,7 +37,7 @@ class Scalar:
     number: int | None
     """The value, where it was a Python number; None for a 0-d tensor."""
     certain: bool
-    """Whether the others are known to agree: their bytes lie in the index, or are the same bytes of a file."""
+    """Whether the others are known to agree, by values in the index or recorded checksums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,8 @@ class Group:
     """States with a value per element, and the type to store each flat tensor of them in; never the weight."""
     scalars: tuple[str, ...]
     """States with one value per parameter."""
+    checksums: Checksums = field(repr=False)
+    """Recorded checksums of the source, to compare counts that are tensors."""
 
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
@@ -78,15 +81,24 @@ class Group:
         chosen = set(params) if params is not None else {atom.name for atom in self.params}
         holders = [atom for atom in self.params if state in atom.states and atom.name in chosen]
         holders = holders or [atom for atom in self.params if state in atom.states]
-        refs = {atom.name: atom.states[state].fragments[0].ref for atom in holders}
-        seen = set(refs.values())
-        if len(seen) > 1 and all(isinstance(ref, InlineTensor) for ref in seen):
-            counts = [f"{name}: {_shown(ref)}" for name, ref in refs.items() if isinstance(ref, InlineTensor)]
+        first = holders[0].states[state].fragments[0].ref
+        same = [(atom, self._same(first, atom.states[state].fragments[0].ref)) for atom in holders]
+        if any(answer is False for _, answer in same):
+            counts = [f"{atom.name}: {_shown(atom.states[state].fragments[0].ref)}" for atom, _ in same]
             raise UnsupportedError(
                 f"expected one {state} for all parameters of an optimizer group, as stages 1 to 3 keep it; got\n"
-                f"{listed(counts)}\nwrite stage-0 files (--to deepspeed --topology zero=0), which keep one per parameter"
+                f"{listed(counts)}\nwrite stage-0 files (--to deepspeed --topology zero=0): one per parameter"
             )
-        return Scalar(param=holders[0].name, number=inline_integer(holders[0], state), certain=len(seen) == 1)
+        certain = all(answer for _, answer in same)
+        return Scalar(param=holders[0].name, number=inline_integer(holders[0], state), certain=certain)
+
+    def _same(self, a: Tensor, b: Tensor) -> bool | None:
+        """Whether two counts are equal; None where that is not known before their bytes are read."""
+        if isinstance(a, TensorRef) and isinstance(b, TensorRef):
+            return self.checksums.same_bytes(a, b)
+        if isinstance(a, InlineTensor) and isinstance(b, InlineTensor):
+            return a == b
+        return None
 
 
 def inline_integer(atom: AtomIndex, state: str) -> int | None:
@@ -97,9 +109,12 @@ def inline_integer(atom: AtomIndex, state: str) -> int | None:
     return int.from_bytes(ref.data, "little", signed=True)
 
 
-def _shown(ref: InlineTensor) -> str:
-    if ref.dtype.is_floating:
-        return f"{ref.dtype} {ref.data.hex()}" if ref.dtype is not DType.FLOAT32 else f"{unpack('<f', ref.data)[0]:g}"
+def _shown(ref: Tensor) -> str:
+    """A count for a message."""
+    if isinstance(ref, TensorRef):
+        return f"a tensor at {ref.offset} in {ref.path}"
+    if ref.dtype is DType.FLOAT32:
+        return f"{unpack('<f', ref.data)[0]:g}"
     return str(int.from_bytes(ref.data, "little", signed=True))
 
 
@@ -120,11 +135,15 @@ def optimizer_groups(index: Index, dtypes: Mapping[str, str]) -> tuple[Group, ..
     Raises MissingStateError for a trained parameter without a group, or without a weight.
     """
     _check_complete(index)
+    checksums = Checksums(index.records)
     groups = []
     for group in index.groups:
         params = [index.atoms[name] for name in group.params if is_optimized(index.atoms[name])]
         hyper = {key: value for key, value in group.hyper.items() if key != "params"}
-        groups.append(_group(params, hyper, dtypes))
+        elementwise, scalars = _states(params, dtypes)
+        groups.append(
+            Group(params=tuple(params), hyper=hyper, elementwise=elementwise, scalars=scalars, checksums=checksums)
+        )
     return tuple(groups)
 
 
@@ -157,7 +176,8 @@ def _check_complete(index: Index) -> None:
         raise MissingStateError(f"parameters have no weight, only other states:\n{listed(bare)}\ndrop --exclude")
 
 
-def _group(params: Sequence[AtomIndex], hyper: Mapping[str, object], dtypes: Mapping[str, str]) -> Group:
+def _states(params: Sequence[AtomIndex], dtypes: Mapping[str, str]) -> tuple[dict[str, DType], tuple[str, ...]]:
+    """Element-wise states with their types, and counts."""
     names = dict.fromkeys(state for atom in params for state in atom.states if state != WEIGHT)
     elementwise: dict[str, DType] = {}
     scalars: list[str] = []
@@ -167,7 +187,7 @@ def _group(params: Sequence[AtomIndex], hyper: Mapping[str, object], dtypes: Map
             scalars.append(name)
             continue
         elementwise[name] = _common(stored_dtype(atom, name, dtypes) for atom in holders)
-    return Group(params=tuple(params), hyper=hyper, elementwise=elementwise, scalars=tuple(scalars))
+    return elementwise, tuple(scalars)
 
 
 def _is_scalar(name: str, holders: Sequence[AtomIndex]) -> bool:

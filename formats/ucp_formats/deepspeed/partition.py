@@ -103,9 +103,7 @@ class FlatGroup:
                 yield Held(name=name, start=start - offset, stop=stop - offset, offset=start - first)
 
 
-def flat_group(
-    sizes: Sequence[tuple[str, int]], *, ranks: int, paddings: Sequence[int] | None = None
-) -> FlatGroup:
+def flat_group(sizes: Sequence[tuple[str, int]], *, ranks: int, paddings: Sequence[int] | None = None) -> FlatGroup:
     """The buffer of parameters given as (name, elements) in its own order; `paddings`: elements after each."""
     return FlatGroup(
         names=tuple(name for name, _ in sizes),

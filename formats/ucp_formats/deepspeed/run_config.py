@@ -76,7 +76,7 @@ class RunConfig:
         optimizer = self._section("optimizer")
         params = optimizer.get("params")
         torch_adam = isinstance(params, Mapping) and params.get("torch_adam") is True
-        return str(optimizer.get("type", "")).lower() in _FUSED_TYPES and not torch_adam and not self._offloaded
+        return str(optimizer.get("type", "")).lower() in _FUSED_TYPES and not torch_adam and not self.offloaded
 
     @property
     def names_optimizer(self) -> bool:
@@ -86,7 +86,7 @@ class RunConfig:
     def uses_bf16_optimizer(self, precision: Precision) -> bool:
         """Whether stage 1 is BF16_Optimizer (`_do_optimizer_sanity_check`): it knows no reordering or alignment."""
         kept = str(self._section("data_types").get("grad_accum_dtype", "")).removeprefix("torch.")
-        return precision is Precision.BF16 and kept in ("fp32", "float32") and not self._offloaded
+        return precision is Precision.BF16 and kept in ("fp32", "float32") and not self.offloaded
 
     def fp16(self, name: str, default: float) -> float:
         """Number `name` of the `fp16` section."""
@@ -99,7 +99,8 @@ class RunConfig:
         return {**self.raw, "zero_optimization": section}
 
     @property
-    def _offloaded(self) -> bool:
+    def offloaded(self) -> bool:
+        """Whether the optimizer runs on the CPU or its states lie on NVMe."""
         zero = self._section("zero_optimization")
         offload = zero.get("offload_optimizer")
         device = offload.get("device") if isinstance(offload, Mapping) else None

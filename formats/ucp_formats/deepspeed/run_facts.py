@@ -52,7 +52,7 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int) -
             f"expected a data-parallel source; {index.path} has {index.topology}. DeepSpeed files of other axes "
             "cannot be written yet"
         )
-    extras = CarriedExtras(index, ranks=ranks)
+    extras = CarriedExtras(index, ranks=ranks, stage=stage)
     config = RunConfig(extras.mapping("ds_config"))
     trained = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER]
     precision = config.precision(atom.model_dtype or atom.states[WEIGHT].dtype for atom in trained if atom.states)

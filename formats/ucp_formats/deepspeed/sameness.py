@@ -57,10 +57,10 @@ class Checksums:
                 return self._same_stubs(a, b)
             case (dict(), dict()) if len(a) == len(b):
                 return all(key in b and self.same(value, b[key]) for key, value in a.items())
-            case (list(), list()) | (tuple(), tuple()) if len(a) == len(b):
-                return all(map(self.same, a, b))
             case float(), float():
                 return a.hex() == b.hex()
+        if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+            return type(a) is type(b) and len(a) == len(b) and all(map(self.same, a, b))
         return type(a) is type(b) and a == b
 
     def _same_stubs(self, a: Stub, b: Stub) -> bool:
@@ -75,7 +75,7 @@ def per_rank_extras(name: str, values: Mapping[int, object], checksums: Checksum
     """Extras for what every rank of `values` (rank to value) saved under `name`.
 
     The first rank's value stands for all; a rank whose value differs has an extra of its own. Dicts are compared key
-    by key: such an extra holds only the keys that differ, and a key that some ranks lack is kept for those that have it.
+    by key: such an extra holds only the keys that differ, and a key that some ranks lack is kept for those with it.
     """
     first, common = next(iter(values.items()))
     if isinstance(common, dict) and all(isinstance(value, dict) for value in values.values()):

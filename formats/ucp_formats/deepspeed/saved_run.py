@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ucp.atom import SourceFile
-from ucp.errors import CorruptError, SourceError, UnsupportedError
+from ucp.errors import CorruptError, MissingFileError, SourceError, UnsupportedError
 from ucp.io.archive import read_archive
 from ucp.io.source import split_parts
 from ucp.tensor import Record
@@ -26,7 +26,7 @@ from ucp_formats.deepspeed.problems import Problems
 from ucp_formats.deepspeed.refusals import refuse_contents
 from ucp_formats.deepspeed.run_config import RunConfig
 
-__all__ = ["SavedFile", "SavedRun", "read_file", "read_run", "source_files"]
+__all__ = ["SavedFile", "SavedRun", "read_file", "read_run", "source_files", "try_read"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class SavedRun:
 def read_run(folder: TagFolder) -> SavedRun:
     """Read and check the files of `folder`. Raises one error with all that is missing, damaged or of another run."""
     problems = Problems()
-    files = [read for name in folder.files if (read := _try_read(folder.path, name, problems)) is not None]
+    files = [read for name in folder.files if (read := try_read(folder.path, name, problems)) is not None]
     refuse_contents(str(folder.path), {file.name.name: file.root for file in files})
     models = {file.name.dp: file for file in files if file.name.role is not Role.OPTIMIZER}
     optimizers = {file.name.dp: file for file in files if file.name.role is Role.OPTIMIZER}
@@ -129,9 +129,12 @@ def source_files(paths: Iterable[tuple[str, str]]) -> Iterator[SourceFile]:
             yield SourceFile(path=str(part), nbytes=stat.st_size, mtime_ns=stat.st_mtime_ns, role=role)
 
 
-def _try_read(folder: Path, name: FileName, problems: Problems) -> SavedFile | None:
+def try_read(folder: Path, name: FileName, problems: Problems) -> SavedFile | None:
+    """The file of that name in `folder`, or None and a problem."""
     try:
         return read_file(folder / name.name, name)
+    except MissingFileError:
+        problems.missing.append(name.name)
     except UnsupportedError as error:
         problems.unsupported.append(str(error))
     except (SourceError, CorruptError) as error:
@@ -195,16 +198,14 @@ def _check_grid(folder: TagFolder, stage: int, ranks: int, problems: Problems) -
     for role, count in grids:
         there = {name.dp for name in folder.files if name.role is role}
         needed = range(1) if role is Role.SHARDED_MODEL else range(count)
-        problems.missing += [f"{_expected(folder, role, rank)} ({_rank_of(rank, count)})" for rank in needed if rank not in there]
+        problems.missing += [
+            f"{_expected(folder, role, rank)} (rank {rank} of {count})" for rank in needed if rank not in there
+        ]
         problems.wrong += [
             f"extra: {name.name} is for rank {name.dp} of {count}"
             for name in folder.files
             if name.role is role and name.dp >= count
         ]
-
-
-def _rank_of(rank: int, count: int) -> str:
-    return f"rank {rank} of {count}"
 
 
 def _expected(folder: TagFolder, role: Role, rank: int) -> str:
@@ -248,7 +249,8 @@ def _tolerated(folder: TagFolder, stage: int, ranks: int, models: Mapping[int, S
     """ZeRO-3 model states of single ranks may be lost: all but frozen shards is in rank 0's (DeepSpeed issue 7546)."""
     if stage != 3 or 0 not in models:
         return ()
-    lost = [rank for rank in range(ranks) if not any(n.role is Role.SHARDED_MODEL and n.dp == rank for n in folder.files)]
+    there = {name.dp for name in folder.files if name.role is Role.SHARDED_MODEL}
+    lost = [rank for rank in range(ranks) if rank not in there]
     if not lost:
         return ()
     named = ", ".join(map(str, lost[:8])) + (", ..." if len(lost) > 8 else "")

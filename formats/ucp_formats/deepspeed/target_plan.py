@@ -32,7 +32,9 @@ def _casts(index: Index, drafted: Sequence[Drafted]) -> tuple[str, ...]:
             source = index.atoms[place.slice.param].states[state].dtype
             if source is not place.slice.dtype:
                 changed.setdefault((state, source.value, place.slice.dtype.value), set()).add(place.slice.param)
-    return tuple(f"{state}: {old} -> {new} in {len(params)} parameters" for (state, old, new), params in changed.items())
+    return tuple(
+        f"{state}: {old} -> {new} in {len(params)} parameters" for (state, old, new), params in changed.items()
+    )
 
 
 def group_notes(groups: Sequence[Group]) -> tuple[str, ...]:
@@ -41,8 +43,8 @@ def group_notes(groups: Sequence[Group]) -> tuple[str, ...]:
     missing = [name for group in groups for name in group.never_stepped()]
     if missing:
         lines.append(
-            f"{len(missing)} parameters were never stepped and have no states ({missing[0]}, ...): theirs are zero, and "
-            "they take the step count of their group, as in DeepSpeed's own flat buffers"
+            f"{len(missing)} parameters were never stepped and have no states ({missing[0]}, ...): theirs are zero, "
+            "and they take the step count of their group, as in flat buffers of DeepSpeed"
         )
     unsure = sorted({name for group in groups for name in group.scalars if not group.scalar(name).certain})
     if unsure:

@@ -12,7 +12,7 @@ the model-states files hold what no other file does (frozen parameters and buffe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from ucp.atom import AtomIndex, Index, Kind
 from ucp.errors import MissingStateError, UsageError
@@ -20,6 +20,7 @@ from ucp.state import STEP, WEIGHT
 from ucp.target import OutputFile, Receipt, TargetOptions, TargetPlan
 from ucp.topology import Topology
 from ucp_formats.deepspeed.file_draft import Drafted, FileDraft
+from ucp_formats.deepspeed.flat_optimizer import keeps_whole
 from ucp_formats.deepspeed.model_states import Module, frozen_shapes, model_state, module_tensors, shapes
 from ucp_formats.deepspeed.optimizer_groups import Group, check_flat, is_optimized, optimizer_groups
 from ucp_formats.deepspeed.partition import flat_group
@@ -67,7 +68,10 @@ class DeepSpeedUniversalTarget:
         return target_plan(index, drafted, notes=(*facts.extras.notes(), *group_notes(groups), *_limits(facts, groups)))
 
     def seal(
-        self, index: Index, plan: TargetPlan, receipts: Sequence[Receipt]  # noqa: ARG002  # the protocol's
+        self,
+        index: Index,
+        plan: TargetPlan,
+        receipts: Sequence[Receipt],  # the protocol's
     ) -> tuple[OutputFile, ...]:
         """`latest`, then `latest_universal`, which makes the tag the one to load."""
         return (pointer_file("latest", tag(index)), pointer_file("latest_universal", tag(index)))
@@ -101,6 +105,8 @@ def _globals(facts: RunFacts, groups: Sequence[Group]) -> Drafted:
     draft = FileDraft(f"{tag(facts.index)}/zero/optimizer_state.pt", facts.index)
     entries = [group_entry(draft, group, [number]) for number, group in enumerate(groups)]
     kept = _shared_by_all(entries)
+    if _scheduled(facts) and "lr" in entries[0]:
+        kept["lr"] = entries[0]["lr"]
     counts = {name: scalar_value(draft, groups[0], name) for name in groups[0].scalars}
     root: dict[str, object] = {
         **{key: value for key, value in common_keys(facts, 0).items() if key != "loss_scaler" or _has_scale(facts)},
@@ -112,12 +118,17 @@ def _globals(facts: RunFacts, groups: Sequence[Group]) -> Drafted:
     return draft.finish(root)
 
 
+def _scheduled(facts: RunFacts) -> bool:
+    """Whether a scheduler sets the rates anew after the first step; until then the first group's is the nearest."""
+    return facts.extras.get("lr_scheduler") is not None
+
+
 def _has_scale(facts: RunFacts) -> bool:
     """Whether there is a loss scale to restore; without the key an engine keeps its own scaler."""
     return facts.precision is Precision.FP16
 
 
-def _shared_by_all(entries: Sequence[Mapping[object, object]]) -> dict[object, object]:
+def _shared_by_all(entries: Sequence[dict[object, object]]) -> dict[object, object]:
     """Hyper-parameters on which all groups agree.
 
     The loader of stage 3 copies the first entry over every group. What is not in it stays as the engine configured
@@ -159,10 +170,15 @@ def _limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
     frozen = sum(atom.kind is not Kind.BUFFER and not is_optimized(atom) for atom in index.atoms.values())
     if buffers or frozen:
         yield (
-            f"a universal load leaves {frozen} frozen parameters and {buffers} buffers as the model was built; they lie "
-            f"in 'module' of {tag(index)}/mp_rank_00_model_states.pt. --to deepspeed restores them"
+            f"a universal load leaves {frozen} frozen parameters and {buffers} buffers as the model was built; they "
+            f"lie in 'module' of {tag(index)}/mp_rank_00_model_states.pt. --to deepspeed restores them"
         )
-    yield from _stage3_limits(groups)
+    yield from _stage3_limits(facts, groups)
+    if any(keeps_whole(facts, group, state) for group in groups for state in group.elementwise):
+        yield (
+            "stages 1 and 2 read the momentum of Muon in shares but use it whole, so that the first step after a load "
+            "fails at more than one rank; use --to deepspeed"
+        )
     ranks = _first_empty(groups)
     if ranks:
         yield (
@@ -171,13 +187,14 @@ def _limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
         )
 
 
-def _stage3_limits(groups: Sequence[Group]) -> Iterator[str]:
-    entries: list[Mapping[object, object]] = [{**group.hyper} for group in groups]
+def _stage3_limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
+    entries: list[dict[object, object]] = [dict(group.hyper.items()) for group in groups]
     differing = sorted({str(key) for entry in entries for key in entry.keys() - _shared_by_all(entries).keys()})
     if differing:
         yield (
             f"stage 3 restores no hyper-parameters that differ between the {len(groups)} groups "
             f"({', '.join(differing)}): there each group keeps what the engine was configured with"
+            f"{'; for the first step all take the lr of the first group' if _scheduled(facts) else ''}"
         )
     others = sorted({state for group in groups for state in group.elementwise if state not in _STAGE3_STATES})
     lacking = any(not group.elementwise.keys() >= _STAGE3_STATES or STEP not in group.scalars for group in groups)

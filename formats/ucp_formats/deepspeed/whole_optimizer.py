@@ -47,9 +47,7 @@ def wrapper(facts: RunFacts, groups: Sequence[Group]) -> Wrapper:
     return Wrapper.FUSED if fused else Wrapper.UNFUSED
 
 
-def optimizer_state(
-    draft: FileDraft, facts: RunFacts, groups: Sequence[Group], kind: Wrapper
-) -> dict[str, object]:
+def optimizer_state(draft: FileDraft, facts: RunFacts, groups: Sequence[Group], kind: Wrapper) -> dict[str, object]:
     """`optimizer` of the model-states file."""
     if kind is Wrapper.PLAIN:
         return _per_parameter(draft, facts, _plain_params(facts.index, groups))

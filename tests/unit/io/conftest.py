@@ -30,7 +30,10 @@ class Apart:
             storage = self.storages[raw._cdata] = NewStorage(dtype, raw.nbytes() // dtype.itemsize)
             self.contents[storage] = bytes(torch.tensor(raw, dtype=torch.uint8).numpy()) if raw.nbytes() else b""
         return NewTensor(
-            storage=storage, offset=tensor.storage_offset(), shape=tuple(tensor.shape), strides=tuple(tensor.stride())
+            storage=storage,
+            offset=int(tensor.storage_offset()),
+            shape=tuple(tensor.shape),
+            strides=tuple(tensor.stride()),
         )
 
 

@@ -42,8 +42,8 @@ def test_fills_many_buffers(path: str, sizes: tuple[int, ...], most: int, monkey
 
 def test_short_reads_are_continued(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv = os.preadv
-    monkeypatch.setattr(source.os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:7]], at))
-    monkeypatch.setattr(source.os, "pread", lambda fd, nbytes, at: DATA[at : at + min(nbytes, 3)])
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:7]], at))
+    monkeypatch.setattr(os, "pread", lambda fd, nbytes, at: DATA[at : at + min(nbytes, 3)])
     buffers = [bytearray(500), bytearray(524)]
     with open_source(path) as file:
         file.read_into([memoryview(buffer) for buffer in buffers], 0)

@@ -6,7 +6,6 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from ucp_formats.deepspeed.partition import (
     FlatGroup,
     alignment_paddings,

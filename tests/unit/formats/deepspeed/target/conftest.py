@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +48,7 @@ class Source:
     steps: Sequence[int | float | None] = ()
     model_dtype: DType | None = None
     extras: Sequence[Extra] = ()
-    topology: Topology = Topology(dp=4, zero=1)
+    topology: Topology = field(default_factory=lambda: Topology(dp=4, zero=1))
     aliases: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
@@ -97,9 +97,7 @@ class Source:
         if group is not None and self.steps and self.steps[group] is not None:
             states["step"] = self._step(self.steps[group])
         model_dtype = self.model_dtype if kind is not Kind.BUFFER else None
-        return AtomIndex(
-            name=name, global_shape=self.shapes[name], kind=kind, states=states, model_dtype=model_dtype
-        )
+        return AtomIndex(name=name, global_shape=self.shapes[name], kind=kind, states=states, model_dtype=model_dtype)
 
     def _state(self, key: str) -> StateIndex:
         shape = self.arrays[key].shape
@@ -110,11 +108,9 @@ class Source:
             shape=shape,
             strides=contiguous_strides(shape),
         )
-        return StateIndex(
-            dtype=DType.FLOAT32, global_shape=shape, fragments=(Fragment(box=Box.whole(shape), ref=ref),)
-        )
+        return StateIndex(dtype=DType.FLOAT32, global_shape=shape, fragments=(Fragment(box=Box.whole(shape), ref=ref),))
 
-    def _step(self, step: int | float | None) -> StateIndex:
+    def _step(self, step: float | None) -> StateIndex:
         dtype = DType.INT64 if isinstance(step, int) else DType.FLOAT32
         ref = InlineTensor(data=struct.pack("<q" if isinstance(step, int) else "<f", step), dtype=dtype)
         return StateIndex(dtype=dtype, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=ref),))
@@ -169,7 +165,9 @@ def _value_bytes(source: Source, plan: TargetPlan, number: int) -> bytes:
     raise AssertionError(own.dtype)
 
 
-def carry_out(source: Source, target: Target, topology: Topology | None, options: TargetOptions, dst: Path) -> TargetPlan:
+def carry_out(
+    source: Source, target: Target, topology: Topology | None, options: TargetOptions, dst: Path
+) -> TargetPlan:
     """Write the plan of `target` to `dst`, checksums included."""
     index = source.index()
     plan = target.plan(index, topology, options)
@@ -182,9 +180,9 @@ def carry_out(source: Source, target: Target, topology: Topology | None, options
         data = Path(copy.src.path).read_bytes()[copy.src.offset : copy.src.offset + copy.src.nbytes]
         filled[copy.path][copy.offset : copy.offset + len(data)] = data
     for file in plan.files:
-        for field in file.crcs:
-            crc = zlib.crc32(filled[file.path][field.start : field.stop])
-            for at in field.at:
+        for part in file.crcs:
+            crc = zlib.crc32(filled[file.path][part.start : part.stop])
+            for at in part.at:
                 filled[file.path][at : at + 4] = struct.pack("<I", crc)
     for file in target.seal(index, plan, ()):
         filled[file.path] = _blank(file)

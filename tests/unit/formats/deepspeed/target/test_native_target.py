@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ucp_formats.deepspeed.native_target import DeepSpeedTarget
 
 from ucp.atom import Extra
 from ucp.dtypes import DType
@@ -14,7 +15,6 @@ from ucp.errors import MissingStateError, UnsupportedError, UsageError
 from ucp.inert import GlobalName, Stub
 from ucp.target import TargetOptions
 from ucp.topology import Topology
-from ucp_formats.deepspeed.native_target import DeepSpeedTarget
 
 TAG = "global_step7"
 TARGET = DeepSpeedTarget()
@@ -83,7 +83,11 @@ def test_parameter_alignment_pads_and_says_so(source: Make, write: Make) -> None
     assert file["param_alignment_paddings"] == [[1, 0], [1, 3, 0]]
     zero = [0.0]
     assert file["single_partition_of_fp32_groups"][1].tolist() == [
-        *flat(made, ["gate"], "weight"), *zero, *flat(made, ["scalar"], "weight"), *zero * 3, *flat(made, ["bias"], "weight")
+        *flat(made, ["gate"], "weight"),
+        *zero,
+        *flat(made, ["scalar"], "weight"),
+        *zero * 3,
+        *flat(made, ["bias"], "weight"),
     ]
 
 
@@ -159,7 +163,9 @@ def test_stage_1_has_no_frozen_fragments(source: Make, write: Make) -> None:
 
 
 def test_without_frozen_parameters_fragments_are_none_as_the_loader_skips_them_then(source: Make, write: Make) -> None:
-    made = source(shapes={"w": (2, 2)}, groups=[["w"]], hypers=[{}], states=[["exp_avg"]], steps=[1], frozen=[], buffers=[])
+    made = source(
+        shapes={"w": (2, 2)}, groups=[["w"]], hypers=[{}], states=[["exp_avg"]], steps=[1], frozen=[], buffers=[]
+    )
     model = write(made, TARGET, Topology(dp=1, zero=2)).load(f"{TAG}/mp_rank_00_model_states.pt")
     assert model["frozen_param_fragments"] is None
 
@@ -242,7 +248,9 @@ def test_different_steps_in_a_flat_group_are_refused(source: Make, write: Make) 
 
 def test_states_differ_by_group_as_with_muon(source: Make, write: Make) -> None:
     made = source(states=[["momentum_buffer"], ["exp_avg", "exp_avg_sq"]], steps=[None, 3])
-    state = write(made, TARGET, Topology(dp=2, zero=3)).load(optim(0))["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+    state = write(made, TARGET, Topology(dp=2, zero=3)).load(optim(0))["optimizer_state_dict"]["optimizer_state_dict"][
+        "state"
+    ]
     assert list(state[0]) == ["momentum_buffer"]
     assert list(state[1]) == ["exp_avg", "exp_avg_sq", "step"]
 
@@ -323,7 +331,7 @@ def test_values_of_single_ranks_come_back_when_the_ranks_are_as_many(source: Mak
     assert (same.load(path)["epoch"], same.load(path)["seed"]) == (4, 1)
     other = write(source(extras=extras, topology=Topology(dp=2, zero=3)), TARGET, Topology(dp=3, zero=3))
     assert "seed" not in other.load(path)
-    assert any("client_state of single ranks" in note for note in other.plan.notes)
+    assert any("values of single ranks" in note and "client_state" in note for note in other.plan.notes)
 
 
 def test_without_a_known_gradient_clipping_the_engine_keeps_its_own(source: Make, write: Make) -> None:
@@ -335,8 +343,15 @@ def test_without_a_known_gradient_clipping_the_engine_keeps_its_own(source: Make
 
 SCALER = Stub(
     GlobalName("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
-    state={"cur_scale": 512.0, "dynamic": True, "cur_iter": 5, "last_overflow_iter": 3, "scale_factor": 2.0,
-           "scale_window": 100, "cur_hysteresis": 1},
+    state={
+        "cur_scale": 512.0,
+        "dynamic": True,
+        "cur_iter": 5,
+        "last_overflow_iter": 3,
+        "scale_factor": 2.0,
+        "scale_window": 100,
+        "cur_hysteresis": 1,
+    },
     has_state=True,
 )
 FP16 = {"fp16": {"enabled": True, "hysteresis": 3, "min_loss_scale": 2}}
@@ -353,11 +368,46 @@ def test_a_loss_scaler_goes_from_an_object_to_numbers(source: Make, write: Make)
 
 
 def test_a_loss_scaler_goes_from_numbers_to_an_object(source: Make, write: Make) -> None:
-    numbers = {"dynamic_loss_scale": True, "cur_scale": 64.0, "cur_iter": 9, "last_overflow_iter": -1,
-               "scale_factor": 2.0, "scale_window": 50}
+    numbers = {
+        "dynamic_loss_scale": True,
+        "cur_scale": 64.0,
+        "cur_iter": 9,
+        "last_overflow_iter": -1,
+        "scale_factor": 2.0,
+        "scale_window": 50,
+    }
     made = source(model_dtype=DType.FLOAT16, extras=[Extra(name="loss_scaler", value=numbers), *config(**FP16)])
     name, state = write(made, TARGET, Topology(dp=1, zero=3)).load(optim(0))["optimizer_state_dict"]["loss_scaler"]
     assert name == "DynamicLossScaler"
     assert (state["cur_scale"], state["cur_iter"], state["scale_window"]) == (64.0, 9, 50)
     assert (state["delayed_shift"], state["min_scale"], state["consecutive_hysteresis"]) == (3, 2, False)
     assert state["dtype"] == GlobalName("torch", "float16")
+
+
+MUON = [{"use_muon": True, "momentum": 0.95}, {"use_muon": False}]
+
+
+def test_muon_keeps_its_momentum_whole_for_every_parameter_that_a_share_touches(source: Make, write: Make) -> None:
+    made = source(states=[["momentum_buffer"], ["exp_avg", "exp_avg_sq"]], hypers=MUON, steps=[None, 3])
+    written = write(made, TARGET, Topology(dp=3, zero=2))
+    touched = [["emb"], ["emb", "w"], ["w"]]
+    for rank, names in enumerate(touched):
+        state = written.load(optim(rank))["optimizer_state_dict"]["base_optimizer_state"]["state"]
+        assert state[0]["momentum_buffer"].tolist() == flat(made, names, "momentum_buffer")
+        assert state[1]["exp_avg"].size == 4
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    ],
+)
+def test_muon_on_the_cpu_and_in_bf16_optimizer_shares_its_momentum(
+    source: Make, write: Make, sections: dict[str, object]
+) -> None:
+    made = source(states=[["momentum_buffer"], []], hypers=MUON, steps=[], extras=config(**sections))
+    prefix = "bf16_" if "bf16" in sections else ""
+    file = write(made, TARGET, Topology(dp=3, zero=1)).load(optim(0, prefix))["optimizer_state_dict"]
+    assert file["base_optimizer_state"]["state"][0]["momentum_buffer"].size == 10

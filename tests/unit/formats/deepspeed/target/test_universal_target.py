@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ucp_formats.deepspeed.universal_target import DeepSpeedUniversalTarget
 
 from ucp.atom import Extra
 from ucp.dtypes import DType
 from ucp.errors import MissingStateError
-from ucp_formats.deepspeed.universal_target import DeepSpeedUniversalTarget
 
 TAG = "global_step7"
 TARGET = DeepSpeedUniversalTarget()
@@ -118,3 +118,11 @@ def test_a_parameter_that_was_never_stepped_gets_zeros(source: Make, write: Make
 def test_weights_alone_are_refused(source: Make, write: Make) -> None:
     with pytest.raises(MissingStateError, match="zero=0"):
         write(source(groups=[], hypers=[], states=[], steps=[]), TARGET)
+
+
+def test_under_a_schedule_the_first_group_s_rate_is_kept_for_the_first_step(source: Make, write: Make) -> None:
+    made = source(extras=[Extra(name="lr_scheduler", value={"last_batch_iteration": 3})])
+    written = write(made, TARGET)
+    entry = written.load(f"{TAG}/zero/optimizer_state.pt")["optimizer_state_dict"]["param_groups"][0]
+    assert entry == {"eps": 1e-8, "lr": 0.1, "params": [0]}
+    assert any("lr of the first group" in note for note in written.plan.notes)

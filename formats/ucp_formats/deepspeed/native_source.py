@@ -1,0 +1,194 @@
+"""Native DeepSpeed checkpoints, ZeRO 0 to 3 and BF16_Optimizer, read as an index.
+
+1. Find the tag folder and what lies in it (`folder`); refuse layouts that are not read (`refusals`).
+2. Read all files and check that they belong together (`saved_run`).
+3. Read the module: names, kinds, ties, the model's own tensors (`module_part`).
+4. Read the optimizer, in the shape of the stage (`flat_source`, `chunked_source`, `whole_source`).
+5. Put both together into atoms, the rest into extras (`extras_source`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ucp.atom import AtomIndex, Extra, Index, Kind, StateIndex
+from ucp.dtypes import DType
+from ucp.errors import MalformedError, listed
+from ucp.fragment import Fragment
+from ucp.protocols import Evidence
+from ucp.state import WEIGHT
+from ucp.tensor import TensorRef
+from ucp.topology import Topology
+from ucp_formats.deepspeed.chunked_source import read_chunked
+from ucp_formats.deepspeed.extras_source import DERIVED, model_extras, optimizer_extras, whole_optimizer_extras
+from ucp_formats.deepspeed.fields import Shape, mapping
+from ucp_formats.deepspeed.flat_source import buffer_shapes, read_flat
+from ucp_formats.deepspeed.folder import Located, TagFolder, list_folder, locate_native, the_folder
+from ucp_formats.deepspeed.module_part import ModuleEntry, ModulePart, read_sharded_module, read_whole_module
+from ucp_formats.deepspeed.names import UNIVERSAL
+from ucp_formats.deepspeed.optimizer_part import OptimizerPart
+from ucp_formats.deepspeed.refusals import refuse_names
+from ucp_formats.deepspeed.run_config import Precision, RunConfig
+from ucp_formats.deepspeed.sameness import Checksums
+from ucp_formats.deepspeed.saved_run import SavedRun, read_run, source_files
+from ucp_formats.deepspeed.whole_source import WholeOptimizer, read_whole
+
+__all__ = ["DeepSpeedFormat", "atoms_of", "folder_notes", "producer_of", "step_of"]
+
+_DTYPES = {Precision.BF16: DType.BFLOAT16, Precision.FP16: DType.FLOAT16}
+
+
+class DeepSpeedFormat:
+    """Format `deepspeed`.
+
+    `group_names`: names of the parameters of every optimizer group, in its order; only for checkpoints without ZeRO
+    whose optimizer does not tell (the error then says so).
+    """
+
+    name = "deepspeed"
+
+    def __init__(self, group_names: Sequence[Sequence[str]] | None = None) -> None:
+        self._group_names = group_names
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Whether `path` is, or leads to, a native tag folder."""
+        located = locate_native(path)
+        return None if located is None else Evidence(root=located.root, reasons=located.reasons)
+
+    def read(self, path: Path) -> Index:
+        """Index of the checkpoint at `path`."""
+        located = the_folder(locate_native(path), path)
+        folder = list_folder(located.root)
+        refuse_names(folder)
+        run = read_run(folder)
+        checksums = Checksums(record for file in run.files for record in file.records)
+        if run.stage == 0:
+            module, optimizer = self._read_unsharded(run, checksums)
+        else:
+            module, optimizer = _read_zero(run, checksums)
+        extras = (*model_extras(run.models, checksums), *module.extras, *optimizer.extras)
+        return _index(located, run, module, optimizer, extras)
+
+    def _read_unsharded(self, run: SavedRun, checksums: Checksums) -> tuple[ModulePart, OptimizerPart]:
+        """Module and optimizer without ZeRO: the optimizer's names come from the module."""
+        saved = run.model.root.get("optimizer")
+        first = read_whole_module(run.model, None)
+        if saved is None:
+            trained = {name: entry.shape for name, entry in first.entries.items() if entry.kind is Kind.FROZEN}
+            part = OptimizerPart(notes=["saved without an optimizer: every parameter counts as trained"])
+            return read_whole_module(run.model, trained), part
+        refs = {name: e.fragments[0].ref for name, e in first.entries.items() if e.kind is not Kind.BUFFER}
+        whole = WholeOptimizer(
+            where=run.model.name.name,
+            saved=mapping(saved, f"optimizer of {run.model.path}"),
+            params={name: ref for name, ref in refs.items() if isinstance(ref, TensorRef)},
+        )
+        part = read_whole(whole, checksums, self._group_names)
+        part.extras += whole_optimizer_extras(whole.saved, whole.kind)
+        trained = {name: first.entries[name].shape for group in part.groups for name in group.params}
+        return read_whole_module(run.model, trained), part
+
+
+def _read_zero(run: SavedRun, checksums: Checksums) -> tuple[ModulePart, OptimizerPart]:
+    trained: dict[str, Shape] = {name: shape for own in buffer_shapes(run) for name, shape in own.items()}
+    if run.stage == 3:
+        module = read_sharded_module(run.models, trained, checksums)
+        optimizer = read_chunked(run, checksums)
+    else:
+        module = read_whole_module(run.model, trained)
+        optimizer = read_flat(run, checksums)
+    optimizer.extras += optimizer_extras(run, checksums)
+    return module, optimizer
+
+
+def _index(
+    located: Located, run: SavedRun, module: ModulePart, optimizer: OptimizerPart, extras: tuple[Extra, ...]
+) -> Index:
+    roles = ((file.path, file.name.label) for file in run.files)
+    return Index(
+        path=str(run.folder.path),
+        format=DeepSpeedFormat.name,
+        evidence=located.reasons,
+        producer=producer_of(run.model.root),
+        topology=Topology(dp=run.ranks, zero=run.stage),
+        step=step_of(run.model.root),
+        atoms=atoms_of(module, optimizer.states, run.config),
+        groups=tuple(optimizer.groups),
+        aliases=module.aliases,
+        extras=extras,
+        files=tuple(source_files(roles)),
+        records=tuple(record for file in run.files for record in file.records),
+        notes=(*run.notes, *module.notes, *optimizer.notes, *folder_notes(located.root, run.folder)),
+        dropped=(DERIVED, *module.dropped, *optimizer.dropped),
+    )
+
+
+def atoms_of(
+    module: ModulePart, states: Mapping[str, Mapping[str, StateIndex]], config: RunConfig
+) -> dict[str, AtomIndex]:
+    """Atoms in the order of the model; parameters that the module does not have come last.
+
+    `config`: says the type in which the model computes with the latter.
+    """
+    atoms = {name: _atom(name, entry, states.get(name, {})) for name, entry in module.entries.items()}
+    for name, own in states.items():
+        if name not in atoms and WEIGHT in own:
+            weight = own[WEIGHT]
+            dtype = _DTYPES.get(config.precision(()), weight.dtype)
+            atoms[name] = AtomIndex(
+                name=name,
+                global_shape=weight.global_shape,
+                kind=Kind.PARAMETER,
+                states=dict(own),
+                model_dtype=dtype if dtype is not weight.dtype else None,
+            )
+    return atoms
+
+
+def _atom(name: str, entry: ModuleEntry, states: Mapping[str, StateIndex]) -> AtomIndex:
+    """One atom: the master is the weight where there is one, and the module's tensor a copy of it."""
+    master = states.get(WEIGHT)
+    if master is None:
+        if not entry.fragments:
+            raise MalformedError(f"expected the elements of {name} {list(entry.shape)}; neither file has them")
+        weight = StateIndex(dtype=entry.fragments[0].ref.dtype, global_shape=entry.shape, fragments=entry.fragments)
+    else:
+        copies = (
+            Fragment(box=piece.box, ref=piece.ref, replica=piece.replica + 1)
+            for piece in entry.fragments
+            if piece.box.numel
+        )
+        weight = StateIndex(
+            dtype=master.dtype, global_shape=master.global_shape, fragments=(*master.fragments, *copies)
+        )
+    return AtomIndex(
+        name=name,
+        global_shape=entry.shape,
+        kind=entry.kind,
+        states={WEIGHT: weight, **{key: state for key, state in states.items() if key != WEIGHT}},
+        model_dtype=entry.dtype if entry.dtype is not weight.dtype else None,
+    )
+
+
+def producer_of(root: Mapping[object, object]) -> str:
+    """Program and version out of a model-states file; the version may have blanks around it."""
+    version = root.get("ds_version")
+    return f"DeepSpeed {version.strip()}" if isinstance(version, str) else "DeepSpeed, version not recorded"
+
+
+def step_of(root: Mapping[object, object]) -> int | None:
+    """Steps of the engine out of a model-states file."""
+    step = root.get("global_steps")
+    return step if isinstance(step, int) and not isinstance(step, bool) else None
+
+
+def folder_notes(root: Path, folder: TagFolder) -> list[str]:
+    """Notes on files that are not part of the checkpoint."""
+    strays = [name for name in folder.strays if name != UNIVERSAL]
+    notes = [f"not part of the checkpoint, left alone:\n{listed(strays)}"] if strays else []
+    trainer = root.parent / "trainer_state.json"
+    if trainer.is_file():
+        what = f"what lies beside {root.name} is not read"
+        notes.append(f"{root.parent} is a checkpoint of the Hugging Face Trainer; {what}")
+    return notes

@@ -1,0 +1,73 @@
+"""What a reader of optimizer files gives, whatever the stage; and what all of them do with parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from ucp.atom import Extra, ParamGroup, StateIndex
+from ucp.state import STEP
+from ucp_formats.deepspeed.buckets import BucketStates, scalar_state
+from ucp_formats.deepspeed.fields import mapping, sequence, text
+from ucp_formats.deepspeed.problems import Problems
+from ucp_formats.deepspeed.sameness import Checksums
+
+__all__ = ["OptimizerPart", "hyper_parameters", "same_groups", "take_group_steps"]
+
+States = dict[str, dict[str, StateIndex]]
+
+
+@dataclass(slots=True, kw_only=True)
+class OptimizerPart:
+    """The optimizer's view of a checkpoint."""
+
+    states: States = field(default_factory=dict)
+    """Trained parameter to state name to its pieces; `weight` where there is a master."""
+    groups: list[ParamGroup] = field(default_factory=list)
+    """Parameter groups."""
+    extras: list[Extra] = field(default_factory=list)
+    """What is no state of a parameter."""
+    notes: list[str] = field(default_factory=list)
+    """What was inferred."""
+    dropped: list[str] = field(default_factory=list)
+    """What was left out, and why."""
+
+    def add(self, found: BucketStates) -> Self:
+        """Take in the states of a bucket."""
+        self.states |= found.states
+        self.extras += found.extras
+        self.dropped += found.dropped
+        return self
+
+
+def hyper_parameters(group: object, where: str) -> dict[str, object]:
+    """Everything in a parameter group but its parameters, as found."""
+    entries = mapping(group, where).items()
+    return {text(key, f"a key of {where}"): value for key, value in entries if key != "params"}
+
+
+def same_groups(groups: Mapping[str, object], checksums: Checksums, problems: Problems) -> Sequence[object]:
+    """The parameter groups that all files share (file to its `param_groups`); the first file's."""
+    (first, usual), *others = groups.items()
+    for file, own in others:
+        if not checksums.same(own, usual):
+            problems.wrong.append(f"{file}: of another run: its param_groups differ from those in {first}")
+    return sequence(usual, f"param_groups of {first}")
+
+
+def take_group_steps(part: OptimizerPart) -> None:
+    """Give a `step` that stands in a parameter group only to its parameters (apex and early FusedAdam keep it there).
+
+    A group whose parameters have a step of their own keeps its stale one among the hyper-parameters only.
+    """
+    for number, group in enumerate(part.groups):
+        step = group.hyper.get(STEP)
+        stepped = [name for name in group.params if part.states.get(name, {}).keys() - {"weight"}]
+        has_own = any(STEP in part.states[name] for name in stepped)
+        state = scalar_state(step)
+        if state is None or has_own or not stepped:
+            continue
+        for name in stepped:
+            part.states[name][STEP] = state
+        part.notes.append(f"step of group {number} is taken from the parameter group: the states have none")

@@ -1,0 +1,112 @@
+"""`zero/` of a universal checkpoint: a folder per parameter with a file per state.
+
+A file holds a dict with the tensor under `param` (ZeRO up to stage 2), a bare flat tensor whose shape is known
+elsewhere (ZeRO-3), or for `step` a bare number (checkpoint/ds_to_universal.py, 0.19.8).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ucp.atom import StateIndex
+from ucp.errors import CorruptError, SourceError
+from ucp.fragment import Fragment
+from ucp.io.archive import read_archive
+from ucp.region import Box
+from ucp.state import STEP, WEIGHT
+from ucp.tensor import Record, TensorRef, contiguous_strides
+from ucp_formats.deepspeed.buckets import scalar_state
+from ucp_formats.deepspeed.fields import Shape, described
+from ucp_formats.deepspeed.problems import Problems
+
+__all__ = ["ParameterFolders", "read_parameter_folders"]
+
+_STATES = {"fp32": WEIGHT}
+"""Stem of a file to the name of the state, where they differ."""
+
+
+@dataclass(slots=True)
+class ParameterFolders:
+    """What lies in `zero/`."""
+
+    states: dict[str, dict[str, StateIndex]] = field(default_factory=dict)
+    """Parameter to state name to where it lies."""
+    info: dict[str, dict[str, object]] = field(default_factory=dict)
+    """Parameter to what its files say beside the tensor (`cat_dim`, `vocab_tensor`, ...)."""
+    files: list[tuple[str, str]] = field(default_factory=list)
+    """Path and role of every file."""
+    records: list[Record] = field(default_factory=list)
+    """Checksums of their storages."""
+    strays: list[str] = field(default_factory=list)
+    """Entries that are no parameter and no state."""
+
+
+def read_parameter_folders(zero: Path, shapes: Mapping[str, Shape], problems: Problems) -> ParameterFolders:
+    """Read every folder of `zero`; files that cannot be read go to `problems`.
+
+    `shapes`: shape of a parameter where the model-states files say it; flat tensors are given that shape.
+    """
+    found = ParameterFolders()
+    for folder in sorted(zero.iterdir(), key=lambda path: path.name):
+        if not folder.is_dir():
+            if folder.name != "optimizer_state.pt":
+                found.strays.append(folder.name)
+            continue
+        names = [name for name in sorted(os.listdir(folder)) if name.endswith(".pt")]
+        found.strays += [f"{folder.name}/{name}" for name in sorted(os.listdir(folder)) if name not in names]
+        if "fp32.pt" not in names:
+            problems.missing.append(f"zero/{folder.name}/fp32.pt")
+        own = dict(_read_folder(folder, names, shapes.get(folder.name), found, problems))
+        found.states[folder.name] = {name: own[name] for name in sorted(own, key=lambda name: name != WEIGHT)}
+    return found
+
+
+def _read_folder(
+    folder: Path, names: list[str], shape: Shape | None, found: ParameterFolders, problems: Problems
+) -> Iterator[tuple[str, StateIndex]]:
+    for name in names:
+        path = folder / name
+        where = f"zero/{folder.name}/{name}"
+        try:
+            archive = read_archive(str(path))
+        except (SourceError, CorruptError) as error:
+            problems.wrong.append(f"{where}: {str(error).replace(f'{folder}/', '')}")
+            continue
+        state = _STATES.get(path.stem, path.stem)
+        value = archive.root
+        if isinstance(value, dict) and "param" in value:
+            rest = {str(key): item for key, item in value.items() if key != "param"}
+            if rest and state == WEIGHT:
+                found.info[folder.name] = rest
+            value = value["param"]
+        found.files.append((str(path), f"{state} of {folder.name}"))
+        found.records += archive.records
+        index = _state(state, value, shape)
+        if index is None:
+            expected = "a number or a tensor" if shape is None else f"a tensor of {list(shape)}"
+            problems.wrong.append(f"{where}: expected {expected}; got {described(value)}")
+        else:
+            yield state, index
+
+
+def _state(name: str, value: object, shape: Shape | None) -> StateIndex | None:
+    """Where a state lies; None when it is no tensor of the parameter and no number."""
+    if not isinstance(value, TensorRef) or name == STEP:
+        return scalar_state(value)
+    ref = value
+    if shape is not None and ref.shape != shape:
+        shaped = _reshaped(ref, shape)
+        if shaped is None and len(ref.shape) < 2:
+            return None
+        ref = shaped or ref
+    return StateIndex(dtype=ref.dtype, global_shape=ref.shape, fragments=(Fragment(box=Box.whole(ref.shape), ref=ref),))
+
+
+def _reshaped(ref: TensorRef, shape: Shape) -> TensorRef | None:
+    """The same elements as a tensor of `shape`; None when there are more or fewer, or gaps between them."""
+    strides = contiguous_strides(shape)
+    reshaped = TensorRef(path=ref.path, offset=ref.offset, dtype=ref.dtype, shape=shape, strides=strides)
+    return reshaped if ref.is_contiguous and reshaped.numel == ref.numel else None

@@ -1,0 +1,262 @@
+"""DeepSpeed's universal checkpoints, read as an index: from its own converter, or from ucp.
+
+1. Find the tag folder; read its model-states files, `zero/optimizer_state.pt` and every `zero/<parameter>/<state>.pt`.
+2. Trained parameters come from `zero/`, with the module's tensor as a copy where there is one.
+3. Frozen parameters and buffers come from the model-states files in their own type: what the converter of 0.19.8
+   writes of them in `zero/` is cast to fp32.
+4. Groups are those of `optimizer_state.pt`, with the names of `param_shapes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ucp.atom import Extra, Index, Kind, ParamGroup, StateIndex
+from ucp.errors import MissingFileError, UnsupportedError
+from ucp.protocols import Evidence
+from ucp.state import WEIGHT
+from ucp.tensor import TensorRef
+from ucp.topology import Topology
+from ucp_formats.deepspeed.buckets import scalar_state
+from ucp_formats.deepspeed.chunked_source import sub_group_params
+from ucp_formats.deepspeed.extras_source import DERIVED, model_extras, universal_extras
+from ucp_formats.deepspeed.fields import Shape, integer, mapping, number_of_enum, sequence, shapes
+from ucp_formats.deepspeed.folder import list_folder, locate_universal, the_folder
+from ucp_formats.deepspeed.group_order import dealt_back
+from ucp_formats.deepspeed.module_part import ModuleEntry, ModulePart, read_sharded_module, read_whole_module
+from ucp_formats.deepspeed.names import UNIVERSAL, FileName, Role
+from ucp_formats.deepspeed.native_source import atoms_of, folder_notes, producer_of, step_of
+from ucp_formats.deepspeed.optimizer_part import hyper_parameters
+from ucp_formats.deepspeed.parameter_folders import ParameterFolders, read_parameter_folders
+from ucp_formats.deepspeed.problems import Problems
+from ucp_formats.deepspeed.refusals import refuse_contents, refuse_names
+from ucp_formats.deepspeed.run_config import RunConfig
+from ucp_formats.deepspeed.sameness import Checksums
+from ucp_formats.deepspeed.saved_run import SavedFile, source_files, try_read
+
+__all__ = ["DeepSpeedUniversalFormat"]
+
+_GLOBALS = "optimizer_state.pt"
+
+
+class DeepSpeedUniversalFormat:
+    """Format `deepspeed-universal`."""
+
+    name = "deepspeed-universal"
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Whether `path` is, or leads to, a tag folder with `zero/`."""
+        located = locate_universal(path)
+        return None if located is None else Evidence(root=located.root, reasons=located.reasons)
+
+    def read(self, path: Path) -> Index:
+        """Index of the checkpoint at `path`."""
+        located = the_folder(locate_universal(path), path)
+        folder = list_folder(located.root)
+        refuse_names(folder)
+        problems = Problems()
+        read = {name: try_read(folder.path, name, problems) for name in folder.files}
+        files = {name: file for name, file in read.items() if file is not None}
+        refuse_contents(str(folder.path), {file.name.name: file.root for file in files.values()})
+        if not files:
+            problems.missing.append("mp_rank_00_model_states.pt")
+        known = _known_shapes(files)
+        found = read_parameter_folders(folder.path / UNIVERSAL, known, problems)
+        shared = try_read(folder.path / UNIVERSAL, FileName(role=Role.OPTIMIZER, name=_GLOBALS), problems)
+        problems.raise_any(str(folder.path), "universal")
+        if shared is None:
+            raise MissingFileError(f"expected {UNIVERSAL}/{_GLOBALS} in {folder.path}; copy it from where it was saved")
+        universal = _Universal(models=_chosen(files), shared=shared, found=found)
+        return universal.index(self.name, located.reasons, folder_notes(located.root, folder), tuple(files.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Universal:
+    """The files of one universal checkpoint."""
+
+    models: Mapping[int, SavedFile]
+    """Rank to model-states file."""
+    shared: SavedFile
+    """`optimizer_state.pt`."""
+    found: ParameterFolders
+    """`zero/`."""
+
+    @property
+    def model(self) -> SavedFile:
+        """Model states of rank 0."""
+        return self.models[0]
+
+    @property
+    def buffers(self) -> tuple[dict[str, Shape], ...]:
+        """`param_shapes`."""
+        return _param_shapes(self.model)
+
+    def index(self, name: str, evidence: tuple[str, ...], notes: Sequence[str], files: Sequence[SavedFile]) -> Index:
+        """The index."""
+        every = (*files, self.shared)
+        records = (*(record for file in every for record in file.records), *self.found.records)
+        checksums = Checksums(records)
+        trained = {param: shape for own in self.buffers for param, shape in own.items()}
+        module = self._module(trained, checksums)
+        states, dropped = self._states(module, trained)
+        strays = [f"not part of the checkpoint, left alone: zero/{stray}" for stray in self.found.strays]
+        roles = [(file.path, file.name.label) for file in files]
+        roles.append((self.shared.path, "what all parameters share"))
+        dp = self.model.root.get("dp_world_size")
+        return Index(
+            path=str(Path(self.model.path).parent),
+            format=name,
+            evidence=evidence,
+            producer=producer_of(self.model.root),
+            topology=Topology(dp=dp if isinstance(dp, int) and dp > 0 else 1, zero=self._stage()),
+            step=step_of(self.model.root),
+            atoms=atoms_of(module, states, self.config),
+            groups=tuple(self._groups()),
+            aliases=module.aliases,
+            extras=(*model_extras(self.models, checksums), *module.extras, *self._extras()),
+            files=tuple(source_files([*roles, *self.found.files])),
+            records=records,
+            notes=(*module.notes, *notes, *strays),
+            dropped=(DERIVED, *module.dropped, *dropped),
+        )
+
+    @property
+    def config(self) -> RunConfig:
+        """Configuration of the run that it was made from."""
+        found = self.model.root.get("ds_config")
+        return RunConfig(found if isinstance(found, dict) else {})
+
+    def _stage(self) -> int | None:
+        stage = self.shared.root.get("zero_stage")
+        if stage is not None:
+            return number_of_enum(stage, f"zero_stage of {self.shared.path}")
+        section = self.config.raw.get("zero_optimization")
+        configured = section.get("stage") if isinstance(section, dict) else None
+        return configured if configured in (0, 1, 2, 3) else None
+
+    def _module(self, trained: Mapping[str, Shape], checksums: Checksums) -> ModulePart:
+        """The module as the model-states files have it, and what only `zero/` has."""
+        if self.model.name.role is Role.SHARDED_MODEL:
+            part = read_sharded_module(self.models, trained, checksums)
+        else:
+            part = read_whole_module(self.model, {n: s for n, s in trained.items() if self._fits(n, s)})
+        buffers = self.model.root.get("buffer_names")
+        for name, own in self.found.states.items():
+            if name in part.entries or name in part.aliases or name in trained or WEIGHT not in own:
+                continue
+            weight = own[WEIGHT]
+            kind = Kind.FROZEN if len(own) == 1 else Kind.PARAMETER
+            if isinstance(buffers, list) and name in buffers:
+                kind = Kind.BUFFER
+            part.entries[name] = ModuleEntry(kind=kind, shape=weight.global_shape, dtype=weight.dtype, fragments=())
+        return part
+
+    def _fits(self, name: str, shape: Shape) -> bool:
+        """Whether the module's tensor has the shape of the parameter as merged (vocabulary padding is cut off)."""
+        own = self.found.states.get(name, {}).get(WEIGHT)
+        return own is None or own.global_shape == shape
+
+    def _states(
+        self, module: ModulePart, trained: Mapping[str, Shape]
+    ) -> tuple[dict[str, dict[str, StateIndex]], list[str]]:
+        """States to take from `zero/`, and what of it is a lesser copy of something else."""
+        states: dict[str, dict[str, StateIndex]] = {}
+        dropped: list[str] = []
+        for name, own in self.found.states.items():
+            entry = module.entries.get(name)
+            if name in module.aliases:
+                dropped.append(f"zero/{name}/: a copy of {module.aliases[name]}, to which it is tied")
+            elif name in trained or entry is None or not entry.fragments:
+                states[name] = own
+            else:
+                dropped.append(f"zero/{name}/: a cast of the {entry.kind.value} tensor in {self.model.name.name}, which is taken")
+        counts, lost = self._counts()
+        for name, extra in counts.items():
+            for key, state in extra.items():
+                states.get(name, {}).setdefault(key, state)
+        return states, dropped + lost
+
+    def _counts(self) -> tuple[dict[str, dict[str, StateIndex]], list[str]]:
+        """Numbers per parameter that ZeRO-3's converter leaves in `optimizer_state.pt`, in the states of rank 0."""
+        where = f"optimizer_state_dict of {self.shared.path}"
+        inner = self.shared.root.get("optimizer_state_dict")
+        if not isinstance(inner, dict):
+            return {}, []
+        found: dict[str, dict[str, StateIndex]] = {}
+        tensors = False
+        for number, own in mapping(inner.get("state", {}), where).items():
+            at = integer(number, where)
+            buffers = self.buffers if at == 0 and len(inner["state"]) == 1 else self.buffers[at : at + 1]
+            for key, value in mapping(own, where).items():
+                tensors = tensors or (isinstance(value, TensorRef) and bool(value.shape))
+                state = scalar_state(value)
+                if state is not None:
+                    for name in (name for shapes_ in buffers for name in shapes_):
+                        found.setdefault(name, {})[str(key)] = state
+        lost = ["optimizer_state.pt: tensors of rank 0, which are in zero/ too"] if tensors else []
+        return found, lost
+
+    def _groups(self) -> list[ParamGroup]:
+        where = f"param_groups of {self.shared.path}"
+        saved = self.shared.root.get("param_groups")
+        groups = sequence(saved, where) if saved is not None else ()
+        if not groups:
+            return []
+        members = sub_group_params(groups, self.buffers, where)
+        self._check_dealt()
+        return [
+            ParamGroup(params=own, hyper=hyper_parameters(group, where))
+            for group, own in zip(groups, members, strict=True)
+        ]
+
+    def _check_dealt(self) -> None:
+        """Refuse what DeepSpeed's converter makes of a run with round_robin_gradients.
+
+        It cuts the buffers by `param_slice_mappings`, which are wrong then (0.19.8), and swaps parameters silently.
+        """
+        made_by_deepspeed = "partition_count" in self.shared.root and self._stage() in (1, 2)
+        counts = self.shared.root.get("partition_count")
+        ranks = counts[0] if isinstance(counts, list) and counts else 1
+        if not (made_by_deepspeed and self.config.round_robin and isinstance(ranks, int)):
+            return
+        paddings = self.shared.root.get("param_alignment_paddings")
+        aligned = isinstance(paddings, list) and any(any(own) for own in paddings if isinstance(own, list))
+        if not aligned and any(dealt_back(tuple(own), ranks=ranks) != tuple(own) for own in self.buffers):
+            raise UnsupportedError(
+                f"{self.model.path}: written with round_robin_gradients, which DeepSpeed's converter does not honour: "
+                "it has given parameters the elements of others. Read the original checkpoint instead"
+            )
+
+    def _extras(self) -> list[Extra]:
+        return universal_extras(self.shared.root, self.found.info)
+
+
+def _chosen(files: Mapping[FileName, SavedFile]) -> dict[int, SavedFile]:
+    """The model-states files to read: ucp writes one for stages 1 and 2 and one for stage 3, the first says more."""
+    by_role = {
+        role: {name.dp: file for name, file in files.items() if name.role is role}
+        for role in (Role.MODEL, Role.SHARDED_MODEL)
+    }
+    return by_role[Role.MODEL] or by_role[Role.SHARDED_MODEL]
+
+
+def _param_shapes(model: SavedFile) -> tuple[dict[str, Shape], ...]:
+    saved = model.root.get("param_shapes")
+    where = f"param_shapes of {model.path}"
+    if saved is None:
+        return ()
+    return tuple(shapes(own, where) for own in ([saved] if isinstance(saved, dict) else sequence(saved, where)))
+
+
+def _known_shapes(files: Mapping[FileName, SavedFile]) -> dict[str, Shape]:
+    """Shapes of parameters that the model-states files know."""
+    models = _chosen(files)
+    if 0 not in models:
+        return {}
+    frozen = models[0].root.get("frozen_param_shapes")
+    known = shapes(frozen, "frozen_param_shapes") if isinstance(frozen, dict) else {}
+    for own in _param_shapes(models[0]):
+        known |= own
+    return known

@@ -1,0 +1,252 @@
+"""The optimizer without ZeRO, which lies inside the model-states file, in one of three shapes.
+
+- a torch optimizer over the model's own parameters: `state`, `param_groups`;
+- FP16_UnfusedOptimizer: the same over a master per parameter, in `fp32_groups`;
+- FP16_Optimizer: the same over one flat master per group, in `fp32_groups_flat`.
+
+None of them has names. In the third, the module's tensors are views of a flat tensor per group and tell everything;
+else torch's own `param_names` do where they are there; else order and shapes must leave one answer (`matching`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ucp.atom import ParamGroup, StateIndex
+from ucp.errors import MalformedError, UnsupportedError, listed
+from ucp.fragment import Fragment
+from ucp.region import Box
+from ucp.state import STEP, WEIGHT
+from ucp.tensor import TensorRef
+from ucp_formats.deepspeed.buckets import Bucket, Shard, bucket_states, scalar_state
+from ucp_formats.deepspeed.fields import Shape, described, mapping, sequence, tensor, text
+from ucp_formats.deepspeed.flat_layout import shared_buffers
+from ucp_formats.deepspeed.matching import AmbiguousError, FlatSlots, NoMatchError, SlotGroup, Slots, match
+from ucp_formats.deepspeed.optimizer_part import OptimizerPart, hyper_parameters, take_group_steps
+from ucp_formats.deepspeed.problems import Problems
+from ucp_formats.deepspeed.sameness import Checksums
+
+__all__ = ["WholeOptimizer", "read_whole"]
+
+INFERRED = (
+    "the optimizer numbers its parameters without naming them: names are inferred from the order of the model and the "
+    "shapes, which leave one answer"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeOptimizer:
+    """`optimizer` of a model-states file."""
+
+    where: str
+    """The file, for messages."""
+    saved: Mapping[object, object]
+    """What was saved."""
+    params: Mapping[str, TensorRef]
+    """Tensors of the module that can be parameters, in the order of the model; tied ones once."""
+
+    @property
+    def kind(self) -> str:
+        """Class of DeepSpeed, or "torch"."""
+        if "fp32_groups_flat" in self.saved:
+            return "FP16_Optimizer"
+        return "FP16_UnfusedOptimizer" if "fp32_groups" in self.saved else "torch"
+
+    @property
+    def inner(self) -> Mapping[object, object]:
+        """state_dict of the torch optimizer."""
+        found = self.saved if self.kind == "torch" else self.saved.get("optimizer_state_dict")
+        return mapping(found, f"optimizer of {self.where}")
+
+    @property
+    def groups(self) -> list[Mapping[object, object]]:
+        """`param_groups`."""
+        where = f"param_groups of {self.where}"
+        return [mapping(group, where) for group in sequence(self.inner.get("param_groups"), where)]
+
+    def numbers(self, group: Mapping[object, object]) -> Sequence[object]:
+        """Numbers of the slots of a group."""
+        return sequence(group.get("params"), f"params of a group of {self.where}")
+
+    def state(self, number: object) -> dict[str, object]:
+        """States of a slot; empty when it was never stepped."""
+        where = f"state[{number}] of {self.where}"
+        own = mapping(mapping(self.inner.get("state"), f"state of {self.where}").get(number, {}), where)
+        return {text(key, where): value for key, value in own.items()}
+
+    def masters(self) -> list[Sequence[object]]:
+        """Masters of every group; of no group, for an optimizer over the model's own parameters."""
+        where = f"masters of {self.where}"
+        match self.kind:
+            case "FP16_UnfusedOptimizer":
+                groups = sequence(self.saved["fp32_groups"], where)
+                return [sequence(group, where) for group in groups]
+            case "FP16_Optimizer":
+                return [[flat] for flat in sequence(self.saved["fp32_groups_flat"], where)]
+            case _:
+                return []
+
+
+def read_whole(optimizer: WholeOptimizer, checksums: Checksums, order: Sequence[Sequence[str]] | None) -> OptimizerPart:
+    """States and groups of an optimizer without ZeRO.
+
+    `order`: names of every group in its order, when the user says so; else they are inferred.
+    """
+    part = OptimizerPart()
+    names = [tuple(own) for own in order] if order is not None else _names(optimizer, checksums, part)
+    _check_count(optimizer, names)
+    problems = Problems()
+    flat = optimizer.kind == "FP16_Optimizer"
+    for number, (group, own) in enumerate(zip(optimizer.groups, names, strict=True)):
+        if flat:
+            part.add(bucket_states(_flat_bucket(optimizer, number, own), checksums, problems))
+        else:
+            _add_slots(optimizer, number, own, part, problems)
+        hyper = hyper_parameters(group, f"param_groups[{number}] of {optimizer.where}")
+        part.groups.append(ParamGroup(params=own, hyper=hyper))
+    problems.raise_any(optimizer.where, "no ZeRO")
+    take_group_steps(part)
+    return part
+
+
+def _check_count(optimizer: WholeOptimizer, names: Sequence[Sequence[str]]) -> None:
+    unknown = [name for own in names for name in own if name not in optimizer.params]
+    if unknown or len(names) != len(optimizer.groups):
+        raise MalformedError(
+            f"expected names of the module for the {len(optimizer.groups)} parameter groups of {optimizer.where}; got "
+            f"{len(names)} groups{', with unknown names' if unknown else ''}\n{listed(unknown)}"
+        )
+
+
+def _names(optimizer: WholeOptimizer, checksums: Checksums, part: OptimizerPart) -> list[tuple[str, ...]]:
+    """Names of every group, from the best record there is."""
+    found = _by_storage(optimizer, checksums) if optimizer.kind == "FP16_Optimizer" else _by_torch(optimizer)
+    if found is not None:
+        return found
+    part.notes.append(INFERRED)
+    return _by_shape(optimizer)
+
+
+def _by_storage(optimizer: WholeOptimizer, checksums: Checksums) -> list[tuple[str, ...]] | None:
+    """Names by the flat tensors that the module's are views of; None where they are not, or two are as long.
+
+    FP16_Optimizer makes every parameter of a group a view of one unpadded tensor (fused_optimizer.py, 0.19.8).
+    """
+    views: dict[int, list[tuple[int, int, str, int]]] = {}
+    for name, ref in optimizer.params.items():
+        storage = checksums.storage(ref) if ref.numel else None
+        if storage is not None:
+            start = (ref.offset - storage.offset) // ref.dtype.itemsize
+            whole = storage.nbytes // ref.dtype.itemsize
+            views.setdefault(storage.offset, []).append((start, start + ref.numel, name, whole))
+    by_length: dict[int, list[tuple[str, ...]]] = {}
+    for own in views.values():
+        own.sort()
+        edges = [0, *(stop for _, stop, _, _ in own)]
+        if all(start == edge for (start, *_), edge in zip(own, edges, strict=False)) and edges[-1] == own[0][3]:
+            by_length.setdefault(edges[-1], []).append(tuple(name for _, _, name, _ in own))
+    lengths = [tensor(flat[0], f"fp32_groups_flat of {optimizer.where}").numel for flat in optimizer.masters()]
+    found = [by_length.get(length, []) for length in lengths]
+    certain = len(set(lengths)) == len(found) and all(len(own) == 1 for own in found)
+    return [own[0] for own in found] if certain else None
+
+
+def _by_torch(optimizer: WholeOptimizer) -> list[tuple[str, ...]] | None:
+    """Names that torch kept because the optimizer was built from named parameters (torch 2.6)."""
+    found = []
+    for group in optimizer.groups:
+        names = group.get("param_names")
+        if not isinstance(names, list) or len(names) != len(optimizer.numbers(group)):
+            return None
+        if not all(isinstance(name, str) and name in optimizer.params for name in names):
+            return None
+        found.append(tuple(map(str, names)))
+    return found
+
+
+def _by_shape(optimizer: WholeOptimizer) -> list[tuple[str, ...]]:
+    try:
+        found = match(_slots(optimizer), [(name, ref.shape) for name, ref in optimizer.params.items()])
+    except NoMatchError:
+        raise UnsupportedError(
+            f"no assignment of the module's parameters, in their order, to the {len(optimizer.groups)} parameter "
+            f"groups of {optimizer.where} fits the shapes of the optimizer states. {_REMEDY}"
+        ) from None
+    except AmbiguousError as error:
+        raise UnsupportedError(
+            f"the optimizer in {optimizer.where} does not name its parameters, and more than one assignment fits; it "
+            f"is not known to which group these belong:\n{listed(error.names)}\n{_REMEDY}"
+        ) from None
+    return list(found.groups)
+
+
+_REMEDY = (
+    "Save again with an optimizer built from model.named_parameters() (torch 2.6 or later keeps the names), or with "
+    "ZeRO stage 1, or give the names: DeepSpeedFormat(group_names=...) in Python"
+)
+
+
+def _slots(optimizer: WholeOptimizer) -> list[SlotGroup]:
+    masters = optimizer.masters()
+    where = f"masters of {optimizer.where}"
+    if optimizer.kind == "FP16_Optimizer":
+        return [FlatSlots(tensor(own[0], where).numel) for own in masters]
+    if masters:
+        return [Slots(tuple(tensor(ref, where).shape for ref in own)) for own in masters]
+    return [
+        Slots(tuple(_shape_of(optimizer.state(number)) for number in optimizer.numbers(group)))
+        for group in optimizer.groups
+    ]
+
+
+def _shape_of(state: Mapping[str, object]) -> Shape | None:
+    """Shape that the states of a parameter show; None where they do not, or differ."""
+    shapes = {value.shape for name, value in state.items() if isinstance(value, TensorRef) and name != STEP}
+    if len(shapes) > 1:
+        shapes.discard(())
+    return shapes.pop() if len(shapes) == 1 else None
+
+
+def _flat_bucket(optimizer: WholeOptimizer, number: int, names: Sequence[str]) -> Bucket:
+    flat = tensor(optimizer.masters()[number][0], f"fp32_groups_flat[{number}] of {optimizer.where}")
+    own = {name: optimizer.params[name].shape for name in names}
+    numels = {name: optimizer.params[name].numel for name in names}
+    (slot,) = optimizer.numbers(optimizer.groups[number])
+    shard = Shard(rank=0, file=optimizer.where, weight=flat, states=optimizer.state(slot))
+    layouts = shared_buffers(numels, ranks=1, paddings=None, first=flat.numel)
+    return Bucket(label=f"group {number}", shapes=own, layouts=layouts, shards=(shard,))
+
+
+def _add_slots(
+    optimizer: WholeOptimizer, number: int, names: Sequence[str], part: OptimizerPart, problems: Problems
+) -> None:
+    """Add the states of a group with a slot per parameter."""
+    slots = optimizer.numbers(optimizer.groups[number])
+    masters = optimizer.masters()
+    if len(slots) != len(names) or (masters and len(masters[number]) != len(names)):
+        problems.wrong.append(f"group {number} has {len(slots)} parameters; expected {len(names)}: {', '.join(names)}")
+        return
+    for at, (name, slot) in enumerate(zip(names, slots, strict=True)):
+        states = optimizer.state(slot)
+        if masters:
+            states = {WEIGHT: masters[number][at], **states}
+        own = part.states.setdefault(name, {})
+        for key, value in states.items():
+            found = _state(value, optimizer.params[name].shape)
+            if value is None:
+                part.dropped.append(f"{name}: state {key} is None")
+            elif found is not None:
+                own[key] = found
+            else:
+                shape = list(optimizer.params[name].shape)
+                problems.unsupported.append(
+                    f"{name}: state {key} is {described(value)}; expected {shape}, as the parameter, or one number"
+                )
+
+
+def _state(value: object, shape: Shape) -> StateIndex | None:
+    """A state of a parameter of `shape`; None when it is neither of that shape nor one number."""
+    if not isinstance(value, TensorRef) or value.shape != shape:
+        return scalar_state(value)
+    return StateIndex(dtype=value.dtype, global_shape=shape, fragments=(Fragment(box=Box.whole(shape), ref=value),))

@@ -1,0 +1,1 @@
+"""Benchmarks: whole processes, timed side by side in one run on one machine."""

@@ -1,0 +1,147 @@
+"""`make bench`: convert real DeepSpeed checkpoints beside `cp -r` and DeepSpeed's own converter; write the table.
+
+Sources are at least 2.5 GB of what real DeepSpeed wrote on 4 ranks (ZeRO-3 and ZeRO-1, fp32 states), made once by
+fixtures/make_deepspeed.py and kept under .bench/. Every command is a whole process, started anew. The commands of a
+round run one after another, and rounds are repeated, so that a noisy moment hits all of them; medians are reported.
+Written files are removed between runs; sources are read from the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from subprocess import CalledProcessError
+
+from tests.bench.measure import Sample, run
+from tests.bench.report import Row, write_report
+from tests.bench.sources import big_checkpoints
+
+REPEATS = 5
+CONVERTER_WORKERS = (1, 2, 4)
+"""Worker counts tried with DeepSpeed's converter; the best is compared with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A command that is timed."""
+
+    name: str
+    """Label in the table."""
+    command: tuple[str, ...]
+    """Argument vector; its last element is the destination, if it writes one."""
+    repeats: int = REPEATS
+    """Runs."""
+
+
+def main() -> None:
+    """Run everything and write docs/benchmarks/."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--without-deepspeed", action="store_true", help="leave DeepSpeed's own converter out")
+    parser.add_argument("--case", action="append", help="only this source (z1 or z3)")
+    asked = parser.parse_args()
+    root = Path.cwd()
+    rows = []
+    for case, source in big_checkpoints(root / ".bench").items():
+        if asked.case and case not in asked.case:
+            continue
+        for medium, place in _places(root):
+            rows.extend(_contest(case, source, medium, place, asked))
+    write_report(root / "docs" / "benchmarks", rows, machine=_machine())
+
+
+def _places(root: Path) -> Iterator[tuple[str, Path]]:
+    if os.path.ismount("/dev/shm"):
+        yield "RAM", Path("/dev/shm/ucp-bench")
+    yield "disk", root / ".bench" / "work"
+
+
+def _contest(case: str, source: Path, medium: str, place: Path, asked: argparse.Namespace) -> list[Row]:
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    try:
+        src, dst = place / "src", place / "dst"
+        shutil.copytree(source, src)
+        nbytes = sum(path.stat().st_size for path in src.rglob("*") if path.is_file())
+        contestants = _ours(src, dst, asked.repeats)
+        samples: dict[str, list[Sample]] = {c.name: [] for c in contestants}
+        for _ in range(asked.repeats):
+            for contestant in contestants:
+                samples[contestant.name].append(_timed(contestant, dst))
+        if not asked.without_deepspeed:
+            samples.update(_deepspeed(src, dst))
+        rows = [_row(case, medium, name, nbytes, own) for name, own in samples.items()]
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    for row in rows:
+        print(row, file=sys.stderr, flush=True)
+    return rows
+
+
+def _ours(src: Path, dst: Path, repeats: int) -> list[Contestant]:
+    ucp = str(Path(sys.executable).parent / "ucp")
+    return [
+        Contestant("cp -r", ("cp", "-r", str(src), str(dst)), repeats),
+        Contestant("ucp convert", (ucp, "convert", "-q", str(src), str(dst)), repeats),
+        Contestant("ucp convert --virtual", (ucp, "convert", "-q", "--virtual", str(src), str(dst)), repeats),
+        Contestant("ucp inspect", (ucp, "inspect", str(src)), repeats),
+    ]
+
+
+def _deepspeed(src: Path, dst: Path) -> dict[str, list[Sample]]:
+    """DeepSpeed's converter with each worker count; the best one's runs."""
+    (tag,) = (path for path in src.iterdir() if path.is_dir())
+    best: list[Sample] = []
+    name = "ds_to_universal"
+    for workers in CONVERTER_WORKERS:
+        command = (
+            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"),
+            *("--num_extract_workers", str(workers), "--num_merge_workers", str(workers)),
+            *("--input_folder", str(tag), "--output_folder", str(dst)),
+        )
+        try:
+            own = [_timed(Contestant(name, command), dst) for _ in range(3)]
+        except CalledProcessError as error:
+            print(f"ds_to_universal with {workers} workers failed:\n{error.stderr[-2000:]}", file=sys.stderr)
+            continue
+        if not best or median(s.seconds for s in own) < median(s.seconds for s in best):
+            best, name = own, f"ds_to_universal ({workers} workers)"
+    return {name: best} if best else {}
+
+
+def _timed(contestant: Contestant, dst: Path) -> Sample:
+    shutil.rmtree(dst, ignore_errors=True)
+    env = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    try:
+        return run(contestant.command, env=env)
+    finally:
+        shutil.rmtree(dst, ignore_errors=True)
+
+
+def _row(case: str, medium: str, name: str, nbytes: int, samples: list[Sample]) -> Row:
+    return Row(
+        source=case,
+        medium=medium,
+        command=name,
+        source_bytes=nbytes,
+        seconds=median(sample.seconds for sample in samples),
+        fastest=min(sample.seconds for sample in samples),
+        slowest=max(sample.seconds for sample in samples),
+        peak_bytes=max(sample.peak_bytes for sample in samples),
+    )
+
+
+def _machine() -> str:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    return f"{os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}, {platform.system()}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Run a command and measure it from outside: wall time, and the memory of it and all its children."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Sample", "run"]
+
+_PERIOD = 0.02
+"""Seconds between two looks at memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One run of one command."""
+
+    seconds: float
+    """Wall time of the whole process, its start included."""
+    peak_bytes: int
+    """Largest sum of proportional set sizes (memory of its own, plus its share of what is shared) over the tree."""
+
+
+def run(command: Sequence[str], *, env: Mapping[str, str] | None = None, watch: bool = True) -> Sample:
+    """Time `command`; raise CalledProcessError when it fails. `watch`: sample its memory (costs a little time)."""
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        command, env={**os.environ, **(env or {})}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    peak = [0]
+    watcher = threading.Thread(target=_watch, args=(process, peak), daemon=True)
+    if watch:
+        watcher.start()
+    _, talk = process.communicate()
+    seconds = time.perf_counter() - began
+    if watch:
+        watcher.join()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, stderr=talk.decode(errors="replace"))
+    return Sample(seconds, peak[0])
+
+
+def _watch(process: subprocess.Popen[bytes], peak: list[int]) -> None:
+    while process.poll() is None:
+        peak[0] = max(peak[0], sum(_resident(pid) for pid in _tree(process.pid)))
+        time.sleep(_PERIOD)
+
+
+def _tree(root: int) -> list[int]:
+    """`root` and all that descend from it."""
+    found = [root]
+    for pid in found:
+        try:
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        except OSError:
+            continue
+        found.extend(int(child) for child in children)
+    return found
+
+
+def _resident(pid: int) -> int:
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0

@@ -1,0 +1,82 @@
+"""The benchmark's result as a table (Markdown), data (JSON) and a plot (SVG)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+__all__ = ["Row", "write_report"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One command on one source in one place."""
+
+    source: str
+    """Which checkpoint."""
+    medium: str
+    """"RAM" or "disk"."""
+    command: str
+    """What was run."""
+    source_bytes: int
+    """Bytes of the source."""
+    seconds: float
+    """Median wall time of the whole process."""
+    fastest: float
+    """Shortest."""
+    slowest: float
+    """Longest."""
+    peak_bytes: int
+    """Largest memory of the process tree, over all runs."""
+
+
+def write_report(folder: Path, rows: Sequence[Row], *, machine: str) -> None:
+    """Write convert.md, convert.json and convert.svg into `folder`, and print the table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    day = datetime.now(UTC).date().isoformat()
+    document = {"date": day, "machine": machine, "rows": [asdict(row) for row in rows]}
+    (folder / "convert.json").write_text(json.dumps(document, indent=1) + "\n")
+    table = _table(rows)
+    print(table)
+    (folder / "convert.md").write_text(
+        f"# Converting beside `cp -r` and DeepSpeed's converter\n\nMeasured by `make bench` on {day} ({machine}); "
+        "medians over the runs, whole processes, page cache warm. Memory is the largest sum of proportional set sizes "
+        "over the process tree.\n\n" + table + "\n![seconds per command](convert.svg)\n"
+    )
+    _plot(folder / "convert.svg", rows)
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = ["| source | in | command | GB | seconds | range | vs `cp -r` | peak MB |", "|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        copy = next(r for r in rows if (r.source, r.medium, r.command) == (row.source, row.medium, "cp -r"))
+        lines.append(
+            f"| {row.source} | {row.medium} | `{row.command}` | {row.source_bytes / 1e9:.2f} | {row.seconds:.2f} | "
+            f"{row.fastest:.2f}-{row.slowest:.2f} | {row.seconds / copy.seconds:.2f}x | {row.peak_bytes / 1e6:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _plot(path: Path, rows: Sequence[Row]) -> None:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot as plt
+
+    panels = list(dict.fromkeys((row.source, row.medium) for row in rows))
+    figure, axes = plt.subplots(len(panels), 1, figsize=(8, 1.6 * len(panels) + 0.6), squeeze=False)
+    for axis, panel in zip(axes[:, 0], panels, strict=True):
+        own = [row for row in rows if (row.source, row.medium) == panel]
+        axis.barh([row.command for row in own][::-1], [row.seconds for row in own][::-1], color="#4878a8")
+        for position, row in enumerate(own[::-1]):
+            axis.text(row.seconds, position, f" {row.seconds:.2f} s", va="center", fontsize=8)
+        axis.set_title(f"{panel[0]}, {panel[1]}", fontsize=9, loc="left")
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel("seconds, median", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)

@@ -1,0 +1,54 @@
+"""A runner of `ucp ...`, and checkpoints to run it on: real ones out of fixtures/."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ucp_cli.main import cli
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepspeed"
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def ucp() -> Run:
+    """`ucp("inspect", path)` runs the command in this process."""
+    runner = CliRunner()
+
+    def run(*words: object, code: int = 0) -> Result:
+        result = runner.invoke(cli, [str(word) for word in words], prog_name="ucp")
+        assert result.exit_code == code, (result.output, result.exception)
+        return result
+
+    return run
+
+
+@pytest.fixture
+def zero3() -> Path:
+    """ZeRO-3 over 4 ranks, Adam, fp32; never written to."""
+    return FIXTURES / "z3-dp4-fp32" / "checkpoint"
+
+
+@pytest.fixture
+def mixed() -> Path:
+    """ZeRO-1 over 4 ranks, bf16 model with fp32 masters; never written to."""
+    return FIXTURES / "z1-dp4-bf16" / "checkpoint"
+
+
+@pytest.fixture
+def atoms(ucp: Run, zero3: Path, tmp_path: Path) -> Path:
+    """A store of atoms made from `zero3`."""
+    ucp("convert", zero3, tmp_path / "atoms", "-q")
+    return tmp_path / "atoms"
+
+
+@pytest.fixture
+def copy(zero3: Path, tmp_path: Path) -> Path:
+    """`zero3`, to be damaged."""
+    return Path(shutil.copytree(zero3, tmp_path / "copy"))

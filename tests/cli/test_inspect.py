@@ -1,0 +1,175 @@
+"""`ucp inspect` on what DeepSpeed wrote."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import FIXTURES, Run
+from ucp import api
+
+SCHEMA = {
+    "schema": str,
+    "path": str,
+    "format": str,
+    "producer": str,
+    "topology": dict,
+    "step": int,
+    "evidence": list,
+    "kinds": dict,
+    "nbytes": int,
+    "states": list,
+    "atoms": dict,
+    "groups": list,
+    "aliases": dict,
+    "extras": list,
+    "files": list,
+    "missing": list,
+    "notes": list,
+    "dropped": list,
+}
+"""Keys of ucp.inspect/1 and their types: to be added to, never changed."""
+
+
+@pytest.fixture
+def document(ucp: Run, mixed: Path) -> dict:
+    return json.loads(ucp("inspect", mixed, "--json").stdout)
+
+
+CASES = sorted(path for name in ("checkpoint", "checkpoint-3", "universal") for path in FIXTURES.glob(f"*/{name}"))
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: f"{path.parent.name}/{path.name}")
+@pytest.mark.parametrize("words", [[], ["--json", "--param", "*"], ["--param", "*", "--files"]], ids=" ".join)
+def test_every_kept_checkpoint_is_shown_or_refused_by_name(ucp: Run, path: Path, words: list[str]) -> None:
+    refused = "elastic" in path.parent.name
+    result = ucp("inspect", path, *words, code=1 if refused else 0)
+    assert ("elastic_checkpoint" in result.stderr) if refused else ("whole" in result.stdout or words)
+
+
+def test_the_page_says_what_it_is(ucp: Run, mixed: Path) -> None:
+    lines = ucp("inspect", mixed).stdout.splitlines()
+    facts = dict(line.split(maxsplit=1) for line in lines[: lines.index("")])
+    assert facts["checkpoint"] == str(mixed.resolve() / "global_step3")
+    assert facts["format"].startswith("deepspeed (")
+    assert facts["producer"].startswith("DeepSpeed")
+    assert facts["topology"] == "dp=4,zero=1"
+    assert facts["step"] == "3"
+    assert facts["whole"].startswith("yes")
+    sections = [line.split(",")[0] for line in lines if line and not line.startswith(" ")]
+    assert [name for name in sections if name in {"States", "Parameters", "Tied", "Parameter groups", "Extras"}] == [
+        "States",
+        "Parameters",
+        "Tied",
+        "Parameter groups",
+        "Extras",
+    ]
+
+
+def test_every_parameter_is_on_the_page_or_tied(ucp: Run, mixed: Path, document: dict) -> None:
+    page = ucp("inspect", mixed).stdout
+    for name in document["atoms"]:
+        assert name.split(".")[-1] in page
+    for alias, name in document["aliases"].items():
+        assert f"{alias} = {name}" in page
+
+
+def test_json_has_the_keys_of_its_schema(document: dict) -> None:
+    assert document["schema"] == "ucp.inspect/1"
+    assert {key: type(value) for key, value in document.items()} == SCHEMA
+    assert set(document["topology"]) == {"dp", "tp", "pp", "ep", "cp", "zero"}
+    assert set(document["kinds"]) == {"parameter", "frozen", "buffer"}
+    assert {key for kind in document["kinds"].values() for key in kind} == {"tensors", "numel"}
+    assert set(document["states"][0]) == {"state", "dtype", "tensors", "numel", "nbytes"}
+    assert set(document["groups"][0]) == {"params", "hyper"}
+    assert set(document["extras"][0]) == {"name", "rank", "what", "value"}
+    assert set(document["files"][0]) == {"path", "nbytes", "mtime_ns", "role"}
+    for atom in document["atoms"].values():
+        assert set(atom) == {"kind", "shape", "model_dtype", "group", "patterns", "states"}
+        for state in atom["states"].values():
+            assert set(state) == {"dtype", "shape", "nbytes", "overlap"}
+
+
+def test_json_adds_up(document: dict) -> None:
+    states = [state for atom in document["atoms"].values() for state in atom["states"].values()]
+    assert sum(state["nbytes"] for state in states) == document["nbytes"]
+    assert sum(tally["nbytes"] for tally in document["states"]) == document["nbytes"]
+    assert sum(kind["tensors"] for kind in document["kinds"].values()) == len(document["atoms"])
+    grouped = [name for group in document["groups"] for name in group["params"]]
+    assert all(document["atoms"][name]["group"] is not None for name in grouped)
+
+
+def test_json_tells_pieces_of_the_parameters_asked_for(ucp: Run, zero3: Path) -> None:
+    document = json.loads(ucp("inspect", zero3, "--json", "--param", "l1.weight").stdout)
+    held = {name for name, atom in document["atoms"].items() for s in atom["states"].values() if "pieces" in s}
+    assert held == {"l1.weight"}
+    pieces = document["atoms"]["l1.weight"]["states"]["weight"]["pieces"]
+    assert {key for piece in pieces for key in piece} == {
+        "offsets",
+        "sizes",
+        "dtype",
+        "replica",
+        "term",
+        "path",
+        "offset",
+        "strides",
+        "codec",
+    }
+    taken = [piece for piece in pieces if piece["replica"] == 0]
+    assert sum(piece["sizes"][0] * piece["sizes"][1] for piece in taken) == 13 * 7
+
+
+def test_param_shows_where_pieces_lie(ucp: Run, zero3: Path) -> None:
+    page = ucp("inspect", zero3, "--param", "l1.*").stdout
+    assert "l1.weight\n" in page
+    assert "l1.bias\n" in page
+    assert "exp_avg_sq float32\n" in page
+    assert " zero_pp_rank_3_mp_rank_00_optim_states.pt\n" in page
+    assert "l2.weight" not in page
+
+
+def test_param_that_matches_nothing_is_wrong_usage(ucp: Run, zero3: Path) -> None:
+    assert "no parameter matches 'l9.*'" in ucp("inspect", zero3, "--param", "l9.*", code=2).stderr
+
+
+def test_files(ucp: Run, zero3: Path) -> None:
+    page = ucp("inspect", zero3, "--files").stdout.splitlines()
+    shown = {line.split()[0] for line in page if ".pt" in line}
+    assert shown == {path.name for path in (zero3 / "global_step3").iterdir() if path.suffix == ".pt"}
+
+
+def test_nothing_is_written(ucp: Run, copy: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
+    ucp("inspect", copy)
+    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
+
+
+def test_an_atom_store_is_shown_too(ucp: Run, atoms: Path, zero3: Path) -> None:
+    ours = json.loads(ucp("inspect", atoms, "--json").stdout)
+    theirs = json.loads(ucp("inspect", zero3, "--json").stdout)
+    assert ours["format"] == "ucp"
+    for key in ("topology", "step", "kinds", "nbytes", "atoms", "aliases", "groups"):
+        assert ours[key] == theirs[key], key
+
+
+def test_a_missing_file_is_named(ucp: Run, copy: Path) -> None:
+    (copy / "global_step3" / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
+    result = ucp("inspect", copy, code=1)
+    assert "zero_pp_rank_2_mp_rank_00_optim_states.pt" in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_hole_is_shown_not_refused(ucp: Run, zero3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = api.inspect(zero3)
+    atom = index.atoms["l1.weight"]
+    weight = replace(atom.states["weight"], fragments=atom.states["weight"].fragments[1:])
+    broken = replace(atom, states={**atom.states, "weight": weight})
+    monkeypatch.setattr(api, "inspect", lambda path: replace(index, atoms={**index.atoms, "l1.weight": broken}))
+    page = ucp("inspect", zero3).stdout
+    assert "whole       NO" in page
+    assert "l1.weight/weight [0:3, 0:7] of [13, 7]: held by nothing" in page
+    (missing,) = json.loads(ucp("inspect", zero3, "--json").stdout)["missing"]
+    assert "l1.weight/weight" in missing

@@ -1,0 +1,117 @@
+"""The group: help, exit codes, no traceback for a user's mistake, no torch."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from ucp import api
+from ucp.errors import UcpError, UsageError
+from ucp_cli.main import SUMMARIES, cli
+
+HEAVY = ("torch", "numpy", "rich.progress", "deepspeed", "multiprocess")
+
+
+def run(*words: object, **options: object) -> subprocess.CompletedProcess[str]:
+    """A process of its own."""
+    command = [sys.executable, "-m", "ucp_cli.main", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload, no-any-return]
+
+
+def imported(*words: object) -> set[str]:
+    """Modules that a command imports."""
+    own = "import sys; from ucp_cli.main import cli; cli(sys.argv[1:], standalone_mode=False)"
+    code = f"{own}; print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, check=True)
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize("verb", [[], *([verb] for verb in SUMMARIES)])
+def test_help_ends_with_an_example(ucp: Run, verb: list[str]) -> None:
+    text = ucp(*verb, "--help").stdout
+    _, example, tail = text.partition("Example")
+    assert example
+    assert all(line.startswith(("s:", ":", "    ucp ")) for line in tail.splitlines())
+
+
+def test_summaries_are_those_of_the_verbs() -> None:
+    for verb, summary in SUMMARIES.items():
+        command = cli.get_command(None, verb)  # type: ignore[arg-type]
+        assert command.help.splitlines()[0] == summary
+
+
+def test_version(ucp: Run) -> None:
+    assert ucp("--version").stdout.startswith("ucp ")
+
+
+def test_an_unknown_verb_is_wrong_usage_with_the_nearest(ucp: Run) -> None:
+    assert "did you mean 'inspect'" in ucp("inspct", code=2).stderr
+    assert "expected one of inspect, plan" in ucp("frobnicate", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UcpError("it is so"), 1, "Error: it is so\n"),
+        (UsageError("not so"), 2, "Error: not so\n"),
+        (PermissionError(errno.EACCES, "Permission denied", "/there"), 1, "Error: /there: Permission denied\n"),
+        (OSError(errno.EIO, "Input/output error"), 1, "Error: Input/output error\n"),
+        (KeyboardInterrupt(), 130, "Error: interrupted\n"),
+    ],
+)
+def test_expected_failures_are_one_message(
+    ucp: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str
+) -> None:
+    def fail(path: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(api, "inspect", fail)
+    result = ucp("inspect", "x", code=code)
+    assert result.stderr == said
+    assert result.stdout == ""
+
+
+def test_debug_shows_the_traceback_and_keeps_the_exit_code(ucp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Traceback" in ucp("--debug", "inspect", "/nowhere", code=1).stderr
+    monkeypatch.setenv("UCP_DEBUG", "1")
+    assert "Traceback" in ucp("inspect", "/nowhere", code=1).stderr
+
+
+def test_a_mistake_of_the_program_is_not_hidden(ucp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(api, "inspect", fail)
+    assert isinstance(ucp("inspect", "x", code=1).exception, ZeroDivisionError)
+
+
+def test_help_imports_next_to_nothing() -> None:
+    modules = imported("--help")
+    assert not modules & {"ucp", "rich", *HEAVY}
+
+
+@pytest.mark.parametrize("words", [["inspect"], ["plan"], ["inspect", "--json"]])
+def test_reading_commands_import_no_torch(zero3: Path, words: list[str]) -> None:
+    assert not imported(words[0], zero3, *words[1:]) & set(HEAVY)
+
+
+@pytest.mark.parametrize("words", [[], ["--to", "deepspeed", "--topology", "dp=2,zero=3"], ["--virtual"]])
+def test_convert_imports_no_torch(zero3: Path, tmp_path: Path, words: list[str]) -> None:
+    assert "torch" not in imported("convert", zero3, tmp_path / "out", *words)
+
+
+def test_a_reader_that_goes_away_is_no_error(zero3: Path) -> None:
+    command = f"{sys.executable} -m ucp_cli.main inspect {zero3} --json --param '*' | head -n 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert done.stdout == "{\n"
+    assert done.stderr == ""
+
+
+def test_any_locale_will_do(zero3: Path) -> None:
+    done = run("inspect", zero3, env={"PYTHONIOENCODING": "ascii", "PATH": ""})
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,59 @@
+"""What option values mean, and what is refused as wrong usage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+
+from tests.cli.conftest import Run
+from ucp_cli.options import nbytes_of
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1", 1),
+        ("512M", 512 << 20),
+        ("512MiB", 512 << 20),
+        ("512MB", 512_000_000),
+        ("1g", 1 << 30),
+        ("1.5 GiB", 3 << 29),
+        ("2kb", 2000),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_memory(text: str, nbytes: int) -> None:
+    assert nbytes_of(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1G", "1X", "1GiBB", "1,5G", "nan"])
+def test_what_is_no_amount_of_memory(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="512M"):
+        nbytes_of(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--memory", "many"], "expected an amount of memory"),
+        (["--memory", "0"], "memory > 0"),
+        (["--workers", "-1"], "workers >= 0"),
+        (["--topology", "dp=x"], "expected axis=degree"),
+        (["--topology", "dp=2"], "atoms know nothing of ranks"),
+        (["--dtype", "weight"], "expected STATE=DTYPE"),
+        (["--dtype", "weight=int3"], "expected STATE=DTYPE with a dtype of"),
+        (["--dtype", "weight=bf16", "--dtype", "weight=fp16"], "given twice for weight"),
+        (["--layout", "round"], "expected a layout of"),
+        (["--to", "nothing"], "expected a name of ucp.targets"),
+        (["--virtual", "--layout", "packed"], "--virtual"),
+        (["--include", "nothing.at.all"], "no parameter matches 'nothing.at.all'"),
+        (["--bogus"], "No such option"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2_and_names_the_cure(ucp: Run, zero3: Path, words: list[str], said: str) -> None:
+    result = ucp("plan", zero3, *words, code=2)
+    assert said in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,102 @@
+"""What is told of a run, and how often."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from ucp_cli.progress import Watch, watch
+
+
+class Shown:
+    """Remembers what it is asked to draw."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[object, ...]] = []
+
+    def start(self, title: str, total: int) -> None:
+        self.said.append(("start", title, total))
+
+    def update(self, done: int, seconds: float) -> None:
+        self.said.append(("update", done, seconds))
+
+    def stop(self, done: int, seconds: float) -> None:
+        self.said.append(("stop", done, seconds))
+
+
+def test_it_draws_at_most_ten_times_a_second() -> None:
+    shown, now = Shown(), [100.0]
+    own = Watch(shown, lambda: now[0])
+    own.begin(title="convert", nbytes=1000)
+    for _ in range(100):
+        now[0] += 0.01
+        own.advance(10)
+    own.end()
+    updates = [item for item in shown.said if item[0] == "update"]
+    assert 8 <= len(updates) <= 10
+    assert shown.said[-1] == ("stop", 1000, pytest.approx(1.0))
+
+
+def test_stages_are_counted_apart() -> None:
+    shown = Shown()
+    own = Watch(shown, lambda: 0.0)
+    for title in ("a", "b"):
+        own.begin(title=title, nbytes=5)
+        own.advance(5)
+        own.end()
+    assert shown.said == [("start", "a", 5), ("stop", 5, 0.0), ("start", "b", 5), ("stop", 5, 0.0)]
+
+
+def test_several_threads_may_advance() -> None:
+    shown = Shown()
+    own = Watch(shown)
+    own.begin(title="copies", nbytes=4000)
+    threads = [threading.Thread(target=lambda: [own.advance(1) for _ in range(1000)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    own.end()
+    assert shown.said[-1][:2] == ("stop", 4000)
+
+
+def test_json_events(capsys: pytest.CaptureFixture[str]) -> None:
+    own = watch("json")
+    own.begin(title="convert", nbytes=8)
+    own.advance(8)
+    own.end()
+    out, err = capsys.readouterr()
+    events = [json.loads(line) for line in err.splitlines()]
+    assert out == ""
+    assert [event["event"] for event in events] == ["begin", "end"]
+    assert {tuple(event) for event in events} == {
+        ("event", "title", "done_bytes", "total_bytes", "seconds", "bytes_per_second")
+    }
+    assert events[-1]["done_bytes"] == events[-1]["total_bytes"] == 8
+
+
+def test_no_bar_where_there_is_no_terminal_nor_when_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    for own in (watch("auto"), watch("none"), watch("json", quiet=True), watch("bar", quiet=True)):
+        own.begin(title="convert", nbytes=8)
+        own.advance(8)
+        own.end()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_bar_starts_no_thread(capsys: pytest.CaptureFixture[str]) -> None:
+    before = threading.active_count()
+    own = watch("bar")
+    own.begin(title="convert", nbytes=1 << 30)
+    own.advance(1 << 30)
+    assert threading.active_count() == before
+    own.end()
+    assert "1.00 GiB of 1.00 GiB" in capsys.readouterr().err
+
+
+def test_a_bar_of_nothing_is_not_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    own = watch("bar")
+    own.begin(title="copies", nbytes=0)
+    own.end()
+    assert capsys.readouterr().err == ""

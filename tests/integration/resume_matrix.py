@@ -1,0 +1,282 @@
+"""The resume matrix: every source converted for every target, loaded by real DeepSpeed, and compared.
+
+1. `cells` says which source is written for which target, natively or as a universal checkpoint.
+2. `convert_all` writes the destinations with `ucp.convert`.
+3. `load_all` starts one process group per number of ranks (`resume_worker.py`), each loading many destinations.
+4. `judge` compares what DeepSpeed then holds, and the losses of its next steps, with the source's truth.
+5. `table` prints the verdicts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+import ucp
+
+__all__ = ["SOURCES", "TARGETS", "Cell", "Verdict", "cells", "convert_all", "judge", "load_all", "table"]
+
+_HERE = Path(__file__).resolve().parent
+FIXTURES = _HERE.parents[1] / "fixtures" / "deepspeed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint that real DeepSpeed wrote, kept in fixtures/."""
+
+    name: str
+    label: str
+    stage: int
+    ranks: int
+    dtype: str
+
+    @property
+    def folder(self) -> Path:
+        return FIXTURES / self.name
+
+    @property
+    def truth(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "truth.json").read_text())
+        return found
+
+    @property
+    def scheduled(self) -> bool:
+        return self.truth["lr_scheduler"] is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The run that is to load a destination."""
+
+    stage: int
+    ranks: int
+
+    @property
+    def label(self) -> str:
+        return f"z{self.stage} DP{self.ranks}"
+
+
+SOURCES = (
+    Source(name="z0-fp32", label="z0 fp32", stage=0, ranks=2, dtype="fp32"),
+    Source(name="z0-bf16", label="z0 bf16", stage=0, ranks=2, dtype="bf16"),
+    Source(name="z1-dp4-fp32", label="z1 DP4 fp32", stage=1, ranks=4, dtype="fp32"),
+    Source(name="z1-dp4-bf16", label="z1 DP4 bf16 (BF16_Optimizer)", stage=1, ranks=4, dtype="bf16"),
+    Source(name="z2-dp4-bf16", label="z2 DP4 bf16", stage=2, ranks=4, dtype="bf16"),
+    Source(name="z3-dp4-fp32", label="z3 DP4 fp32", stage=3, ranks=4, dtype="fp32"),
+    Source(name="z3-dp3-uneven", label="z3 DP3 uneven fp32", stage=3, ranks=3, dtype="fp32"),
+)
+
+TARGETS = (Target(0, 2), Target(1, 1), Target(1, 2), Target(2, 2), Target(3, 2), Target(3, 4))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One conversion and load."""
+
+    source: Source
+    target: Target
+    universal: bool
+    own_steps: bool = True
+    """Whether each optimizer state is given a step tensor of its own after a universal load in stage 3."""
+
+    @property
+    def name(self) -> str:
+        kind = "universal" if self.universal else "native"
+        shared = "" if self.own_steps else "-as-loaded"
+        return f"{self.source.name}-to-z{self.target.stage}-dp{self.target.ranks}-{kind}{shared}"
+
+    @property
+    def destination(self) -> str:
+        """Folder of what is loaded; one universal directory serves all targets."""
+        return f"{self.source.name}-universal" if self.universal else self.name
+
+
+def cells() -> tuple[Cell, ...]:
+    """All cells, and one more: stage 3 as DeepSpeed leaves it after a universal load."""
+    every = [
+        Cell(source=source, target=target, universal=universal)
+        for source in SOURCES
+        for target in TARGETS
+        for universal in (False, True)
+    ]
+    named = {cell.source.name: cell.source for cell in every}
+    return (*every, Cell(source=named["z3-dp4-fp32"], target=Target(3, 4), universal=True, own_steps=False))
+
+
+def convert_all(wanted: Iterable[Cell], root: Path) -> dict[str, ucp.ConvertReport]:
+    """Write every destination once."""
+    reports: dict[str, ucp.ConvertReport] = {}
+    for cell in wanted:
+        if cell.destination in reports:
+            continue
+        to = "deepspeed-universal" if cell.universal else "deepspeed"
+        topology = None if cell.universal else ucp.Topology(dp=cell.target.ranks, zero=cell.target.stage)
+        source = cell.source.folder / "checkpoint"
+        reports[cell.destination] = ucp.convert(source, root / cell.destination, to=to, topology=topology)
+    return reports
+
+
+def load_all(wanted: Iterable[Cell], root: Path, results: Path) -> None:
+    """Load every destination with DeepSpeed; `results` gets a folder per cell."""
+    ordered = sorted(wanted, key=lambda cell: cell.target.ranks)
+    for ranks, group in groupby(ordered, key=lambda cell: cell.target.ranks):
+        jobs = results / f"jobs-{ranks}.json"
+        jobs.parent.mkdir(parents=True, exist_ok=True)
+        jobs.write_text(json.dumps([_job(cell, root, results) for cell in group]))
+        _launch(ranks, jobs)
+
+
+def _job(cell: Cell, root: Path, results: Path) -> dict[str, object]:
+    case: dict[str, object] = {"stage": cell.target.stage, "ranks": cell.target.ranks}
+    if cell.target.stage == 0:
+        case["config"] = {}  # no separate gradient type without ZeRO
+    return {
+        "base": cell.source.name,
+        "case": case,
+        "checkpoint": str(root / cell.destination),
+        "universal": cell.universal,
+        "own_steps": cell.universal and cell.target.stage == 3 and cell.own_steps,
+        "unmanaged_from": str(cell.source.folder / "truth.safetensors"),
+        "out": str(results / cell.name),
+    }
+
+
+def _launch(ranks: int, jobs: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    command = [*launcher, str(_HERE / "resume_worker.py"), str(jobs)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed with {done.returncode}:\n{done.stderr[-4000:]}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What became of a cell."""
+
+    cell: Cell
+    error: str = ""
+    """What DeepSpeed said, when it refused."""
+    compared: int = 0
+    """Tensors compared bit for bit."""
+    differing: tuple[str, ...] = ()
+    """Those that differ."""
+    not_restored: tuple[str, ...] = ()
+    """Frozen parameters and buffers that a universal load left as the model was built."""
+    groups: tuple[str, ...] = ()
+    """Differences of groups: parameters, hyper-parameters, steps."""
+    loss_gap: float = float("nan")
+    """Largest relative difference of the losses of the next steps from the uninterrupted run's."""
+    lrs_equal: bool = False
+    """Whether the learning rates of the next steps are the uninterrupted run's."""
+    step_before: float = 0.0
+    """Step count of the source's optimizer."""
+    step_expected: float = 0.0
+    """What it should be after the next steps."""
+    step_after: float = 0.0
+    """What it was."""
+
+
+def judge(cell: Cell, results: Path) -> Verdict:
+    """Compare what DeepSpeed held after the load, and what it did then, with the truth of the source."""
+    folder = results / cell.name
+    if (folder / "error.json").exists():
+        said = json.loads((folder / "error.json").read_text())
+        return Verdict(cell=cell, error=f"{said['type']}: {said['message']}")
+    loaded = json.loads((folder / "truth.json").read_text())
+    truth = cell.source.truth
+    differing = list(_differing(cell.source.folder, folder, empty=truth["empty"]))
+    before = max(group["step"] for group in truth["groups"])
+    unmanaged = {f"{name}/module" for name in (*truth["frozen"], *truth["buffers"])} if cell.universal else set()
+    return Verdict(
+        cell=cell,
+        compared=len(_keys(folder, truth["empty"])),
+        differing=tuple(name for name in differing if name not in unmanaged),
+        not_restored=tuple(name for name in differing if name in unmanaged),
+        groups=tuple(_group_differences(truth, loaded)),
+        loss_gap=max(_gap(a, b) for a, b in zip(truth["losses_after"], loaded["losses_after"], strict=True)),
+        lrs_equal=truth["lrs_after"] == loaded["lrs_after"],
+        step_before=before,
+        step_expected=before + len(truth["losses_after"]),
+        step_after=loaded["step_after"],
+    )
+
+
+def _gap(wanted: float, found: float) -> float:
+    return abs(found - wanted) / abs(wanted)
+
+
+def _keys(folder: Path, empty: Sequence[str]) -> set[str]:
+    """Tensors of a truth; parameters without elements have optimizer states in stage 0 only."""
+    with safe_open(folder / "truth.safetensors", "pt") as file:
+        names = list(file.keys())
+    return {key for key in names if key.endswith("/module") or key.rpartition("/")[0] not in empty}
+
+
+def _differing(wanted: Path, found: Path, *, empty: Sequence[str]) -> Iterator[str]:
+    keys = _keys(wanted, empty)
+    yield from sorted(keys ^ _keys(found, empty))
+    with safe_open(wanted / "truth.safetensors", "pt") as a, safe_open(found / "truth.safetensors", "pt") as b:
+        for key in sorted(keys & _keys(found, empty)):
+            left, right = a.get_tensor(key), b.get_tensor(key)
+            same = left.shape == right.shape and left.dtype == right.dtype
+            if not same or bytes(left.contiguous().view(-1).view(_bytes()).numpy()) != bytes(
+                right.contiguous().view(-1).view(_bytes()).numpy()
+            ):
+                yield key
+
+
+def _bytes() -> Any:
+    import torch
+
+    return torch.uint8
+
+
+def _group_differences(truth: dict[str, Any], loaded: dict[str, Any]) -> Iterator[str]:
+    if len(truth["groups"]) != len(loaded["groups"]):
+        yield f"{len(truth['groups'])} groups became {len(loaded['groups'])}"
+        return
+    for number, (wanted, found) in enumerate(zip(truth["groups"], loaded["groups"], strict=True)):
+        for side in (wanted, found):
+            side["names"] = [name for name in side["names"] if name not in truth["empty"]]
+        for key in ("names", "step"):
+            if wanted[key] != found[key]:
+                yield f"group {number}: {key} {wanted[key]} became {found[key]}"
+        for key in sorted(wanted["hyperparameters"].keys() | found["hyperparameters"].keys()):
+            before, after = (side["hyperparameters"].get(key) for side in (wanted, found))
+            if before != after:
+                yield f"group {number}: {key} {before} became {after}"
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """The matrix in Markdown: a row per source and kind, a column per target."""
+    lines = [
+        "| source | written as | " + " | ".join(target.label for target in TARGETS) + " |",
+        "|---|---|" + "---|" * len(TARGETS),
+    ]
+    found = {verdict.cell.name: verdict for verdict in verdicts}
+    for source in SOURCES:
+        for universal in (False, True):
+            row = [Cell(source=source, target=target, universal=universal).name for target in TARGETS]
+            shown = " | ".join(_shown(found[name]) for name in row)
+            lines.append(f"| {source.label} | {'universal' if universal else 'native'} | {shown} |")
+    return "\n".join(lines)
+
+
+def _shown(verdict: Verdict) -> str:
+    if verdict.error and verdict.cell.universal and verdict.cell.target.stage == 0:
+        return "not by DeepSpeed"
+    if verdict.error:
+        return f"**{verdict.error.partition(':')[0]}**"
+    if verdict.differing or verdict.groups:
+        return f"**{len(verdict.differing)} tensors, {len(verdict.groups)} settings differ**"
+    return "exact" if verdict.loss_gap == 0 else f"{verdict.loss_gap:.0e}"

@@ -1,0 +1,336 @@
+"""Laws of DeepSpeed's flat layouts, against a plain imitation of the code that writes them.
+
+The imitation flattens, pads and splits arrays as DeepSpeed 0.19.8 does, line by line (stage_1_and_2.py, bf16_optimizer.py,
+partition_parameters.py); what a layout then says must put every parameter together again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ucp.dtypes import DType
+from ucp.region import uncovered
+from ucp.tensor import TensorRef
+from ucp_formats.deepspeed.buckets import Bucket, Shard, bucket_states, pieces_of
+from ucp_formats.deepspeed.flat_layout import Chunks, FlatLayout, WholeParameters, shared_buffers
+from ucp_formats.deepspeed.group_order import dealt_back, mapping_disagrees, optimizer_order
+from ucp_formats.deepspeed.matching import AmbiguousError, FlatSlots, NoMatchError, Slots, match
+from ucp_formats.deepspeed.partition import Held, round_robin
+from ucp_formats.deepspeed.problems import Problems
+from ucp_formats.deepspeed.sameness import Checksums
+
+GARBAGE = -1
+
+
+@dataclass(frozen=True)
+class Params:
+    """Named arrays whose elements are all different."""
+
+    arrays: dict[str, np.ndarray]
+
+    @property
+    def numels(self) -> dict[str, int]:
+        return {name: array.size for name, array in self.arrays.items()}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: array.shape for name, array in self.arrays.items()}
+
+
+SHAPES = st.one_of(
+    st.just(()),
+    st.tuples(st.integers(0, 9)),
+    st.tuples(st.integers(0, 6), st.integers(0, 6)),
+    st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3)),
+)
+
+
+@st.composite
+def params(draw, *, least: int = 1, most: int = 7) -> Params:
+    shapes = draw(st.lists(SHAPES, min_size=least, max_size=most))
+    assume(sum(prod(shape) for shape in shapes))
+    start, arrays = 0, {}
+    for at, shape in enumerate(shapes):
+        arrays[f"p{at}"] = np.arange(start, start + prod(shape)).reshape(shape)
+        start += prod(shape)
+    return Params(arrays)
+
+
+# ---- the imitation ----
+
+
+def aligned(flat: np.ndarray, alignment: int) -> np.ndarray:
+    """`align_dense_tensors`: pad the end to a multiple."""
+    remaining = flat.size % alignment
+    return np.concatenate([flat, np.full(alignment - remaining if remaining else 0, GARBAGE)])
+
+
+def param_padding(numels: list[int], unit: int) -> list[int]:
+    """`round_robin_bit16_padding`: all but the last start at a multiple of `unit`."""
+    paddings, offset = [], 0
+    for at, numel in enumerate(numels):
+        offset += numel
+        padding = 0 if at == len(numels) - 1 else -offset % unit
+        paddings.append(padding)
+        offset += padding
+    return paddings
+
+
+def zero12_partitions(arrays: list[np.ndarray], ranks: int, paddings: list[int]) -> list[np.ndarray]:
+    """Flatten with padding after each, align to 2 * ranks, split in equal shares."""
+    pieces = [np.concatenate([a.ravel(), np.full(p, GARBAGE)]) for a, p in zip(arrays, paddings, strict=True)]
+    flat = aligned(np.concatenate(pieces), 2 * ranks)
+    return np.split(flat, ranks)
+
+
+def stripped(partitions: list[np.ndarray], used: int) -> list[np.ndarray]:
+    """`_get_groups_without_padding` with `groups_padding` of versions since 2025."""
+    found, left = [], 0
+    for partition in partitions:
+        found.append(partition[: min(max(used - left, 0), partition.size)])
+        left += partition.size
+    return found
+
+
+def zero3_partitions(arrays: list[np.ndarray], ranks: int) -> list[np.ndarray]:
+    """Each parameter in chunks of ceil(numel / ranks), what is past its end undefined."""
+    shares: list[list[np.ndarray]] = [[] for _ in range(ranks)]
+    for array in arrays:
+        length = -(-array.size // ranks)
+        whole = np.concatenate([array.ravel(), np.full(length * ranks - array.size, GARBAGE)])
+        for rank in range(ranks):
+            shares[rank].append(whole[rank * length : (rank + 1) * length])
+    return [np.concatenate(share) for share in shares]
+
+
+def muon_momentum(arrays: list[np.ndarray], ranks: int, share: int) -> list[np.ndarray]:
+    """`_muon_momentum_buffer` over `get_partition_info`: the parameters that start or continue in the share, whole."""
+    found = []
+    for rank in range(ranks):
+        first, last, at, own = rank * share, (rank + 1) * share, 0, []
+        for array in arrays:
+            if first <= at < last or at < first < at + array.size:
+                own.append(array.ravel())
+            at += array.size
+        found.append(np.concatenate([np.zeros(0, int), *own]))
+    return found
+
+
+def rebuilt(source: Params, layout: FlatLayout, flats: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """Parameters put together from what `layout` says of each rank's flat array."""
+    out = {name: np.full(array.size, -2) for name, array in source.arrays.items()}
+    for rank, flat in enumerate(flats):
+        for held in layout.held(rank):
+            if layout.replica(held.name, rank) == 0:
+                assert (out[held.name][held.start : held.stop] == -2).all(), "an element is held twice"
+            own = flat[held.offset : held.offset + held.stop - held.start]
+            out[held.name][held.start : held.stop] = own
+    return {name: flat.reshape(source.arrays[name].shape) for name, flat in out.items()}
+
+
+def check_rebuilt(source: Params, layout: FlatLayout, flats: list[np.ndarray]) -> None:
+    assert all(layout.accepts(rank, flat.size) for rank, flat in enumerate(flats))
+    for name, array in rebuilt(source, layout, flats).items():
+        np.testing.assert_array_equal(array, source.arrays[name], err_msg=name)
+
+
+# ---- laws ----
+
+
+@given(source=params(), ranks=st.integers(1, 9), unit=st.sampled_from([1, 4, 8]), data=st.data())
+def test_shares_of_a_buffer_hold_every_element_once(source: Params, ranks: int, unit: int, data) -> None:
+    names = list(source.arrays)
+    if data.draw(st.booleans(), label="dealt"):
+        names = list(round_robin(names, ranks=ranks))
+    arrays = [source.arrays[name] for name in names]
+    paddings = param_padding([array.size for array in arrays], unit)
+    moments = zero12_partitions(arrays, ranks, paddings)
+    masters = stripped(moments, sum(a.size + p for a, p in zip(arrays, paddings, strict=True)))
+    if data.draw(st.booleans(), label="padding kept"):
+        masters = moments
+    numels = {name: source.arrays[name].size for name in names}
+    buffer, *_ = shared_buffers(numels, ranks=ranks, paddings=paddings, first=masters[0].size)
+    check_rebuilt(source, buffer, masters)
+    check_rebuilt(source, buffer, moments)
+
+
+@given(source=params(), ranks=st.integers(1, 9))
+def test_shares_of_other_alignments_are_told_by_the_length_of_the_first(source: Params, ranks: int) -> None:
+    arrays = list(source.arrays.values())
+    flat = aligned(np.concatenate([array.ravel() for array in arrays]), ranks)
+    shares = np.split(flat, ranks)
+    layouts = shared_buffers(source.numels, ranks=ranks, paddings=None, first=shares[0].size)
+    fitting = [own for own in layouts if all(own.accepts(rank, share.size) for rank, share in enumerate(shares))]
+    check_rebuilt(source, fitting[0], shares)
+
+
+@given(source=params(), ranks=st.integers(1, 9))
+def test_chunks_hold_every_element_once(source: Params, ranks: int) -> None:
+    flats = zero3_partitions(list(source.arrays.values()), ranks)
+    check_rebuilt(source, Chunks(tuple(source.numels.items()), ranks), flats)
+
+
+@given(source=params(), ranks=st.integers(1, 9))
+def test_whole_parameters_of_muon(source: Params, ranks: int) -> None:
+    full = Params({name: array for name, array in source.arrays.items() if array.size})
+    buffer, *_ = shared_buffers(full.numels, ranks=ranks, paddings=None, first=0)
+    flats = muon_momentum(list(full.arrays.values()), ranks, buffer.share)
+    layout = WholeParameters(buffer)
+    check_rebuilt(full, layout, flats)
+    copies: dict[str, list[int]] = {}
+    for rank in range(ranks):
+        for held in layout.held(rank):
+            copies.setdefault(held.name, []).append(layout.replica(held.name, rank))
+    assert all(numbers == list(range(len(numbers))) for numbers in copies.values())
+
+
+@given(source=params(), ranks=st.integers(1, 9))
+def test_a_layout_never_names_padding(source: Params, ranks: int) -> None:
+    buffer, *_ = shared_buffers(source.numels, ranks=ranks, paddings=None, first=0)
+    for layout in (buffer, Chunks(tuple(source.numels.items()), ranks)):
+        held = [held for rank in range(ranks) for held in layout.held(rank)]
+        assert sum(own.stop - own.start for own in held) == sum(source.numels.values())
+        assert all(0 <= own.start < own.stop <= source.numels[own.name] for own in held)
+
+
+@given(shape=SHAPES, data=st.data())
+def test_pieces_of_stretches_tile_the_parameter(shape: tuple[int, ...], data) -> None:
+    numel = prod(shape)
+    cuts = sorted({0, numel, *data.draw(st.lists(st.integers(0, numel), max_size=4))})
+    flat = TensorRef(path="f", offset=64, dtype=DType.FLOAT32, shape=(numel,), strides=(1,))
+    memory = np.arange(numel)
+    boxes, whole = [], np.full(shape, -1)
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        for piece in pieces_of(Held(name="p", start=start, stop=stop, offset=start), shape, flat):
+            boxes.append(piece.box)
+            first = (piece.ref.offset - 64) // 4
+            where = tuple(slice(o, o + n) for o, n in zip(piece.box.offsets, piece.box.sizes, strict=True))
+            strides = tuple(step * memory.itemsize for step in piece.ref.strides)
+            whole[where] = np.ndarray(piece.box.sizes, memory.dtype, memory, first * memory.itemsize, strides)
+    assert uncovered(shape, boxes) == ()
+    np.testing.assert_array_equal(whole, memory.reshape(shape))
+
+
+@given(count=st.integers(0, 12), ranks=st.integers(1, 9))
+def test_dealing_back_undoes_dealing(count: int, ranks: int) -> None:
+    names = tuple(f"p{at}" for at in range(count))
+    assert dealt_back(round_robin(names, ranks=ranks), ranks=ranks) == names
+
+
+@given(source=params(least=2), ranks=st.integers(2, 6), dealt=st.booleans())
+def test_the_order_of_the_optimizer_is_found_from_the_mappings(source: Params, ranks: int, dealt: bool) -> None:
+    """Whatever the configuration says, as DeepSpeed lists names in the optimizer's order."""
+    full = {name: numel for name, numel in source.numels.items() if numel}
+    assume(full)
+    names = tuple(full)
+    stored = round_robin(names, ranks=ranks) if dealt else names
+    optimizer, *_ = shared_buffers(full, ranks=ranks, paddings=None, first=0)
+    mappings = [{held.name: None for held in optimizer.held(rank)} for rank in range(ranks)]
+    assert optimizer_order(stored, ranks=ranks, dealt=dealt, mappings=mappings)[0] == names
+
+
+@given(source=params(), ranks=st.integers(1, 5))
+def test_right_mappings_never_disagree(source: Params, ranks: int) -> None:
+    buffer, *_ = shared_buffers(source.numels, ranks=ranks, paddings=None, first=0)
+    for rank in range(ranks):
+        assert mapping_disagrees(buffer, rank, {held.name: fragment(held) for held in buffer.held(rank)}) == []
+        for held in buffer.held(rank):
+            moved = {own.name: fragment(own, by=own == held) for own in buffer.held(rank)}
+            assert mapping_disagrees(buffer, rank, moved) == [held.name]
+
+
+def fragment(held: Held, *, by: int = 0):
+    from ucp.inert import GlobalName, Stub
+
+    state = {"numel": held.stop - held.start, "start": held.offset + by}
+    return Stub(GlobalName("deepspeed.utils.tensor_fragment", "fragment_address"), state=state, has_state=True)
+
+
+@given(source=params(), ranks=st.integers(1, 6))
+def test_states_of_a_bucket_tile_every_parameter(source: Params, ranks: int) -> None:
+    flats = zero3_partitions(list(source.arrays.values()), ranks)
+    refs = [
+        TensorRef(path=f"r{rank}", offset=0, dtype=DType.FLOAT32, shape=(flat.size,), strides=(1,))
+        for rank, flat in enumerate(flats)
+    ]
+    shards = [Shard(rank=r, file=f"r{r}", weight=ref, states={"m": ref, "step": 3}) for r, ref in enumerate(refs)]
+    layouts = (Chunks(tuple(source.numels.items()), ranks),)
+    problems = Problems()
+    bucket = Bucket(label="b", shapes=source.shapes, layouts=layouts, shards=tuple(shards))
+    found = bucket_states(bucket, Checksums(()), problems)
+    assert problems == Problems()
+    for name, shape in source.shapes.items():
+        assert list(found.states[name]) == ["weight", "m", "step"]
+        assert found.states[name]["step"].global_shape == ()
+        for state in ("weight", "m"):
+            index = found.states[name][state]
+            assert index.global_shape == shape
+            assert index.fragments, "even a parameter without elements has a piece"
+            assert uncovered(shape, [piece.box for piece in index.fragments]) == ()
+
+
+# ---- matching against trying everything ----
+
+
+@st.composite
+def matchings(draw):
+    shapes = draw(st.lists(st.sampled_from([(2,), (3,), (2, 2)]), max_size=6))
+    count = draw(st.integers(1, 2))
+    homes = [draw(st.integers(-1, count - 1)) for _ in shapes]
+    groups = []
+    for group in range(count):
+        own = [shape for shape, home in zip(shapes, homes, strict=True) if home == group]
+        if draw(st.booleans()):
+            groups.append(FlatSlots(sum(map(prod, own))))
+        else:
+            groups.append(Slots(tuple(None if draw(st.integers(0, 4)) == 0 else shape for shape in own)))
+    return groups, [(f"p{at}", shape) for at, shape in enumerate(shapes)]
+
+
+def every_assignment(groups, params) -> list[tuple[tuple[str, ...], ...]]:
+    found = []
+    for homes in product(range(-1, len(groups)), repeat=len(params)):
+        positions = [0] * len(groups)
+        for home, (_, shape) in zip(homes, params, strict=True):
+            after = 0 if home < 0 else groups[home].after(positions[home], shape)
+            if after is None:
+                break
+            if home >= 0:
+                positions[home] = after
+        else:
+            if all(at == group.length for at, group in zip(positions, groups, strict=True)):
+                names = [name for name, _ in params]
+                found.append(tuple(tuple(n for n, h in zip(names, homes, strict=True) if h == g)
+                                   for g in range(len(groups))))  # fmt: skip
+    return found
+
+
+@given(case=matchings())
+def test_matching_answers_exactly_when_one_assignment_fits(case) -> None:
+    groups, named = case
+    fitting = every_assignment(groups, named)
+    assert fitting, "the case was made from an assignment"
+    if len(fitting) == 1:
+        assert match(groups, named).groups == fitting[0]
+    else:
+        with pytest.raises(AmbiguousError) as caught:
+            match(groups, named)
+        assert set(caught.value.names) <= {name for name, _ in named}
+
+
+def test_matching_says_when_nothing_fits() -> None:
+    with pytest.raises(NoMatchError):
+        match([Slots(((2, 2),))], [("a", (3,))])
+
+
+def test_matching_a_large_model_is_quick() -> None:
+    named = [(f"layers.{at}.{kind}", shape) for at in range(400) for kind, shape in (("w", (64, 64)), ("b", (64,)))]
+    groups = [Slots(((64, 64),) * 400), Slots(((64,),) * 400)]
+    assert [len(own) for own in match(groups, named).groups] == [400, 400]

@@ -1,0 +1,231 @@
+"""Laws of patterns over one axis and several, with flat partitions on top: split then union is the identity."""
+
+from __future__ import annotations
+
+import itertools
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ucp_patterns.partial import Partial
+from ucp_patterns.replicate import Replicate
+from ucp_patterns.shard import Shard
+from ucp_patterns.unique import Unique
+
+from ucp.layout import AxisLayout, Layout, Overlap, local_shape, place
+from ucp.region import RegionPair, compose, uncovered
+from ucp.testing.strategies import coordinates, cuts, shapes
+
+
+@st.composite
+def cases(draw, *, most_axes: int = 3):
+    """A shape and a layout that it can have: blocks fit the local length they are cut from."""
+    shape = draw(shapes(most_dims=3, most=7))
+    local, axes = shape, []
+    for name in ("pp", "ep", "tp")[: draw(st.integers(0, most_axes))]:
+        parts = draw(st.integers(1, 5))
+        pattern = draw(patterns(local, parts))
+        axes.append(AxisLayout(name, parts, pattern))
+        # A shard by blocks needs one length on all parts: it is only ever the last cut of its dim here.
+        local = tuple(-1 if pattern == Shard(dim) or blocked(pattern, dim) else n for dim, n in enumerate(local))
+    return shape, Layout(tuple(axes))
+
+
+def blocked(pattern, dim: int) -> bool:
+    return isinstance(pattern, Shard) and pattern.dim == dim
+
+
+@st.composite
+def patterns(draw, local: tuple[int, ...], parts: int):
+    kinds = ["replicate", "partial", "unique", *(["shard", "shard"] if local else [])]
+    match draw(st.sampled_from(kinds)):
+        case "replicate":
+            return Replicate()
+        case "partial":
+            return Partial()
+        case "unique":
+            return Unique(draw(st.integers(0, parts - 1)))
+    dim = draw(st.integers(0, len(local) - 1))
+    if local[dim] < 0 or draw(st.booleans()):
+        return Shard(dim)
+    edges = draw(cuts(local[dim]))
+    return Shard(dim, tuple(b - a for a, b in itertools.pairwise(edges)))
+
+
+def held(placed, whole: np.ndarray, numel: int) -> np.ndarray:
+    """What a rank stores, by the meaning of `Placed`; -1 where nothing was said."""
+    stored = np.full(numel, -1)
+    for own in placed:
+        for at in np.ndindex(*own.box.sizes):
+            position = own.offset + sum(i * s for i, s in zip(at, own.strides, strict=True))
+            assert stored[position] == -1, "a place is filled twice"
+            stored[position] = whole[tuple(o + i for o, i in zip(own.box.offsets, at, strict=True))]
+    return stored
+
+
+def expected(layout: Layout, whole: np.ndarray, rank: dict[str, int]) -> np.ndarray | None:
+    """The local tensor by numpy alone, or None where the rank holds nothing."""
+    for axis in layout.axes:
+        pattern, parts, index = axis.pattern, axis.parts, rank[axis.axis]
+        if isinstance(pattern, Unique) and index != pattern.owner:
+            return None
+        if isinstance(pattern, Shard):
+            blocks = pattern.blocks or (whole.shape[pattern.dim],)
+            pieces = np.split(whole, np.cumsum(blocks)[:-1], axis=pattern.dim)
+            own = [np.array_split(piece, parts, axis=pattern.dim)[index] for piece in pieces]
+            whole = np.concatenate(own, axis=pattern.dim)
+    return whole
+
+
+@given(cases())
+def test_a_rank_holds_what_numpy_cuts(case):
+    shape, layout = case
+    whole = np.arange(prod(shape)).reshape(shape)
+    for rank in coordinates(layout):
+        wanted = expected(layout, whole, rank)
+        placed = place(layout, shape, coords=rank)
+        if wanted is None:
+            assert placed == ()
+        else:
+            assert local_shape(layout, shape, rank) == wanted.shape
+            assert held(placed, whole, wanted.size).tolist() == wanted.reshape(-1).tolist()
+
+
+@given(cases(), st.data())
+def test_a_flat_partition_holds_a_range_of_the_local_tensor(case, data):
+    shape, layout = case
+    whole = np.arange(prod(shape)).reshape(shape)
+    for rank in coordinates(layout):
+        wanted = expected(layout, whole, rank)
+        if wanted is None:
+            continue
+        edges = data.draw(cuts(wanted.size))
+        for low, high in itertools.pairwise(edges):
+            placed = place(layout, shape, coords=rank, flat=(low, high))
+            assert held(placed, whole, high - low).tolist() == wanted.reshape(-1)[low:high].tolist()
+
+
+@given(cases(), st.integers(1, 9))
+def test_split_then_union_is_the_identity(case, dp):
+    """Over every rank of the mesh, its local tensor cut flat over dp, also where dp > numel."""
+    shape, layout = case
+    whole = np.arange(prod(shape)).reshape(shape)
+    copies: dict[tuple[int, int], list] = {}
+    for rank in coordinates(layout):
+        numel = prod(local_shape(layout, shape, rank))
+        step = -(-numel // dp)
+        for d in range(dp):
+            low, high = min(d * step, numel), min((d + 1) * step, numel)
+            for own in place(layout, shape, coords=rank, flat=(low, high)):
+                copies.setdefault((own.replica, own.term), []).append(own.box)
+    if prod(shape):
+        assert (0, 0) in copies
+    degree = prod(axis.parts for axis in layout.axes if axis.pattern.overlap is not Overlap.EXCLUSIVE)
+    assert len(copies) in (0, degree)
+    for boxes in copies.values():
+        assert uncovered(shape, boxes) == ()
+        union = np.full(shape, -1)
+        for box in boxes:
+            index = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            union[index] = whole[index]
+        assert (union == whole).all()
+
+
+@given(cases(), st.data())
+def test_axes_compose_in_any_grouping(case, data):
+    """(a then b) then c places what a then (b then c) places."""
+    shape, layout = case
+    rank = data.draw(st.sampled_from(coordinates(layout)))
+    local, steps = shape, []
+    for axis in layout.axes:
+        pairs = axis.pattern.regions(local, axis.parts, rank[axis.axis])
+        if not pairs:
+            return
+        steps.append(pairs)
+        local = local_shape(Layout((axis,)), local, rank)
+    if len(steps) == 3:
+        a, b, c = steps
+        left, right = compose(compose(a, b), c), compose(a, compose(b, c))
+        assert sorted(left, key=str) == sorted(right, key=str)
+
+
+class TestHybrid:
+    """Shard-Hy: experts over ep, each expert's matrix over tp, the flat rest over dp."""
+
+    layout = Layout((AxisLayout("ep", 2, Shard(0)), AxisLayout("tp", 2, Shard(2))))
+
+    def test_a_rank_holds_its_columns_of_its_experts(self):
+        (own,) = place(self.layout, (4, 3, 6), coords={"ep": 1, "tp": 0})
+        assert str(own.box) == "[2:4, 0:3, 0:3]"
+        assert local_shape(self.layout, (4, 3, 6), {"ep": 1, "tp": 0}) == (2, 3, 3)
+
+    def test_a_zero_partition_of_it_is_a_few_boxes(self):
+        found = place(self.layout, (4, 3, 6), coords={"ep": 1, "tp": 1}, flat=(4, 13))
+        assert [str(own.box) for own in found] == ["[2:3, 1:2, 4:6]", "[2:3, 2:3, 3:6]", "[3:4, 0:1, 3:6]", "[3:4, 1:2, 3:4]"]
+        assert [own.offset for own in found] == [0, 2, 5, 8]
+
+
+class TestReplicas:
+    def test_only_copies_of_rule_equal_are_numbered(self):
+        layout = Layout((AxisLayout("ep", 2, Shard(0)), AxisLayout("tp", 3, Replicate()), AxisLayout("cp", 2, Partial())))
+        found = [place(layout, (4,), coords={"ep": 1, "tp": t, "cp": c})[0] for t in range(3) for c in range(2)]
+        assert [(own.replica, own.term) for own in found] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+
+    def test_two_axes_of_copies_number_through(self):
+        layout = Layout((AxisLayout("tp", 2, Replicate()), AxisLayout("cp", 3, Replicate())))
+        found = [place(layout, (), coords=rank)[0].replica for rank in coordinates(layout)]
+        assert found == [0, 1, 2, 3, 4, 5]
+
+
+class TestPartsThatHoldNothing:
+    def test_what_is_not_owned_is_not_cut_further(self):
+        layout = Layout((AxisLayout("pp", 2, Unique(1)), AxisLayout("tp", 2, Shard(0, (4, 2)))))
+        assert place(layout, (6, 3), coords={"pp": 0, "tp": 0}) == ()
+        assert place(layout, (6, 3), coords={"pp": 0, "tp": 0}, flat=(0, 0)) == ()
+        assert [str(own.box) for own in place(layout, (6, 3), coords={"pp": 1, "tp": 1})] == ["[2:4, 0:3]", "[5:6, 0:3]"]
+        assert prod(local_shape(layout, (6, 3), {"pp": 0, "tp": 0})) == 0
+
+    def test_a_scalar_that_is_not_owned(self):
+        layout = Layout((AxisLayout("pp", 2, Unique(0)),))
+        assert place(layout, (), coords={"pp": 1}) == ()
+        assert place(layout, (), coords={"pp": 0}, flat=(0, 1))[0].box.numel == 1
+
+    @pytest.mark.parametrize("blocks", [(), (1, 1), (0, 2)])
+    def test_more_parts_than_elements_keep_the_other_dims(self, blocks):
+        layout = Layout((AxisLayout("ep", 4, Shard(0, blocks)), AxisLayout("tp", 2, Shard(1, (4, 2)))))
+        shapes_held = [local_shape(layout, (2, 6), {"ep": e, "tp": 1}) for e in range(4)]
+        assert shapes_held[3] == (0, 3)
+        assert sum(prod(own) for own in shapes_held) == 6
+
+
+def test_layouts_of_no_axis_hold_the_whole():
+    (own,) = place(Layout(), (2, 3), coords={})
+    assert (str(own.box), own.offset, own.strides, own.replica, own.term) == ("[0:2, 0:3]", 0, (3, 1), 0, 0)
+
+
+def test_pairs_of_a_shard_by_blocks_follow_one_another():
+    pairs = Shard(0, (5, 0, 3)).regions((8, 2), 2, 0)
+    assert [(pair.whole.offsets[0], pair.local.offsets[0], pair.whole.sizes[0]) for pair in pairs] == [(0, 0, 3), (5, 3, 2)]
+    assert all(isinstance(pair, RegionPair) for pair in pairs)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shape", "message"),
+    [
+        (Shard(1), (4,), "has no dim 1"),
+        (Shard(0), (), "has no dim 0"),
+        (Shard(0, (3, 2)), (4, 4), "do not add up"),
+        (Unique(2), (4,), "owner 2"),
+    ],
+)
+def test_a_pattern_that_does_not_fit_says_so(pattern, shape, message):
+    with pytest.raises(ValueError, match=message):
+        pattern.regions(shape, 2, 0)
+
+
+@pytest.mark.parametrize("arguments", [(-1,), (0, (2, -1))])
+def test_an_invalid_shard_cannot_exist(arguments):
+    with pytest.raises(ValueError, match="not negative"):
+        Shard(*arguments)

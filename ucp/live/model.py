@@ -1,0 +1,153 @@
+"""A live module as names, shapes and types, and as the tensors behind them.
+
+Names are those of the plain module: what wrappers put in front (DistributedDataParallel, torch.compile, activation
+checkpointing) is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ucp.dtypes import DType
+from ucp.errors import LoadError, UnsupportedError, listed
+from ucp.live.fit import LiveTensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["LiveModel", "describe_model", "dtype_of"]
+
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+}
+"""Class of a wrapper to the attribute that holds what it wraps."""
+
+_SHARDING = {
+    "FullyShardedDataParallel": "FSDP shards its parameters",
+    "DeepSpeedEngine": "pass the module inside of it (engine.module) and no optimizer, or use its own load_checkpoint",
+    "PipelineModule": "its layers are cut over pipeline ranks",
+}
+"""Class of a module that cannot be loaded to the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveModel:
+    """Everything of a module that a checkpoint of it holds."""
+
+    tensors: tuple[LiveTensor, ...]
+    """Parameters, then persistent buffers, in the order of the module."""
+    handles: Mapping[str, torch.Tensor]
+    """Name to the tensor itself."""
+    owners: Mapping[int, str]
+    """`id` of every parameter and buffer to its own name."""
+    notes: tuple[str, ...]
+    """What a checkpoint does not hold."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies, as far as that is one place: that of its first tensor."""
+        import torch
+
+        return next((own.device for own in self.handles.values()), torch.device("cpu"))
+
+
+def describe_model(model: nn.Module) -> LiveModel:
+    """The parameters and persistent buffers of `model`. Raises UnsupportedError where they are not whole."""
+    hidden = _hidden(model)
+    state = model.state_dict(keep_vars=True)
+    persistent = {_plain(name, hidden) for name in state}
+    named: list[tuple[str, torch.Tensor]]
+    named = [(_plain(name, hidden), own) for name, own in model.named_parameters(remove_duplicate=False)]
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if _plain(name, hidden) in persistent:
+            named.append((_plain(name, hidden), buffer))
+    _check_whole(named)
+    names: dict[tuple[object, ...], list[str]] = {}
+    handles: dict[tuple[object, ...], torch.Tensor] = {}
+    for name, own in named:
+        names.setdefault(_place(own), []).append(name)
+        handles.setdefault(_place(own), own)
+    tensors = tuple(
+        LiveTensor(names=tuple(names[key]), shape=tuple(own.shape), dtype=dtype_of(own)) for key, own in handles.items()
+    )
+    odd = [_plain(name, hidden) for name in state if name.endswith("_extra_state")]
+    notes = (f"restore yourself what modules keep beside tensors: {', '.join(odd)}",) if odd else ()
+    return LiveModel(
+        tensors=tensors,
+        handles={own.name: handle for own, handle in zip(tensors, handles.values(), strict=True)},
+        owners={id(own): names[_place(own)][0] for _, own in named},
+        notes=notes,
+    )
+
+
+def dtype_of(tensor: torch.Tensor) -> DType:
+    """Element type. Raises ValueError for one that checkpoints do not have."""
+    return DType(str(tensor.dtype).removeprefix("torch."))
+
+
+def _hidden(model: nn.Module) -> frozenset[str]:
+    """Paths of modules whose last component is a wrapper's own."""
+    found = set()
+    refused = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name in {base.__name__ for base in type(module).__mro__}:
+            if name in _SHARDING:
+                refused.append(f"{path or 'the model'} is a {name}: {_SHARDING[name]}")
+            if name in _WRAPPERS:
+                found.add(f"{path}.{_WRAPPERS[name]}" if path else _WRAPPERS[name])
+    if refused:
+        raise UnsupportedError(f"expected a module with whole parameters on every rank; got\n{listed(refused)}")
+    return frozenset(found)
+
+
+def _plain(name: str, hidden: frozenset[str]) -> str:
+    parts = name.split(".")
+    return ".".join(part for at, part in enumerate(parts) if ".".join(parts[: at + 1]) not in hidden)
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """The same for tensors that are the same elements."""
+    if not tensor.numel():
+        return (id(tensor),)
+    return (
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+    )
+
+
+def _check_whole(named: list[tuple[str, torch.Tensor]]) -> None:
+    sharded = [f"{name}: {why}" for name, own in named for why in _sharding(own)]
+    if sharded:
+        raise UnsupportedError(
+            f"expected whole parameters on every rank; got\n{listed(sharded)}\nsharded models are not loaded yet"
+        )
+    absent = [f"{name}: {why}" for name, own in named for why in _absence(own)]
+    if absent:
+        raise LoadError(f"expected parameters that have memory to load into; got\n{listed(absent)}")
+
+
+def _sharding(tensor: torch.Tensor) -> Iterator[str]:
+    if hasattr(tensor, "device_mesh") and hasattr(tensor, "placements"):
+        yield "a DTensor, which FSDP2 or tensor parallelism made"
+    elif hasattr(tensor, "ds_id"):
+        yield "a parameter that DeepSpeed ZeRO-3 has partitioned"
+
+
+def _absence(tensor: torch.Tensor) -> Iterator[str]:
+    from torch.nn.parameter import is_lazy
+
+    if is_lazy(tensor):
+        yield "its shape is not known yet; run the model once"
+    elif tensor.is_meta:
+        yield "it is on the meta device; call model.to_empty(device=...) first"
+    elif str(tensor.dtype).removeprefix("torch.") not in {dtype.value for dtype in DType}:
+        yield f"no checkpoint has elements of type {tensor.dtype}"

@@ -1,0 +1,126 @@
+"""What every engine does, whatever it runs on."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ucp.engine.serial import SerialEngine
+from ucp.errors import MissingFileError, UcpError
+from ucp.plan import Job, Task, make_job
+from ucp.protocols import Engine
+from ucp.store.target import StoreTarget
+from ucp.target import TargetOptions
+from ucp.testing.handmade import Shards, make_index
+from ucp.union import Done
+
+__all__ = ["EngineContract"]
+
+_STATES = 12
+
+
+class EngineContract:
+    """Override `make`; every test runs on the engine it gives."""
+
+    def make(self) -> Engine:
+        """A new engine."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def job(self, tmp_path: Path) -> Job:
+        """A dozen small states, a task each, and a recorded checksum."""
+        shards = Shards(tmp_path / "source")
+        arrays = {f"layer.{n}": np.full((n, 3), n, dtype="float32") for n in range(1, _STATES + 1)}
+        states = {(name, "weight"): shards.whole(array, file=f"{name}.bin") for name, array in arrays.items()}
+        first = states["layer.1", "weight"].fragments[0].ref
+        index = make_index(shards.folder, states, records=[shards.record(first)])  # type: ignore[arg-type]  # no inline
+        plan = StoreTarget().plan(index, None, TargetOptions(layout="per-parameter"))
+        job = make_job(index, plan)
+        fills = [fill for task in job.tasks for fill in task.fills]
+        tasks = tuple(Task(number=n, fills=(fill,), nbytes=fill.nbytes) for n, fill in enumerate(fills))
+        return replace(job, tasks=tasks)
+
+    @pytest.mark.parametrize(("workers", "threads"), [(1, 1), (2, 1), (1, 3), (3, 2), (20, 2)])
+    def test_every_task_is_reported_once(self, job: Job, tmp_path: Path, workers: int, threads: int) -> None:
+        """Whatever the number of workers, and that of tasks."""
+        done = self._run(job, tmp_path / "out", workers=workers, threads=threads)
+        assert sorted(own.task for own in done) == [task.number for task in job.tasks]
+
+    def test_it_writes_what_the_serial_engine_writes(self, job: Job, tmp_path: Path) -> None:
+        """Bytes, and reports but for their order."""
+        done = self._run(job, tmp_path / "out")
+        wanted = list(SerialEngine().run(job, _created(job, tmp_path / "serial"), job.tasks, workers=1, threads=1))
+        assert _tree(tmp_path / "out") == _tree(tmp_path / "serial")
+        assert sorted(done, key=lambda own: own.task) == wanted
+
+    def test_it_does_the_tasks_it_is_given(self, job: Job, tmp_path: Path) -> None:
+        """And no others: the rest was done before."""
+        some = job.tasks[1::3]
+        done = self._run(job, tmp_path / "out", tasks=some)
+        assert sorted(own.task for own in done) == [task.number for task in some]
+
+    def test_nothing_to_do_gives_nothing(self, job: Job, tmp_path: Path) -> None:
+        """No task, no report, no error."""
+        assert self._run(job, tmp_path / "out", tasks=()) == []
+
+    def test_tasks_may_be_run_twice(self, job: Job, tmp_path: Path) -> None:
+        """The second time changes nothing."""
+        self._run(job, tmp_path / "out")
+        before = _tree(tmp_path / "out")
+        root = tmp_path / "out"
+        list(self.make().run(job, root, job.tasks, workers=2, threads=1))
+        assert _tree(root) == before
+
+    def test_an_expected_error_arrives_as_it_is(self, job: Job, tmp_path: Path) -> None:
+        """With its type and its message."""
+        (tmp_path / "source" / "layer.5.bin").unlink()
+        with pytest.raises(MissingFileError, match=r"layer\.5\.bin"):
+            self._run(job, tmp_path / "out")
+
+    def test_an_error_of_the_system_arrives_as_it_is(self, job: Job, tmp_path: Path) -> None:
+        """A missing output folder is an OSError, which names the file."""
+        root = _created(job, tmp_path / "out")
+        shutil.rmtree(root / "atoms")
+        with pytest.raises(OSError, match="No such file") as caught:
+            list(self.make().run(job, root, job.tasks, workers=2, threads=1))
+        assert "atoms" in str(caught.value.filename)
+
+    def test_a_defect_is_never_taken_for_the_end(self, job: Job, tmp_path: Path) -> None:
+        """An exception that nobody expected ends the run with an error: missing bytes must not look done."""
+        broken = replace(job.tasks[3], fills=(replace(job.tasks[3].fills[0], sections=()),))
+        tasks = (*job.tasks[:3], broken, *job.tasks[4:])
+        with pytest.raises((UcpError, IndexError)):
+            self._run(job, tmp_path / "out", tasks=tasks)
+
+    def test_a_run_may_be_given_up(self, job: Job, tmp_path: Path) -> None:
+        """Closing the stream of reports stops the work."""
+        root = _created(job, tmp_path / "out")
+        stream = iter(self.make().run(job, root, job.tasks, workers=2, threads=1))
+        next(stream)
+        del stream
+
+    def _run(
+        self, job: Job, root: Path, *, tasks: tuple[Task, ...] | None = None, workers: int = 2, threads: int = 2
+    ) -> list[Done]:
+        chosen = job.tasks if tasks is None else tasks
+        return list(self.make().run(job, _created(job, root), chosen, workers=workers, threads=threads))
+
+
+def _created(job: Job, root: Path) -> Path:
+    """The files of the destination, without the bytes of its tensors."""
+    for file in job.target.files:
+        path = root / file.path
+        path.parent.mkdir(parents=True)
+        data = bytearray(file.nbytes)
+        for part in file.literals:
+            data[part.offset : part.offset + len(part.data)] = part.data
+        path.write_bytes(data)
+    return root
+
+
+def _tree(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}

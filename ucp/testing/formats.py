@@ -1,0 +1,184 @@
+"""What every format does with checkpoints of its kind, and with folders that are not."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from ucp.atom import Index, check_cover
+from ucp.errors import UcpError
+from ucp.gather import Gatherer, Sources
+from ucp.plan import BLOCK
+from ucp.protocols import Format
+from ucp.slice import Locator, block_ranges, resolve, whole_slice
+from ucp.state import WEIGHT
+from ucp.store.values import to_json
+from ucp.tensor import TensorRef
+
+__all__ = ["FormatContract"]
+
+
+class FormatContract:
+    """Override `make` and `paths`; every test runs on each checkpoint."""
+
+    def make(self) -> Format:
+        """A new format."""
+        raise NotImplementedError
+
+    def paths(self, folder: Path) -> Sequence[Path]:
+        """Checkpoints of the format: kept ones, or made below `folder`, which is empty."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def checkpoints(self, tmp_path: Path) -> Sequence[Path]:
+        """What `paths` gives."""
+        folder = tmp_path / "checkpoints"
+        folder.mkdir()
+        return self.paths(folder)
+
+    @pytest.fixture
+    def indexes(self, checkpoints: Sequence[Path]) -> Sequence[Index]:
+        """Their indexes."""
+        return [self.make().read(path) for path in checkpoints]
+
+    def test_its_own_are_recognised(self, checkpoints: Sequence[Path]) -> None:
+        """With the evidence, and a root that is there."""
+        assert checkpoints
+        for path in checkpoints:
+            evidence = self.make().detect(path)
+            assert evidence is not None
+            assert evidence.reasons
+            assert evidence.root.exists()
+
+    def test_others_are_not_recognised(self, tmp_path: Path) -> None:
+        """An empty folder, a folder of text, a text file, and nothing at all."""
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "texts").mkdir()
+        (tmp_path / "texts" / "notes.txt").write_text("hello")
+        for path in ("empty", "texts", "texts/notes.txt", "nothing"):
+            assert self.make().detect(tmp_path / path) is None
+
+    def test_pieces_tile_every_state(self, indexes: Sequence[Index]) -> None:
+        """The cover can be proved."""
+        for index in indexes:
+            check_cover(index)
+
+    def test_the_index_names_itself(self, indexes: Sequence[Index]) -> None:
+        """Format, evidence and an absolute path."""
+        for index in indexes:
+            assert index.format == self.make().name
+            assert index.evidence
+            assert Path(index.path).is_absolute()
+
+    def test_atoms_are_whole(self, indexes: Sequence[Index]) -> None:
+        """Every atom has the name it is found under, and a weight of its own shape."""
+        for index in indexes:
+            for name, atom in index.atoms.items():
+                assert atom.name == name
+                assert atom.states[WEIGHT].global_shape == atom.global_shape
+
+    def test_references_lie_in_files_that_are_listed(self, indexes: Sequence[Index]) -> None:
+        """Absolute paths, no byte past an end."""
+        for index in indexes:
+            nbytes = {file.path: file.nbytes for file in index.files}
+            for _, _, state in index.states():
+                for fragment in state.fragments:
+                    if isinstance(fragment.ref, TensorRef) and fragment.ref.numel:
+                        used = fragment.ref.codec_nbytes or fragment.ref.extent
+                        assert Path(fragment.ref.path).is_absolute()
+                        assert fragment.ref.offset + used <= nbytes[fragment.ref.path]
+
+    def test_checksums_lie_in_files_that_are_listed(self, indexes: Sequence[Index]) -> None:
+        """And do not overlap: every byte is summed once at most."""
+        for index in indexes:
+            nbytes = {file.path: file.nbytes for file in index.files}
+            before = ("", 0)
+            for path, offset, length in sorted((r.path, r.offset, r.nbytes) for r in index.records):
+                assert offset + length <= nbytes[path]
+                assert path != before[0] or offset >= before[1]
+                before = (path, offset + length)
+
+    def test_names_refer_to_atoms(self, indexes: Sequence[Index]) -> None:
+        """Groups and ties speak of atoms that are there; no parameter is in two groups."""
+        for index in indexes:
+            grouped = [name for group in index.groups for name in group.params]
+            assert set(grouped) <= set(index.atoms)
+            assert len(grouped) == len(set(grouped))
+            assert set(index.aliases.values()) <= set(index.atoms)
+            assert not set(index.aliases) & set(index.atoms)
+
+    def test_hyper_parameters_are_plain(self, indexes: Sequence[Index]) -> None:
+        """They can be written as JSON."""
+        for index in indexes:
+            for group in index.groups:
+                to_json(dict(group.hyper))
+
+    def test_extras_are_told_apart(self, indexes: Sequence[Index]) -> None:
+        """No name and rank twice."""
+        for index in indexes:
+            labels = [(extra.name, extra.rank) for extra in index.extras]
+            assert len(labels) == len(set(labels))
+
+    def test_an_index_travels(self, indexes: Sequence[Index]) -> None:
+        """It can be sent to another process."""
+        for index in indexes:
+            copy = pickle.loads(pickle.dumps(index))  # noqa: S301  # our own bytes
+            assert copy.atoms == index.atoms
+            assert copy.records == index.records
+
+    def test_reading_twice_gives_the_same(self, checkpoints: Sequence[Path]) -> None:
+        """An index is a function of the checkpoint."""
+        for path in checkpoints:
+            first, second = self.make().read(path), self.make().read(path)
+            assert first.atoms == second.atoms
+            assert list(first.atoms) == list(second.atoms)
+            assert (first.groups, first.files, first.records) == (second.groups, second.files, second.records)
+
+    def test_the_source_is_left_alone(self, checkpoints: Sequence[Path]) -> None:
+        """Not a byte, a name or a time of it changes."""
+        for path in checkpoints:
+            before = _look(path)
+            self.make().read(path)
+            assert _look(path) == before
+
+    def test_every_element_can_be_read(self, indexes: Sequence[Index]) -> None:
+        """References resolve to bytes."""
+        for index in indexes:
+            gatherer = Gatherer(sources=Sources())
+            for atom, name, state in index.states():
+                own, locator = whole_slice(atom.name, name, state), Locator(state)
+                for low, high in block_ranges(0, own.stop, BLOCK // own.dtype.itemsize):
+                    data = memoryview(bytearray((high - low) * own.dtype.itemsize))
+                    gatherer.fill(data, own.dtype, resolve(own, locator, low, high))
+            gatherer.sources.close()
+
+    def test_a_file_cut_short_is_an_expected_error(self, checkpoints: Sequence[Path], tmp_path: Path) -> None:
+        """Whichever it is: a UcpError, or a file that reading does without."""
+        for number, path in enumerate(checkpoints):
+            for file in sorted(_files(path)):
+                copy = _copied(path, tmp_path / f"cut-{number}-{file.name}")
+                victim = copy / file.relative_to(path) if path.is_dir() else copy
+                victim.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+                try:
+                    check_cover(self.make().read(copy))
+                except UcpError as error:
+                    assert str(error)
+
+
+def _files(path: Path) -> list[Path]:
+    return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+
+
+def _look(path: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(file): (file.stat().st_mtime_ns, file.read_bytes()) for file in _files(path)}
+
+
+def _copied(path: Path, to: Path) -> Path:
+    for file in _files(path):
+        goal = to / file.relative_to(path) if path.is_dir() else to
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        goal.write_bytes(file.read_bytes())
+    return to
