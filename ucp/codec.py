@@ -27,7 +27,7 @@ def codec_name(itemsize: int) -> str:
 
 
 def encode(data: memoryview, itemsize: int) -> bytes:
-    """`data` in planes, compressed."""
+    """`data` in planes, compressed; at least one element."""
     import numpy as np
     import zstandard
 
@@ -45,7 +45,7 @@ def decode(data: memoryview, codec: str) -> memoryview:
         raise CorruptError(f"expected a block encoded with {_PREFIX}N; got {codec!r}. It needs a newer ucp")
     try:
         nbytes = zstandard.frame_content_size(data)
-        if not 0 <= nbytes <= _MOST_NBYTES or nbytes % int(width):
+        if not 0 < nbytes <= _MOST_NBYTES or nbytes % int(width):
             raise CorruptError(f"expected a compressed block of elements of {width} bytes; got one of {nbytes} bytes")
         raw = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from math import isnan
+from math import isnan, prod
 
 import xxhash
 
@@ -21,7 +21,7 @@ from ucp.gather import Gatherer, Sources, Span
 from ucp.numeric import differing, viewed
 from ucp.plan import BLOCK
 from ucp.protocols import Observer
-from ucp.slice import Locator, Slice, block_ranges, resolve, resolve_copies, whole_slice
+from ucp.slice import Locator, Slice, block_ranges, resolve, whole_slice
 from ucp.tensor import Record
 from ucp.union import drift
 
@@ -107,9 +107,7 @@ def compare_copies(index: Index, observer: Observer) -> list[str]:
     def one(job: tuple[Slice, Locator, int, int]) -> None:
         own, locator, low, high = job
         part = _read(own, locator, low, high)
-        for pieces in resolve_copies(own, locator, low, high):
-            for piece in pieces:
-                found.extend(drift(own, piece, part, _gatherer()))
+        found.extend(drift(replace(own, start=low, stop=high), locator, part, _gatherer()))
         observer.advance((high - low) * own.dtype.itemsize)
 
     try:
@@ -199,9 +197,7 @@ _local = threading.local()
 
 
 def _gatherer() -> Gatherer:
-    """This thread's own."""
-    if not hasattr(_local, "gatherer"):
-        _local.gatherer = Gatherer(sources=Sources())
+    """This thread's own; made by `_each`, which closes its files."""
     own: Gatherer = _local.gatherer
     return own
 
@@ -215,18 +211,23 @@ def _read(own: Slice, locator: Locator, low: int, high: int) -> memoryview:
 def _each(jobs: Sequence[object], one: Callable[..., None]) -> None:
     """`one(job)` for every job, on a few threads, never more in flight than there are threads."""
     queue = iter(jobs)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        running = {pool.submit(one, job) for job in islice(queue, _THREADS)}
-        while running:
-            finished, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in finished:
-                future.result()
-            running |= {pool.submit(one, job) for job in islice(queue, len(finished))}
-        list(pool.map(_close_files, range(_THREADS)))
+    opened: list[Sources] = []
 
+    def start() -> None:
+        opened.append(Sources())
+        _local.gatherer = Gatherer(sources=opened[-1])
 
-def _close_files(_: int) -> None:
-    _gatherer().sources.close()
+    try:
+        with ThreadPoolExecutor(_THREADS, initializer=start) as pool:
+            running = {pool.submit(one, job) for job in islice(queue, _THREADS)}
+            while running:
+                finished, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    future.result()
+                running |= {pool.submit(one, job) for job in islice(queue, len(finished))}
+    finally:
+        for sources in opened:
+            sources.close()
 
 
 def _structure(a: Index, b: Index, *, cast: bool) -> Iterator[Change]:
@@ -235,7 +236,7 @@ def _structure(a: Index, b: Index, *, cast: bool) -> Iterator[Change]:
             yield _missing(name, "", in_a=name in a.atoms)
             continue
         own, other = a.atoms[name], b.atoms[name]
-        if own.kind is not other.kind:
+        if own.kind is not other.kind and prod(own.global_shape):  # nothing to train is frozen or not, as one likes
             yield Change(param=name, state="", what="kind", a=own.kind, b=other.kind)
         for state in dict.fromkeys((*own.states, *other.states)):
             if state not in own.states or state not in other.states:

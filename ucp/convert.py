@@ -127,8 +127,8 @@ def _write(prepared: Prepared, staging: Staging, lines: Sequence[dict[str, objec
     written.resumed = job.nbytes - sum(task.nbytes for task in todo)
     if not finished:
         _check_space(prepared, staging.folder)
-        for file in job.target.files:
-            create(root, file)
+    for file in job.target.files:
+        create(root, file, afresh=not finished)
     _run(prepared, staging, todo, written, observer)
     _check_source(job.index, written, whole=prepared.whole)
     receipts = seal_checksums(job, root, written.sums)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ucp.checksums import combine, patches
+from ucp.io.write import write_at
 from ucp.plan import Job
 from ucp.target import OutputFile, Receipt
 from ucp.union import Sum
@@ -15,15 +16,20 @@ from ucp.union import Sum
 __all__ = ["create", "seal_checksums"]
 
 
-def create(root: Path, file: OutputFile) -> None:
-    """Make a file of its full length below `root`, its literals in place."""
+def create(root: Path, file: OutputFile, *, afresh: bool = True) -> None:
+    """Make a file of its full length below `root`, its literals in place.
+
+    `afresh`: forget what an earlier run wrote to it; else only put right what it lacks.
+    """
     path = root / file.path
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if afresh else 0)
+    descriptor = os.open(path, flags, 0o666)
     try:
-        os.ftruncate(descriptor, file.nbytes)
+        if os.fstat(descriptor).st_size < file.nbytes:
+            os.ftruncate(descriptor, file.nbytes)
         for part in file.literals:
-            os.pwrite(descriptor, part.data, part.offset)
+            write_at(descriptor, part.data, part.offset)
     finally:
         os.close(descriptor)
 
@@ -37,7 +43,7 @@ def seal_checksums(job: Job, root: Path, sums: Iterable[Sum]) -> list[Receipt]:
         descriptor = os.open(root / file.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             for offset, data in patches(file, sorted(stretches.get(file.path, []))):
-                os.pwrite(descriptor, data, offset)
+                write_at(descriptor, data, offset)
         finally:
             os.close(descriptor)
     return receipts

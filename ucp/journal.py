@@ -7,8 +7,10 @@ from pathlib import Path
 
 import xxhash
 
+from ucp.codec import codec_name, decode
+from ucp.errors import CorruptError
 from ucp.gather import Span
-from ucp.plan import Job, Task
+from ucp.plan import Job, Section, Task
 from ucp.union import Done, Sum
 
 __all__ = ["line_of", "trusted"]
@@ -26,7 +28,7 @@ def trusted(job: Job, root: Path, lines: Sequence[Line]) -> dict[int, Done]:
     found: dict[int, Done] = {}
     for line in lines:
         done = _done(line)
-        if done is not None and done.task < len(job.tasks) and _stands(root, job.tasks[done.task], done):
+        if done is not None and 0 <= done.task < len(job.tasks) and _stands(root, job.tasks[done.task], done):
             found[done.task] = done
     return found
 
@@ -49,17 +51,22 @@ def _done(line: Line) -> Done | None:
 
 def _stands(root: Path, task: Task, done: Done) -> bool:
     sections = [(fill.path, section) for fill in task.fills for section in fill.sections]
-    if len(sections) != len(done.sums):
+    wanted = [(section.placement, section.start, section.nbytes) for _, section in sections]
+    if wanted != [(own.placement, own.start, own.nbytes) for own in done.sums]:
         return False
     try:
-        for (path, section), own in zip(sections, done.sums, strict=True):
-            offset, nbytes = own.block or (section.offset, section.nbytes)
-            with (root / path).open("rb") as file:
-                file.seek(offset)
-                data = file.read(nbytes)
-            # An encoded block is checked by its length only here: its own checksum is checked whenever it is decoded.
-            if len(data) != nbytes or (own.block is None and xxhash.xxh3_64_hexdigest(data) != own.digest):
-                return False
-    except OSError:
+        return all(
+            xxhash.xxh3_64_hexdigest(_stored(root / path, section, own)) == own.digest
+            for (path, section), own in zip(sections, done.sums, strict=True)
+        )
+    except (OSError, CorruptError):
         return False
-    return True
+
+
+def _stored(path: Path, section: Section, own: Sum) -> bytes | memoryview:
+    """The bytes of a section as they are in the file now, decoded."""
+    offset, nbytes = own.block or (section.offset, section.nbytes)
+    with path.open("rb") as file:
+        file.seek(offset)
+        data = file.read(nbytes)
+    return decode(memoryview(data), codec_name(section.nbytes // (section.stop - section.start))) if own.block else data

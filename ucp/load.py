@@ -49,7 +49,7 @@ def load_into(
     optimizer: Optimizer | None = None,
     strict: bool = True,
     rename: Callable[[str], str] | None = None,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | Ranks | None = None,
     check: bool = True,
     bucket_nbytes: int = 64 << 20,
 ) -> LoadReport:
@@ -75,7 +75,8 @@ def load_into(
     rename
         From a name in the model to the name in the checkpoint.
     group
-        Ranks that hold the same model; by default all.
+        Ranks that hold the same model; by default all. A process group of torch.distributed, or anything that
+        exchanges values as `ucp.live.ranks.Ranks` says.
     check
         Compare what is read with the checksums that the checkpoint records.
     bucket_nbytes
@@ -188,5 +189,3 @@ def _restore(decision: Decision, landing: Sequence[torch.Tensor]) -> None:
             own[want.state] = formed(tensor, form) if counts else tensor
     put_states(decision.optimizer, states)
     put_hyper(decision.optimizer, decision.hyper)
-
-

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import xxhash
 
 from ucp.atom import AtomIndex, Index, check_cover
+from ucp.errors import UsageError
 from ucp.identity import producer
 from ucp.plan import BLOCK, Job, fit_workers, make_job
 from ucp.protocols import Target
@@ -99,6 +101,7 @@ def _kept(index: Index, names: NameFilter) -> Index:
 def prepare(src: Path, options: ConvertOptions) -> Prepared:
     """Decide everything: writes nothing, reads no tensor."""
     index = index_of(src, options.names)
+    _check_dtypes(index, options.target.dtypes)
     chosen = target(options.to)
     plan = chosen.plan(index, options.topology, options.target)
     job = make_job(index, plan)
@@ -111,6 +114,13 @@ def prepare(src: Path, options: ConvertOptions) -> Prepared:
         whole=options.names == NameFilter(),
         fingerprint=_fingerprint(index, options),
     )
+
+
+def _check_dtypes(index: Index, dtypes: Mapping[str, str]) -> None:
+    known = dict.fromkeys(name for _, name, _ in index.states())
+    unknown = [state for state in dtypes if state not in known]
+    if unknown:
+        raise UsageError(f"no parameter has a state {', '.join(unknown)} to cast; there are {', '.join(known)}")
 
 
 def _cores() -> int:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -18,9 +18,11 @@ from zlib_ng import zlib_ng
 
 from ucp.atom import StateIndex
 from ucp.codec import encode
-from ucp.errors import DestinationError
+from ucp.dtypes import DType
+from ucp.errors import CorruptError
 from ucp.fragment import Fragment
 from ucp.gather import Gatherer, Sources, Span
+from ucp.io.write import write_at
 from ucp.numeric import differing, numpy_dtype, strided
 from ucp.plan import BLOCK, Fill, Job, Section, Task
 from ucp.region import Box, RegionPair
@@ -96,7 +98,7 @@ class Worker:
         sums = self._gathered(fill, data, gatherer, found)
         descriptor = os.open(self._root / fill.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            _pwrite(descriptor, data, fill.offset)
+            write_at(descriptor, data, fill.offset)
         finally:
             os.close(descriptor)
         return sums
@@ -122,7 +124,10 @@ class Worker:
             at = section.offset - fill.offset
             part = data[at : at + section.nbytes]
             wanted.append((part, own.dtype, resolve(own, locator, section.start, section.stop)))
-        gatherer.fill_many(wanted)
+        try:
+            gatherer.fill_many(wanted)
+        except CorruptError as error:
+            raise self._named(error, fill, wanted) from error
         for section, (part, _, _) in zip(fill.sections, wanted, strict=True):
             if section.placement in self._job.checking:
                 self._check_copies(section, part, gatherer, found)
@@ -130,6 +135,18 @@ class Worker:
             Sum(s.placement, s.start, part.nbytes, xxhash.xxh3_64_hexdigest(part), zlib_ng.crc32(part))
             for s, (part, _, _) in zip(fill.sections, wanted, strict=True)
         ]
+
+    def _named(
+        self, error: CorruptError, fill: Fill, wanted: Sequence[tuple[memoryview, DType, Sequence[Piece]]]
+    ) -> CorruptError:
+        """The error with the state whose bytes it is about, found by reading each alone."""
+        for section, one in zip(fill.sections, wanted, strict=True):
+            try:
+                Gatherer(sources=self._sources).fill_many([one])
+            except CorruptError as own:
+                found, _ = self._slice(section)
+                return CorruptError(f"{found.param}/{found.state}: {own}")
+        return error
 
     def _slice(self, section: Section) -> tuple[Slice, Locator]:
         placements = self._job.target.placements
@@ -143,19 +160,33 @@ class Worker:
         return Locator(self._job.index.atoms[param].states[state])
 
     def _check_copies(self, section: Section, part: memoryview, gatherer: Gatherer, found: list[str]) -> None:
-        """Compare copies; where a cast was asked for, only those of the type that is written."""
         own, locator = self._slice(section)
-        uncast = own.dtype is locator.state.dtype
-        for pieces in resolve_copies(own, locator, section.start, section.stop):
-            for piece in (piece for piece in pieces if uncast or piece.ref.dtype is own.dtype):
-                found.extend(drift(own, piece, part, gatherer))
+        found.extend(drift(replace(own, start=section.start, stop=section.stop), locator, part, gatherer))
 
 
-def drift(own: Slice, piece: Piece, part: memoryview, gatherer: Gatherer) -> Iterator[str]:
+def drift(own: Slice, locator: Locator, part: memoryview, gatherer: Gatherer) -> Iterator[str]:
     """A line for each stretch of a copy that differs from what was taken, in the copy's own precision.
 
-    `part`: bytes of the block that `piece` was resolved for, of the slice's dtype.
+    Where a cast was asked for, only copies of the type that is written are compared. A copy of one term of a mean is
+    compared with that term. `part`: bytes of the slice, which is a block at most.
     """
+    uncast = own.dtype is locator.state.dtype
+    for pieces in resolve_copies(own, locator, own.start, own.stop):
+        for piece in (piece for piece in pieces if uncast or piece.ref.dtype is own.dtype):
+            taken = _term(own, locator, piece.term, gatherer) if piece.mean else part
+            yield from _differences(own, piece, taken, gatherer)
+
+
+def _term(own: Slice, locator: Locator, term: int, gatherer: Gatherer) -> memoryview:
+    """One summand of a slice whose whole is a mean."""
+    data = memoryview(bytearray(own.nbytes))
+    pieces = resolve(own, locator, own.start, own.stop)
+    gatherer.fill(data, own.dtype, [replace(piece, mean=False) for piece in pieces if piece.term == term])
+    return data
+
+
+def _differences(own: Slice, piece: Piece, part: memoryview, gatherer: Gatherer) -> Iterator[str]:
+    """A line for each stretch of a piece that differs from `part`, the bytes it was resolved for."""
     import numpy as np
 
     dtype = own.dtype
@@ -191,12 +222,3 @@ def _raw_slice(ref: TensorRef) -> tuple[Slice, Locator]:
         stop=ref.numel,
     )
     return own, Locator(state)
-
-
-def _pwrite(descriptor: int, data: memoryview, offset: int) -> None:
-    while data.nbytes:
-        written = os.pwrite(descriptor, data, offset)
-        if not written:
-            raise DestinationError(f"wrote 0 of {data.nbytes} bytes at {offset}; the file system takes no more")
-        data = data[written:]
-        offset += written

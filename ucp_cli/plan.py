@@ -60,9 +60,11 @@ def _facts(prepared: Prepared, options: ConvertOptions) -> Iterator[tuple[str, s
     index, target, wide = prepared.job.index, prepared.job.target, prepared.threads
     variant = options.target.layout or ("compressed" if options.target.compress else "")
     yield "to", " ".join(filter(None, [options.to, variant, str(options.topology or "")]))
-    yield "read", f"{nbytes_text(index.nbytes)} of {plural(len(index.atoms), 'tensor')}"
-    yield "write", f"{nbytes_text(prepared.nbytes_out)} in {plural(len(target.files), 'file')}"
-    at_best = seconds_text((index.nbytes + prepared.nbytes_out) / _DISK)
+    read = index.nbytes if target.placements else 0
+    yield "read", f"{nbytes_text(read)} of {plural(len(index.atoms), 'parameter')}"
+    packs = f"what {nbytes_text(read)} compress to, and " if target.compress else ""
+    yield "write", f"{packs}{nbytes_text(prepared.nbytes_out)} in {plural(len(target.files), 'file')}"
+    at_best = seconds_text((read + prepared.nbytes_out) / _DISK)
     yield "time", f"{at_best} or more, where the disk reads and writes 1 GiB/s"
     workers = f"{plural(prepared.workers, 'worker')} of {plural(wide, 'thread')}"
     yield "work", f"{plural(len(prepared.job.tasks), 'task')} by {workers}"

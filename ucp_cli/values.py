@@ -78,7 +78,7 @@ def brief(value: object) -> str:
 
 def _entries(value: Mapping[object, object]) -> str:
     shown = [
-        f"{key!s}={item!r}" if _is_scalar(item) and len(repr(item)) <= _SHORT else f"{key!s}=..."
+        f"{key!s}={item!r}" if _is_scalar(item) and len(repr(item)) <= _SHORT else f"{str(key) or repr(key)}=..."
         for key, item in islice(value.items(), _MOST)
     ]
     more = [f"and {len(value) - _MOST} more"] if len(value) > _MOST else []

@@ -13,7 +13,7 @@ from ucp.errors import CorruptError
 WIDTHS = st.sampled_from([1, 2, 4, 8, 16])
 
 
-@given(WIDTHS, st.binary(max_size=400))
+@given(WIDTHS, st.binary(min_size=16, max_size=400))
 def test_decoding_undoes_encoding(width, data):
     data = data[: len(data) // width * width]
     encoded = encode(memoryview(data), width)

@@ -1,23 +1,19 @@
 """Laws of DeepSpeed's flat layouts, against a plain imitation of the code that writes them.
 
-The imitation flattens, pads and splits arrays as DeepSpeed 0.19.8 does, line by line (stage_1_and_2.py, bf16_optimizer.py,
-partition_parameters.py); what a layout then says must put every parameter together again.
+The imitation flattens, pads and splits arrays as DeepSpeed 0.19.8 does, line by line (stage_1_and_2.py,
+bf16_optimizer.py, partition_parameters.py); what a layout then says must put every parameter together again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-
-from ucp.dtypes import DType
-from ucp.region import uncovered
-from ucp.tensor import TensorRef
 from ucp_formats.deepspeed.buckets import Bucket, Shard, bucket_states, pieces_of
 from ucp_formats.deepspeed.flat_layout import Chunks, FlatLayout, WholeParameters, shared_buffers
 from ucp_formats.deepspeed.group_order import dealt_back, mapping_disagrees, optimizer_order
@@ -25,6 +21,10 @@ from ucp_formats.deepspeed.matching import AmbiguousError, FlatSlots, NoMatchErr
 from ucp_formats.deepspeed.partition import Held, round_robin
 from ucp_formats.deepspeed.problems import Problems
 from ucp_formats.deepspeed.sameness import Checksums
+
+from ucp.dtypes import DType
+from ucp.region import uncovered
+from ucp.tensor import TensorRef
 
 GARBAGE = -1
 
@@ -207,7 +207,7 @@ def test_pieces_of_stretches_tile_the_parameter(shape: tuple[int, ...], data) ->
     flat = TensorRef(path="f", offset=64, dtype=DType.FLOAT32, shape=(numel,), strides=(1,))
     memory = np.arange(numel)
     boxes, whole = [], np.full(shape, -1)
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         for piece in pieces_of(Held(name="p", start=start, stop=stop, offset=start), shape, flat):
             boxes.append(piece.box)
             first = (piece.ref.offset - 64) // 4

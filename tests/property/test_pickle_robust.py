@@ -87,6 +87,7 @@ def test_damaged_archives_are_read_or_refused(tmp_path: Path, flips: list[tuple[
     answers(tmp_path / "x.pt", flipped(archive(zipped), flips))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 @pytest.mark.parametrize("mask", [0x01, 0xFF])
 def test_every_single_damaged_byte_is_read_or_refused(zipped: bool, mask: int, tmp_path: Path) -> None:

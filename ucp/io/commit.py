@@ -77,11 +77,25 @@ class Staging:
 
         Raises DestinationError when something is in the way.
         """
-        self._check_free(resume=resume, overwrite=overwrite)
-        self.folder.mkdir(exist_ok=True)
+        self._check_goal(overwrite=overwrite)
+        if self.folder.exists() and not (resume or overwrite):
+            raise DestinationError(
+                f"an unfinished conversion lies at {self.folder}; continue it with --resume, or start over with "
+                "--overwrite"
+            )
         self._take_lock()
+        try:
+            return self._begin(fingerprint, resume=resume, overwrite=overwrite)
+        except BaseException:
+            self.release()
+            raise
+
+    def _begin(self, fingerprint: str, *, resume: bool, overwrite: bool) -> list[dict[str, object]]:
+        """`open`, once nobody else is at work here."""
+        self._put_back()
+        self._check_goal(overwrite=overwrite)
         lines = self._read_journal() if resume else []
-        if resume and lines and lines[0].get("fingerprint") != fingerprint:
+        if lines and lines[0].get("fingerprint") != fingerprint:
             raise DestinationError(
                 f"{self.folder} was begun from another source, another version of it, or with other options; "
                 "start over with --overwrite"
@@ -91,6 +105,12 @@ class Staging:
             self.data.mkdir()
             self._journal.write_text(json.dumps({"fingerprint": fingerprint}) + "\n")
         return lines[1:]
+
+    def _put_back(self) -> None:
+        """Undo the first half of a commit that was cut off between its two renames."""
+        for old in sorted(self.folder.glob("old-*")):
+            if not self.dst.exists():
+                os.rename(old, self.dst)
 
     def note(self, line: dict[str, object]) -> None:
         """Add a line to the journal."""
@@ -117,12 +137,7 @@ class Staging:
             os.close(self._lock)
             self._lock = None
 
-    def _check_free(self, *, resume: bool, overwrite: bool) -> None:
-        if self.folder.exists() and not (resume or overwrite):
-            raise DestinationError(
-                f"an unfinished conversion lies at {self.folder}; continue it with --resume, or start over with "
-                "--overwrite"
-            )
+    def _check_goal(self, *, overwrite: bool) -> None:
         if not self.dst.exists() or not any(self.dst.iterdir()):
             return
         if not overwrite:
@@ -131,27 +146,50 @@ class Staging:
             raise DestinationError(f"{self.dst} was not written by ucp (it has no {MARK}); remove it yourself")
 
     def _take_lock(self) -> None:
-        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         deadline = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    self.release()
-                    raise DestinationError(f"another conversion to {self.dst} is running") from error
-                time.sleep(0.05)
+        while not self._try_lock():
+            if time.monotonic() > deadline:
+                raise DestinationError(f"another conversion to {self.dst} is running")
+            time.sleep(0.05)
+
+    def _try_lock(self) -> bool:
+        """Lock the place, unless it is locked, or was removed by who had it before."""
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / "lock"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_ino == os.stat(path).st_ino:
+                self._lock = descriptor
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        if self._lock is None:
+            os.close(descriptor)
+        return self._lock is not None
 
     def _read_journal(self) -> list[dict[str, object]]:
-        """Whole lines only: the last may have been cut short."""
+        """Whole lines, as far as they can be read; whatever follows them is cut off, so that lines can be added."""
         lines: list[dict[str, object]] = []
-        try:
-            for text in self._journal.read_text().splitlines():
-                lines.append(json.loads(text))
-        except (OSError, ValueError):
-            pass
-        return lines if self.data.is_dir() else []
+        if not self.data.is_dir() or not self._journal.exists():
+            return lines
+        kept = 0
+        for text in self._journal.read_bytes().splitlines(keepends=True):
+            line = _line(text)
+            if line is None:
+                break
+            lines.append(line)
+            kept += len(text)
+        os.truncate(self._journal, kept)
+        return lines
+
+
+def _line(text: bytes) -> dict[str, object] | None:
+    """A line of the journal; None when it was cut short."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and text.endswith(b"\n") else None
 
 
 def _sync_tree(root: Path) -> None:

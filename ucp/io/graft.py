@@ -61,6 +61,8 @@ class _Graft:
             entries = type(value)()
             self._done[id(value)] = entries
             entries.update((self.value(key), self.value(item)) for key, item in value.items())
+            for name, attribute in getattr(value, "__dict__", {}).items():  # an OrderedDict may carry attributes
+                setattr(entries, name, self.value(attribute))
         elif isinstance(value, Stub):
             self._stub(value)
         elif isinstance(value, tuple | set | frozenset):

@@ -31,11 +31,11 @@ def _none(m: Machine) -> None:
 
 
 def _true(m: Machine) -> None:
-    m.push(True)
+    m.stack.append(True)
 
 
 def _false(m: Machine) -> None:
-    m.push(False)
+    m.stack.append(False)
 
 
 def _int(m: Machine) -> None:

@@ -20,7 +20,7 @@ import stat
 from bisect import bisect_right
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, Self
 
 from ucp.errors import MalformedError, MissingFileError, SourceError, listed
 
@@ -46,7 +46,7 @@ class SourceFile(Protocol):
     def close(self) -> None:
         """Close the file; reading afterwards is an error."""
 
-    def __enter__(self) -> SourceFile:
+    def __enter__(self) -> Self:
         """The file itself."""
 
     def __exit__(
@@ -149,7 +149,7 @@ class _PlainFile:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
 
-    def __enter__(self) -> SourceFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -215,7 +215,7 @@ class _SplitFile:
         for part in self._parts:
             part.close()
 
-    def __enter__(self) -> SourceFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

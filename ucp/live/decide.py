@@ -131,9 +131,7 @@ def check_agreement(ranks: Ranks, decision: Decision, options: object) -> None:
 
 def _plain_groups(index: Index) -> list[ParamGroup]:
     """Parameter groups in which hyper-parameters that were stored as tensors are numbers."""
-    return [
-        replace(group, hyper={key: _number(value) for key, value in group.hyper.items()}) for group in index.groups
-    ]
+    return [replace(group, hyper={key: _number(value) for key, value in group.hyper.items()}) for group in index.groups]
 
 
 def _number(value: object) -> object:
@@ -143,5 +141,3 @@ def _number(value: object) -> object:
         with open_source(value.path) as file:
             return viewed(memoryview(file.read(value.offset, value.nbytes)), value.dtype)[0].item()
     return value
-
-

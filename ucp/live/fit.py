@@ -127,6 +127,9 @@ def match_tensors(
     matched: dict[str, str] = {}
     for own in tensors:
         held = [name for name in _atoms_of(own, called, index) if name in index.atoms]
+        if not held and 0 in own.shape:
+            findings.notes.append(f"{own.name} has no elements, and is not in the checkpoint")
+            continue
         if not held:
             findings.missing.append(_told(own.name, called[own.name]))
             continue
@@ -257,8 +260,7 @@ def _states(param: LiveParam, atom: AtomIndex, findings: Findings) -> list[Want]
     surplus = [state for state in held if state not in keeps and state != STEP]
     if lacking or surplus:
         findings.problems.append(
-            f"{param.name}: the optimizer keeps {', '.join(keeps) or 'no states'}; "
-            f"the checkpoint has {', '.join(held)}"
+            f"{param.name}: the optimizer keeps {', '.join(keeps) or 'no states'}; the checkpoint has {', '.join(held)}"
         )
         return []
     if STEP not in keeps and STEP in held:
@@ -275,9 +277,7 @@ def _states(param: LiveParam, atom: AtomIndex, findings: Findings) -> list[Want]
     return wanted
 
 
-def _check_left_over(
-    params: Sequence[LiveParam], matched: Mapping[str, str], index: Index, findings: Findings
-) -> None:
+def _check_left_over(params: Sequence[LiveParam], matched: Mapping[str, str], index: Index, findings: Findings) -> None:
     """Find states that no parameter of the optimizer takes."""
     stepped = {matched[param.name] for param in params if param.name in matched}
     present = set(matched.values())

@@ -82,18 +82,16 @@ def _like(live: object, stored: object) -> object:
             return stored
         case _, None:
             return None
-        case (tuple() | list()), (tuple() | list()) if len(live) == len(stored):
+        case ((tuple() | list()), (tuple() | list())) if len(live) == len(stored):
             return type(live)(_like(a, b) for a, b in zip(live, stored, strict=True))
-        case (int() | float()), (int() | float()):
+        case ((int() | float()), (int() | float())):
             return stored
         case str(), str():
             return stored
     raise TypeError(f"expected a value like {live!r}; got {stored!r}")
 
 
-def _mixed(
-    number: int, group: LiveGroup, owner: Mapping[str, int], wanted: Sequence[Mapping[str, object]]
-) -> str:
+def _mixed(number: int, group: LiveGroup, owner: Mapping[str, int], wanted: Sequence[Mapping[str, object]]) -> str:
     first: dict[int, str] = {}
     for name in group.params:
         if name in owner:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import ucp.errors
-from ucp.errors import LoadError, UcpError
+from ucp.errors import LoadError, UcpError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,7 @@ __all__ = ["Alone", "Group", "Ranks", "ranks_of", "together"]
 T = TypeVar("T")
 
 
+@runtime_checkable
 class Ranks(Protocol):
     """Ranks that hold the same slices."""
 
@@ -70,7 +71,7 @@ class Group:
         self.count = distributed.get_world_size(group)
         self.device = device
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self._into_tensor = self._can_gather_into_tensor()
+        self._into_one = self._can_gather_into_one()
 
     def share(self, value: T) -> list[T]:
         """`all_gather_object`."""
@@ -81,41 +82,50 @@ class Group:
         return values
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """`all_gather_into_tensor`, or `all_gather` where the backend lacks it."""
+        """All parts in one tensor, or `all_gather` into views of it where the backend cannot."""
         from torch import distributed
 
         if self._buffer.numel() < self.count * part.numel():
             self._buffer = part.new_empty(self.count * part.numel(), device=self.device)
         whole = self._buffer[: self.count * part.numel()]
         own = part.to(self.device)
-        if self._into_tensor:
-            distributed.all_gather_into_tensor(whole, own, group=self._group)
+        if self._into_one:
+            _gather_into_one(whole, own, self._group)
         else:
             distributed.all_gather(list(whole.chunk(self.count)), own, group=self._group)
         return whole.view(self.count, part.numel())
 
-    def _can_gather_into_tensor(self) -> bool:
+    def _can_gather_into_one(self) -> bool:
         """Whether the backend can; all ranks run the same one, so all find the same."""
-        import torch
-        from torch import distributed
-
-        part = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        whole = torch.zeros(self.count, dtype=torch.uint8, device=self.device)
+        part = self._buffer.new_zeros(1)
         try:
-            distributed.all_gather_into_tensor(whole, part, group=self._group)
+            _gather_into_one(part.new_zeros(self.count), part, self._group)
         except (RuntimeError, NotImplementedError):
             return False
         return True
 
 
-def ranks_of(group: ProcessGroup | None, live: torch.device) -> Ranks:
+def _gather_into_one(whole: torch.Tensor, part: torch.Tensor, group: ProcessGroup | None) -> None:
+    from torch import distributed
+
+    # renamed in torch 2.13, where the old name warns
+    name = "all_gather_single" if hasattr(distributed, "all_gather_single") else "all_gather_into_tensor"
+    getattr(distributed, name)(whole, part, group=group)
+
+
+def ranks_of(group: ProcessGroup | Ranks | None, live: torch.device) -> Ranks:
     """The ranks of `group`, or of the default group if there is one. `live`: device of the model."""
     import torch
     from torch import distributed
 
+    if isinstance(group, Ranks):
+        return group
     if not distributed.is_available() or not distributed.is_initialized():
         return Alone()
-    if distributed.get_world_size(group) == 1:
+    count = distributed.get_world_size(group)
+    if count < 1:
+        raise UsageError("expected a group that this process is in; got another. Call load_into on its ranks only")
+    if count == 1:
         return Alone()
     backends = distributed.get_backend_config(group)
     if "nccl" in backends and live.type == "cuda":

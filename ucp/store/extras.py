@@ -11,8 +11,10 @@ import json
 from ucp.errors import MalformedError
 from ucp.io.archive import read_archive
 from ucp.io.graft import torch_file
+from ucp.io.source import open_source
 from ucp.store.values import NotPlainError, from_json, to_json
 from ucp.target import Literal, OutputFile, RawCopy
+from ucp.tensor import Record
 
 __all__ = ["extra_file", "read_extra"]
 
@@ -26,12 +28,16 @@ def extra_file(value: object, stem: str) -> tuple[OutputFile, tuple[RawCopy, ...
     return OutputFile(path=f"{stem}.json", nbytes=len(text), literals=(Literal(0, text),)), ()
 
 
-def read_extra(path: str) -> object:
-    """The value that was stored. Raises MalformedError when the file is damaged."""
+def read_extra(path: str) -> tuple[object, tuple[Record, ...]]:
+    """The value that was stored, and the checksums of its tensors. Raises SourceError when the file is damaged."""
     if path.endswith(".pt"):
-        return read_archive(path).root
+        archive = read_archive(path)
+        return archive.root, archive.records
+    with open_source(path) as file:
+        text = file.read(0, file.nbytes)
     try:
-        with open(path, encoding="utf-8") as file:
-            return from_json(json.load(file))
-    except (OSError, ValueError) as error:
-        raise MalformedError(f"cannot read the extra {path}: {error}") from error
+        return from_json(json.loads(text)), ()
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"{path} is not JSON ({error}); it is damaged. Copy it again") from error
+    except MalformedError as error:
+        raise MalformedError(f"{path}: {error}. It is damaged; copy it again") from error

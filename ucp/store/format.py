@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from ucp.atom import Extra, Index
-from ucp.errors import ChangedError, MalformedError, listed
-from ucp.identity import identity_of
+from ucp.atom import Extra, Index, SourceFile
+from ucp.errors import ChangedError, MalformedError, SourceError, listed
+from ucp.identity import identity_of, size_and_time
 from ucp.protocols import Evidence
 from ucp.store.extras import read_extra
-from ucp.store.manifest import MANIFEST, interpret
+from ucp.store.interpret import ReferredFile, StoredExtra, files_of, interpret
+from ucp.store.manifest import MANIFEST, parse
+from ucp.tensor import Record
 
 __all__ = ["StoreFormat"]
 
@@ -29,24 +31,51 @@ class StoreFormat:
     def read(self, path: Path) -> Index:
         """Index of the store. Raises ChangedError when a file it refers to is not the one it was made from."""
         root = (path.parent if path.name == MANIFEST else path).absolute()
-        try:
-            document = json.loads((root / MANIFEST).read_bytes())
-        except ValueError as error:
-            raise MalformedError(f"{root / MANIFEST} is not JSON ({error}); it is damaged") from error
-        index, extras, described = interpret(document, root)
-        _check_unchanged(index, described, root)
-        loaded = tuple(Extra(name=name, rank=rank, value=read_extra(str(root / file))) for name, rank, file in extras)
-        return replace(index, extras=loaded)
+        document = parse(_read(root / MANIFEST), str(root / MANIFEST))
+        files = files_of(document, root)
+        _check_unchanged(files, root)
+        index, stored = interpret(document, root, [own.file for own in files])
+        extras, records = _extras(stored)
+        return replace(
+            index,
+            extras=extras,
+            files=(*index.files, *_files(records)),
+            records=(*index.records, *records),
+        )
 
 
-def _check_unchanged(index: Index, described: list[dict[str, object]], root: Path) -> None:
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _extras(stored: Iterable[StoredExtra]) -> tuple[tuple[Extra, ...], tuple[Record, ...]]:
+    """Extras with their values, and the checksums of their tensors."""
+    extras: dict[tuple[str, int | None], Extra] = {}
+    records: list[Record] = []
+    for own in stored:
+        value, sums = read_extra(own.path)
+        records.extend(sums)
+        if (own.name, own.rank) in extras:
+            raise MalformedError(f"{own.path}: the extra {own.name!r} of rank {own.rank} is stored twice")
+        extras[own.name, own.rank] = Extra(name=own.name, rank=own.rank, value=value)
+    return tuple(extras.values()), tuple(records)
+
+
+def _files(records: Iterable[Record]) -> Iterable[SourceFile]:
+    for path in dict.fromkeys(record.path for record in records):
+        nbytes, mtime_ns = size_and_time(path)
+        yield SourceFile(path=path, nbytes=nbytes, mtime_ns=mtime_ns, role="extra")
+
+
+def _check_unchanged(files: Iterable[ReferredFile], root: Path) -> None:
     changed = []
-    for file, recorded in zip(index.files, described, strict=True):
-        if "identity" not in recorded:
-            continue
-        now = (file.nbytes, file.mtime_ns)
-        if now != (recorded["nbytes"], recorded["mtime_ns"]) or identity_of(file.path) != recorded["identity"]:
-            changed.append(f"{file.path}: {recorded['nbytes']} bytes then, {file.nbytes} now")
+    for own in files:
+        now = (own.file.nbytes, own.file.mtime_ns)
+        if own.identity and (now != (own.nbytes, own.mtime_ns) or identity_of(own.file.path) != own.identity):
+            changed.append(f"{own.file.path}: {own.nbytes} bytes then, {own.file.nbytes} now")
     if changed:
         raise ChangedError(
             f"{root} is a virtual store, and files that it refers to were changed since it was made:\n"

@@ -7,29 +7,28 @@ else's files.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
 
-from ucp.atom import AtomIndex, Index, Kind, ParamGroup, SourceFile, StateIndex
+import xxhash
+
+from ucp.atom import AtomIndex, Index, SourceFile, StateIndex
 from ucp.dtypes import DType
-from ucp.errors import MalformedError, UnsupportedError
+from ucp.errors import MalformedError
 from ucp.fragment import Fragment
-from ucp.identity import size_and_time
-from ucp.layout import Overlap
-from ucp.region import Box, local_flat_pairs
-from ucp.store.values import from_json, to_json
-from ucp.tensor import InlineTensor, Record, TensorRef, contiguous_strides
-from ucp.topology import Topology
+from ucp.store.values import to_json
+from ucp.tensor import InlineTensor
 
-__all__ = ["MANIFEST", "Stored", "describe", "dump", "interpret"]
+__all__ = ["MANIFEST", "VERSION", "Stored", "describe", "dump", "parse"]
 
 MANIFEST = "ucp.json"
 VERSION = 1
 
 Json = dict[str, object]
-T = TypeVar("T")
+
+_SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"}\s*\Z')
+"""Last entry of a manifest: the digest of all bytes before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,175 +158,22 @@ def _piece(fragment: Fragment, files: _Numbering) -> list[object]:
     return [*place, ref.codec, ref.codec_nbytes, ref.codec_start] if ref.codec else place
 
 
-def interpret(document: object, root: Path) -> tuple[Index, list[tuple[str, int | None, str]], list[Json]]:
-    """The index a manifest describes, its extras (name, rank, file) and what it says of each file.
-
-    Raises MalformedError naming the place, UnsupportedError for a manifest of a newer version.
-    """
-    try:
-        return _interpret(document, root)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise MalformedError(
-            f"{root / MANIFEST} is not a manifest of an atom store ({what}); it may be damaged"
-        ) from error
-
-
-def _interpret(document: object, root: Path) -> tuple[Index, list[tuple[str, int | None, str]], list[Json]]:
-    top = _as(document, dict)
-    if top["ucp"] != VERSION:
-        raise UnsupportedError(
-            f"expected version {VERSION} of the atom store; got {top['ucp']!r}. It needs a newer ucp"
-        )
-    files: list[Json] = [_as(file, dict) for file in _as(top["files"], list)]
-    paths = [str(root / _as(file["path"], str)) for file in files]
-    records: list[Record] = [
-        Record(path=paths[at], offset=offset, nbytes=nbytes, crc32=crc, name=name)
-        for at, offset, nbytes, crc, name in top["records"]
-    ]
-    atoms = {}
-    for name, described in _as(top["atoms"], dict).items():
-        atoms[name] = _read_atom(name, described, paths, records)
-    index = Index(
-        path=str(root),
-        format="ucp",
-        evidence=(MANIFEST,),
-        producer=f"{top['producer']}, from {top['source']['producer']}",
-        topology=Topology.parse(top["source"]["topology"]),
-        step=top["step"],
-        atoms=atoms,
-        groups=tuple(_group(group) for group in top["groups"]),
-        aliases=_as(top["aliases"], dict),
-        files=_source_files(root, files, paths),
-        records=tuple(records),
-        notes=tuple(top["notes"]),
-        dropped=tuple(top["dropped"]),
-    )
-    return index, [(e["name"], e["rank"], e["file"]) for e in top["extras"]], files
-
-
-def _as(value: object, kind: type[T]) -> T:
-    if not isinstance(value, kind):
-        raise TypeError(f"expected {kind.__name__}, got {value!r}")
-    return value
-
-
-def _group(described: Json) -> ParamGroup:
-    hyper = from_json(described["hyper"])
-    params = _as(described["params"], list)
-    return ParamGroup(params=tuple(params), hyper=_as(hyper, dict))
-
-
-def _source_files(root: Path, files: Sequence[Json], paths: Sequence[str]) -> tuple[SourceFile, ...]:
-    found = []
-    for path, described in zip(paths, files, strict=True):
-        try:
-            nbytes, mtime_ns = size_and_time(path)
-        except OSError as error:
-            raise MalformedError(f"{path} is referred to by {root / MANIFEST} and is not there") from error
-        role = str(described.get("role", "pack"))
-        found.append(SourceFile(path=path, nbytes=nbytes, mtime_ns=mtime_ns, role=role))
-    return tuple(found)
-
-
-def _read_atom(name: str, described: Json, paths: Sequence[str], records: list[Record]) -> AtomIndex:
-    states = {}
-    for state_name, state in _as(described["states"], dict).items():
-        states[state_name] = _read_state(f"{name}/{state_name}", state, paths, records)
-    model_dtype = described.get("model_dtype")
-    return AtomIndex(
-        name=name,
-        global_shape=_ints(described["shape"]),
-        kind=Kind(_as(described["kind"], str)),
-        states=states,
-        model_dtype=None if model_dtype is None else DType(_as(model_dtype, str)),
-        patterns=_as(described.get("patterns", {}), dict),
-    )
-
-
-def _ints(value: object) -> tuple[int, ...]:
-    items = _as(value, list)
-    if any(type(item) is not int for item in items):
-        raise TypeError(f"expected whole numbers, got {items!r}")
-    return tuple(items)
-
-
-def _read_state(label: str, described: Json, paths: Sequence[str], records: list[Record]) -> StateIndex:
-    shape = _ints(described["shape"])
-    dtype = DType(_as(described["dtype"], str))
-    if "pieces" in described:
-        pieces = [_read_piece(piece, paths) for piece in _as(described["pieces"], list)]
-        overlap = Overlap(_as(described["overlap"], str))
-        return StateIndex(dtype=dtype, global_shape=shape, fragments=tuple(pieces), overlap=overlap)
-    path = paths[_as(described["file"], int)]
-    if "codec" in described:
-        return _read_blocks(described, path, dtype, shape)
-    offset = _as(described["offset"], int)
-    ref = TensorRef(path=path, offset=offset, dtype=dtype, shape=shape, strides=contiguous_strides(shape))
-    if ref.nbytes:
-        crc = _as(described["crc32"], int)
-        records.append(Record(path=path, name=label, offset=offset, nbytes=ref.nbytes, crc32=crc))
-    return StateIndex(
-        dtype=dtype,
-        global_shape=shape,
-        fragments=(Fragment(box=Box.whole(shape), ref=ref),),
-        digests=tuple(_as(described["xxh3"], list)),
-        digest_nbytes=_as(described["block"], int),
-    )
-
-
-def _read_blocks(described: Json, path: str, dtype: DType, shape: tuple[int, ...]) -> StateIndex:
-    """Encoded blocks: each is a stretch of the row-major order."""
-    step = _as(described["block"], int) // dtype.itemsize
-    numel = Box.whole(shape).numel
-    fragments = []
-    for number, (offset, nbytes) in enumerate(_as(described["blocks"], list)):
-        low, high = number * step, min((number + 1) * step, numel)
-        for box, position in local_flat_pairs(shape, low, high):
-            ref = TensorRef(
-                path=path,
-                offset=offset,
-                dtype=dtype,
-                shape=box.sizes,
-                strides=contiguous_strides(shape),
-                codec=_as(described["codec"], str),
-                codec_nbytes=nbytes,
-                codec_start=position * dtype.itemsize,
-            )
-            fragments.append(Fragment(box=box, ref=ref))
-    if not numel:
-        empty = TensorRef(path=path, offset=0, dtype=dtype, shape=shape, strides=contiguous_strides(shape))
-        fragments.append(Fragment(box=Box.whole(shape), ref=empty))
-    return StateIndex(
-        dtype=dtype,
-        global_shape=shape,
-        fragments=tuple(fragments),
-        digests=tuple(_as(described["xxh3"], list)),
-        digest_nbytes=_as(described["block"], int),
-    )
-
-
-def _read_piece(piece: object, paths: Sequence[str]) -> Fragment:
-    offsets, sizes, replica, term, dtype, *place = _as(piece, list)
-    box = Box(_ints(offsets), _ints(sizes))
-    if len(place) == 1:
-        inline = InlineTensor(data=bytes.fromhex(place[0]), dtype=DType(dtype), shape=box.sizes)
-        return Fragment(box=box, ref=inline, replica=replica, term=term)
-    file, offset, strides, *codec = place
-    name, nbytes, start = codec or ("", 0, 0)
-    ref = TensorRef(
-        path=paths[file],
-        offset=offset,
-        dtype=DType(dtype),
-        shape=box.sizes,
-        strides=_ints(strides),
-        codec=name,
-        codec_nbytes=nbytes,
-        codec_start=start,
-    )
-    return Fragment(box=box, ref=ref, replica=replica, term=term)
-
-
 def dump(document: Json) -> bytes:
-    """The manifest as text."""
-    return json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    """The manifest as text, sealed by a digest of itself."""
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return text.removesuffix(b"}") + b',"xxh3":"%s"}\n' % xxhash.xxh3_64_hexdigest(text.removesuffix(b"}")).encode()
+
+
+def parse(text: bytes, where: str) -> object:
+    """What `dump` wrote, not yet interpreted. Raises MalformedError when it is damaged.
+
+    A manifest without a seal (edited by hand) is taken as it is.
+    """
+    seal = _SEAL.search(text)
+    if seal and xxhash.xxh3_64_hexdigest(text[: seal.start()]).encode() != seal[1]:
+        raise MalformedError(f"{where} is not what was written (its digest differs); it is damaged. Copy it again")
+    try:
+        document: object = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"{where} is not JSON ({error}); it is damaged. Copy it again") from error
+    return document

@@ -87,7 +87,8 @@ def _check_options(layout: str, topology: Topology | None, options: TargetOption
 def _slices(index: Index, options: TargetOptions) -> Iterator[Slice]:
     wanted = {state: DType(name) for state, name in options.dtypes.items()}
     for atom, name, state in index.states():
-        yield whole_slice(atom.name, name, state, dtype=wanted.get(name, state.dtype))
+        dtype = wanted.get(name, state.dtype) if state.dtype.is_floating else state.dtype
+        yield whole_slice(atom.name, name, state, dtype=dtype)
 
 
 def _cast(index: Index, own: Slice) -> str:
@@ -162,7 +163,7 @@ def _safetensors(path: str, slices: Sequence[Slice]) -> tuple[OutputFile, list[P
 def _laid(extras: Iterable[Extra]) -> Iterator[tuple[Extra, OutputFile, tuple[RawCopy, ...]]]:
     """Every extra with its file."""
     for extra in extras:
-        rank = "" if extra.rank is None else f".rank{extra.rank}"
+        rank = "" if extra.rank is None else f"@rank{extra.rank}"
         file, raw = extra_file(extra.value, f"extra/{_folder(extra.name)}{rank}")
         yield extra, file, raw
 

@@ -12,6 +12,7 @@ True
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections import OrderedDict
 
@@ -21,6 +22,8 @@ from ucp.inert import GlobalName, TorchSize
 __all__ = ["NotPlainError", "from_json", "to_json"]
 
 _DEEPEST = 200
+_MOST_BITS = 8192
+"""Longest whole number that is written as digits; Python reads no more than 4300 of them."""
 
 
 class NotPlainError(ValueError):
@@ -31,8 +34,10 @@ def to_json(value: object, depth: int = 0) -> object:
     """`value` in terms of JSON. Raises NotPlainError."""
     if depth > _DEEPEST:
         raise NotPlainError("nested too deeply, or in a cycle")
-    if value is None or isinstance(value, bool | str) or type(value) is int:
+    if value is None or isinstance(value, bool | str):
         return value
+    if type(value) is int:
+        return _checked_int(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else {"!float": repr(value)}
     if isinstance(value, complex):
@@ -46,8 +51,16 @@ def to_json(value: object, depth: int = 0) -> object:
     for kind, tag in _SEQUENCES.items():
         if type(value) is kind:
             items = [to_json(item, depth + 1) for item in value]  # type: ignore[attr-defined]  # one of _SEQUENCES
+            if kind in (set, frozenset):
+                items.sort(key=json.dumps)  # the order of a set changes from run to run
             return {tag: items} if tag else items
     raise NotPlainError(f"a {type(value).__name__} is not a plain value")
+
+
+def _checked_int(value: int) -> int:
+    if value.bit_length() > _MOST_BITS:
+        raise NotPlainError(f"a number of {value.bit_length()} bits has too many digits")
+    return value
 
 
 _SEQUENCES: dict[type, str] = {
@@ -60,6 +73,8 @@ _SEQUENCES: dict[type, str] = {
 
 
 def _dict_to_json(value: dict[object, object], depth: int) -> object:
+    if getattr(value, "__dict__", None):
+        raise NotPlainError("a dict that carries attributes")
     plain = all(isinstance(key, str) and not key.startswith("!") for key in value)
     if type(value) is dict and plain:
         return {key: to_json(item, depth) for key, item in value.items()}
@@ -67,38 +82,41 @@ def _dict_to_json(value: dict[object, object], depth: int) -> object:
     return {tag: [[to_json(key, depth), to_json(item, depth)] for key, item in value.items()]}
 
 
-def from_json(value: object) -> object:
-    """The value that `to_json` was given. Raises MalformedError for an unknown mark."""
+def from_json(value: object, depth: int = 0) -> object:
+    """The value that `to_json` was given. Raises MalformedError for an unknown mark, or too deep a nesting."""
+    if depth > 2 * _DEEPEST:
+        raise MalformedError("expected a value marked as ucp marks them; got one nested too deeply")
     if isinstance(value, list):
-        return [from_json(item) for item in value]
+        return [from_json(item, depth + 1) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) != 1 or not next(iter(value)).startswith("!"):
-        return {key: from_json(item) for key, item in value.items()}
+        return {key: from_json(item, depth + 1) for key, item in value.items()}
     ((tag, inner),) = value.items()
     try:
-        return _marked(tag, inner)
+        return _marked(tag, inner, depth + 1)
     except (TypeError, ValueError, KeyError) as error:
-        raise MalformedError(f"expected a value marked as ucp marks them; got {tag!r}: {inner!r}") from error
+        shown = repr(inner)[:200]
+        raise MalformedError(f"expected a value marked as ucp marks them; got {tag!r}: {shown}") from error
 
 
-def _marked(tag: str, inner: object) -> object:
+def _marked(tag: str, inner: object, depth: int) -> object:
     match tag, inner:
         case "!float", str():
             return float(inner)
         case "!complex", [real, imag]:
-            return complex(float(str(from_json(real))), float(str(from_json(imag))))
+            return complex(float(str(from_json(real, depth))), float(str(from_json(imag, depth))))
         case "!bytes", str():
-            return base64.b64decode(inner)
+            return base64.b64decode(inner, validate=True)
         case "!bytearray", str():
-            return bytearray(base64.b64decode(inner))
+            return bytearray(base64.b64decode(inner, validate=True))
         case "!global", [str(module), str(qualname)]:
             return GlobalName(module, qualname)
         case (("!dict" | "!ordered"), list()):
-            pairs = [(from_json(key), from_json(item)) for key, item in inner]
+            pairs = [(from_json(key, depth), from_json(item, depth)) for key, item in inner]
             return OrderedDict(pairs) if tag == "!ordered" else dict(pairs)
         case _, list():
             kind = {mark: kind for kind, mark in _SEQUENCES.items()}[tag]
-            return kind(from_json(item) for item in inner)
+            return kind(from_json(item, depth) for item in inner)
         case _:
             raise KeyError(tag)

@@ -166,4 +166,5 @@ def shared_buffers(
             ranks=ranks,
         )
         for share in dict.fromkeys((group.partition, first))
+        if share * ranks >= group.used
     )

@@ -19,7 +19,7 @@ from ucp.tensor import TensorRef, contiguous_strides
 from ucp_formats.deepspeed.buckets import pieces_of
 from ucp_formats.deepspeed.fields import Shape, described, mapping, shapes, tensor, text
 from ucp_formats.deepspeed.partition import Held, chunk, chunk_range
-from ucp_formats.deepspeed.sameness import Checksums
+from ucp_formats.deepspeed.sameness import Checksums, per_rank_extras
 from ucp_formats.deepspeed.saved_run import SavedFile
 
 __all__ = ["ModuleEntry", "ModulePart", "read_sharded_module", "read_whole_module", "whole_fragment"]
@@ -68,8 +68,8 @@ def read_whole_module(file: SavedFile, trained: Mapping[str, Shape] | None) -> M
 
     `trained`: shapes of what the optimizer owns; None when that is not known yet, and every parameter counts as frozen.
     """
-    part = ModulePart()
-    tensors = _tensors(file, part)
+    tensors, others = _split(file)
+    part = ModulePart(extras=[*_metadata(file), *(Extra(name=f"module/{key}", value=v) for key, v in others.items())])
     known = trained or {}
     _find_ties(tensors, _shared(file), known, part)
     buffers = _buffer_names(file, part)
@@ -95,9 +95,13 @@ def read_sharded_module(
     files: Mapping[int, SavedFile], trained: Mapping[str, Shape], checksums: Checksums
 ) -> ModulePart:
     """The module of stage 3; `files`: rank to its model-states file."""
-    part = ModulePart()
     first = files[0]
-    tensors = _tensors(first, part)
+    tensors, _ = _split(first)
+    part = ModulePart(extras=_metadata(first))
+    others = {rank: _split(file)[1] for rank, file in files.items()}
+    for key in dict.fromkeys(key for own in others.values() for key in own):
+        values = {rank: own[key] for rank, own in others.items() if key in own}
+        part.extras += per_rank_extras(f"module/{key}", values, checksums)
     buffers = _buffer_names(first, part)
     saved = first.root.get("frozen_param_shapes")
     frozen = shapes(saved, f"frozen_param_shapes of {first.path}") if saved is not None else {}
@@ -123,15 +127,18 @@ def read_sharded_module(
     return part
 
 
-def _tensors(file: SavedFile, part: ModulePart) -> dict[str, TensorRef]:
-    """Tensors of `module`; anything else becomes an extra."""
+def _metadata(file: SavedFile) -> list[Extra]:
+    """Versions of the modules, which torch keeps as an attribute of a state_dict."""
+    metadata = getattr(file.root.get("module"), "_metadata", None)
+    return [] if metadata is None else [Extra(name="module_metadata", value=metadata)]
+
+
+def _split(file: SavedFile) -> tuple[dict[str, TensorRef], dict[str, object]]:
+    """Tensors of `module` by name, and whatever else is in it."""
     where = f"module of {file.path}"
-    module = mapping(file.root.get("module"), where)
-    metadata = getattr(module, "_metadata", None)
-    if metadata is not None:
-        part.extras.append(Extra(name="module_metadata", value=metadata))
     tensors: dict[str, TensorRef] = {}
-    for key, value in module.items():
+    others: dict[str, object] = {}
+    for key, value in mapping(file.root.get("module"), where).items():
         name = text(key, f"a name in {where}")
         if isinstance(value, dict):
             raise UnsupportedError(
@@ -141,8 +148,8 @@ def _tensors(file: SavedFile, part: ModulePart) -> dict[str, TensorRef]:
         if isinstance(value, TensorRef) and name.rpartition(".")[2] != _EXTRA_STATE:
             tensors[name] = value
         else:
-            part.extras.append(Extra(name=f"module/{name}", value=value))
-    return tensors
+            others[name] = value
+    return tensors, others
 
 
 def _shared(file: SavedFile) -> dict[str, str]:
@@ -162,8 +169,8 @@ def _find_ties(
         if ref.numel:
             places.setdefault((ref.offset, ref.dtype, ref.shape, ref.strides), []).append(name)
     for names in places.values():
-        stored = [name for name in names if name in trained] or names[:1]
-        part.aliases |= {name: stored[0] for name in names if name not in stored}
+        own = [name for name in names if name in trained] or names[:1]
+        part.aliases |= {name: own[0] for name in names if name not in own}
     for alias, name in shared.items():
         stored = part.aliases.get(name, name)
         if alias in part.aliases or alias in trained or not (stored in trained or stored in tensors):

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ucp.atom import Extra, Index, Kind, ParamGroup, StateIndex
@@ -141,7 +141,7 @@ class _Universal:
         if self.model.name.role is Role.SHARDED_MODEL:
             part = read_sharded_module(self.models, trained, checksums)
         else:
-            part = read_whole_module(self.model, {n: s for n, s in trained.items() if self._fits(n, s)})
+            part = read_whole_module(self.model, trained)
         buffers = self.model.root.get("buffer_names")
         for name, own in self.found.states.items():
             if name in part.entries or name in part.aliases or name in trained or WEIGHT not in own:
@@ -151,12 +151,17 @@ class _Universal:
             if isinstance(buffers, list) and name in buffers:
                 kind = Kind.BUFFER
             part.entries[name] = ModuleEntry(kind=kind, shape=weight.global_shape, dtype=weight.dtype, fragments=())
+        self._use_merged_shapes(part, trained)
         return part
 
-    def _fits(self, name: str, shape: Shape) -> bool:
-        """Whether the module's tensor has the shape of the parameter as merged (vocabulary padding is cut off)."""
-        own = self.found.states.get(name, {}).get(WEIGHT)
-        return own is None or own.global_shape == shape
+    def _use_merged_shapes(self, part: ModulePart, trained: Mapping[str, Shape]) -> None:
+        """Parameters whose merged tensor is smaller than the module's, as the padding of a vocabulary is cut off."""
+        for name in trained.keys() & part.entries.keys():
+            own, entry = self.found.states.get(name, {}).get(WEIGHT), part.entries[name]
+            if own is not None and own.global_shape != entry.shape:
+                part.entries[name] = replace(entry, shape=own.global_shape, fragments=())
+                sizes = f"{list(own.global_shape)} in zero/ and {list(entry.shape)} in the module"
+                part.notes.append(f"{name} is {sizes}: its padding is cut off")
 
     def _states(
         self, module: ModulePart, trained: Mapping[str, Shape]
@@ -171,7 +176,9 @@ class _Universal:
             elif name in trained or entry is None or not entry.fragments:
                 states[name] = own
             else:
-                dropped.append(f"zero/{name}/: a cast of the {entry.kind.value} tensor in {self.model.name.name}, which is taken")
+                dropped.append(
+                    f"zero/{name}/: a cast of the {entry.kind.value} tensor in {self.model.name.name}, which is taken"
+                )
         counts, lost = self._counts()
         for name, extra in counts.items():
             for key, state in extra.items():
@@ -204,23 +211,24 @@ class _Universal:
         groups = sequence(saved, where) if saved is not None else ()
         if not groups:
             return []
+        ranks = self._dealt_over()
         members = sub_group_params(groups, self.buffers, where)
-        self._check_dealt()
         return [
-            ParamGroup(params=own, hyper=hyper_parameters(group, where))
+            ParamGroup(params=dealt_back(own, ranks=ranks), hyper=hyper_parameters(group, where))
             for group, own in zip(groups, members, strict=True)
         ]
 
-    def _check_dealt(self) -> None:
-        """Refuse what DeepSpeed's converter makes of a run with round_robin_gradients.
+    def _dealt_over(self) -> int:
+        """Ranks over which `round_robin_gradients` dealt out the names of `param_shapes`; 1 when it did not.
 
-        It cuts the buffers by `param_slice_mappings`, which are wrong then (0.19.8), and swaps parameters silently.
+        DeepSpeed's converter cuts the buffers of such a run by `param_slice_mappings`, which are wrong then unless the
+        parameters were aligned (0.19.8), and so swaps parameters silently: that is refused.
         """
-        made_by_deepspeed = "partition_count" in self.shared.root and self._stage() in (1, 2)
         counts = self.shared.root.get("partition_count")
         ranks = counts[0] if isinstance(counts, list) and counts else 1
-        if not (made_by_deepspeed and self.config.round_robin and isinstance(ranks, int)):
-            return
+        by_deepspeed = "zero_stage" in self.shared.root and self._stage() in (1, 2)
+        if not by_deepspeed or not self.config.round_robin or not isinstance(ranks, int):
+            return 1
         paddings = self.shared.root.get("param_alignment_paddings")
         aligned = isinstance(paddings, list) and any(any(own) for own in paddings if isinstance(own, list))
         if not aligned and any(dealt_back(tuple(own), ranks=ranks) != tuple(own) for own in self.buffers):
@@ -228,6 +236,7 @@ class _Universal:
                 f"{self.model.path}: written with round_robin_gradients, which DeepSpeed's converter does not honour: "
                 "it has given parameters the elements of others. Read the original checkpoint instead"
             )
+        return ranks
 
     def _extras(self) -> list[Extra]:
         return universal_extras(self.shared.root, self.found.info)

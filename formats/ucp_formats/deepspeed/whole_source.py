@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ucp.atom import ParamGroup, StateIndex
+from ucp.atom import Extra, ParamGroup, StateIndex
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.fragment import Fragment
 from ucp.region import Box
@@ -75,6 +75,11 @@ class WholeOptimizer:
         own = mapping(mapping(self.inner.get("state"), f"state of {self.where}").get(number, {}), where)
         return {text(key, where): value for key, value in own.items()}
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether it has neither states nor masters: then nothing is lost without knowing which parameter is which."""
+        return self.kind == "torch" and not mapping(self.inner.get("state"), f"state of {self.where}")
+
     def masters(self) -> list[Sequence[object]]:
         """Masters of every group; of no group, for an optimizer over the model's own parameters."""
         where = f"masters of {self.where}"
@@ -94,7 +99,14 @@ def read_whole(optimizer: WholeOptimizer, checksums: Checksums, order: Sequence[
     `order`: names of every group in its order, when the user says so; else they are inferred.
     """
     part = OptimizerPart()
-    names = [tuple(own) for own in order] if order is not None else _names(optimizer, checksums, part)
+    try:
+        names = [tuple(own) for own in order] if order is not None else _names(optimizer, checksums, part)
+    except UnsupportedError:
+        if not optimizer.is_bare:
+            raise
+        part.extras.append(Extra(name="param_groups", value=list(optimizer.groups)))
+        part.notes = ["the optimizer has never stepped and names no parameters: its groups are kept as an extra only"]
+        return part
     _check_count(optimizer, names)
     problems = Problems()
     flat = optimizer.kind == "FP16_Optimizer"
@@ -140,16 +152,23 @@ def _by_storage(optimizer: WholeOptimizer, checksums: Checksums) -> list[tuple[s
             start = (ref.offset - storage.offset) // ref.dtype.itemsize
             whole = storage.nbytes // ref.dtype.itemsize
             views.setdefault(storage.offset, []).append((start, start + ref.numel, name, whole))
-    by_length: dict[int, list[tuple[str, ...]]] = {}
+    flats: dict[int, list[tuple[str, ...]]] = {}
     for own in views.values():
         own.sort()
         edges = [0, *(stop for _, stop, _, _ in own)]
         if all(start == edge for (start, *_), edge in zip(own, edges, strict=False)) and edges[-1] == own[0][3]:
-            by_length.setdefault(edges[-1], []).append(tuple(name for _, _, name, _ in own))
+            flats.setdefault(edges[-1], []).append(tuple(name for _, _, name, _ in own))
     lengths = [tensor(flat[0], f"fp32_groups_flat of {optimizer.where}").numel for flat in optimizer.masters()]
-    found = [by_length.get(length, []) for length in lengths]
-    certain = len(set(lengths)) == len(found) and all(len(own) == 1 for own in found)
-    return [own[0] for own in found] if certain else None
+    found = [_one(flats.get(length, [])) for length in lengths]
+    certain = [own for own in found if own is not None]
+    return certain if len(certain) == len(set(lengths)) == len(lengths) else None
+
+
+def _one(flats: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
+    """The one flat tensor of a length: that with several views, as only a group has; else the only one."""
+    several = [own for own in flats if len(own) > 1]
+    candidates = several or flats
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def _by_torch(optimizer: WholeOptimizer) -> list[tuple[str, ...]] | None:

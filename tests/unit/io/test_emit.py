@@ -6,6 +6,7 @@ import struct
 import sys
 from collections import OrderedDict, defaultdict, deque
 from enum import Enum
+from typing import Self
 
 import pytest
 
@@ -42,7 +43,7 @@ class WithKeywords:
     def __getnewargs_ex__(self) -> tuple[tuple[int, ...], dict[str, int]]:
         return (1,), {"b": self.b}
 
-    def __new__(cls, a: int, b: int = 0) -> WithKeywords:
+    def __new__(cls, a: int, b: int = 0) -> Self:
         self = super().__new__(cls)
         self.b = b
         return self
@@ -236,7 +237,7 @@ def test_storages_are_keyed_in_the_order_of_the_pickle() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        object(),
+        pytest.param(object(), id="object"),
         DType.FLOAT32,
         TensorRef(path="x", offset=0, dtype=DType.FLOAT32, shape=(), strides=()),
         GlobalName("a\nb", "c"),

@@ -14,7 +14,7 @@ from ucp.errors import MalformedError, UcpError, UnsupportedError
 from ucp.io.safetensors import layout_safetensors, read_header
 from ucp.tensor import contiguous_strides
 
-DTYPES = [dtype for dtype in DType if dtype not in (DType.COMPLEX128,)]
+DTYPES = [dtype for dtype in DType if dtype != DType.COMPLEX128]
 
 
 def written(path: Path, header: object, data: bytes = b"") -> str:

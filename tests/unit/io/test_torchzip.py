@@ -186,6 +186,7 @@ def test_layouts_do_not_depend_on_anything_else() -> None:
     assert layout().literals == layout().literals
 
 
+@pytest.mark.slow
 def test_more_than_65535_members(tmp_path: Path, carried_out: CarryOut) -> None:
     storages = [NewStorage(DType.UINT8, 1) for _ in range(66_000)]
     root = [NewTensor(storage=s, shape=(1,), strides=(1,)) for s in storages]
@@ -199,6 +200,7 @@ def test_more_than_65535_members(tmp_path: Path, carried_out: CarryOut) -> None:
         assert len(archive.infolist()) == 66_006
 
 
+@pytest.mark.slow
 def test_members_and_files_past_4_gib(tmp_path: Path) -> None:
     large, small, empty = (
         NewStorage(DType.UINT8, 2**32 + 100),

@@ -6,6 +6,7 @@ import pickle
 import struct
 from collections import OrderedDict, defaultdict, deque
 from enum import Enum
+from typing import Self
 
 import pytest
 
@@ -41,7 +42,7 @@ class WithKeywords:
     def __getnewargs_ex__(self) -> tuple[tuple[int, ...], dict[str, int]]:
         return (1,), {"b": 2}
 
-    def __new__(cls, a: int, b: int = 0) -> WithKeywords:
+    def __new__(cls, a: int, b: int = 0) -> Self:
         return super().__new__(cls)
 
 

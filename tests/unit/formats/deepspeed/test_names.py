@@ -1,0 +1,60 @@
+import pytest
+from ucp_formats.deepspeed.names import Role, parse_name
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "dp", "mp", "prefix"),
+    [
+        ("mp_rank_00_model_states.pt", Role.MODEL, 0, 0, ""),
+        ("mp_rank_123_model_states.pt", Role.MODEL, 0, 123, ""),
+        ("zero_pp_rank_0_mp_rank_00_model_states.pt", Role.SHARDED_MODEL, 0, 0, ""),
+        ("zero_pp_rank_1023_mp_rank_07_model_states.pt", Role.SHARDED_MODEL, 1023, 7, ""),
+        ("zero_pp_rank_3_mp_rank_00_optim_states.pt", Role.OPTIMIZER, 3, 0, ""),
+        ("bf16_zero_pp_rank_100_mp_rank_00_optim_states.pt", Role.OPTIMIZER, 100, 0, "bf16_"),
+        ("fp16_zero_pp_rank_3_mp_rank_00_optim_states.pt", Role.OPTIMIZER, 3, 0, "fp16_"),
+        ("zero_pp_rank_3_mp_rank_00optim_states.pt", Role.OPTIMIZER, 3, 0, ""),
+        ("layer_00-model_00-model_states.pt", Role.LAYER, 0, 0, ""),
+        ("layer_17-model_states.pt", Role.LAYER, 0, 0, ""),
+        ("layer_0_expert_3_mp_rank_00_model_states.pt", Role.EXPERT, 0, 0, ""),
+        ("expert_3_mp_rank_01_model_states.pt", Role.EXPERT, 0, 1, ""),
+        ("expp_rank_1_mp_rank_00_optim_states.pt", Role.EXPERT_OPTIMIZER, 0, 0, ""),
+    ],
+)
+def test_every_form(name: str, role: Role, dp: int, mp: int, prefix: str) -> None:
+    found = parse_name(name)
+    assert found is not None
+    assert (found.role, found.name, found.dp, found.mp, found.prefix) == (role, name, dp, mp, prefix)
+
+
+@pytest.mark.parametrize("part", ["-0.1", "-3.16", "-15.16"])
+def test_a_part_is_named_as_the_whole(part: str) -> None:
+    found = parse_name(f"mp_rank_00_model_states.pt{part}")
+    assert found is not None
+    assert found.name == "mp_rank_00_model_states.pt"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "latest",
+        "zero_to_fp32.py",
+        "pytorch_model.bin",
+        "model.safetensors",
+        "mp_rank_00",
+        "mp_rank_xx_model_states.pt",
+        "mp_rank_00_model_states.pt.tmp",
+        "my_mp_rank_00_model_states.pt",
+        "fp32_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "bf16_zero_pp_rank_0_mp_rank_00_model_states.pt",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt-1",
+        "rng_state_0.pth",
+    ],
+)
+def test_other_names_are_no_part_of_it(name: str) -> None:
+    assert parse_name(name) is None
+
+
+def test_labels_name_the_rank_where_there_is_one() -> None:
+    labels = [parse_name(n).label for n in ("mp_rank_00_model_states.pt", "zero_pp_rank_3_mp_rank_00_optim_states.pt")]
+    assert labels == ["model states", "optimizer states of rank 3"]

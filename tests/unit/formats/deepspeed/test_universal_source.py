@@ -1,0 +1,190 @@
+"""Universal checkpoints: DeepSpeed's two forms, ucp's own, and what can be wrong with them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from ucp_formats.deepspeed.native_source import DeepSpeedFormat
+from ucp_formats.deepspeed.universal_source import DeepSpeedUniversalFormat
+
+from ucp.atom import Index, Kind, check_cover
+from ucp.dtypes import DType
+from ucp.errors import MalformedError, MissingFileError, UnsupportedError
+
+FIXTURES = Path(__file__).parents[4] / "fixtures" / "deepspeed"
+
+
+def read(path: Path) -> Index:
+    index = DeepSpeedUniversalFormat().read(path)
+    check_cover(index)
+    return index
+
+
+def save_universal(run, folder: Path, *, form: str = "dict") -> Path:
+    """What DeepSpeed's converter makes of a run (`form` "dict": ZeRO up to 2; "flat": ZeRO-3)."""
+    tag = folder / "step7_universal"
+    for name, weight in run.weights.items():
+        if name == "frozen":
+            continue
+        states = {"fp32": weight, "exp_avg": 2 * weight, "exp_avg_sq": 3 * weight}
+        (tag / "zero" / name).mkdir(parents=True)
+        for state, tensor in states.items():
+            value = {"cat_dim": 0, "param": tensor} if form == "dict" else tensor.flatten()
+            torch.save(value, tag / "zero" / name / f"{state}.pt")
+        if form == "dict":
+            torch.save(7, tag / "zero" / name / "step.pt")
+    for name, root in run.files.items():
+        if "model_states" in name:
+            torch.save(root, tag / name)
+    shared = dict(run.optimizers[0]["optimizer_state_dict"])
+    inner = shared.pop("base_optimizer_state", None) or shared["optimizer_state_dict"]
+    shared.pop("single_partition_of_fp32_groups", None)
+    torch.save({**shared, "param_groups": inner["param_groups"]}, tag / "zero" / "optimizer_state.pt")
+    (folder / "latest_universal").write_text(tag.name)
+    return folder
+
+
+@pytest.mark.parametrize(("stage", "form"), [(1, "dict"), (2, "dict"), (3, "flat"), (3, "dict")])
+def test_both_forms(tmp_path: Path, fake_run, stage: int, form: str) -> None:
+    index = read(save_universal(fake_run(stage, 3), tmp_path, form=form))
+    assert DeepSpeedFormat().detect(tmp_path) is None
+    assert (index.topology.dp, index.topology.zero, index.step) == (3, stage, 7)
+    assert list(index.atoms) == ["a.weight", "b.weight", "a.bias", "b.bias", "frozen", "mean"]
+    atom = index.atoms["a.weight"]
+    assert (atom.global_shape, atom.kind, atom.model_dtype) == ((3, 5), Kind.PARAMETER, DType.BFLOAT16)
+    assert set(atom.states) == {"weight", "exp_avg", "exp_avg_sq", "step"}
+    assert atom.states["exp_avg"].global_shape == (3, 5)
+    assert atom.states["step"].global_shape == ()
+    assert index.atoms["frozen"].kind is Kind.FROZEN
+    assert index.atoms["mean"].kind is Kind.BUFFER
+    assert [group.params for group in index.groups] == [("a.weight", "b.weight"), ("a.bias", "b.bias")]
+    assert index.aliases == {"head": "a.weight"}
+
+
+def test_casts_of_frozen_weights_and_buffers_are_not_taken(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2)
+    path = save_universal(run, tmp_path)
+    zero = path / "step7_universal" / "zero"
+    for name in ("frozen", "mean", "head"):
+        (zero / name).mkdir()
+        torch.save({"param": run.models[0]["module"][name].float()}, zero / name / "fp32.pt")
+    index = read(path)
+    assert index.atoms["frozen"].states["weight"].dtype is DType.BFLOAT16
+    assert [line.partition(":")[0] for line in index.dropped if line.startswith("zero/")] == [
+        "zero/frozen/", "zero/head/", "zero/mean/",
+    ]  # fmt: skip
+
+
+def test_frozen_weights_that_only_the_folder_has(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2)
+    del run.models[0]["module"]["frozen"]
+    path = save_universal(run, tmp_path)
+    (path / "step7_universal" / "zero" / "frozen").mkdir()
+    torch.save({"param": run.weights["frozen"]}, path / "step7_universal" / "zero" / "frozen" / "fp32.pt")
+    assert read(path).atoms["frozen"].kind is Kind.FROZEN
+
+
+def test_what_files_say_of_single_parameters_is_kept(tmp_path: Path, fake_run) -> None:
+    path = save_universal(fake_run(1, 2), tmp_path)
+    file = path / "step7_universal" / "zero" / "a.weight" / "fp32.pt"
+    torch.save({**torch.load(file), "vocab_tensor": True, "cat_dim": 1}, file)
+    extras = {extra.name: extra.value for extra in read(path).extras}
+    assert extras["universal_parameters"] == {"a.weight": {"cat_dim": 1, "vocab_tensor": True}}
+    assert extras["optimizer"]["class"] == "universal"
+
+
+def test_vocabulary_padding_that_was_cut_off(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2)
+    path = save_universal(run, tmp_path)
+    for state in ("fp32", "exp_avg", "exp_avg_sq"):
+        file = path / "step7_universal" / "zero" / "a.weight" / f"{state}.pt"
+        torch.save({"param": torch.load(file)["param"][:2], "cat_dim": 0, "vocab_tensor": True}, file)
+    atom = read(path).atoms["a.weight"]
+    assert atom.global_shape == (2, 5)
+    assert all(piece.replica == 0 for piece in atom.states["weight"].fragments), "the padded module is no copy"
+
+
+def test_flat_tensors_without_a_shape_are_refused(tmp_path: Path, fake_run) -> None:
+    run = fake_run(3, 2)
+    path = save_universal(run, tmp_path, form="flat")
+    torch.save(torch.zeros(99), path / "step7_universal" / "zero" / "b.bias" / "exp_avg.pt")
+    with pytest.raises(MalformedError, match=r"zero/b.bias/exp_avg.pt: expected a tensor of \[4\]"):
+        read(path)
+
+
+def test_everything_wrong_at_once(tmp_path: Path, fake_run) -> None:
+    path = save_universal(fake_run(1, 2), tmp_path)
+    zero = path / "step7_universal" / "zero"
+    (zero / "a.bias" / "fp32.pt").unlink()
+    (zero / "b.bias" / "exp_avg.pt").write_bytes(b"PK")
+    (zero / "optimizer_state.pt").unlink()
+    with pytest.raises(MalformedError) as caught:
+        read(path)
+    message = str(caught.value)
+    for part in ("missing: zero/a.bias/fp32.pt", "zero/b.bias/exp_avg.pt: ", "missing: optimizer_state.pt"):
+        assert part in message
+
+
+def test_missing_model_states(tmp_path: Path, fake_run) -> None:
+    path = save_universal(fake_run(1, 2), tmp_path)
+    (path / "step7_universal" / "mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(MissingFileError, match=r"mp_rank_00_model_states\.pt"):
+        read(path)
+
+
+def test_tensor_parallel_sources_are_refused(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2)
+    run.models[0]["mp_world_size"] = 2
+    with pytest.raises(UnsupportedError, match="tensor parallelism"):
+        read(save_universal(run, tmp_path))
+
+
+@pytest.mark.parametrize(("aligned", "refused"), [(False, True), (True, False)])
+def test_what_deepspeeds_converter_swaps_is_refused(tmp_path: Path, fake_run, aligned: bool, refused: bool) -> None:
+    run = fake_run(1, 2, groups=({"a": (4,), "b": (4,), "c": (4,)},))
+    run.models[0]["ds_config"]["zero_optimization"]["round_robin_gradients"] = True
+    saved = run.optimizers[0]["optimizer_state_dict"]
+    saved["param_alignment_paddings"] = [[4, 4, 0]] if aligned else [[0, 0, 0]]
+    path = save_universal(run, tmp_path)
+    if refused:
+        with pytest.raises(UnsupportedError, match="has given parameters the elements of others"):
+            read(path)
+    else:
+        assert read(path).groups[0].params == ("a", "c", "b")
+
+
+def test_strays_are_noted(tmp_path: Path, fake_run) -> None:
+    path = save_universal(fake_run(1, 2), tmp_path)
+    (path / "step7_universal" / "zero" / "a.bias" / "note.txt").write_text("")
+    (path / "step7_universal" / "zero" / "README").write_text("")
+    notes = "\n".join(read(path).notes)
+    assert "zero/a.bias/note.txt" in notes
+    assert "zero/README" in notes
+
+
+@pytest.mark.parametrize("case", ["z1-dp4-fp32", "z3-dp4-fp32"])
+def test_it_is_the_checkpoint_that_it_was_made_from(case: str) -> None:
+    native = DeepSpeedFormat().read(FIXTURES / case / "checkpoint")
+    universal = read(FIXTURES / case / "universal")
+    assert list(universal.atoms) == list(native.atoms)
+    assert universal.groups == native.groups
+    assert universal.aliases == native.aliases
+    for name, atom in native.atoms.items():
+        other = universal.atoms[name]
+        assert (other.kind, other.global_shape, other.model_dtype) == (atom.kind, atom.global_shape, atom.model_dtype)
+        assert set(other.states) == set(atom.states)
+        assert all(other.states[state].dtype is index.dtype for state, index in atom.states.items())
+
+
+def test_the_model_states_of_both_loaders(tmp_path: Path, fake_run) -> None:
+    """ucp writes one for stages 1 and 2, which is read, and one for stage 3."""
+    run = fake_run(1, 2)
+    path = save_universal(run, tmp_path)
+    tag = path / "step7_universal"
+    shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    index = read(path)
+    assert sum(file.role.startswith("model states") for file in index.files) == 2
+    assert index.atoms["frozen"].states["weight"].fragments[0].path == str(tag / "mp_rank_00_model_states.pt")

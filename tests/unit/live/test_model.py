@@ -1,0 +1,110 @@
+import pytest
+import torch
+from torch import nn
+
+from ucp.dtypes import DType
+from ucp.errors import LoadError, UnsupportedError
+from ucp.live.fit import LiveTensor
+from ucp.live.model import describe_model
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.emb.weight
+        self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.bfloat16))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("ramp", torch.zeros(2), persistent=False)
+
+
+PLAIN = (
+    LiveTensor(names=("scale",), shape=(), dtype=DType.BFLOAT16),
+    LiveTensor(names=("emb.weight", "head.weight"), shape=(4, 3), dtype=DType.FLOAT32),
+    LiveTensor(names=("seen",), shape=(), dtype=DType.INT64),
+)
+
+
+def test_a_module_is_its_parameters_and_persistent_buffers():
+    net = Net()
+    found = describe_model(net)
+    assert found.tensors == PLAIN
+    assert found.handles["emb.weight"] is net.emb.weight
+    assert found.owners[id(net.head.weight)] == "emb.weight"
+
+
+def test_parameters_that_share_memory_are_tied():
+    net = nn.Module()
+    net.a = nn.Parameter(torch.zeros(2, 2))
+    net.b = nn.Parameter(net.a.data)
+    net.c = nn.Parameter(net.a.data.t())
+    found = describe_model(net)
+    assert [own.names for own in found.tensors] == [("a", "b"), ("c",)]
+    assert found.owners[id(net.b)] == "a"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while torch.compile is imported
+def test_torch_compile_is_seen_through():
+    assert describe_model(torch.compile(Net())).tensors == PLAIN
+    net = nn.Sequential(torch.compile(nn.Linear(2, 2)))
+    assert [own.name for own in describe_model(net).tensors] == ["0.weight", "0.bias"]
+
+
+def test_activation_checkpointing_is_seen_through():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    inner = nn.BatchNorm1d(2)
+    names = [own.name for own in describe_model(nn.Sequential(checkpoint_wrapper(inner))).tensors]
+    assert names == [f"0.{name}" for name in inner.state_dict()]
+
+
+def test_data_parallel_is_seen_through():
+    assert describe_model(nn.DataParallel(Net())).tensors == PLAIN
+
+
+def test_a_module_of_the_user_called_module_keeps_its_name():
+    net = nn.Module()
+    net.module = nn.Linear(2, 2, bias=False)
+    assert [own.name for own in describe_model(net).tensors] == ["module.weight"]
+
+
+def test_extra_state_is_noted():
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"seen": 1}
+
+    assert describe_model(nn.Sequential(Extra(2, 2))).notes == (
+        "restore yourself what modules keep beside tensors: 0._extra_state",
+    )
+
+
+def test_parameters_without_memory_are_refused_all_at_once():
+    net = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.LazyLinear(3, bias=False))
+    with pytest.raises(LoadError) as error:
+        describe_model(net)
+    assert "0.weight: it is on the meta device" in str(error.value)
+    assert "0.bias: it is on the meta device" in str(error.value)
+    assert "1.weight: its shape is not known yet" in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_an_element_type_that_checkpoints_lack_is_refused():
+    net = nn.Module()
+    net.register_buffer("odd", torch.zeros(2, dtype=torch.complex32))
+    with pytest.raises(LoadError, match=r"odd: no checkpoint has elements of type torch\.complex32"):
+        describe_model(net)
+
+
+def test_sharded_parameters_are_refused():
+    net = nn.Linear(2, 2)
+    net.weight.ds_id = 0
+    with pytest.raises(UnsupportedError, match="weight: a parameter that DeepSpeed ZeRO-3 has partitioned"):
+        describe_model(net)
+
+
+def test_a_sharding_wrapper_is_refused():
+    wrapper = type("FullyShardedDataParallel", (nn.Module,), {})()
+    wrapper.inner = nn.Linear(2, 2)
+    with pytest.raises(UnsupportedError, match="FSDP shards its parameters"):
+        describe_model(nn.Sequential(wrapper))

@@ -1,0 +1,122 @@
+import pytest
+import torch
+from torch import nn, optim
+
+from ucp.dtypes import DType
+from ucp.errors import LoadError, UnsupportedError
+from ucp.live.model import describe_model
+from ucp.live.optimizer import describe_optimizer, formed, forms_of, live_params, put_hyper, put_states
+
+FLOAT, HALF = DType.FLOAT32, DType.BFLOAT16
+ADAM = {"step": FLOAT, "exp_avg": FLOAT, "exp_avg_sq": FLOAT}
+
+
+def described(net, optimizer):
+    return describe_optimizer(optimizer, describe_model(net))
+
+
+def kept(net, optimizer, hyper=({},)):
+    own = described(net, optimizer)
+    return {param.name: param.keeps for param in live_params(own, forms_of(own, hyper))}
+
+
+@pytest.mark.parametrize(
+    ("make", "states"),
+    [
+        (optim.AdamW, ADAM),
+        (lambda p: optim.Adam(p, amsgrad=True), {**ADAM, "max_exp_avg_sq": FLOAT}),
+        (lambda p: optim.AdamW(p, fused=True), ADAM),
+        (lambda p: optim.SGD(p, lr=0.1), {}),
+        (lambda p: optim.SGD(p, lr=0.1, momentum=0.9), {"momentum_buffer": FLOAT}),
+        (lambda p: optim.RMSprop(p, centered=True), {"step": FLOAT, "square_avg": FLOAT, "grad_avg": FLOAT}),
+        (optim.Adagrad, {"step": FLOAT, "sum": FLOAT}),
+        (optim.NAdam, {**ADAM, "mu_product": FLOAT}),
+    ],
+)
+def test_the_optimizer_shows_which_states_it_keeps(make, states):
+    net = nn.Linear(3, 2)
+    optimizer = make(net.parameters())
+    before = {key: dict(value) for key, value in optimizer.state.items()}
+    assert kept(net, optimizer) == {"weight": states, "bias": states}
+    assert {key: dict(value) for key, value in optimizer.state.items()} == before
+    assert all(param.grad is None for param in net.parameters())
+
+
+def test_the_states_follow_the_parameter_and_the_hyper_parameters_to_come():
+    net = nn.Linear(3, 2, dtype=torch.bfloat16)
+    assert kept(net, optim.AdamW(net.parameters()))["weight"] == {"step": FLOAT, "exp_avg": HALF, "exp_avg_sq": HALF}
+    sgd = optim.SGD(net.parameters(), lr=0.1)
+    assert kept(net, sgd, [{"momentum": 0.9}])["weight"] == {"momentum_buffer": HALF}
+
+
+def test_a_subclass_keeps_what_its_torch_class_keeps():
+    mine = type("Mine", (optim.AdamW,), {})
+    net = nn.Linear(3, 2)
+    assert kept(net, mine(net.parameters()))["bias"] == ADAM
+
+
+class Foreign(optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+
+def test_a_foreign_optimizer_keeps_what_it_holds_if_anything():
+    net = nn.Linear(3, 2)
+    foreign = Foreign(net.parameters())
+    assert kept(net, foreign) == {"weight": None, "bias": None}
+    foreign.state[net.weight] = {"step": 3, "moment": torch.zeros(2, 3, dtype=torch.bfloat16)}
+    assert kept(net, foreign) == {key: {"step": None, "moment": HALF} for key in ["weight", "bias"]}
+
+
+def test_an_optimizer_that_cannot_step_once_is_not_known():
+    net = nn.Linear(3, 2)
+    assert kept(net, optim.LBFGS(net.parameters())) == {"weight": None, "bias": None}
+
+
+def test_parameters_that_are_not_of_the_model_are_refused():
+    net = nn.Linear(3, 2)
+    masters = [p.detach().clone().requires_grad_() for p in net.parameters()]
+    with pytest.raises(LoadError) as error:
+        described(net, optim.AdamW(masters))
+    assert "parameter 0 of group 0, of shape [2, 3]" in str(error.value)
+    assert "parameter 1 of group 0, of shape [2]" in str(error.value)
+
+
+def test_an_optimizer_that_shards_is_refused():
+    Foreign.__module__, before = "torch.distributed.optim.zero_redundancy_optimizer", Foreign.__module__
+    try:
+        net = nn.Linear(3, 2)
+        with pytest.raises(UnsupportedError, match="shards them"):
+            described(net, Foreign(net.parameters()))
+    finally:
+        Foreign.__module__ = before
+
+
+@pytest.mark.parametrize(("form", "expected"), [(7, 3), (0.5, 3.0), (None, torch.tensor(3))])
+def test_a_count_takes_the_form_of_the_optimizer(form, expected):
+    found = formed(torch.tensor(3), form)
+    assert type(found) is type(expected)
+    assert found == expected
+
+
+def test_a_count_becomes_the_tensor_that_torch_keeps():
+    found = formed(torch.tensor(3), torch.tensor(0.0))
+    assert (found.dtype, found.shape, float(found)) == (torch.float32, (), 3.0)
+
+
+def test_states_are_replaced_or_cleared():
+    net = nn.Linear(3, 2)
+    own = described(net, optim.AdamW(net.parameters()))
+    own.handle.state[net.bias] = {"old": 1}
+    put_states(own, {"weight": {"step": 2}, "bias": {}})
+    assert dict(own.handle.state) == {net.weight: {"step": 2}}
+
+
+def test_a_tensor_hyper_parameter_is_filled_in_place():
+    net = nn.Linear(3, 2)
+    rate = torch.tensor(1.0)
+    own = described(net, optim.AdamW(net.parameters(), lr=rate, fused=True))
+    assert own.hyper({"weight": "w", "bias": "b"})[0].hyper["lr"] == 1.0
+    put_hyper(own, [{"lr": 0.5, "eps": 0.25}])
+    assert own.handle.param_groups[0]["lr"] is rate
+    assert (float(rate), own.handle.param_groups[0]["eps"]) == (0.5, 0.25)

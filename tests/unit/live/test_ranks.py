@@ -1,0 +1,72 @@
+import pytest
+import torch
+
+from tests.unit.live.threads import run
+from ucp.errors import LoadError, MissingFileError, UcpError, UsageError
+from ucp.live.ranks import Alone, Ranks, ranks_of, together
+
+
+def failing(errors):
+    """Work that raises the error of its rank, if it has one."""
+
+    def work(ranks):
+        def one():
+            if errors.get(ranks.rank) is not None:
+                raise errors[ranks.rank]
+            return ranks.rank
+
+        return together(ranks, one)
+
+    return work
+
+
+def test_every_rank_gets_its_own_result():
+    assert run(3, failing({})) == [0, 1, 2]
+
+
+def test_one_failure_is_raised_by_all_with_its_class_and_rank():
+    found = run(3, failing({1: MissingFileError("no file x")}))
+    assert [type(error) for error in found] == [MissingFileError] * 3
+    assert {str(error) for error in found} == {"rank 1 of 3: no file x"}
+
+
+def test_the_same_failure_everywhere_is_said_once():
+    found = run(2, failing({0: UsageError("bad"), 1: UsageError("bad")}))
+    assert {(type(error), str(error)) for error in found} == {(UsageError, "bad")}
+
+
+def test_several_failures_are_listed_by_rank():
+    found = run(4, failing({0: UsageError("bad"), 2: UsageError("bad"), 3: MissingFileError("gone")}))
+    assert {(type(e), str(e)) for e in found} == {(LoadError, "ranks 0, 2 of 4: bad\nrank 3 of 4: gone")}
+
+
+def test_an_unexpected_error_reaches_the_other_ranks_and_keeps_its_trace():
+    found = run(2, failing({0: RuntimeError("boom")}))
+    assert {(type(e), str(e)) for e in found} == {(LoadError, "rank 0 of 2: RuntimeError: boom")}
+    assert isinstance(found[0].__cause__, RuntimeError)
+
+
+def test_errors_from_outside_the_tree_are_load_errors_elsewhere():
+    class PrivateError(UcpError):
+        pass
+
+    found = run(2, failing({1: PrivateError("x")}))
+    assert [type(error) for error in found] == [LoadError, LoadError]
+
+
+def test_a_process_that_is_alone_raises_what_was_raised():
+    with pytest.raises(RuntimeError, match=r"^boom$"):
+        failing({0: RuntimeError("boom")})(Alone())
+
+
+def test_without_torch_distributed_a_process_is_alone():
+    ranks = ranks_of(None, torch.device("cpu"))
+    assert isinstance(ranks, Ranks)
+    assert (ranks.rank, ranks.count, ranks.share("x")) == (0, 1, ["x"])
+    part = torch.arange(4, dtype=torch.uint8)
+    assert ranks.gather(part).data_ptr() == part.data_ptr()
+
+
+def test_ranks_of_the_caller_are_taken_as_they_are():
+    own = Alone()
+    assert ranks_of(own, torch.device("cpu")) is own

@@ -1,0 +1,324 @@
+"""An index written by hand goes through the whole pipeline into every layout of the store, and reads back equal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib import import_module
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import ucp
+from ucp.atom import Extra, Index
+from ucp.compare import compare
+from ucp.errors import ChangedError, CorruptError, MalformedError, MissingFileError, UsageError
+from ucp.gather import Gatherer, Sources
+from ucp.inert import GlobalName, Stub, TorchSize
+from ucp.numeric import viewed
+from ucp.prepare import index_of
+from ucp.protocols import Evidence
+from ucp.slice import Locator, resolve, whole_slice
+from ucp.store.format import StoreFormat
+from ucp.tensor import TensorRef
+from ucp.testing.handmade import Shards, make_index
+
+LAYOUTS = [{}, {"layout": "packed"}, {"layout": "per-parameter"}, {"compress": True}, {"virtual": True}]
+LABELS = ["default", "packed", "per-parameter", "compressed", "virtual"]
+
+
+class Silent:
+    def begin(self, *, title, nbytes): ...
+    def advance(self, nbytes): ...
+    def end(self): ...
+
+
+def elements(index: Index, param: str, state: str) -> np.ndarray:
+    found = index.atoms[param].states[state]
+    own = whole_slice(param, state, found)
+    data = memoryview(bytearray(own.nbytes))
+    gatherer = Gatherer(sources=Sources())
+    gatherer.fill(data, own.dtype, resolve(own, Locator(found), 0, own.stop))
+    gatherer.sources.close()
+    return viewed(data, own.dtype).reshape(found.global_shape)
+
+
+@pytest.fixture
+def memory_format(monkeypatch):
+    """Makes any folder a checkpoint with the index that is set here."""
+
+    class MemoryFormat:
+        name = "memory"
+        index: Index | None = None
+
+        def detect(self, path):
+            return Evidence(path, ("here",)) if self.index and str(path) == self.index.path else None
+
+        def read(self, path):
+            return self.index
+
+    fmt = MemoryFormat()
+    registry = import_module("ucp.registry")
+    real_found, real_made = registry._found, registry._made
+    monkeypatch.setattr(
+        registry, "_found", lambda group: {**real_found(group), **({"memory": None} if group == "ucp.formats" else {})}
+    )
+    monkeypatch.setattr(registry, "_made", lambda group, name: fmt if name == "memory" else real_made(group, name))
+    return fmt
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=LABELS)
+@pytest.mark.parametrize("workers", [1, 2])
+class TestEveryLayout:
+    def test_bytes_come_back(self, source, arrays, tmp_path, options, workers, small_blocks):
+        ucp.convert(source, tmp_path / "out", workers=workers, **options)
+        index = StoreFormat().read(tmp_path / "out")
+        assert {(atom.name, name) for atom, name, _ in index.states()} == set(arrays)
+        for (param, state), array in arrays.items():
+            assert elements(index, param, state).tobytes() == array.tobytes(), (param, state)
+            assert index.atoms[param].states[state].global_shape == array.shape
+
+    def test_what_is_not_a_tensor_comes_back(self, source, tmp_path, options, workers):
+        ucp.convert(source, tmp_path / "out", workers=workers, **options)
+        before, after = index_of(source), index_of(tmp_path / "out")
+        assert after.groups == before.groups
+        assert list(after.atoms) == list(before.atoms)
+        assert after.step == before.step
+        assert after.topology == before.topology
+        assert compare(before, after, Silent()) == []
+
+    def test_verify_finds_nothing(self, source, tmp_path, options, workers, small_blocks):
+        ucp.convert(source, tmp_path / "out", workers=workers, verify=True, **options)
+        report = ucp.verify(tmp_path / "out", against=source)
+        assert report.ok
+
+    def test_a_store_is_a_source(self, source, tmp_path, options, workers, small_blocks):
+        ucp.convert(source, tmp_path / "one", workers=workers, **options)
+        ucp.convert(tmp_path / "one", tmp_path / "two")
+        assert ucp.diff(source, tmp_path / "two").equal
+
+
+def test_packs_are_safetensors_files(source, arrays, tmp_path):
+    ucp.convert(source, tmp_path / "out")
+    (pack,) = (tmp_path / "out" / "packs").iterdir()
+    found = safetensors.numpy.load_file(pack)
+    assert set(found) == {f"{param}/{state}" for param, state in arrays}
+    for (param, state), array in arrays.items():
+        assert found[f"{param}/{state}"].tobytes() == array.tobytes()
+
+
+def test_a_file_per_state_is_a_safetensors_file(source, arrays, tmp_path):
+    ucp.convert(source, tmp_path / "out", layout="per-parameter")
+    for (param, state), array in arrays.items():
+        found = safetensors.numpy.load_file(tmp_path / "out" / "atoms" / param / f"{state}.safetensors")
+        assert found[f"{param}/{state}"].tobytes() == array.tobytes()
+
+
+def test_packs_are_closed_between_parameters(source, arrays, tmp_path, monkeypatch):
+    monkeypatch.setattr(import_module("ucp.store.target"), "PACK", 1000)
+    ucp.convert(source, tmp_path / "out")
+    packs = sorted((tmp_path / "out" / "packs").iterdir())
+    assert len(packs) > 1
+    homes: dict[str, set[str]] = {}
+    for pack in packs:
+        for name in safetensors.numpy.load_file(pack):
+            homes.setdefault(name.rpartition("/")[0], set()).add(pack.name)
+    assert all(len(own) == 1 for own in homes.values())
+    assert ucp.verify(tmp_path / "out", against=source).ok
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a..b", "%", "é\u2028", "a b", "x" * 200])
+def test_any_name_is_a_folder(tmp_path, name):
+    shards = Shards(tmp_path / "source")
+    index = make_index(shards.folder, {(name, "weight"): shards.whole(np.arange(3, dtype="int32"))})
+    from ucp.testing.handmade import write_checkpoint
+
+    write_checkpoint(index)
+    ucp.convert(shards.folder, tmp_path / "out", layout="per-parameter")
+    assert elements(index_of(tmp_path / "out"), name, "weight").tolist() == [0, 1, 2]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
+
+
+EXTRAS = {
+    "plain": {"epoch": 3, "betas": (0.9, 0.95), 5: None, "nan": float("nan"), "raw": b"\x00\xff", "big": 1 << 100},
+    "size": TorchSize((2, 3)),
+    "names/with strange.chars?": [GlobalName("torch", "float32"), {1, 2}, "\ud800"],
+    "stub": {"scheduler": Stub(GlobalName("a.b", "C"), args=(1,), state={"x": (1, 2)}, has_state=True)},
+}
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=LABELS)
+class TestExtras:
+    def convert(self, tmp_path, memory_format, options, extras):
+        shards = Shards(tmp_path / "source")
+        states = {("w", "weight"): shards.whole(np.arange(100, dtype="float32"))}
+        memory_format.index = make_index(shards.folder, states, extras=extras(shards))
+        ucp.convert(shards.folder, tmp_path / "out", **options)
+        found = {(extra.name, extra.rank): extra.value for extra in index_of(tmp_path / "out").extras}
+        assert elements(index_of(tmp_path / "out"), "w", "weight").tolist() == list(range(100))
+        return found
+
+    def test_values_come_back(self, tmp_path, memory_format, options, small_blocks):
+        extras = [Extra(name=name, value=value) for name, value in EXTRAS.items()]
+        found = self.convert(tmp_path, memory_format, options, lambda shards: extras)
+        assert list(found) == [(name, None) for name in EXTRAS]
+        plain = dict(EXTRAS["plain"])
+        assert str(found["plain", None].pop("nan")) == str(plain.pop("nan"))
+        assert found["plain", None] == plain
+        assert type(found["size", None]) is TorchSize
+        assert found["names/with strange.chars?", None] == EXTRAS["names/with strange.chars?"]
+        stub = found["stub", None]["scheduler"]
+        assert (stub.made_by, stub.args, stub.state) == (GlobalName("a.b", "C"), (1,), {"x": (1, 2)})
+
+    def test_tensors_come_back(self, tmp_path, memory_format, options, small_blocks):
+        arrays = {
+            "plain": np.arange(100, dtype="int16").reshape(10, 10),
+            "transposed": np.arange(60, dtype="float64").reshape(6, 10),
+            "scalar": np.float32(3.5).reshape(()),
+            "empty": np.zeros((0, 3), dtype="float32"),
+        }
+
+        def extras(shards):
+            refs = {
+                name: shards.put(array, order=(1, 0) if name == "transposed" else (), file="extra.bin")
+                for name, array in arrays.items()
+            }
+            return [Extra(name="rng", rank=rank, value={"tensors": refs, "tied": [refs["plain"]]}) for rank in (0, 1)]
+
+        found = self.convert(tmp_path, memory_format, options, extras)
+        assert list(found) == [("rng", 0), ("rng", 1)]
+        for value in found.values():
+            for name, array in arrays.items():
+                ref = value["tensors"][name]
+                assert isinstance(ref, TensorRef)
+                assert ref.path.startswith(str(tmp_path / "out"))
+                assert (ref.shape, ref.dtype) == (array.shape, array.dtype.name)
+                assert _bytes_of(ref) == array.tobytes()
+
+    def test_names_and_ranks_are_told_apart(self, tmp_path, memory_format, options):
+        labels = [("a", None), ("a", 0), ("a", 1), ("a.rank0", None), ("A", None), ("a/b", None), ("a%2Fb", None)]
+        extras = [Extra(name=name, rank=rank, value=[name, rank]) for name, rank in labels]
+        found = self.convert(tmp_path, memory_format, options, lambda shards: extras)
+        assert found == {(name, rank): [name, rank] for name, rank in labels}
+
+
+def _bytes_of(ref: TensorRef) -> bytes:
+    if not ref.numel:
+        return b""
+    with open(ref.path, "rb") as file:
+        file.seek(ref.offset)
+        return file.read(ref.nbytes)
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"layout": "flat"}, "expected a layout of packed"),
+            ({"topology": "dp=2"}, "drop --topology"),
+            ({"layout": "per-parameter", "compress": True}, "--compress goes with packs"),
+            ({"virtual": True, "dtypes": {"weight": "bfloat16"}}, "--dtype needs a copy"),
+            ({"dtypes": {"momentum": "bfloat16"}}, "momentum"),
+        ],
+    )
+    def test_those_that_do_not_go_together(self, source, tmp_path, options, message):
+        with pytest.raises(UsageError, match=message):
+            ucp.convert(source, tmp_path / "out", **options)
+        assert not (tmp_path / "out").exists()
+
+    def test_a_cast_is_of_floats_and_is_named(self, source, arrays, tmp_path):
+        report = ucp.convert(source, tmp_path / "out", dtypes={"weight": "bfloat16"})
+        assert report.casts == ("weight: float32 -> bfloat16, as asked",)
+        index = index_of(tmp_path / "out")
+        assert index.atoms["embed"].states["weight"].dtype == "bfloat16"
+        assert index.atoms["counter"].states["weight"].dtype == "int64"
+        wanted = arrays["embed", "weight"].astype(elements(index, "embed", "weight").dtype)
+        assert elements(index, "embed", "weight").tobytes() == wanted.tobytes()
+        assert elements(index, "embed", "exp_avg").tobytes() == arrays["embed", "exp_avg"].tobytes()
+        assert elements(index, "counter", "weight") == 12345
+
+
+class TestVirtual:
+    def test_no_tensor_is_copied(self, source, tmp_path):
+        ucp.convert(source, tmp_path / "out", virtual=True)
+        assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["ucp-conversion.json", "ucp.json"]
+
+    def test_a_changed_source_is_refused(self, source, tmp_path):
+        ucp.convert(source, tmp_path / "out", virtual=True)
+        with (source / "weight.bin").open("r+b") as file:
+            file.write(b"\xff")
+        with pytest.raises(ChangedError, match=r"weight\.bin"):
+            StoreFormat().read(tmp_path / "out")
+
+    def test_a_source_that_is_gone_is_named(self, source, tmp_path):
+        ucp.convert(source, tmp_path / "out", virtual=True)
+        shutil.rmtree(source)
+        with pytest.raises(ucp.UcpError, match=r"weight\.bin"):
+            StoreFormat().read(tmp_path / "out")
+
+    def test_it_may_refer_to_a_compressed_store(self, source, tmp_path, small_blocks):
+        ucp.convert(source, tmp_path / "one", compress=True)
+        ucp.convert(tmp_path / "one", tmp_path / "two", virtual=True)
+        assert ucp.diff(source, tmp_path / "two").equal
+        assert ucp.verify(tmp_path / "two").ok
+
+
+class TestDamage:
+    @pytest.mark.parametrize("options", [LAYOUTS[0], LAYOUTS[2], LAYOUTS[3]], ids=["packed", "per-parameter", "compressed"])
+    def test_a_flipped_bit_is_named(self, source, tmp_path, options, small_blocks):
+        ucp.convert(source, tmp_path / "out", **options)
+        place = index_of(tmp_path / "out").atoms["embed"].states["exp_avg"].fragments[-1].ref
+        with open(place.path, "r+b") as file:
+            file.seek(place.offset + 20)
+            byte = file.read(1)[0]
+            file.seek(place.offset + 20)
+            file.write(bytes([byte ^ 4]))
+        report = ucp.verify(tmp_path / "out")
+        assert not report.ok
+        assert all("embed/exp_avg" in line and place.path in line for line in report.problems)
+        with pytest.raises(CorruptError) as caught:
+            ucp.convert(tmp_path / "out", tmp_path / "again")
+        assert "embed/exp_avg" in str(caught.value)
+        assert place.path in str(caught.value)
+        assert not (tmp_path / "again").exists()
+
+    def test_a_flipped_bit_in_a_tensor_of_an_extra_is_named(self, tmp_path, memory_format):
+        shards = Shards(tmp_path / "source")
+        states = {("w", "weight"): shards.whole(np.arange(100, dtype="float32"))}
+        extra = Extra(name="rng", value=shards.put(np.zeros(100, dtype="uint8"), file="extra.bin"))
+        memory_format.index = make_index(shards.folder, states, extras=[extra])
+        ucp.convert(shards.folder, tmp_path / "out")
+        (ref,) = (extra.value for extra in index_of(tmp_path / "out").extras)
+        with open(ref.path, "r+b") as file:
+            file.seek(ref.offset + 20)
+            file.write(b"\x01")
+        report = ucp.verify(tmp_path / "out")
+        assert not report.ok
+        assert ref.path in report.problems[0]
+
+    def test_a_pack_that_is_gone_is_named(self, source, tmp_path):
+        ucp.convert(source, tmp_path / "out")
+        (tmp_path / "out" / "packs" / "00000.safetensors").unlink()
+        with pytest.raises(MissingFileError, match=r"00000\.safetensors"):
+            StoreFormat().read(tmp_path / "out")
+
+    def test_a_pack_cut_short_is_named(self, source, tmp_path):
+        ucp.convert(source, tmp_path / "out")
+        pack = tmp_path / "out" / "packs" / "00000.safetensors"
+        pack.write_bytes(pack.read_bytes()[:-1])
+        with pytest.raises(MalformedError, match=r"00000\.safetensors"):
+            StoreFormat().read(tmp_path / "out")
+
+    @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff", b"null", b'{"ucp": 2}', b"[" * 100_000])
+    def test_a_manifest_that_is_none(self, source, tmp_path, text):
+        ucp.convert(source, tmp_path / "out")
+        (tmp_path / "out" / "ucp.json").write_bytes(text)
+        with pytest.raises(ucp.UcpError, match=r"ucp\.json|version"):
+            ucp.open(tmp_path / "out")
+
+
+def test_the_manifest_names_the_casts(source, tmp_path):
+    ucp.convert(source, tmp_path / "out", dtypes={"exp_avg": "float16"})
+    document = json.loads((tmp_path / "out" / "ucp.json").read_text())
+    assert document["casts"] == ["exp_avg: float32 -> float16, as asked"]

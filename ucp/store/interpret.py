@@ -1,0 +1,337 @@
+"""From a manifest to an index: every value is looked at before it is believed.
+
+A manifest may be damaged, or written by somebody else. What it says must be of the right kind, refer to bytes that are
+there, and agree with itself; the first thing that does not is a MalformedError that names its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+from ucp.atom import AtomIndex, Index, Kind, ParamGroup, SourceFile, StateIndex
+from ucp.dtypes import DType
+from ucp.errors import MalformedError, MissingFileError, UcpError, UnsupportedError, UsageError, listed
+from ucp.fragment import Fragment
+from ucp.identity import size_and_time
+from ucp.layout import Overlap
+from ucp.region import Box, local_flat_pairs
+from ucp.store.manifest import MANIFEST, VERSION
+from ucp.store.values import from_json
+from ucp.tensor import InlineTensor, Record, TensorRef, contiguous_strides
+from ucp.topology import Topology
+
+__all__ = ["ReferredFile", "StoredExtra", "files_of", "interpret"]
+
+Json = Mapping[str, object]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferredFile:
+    """A file that a manifest refers to."""
+
+    file: SourceFile
+    """As it is now."""
+    nbytes: int | None
+    """Bytes it had when the manifest was made, where recorded (virtual stores)."""
+    mtime_ns: int | None
+    """Time of its last change then."""
+    identity: str | None
+    """Digest by which it is recognised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredExtra:
+    """An extra that a manifest names."""
+
+    name: str
+    """What it is."""
+    rank: int | None
+    """Rank whose own value it is; None for all."""
+    path: str
+    """File that holds it."""
+
+
+def files_of(document: object, root: Path) -> tuple[ReferredFile, ...]:
+    """Files that the manifest of the store at `root` refers to, as they were and as they are.
+
+    Raises MalformedError, MissingFileError when one is not there, UnsupportedError for a newer version.
+    """
+    with _Place(root):
+        top = _object(document)
+        version = _int(top["ucp"], least=1)
+        if version != VERSION:
+            raise UnsupportedError(
+                f"expected version {VERSION} of the atom store; got {version} at {root}. It needs a newer ucp"
+            )
+        described = [_object(file) for file in _list(top["files"])]
+        paths = [str(root / _text(file["path"])) for file in described]
+        missing = [path for path in paths if not _is_there(path)]
+        if missing:
+            raise MissingFileError(
+                f"expected {len(missing)} files that {root / MANIFEST} refers to; they are not there. Copy them:\n"
+                f"{listed(missing)}"
+            )
+        return tuple(_file(path, own) for path, own in zip(paths, described, strict=True))
+
+
+def interpret(document: object, root: Path, files: Sequence[SourceFile]) -> tuple[Index, tuple[StoredExtra, ...]]:
+    """The index that a manifest describes, without the values of its extras, and where these are.
+
+    `files`: those of `files_of`. Raises MalformedError naming the place.
+    """
+    with _Place(root):
+        top = _object(document)
+        source = _object(top["source"])
+        states = _States(files)
+        records = [states.record(_list(entry)) for entry in _list(top["records"])]
+        atoms = {name: _atom(name, _object(own), states) for name, own in _object(top["atoms"]).items()}
+        index = Index(
+            path=str(root),
+            format="ucp",
+            evidence=(MANIFEST,),
+            producer=f"{_text(top['producer'])}, from {_text(source['producer'])}",
+            topology=Topology.parse(_text(source["topology"])),
+            step=None if top["step"] is None else _int(top["step"]),
+            atoms=atoms,
+            groups=tuple(_group(_object(group)) for group in _list(top["groups"])),
+            aliases=_texts_by_name(top["aliases"]),
+            files=tuple(files),
+            records=(*records, *states.records),
+            notes=_texts(top["notes"]),
+            dropped=_texts(top["dropped"]),
+        )
+        return index, tuple(_extra(_object(own), root) for own in _list(top["extras"]))
+
+
+class _Place:
+    """Where a manifest is wrong: turns what reading it may raise into MalformedError."""
+
+    def __init__(self, root: Path) -> None:
+        self._where = root / MANIFEST
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Raise MalformedError for what a damaged manifest leads to."""
+        if isinstance(error, UcpError) and not isinstance(error, UsageError):
+            return
+        if isinstance(error, KeyError | TypeError | ValueError | IndexError | OverflowError | UsageError):
+            what = f"{type(error).__name__}: {str(error)[:300]}"
+            raise MalformedError(
+                f"{self._where} is not a manifest of an atom store ({what}); it may be damaged. Copy it again"
+            ) from error
+
+
+def _is_there(path: str) -> bool:
+    try:
+        size_and_time(path)
+    except OSError:
+        return False
+    return True
+
+
+def _file(path: str, described: Json) -> ReferredFile:
+    nbytes, mtime_ns = size_and_time(path)
+    role = _text(described.get("role", "pack"))
+    recorded = "identity" in described
+    return ReferredFile(
+        file=SourceFile(path=path, nbytes=nbytes, mtime_ns=mtime_ns, role=role),
+        nbytes=_int(described["nbytes"]) if recorded else None,
+        mtime_ns=_int(described["mtime_ns"]) if recorded else None,
+        identity=_text(described["identity"]) if recorded else None,
+    )
+
+
+def _extra(described: Json, root: Path) -> StoredExtra:
+    file = PurePosixPath(_text(described["file"]))
+    if file.is_absolute() or ".." in file.parts:
+        raise ValueError(f"an extra lies below the store, not at {file}")
+    rank = described["rank"]
+    return StoredExtra(
+        name=_text(described["name"]), rank=None if rank is None else _int(rank), path=str(root / file)
+    )
+
+
+def _group(described: Json) -> ParamGroup:
+    hyper = _of(from_json(described["hyper"]), dict)
+    return ParamGroup(params=_texts(described["params"]), hyper={_text(key): value for key, value in hyper.items()})
+
+
+def _atom(name: str, described: Json, states: _States) -> AtomIndex:
+    model_dtype = described.get("model_dtype")
+    own = _object(described["states"])
+    return AtomIndex(
+        name=name,
+        global_shape=_ints(described["shape"]),
+        kind=Kind(_text(described["kind"])),
+        states={state: states.state(f"{name}/{state}", _object(place)) for state, place in own.items()},
+        model_dtype=None if model_dtype is None else DType(_text(model_dtype)),
+        patterns=_texts_by_name(described.get("patterns", {})),
+    )
+
+
+class _States:
+    """Reads states, and keeps the checksums that stand beside them."""
+
+    def __init__(self, files: Sequence[SourceFile]) -> None:
+        self._files = files
+        self.records: list[Record] = []
+
+    def record(self, entry: list[object]) -> Record:
+        """A checksum of a stretch of a file."""
+        at, offset, nbytes, crc, name = entry
+        path = self._stretch(_int(at), _int(offset), _int(nbytes))
+        return Record(path=path, name=_text(name), offset=_int(offset), nbytes=_int(nbytes), crc32=_int(crc))
+
+    def state(self, label: str, described: Json) -> StateIndex:
+        """A state of whatever layout; `label`: its name, for messages."""
+        shape, dtype = _ints(described["shape"]), DType(_text(described["dtype"]))
+        overlap, digests, step = Overlap.EXCLUSIVE, (), 0
+        if "pieces" in described:
+            fragments = tuple(self._piece(_list(piece), shape) for piece in _list(described["pieces"]))
+            overlap = Overlap(_text(described["overlap"]))
+        else:
+            digests, step = _digests(described, shape, dtype)
+            read = self._blocks if "codec" in described else self._stored
+            fragments = tuple(read(label, described, shape, dtype))
+        return StateIndex(
+            dtype=dtype,
+            global_shape=shape,
+            fragments=fragments,
+            overlap=overlap,
+            digests=digests,
+            digest_nbytes=step,
+        )
+
+    def _stored(self, label: str, described: Json, shape: tuple[int, ...], dtype: DType) -> Iterator[Fragment]:
+        """One stretch of a pack."""
+        at, offset = _int(described["file"]), _int(described["offset"])
+        ref = self._ref(at, offset=offset, dtype=dtype, shape=shape, strides=contiguous_strides(shape))
+        if ref.nbytes:
+            crc = _int(described["crc32"])
+            self.records.append(Record(path=ref.path, name=label, offset=offset, nbytes=ref.nbytes, crc32=crc))
+        yield Fragment(box=Box.whole(shape), ref=ref)
+
+    def _blocks(self, label: str, described: Json, shape: tuple[int, ...], dtype: DType) -> Iterator[Fragment]:
+        """Encoded blocks: each is a stretch of the row-major order."""
+        del label
+        at, codec = _int(described["file"]), _text(described["codec"])
+        step, numel = _int(described["block"]) // dtype.itemsize, prod(shape)
+        strides = contiguous_strides(shape)
+        blocks = [_ints(block) for block in _list(described["blocks"])]
+        if len(blocks) != -(-numel // step):
+            raise ValueError(f"{len(blocks)} blocks of {step} elements for {numel} elements")
+        for number, (offset, nbytes) in enumerate(blocks):
+            path = self._stretch(at, offset, nbytes)
+            for box, position in local_flat_pairs(shape, number * step, min((number + 1) * step, numel)):
+                ref = TensorRef(
+                    path=path,
+                    offset=offset,
+                    dtype=dtype,
+                    shape=box.sizes,
+                    strides=strides,
+                    codec=codec,
+                    codec_nbytes=nbytes,
+                    codec_start=position * dtype.itemsize,
+                )
+                yield Fragment(box=box, ref=ref)
+        if not numel:
+            yield Fragment(box=Box.whole(shape), ref=self._ref(at, offset=0, dtype=dtype, shape=shape, strides=strides))
+
+    def _piece(self, piece: list[object], shape: tuple[int, ...]) -> Fragment:
+        """A piece of somebody else's file, or a tensor that stands here."""
+        offsets, sizes, replica, term, dtype, *place = piece
+        box = Box(_ints(offsets), _ints(sizes))
+        if len(box.sizes) != len(shape) or any(stop > n for stop, n in zip(box.stops, shape, strict=True)):
+            raise ValueError(f"a piece at {box} of a tensor of shape {shape}")
+        if len(place) == 1:
+            data = bytes.fromhex(_text(place[0]))
+            ref: InlineTensor | TensorRef = InlineTensor(data=data, dtype=DType(_text(dtype)), shape=box.sizes)
+        else:
+            ref = self._reference(place, box, DType(_text(dtype)))
+        return Fragment(box=box, ref=ref, replica=_int(replica), term=_int(term))
+
+    def _reference(self, place: list[object], box: Box, dtype: DType) -> TensorRef:
+        at, offset, strides, *codec = place
+        if not codec:
+            return self._ref(_int(at), offset=_int(offset), dtype=dtype, shape=box.sizes, strides=_ints(strides))
+        name, nbytes, start = codec
+        return TensorRef(
+            path=self._stretch(_int(at), _int(offset), _int(nbytes)),
+            offset=_int(offset),
+            dtype=dtype,
+            shape=box.sizes,
+            strides=_ints(strides),
+            codec=_text(name),
+            codec_nbytes=_int(nbytes),
+            codec_start=_int(start),
+        )
+
+    def _ref(
+        self, at: int, *, offset: int, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> TensorRef:
+        ref = TensorRef(path=self._files[at].path, offset=offset, dtype=dtype, shape=shape, strides=strides)
+        self._stretch(at, offset, ref.extent)
+        return ref
+
+    def _stretch(self, at: int, offset: int, nbytes: int) -> str:
+        """Path of file number `at`, which must hold those bytes. Raises MalformedError where it is too short."""
+        file = self._files[at]
+        if nbytes and offset + nbytes > file.nbytes:
+            raise MalformedError(
+                f"{file.path} is truncated: expected {nbytes} bytes at {offset}; it ends at {file.nbytes}. "
+                "Copy it again"
+            )
+        return file.path
+
+
+def _digests(described: Json, shape: tuple[int, ...], dtype: DType) -> tuple[tuple[str, ...], int]:
+    """Digests of the blocks of a state, one for each, and the bytes of a block."""
+    step = _int(described["block"], least=dtype.itemsize)
+    digests = _texts(described["xxh3"])
+    nbytes = prod(shape) * dtype.itemsize
+    if step % dtype.itemsize or len(digests) != -(-nbytes // step):
+        raise ValueError(f"{len(digests)} digests of {step} bytes each for {nbytes} bytes of {dtype}")
+    return digests, step
+
+
+def _of(value: object, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"expected {kind.__name__}, got {value!r}"[:200])
+    return value
+
+
+def _object(value: object) -> Json:
+    return _of(value, dict)
+
+
+def _list(value: object) -> list[object]:
+    return _of(value, list)
+
+
+def _text(value: object) -> str:
+    return _of(value, str)
+
+
+def _int(value: object, *, least: int = 0) -> int:
+    if type(value) is not int or value < least:
+        raise TypeError(f"expected a whole number of at least {least}, got {value!r}"[:200])
+    return value
+
+
+def _ints(value: object) -> tuple[int, ...]:
+    return tuple(_int(item) for item in _list(value))
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(_text(item) for item in _list(value))
+
+
+def _texts_by_name(value: object) -> dict[str, str]:
+    return {name: _text(item) for name, item in _object(value).items()}
