@@ -7,6 +7,7 @@ framework; `ucp.load_into` brings one into a live model. Importing this package 
 from ucp.api import Atom, Checkpoint, DiffReport, VerifyReport, convert, diff, inspect, open, plan, verify  # noqa: A004
 from ucp.convert import ConvertReport
 from ucp.errors import UcpError
+from ucp.load import LoadReport, load_into
 from ucp.region import Box
 from ucp.topology import Topology
 
@@ -16,12 +17,14 @@ __all__ = [
     "Checkpoint",
     "ConvertReport",
     "DiffReport",
+    "LoadReport",
     "Topology",
     "UcpError",
     "VerifyReport",
     "convert",
     "diff",
     "inspect",
+    "load_into",
     "open",
     "plan",
     "verify",

@@ -14,10 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucp.atom import AtomIndex, Index, check_cover
-from ucp.compare import Change, compare, compare_copies, scan_digests, scan_records
+from ucp.compare import Change, checked_bytes, compare, compare_copies, scan_digests, scan_records
 from ucp.convert import ConvertReport, carry_out
 from ucp.dtypes import DType
-from ucp.errors import CorruptError, UsageError, listed
+from ucp.errors import (
+    ChangedError,
+    CorruptError,
+    CoverError,
+    MalformedError,
+    MissingFileError,
+    UsageError,
+    listed,
+)
 from ucp.gather import Gatherer, Sources
 from ucp.prepare import ConvertOptions, Prepared, index_of, prepare
 from ucp.protocols import Observer
@@ -39,12 +47,16 @@ __all__ = [
     "convert",
     "diff",
     "inspect",
+    "make_options",
     "open",
     "plan",
     "verify",
 ]
 
 type_path = str | PathLike[str]
+
+_DAMAGE = (ChangedError, CorruptError, CoverError, MalformedError, MissingFileError)
+"""What keeps a checkpoint from being read that was once whole: a finding of `verify`, not its failure."""
 
 
 class _Silent:
@@ -339,18 +351,24 @@ def verify(path: type_path, *, against: type_path | None = None, observer: Obser
     """
     watch = observer or _Silent()
     fmt, _ = recognise(Path(path))
-    index = fmt.read(Path(path))
-    check_cover(index)
-    problems = [f"CRC-32 differs: {r.path}: {r.name}" for r in scan_records(index, watch)]
-    problems += [f"digest differs: {line}" for line in scan_digests(index, watch)]
-    problems += [f"copies differ: {line}" for line in compare_copies(index, watch)]
+    other = None if against is None else index_of(Path(against))
     changes: list[Change] = []
-    if against is not None and not problems:
-        changes = compare(index_of(Path(against)), index, watch, cast=True)
+    checked = 0
+    try:
+        index = fmt.read(Path(path))
+        check_cover(index)
+        problems = [f"CRC-32 differs: {r.path}: {r.name}" for r in scan_records(index, watch)]
+        problems += [f"digest differs: {line}" for line in scan_digests(index, watch)]
+        problems += [f"copies differ: {line}" for line in compare_copies(index, watch)]
+        checked = checked_bytes(index)
+        if other is not None and not problems:
+            changes = compare(other, index, watch, cast=True)
+    except _DAMAGE as error:
+        problems = [str(error)]
     return VerifyReport(
         path=str(path),
         against=None if against is None else str(against),
-        checked_bytes=sum(r.nbytes for r in index.records),
+        checked_bytes=checked,
         problems=tuple(problems),
         changes=tuple(changes),
     )

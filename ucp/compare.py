@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import isnan, prod
+from math import isnan
 
 import xxhash
 
@@ -22,10 +22,10 @@ from ucp.numeric import differing, viewed
 from ucp.plan import BLOCK
 from ucp.protocols import Observer
 from ucp.slice import Locator, Slice, block_ranges, resolve, whole_slice
-from ucp.tensor import Record
+from ucp.tensor import Record, TensorRef
 from ucp.union import drift
 
-__all__ = ["Change", "compare", "compare_copies", "scan_digests", "scan_records"]
+__all__ = ["Change", "checked_bytes", "compare", "compare_copies", "scan_digests", "scan_records"]
 
 _THREADS = 4
 
@@ -117,11 +117,29 @@ def compare_copies(index: Index, observer: Observer) -> list[str]:
     return sorted(found)
 
 
+def checked_bytes(index: Index) -> int:
+    """Bytes that `scan_records` and `scan_digests` between them look at."""
+    digested = sum(state.nbytes for _, _, state in index.states() if state.digests)
+    return digested + sum(record.nbytes for record in _undigested(index))
+
+
+def _undigested(index: Index) -> list[Record]:
+    """Records whose bytes no digest of a state covers: what is digested need not be summed as well."""
+    covered = {
+        (fragment.ref.path, fragment.ref.offset, fragment.ref.nbytes)
+        for _, _, state in index.states()
+        if state.digests
+        for fragment in state.fragments
+        if isinstance(fragment.ref, TensorRef)
+    }
+    return [record for record in index.records if (record.path, record.offset, record.nbytes) not in covered]
+
+
 def scan_records(index: Index, observer: Observer) -> list[Record]:
-    """Stretches whose bytes are not those that the writer summed."""
+    """Stretches whose bytes are not those that the writer summed; without those that `scan_digests` covers."""
     jobs = [
         (record.path, low, min(BLOCK, record.offset + record.nbytes - low))
-        for record in index.records
+        for record in _undigested(index)
         for low in range(record.offset, record.offset + record.nbytes, BLOCK)
     ]
     spans: list[Span] = []
@@ -137,7 +155,7 @@ def scan_records(index: Index, observer: Observer) -> list[Record]:
         _each(jobs, one)
     finally:
         observer.end()
-    return mismatches(index.records, spans)
+    return mismatches(_undigested(index), spans)
 
 
 def scan_digests(index: Index, observer: Observer) -> list[str]:
@@ -236,7 +254,7 @@ def _structure(a: Index, b: Index, *, cast: bool) -> Iterator[Change]:
             yield _missing(name, "", in_a=name in a.atoms)
             continue
         own, other = a.atoms[name], b.atoms[name]
-        if own.kind is not other.kind and prod(own.global_shape):  # nothing to train is frozen or not, as one likes
+        if own.kind is not other.kind and 0 not in own.global_shape:  # nothing to train is frozen or not, as one likes
             yield Change(param=name, state="", what="kind", a=own.kind, b=other.kind)
         for state in dict.fromkeys((*own.states, *other.states)):
             if state not in own.states or state not in other.states:

@@ -17,7 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucp.errors import UsageError
+from ucp.errors import UcpError, UsageError
 from ucp.live.checksums import check_records
 from ucp.live.decide import Decision, check_agreement, check_topology, decide
 from ucp.live.fit import Want, is_count
@@ -91,8 +91,8 @@ def load_into(
     UsageError
         No checkpoint is named, or the topology is not that of the process group.
     SourceError, CoverError, CorruptError
-        The checkpoint cannot be read, or is damaged. If bytes were on their way already, the model is partly
-        overwritten: do not use it.
+        The checkpoint cannot be read, or is damaged. An error found under way carries a note that says so: the model
+        may then be partly overwritten.
 
     Whatever is raised is raised on all ranks.
     """
@@ -107,6 +107,9 @@ def load_into(
     try:
         together(ranks, lambda: bring(_buckets(decision, ranks, bucket_nbytes), reader, ranks, landing))
         checked = check_records(decision.index, reader, ranks) if check else frozenset()
+    except UcpError as error:
+        error.add_note("It was found under way: the model may be partly overwritten, do not use it")
+        raise
     finally:
         reader.close()
     together(ranks, lambda: _restore(decision, landing))

@@ -95,5 +95,7 @@ def _facts(report: ConvertReport, seconds: float, *, verified: bool) -> Iterator
 def _checks(report: ConvertReport) -> Iterator[str]:
     if report.checked_bytes:
         yield f"{nbytes_text(report.checked_bytes)} of the source against checksums"
+    if report.copies_checked:
+        yield f"{plural(report.copies_checked, 'state')} against copies in the source"
     if report.unchecked_files:
         yield f"{plural(len(report.unchecked_files), 'file')} of the source without checksums"

@@ -10,8 +10,6 @@ from rich.text import Text
 
 from ucp import api
 from ucp.api import VerifyReport
-from ucp.errors import ChangedError, CorruptError, CoverError, MalformedError, MissingFileError
-from ucp.protocols import Observer
 from ucp_cli.changes import change_tables
 from ucp_cli.documents import verify_document
 from ucp_cli.exits import DIFFERENT
@@ -21,9 +19,6 @@ from ucp_cli.render import facts, lines, write, write_json
 from ucp_cli.units import nbytes_text
 
 __all__ = ["command"]
-
-_DAMAGE = (ChangedError, CorruptError, CoverError, MalformedError, MissingFileError)
-"""What stops a checkpoint from being read that was once whole."""
 
 
 @click.command("verify", epilog=example("ucp verify atoms/", "ucp verify atoms/ --against checkpoints/global_step1000"))
@@ -38,22 +33,13 @@ def command(ctx: click.Context, *, path: Path, against: Path | None, progress: s
     Pieces must tile every tensor, bytes must have the checksums that were recorded, copies must be equal. Exit code
     3 when something is wrong.
     """
-    report = _verified(path, against, watch(progress, quiet=quiet))
+    report = api.verify(path, against=against, observer=watch(progress, quiet=quiet))
     if as_json:
         write_json(verify_document(report))
     elif not quiet:
         write(*_parts(report))
     if not report.ok:
         ctx.exit(DIFFERENT)
-
-
-def _verified(path: Path, against: Path | None, observer: Observer) -> VerifyReport:
-    """What is found; a checkpoint too damaged to be read is a finding too."""
-    try:
-        return api.verify(path, against=against, observer=observer)
-    except _DAMAGE as error:
-        said = None if against is None else str(against)
-        return VerifyReport(path=str(path), against=said, checked_bytes=0, problems=(str(error),), changes=())
 
 
 def _parts(report: VerifyReport) -> list[RenderableType | None]:

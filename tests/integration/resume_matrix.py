@@ -85,13 +85,13 @@ class Cell:
     source: Source
     target: Target
     universal: bool
-    own_steps: bool = True
-    """Whether each optimizer state is given a step tensor of its own after a universal load in stage 3."""
+    mended: bool = True
+    """Whether what a universal load in stage 3 leaves wrong is put right after it, as the page tells users to do."""
 
     @property
     def name(self) -> str:
         kind = "universal" if self.universal else "native"
-        shared = "" if self.own_steps else "-as-loaded"
+        shared = "" if self.mended else "-as-loaded"
         return f"{self.source.name}-to-z{self.target.stage}-dp{self.target.ranks}-{kind}{shared}"
 
     @property
@@ -109,7 +109,7 @@ def cells() -> tuple[Cell, ...]:
         for universal in (False, True)
     ]
     named = {cell.source.name: cell.source for cell in every}
-    return (*every, Cell(source=named["z3-dp4-fp32"], target=Target(3, 4), universal=True, own_steps=False))
+    return (*every, Cell(source=named["z3-dp4-fp32"], target=Target(3, 4), universal=True, mended=False))
 
 
 def convert_all(wanted: Iterable[Cell], root: Path) -> dict[str, ucp.ConvertReport]:
@@ -126,8 +126,11 @@ def convert_all(wanted: Iterable[Cell], root: Path) -> dict[str, ucp.ConvertRepo
 
 
 def load_all(wanted: Iterable[Cell], root: Path, results: Path) -> None:
-    """Load every destination with DeepSpeed; `results` gets a folder per cell."""
-    ordered = sorted(wanted, key=lambda cell: cell.target.ranks)
+    """Load every destination with DeepSpeed; `results` gets a folder per cell.
+
+    Stage 3 comes last in a process: it replaces `torch.nn.functional.linear` for good, by one that rounds otherwise.
+    """
+    ordered = sorted(wanted, key=lambda cell: (cell.target.ranks, cell.target.stage))
     for ranks, group in groupby(ordered, key=lambda cell: cell.target.ranks):
         jobs = results / f"jobs-{ranks}.json"
         jobs.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +147,7 @@ def _job(cell: Cell, root: Path, results: Path) -> dict[str, object]:
         "case": case,
         "checkpoint": str(root / cell.destination),
         "universal": cell.universal,
-        "own_steps": cell.universal and cell.target.stage == 3 and cell.own_steps,
+        "mended": cell.universal and cell.target.stage == 3 and cell.mended,
         "unmanaged_from": str(cell.source.folder / "truth.safetensors"),
         "out": str(results / cell.name),
     }

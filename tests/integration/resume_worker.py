@@ -53,7 +53,7 @@ def _carry_out(job: dict[str, Any]) -> None:
     run = start(case, seed=SEED, universal=job["universal"])
     engine = run.engine
     try:
-        path, client_state = engine.load_checkpoint(job["checkpoint"])
+        path, client_state = engine.load_checkpoint(job["checkpoint"], load_module_strict=not case.exclude_frozen)
         if path is None:
             raise FileNotFoundError(f"DeepSpeed found no checkpoint in {job['checkpoint']}")
         truth = gather(engine)
@@ -61,8 +61,8 @@ def _carry_out(job: dict[str, Any]) -> None:
         report["client_state_keys"] = sorted(client_state)
         if job["universal"]:
             train._restore_unmanaged(engine.module, Path(job["unmanaged_from"]))
-        if job["own_steps"]:
-            _give_every_state_its_own_step(engine)
+        if job["mended"]:
+            _mend(engine)
         after = train._steps(run, STEPS)
         report["step_after"] = _step_of(engine)
         train._write(Path(job["out"]), engine, truth, report, after)
@@ -70,11 +70,16 @@ def _carry_out(job: dict[str, Any]) -> None:
         engine.destroy()
 
 
-def _give_every_state_its_own_step(engine: Any) -> None:
-    """Undo what the universal loader of stage 3 does in 0.19.8: one step tensor for all sub-groups."""
+def _mend(engine: Any) -> None:
+    """Put right what the universal loader of stage 3 leaves wrong in 0.19.8; docs/reference/resume-matrix.md has it too.
+
+    All sub-groups have one step tensor, and all groups the rates of the first.
+    """
     for state in engine.optimizer.optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].clone()
+    if engine.lr_scheduler is not None:
+        engine.lr_scheduler.step(engine.lr_scheduler.last_batch_iteration)
 
 
 def _step_of(engine: Any) -> float | None:

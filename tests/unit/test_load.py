@@ -347,6 +347,7 @@ def test_damage_is_found_on_all_ranks(tmp_path, count):
     assert [type(error) for error in found] == [CorruptError] * count
     assert len({str(error) for error in found}) == 1
     assert "1.bin" in str(found[0])
+    assert all("partly overwritten" in error.__notes__[0] for error in found)
 
 
 def test_checking_can_be_left_out(tmp_path):
@@ -399,7 +400,7 @@ def test_ranks_with_different_models_are_told_apart(saved):
 
     found = run(2, load)
     assert {str(error) for error in found} == {
-        "expected the same on every rank; these are not those of rank 0:\n  model of rank 1\n  options of rank 1"
+        "expected the same on every rank; these are not those of rank 0:\n  model of rank 1\n  plan of rank 1"
     }
 
 

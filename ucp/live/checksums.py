@@ -44,7 +44,7 @@ def check_records(index: Index, reader: Reader, ranks: Ranks) -> frozenset[str]:
         lines = (f"{r.path}: {r.name}, bytes {r.offset}:{r.offset + r.nbytes}" for r in wrong)
         raise CorruptError(
             f"bytes of {len(wrong)} stored pieces are not those that were written (CRC-32 differs):\n{listed(lines)}\n"
-            "the files were damaged after they were saved: use another copy. The model was partly overwritten"
+            "the files were damaged after they were saved: copy them again, or use another checkpoint"
         )
     kept = {_start(record) for record in checked}
     left = {record.path for record in index.records if _start(record) not in kept}

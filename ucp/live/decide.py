@@ -118,7 +118,7 @@ def check_agreement(ranks: Ranks, decision: Decision, options: object) -> None:
         ],
         "model": decision.model.tensors,
         "optimizer": None if stepped is None else (stepped.groups, decision.hyper),
-        "options": (options, [(want.name, want.slice) for want in decision.wants]),
+        "plan": (options, [(want.name, want.slice) for want in decision.wants]),
     }
     digests = {what: xxhash.xxh3_128_hexdigest(repr(value).encode()) for what, value in marks.items()}
     told = ranks.share(digests)

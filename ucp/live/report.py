@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ucp.live.decide import Decision
 from ucp.state import WEIGHT
+from ucp.tensor import TensorRef
 
 __all__ = ["LoadReport", "Traffic", "report_of"]
 
@@ -45,7 +46,7 @@ class LoadReport:
     unchecked: tuple[str, ...]
     """Files read whose bytes were not all compared with a recorded checksum."""
     extras: tuple[str, ...]
-    """What else the checkpoint holds (scheduler, client state, ...): `ucp.open(path).index.extras` has the values."""
+    """What else the checkpoint holds (scheduler, client state, ...): `ucp.open(path).extras` has the values."""
     notes: tuple[str, ...]
     """What was assumed, inferred or changed."""
     dropped: tuple[str, ...]
@@ -88,7 +89,6 @@ def report_of(decision: Decision, traffic: Traffic) -> LoadReport:
     """The report of a load that is done."""
     index, findings = decision.index, decision.findings
     states = dict.fromkeys(want.state for want in decision.wants if want.state != WEIGHT)
-    read = {f.path for want in decision.wants for f in want.source.fragments if f.path and f.replica == 0}
     return LoadReport(
         path=index.path,
         format=index.format,
@@ -104,11 +104,17 @@ def report_of(decision: Decision, traffic: Traffic) -> LoadReport:
         missing=tuple(findings.missing),
         unexpected=tuple(findings.unexpected),
         problems=tuple(findings.problems),
-        unchecked=tuple(sorted(read - traffic.checked)),
+        unchecked=tuple(sorted(_bare(decision) - traffic.checked)),
         extras=tuple(dict.fromkeys(extra.name for extra in index.extras)),
         notes=(*index.notes, *findings.notes),
         dropped=(*index.dropped, *_left_out(decision)),
     )
+
+
+def _bare(decision: Decision) -> set[str]:
+    """Files read from in which an element does not carry a checksum of its own, as encoded blocks do."""
+    taken = (f for want in decision.wants for f in want.source.fragments if f.replica == 0 and f.box.numel)
+    return {f.ref.path for f in taken if isinstance(f.ref, TensorRef) and not f.ref.codec}
 
 
 def _left_out(decision: Decision) -> list[str]:

@@ -153,9 +153,7 @@ def _extra(described: Json, root: Path) -> StoredExtra:
     if file.is_absolute() or ".." in file.parts:
         raise ValueError(f"an extra lies below the store, not at {file}")
     rank = described["rank"]
-    return StoredExtra(
-        name=_text(described["name"]), rank=None if rank is None else _int(rank), path=str(root / file)
-    )
+    return StoredExtra(name=_text(described["name"]), rank=None if rank is None else _int(rank), path=str(root / file))
 
 
 def _group(described: Json) -> ParamGroup:

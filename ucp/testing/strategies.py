@@ -40,7 +40,9 @@ FLOATS = tuple(dtype for dtype in DType if dtype.is_floating)
 """Types that may be cast into one another."""
 
 
-def shapes(*, least_dims: int = 0, most_dims: int = 3, least: int = 0, most: int = 6) -> st.SearchStrategy[tuple[int, ...]]:
+def shapes(
+    *, least_dims: int = 0, most_dims: int = 3, least: int = 0, most: int = 6
+) -> st.SearchStrategy[tuple[int, ...]]:
     """Shapes; dims of 0 and 1 element are as likely as others."""
     return st.lists(st.integers(least, most), min_size=least_dims, max_size=most_dims).map(tuple)
 
@@ -151,9 +153,7 @@ def slices_of(draw: st.DrawFn, state: StateIndex, pattern: st.SearchStrategy[Pat
         stops = [pair.local.stops for pair in pairs]
         local = tuple(map(max, zip(*stops, strict=True))) if stops else (0,)
     edges = sorted((draw(st.integers(0, prod(local))), draw(st.integers(0, prod(local)))))
-    return Slice(
-        param="p", state="s", dtype=dtype, pairs=pairs, local_shape=local, start=edges[0], stop=edges[1]
-    )
+    return Slice(param="p", state="s", dtype=dtype, pairs=pairs, local_shape=local, start=edges[0], stop=edges[1])
 
 
 def layouts(patterns: st.SearchStrategy[Pattern], *, most_axes: int = 3) -> st.SearchStrategy[Layout]:
@@ -161,7 +161,9 @@ def layouts(patterns: st.SearchStrategy[Pattern], *, most_axes: int = 3) -> st.S
     names = ("pp", "ep", "tp")
     axes = st.lists(st.tuples(st.integers(1, 4), patterns), max_size=most_axes)
     return axes.map(
-        lambda drawn: Layout(tuple(AxisLayout(n, parts, pattern) for n, (parts, pattern) in zip(names, drawn, strict=False)))
+        lambda drawn: Layout(
+            tuple(AxisLayout(n, parts, pattern) for n, (parts, pattern) in zip(names, drawn, strict=False))
+        )
     )
 
 
@@ -169,4 +171,3 @@ def coordinates(layout: Layout) -> list[dict[str, int]]:
     """Every rank of the mesh of a layout."""
     degrees = [range(axis.parts) for axis in layout.axes]
     return [dict(zip((axis.axis for axis in layout.axes), place, strict=True)) for place in product(*degrees)]
-
