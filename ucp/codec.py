@@ -51,4 +51,4 @@ def decode(data: memoryview, codec: str) -> memoryview:
     except zstandard.ZstdError as error:
         raise CorruptError(f"a compressed block does not decode: {error}") from error
     planes = np.frombuffer(raw, dtype=np.uint8).reshape(int(width), -1)
-    return memoryview(np.ascontiguousarray(planes.T).reshape(-1))
+    return memoryview(planes.T.tobytes())

@@ -22,7 +22,7 @@ from ucp.errors import CorruptError, DestinationError, ReplicaError, listed
 from ucp.finish import create, seal_checksums
 from ucp.gather import Gatherer, Sources, Span
 from ucp.identity import producer
-from ucp.io.commit import MARK, Staging, check_destination
+from ucp.io.commit import MARK, Staging, check_apart, check_destination
 from ucp.journal import line_of, trusted
 from ucp.plan import BLOCK, Job, Task
 from ucp.prepare import ConvertOptions, Prepared, prepare
@@ -71,7 +71,8 @@ def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer)
     """Convert `src` to `dst`. Raises UcpError; then `dst` is as it was."""
     check_destination(src, dst)
     prepared = prepare(src, options)
-    staging = Staging(dst)
+    check_apart(dst, (file.path for file in prepared.job.index.files))
+    staging = Staging(dst.resolve())
     if options.resume and staging.is_complete(prepared.fingerprint):
         staging.discard()
         return _report(prepared, dst, options, _Written(), already_complete=True)
@@ -79,6 +80,10 @@ def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer)
         lines = staging.open(prepared.fingerprint, resume=options.resume, overwrite=options.overwrite)
     except OSError as error:
         raise _unwritable(staging.folder, error) from error
+    except DestinationError:
+        if options.resume and staging.is_complete(prepared.fingerprint):  # by another run, which this one waited for
+            return _report(prepared, dst, options, _Written(), already_complete=True)
+        raise
     try:
         written = _write(prepared, staging, lines, observer)
     except OSError as error:
@@ -96,8 +101,10 @@ def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer)
 def _unwritable(folder: Path, error: OSError) -> DestinationError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = "no space is left; free some, then continue with --resume"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        what = f"{error.strerror}; check the permissions, then continue with --resume"
     else:
-        what = f"{error.strerror or error}; check the permissions, then continue with --resume"
+        what = f"{error.strerror or error}; when that is put right, continue with --resume"
     return DestinationError(f"cannot write {error.filename or folder}: {what}")
 
 

@@ -40,7 +40,7 @@ def _done(line: Line) -> Done | None:
             try:
                 return Done(
                     task=task,
-                    sums=tuple(Sum(*own[:5], own[5] and tuple(own[5])) for own in sums),
+                    sums=tuple(Sum._make([*own[:-1], own[-1] and tuple(own[-1])]) for own in sums),
                     spans=tuple(Span(*own) for own in spans),
                     drift=tuple(drift),
                 )

@@ -53,7 +53,7 @@ def recognise(path: Path) -> tuple[Format, Evidence]:
     """
     if not path.exists():
         raise UnknownFormatError(f"expected a checkpoint at {path}; nothing is there. Check the path")
-    refuse_partial(path.absolute())
+    refuse_partial(path.resolve())
     formats = [cast("Format", _made("ucp.formats", name)) for name in names("ucp.formats")]
     found = [(fmt, evidence) for fmt in formats if (evidence := fmt.detect(path)) is not None]
     if len(found) == 1:

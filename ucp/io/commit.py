@@ -13,11 +13,12 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from ucp.errors import DestinationError, IncompleteError
 
-__all__ = ["MARK", "PARTIAL", "Staging", "check_destination", "refuse_partial"]
+__all__ = ["MARK", "PARTIAL", "Staging", "check_apart", "check_destination", "refuse_partial"]
 
 PARTIAL = ".ucp-partial"
 """Suffix of the folder in which a destination grows."""
@@ -50,9 +51,22 @@ def check_destination(src: Path, dst: Path) -> None:
         raise DestinationError(f"{dst} is a mount point: it cannot be put in place by a rename. Name a folder in it")
     if dst.exists() and not dst.is_dir():
         raise DestinationError(f"expected a folder, or nothing, at {dst}; a file is there")
+    here = Path.cwd()
+    if goal == here or goal in here.parents:
+        raise DestinationError(f"{dst} is, or holds, the current folder, which a rename would replace; go elsewhere first")
     parent = goal.parent
     if not parent.is_dir():
         raise DestinationError(f"the folder {parent} that {dst.name} would be made in is not there; create it first")
+
+
+def check_apart(dst: Path, paths: Iterable[str]) -> None:
+    """Raise DestinationError where replacing `dst` would remove files, at `paths`, that the source refers to."""
+    goal = dst.resolve()
+    inside = [path for path in paths if goal in Path(path).resolve().parents]
+    if inside:
+        raise DestinationError(
+            f"the source refers to {len(inside)} files in the destination {dst}, such as {inside[0]}; choose another folder"
+        )
 
 
 class Staging:
@@ -87,7 +101,10 @@ class Staging:
         try:
             return self._begin(fingerprint, resume=resume, overwrite=overwrite)
         except BaseException:
-            self.release()
+            if self._journal.exists():
+                self.release()
+            else:
+                self.discard()
             raise
 
     def _begin(self, fingerprint: str, *, resume: bool, overwrite: bool) -> list[dict[str, object]]:

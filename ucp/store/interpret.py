@@ -190,7 +190,8 @@ class _States:
     def state(self, label: str, described: Json) -> StateIndex:
         """A state of whatever layout; `label`: its name, for messages."""
         shape, dtype = _ints(described["shape"]), DType(_text(described["dtype"]))
-        overlap, digests, step = Overlap.EXCLUSIVE, (), 0
+        overlap, step = Overlap.EXCLUSIVE, 0
+        digests: tuple[str, ...] = ()
         if "pieces" in described:
             fragments = tuple(self._piece(_list(piece), shape) for piece in _list(described["pieces"]))
             overlap = Overlap(_text(described["overlap"]))
