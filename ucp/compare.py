@@ -206,7 +206,8 @@ class _Pair:
         left = viewed(_read(self._own, self._a, low, high), self._own.dtype)
         right = viewed(_read(self._other, self._b, low, high), self._other.dtype)
         if left.dtype != right.dtype:
-            left, right = left.astype("float64"), right.astype("float64")
+            wide = "complex128" if "c" in (left.dtype.kind, right.dtype.kind) else "float64"
+            left, right = left.astype(wide), right.astype(wide)
         found = differing(left, right)
         return (found.numel, found.largest) if found else None
 

@@ -139,7 +139,7 @@ def _decided(
     rename: Callable[[str], str] | None,
 ) -> Decision:
     path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)
-    if path is None:
+    if path is None or not str(path):
         raise UsageError(f"expected a checkpoint; pass checkpoint=PATH, or set {ENVIRONMENT}")
     if topology is not None:
         check_topology(Topology.parse(topology) if isinstance(topology, str) else topology, ranks)

@@ -4,7 +4,7 @@
 2. `convert_all` writes the destinations with `ucp.convert`.
 3. `load_all` starts one process group per number of ranks (`resume_worker.py`), each loading many destinations.
 4. `judge` compares what DeepSpeed then holds, and the losses of its next steps, with the source's truth.
-5. `table` prints the verdicts.
+5. `matrix_table` and `other_table` print the verdicts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -23,21 +23,46 @@ from safetensors import safe_open
 
 import ucp
 
-__all__ = ["SOURCES", "TARGETS", "Cell", "Verdict", "cells", "convert_all", "judge", "load_all", "table"]
+__all__ = [
+    "OTHERS",
+    "SOURCES",
+    "TARGETS",
+    "Cell",
+    "Verdict",
+    "cells",
+    "convert_all",
+    "judge",
+    "load_all",
+    "matrix_table",
+    "other_table",
+]
 
 _HERE = Path(__file__).resolve().parent
 FIXTURES = _HERE.parents[1] / "fixtures" / "deepspeed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The run that is to load a destination."""
+
+    stage: int
+    ranks: int
+
+    @property
+    def label(self) -> str:
+        return f"z{self.stage} DP{self.ranks}"
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """A checkpoint that real DeepSpeed wrote, kept in fixtures/."""
 
     name: str
     label: str
-    stage: int
-    ranks: int
     dtype: str
+    targets: tuple[Target, ...]
+    config: Mapping[str, object] | None = None
+    """Configuration of the target in place of the source's own additions."""
 
     @property
     def folder(self) -> Path:
@@ -53,29 +78,48 @@ class Source:
         return self.truth["lr_scheduler"] is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The run that is to load a destination."""
-
-    stage: int
-    ranks: int
-
-    @property
-    def label(self) -> str:
-        return f"z{self.stage} DP{self.ranks}"
-
+TARGETS = (Target(0, 2), Target(1, 1), Target(1, 2), Target(2, 2), Target(3, 2), Target(3, 4))
 
 SOURCES = (
-    Source(name="z0-fp32", label="z0 fp32", stage=0, ranks=2, dtype="fp32"),
-    Source(name="z0-bf16", label="z0 bf16", stage=0, ranks=2, dtype="bf16"),
-    Source(name="z1-dp4-fp32", label="z1 DP4 fp32", stage=1, ranks=4, dtype="fp32"),
-    Source(name="z1-dp4-bf16", label="z1 DP4 bf16 (BF16_Optimizer)", stage=1, ranks=4, dtype="bf16"),
-    Source(name="z2-dp4-bf16", label="z2 DP4 bf16", stage=2, ranks=4, dtype="bf16"),
-    Source(name="z3-dp4-fp32", label="z3 DP4 fp32", stage=3, ranks=4, dtype="fp32"),
-    Source(name="z3-dp3-uneven", label="z3 DP3 uneven fp32", stage=3, ranks=3, dtype="fp32"),
+    Source("z0-fp32", "z0 fp32", "fp32", TARGETS),
+    Source("z0-bf16", "z0 bf16", "bf16", TARGETS),
+    Source("z1-dp4-fp32", "z1 DP4 fp32", "fp32", TARGETS),
+    Source("z1-dp4-bf16", "z1 DP4 bf16 (BF16_Optimizer)", "bf16", TARGETS),
+    Source("z2-dp4-bf16", "z2 DP4 bf16", "bf16", TARGETS),
+    Source("z3-dp4-fp32", "z3 DP4 fp32", "fp32", TARGETS),
+    Source("z3-dp3-uneven", "z3 DP3 uneven fp32", "fp32", TARGETS),
 )
 
-TARGETS = (Target(0, 2), Target(1, 1), Target(1, 2), Target(2, 2), Target(3, 2), Target(3, 4))
+_WHOLE_GRADIENTS = {"zero_optimization": {"reduce_scatter": False}}
+"""Needed by Muon under stage 3."""
+
+OTHERS = (
+    Source("z0-fp16", "z0 DP2 fp16, FusedAdam (FP16_Optimizer)", "fp16", (Target(0, 1), Target(1, 2), Target(3, 4))),
+    Source("z0-fp16-unfused", "z0 DP2 fp16 (FP16_UnfusedOptimizer)", "fp16", (Target(0, 1), Target(2, 4))),
+    Source("z1-dp2-fp16", "z1 DP2 fp16, a loss scale that moved", "fp16", (Target(0, 2), Target(1, 4), Target(3, 2))),
+    Source("z3-dp2-fp16", "z3 DP2 fp16, a loss scale that moved", "fp16", (Target(0, 2), Target(2, 4))),
+    Source("z1-dp2-sgd", "z1 DP2, SGD with momentum", "fp32", (Target(0, 2), Target(2, 4), Target(3, 2))),
+    Source("z1-dp2-client-adamw", "z1 DP2, an optimizer made by the script", "fp32", (Target(2, 4), Target(3, 1))),
+    Source("z2-dp2-fused-adam", "z2 DP2, FusedAdam", "fp32", (Target(0, 1), Target(1, 4), Target(3, 2))),
+    Source("z2-dp2-cpu-adam", "z2 DP2, CPUAdam offloaded", "fp32", (Target(1, 1), Target(3, 4))),
+    Source("z2-dp2-lion", "z2 DP2, CPULion offloaded", "fp32", (Target(2, 1), Target(3, 4))),
+    Source("z3-dp2-lion", "z3 DP2, CPULion offloaded", "fp32", (Target(2, 4), Target(3, 1))),
+    Source("z2-dp2-muon", "z2 DP2, Muon", "fp32", (Target(1, 4), Target(3, 2)), _WHOLE_GRADIENTS),
+    Source("z3-dp2-muon", "z3 DP2, Muon", "fp32", (Target(2, 2), Target(3, 4)), _WHOLE_GRADIENTS),
+    Source("z1-dp2-bf16-muon", "z1 DP2 bf16, Muon in BF16_Optimizer", "bf16", (Target(1, 1), Target(1, 4))),
+    Source("z2-dp4-fp32-roundrobin", "z2 DP4, round robin", "fp32", (Target(1, 4), Target(2, 2), Target(3, 2))),
+    Source("z2-dp4-alignment", "z2 DP4, aligned parameters", "fp32", (Target(2, 2), Target(3, 4))),
+    Source("z2-dp4-roundrobin-alignment", "z2 DP4, both", "fp32", (Target(1, 2), Target(3, 1))),
+    Source("z2-dp2-bf16-masters", "z2 DP2, bf16 masters and moments", "bf16", (Target(2, 4), Target(3, 2))),
+    Source("z2-dp2-client-state", "z2 DP2, client state and schedule", "fp32", (Target(0, 2), Target(3, 4))),
+    Source("z2-dp2-fp32", "z2 DP2, a single group", "fp32", (Target(1, 4), Target(3, 2))),
+    Source("z2-dp2-legacy-pickle", "z2 DP2, files without a zip container", "fp32", (Target(1, 4), Target(3, 2))),
+    Source("z2-dp2-exclude-frozen", "z2 DP2, saved without frozen parameters", "fp32", (Target(1, 1), Target(3, 4))),
+    Source("z3-dp4-subgroups", "z3 DP4, several sub-groups", "fp32", (Target(2, 4), Target(3, 2))),
+    Source("z1-dp2-scalar", "z1 DP2, a 0-d parameter", "fp32", (Target(2, 4), Target(3, 2))),
+    Source("z3-dp2-scalar", "z3 DP2, a 0-d parameter", "fp32", (Target(1, 2), Target(3, 4))),
+)
+"""Runs of every other kind, written natively."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +135,18 @@ class Cell:
     @property
     def name(self) -> str:
         kind = "universal" if self.universal else "native"
-        shared = "" if self.mended else "-as-loaded"
-        return f"{self.source.name}-to-z{self.target.stage}-dp{self.target.ranks}-{kind}{shared}"
+        as_loaded = "" if self.mended else "-as-loaded"
+        return f"{self.source.name}-to-z{self.target.stage}-dp{self.target.ranks}-{kind}{as_loaded}"
 
     @property
     def destination(self) -> str:
         """Folder of what is loaded; one universal directory serves all targets."""
         return f"{self.source.name}-universal" if self.universal else self.name
+
+    @property
+    def unmanaged(self) -> bool:
+        """Whether DeepSpeed restores no frozen parameters here, and the script has to."""
+        return self.universal or self.source.truth["case"]["exclude_frozen"]
 
 
 def cells() -> tuple[Cell, ...]:
@@ -105,9 +154,10 @@ def cells() -> tuple[Cell, ...]:
     every = [
         Cell(source=source, target=target, universal=universal)
         for source in SOURCES
-        for target in TARGETS
+        for target in source.targets
         for universal in (False, True)
     ]
+    every += [Cell(source=source, target=target, universal=False) for source in OTHERS for target in source.targets]
     named = {cell.source.name: cell.source for cell in every}
     return (*every, Cell(source=named["z3-dp4-fp32"], target=Target(3, 4), universal=True, mended=False))
 
@@ -140,15 +190,17 @@ def load_all(wanted: Iterable[Cell], root: Path, results: Path) -> None:
 
 def _job(cell: Cell, root: Path, results: Path) -> dict[str, object]:
     case: dict[str, object] = {"stage": cell.target.stage, "ranks": cell.target.ranks}
+    if cell.source.config is not None:
+        case["config"] = cell.source.config
     if cell.target.stage == 0:
-        case["config"] = {}  # no separate gradient type without ZeRO
+        case["config"] = {}  # without ZeRO there are no options of it, and no separate gradient type
     return {
         "base": cell.source.name,
         "case": case,
         "checkpoint": str(root / cell.destination),
         "universal": cell.universal,
         "mended": cell.universal and cell.target.stage == 3 and cell.mended,
-        "unmanaged_from": str(cell.source.folder / "truth.safetensors"),
+        "unmanaged_from": str(cell.source.folder / "truth.safetensors") if cell.unmanaged else None,
         "out": str(results / cell.name),
     }
 
@@ -174,15 +226,15 @@ class Verdict:
     differing: tuple[str, ...] = ()
     """Those that differ."""
     not_restored: tuple[str, ...] = ()
-    """Frozen parameters and buffers that a universal load left as the model was built."""
-    groups: tuple[str, ...] = ()
-    """Differences of groups: parameters, hyper-parameters, steps."""
+    """Frozen parameters and buffers that the load left as the model was built."""
+    settings: tuple[str, ...] = ()
+    """Differences of groups (parameters, hyper-parameters, steps), loss scale and client state."""
     loss_gap: float = float("nan")
     """Largest relative difference of the losses of the next steps from the uninterrupted run's."""
     lrs_equal: bool = False
     """Whether the learning rates of the next steps are the uninterrupted run's."""
     step_before: float = 0.0
-    """Step count of the source's optimizer."""
+    """Step count of the source's optimizer; 0 when it does not count."""
     step_expected: float = 0.0
     """What it should be after the next steps."""
     step_after: float = 0.0
@@ -198,19 +250,19 @@ def judge(cell: Cell, results: Path) -> Verdict:
     loaded = json.loads((folder / "truth.json").read_text())
     truth = cell.source.truth
     differing = list(_differing(cell.source.folder, folder, empty=truth["empty"]))
-    before = max(group["step"] for group in truth["groups"])
-    unmanaged = {f"{name}/module" for name in (*truth["frozen"], *truth["buffers"])} if cell.universal else set()
+    unmanaged = {f"{name}/module" for name in (*truth["frozen"], *truth["buffers"])} if cell.unmanaged else set()
+    before = max(group["step"] or 0 for group in truth["groups"])
     return Verdict(
         cell=cell,
         compared=len(_keys(folder, truth["empty"])),
         differing=tuple(name for name in differing if name not in unmanaged),
         not_restored=tuple(name for name in differing if name in unmanaged),
-        groups=tuple(_group_differences(truth, loaded)),
+        settings=tuple(_setting_differences(cell, truth, loaded)),
         loss_gap=max(_gap(a, b) for a, b in zip(truth["losses_after"], loaded["losses_after"], strict=True)),
         lrs_equal=truth["lrs_after"] == loaded["lrs_after"],
         step_before=before,
-        step_expected=before + len(truth["losses_after"]),
-        step_after=loaded["step_after"],
+        step_expected=before + len(truth["losses_after"]) if before else 0,
+        step_after=loaded["step_after"] or 0,
     )
 
 
@@ -232,25 +284,23 @@ def _differing(wanted: Path, found: Path, *, empty: Sequence[str]) -> Iterator[s
         for key in sorted(keys & _keys(found, empty)):
             left, right = a.get_tensor(key), b.get_tensor(key)
             same = left.shape == right.shape and left.dtype == right.dtype
-            if not same or bytes(left.contiguous().view(-1).view(_bytes()).numpy()) != bytes(
-                right.contiguous().view(-1).view(_bytes()).numpy()
-            ):
+            if not same or _bits(left) != _bits(right):
                 yield key
 
 
-def _bytes() -> Any:
+def _bits(tensor: Any) -> bytes:
     import torch
 
-    return torch.uint8
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def _group_differences(truth: dict[str, Any], loaded: dict[str, Any]) -> Iterator[str]:
+def _setting_differences(cell: Cell, truth: dict[str, Any], loaded: dict[str, Any]) -> Iterator[str]:
     if len(truth["groups"]) != len(loaded["groups"]):
         yield f"{len(truth['groups'])} groups became {len(loaded['groups'])}"
         return
     for number, (wanted, found) in enumerate(zip(truth["groups"], loaded["groups"], strict=True)):
         for side in (wanted, found):
-            side["names"] = [name for name in side["names"] if name not in truth["empty"]]
+            side["names"] = sorted(name for name in side["names"] if name not in truth["empty"])
         for key in ("names", "step"):
             if wanted[key] != found[key]:
                 yield f"group {number}: {key} {wanted[key]} became {found[key]}"
@@ -258,9 +308,14 @@ def _group_differences(truth: dict[str, Any], loaded: dict[str, Any]) -> Iterato
             before, after = (side["hyperparameters"].get(key) for side in (wanted, found))
             if before != after:
                 yield f"group {number}: {key} {before} became {after}"
+    if cell.source.dtype == "fp16" and truth["loss_scale"] != loaded["loss_scale"]:
+        yield f"loss scale {truth['loss_scale']} became {loaded['loss_scale']}"
+    lost = truth["client_state"].keys() - set(loaded["client_state_keys"])
+    if lost:
+        yield f"client state lacks {sorted(lost)}"
 
 
-def table(verdicts: Sequence[Verdict]) -> str:
+def matrix_table(verdicts: Sequence[Verdict]) -> str:
     """The matrix in Markdown: a row per source and kind, a column per target."""
     lines = [
         "| source | written as | " + " | ".join(target.label for target in TARGETS) + " |",
@@ -275,11 +330,21 @@ def table(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(lines)
 
 
+def other_table(verdicts: Sequence[Verdict]) -> str:
+    """Sources of other kinds in Markdown: what became of each target."""
+    lines = ["| source | targets |", "|---|---|"]
+    for source in OTHERS:
+        own = [verdict for verdict in verdicts if verdict.cell.source is source]
+        shown = ", ".join(f"{verdict.cell.target.label}: {_shown(verdict)}" for verdict in own)
+        lines.append(f"| {source.label} | {shown} |")
+    return "\n".join(lines)
+
+
 def _shown(verdict: Verdict) -> str:
     if verdict.error and verdict.cell.universal and verdict.cell.target.stage == 0:
         return "not by DeepSpeed"
     if verdict.error:
         return f"**{verdict.error.partition(':')[0]}**"
-    if verdict.differing or verdict.groups:
-        return f"**{len(verdict.differing)} tensors, {len(verdict.groups)} settings differ**"
+    if verdict.differing:
+        return f"**{len(verdict.differing)} tensors differ**"
     return "exact" if verdict.loss_gap == 0 else f"{verdict.loss_gap:.0e}"

@@ -59,7 +59,7 @@ def _carry_out(job: dict[str, Any]) -> None:
         truth = gather(engine)
         report = train._report(case, engine, truth)
         report["client_state_keys"] = sorted(client_state)
-        if job["universal"]:
+        if job["unmanaged_from"]:
             train._restore_unmanaged(engine.module, Path(job["unmanaged_from"]))
         if job["mended"]:
             _mend(engine)

@@ -53,9 +53,7 @@ def sample_arrays() -> dict[tuple[str, str], np.ndarray]:
 
 def handmade(folder: Path) -> Path:
     shards = Shards(folder)
-    states = {
-        key: shards.whole(array, file=f"{key[1]}.bin") for key, array in sample_arrays().items()
-    }
+    states = {key: shards.whole(array, file=f"{key[1]}.bin") for key, array in sample_arrays().items()}
     records = [
         shards.record(fragment.ref)
         for (_, state), own in states.items()

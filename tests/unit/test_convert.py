@@ -322,9 +322,7 @@ class TestCopies:
             for replica in range(2)
             for term, array in enumerate(arrays)
         ]
-        state = StateIndex(
-            dtype=DType.FLOAT32, global_shape=(40,), fragments=tuple(fragments), overlap=Overlap.MEAN
-        )
+        state = StateIndex(dtype=DType.FLOAT32, global_shape=(40,), fragments=tuple(fragments), overlap=Overlap.MEAN)
         write_checkpoint(make_index(shards.folder, {("w", "weight"): state}))
         ucp.convert(shards.folder, tmp_path / "out")
         assert ucp.open(tmp_path / "out").read("w", "weight").tolist() == [2.5] * 40
@@ -336,9 +334,7 @@ class TestCopies:
         box = Box.whole((40,))
         fragments = [Fragment(box=box, ref=shards.put(array), term=term) for term, array in enumerate(arrays)]
         fragments.append(Fragment(box=box, ref=shards.put(arrays[0] + 1, file="copy.bin"), replica=1, term=1))
-        state = StateIndex(
-            dtype=DType.FLOAT32, global_shape=(40,), fragments=tuple(fragments), overlap=Overlap.MEAN
-        )
+        state = StateIndex(dtype=DType.FLOAT32, global_shape=(40,), fragments=tuple(fragments), overlap=Overlap.MEAN)
         write_checkpoint(make_index(shards.folder, {("w", "weight"): state}))
         with pytest.raises(ReplicaError, match=r"copy\.bin differ, by up to 2"):
             ucp.convert(shards.folder, tmp_path / "out")

@@ -1,6 +1,7 @@
 """`load_into` on checkpoints made by hand: one process, and several ranks that are threads."""
 
 import os
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from ucp.fragment import Fragment
 from ucp.identity import size_and_time
 from ucp.load import ENVIRONMENT, LoadReport, load_into
 from ucp.region import Box
-from ucp.tensor import InlineTensor
+from ucp.tensor import InlineTensor, Record
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.topology import Topology
 
@@ -117,6 +118,13 @@ class Saved:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     return Saved(tmp_path_factory.mktemp("saved"))
+
+
+class Foreign(optim.Optimizer):
+    """An optimizer that torch does not have."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {"lr": 1.0, "betas": [0.0, 0.0]})
 
 
 def adam(net, **options):
@@ -241,6 +249,9 @@ def test_a_checkpoint_must_be_named(monkeypatch):
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     with pytest.raises(UsageError, match="UCP_CHECKPOINT"):
         load_into(Net())
+    monkeypatch.setenv(ENVIRONMENT, "")
+    with pytest.raises(UsageError, match="expected a checkpoint"):
+        load_into(Net())
 
 
 @pytest.mark.parametrize("topology", ["tp=2", "dp=2,pp=2", "ep=4", "zero=3", Topology(dp=1, zero=1)])
@@ -304,11 +315,19 @@ def test_names_may_be_mapped(saved):
     saved.check(net.inner)
 
 
-def test_an_optimizer_of_another_kind_gets_states_as_they_are_stored(saved):
-    class Foreign(optim.Optimizer):
-        def __init__(self, params) -> None:
-            super().__init__(params, {"lr": 1.0, "betas": [0.0, 0.0]})
+def test_a_state_of_a_shape_of_its_own_is_kept_as_it_is(tmp_path):
+    shards = Shards(tmp_path)
+    rows = random((3, 1))
+    states = {("w", "weight"): shards.whole(random((3, 4))), ("w", "row_var"): shards.whole(rows)}
+    path = write_checkpoint(make_index(tmp_path, states))
+    net = nn.Module()
+    net.w = nn.Parameter(torch.zeros(3, 4))
+    optimizer = Foreign([net.w])
+    load_into(net, checkpoint=path, optimizer=optimizer)
+    assert torch.equal(optimizer.state[net.w]["row_var"], torch.from_numpy(rows))
 
+
+def test_an_optimizer_of_another_kind_gets_states_as_they_are_stored(saved):
     net = Net()
     optimizer = Foreign([p for p in net.parameters() if p.requires_grad])
     report = load_into(net, checkpoint=saved.path, optimizer=optimizer)
@@ -354,6 +373,72 @@ def test_checking_can_be_left_out(tmp_path):
     path = spoiled(tmp_path)
     report = load_into(Net(), checkpoint=path, check=False)
     assert len(report.unchecked) == 3
+
+
+def one_record(folder, *, moment: int):
+    """A weight and a moment of so many numbers in one file, under one checksum; a virtual store of them."""
+    shards = Shards(folder)
+    arrays = {("w", "weight"): random((700_000,)), ("w", "exp_avg"): random((moment,))}
+    states = {name: shards.whole(array) for name, array in arrays.items()}
+    data = (folder / "shard.bin").read_bytes()
+    record = Record(path=str(folder / "shard.bin"), name="all", offset=0, nbytes=len(data), crc32=zlib.crc32(data))
+    return arrays["w", "weight"], make_index(folder, states, records=[record])
+
+
+class Flat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(700_000))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_lies_beside_is_read_for_the_checksum_if_it_is_little(tmp_path, count):
+    weight, index = one_record(tmp_path, moment=100)
+    path = write_checkpoint(index)
+    nets = [Flat() for _ in range(count)]
+    found = run(count, lambda ranks: load_into(nets[ranks.rank], checkpoint=path, group=ranks))
+    assert [report.unchecked for report in found] == [()] * count
+    assert found[0].nbytes_total == 4 * 700_100
+    assert all(torch.equal(net.w.detach(), torch.from_numpy(weight)) for net in nets)
+    damaged = bytearray((tmp_path / "shard.bin").read_bytes())
+    damaged[-1] ^= 1
+    (tmp_path / "shard.bin").write_bytes(damaged)
+    files = tuple(replace(file, mtime_ns=size_and_time(file.path)[1]) for file in index.files)
+    path = write_checkpoint(replace(index, files=files))
+    found = run(count, lambda ranks: load_into(nets[ranks.rank], checkpoint=path, group=ranks))
+    assert [type(error) for error in found] == [CorruptError] * count
+
+
+def test_a_record_of_which_little_is_wanted_is_not_read_for_its_checksum(tmp_path):
+    _, index = one_record(tmp_path, moment=500_000)
+    report = load_into(Flat(), checkpoint=write_checkpoint(index))
+    assert report.unchecked == (str(tmp_path / "shard.bin"),)
+    assert report.nbytes_total == 4 * 700_000
+
+
+def test_a_tensor_of_many_blocks_and_buckets(tmp_path):
+    shards = Shards(tmp_path)
+    array = random((6 << 20,))
+    path = write_checkpoint(make_index(tmp_path, {("w", "weight"): shards.whole(array)}))
+    nets = [nn.Module() for _ in range(2)]
+    for net in nets:
+        net.w = nn.Parameter(torch.zeros(6 << 20))
+    reports = run(2, lambda ranks: load_into(nets[ranks.rank], checkpoint=path, group=ranks, bucket_nbytes=20 << 20))
+    assert [report.nbytes_read for report in reports] == [12 << 20, 12 << 20]
+    assert all(torch.equal(net.w.detach(), torch.from_numpy(array)) for net in nets)
+
+
+def test_a_tensor_that_cannot_be_written_stops_all_ranks(saved):
+    with torch.inference_mode():
+        frozen = Net()
+
+    def load(ranks):
+        return load_into(frozen if ranks.rank == 0 else Net(), checkpoint=saved.path, group=ranks, bucket_nbytes=64)
+
+    found = run(2, load)
+    assert {type(error) for error in found} == {LoadError}
+    assert len({str(error) for error in found}) == 1
+    assert "rank 0 of 2: RuntimeError: Inplace update to inference tensor" in str(found[0])
 
 
 def test_a_file_that_one_rank_cannot_read_stops_all_of_them(tmp_path):

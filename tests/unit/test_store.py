@@ -265,7 +265,9 @@ class TestVirtual:
 
 
 class TestDamage:
-    @pytest.mark.parametrize("options", [LAYOUTS[0], LAYOUTS[2], LAYOUTS[3]], ids=["packed", "per-parameter", "compressed"])
+    @pytest.mark.parametrize(
+        "options", [LAYOUTS[0], LAYOUTS[2], LAYOUTS[3]], ids=["packed", "per-parameter", "compressed"]
+    )
     def test_a_flipped_bit_is_named(self, source, tmp_path, options, small_blocks):
         ucp.convert(source, tmp_path / "out", **options)
         place = index_of(tmp_path / "out").atoms["embed"].states["exp_avg"].fragments[-1].ref

@@ -49,13 +49,6 @@ class LiveModel:
     notes: tuple[str, ...]
     """What a checkpoint does not hold."""
 
-    @property
-    def device(self) -> torch.device:
-        """Where it lies, as far as that is one place: that of its first tensor."""
-        import torch
-
-        return next((own.device for own in self.handles.values()), torch.device("cpu"))
-
 
 def describe_model(model: nn.Module) -> LiveModel:
     """The parameters and persistent buffers of `model`. Raises UnsupportedError where they are not whole."""

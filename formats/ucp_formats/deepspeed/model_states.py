@@ -22,6 +22,7 @@ __all__ = [
     "Module",
     "frozen_fragments",
     "frozen_shapes",
+    "has_frozen",
     "model_state",
     "module_tensors",
     "placeholders",
@@ -70,6 +71,14 @@ def _with_rest(draft: FileDraft, facts: RunFacts, module: Module, rank: int) -> 
 def _unowned(index: Index) -> list[AtomIndex]:
     """Parameters that the optimizer does not own: frozen, or without elements."""
     return [atom for atom in index.atoms.values() if atom.kind is not Kind.BUFFER and not is_optimized(atom)]
+
+
+def has_frozen(index: Index) -> bool:
+    """Whether there is a frozen parameter with elements.
+
+    If not, the source may have been saved without them: then a loader must not be told of any, or it misses the others.
+    """
+    return any(0 not in atom.global_shape for atom in _unowned(index))
 
 
 def frozen_shapes(index: Index) -> OrderedDict[object, object]:

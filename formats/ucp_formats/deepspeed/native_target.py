@@ -22,6 +22,7 @@ from ucp_formats.deepspeed.file_draft import Drafted, FileDraft
 from ucp_formats.deepspeed.model_states import (
     frozen_fragments,
     frozen_shapes,
+    has_frozen,
     model_state,
     module_tensors,
     placeholders,
@@ -126,7 +127,7 @@ def _stages12(facts: RunFacts, groups: Sequence[Group]) -> Iterator[Drafted]:
         "param_shapes": shapes(facts.index, [flat.names for flat in flats]),
         "shared_params": dict(facts.index.aliases),
     }
-    if facts.stage == 2 and frozen_shapes(facts.index):
+    if facts.stage == 2 and has_frozen(facts.index):
         own["frozen_param_shapes"] = frozen_shapes(facts.index)
         own["frozen_param_fragments"] = frozen_fragments(draft, facts, 0)
     yield draft.finish(model_state(draft, facts, 0, own))
@@ -144,7 +145,7 @@ def _stage3(facts: RunFacts, groups: Sequence[Group]) -> Iterator[Drafted]:
             "param_shapes": shapes(facts.index, [sub.names for _, subs in cut for sub in subs]),
             "shared_params": dict(facts.index.aliases) if rank == 0 else {},
         }
-        if frozen_shapes(facts.index):
+        if has_frozen(facts.index):
             own["frozen_param_shapes"] = frozen_shapes(facts.index)
             own["frozen_param_fragments"] = frozen_fragments(draft, facts, rank)
         yield draft.finish(model_state(draft, facts, rank, own))

@@ -42,9 +42,10 @@ class OptimizerPart:
 
 
 def hyper_parameters(group: object, where: str) -> dict[str, object]:
-    """Everything in a parameter group but its parameters, as found."""
+    """Everything in a parameter group but its parameters (numbers and, since torch 2.6, names), as found."""
     entries = mapping(group, where).items()
-    return {text(key, f"a key of {where}"): value for key, value in entries if key != "params"}
+    members = ("params", "param_names")
+    return {text(key, f"a key of {where}"): value for key, value in entries if key not in members}
 
 
 def same_groups(groups: Mapping[str, object], checksums: Checksums, problems: Problems) -> Sequence[object]:

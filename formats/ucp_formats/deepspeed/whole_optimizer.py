@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 from ucp.atom import AtomIndex, Index, Kind
@@ -76,7 +76,7 @@ def _per_parameter(
     entries = []
     number = 0
     for group, atoms in members:
-        entries.append(group_entry(draft, group, range(number, number + len(atoms))))
+        entries.append(_named_entry(draft, group, range(number, number + len(atoms)), atoms))
         for atom in atoms:
             own = {name: _own_value(draft, facts, atom, name) for name in atom.states if name != WEIGHT}
             if own:
@@ -106,7 +106,18 @@ def _per_group(draft: FileDraft, groups: Sequence[Group]) -> dict[str, object]:
         for number, group in enumerate(groups)
         if group.state_names
     }
-    return {"state": state, "param_groups": [group_entry(draft, group, [n]) for n, group in enumerate(groups)]}
+    entries = [_named_entry(draft, group, [number], group.params) for number, group in enumerate(groups)]
+    return {"state": state, "param_groups": entries}
+
+
+def _named_entry(
+    draft: FileDraft, group: Group, numbers: Iterable[int], atoms: Sequence[AtomIndex]
+) -> dict[object, object]:
+    """A parameter group that names its parameters, as torch 2.6 does for an optimizer of named parameters.
+
+    Without names nothing in stage-0 files says for certain which parameter belongs to which group.
+    """
+    return {**group_entry(draft, group, numbers), "param_names": [atom.name for atom in atoms]}
 
 
 def _flat(draft: FileDraft, group: Group, state: str, dtype: DType) -> NewTensor:

@@ -133,7 +133,9 @@ def _check_count(optimizer: WholeOptimizer, names: Sequence[Sequence[str]]) -> N
 
 def _names(optimizer: WholeOptimizer, checksums: Checksums, part: OptimizerPart) -> list[tuple[str, ...]]:
     """Names of every group, from the best record there is."""
-    found = _by_storage(optimizer, checksums) if optimizer.kind == "FP16_Optimizer" else _by_torch(optimizer)
+    found = _by_torch(optimizer)
+    if found is None and optimizer.kind == "FP16_Optimizer":
+        found = _by_storage(optimizer, checksums)
     if found is not None:
         return found
     part.notes.append(INFERRED)
@@ -172,11 +174,15 @@ def _one(flats: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
 
 
 def _by_torch(optimizer: WholeOptimizer) -> list[tuple[str, ...]] | None:
-    """Names that torch kept because the optimizer was built from named parameters (torch 2.6)."""
+    """Names that torch kept because the optimizer was built from named parameters (torch 2.6).
+
+    A group of FP16_Optimizer has one flat tensor, whatever the number of its parameters.
+    """
+    flat = optimizer.kind == "FP16_Optimizer"
     found = []
     for group in optimizer.groups:
         names = group.get("param_names")
-        if not isinstance(names, list) or len(names) != len(optimizer.numbers(group)):
+        if not isinstance(names, list) or not (flat or len(names) == len(optimizer.numbers(group))):
             return None
         if not all(isinstance(name, str) and name in optimizer.params for name in names):
             return None

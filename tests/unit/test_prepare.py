@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import ucp
+from ucp.errors import MemoryBudgetError, UsageError
+from ucp.prepare import ConvertOptions, prepare
+from ucp.state import NameFilter
+from ucp.target import TargetOptions
+from ucp.topology import Topology
+
+
+def test_planning_writes_nothing(source, tmp_path):
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    prepared = ucp.plan(source)
+    assert prepared.job.nbytes == sum(own.nbytes for own in prepared.job.index.atoms.values())
+    assert prepared.nbytes_out > prepared.job.nbytes
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("memory", [32 << 20, 100 << 20, 128 << 20, 1 << 30])
+@pytest.mark.parametrize("workers", [0, 1, 3, 100])
+def test_the_projected_memory_is_within_the_budget(source, memory, workers):
+    prepared = prepare(source, ConvertOptions(memory=memory, workers=workers))
+    assert 0 < prepared.projected_bytes <= memory
+    assert prepared.workers >= 1
+    assert prepared.threads >= 1
+
+
+def test_too_little_memory_names_the_flag(source):
+    with pytest.raises(MemoryBudgetError, match="Raise --memory"):
+        prepare(source, ConvertOptions(memory=1 << 20))
+
+
+def test_a_fingerprint_is_of_what_decides_the_bytes(source):
+    same = [{}, {"workers": 1}, {"memory": 64 << 20}, {"resume": True}, {"overwrite": True}]
+    others = [
+        {"target": TargetOptions(layout="per-parameter")},
+        {"target": TargetOptions(compress=True)},
+        {"target": TargetOptions(dtypes={"weight": "bfloat16"})},
+        {"names": NameFilter(exclude=("norm",))},
+    ]
+    assert len({prepare(source, ConvertOptions(**options)).fingerprint for options in same}) == 1
+    assert len({prepare(source, ConvertOptions(**options)).fingerprint for options in [{}, *others]}) == 5
+
+
+def test_a_fingerprint_is_of_the_source_as_it_is(source, tmp_path):
+    ucp.convert(source, tmp_path / "store")
+    before = prepare(tmp_path / "store", ConvertOptions()).fingerprint
+    os.utime(tmp_path / "store" / "packs" / "00000.safetensors")
+    assert prepare(tmp_path / "store", ConvertOptions()).fingerprint != before
+
+
+def test_a_fingerprint_is_of_the_index_too(source, tmp_path):
+    """The bytes of the tensors are the same, what is said of them is not."""
+    ucp.convert(source, tmp_path / "store")
+    before = prepare(tmp_path / "store", ConvertOptions()).fingerprint
+    manifest = tmp_path / "store" / "ucp.json"
+    text = manifest.read_text()
+    manifest.write_text(text[: text.rindex(',"xxh3"')].replace('"step":7', '"step":8') + "}")
+    assert prepare(tmp_path / "store", ConvertOptions()).fingerprint != before
+
+
+def test_targets_refuse_what_they_do_not_know(source):
+    with pytest.raises(UsageError, match="topology"):
+        prepare(source, ConvertOptions(topology=Topology(dp=2)))
+    with pytest.raises(UsageError, match="got 'nope'"):
+        prepare(Path(source), ConvertOptions(to="nope"))

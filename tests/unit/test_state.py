@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+
+from ucp.errors import UsageError
+from ucp.state import NameFilter
+
+NAMES = [("layers.0.w", "weight"), ("layers.0.w", "exp_avg"), ("layers.1.w", "weight"), ("head", "weight")]
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "wanted"),
+    [
+        ((), (), [0, 1, 2, 3]),
+        (("layers.*",), (), [0, 1, 2]),
+        (("layers.*", "head"), ("layers.1.*",), [0, 1, 3]),
+        (("*/weight",), (), [0, 2, 3]),
+        ((), ("*/exp_avg",), [0, 2, 3]),
+        (("layers.[01].w/exp_avg",), (), [1]),
+        (("LAYERS.*",), (), []),
+    ],
+)
+def test_a_name_is_kept_when_included_and_not_excluded(include, exclude, wanted):
+    names = NameFilter(include=include, exclude=exclude)
+    assert [n for n, pair in enumerate(NAMES) if names.keeps(*pair)] == wanted
+
+
+def test_patterns_that_match_nothing_are_named():
+    with pytest.raises(UsageError, match="'layer.*', 'tail'"):
+        NameFilter(include=("head", "layer.*"), exclude=("tail",)).check_used(NAMES)
+    NameFilter(include=("head",), exclude=("*/weight",)).check_used(NAMES)
