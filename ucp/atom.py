@@ -14,7 +14,7 @@ from ucp.dtypes import DType
 from ucp.errors import CoverError, listed
 from ucp.fragment import Fragment
 from ucp.layout import Overlap
-from ucp.region import uncovered
+from ucp.region import Box, uncovered
 from ucp.tensor import Record
 from ucp.topology import Topology
 
@@ -175,10 +175,20 @@ def check_cover(index: Index) -> None:
 
 
 def _gaps(param: str, name: str, state: StateIndex) -> Iterable[str]:
+    label = f"{param}/{name}"
+    outside = [fragment for fragment in state.fragments if not _lies_in(fragment.box, state.global_shape)]
+    if outside:
+        for fragment in outside:
+            yield f"{label} {fragment.box}, held by {fragment.path}, lies past {list(state.global_shape)}"
+        return
     taken = [fragment for fragment in state.fragments if fragment.replica == 0]
-    terms = sorted({fragment.term for fragment in taken}) or [0]
-    for term in terms:
-        pieces = [fragment for fragment in taken if fragment.term == term]
+    is_mean = state.overlap is Overlap.MEAN
+    for term in sorted({fragment.term for fragment in taken}) if is_mean and taken else [0]:
+        pieces = [fragment for fragment in taken if not is_mean or fragment.term == term]
         for gap in uncovered(state.global_shape, [piece.box for piece in pieces]):
             what = "nothing" if not gap.owners else " and ".join(str(pieces[o].path) for o in gap.owners)
-            yield f"{param}/{name} {gap.box} of {list(state.global_shape)}: held by {what}"
+            yield f"{label} {gap.box} of {list(state.global_shape)}: held by {what}"
+
+
+def _lies_in(box: Box, shape: tuple[int, ...]) -> bool:
+    return len(box.sizes) == len(shape) and all(stop <= n for stop, n in zip(box.stops, shape, strict=True))

@@ -39,7 +39,7 @@ class StoreFormat:
         return replace(
             index,
             extras=extras,
-            files=(*index.files, *_files(records)),
+            files=(*index.files, _file(root / MANIFEST, "manifest"), *(_file(own.path, "extra") for own in stored)),
             records=(*index.records, *records),
         )
 
@@ -64,10 +64,9 @@ def _extras(stored: Iterable[StoredExtra]) -> tuple[tuple[Extra, ...], tuple[Rec
     return tuple(extras.values()), tuple(records)
 
 
-def _files(records: Iterable[Record]) -> Iterable[SourceFile]:
-    for path in dict.fromkeys(record.path for record in records):
-        nbytes, mtime_ns = size_and_time(path)
-        yield SourceFile(path=path, nbytes=nbytes, mtime_ns=mtime_ns, role="extra")
+def _file(path: Path | str, role: str) -> SourceFile:
+    nbytes, mtime_ns = size_and_time(str(path))
+    return SourceFile(path=str(path), nbytes=nbytes, mtime_ns=mtime_ns, role=role)
 
 
 def _check_unchanged(files: Iterable[ReferredFile], root: Path) -> None:
