@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ucp.atom import AtomIndex, Extra, Index, Kind, StateIndex
@@ -113,7 +114,7 @@ def _index(
         producer=producer_of(run.model.root),
         topology=Topology(dp=run.ranks, zero=run.stage),
         step=step_of(run.model.root),
-        atoms=atoms_of(module, optimizer.states, run.config),
+        atoms=_laid_out(atoms_of(module, optimizer.states, run.config), run),
         groups=tuple(optimizer.groups),
         aliases=module.aliases,
         extras=extras,
@@ -122,6 +123,22 @@ def _index(
         notes=(*run.notes, *module.notes, *optimizer.notes, *folder_notes(located.root, run.folder)),
         dropped=(DERIVED, *module.dropped, *optimizer.dropped),
     )
+
+
+def _laid_out(atoms: Mapping[str, AtomIndex], run: SavedRun) -> dict[str, AtomIndex]:
+    """The atoms, with the name of the pattern along the data-parallel axis, where there is one."""
+    if run.ranks == 1:
+        return dict(atoms)
+    stage = run.stage
+    return {
+        name: replace(atom, patterns={"dp": f"flat (ZeRO-{stage})" if _is_cut(atom, stage) else "replicate"})
+        for name, atom in atoms.items()
+    }
+
+
+def _is_cut(atom: AtomIndex, stage: int) -> bool:
+    """Whether ranks hold stretches of it: what is trained, from stage 1 on; frozen parameters too, at stage 3."""
+    return (stage >= 1 and atom.kind is Kind.PARAMETER) or (stage == 3 and atom.kind is Kind.FROZEN)
 
 
 def atoms_of(
