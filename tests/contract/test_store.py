@@ -3,13 +3,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import ucp
+from tests.unit.conftest import handmade
 from ucp.prepare import ConvertOptions
 from ucp.state import NameFilter
 from ucp.store.format import StoreFormat
 from ucp.target import TargetOptions
 from ucp.testing import FormatContract, TargetContract
-
-from tests.unit.conftest import handmade
 
 
 class TestStoreFormat(FormatContract):

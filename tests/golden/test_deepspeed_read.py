@@ -20,8 +20,16 @@ from ucp.slice import Locator, Piece, resolve, resolve_copies, whole_slice
 from ucp.tensor import InlineTensor, TensorRef
 
 ROOT = Path(__file__).parents[2] / "fixtures" / "deepspeed"
-REFUSED = {"z1-dp2-elastic"}
-NATIVE = sorted(case.name for case in ROOT.iterdir() if (case / "truth.json").exists() and case.name not in REFUSED)
+REFUSED = {
+    "z1-dp2-elastic/checkpoint": "elastic_checkpoint",
+    "z1-ep2/checkpoint": "mixture of experts",
+    "z1-pp2-dp2/checkpoint": "pipeline parallelism",
+    "z1-pp2-dp2/universal": "several model-parallel ranks",
+    "z1-tp2-dp2/checkpoint": "several model-parallel ranks",
+    "z1-tp2-dp2/universal": "several model-parallel ranks",
+}
+ELASTIC = "z1-dp2-elastic"
+NATIVE = sorted(case.name for case in ROOT.iterdir() if (case / "truth.json").exists() and case.name != ELASTIC)
 CASES = [*NATIVE, *(f"{case}/universal" for case in NATIVE if (ROOT / case / "universal").is_dir())]
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -247,6 +255,9 @@ def test_client_state_is_kept() -> None:
     assert bits(found["rng_state"]).tobytes().hex() == report["rng_state"]["hex"]
 
 
-def test_elastic_checkpoints_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="elastic_checkpoint"):
-        DeepSpeedFormat().read(ROOT / "z1-dp2-elastic" / "checkpoint")
+@pytest.mark.parametrize("folder", sorted(REFUSED))
+def test_other_layouts_are_recognised_and_refused_by_name(folder: str) -> None:
+    readers = (DeepSpeedFormat(), DeepSpeedUniversalFormat())
+    (reader,) = (reader for reader in readers if reader.detect(ROOT / folder))
+    with pytest.raises(UnsupportedError, match=REFUSED[folder]):
+        reader.read(ROOT / folder)

@@ -207,7 +207,8 @@ def _job(cell: Cell, root: Path, results: Path) -> dict[str, object]:
 
 def _launch(ranks: int, jobs: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    minutes = "5"  # without it a rank that fails alone holds up the others for half an hour
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DEEPSPEED_TIMEOUT": minutes}
     command = [*launcher, str(_HERE / "resume_worker.py"), str(jobs)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

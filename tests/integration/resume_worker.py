@@ -14,7 +14,6 @@ import json
 import os
 import sys
 import traceback
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ SEED = 1
 def main() -> None:
     """Carry out all jobs of the file."""
     jobs = json.loads(Path(sys.argv[1]).read_text())
-    deepspeed.init_distributed("gloo", timeout=timedelta(minutes=3))
     for job in jobs:
         try:
             _carry_out(job)

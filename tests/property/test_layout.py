@@ -163,13 +163,20 @@ class TestHybrid:
 
     def test_a_zero_partition_of_it_is_a_few_boxes(self):
         found = place(self.layout, (4, 3, 6), coords={"ep": 1, "tp": 1}, flat=(4, 13))
-        assert [str(own.box) for own in found] == ["[2:3, 1:2, 4:6]", "[2:3, 2:3, 3:6]", "[3:4, 0:1, 3:6]", "[3:4, 1:2, 3:4]"]
+        assert [str(own.box) for own in found] == [
+            "[2:3, 1:2, 4:6]",
+            "[2:3, 2:3, 3:6]",
+            "[3:4, 0:1, 3:6]",
+            "[3:4, 1:2, 3:4]",
+        ]
         assert [own.offset for own in found] == [0, 2, 5, 8]
 
 
 class TestReplicas:
     def test_only_copies_of_rule_equal_are_numbered(self):
-        layout = Layout((AxisLayout("ep", 2, Shard(0)), AxisLayout("tp", 3, Replicate()), AxisLayout("cp", 2, Partial())))
+        layout = Layout(
+            (AxisLayout("ep", 2, Shard(0)), AxisLayout("tp", 3, Replicate()), AxisLayout("cp", 2, Partial()))
+        )
         found = [place(layout, (4,), coords={"ep": 1, "tp": t, "cp": c})[0] for t in range(3) for c in range(2)]
         assert [(own.replica, own.term) for own in found] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
 
@@ -184,7 +191,10 @@ class TestPartsThatHoldNothing:
         layout = Layout((AxisLayout("pp", 2, Unique(1)), AxisLayout("tp", 2, Shard(0, (4, 2)))))
         assert place(layout, (6, 3), coords={"pp": 0, "tp": 0}) == ()
         assert place(layout, (6, 3), coords={"pp": 0, "tp": 0}, flat=(0, 0)) == ()
-        assert [str(own.box) for own in place(layout, (6, 3), coords={"pp": 1, "tp": 1})] == ["[2:4, 0:3]", "[5:6, 0:3]"]
+        assert [str(own.box) for own in place(layout, (6, 3), coords={"pp": 1, "tp": 1})] == [
+            "[2:4, 0:3]",
+            "[5:6, 0:3]",
+        ]
         assert prod(local_shape(layout, (6, 3), {"pp": 0, "tp": 0})) == 0
 
     def test_a_scalar_that_is_not_owned(self):
@@ -207,7 +217,10 @@ def test_layouts_of_no_axis_hold_the_whole():
 
 def test_pairs_of_a_shard_by_blocks_follow_one_another():
     pairs = Shard(0, (5, 0, 3)).regions((8, 2), 2, 0)
-    assert [(pair.whole.offsets[0], pair.local.offsets[0], pair.whole.sizes[0]) for pair in pairs] == [(0, 0, 3), (5, 3, 2)]
+    assert [(pair.whole.offsets[0], pair.local.offsets[0], pair.whole.sizes[0]) for pair in pairs] == [
+        (0, 0, 3),
+        (5, 3, 2),
+    ]
     assert all(isinstance(pair, RegionPair) for pair in pairs)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from pathlib import Path
 
@@ -13,6 +14,12 @@ from ucp.testing.strategies import random_array
 
 BLOCK_USERS = ("plan", "union", "prepare", "compare", "convert", "store.target")
 """Modules that know the size of a block."""
+
+
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch):
+    """Spares the disk: what is fsynced is tested in test_commit.py, and nowhere else."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture

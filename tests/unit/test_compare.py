@@ -78,7 +78,10 @@ class TestStructure:
         a = replace(own, aliases={"t": "w"}, groups=(ParamGroup(params=("w", "x"), hyper={"lr": 1e-3}),))
         b = replace(
             own,
-            groups=(ParamGroup(params=("x",), hyper={"lr": 1e-3}), ParamGroup(params=("w",), hyper={"lr": 1e-4, "eps": 0})),
+            groups=(
+                ParamGroup(params=("x",), hyper={"lr": 1e-3}),
+                ParamGroup(params=("w",), hyper={"lr": 1e-4, "eps": 0}),
+            ),
         )
         assert changes(a, b) == [
             ("t", "", "alias", "w", "-"),
@@ -163,9 +166,7 @@ class TestScans:
             Fragment(box=box, ref=shards.put(array)),
             Fragment(box=box, ref=shards.put(other, file="copy.bin"), replica=1),
         )
-        state = StateIndex(
-            dtype=DType.FLOAT32, global_shape=(100,), fragments=fragments, overlap=Overlap.EQUAL
-        )
+        state = StateIndex(dtype=DType.FLOAT32, global_shape=(100,), fragments=fragments, overlap=Overlap.EQUAL)
         own = make_index(shards.folder, {("w", "weight"): state})
         lines = compare_copies(own, Watch())
         assert len(lines) == 2

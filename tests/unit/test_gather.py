@@ -89,6 +89,15 @@ class TestReads:
         assert (read(gatherer, state_of(narrow, shape=(10, 4))) == wide[:, 2:6]).all()
         assert gatherer.nbytes_read == (9 * 40 + 4) * 4
 
+    def test_a_row_longer_than_a_stretch_is_cut_too(self, shards, gatherer, monkeypatch):
+        monkeypatch.setattr(ucp.gather, "STRETCH", 64)
+        wide = np.arange(4 * 64, dtype="float32").reshape(4, 64)
+        ref = shards.put(wide)
+        narrow = TensorRef(path=ref.path, offset=0, dtype=ref.dtype, shape=(4, 40), strides=(64, 1))
+        found = read(gatherer, state_of(narrow, shape=(4, 40)), DType.FLOAT64)
+        assert (found == wide[:, :40]).all()
+        assert gatherer.nbytes_read == 4 * 160
+
     def test_a_file_cut_short_is_malformed(self, shards, gatherer):
         ref = shards.put(np.zeros((4, 4), "float32"))
         (shards.folder / "shard.bin").write_bytes(bytes(60))

@@ -26,6 +26,6 @@ def test_a_name_is_kept_when_included_and_not_excluded(include, exclude, wanted)
 
 
 def test_patterns_that_match_nothing_are_named():
-    with pytest.raises(UsageError, match="'layer.*', 'tail'"):
+    with pytest.raises(UsageError, match=r"'layer\.\*', 'tail'"):
         NameFilter(include=("head", "layer.*"), exclude=("tail",)).check_used(NAMES)
     NameFilter(include=("head",), exclude=("*/weight",)).check_used(NAMES)

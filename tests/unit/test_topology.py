@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 from ucp.errors import UsageError
 from ucp.topology import AXES, Topology
 
-TOPOLOGIES = st.builds(
-    Topology, **{axis: st.integers(1, 64) for axis in AXES}, zero=st.none() | st.integers(0, 3)
-)
+TOPOLOGIES = st.builds(Topology, **{axis: st.integers(1, 64) for axis in AXES}, zero=st.none() | st.integers(0, 3))
 
 
 @given(TOPOLOGIES)

@@ -53,7 +53,7 @@ def check_destination(src: Path, dst: Path) -> None:
         raise DestinationError(f"expected a folder, or nothing, at {dst}; a file is there")
     here = Path.cwd()
     if goal == here or goal in here.parents:
-        raise DestinationError(f"{dst} is, or holds, the current folder, which a rename would replace; go elsewhere first")
+        raise DestinationError(f"{dst} is, or holds, the current folder, which a rename would replace; go elsewhere")
     parent = goal.parent
     if not parent.is_dir():
         raise DestinationError(f"the folder {parent} that {dst.name} would be made in is not there; create it first")
@@ -65,7 +65,8 @@ def check_apart(dst: Path, paths: Iterable[str]) -> None:
     inside = [path for path in paths if goal in Path(path).resolve().parents]
     if inside:
         raise DestinationError(
-            f"the source refers to {len(inside)} files in the destination {dst}, such as {inside[0]}; choose another folder"
+            f"the source refers to {len(inside)} files in the destination {dst}, such as {inside[0]}; choose another "
+            "folder"
         )
 
 
@@ -171,18 +172,22 @@ class Staging:
 
     def _try_lock(self) -> bool:
         """Lock the place, unless it is locked, or was removed by who had it before."""
-        self.folder.mkdir(exist_ok=True)
         path = self.folder / "lock"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self.folder.mkdir(exist_ok=True)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:
+            return False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_ino == os.stat(path).st_ino:
-                self._lock = descriptor
+            is_ours = os.fstat(descriptor).st_ino == os.stat(path).st_ino
         except (BlockingIOError, FileNotFoundError):
-            pass
-        if self._lock is None:
+            is_ours = False
+        if is_ours:
+            self._lock = descriptor
+        else:
             os.close(descriptor)
-        return self._lock is not None
+        return is_ours
 
     def _read_journal(self) -> list[dict[str, object]]:
         """Whole lines, as far as they can be read; whatever follows them is cut off, so that lines can be added."""

@@ -240,8 +240,6 @@ class _States:
                     codec_start=position * dtype.itemsize,
                 )
                 yield Fragment(box=box, ref=ref)
-        if not numel:
-            yield Fragment(box=Box.whole(shape), ref=self._ref(at, offset=0, dtype=dtype, shape=shape, strides=strides))
 
     def _piece(self, piece: list[object], shape: tuple[int, ...]) -> Fragment:
         """A piece of somebody else's file, or a tensor that stands here."""

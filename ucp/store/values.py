@@ -15,6 +15,7 @@ import base64
 import json
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from ucp.errors import MalformedError
 from ucp.inert import GlobalName, TorchSize
@@ -36,31 +37,35 @@ def to_json(value: object, depth: int = 0) -> object:
         raise NotPlainError("nested too deeply, or in a cycle")
     if value is None or isinstance(value, bool | str):
         return value
-    if type(value) is int:
-        return _checked_int(value)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"!float": repr(value)}
-    if isinstance(value, complex):
-        return {"!complex": [to_json(value.real), to_json(value.imag)]}
+    if type(value) is int or isinstance(value, float | complex):
+        return _number_to_json(value)
     if isinstance(value, bytes | bytearray):
         return {f"!{type(value).__name__}": base64.b64encode(value).decode()}
     if isinstance(value, GlobalName):
         return {"!global": [value.module, value.qualname]}
     if isinstance(value, dict):
         return _dict_to_json(value, depth + 1)
-    for kind, tag in _SEQUENCES.items():
-        if type(value) is kind:
-            items = [to_json(item, depth + 1) for item in value]  # type: ignore[attr-defined]  # one of _SEQUENCES
-            if kind in (set, frozenset):
-                items.sort(key=json.dumps)  # the order of a set changes from run to run
-            return {tag: items} if tag else items
+    if isinstance(value, list | tuple | set | frozenset) and type(value) in _SEQUENCES:
+        return _sequence_to_json(value, depth + 1)
     raise NotPlainError(f"a {type(value).__name__} is not a plain value")
 
 
-def _checked_int(value: int) -> int:
-    if value.bit_length() > _MOST_BITS:
-        raise NotPlainError(f"a number of {value.bit_length()} bits has too many digits")
-    return value
+def _number_to_json(value: complex) -> object:
+    if isinstance(value, int):
+        if value.bit_length() > _MOST_BITS:
+            raise NotPlainError(f"a number of {value.bit_length()} bits has too many digits")
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"!float": repr(value)}
+    return {"!complex": [_number_to_json(value.real), _number_to_json(value.imag)]}
+
+
+def _sequence_to_json(value: Iterable[object], depth: int) -> object:
+    items = [to_json(item, depth) for item in value]
+    if isinstance(value, set | frozenset):
+        items.sort(key=json.dumps)  # the order of a set changes from run to run
+    tag = _SEQUENCES[type(value)]
+    return {tag: items} if tag else items
 
 
 _SEQUENCES: dict[type, str] = {

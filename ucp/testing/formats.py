@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -162,10 +163,8 @@ class FormatContract:
                 copy = _copied(path, tmp_path / f"cut-{number}-{file.name}")
                 victim = copy / file.relative_to(path) if path.is_dir() else copy
                 victim.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-                try:
+                with contextlib.suppress(UcpError):
                     check_cover(self.make().read(copy))
-                except UcpError as error:
-                    assert str(error)
 
 
 def _files(path: Path) -> list[Path]:

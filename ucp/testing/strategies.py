@@ -9,6 +9,7 @@ from itertools import pairwise, product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from hypothesis import strategies as st
 
 from ucp.atom import StateIndex
@@ -101,8 +102,6 @@ def _part(box: Box, dim: int, low: int, high: int) -> Box:
 
 def random_array(shape: tuple[int, ...], dtype: DType, seed: int, *, bits: bool = False) -> NDArray[Any]:
     """An array of that shape: any bits at all, or small numbers that every dtype can hold."""
-    import numpy as np
-
     rng = np.random.default_rng(seed)
     if bits and dtype is not DType.BOOL:
         return np.frombuffer(rng.bytes(prod(shape) * dtype.itemsize), dtype=numpy_dtype(dtype)).reshape(shape)
@@ -136,8 +135,8 @@ def _stored(draw: st.DrawFn, piece: NDArray[Any], shards: Shards) -> Tensor:
 
 
 def _cut(array: NDArray[Any], box: Box) -> NDArray[Any]:
-    # An ellipsis keeps a 0-d array an array.
-    return array[(..., *(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)))]
+    spans = [slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)]
+    return np.asarray(array[tuple(spans)])
 
 
 @st.composite

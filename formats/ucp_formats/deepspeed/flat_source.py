@@ -81,7 +81,9 @@ class _FlatFile:
     def state(self, number: int) -> dict[str, object]:
         """States of group `number`; empty when it was never stepped."""
         where = f"the states of group {number} in {self.name}"
-        ids = sequence(mapping(self.groups[number], where).get("params"), f"params of group {number} in {self.name}")
+        group = self.groups[number] if number < len(self.groups) else None
+        params = f"params of group {number} in {self.name}"
+        ids = [integer(at, params) for at in sequence(mapping(group, where).get("params"), params)]
         if len(ids) != 1:
             raise UnsupportedError(f"expected one flat parameter in group {number} of {self.name}; got {len(ids)}")
         return {text(key, where): value for key, value in mapping(self.states.get(ids[0], {}), where).items()}

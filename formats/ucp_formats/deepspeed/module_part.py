@@ -208,16 +208,15 @@ def _frozen_entry(name: str, shape: Shape, files: Mapping[int, SavedFile], dtype
     """A frozen parameter of ZeRO-3 from its chunk on every rank."""
     ranks = _rank_count(files)
     numel = prod(shape)
+    length = chunk(numel, ranks=ranks)
     fragments: list[Fragment] = []
     missing: list[str] = []
-    for rank in range(ranks):
+    for rank in range(-(-numel // length) if length else 1):
         start, stop = chunk_range(numel, ranks=ranks, rank=rank)
-        if start == stop and (rank or numel):
-            continue
         if rank not in files:
             missing.append(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt: elements {start}:{stop} of {name}")
             continue
-        flat = _frozen_chunk(name, files[rank], dtype, chunk(numel, ranks=ranks))
+        flat = _frozen_chunk(name, files[rank], dtype, length)
         held = Held(name=name, start=start, stop=stop, offset=0)
         fragments += pieces_of(held, shape, flat) if numel else [_empty(shape, flat)]
     if missing:
@@ -230,7 +229,7 @@ def _frozen_entry(name: str, shape: Shape, files: Mapping[int, SavedFile], dtype
 
 def _rank_count(files: Mapping[int, SavedFile]) -> int:
     count = files[0].root.get("dp_world_size")
-    return count if isinstance(count, int) else max(files) + 1
+    return count if isinstance(count, int) and count > 0 else max(files) + 1
 
 
 def _frozen_chunk(name: str, file: SavedFile, dtype: DType, length: int) -> TensorRef:

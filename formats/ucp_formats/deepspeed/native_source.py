@@ -120,7 +120,13 @@ def _index(
         extras=extras,
         files=tuple(source_files(roles)),
         records=tuple(record for file in run.files for record in file.records),
-        notes=(*run.notes, *module.notes, *optimizer.notes, *folder_notes(located.root, run.folder)),
+        notes=(
+            *run.notes,
+            *_stage_notes(run),
+            *module.notes,
+            *optimizer.notes,
+            *folder_notes(located.root, run.folder),
+        ),
         dropped=(DERIVED, *module.dropped, *optimizer.dropped),
     )
 
@@ -139,6 +145,14 @@ def _laid_out(atoms: Mapping[str, AtomIndex], run: SavedRun) -> dict[str, AtomIn
 def _is_cut(atom: AtomIndex, stage: int) -> bool:
     """Whether ranks hold stretches of it: what is trained, from stage 1 on; frozen parameters too, at stage 3."""
     return (stage >= 1 and atom.kind is Kind.PARAMETER) or (stage == 3 and atom.kind is Kind.FROZEN)
+
+
+def _stage_notes(run: SavedRun) -> list[str]:
+    section = run.config.raw.get("zero_optimization")
+    configured = section.get("stage") if isinstance(section, dict) else None
+    if configured is None or configured == run.stage:
+        return []
+    return [f"configured with ZeRO stage {configured}, saved in the layout of stage {run.stage}, which is what counts"]
 
 
 def atoms_of(

@@ -17,6 +17,7 @@ __all__ = ["refuse_contents", "refuse_names"]
 _LATER = "ucp does not read this layout yet"
 _PIPELINE = f"pipeline parallelism; {_LATER}: resume in DeepSpeed with one stage and save again"
 _TENSOR = f"tensor parallelism; {_LATER}: resume in DeepSpeed with tensor-parallel degree 1 and save again"
+_MODEL = f"several model-parallel ranks (tensor or pipeline); {_LATER}: resume in DeepSpeed with one and save again"
 _EXPERTS = f"mixture of experts (expert parallelism); {_LATER}"
 _NVME = "optimizer states offloaded to NVMe are raw swap files: resume with offload_optimizer device cpu and save again"
 _ELASTIC = "elastic_checkpoint drops parameter groups: set zero_optimization.elastic_checkpoint to false and save again"
@@ -54,7 +55,7 @@ def _by_name(folder: TagFolder) -> Iterator[str]:
             yield f"{first[role]}: {_EXPERTS}"
     ranked = [name.name for name in folder.files if name.mp and name.role is not Role.EXPERT]
     if ranked and Role.LAYER not in first:
-        yield f"{ranked[0]}: {_TENSOR}"
+        yield f"{ranked[0]}: {_MODEL}"
     if OFFLOADED in folder.entries:
         yield f"{OFFLOADED}/: {_NVME}"
 

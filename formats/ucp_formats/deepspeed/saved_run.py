@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from ucp.atom import SourceFile
@@ -24,9 +25,18 @@ from ucp_formats.deepspeed.folder import TagFolder
 from ucp_formats.deepspeed.names import FileName, Role
 from ucp_formats.deepspeed.problems import Problems
 from ucp_formats.deepspeed.refusals import refuse_contents
-from ucp_formats.deepspeed.run_config import RunConfig
+from ucp_formats.deepspeed.run_config import Precision, RunConfig
 
 __all__ = ["SavedFile", "SavedRun", "read_file", "read_run", "source_files", "try_read"]
+
+
+_MOST_NAMED = 1000
+"""Missing files to name; a damaged count of ranks can be anything."""
+
+_NO_OPTIMIZER = (
+    "there is no optimizer file at all. Where none was saved, the masters and the optimizer are lost: DeepSpeed 0.18.4 "
+    "saves none for ZeRO-1 with bf16 and data_types.grad_accum_dtype fp32"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +108,7 @@ def read_run(folder: TagFolder) -> SavedRun:
     stage = _stage(folder, files)
     ranks = _ranks(folder, files)
     _check_doubles(folder, problems)
-    _check_grid(folder, stage, ranks, problems)
+    _check_grid(folder, stage, ranks, problems, prefix=_prefix(files))
     _check_same_run(files, problems)
     notes = _tolerated(folder, stage, ranks, models)
     problems.raise_any(str(folder.path), f"ZeRO-{stage} over {ranks} rank{'s' if ranks > 1 else ''}")
@@ -150,7 +160,10 @@ def _stage(folder: TagFolder, files: list[SavedFile]) -> int:
     """ZeRO stage: what the optimizer files say, else what the names and the model-states file show."""
     for file in files:
         if file.name.role is Role.OPTIMIZER and "zero_stage" in file.optimizer:
-            return number_of_enum(file.optimizer["zero_stage"], f"zero_stage of {file.path}")
+            stage = number_of_enum(file.optimizer["zero_stage"], f"zero_stage of {file.path}")
+            if stage not in (1, 2, 3):
+                raise UnsupportedError(f"expected a ZeRO stage of 1, 2 or 3 in {file.path}; got {stage}")
+            return stage
     roles = {name.role for name in folder.files}
     if Role.SHARDED_MODEL in roles:
         return 3
@@ -160,8 +173,8 @@ def _stage(folder: TagFolder, files: list[SavedFile]) -> int:
         if file.root.get("param_shapes") is not None:
             config = file.root.get("ds_config")
             section = config.get("zero_optimization") if isinstance(config, dict) else None
-            stage = section.get("stage") if isinstance(section, dict) else None
-            return stage if stage in (1, 2) else 1
+            configured = section.get("stage") if isinstance(section, dict) else None
+            return 2 if configured == 2 else 1
     return 0
 
 
@@ -192,15 +205,16 @@ def _check_doubles(folder: TagFolder, problems: Problems) -> None:
             problems.wrong.append(f"extra: {name.name} and {other} are the same part of a checkpoint, of another run")
 
 
-def _check_grid(folder: TagFolder, stage: int, ranks: int, problems: Problems) -> None:
+def _check_grid(folder: TagFolder, stage: int, ranks: int, problems: Problems, *, prefix: str) -> None:
     grids = [(Role.OPTIMIZER, ranks if stage else 0)]
     grids.append((Role.SHARDED_MODEL, ranks) if stage == 3 else (Role.MODEL, 1))
     for role, count in grids:
         there = {name.dp for name in folder.files if name.role is role}
-        needed = range(1) if role is Role.SHARDED_MODEL else range(count)
-        problems.missing += [
-            f"{_expected(folder, role, rank)} (rank {rank} of {count})" for rank in needed if rank not in there
-        ]
+        needed = 1 if role is Role.SHARDED_MODEL else count
+        lost = list(islice((rank for rank in range(needed) if rank not in there), _MOST_NAMED))
+        problems.missing += [f"{_expected(role, rank, prefix)} (rank {rank} of {count})" for rank in lost]
+        if role is Role.OPTIMIZER and count and not there:
+            problems.missing.append(_NO_OPTIMIZER)
         problems.wrong += [
             f"extra: {name.name} is for rank {name.dp} of {count}"
             for name in folder.files
@@ -208,9 +222,18 @@ def _check_grid(folder: TagFolder, stage: int, ranks: int, problems: Problems) -
         ]
 
 
-def _expected(folder: TagFolder, role: Role, rank: int) -> str:
-    """Name of the file that should be there, in the spelling of its siblings."""
-    prefix = next((name.prefix for name in folder.files if name.role is Role.OPTIMIZER), "")
+def _prefix(files: list[SavedFile]) -> str:
+    """Prefix of optimizer files: that of those that are there, else what the configuration leads to."""
+    for file in files:
+        if file.name.role is Role.OPTIMIZER:
+            return file.name.prefix
+    configs = (file.root.get("ds_config") for file in files)
+    is_bf16 = any(RunConfig(own).precision(()) is Precision.BF16 for own in configs if isinstance(own, dict))
+    return "bf16_" if is_bf16 else ""
+
+
+def _expected(role: Role, rank: int, prefix: str) -> str:
+    """Name of the file that should be there."""
     match role:
         case Role.OPTIMIZER:
             return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"

@@ -110,7 +110,7 @@ class _Universal:
             format=name,
             evidence=evidence,
             producer=producer_of(self.model.root),
-            topology=Topology(dp=dp if isinstance(dp, int) and dp > 0 else 1, zero=self._stage()),
+            topology=Topology(dp=dp if type(dp) is int and dp > 0 else 1, zero=self._stage()),
             step=step_of(self.model.root),
             atoms=atoms_of(module, states, self.config),
             groups=tuple(self._groups()),
@@ -129,12 +129,12 @@ class _Universal:
         return RunConfig(found if isinstance(found, dict) else {})
 
     def _stage(self) -> int | None:
-        stage = self.shared.root.get("zero_stage")
-        if stage is not None:
-            return number_of_enum(stage, f"zero_stage of {self.shared.path}")
+        """ZeRO stage of the run that it was made from, where that is known."""
+        saved = self.shared.root.get("zero_stage")
         section = self.config.raw.get("zero_optimization")
         configured = section.get("stage") if isinstance(section, dict) else None
-        return configured if configured in (0, 1, 2, 3) else None
+        stage = configured if saved is None else number_of_enum(saved, f"zero_stage of {self.shared.path}")
+        return stage if type(stage) is int and 0 <= stage <= 3 else None
 
     def _module(self, trained: Mapping[str, Shape], checksums: Checksums) -> ModulePart:
         """The module as the model-states files have it, and what only `zero/` has."""

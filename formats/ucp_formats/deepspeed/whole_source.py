@@ -20,7 +20,7 @@ from ucp.region import Box
 from ucp.state import STEP, WEIGHT
 from ucp.tensor import TensorRef
 from ucp_formats.deepspeed.buckets import Bucket, Shard, bucket_states, scalar_state
-from ucp_formats.deepspeed.fields import Shape, described, mapping, sequence, tensor, text
+from ucp_formats.deepspeed.fields import Shape, described, integer, mapping, sequence, tensor, text
 from ucp_formats.deepspeed.flat_layout import shared_buffers
 from ucp_formats.deepspeed.matching import AmbiguousError, FlatSlots, NoMatchError, SlotGroup, Slots, match
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart, hyper_parameters, take_group_steps
@@ -65,11 +65,12 @@ class WholeOptimizer:
         where = f"param_groups of {self.where}"
         return [mapping(group, where) for group in sequence(self.inner.get("param_groups"), where)]
 
-    def numbers(self, group: Mapping[object, object]) -> Sequence[object]:
+    def numbers(self, group: Mapping[object, object]) -> Sequence[int]:
         """Numbers of the slots of a group."""
-        return sequence(group.get("params"), f"params of a group of {self.where}")
+        where = f"params of a group of {self.where}"
+        return [integer(number, where) for number in sequence(group.get("params"), where)]
 
-    def state(self, number: object) -> dict[str, object]:
+    def state(self, number: int) -> dict[str, object]:
         """States of a slot; empty when it was never stepped."""
         where = f"state[{number}] of {self.where}"
         own = mapping(mapping(self.inner.get("state"), f"state of {self.where}").get(number, {}), where)

@@ -22,8 +22,8 @@ def refusal(path: Path) -> str:
     [
         ("layer_00-model_00-model_states.pt", "pipeline parallelism"),
         ("layer_00-model_states.pt", "pipeline parallelism"),
-        ("mp_rank_01_model_states.pt", "tensor parallelism"),
-        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism"),
+        ("mp_rank_01_model_states.pt", "several model-parallel ranks"),
+        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "several model-parallel ranks"),
         ("layer_0_expert_0_mp_rank_00_model_states.pt", "mixture of experts"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "mixture of experts"),
     ],

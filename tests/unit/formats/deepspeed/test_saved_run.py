@@ -50,7 +50,16 @@ def test_all_optimizer_files_missing(kept) -> None:
     tag = kept("z1-dp4-fp32")
     for file in tag.glob("*optim*"):
         file.unlink()
-    assert problems(tag, MissingFileError).count("missing: ") == 4
+    message = problems(tag, MissingFileError)
+    assert message.count("_optim_states.pt (rank ") == 4
+    assert "there is no optimizer file at all" in message
+
+
+def test_missing_names_have_the_prefix_of_the_configuration(kept) -> None:
+    tag = kept("z1-dp4-bf16")
+    for file in tag.glob("*optim*"):
+        file.unlink()
+    assert f"missing: bf16_{OPTIMIZER.format(3)}" in problems(tag, MissingFileError)
 
 
 def test_missing_model_states(kept) -> None:

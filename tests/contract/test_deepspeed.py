@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from ucp_formats.deepspeed.native_source import DeepSpeedFormat
+from ucp_formats.deepspeed.universal_source import DeepSpeedUniversalFormat
+
+from ucp.prepare import ConvertOptions
+from ucp.testing import FormatContract, TargetContract
+from ucp.topology import Topology
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepspeed"
+KEPT = ("z0-fp32", "z1-dp4-bf16", "z2-dp2-client-state", "z2-dp4-fp32-roundrobin", "z3-dp3-uneven", "z3-dp4-subgroups")
+
+
+class TestDeepSpeedFormat(FormatContract):
+    def make(self):
+        return DeepSpeedFormat()
+
+    def paths(self, folder):
+        return [FIXTURES / name / "checkpoint" for name in KEPT]
+
+
+class TestDeepSpeedUniversalFormat(FormatContract):
+    def make(self):
+        return DeepSpeedUniversalFormat()
+
+    def paths(self, folder):
+        return [FIXTURES / "z1-dp4-fp32" / "universal"]
+
+
+class TestDeepSpeedUniversalTarget(TargetContract):
+    def cases(self, folder):
+        options = ConvertOptions(to="deepspeed-universal")
+        return [(FIXTURES / name / "checkpoint", options) for name in ("z0-fp32", "z1-dp4-fp32", "z3-dp3-uneven")]
+
+
+class TestDeepSpeedTarget(TargetContract):
+    def cases(self, folder):
+        topologies = ("dp=1,zero=0", "dp=2,zero=1", "dp=3,zero=2", "dp=4,zero=3")
+        return [
+            (FIXTURES / name / "checkpoint", ConvertOptions(to="deepspeed", topology=Topology.parse(text)))
+            for name in ("z1-dp4-fp32", "z3-dp4-bf16")
+            for text in topologies
+        ]

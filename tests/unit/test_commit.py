@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import os
+from importlib import import_module
+
+import pytest
+
+from ucp.errors import DestinationError, IncompleteError
+from ucp.io.commit import MARK, Staging, refuse_partial
+
+
+@pytest.fixture
+def staging(tmp_path):
+    staging = Staging(tmp_path / "out")
+    yield staging
+    staging.release()
+
+
+def begun(staging, *, fingerprint="f", resume=False, overwrite=False):
+    return staging.open(fingerprint, resume=resume, overwrite=overwrite)
+
+
+def test_everything_is_on_disk_before_it_is_in_place(staging, monkeypatch):
+    """Files, then the folders that name them, then the rename, then the folder that it changed."""
+    events: list[str] = []
+    real = os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append(os.readlink(f"/proc/self/fd/{fd}")))
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append("rename"), real(a, b)))
+    begun(staging)
+    (staging.data / "packs").mkdir()
+    (staging.data / "packs" / "0").write_text("x")
+    (staging.data / "ucp.json").write_text("{}")
+    staging.commit()
+    before = {str(staging.data / name) for name in ("packs/0", "ucp.json", "packs", ".")}
+    at = events.index("rename")
+    assert {os.path.normpath(event) for event in events[:at]} == {os.path.normpath(path) for path in before}
+    assert events[at + 1 :] == [str(staging.dst.parent)]
+    assert (staging.dst / "packs" / "0").read_text() == "x"
+    assert not staging.folder.exists()
+
+
+def test_notes_come_back_when_resumed(staging):
+    assert begun(staging) == []
+    staging.note({"task": 1})
+    staging.note({"task": 2})
+    staging.release()
+    assert begun(staging, resume=True) == [{"task": 1}, {"task": 2}]
+
+
+def test_notes_do_not_come_back_when_started_over(staging):
+    begun(staging)
+    (staging.data / "x").write_text("x")
+    staging.note({"task": 1})
+    staging.release()
+    assert begun(staging, overwrite=True) == []
+    assert list(staging.data.iterdir()) == []
+
+
+def test_resuming_where_nothing_is_starts(staging):
+    assert begun(staging, resume=True) == []
+    assert staging.data.is_dir()
+
+
+def test_a_journal_without_data_starts_over(staging):
+    begun(staging)
+    staging.note({"task": 1})
+    staging.release()
+    staging.data.rmdir()
+    assert begun(staging, resume=True) == []
+
+
+def test_another_fingerprint_is_another_conversion(staging):
+    begun(staging)
+    staging.release()
+    with pytest.raises(DestinationError, match="begun from another source"):
+        begun(staging, fingerprint="g", resume=True)
+    assert begun(staging, fingerprint="g", overwrite=True) == []
+
+
+def test_only_one_at_a_time(staging, tmp_path, monkeypatch):
+    monkeypatch.setattr(import_module("ucp.io.commit"), "_PATIENCE", 0.1)
+    begun(staging)
+    with pytest.raises(DestinationError, match="is running"):
+        begun(Staging(tmp_path / "out"), resume=True)
+    staging.release()
+    other = Staging(tmp_path / "out")
+    begun(other, resume=True)
+    other.release()
+
+
+def test_a_lock_on_what_was_removed_is_none(staging, tmp_path, monkeypatch):
+    """The run before removes its place while the next waits for the lock in it."""
+    begun(staging)
+    other = Staging(tmp_path / "out")
+    real = os.stat
+    removed = []
+
+    def vanishing(path, *args, **more):
+        if str(path).endswith("lock") and not removed:
+            removed.append(path)
+            staging.discard()
+        return real(path, *args, **more)
+
+    staging.release()
+    monkeypatch.setattr(os, "stat", vanishing)
+    begun(other, resume=True)
+    assert removed
+    assert other.data.is_dir()
+    other.release()
+
+
+def test_a_place_that_vanishes_is_made_again(staging, monkeypatch):
+    real = os.open
+    vanished = []
+
+    def vanishing(path, *args, **more):
+        if str(path).endswith("lock") and not vanished:
+            vanished.append(path)
+            staging.folder.rmdir()
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(os, "open", vanishing)
+    begun(staging)
+    assert vanished
+
+
+def test_a_refusal_leaves_nothing_behind(staging):
+    staging.dst.mkdir()
+    (staging.dst / "mine").write_text("x")
+    with pytest.raises(DestinationError, match="not empty"):
+        begun(staging)
+    assert not staging.folder.exists()
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{", '{"fingerprint": "g"}', '{"fingerprint": 1}', "\ud800"])
+def test_only_the_same_conversion_is_complete(staging, text):
+    staging.dst.mkdir()
+    if text is not None:
+        (staging.dst / MARK).write_text(text, errors="surrogatepass")
+    assert not staging.is_complete("f")
+
+
+def test_a_complete_one_is_known_by_its_mark(staging):
+    staging.dst.mkdir()
+    (staging.dst / MARK).write_text('{"fingerprint": "f"}')
+    assert staging.is_complete("f")
+
+
+def test_what_grows_is_refused_from_inside(staging):
+    begun(staging)
+    for path in (staging.folder, staging.data, staging.data / "packs" / "0"):
+        with pytest.raises(IncompleteError, match="--resume"):
+            refuse_partial(path)
+    refuse_partial(staging.dst)
