@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucp.atom import AtomIndex, Index, check_cover
-from ucp.compare import Change, checked_bytes, compare, compare_copies, scan_digests, scan_records
+from ucp.atom import AtomIndex, Index, StateIndex, check_cover
+from ucp.compare import Change, casts_between, checked_bytes, compare, compare_copies, scan_digests, scan_records
 from ucp.convert import ConvertReport, carry_out
 from ucp.dtypes import DType
 from ucp.errors import (
@@ -72,12 +73,16 @@ class _Silent:
         pass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Atom:
     """One parameter of a checkpoint as a whole."""
 
     index: AtomIndex
     """Where its pieces lie."""
+
+    def __repr__(self) -> str:
+        states = ", ".join(f"{name} {state.dtype}" for name, state in self.index.states.items())
+        return f"<{self.index.kind} {self.index.name} {list(self.global_shape)}: {states}>"
 
     @property
     def global_shape(self) -> tuple[int, ...]:
@@ -149,12 +154,12 @@ class Checkpoint:
     def read(self, name: str, state: str, region: Box | None = None) -> torch.Tensor:
         """Elements of a state as a tensor of its own shape, or of the shape of `region`.
 
-        `region`: half-open box of the whole, elements. Raises KeyError for a name or state that is not there,
+        `name` may be a tied name. `region`: half-open box of the whole, elements. Raises KeyError for a name or state that is not there,
         ValueError for a region outside.
         """
         import torch
 
-        source = self.index.atoms[name].states[state]
+        source = self._state(name, state)
         box = region or Box.whole(source.global_shape)
         whole = Box.whole(source.global_shape)
         if len(box.sizes) != len(whole.sizes) or any(a > b for a, b in zip(box.stops, whole.stops, strict=True)):
@@ -176,6 +181,17 @@ class Checkpoint:
             gatherer.sources.close()
         return tensor
 
+    def _state(self, name: str, state: str) -> StateIndex:
+        """Raises KeyError with what there is instead."""
+        stored = self.index.aliases.get(name, name)
+        if stored not in self.index.atoms:
+            near = get_close_matches(name, (*self.index.atoms, *self.index.aliases), 3)
+            raise KeyError(f"no parameter {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+        states = self.index.atoms[stored].states
+        if state not in states:
+            raise KeyError(f"{name} has no state {state!r}; it has {', '.join(states)}")
+        return states[state]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
@@ -191,6 +207,8 @@ class VerifyReport:
     """Damage: bytes that are not what they should be, copies that drifted."""
     changes: tuple[Change, ...]
     """Differences from `against`."""
+    casts: tuple[str, ...] = ()
+    """Changes of dtype after which states of `against` were compared; empty when it was bit for bit."""
 
     @property
     def ok(self) -> bool:
@@ -324,23 +342,31 @@ def make_options(
 ) -> ConvertOptions:
     """Options as users give them, checked. Raises UsageError. See `convert`."""
     if virtual and (to != "ucp" or layout not in ("", "virtual")):
-        raise UsageError(f"--virtual makes a store of atoms: it does not go with --to {to} {layout}".rstrip())
+        other = f"--layout {layout}" if to == "ucp" else f"--to {to}"
+        raise UsageError(f"--virtual makes a store of atoms that are references: it does not go with {other}")
     for state, name in (dtypes or {}).items():
         if name not in {member.value for member in DType} or not DType(name).is_floating:
             known = ", ".join(member.value for member in DType if member.is_floating)
             raise UsageError(f"expected STATE=DTYPE with a dtype of {known}; got {state}={name}")
-    if workers < 0 or memory <= 0:
-        raise UsageError(f"expected workers >= 0 and memory > 0; got {workers} and {memory}")
+    if not isinstance(workers, int) or workers < 0:
+        raise UsageError(f"expected a number of workers, or 0 for one per core; got {workers!r}")
+    if not isinstance(memory, int) or memory <= 0:
+        raise UsageError(f"expected memory in bytes, a whole number above 0; got {memory!r}")
     return ConvertOptions(
         to=to,
         topology=Topology.parse(topology) if isinstance(topology, str) else topology,
         target=TargetOptions(dtypes=dict(dtypes or {}), layout="virtual" if virtual else layout, compress=compress),
-        names=NameFilter(include=tuple(include), exclude=tuple(exclude)),
+        names=NameFilter(include=_globs(include), exclude=_globs(exclude)),
         workers=workers,
         memory=memory,
         resume=resume,
         overwrite=overwrite,
     )
+
+
+def _globs(asked: Iterable[str]) -> tuple[str, ...]:
+    """Several globs, or one."""
+    return (asked,) if isinstance(asked, str) else tuple(asked)
 
 
 def verify(path: type_path, *, against: type_path | None = None, observer: Observer | None = None) -> VerifyReport:
@@ -353,6 +379,7 @@ def verify(path: type_path, *, against: type_path | None = None, observer: Obser
     fmt, _ = recognise(Path(path))
     other = None if against is None else index_of(Path(against))
     changes: list[Change] = []
+    casts: tuple[str, ...] = ()
     checked = 0
     try:
         index = fmt.read(Path(path))
@@ -363,6 +390,7 @@ def verify(path: type_path, *, against: type_path | None = None, observer: Obser
         checked = checked_bytes(index)
         if other is not None and not problems:
             changes = compare(other, index, watch, cast=True)
+            casts = casts_between(other, index)
     except _DAMAGE as error:
         problems = [str(error)]
     return VerifyReport(
@@ -371,6 +399,7 @@ def verify(path: type_path, *, against: type_path | None = None, observer: Obser
         checked_bytes=checked,
         problems=tuple(problems),
         changes=tuple(changes),
+        casts=casts,
     )
 
 

@@ -119,7 +119,7 @@ class SourceFile:
     """What it holds, e.g. "optimizer states of dp rank 3"."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Index:
     """A checkpoint, without its tensor bytes."""
 
@@ -162,6 +162,10 @@ class Index:
     def nbytes(self) -> int:
         """Bytes of all states of all atoms."""
         return sum(atom.nbytes for atom in self.atoms.values())
+
+    def __repr__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        return f"<{self.format} checkpoint {self.path}: {len(self.atoms)} parameters, {self.topology}{step}>"
 
 
 def check_cover(index: Index) -> None:

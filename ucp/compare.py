@@ -6,6 +6,7 @@ Everything is streamed: memory is a few blocks per thread, whatever the size of 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from ucp.slice import Locator, Slice, block_ranges, resolve, whole_slice
 from ucp.tensor import Record, TensorRef
 from ucp.union import drift
 
-__all__ = ["Change", "checked_bytes", "compare", "compare_copies", "scan_digests", "scan_records"]
+__all__ = ["Change", "casts_between", "checked_bytes", "compare", "compare_copies", "scan_digests", "scan_records"]
 
 _THREADS = 4
 
@@ -89,6 +90,18 @@ def compare(a: Index, b: Index, observer: Observer, *, cast: bool = False) -> li
         text = f"{numel} of {total} elements"
         changes.append(Change(param=name, state=state, what="values", a=text, b=text, numel=numel, largest=largest))
     return changes
+
+
+def casts_between(a: Index, b: Index) -> tuple[str, ...]:
+    """Changes of dtype from `a` to `b`, a line per state and change, with the number of parameters."""
+    changed = Counter(
+        f"{name}: {state.dtype} -> {b.atoms[atom.name].states[name].dtype}"
+        for atom, name, state in a.states()
+        if atom.name in b.atoms
+        and name in b.atoms[atom.name].states
+        and b.atoms[atom.name].states[name].dtype is not state.dtype
+    )
+    return tuple(f"{change} in {count} parameters" for change, count in changed.items())
 
 
 def compare_copies(index: Index, observer: Observer) -> list[str]:

@@ -13,6 +13,7 @@ import errno
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -150,15 +151,16 @@ def _run(prepared: Prepared, staging: Staging, todo: Sequence[Task], written: _W
     chosen: Engine = engine("processes" if prepared.workers > 1 and len(todo) > 1 else "serial")
     sizes = {task.number: task.nbytes for task in todo}
     stream = chosen.run(job, staging.data, todo, workers=prepared.workers, threads=prepared.threads)
-    observer.begin(title="convert", nbytes=sum(sizes.values()))
-    try:
-        for done in stream:
-            written.add(done)
-            written.nbytes += sizes[done.task]
-            staging.note(line_of(done))
-            observer.advance(sizes[done.task])
-    finally:
-        observer.end()
+    with closing(stream):  # whatever happens here, no worker writes on
+        observer.begin(title="convert", nbytes=sum(sizes.values()))
+        try:
+            for done in stream:
+                written.add(done)
+                written.nbytes += sizes[done.task]
+                staging.note(line_of(done))
+                observer.advance(sizes[done.task])
+        finally:
+            observer.end()
 
 
 def _check_space(prepared: Prepared, folder: Path) -> None:

@@ -91,10 +91,15 @@ def _kept(index: Index, names: NameFilter) -> Index:
         states = {name: state for name, state in atom.states.items() if names.keeps(atom.name, name)}
         if states:
             atoms[atom.name] = replace(atom, states=states)
+    if not atoms:
+        raise UsageError("--include and --exclude together leave nothing; `ucp plan` shows what a selection holds")
     groups = tuple(replace(g, params=tuple(p for p in g.params if p in atoms)) for g in index.groups)
     aliases = {alias: name for alias, name in index.aliases.items() if name in atoms}
     left = sum(len(atom.states) for atom in index.atoms.values()) - sum(len(atom.states) for atom in atoms.values())
-    dropped = (*index.dropped, f"{left} states of parameters: left out by --include/--exclude")
+    dropped = (
+        *index.dropped,
+        f"{left} states of parameters: left out by --include/--exclude; a run of the whole model does not resume from it",
+    )
     return replace(index, atoms=atoms, groups=groups, aliases=aliases, dropped=dropped)
 
 

@@ -8,7 +8,7 @@ another's insides, and none reads a tensor but the engine. Formats, targets and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -78,5 +78,10 @@ class Engine(Protocol):
     name: str
     """Name, e.g. "processes"."""
 
-    def run(self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int) -> Iterator[Done]:
-        """Reports of `tasks`, in the order they finish. Raises what a worker raised; then the rest is not done."""
+    def run(
+        self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int
+    ) -> Generator[Done, None, None]:
+        """Reports of `tasks`, in the order they finish. Raises what a worker raised; then the rest is not done.
+
+        Closing the generator ends the work.
+        """

@@ -44,10 +44,12 @@ def command(ctx: click.Context, *, path: Path, against: Path | None, progress: s
 
 def _parts(report: VerifyReport) -> list[RenderableType | None]:
     verdict = "whole and undamaged" if report.ok else "not as it should be"
+    equal = "rounds from" if report.casts else "equal to"
     checked = f"{nbytes_text(report.checked_bytes)} against checksums" if report.checked_bytes else ""
     return [
         Text(f"{report.path}: {verdict}"),
-        facts([("checked", checked), ("equal to", (report.against or "") if report.ok else "")]),
+        facts([("checked", checked), (equal, (report.against or "") if report.ok else "")]),
+        lines("Compared after these casts", report.casts, style="yellow"),
         lines("Damage", report.problems, style="red"),
         change_tables(report.changes, a=report.against or "", b=report.path),
     ]

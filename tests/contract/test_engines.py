@@ -47,10 +47,27 @@ class TestProcessEngine(EngineContract):
         with pytest.raises(WorkerDiedError, match=r"(?s)not foreseen.*carry_out.*" + type(error).__name__):
             self._run(job, tmp_path / "out", workers=1, threads=2)
 
-    def test_giving_up_leaves_no_process(self, job, tmp_path):
-        stream = iter(self.make().run(job, _created(job, tmp_path / "out"), job.tasks, workers=3, threads=2))
-        next(stream)
+    @pytest.mark.parametrize("taken", [0, 1])
+    def test_giving_up_leaves_no_process(self, job, tmp_path, taken):
+        stream = self.make().run(job, _created(job, tmp_path / "out"), job.tasks, workers=3, threads=2)
+        assert len(children()) == 3
+        for _ in range(taken):
+            next(stream)
         stream.close()
+        assert children() == []
+
+    def test_a_worker_that_cannot_be_started_leaves_none(self, job, tmp_path, monkeypatch):
+        real, forks = os.fork, []
+
+        def fork():
+            if len(forks) == 2:
+                raise BlockingIOError("no more processes")
+            forks.append(1)
+            return real()
+
+        monkeypatch.setattr(os, "fork", fork)
+        with pytest.raises(BlockingIOError):
+            self._run(job, tmp_path / "out", workers=4)
         assert children() == []
 
     def test_done_leaves_no_process_and_no_open_file(self, job, tmp_path):

@@ -495,6 +495,34 @@ class TestSystem:
             ucp.convert(source, small_disk)
 
 
+class TestInterruption:
+    @pytest.mark.parametrize("moment", ["begin", "advance"])
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_no_worker_writes_on(self, source, tmp_path, moment, workers, small_blocks):
+        """Ctrl-C while the bar is drawn: by the time the error arrives, all is quiet and may be continued."""
+
+        class Watch:
+            def begin(self, *, title, nbytes):
+                self.happen("begin")
+
+            def advance(self, nbytes):
+                self.happen("advance")
+
+            def end(self): ...
+
+            def happen(self, now):
+                if now == moment:
+                    raise KeyboardInterrupt
+
+        try:
+            ucp.convert(source, tmp_path / "out", workers=workers, observer=Watch())
+        except KeyboardInterrupt:
+            alive = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            ucp.convert(source, tmp_path / "out", resume=True)
+        assert alive == []
+        assert ucp.diff(source, tmp_path / "out").equal
+
+
 class TestReport:
     def test_it_counts_what_was_done(self, source, tmp_path):
         arrays = sample_arrays()

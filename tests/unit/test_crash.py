@@ -89,8 +89,8 @@ def test_a_run_killed_at_any_step_is_completed(source, tmp_path, options, small_
         for path in sorted(dst.rglob("*"), reverse=True):
             path.unlink() if path.is_file() else path.rmdir()
         dst.rmdir()
-        step += 1 + step // 5
-    assert killed > 12
+        step += 1 + step // 15
+    assert killed > 20
     assert tree(source) == before
 
 
@@ -122,7 +122,7 @@ def test_overwriting_keeps_the_old_until_the_new_is_whole(source, tmp_path, smal
             assert tree(kept) == old
         ucp.convert(source, dst, workers=1, overwrite=True, resume=True, layout="per-parameter")
         assert tree(dst) == new
-        step += 1 + step // 2
+        step += 1 + step // 4
     assert tree(dst) == new
 
 

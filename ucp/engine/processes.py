@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,42 +34,68 @@ class ProcessEngine:
 
     name = "processes"
 
-    def run(self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int) -> Iterator[Done]:
-        """Reports of `tasks`, in the order they finish."""
-        import multiprocess
-        from multiprocess import connection
+    def run(
+        self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int
+    ) -> Generator[Done, None, None]:
+        """Reports of `tasks`, in the order they finish.
 
-        context = multiprocess.get_context("fork" if hasattr(os, "fork") else "spawn")
-        queue = context.Value("q", 0)
+        Workers are there when this returns: whoever asks may then start threads, which must not be there at a fork.
+        """
         pool: dict[Any, Any] = {}
-        missing = len(tasks)
         try:
-            for _ in range(max(1, min(workers, len(tasks)))):
-                receiver, sender = context.Pipe(duplex=False)
-                shared = {"queue": queue, "threads": threads, "sender": sender, "parent": os.getpid()}
-                process = context.Process(target=_serve, args=(job, root, tasks), kwargs=shared, daemon=True)
-                process.start()
-                sender.close()
-                pool[receiver] = process
-            live = dict(pool)
-            while live:
-                for receiver in connection.wait(list(live)):
-                    try:
-                        message = receiver.recv()
-                    except EOFError:
-                        _check_end(live.pop(receiver))
-                        continue
-                    if isinstance(message, BaseException):
-                        raise message
-                    missing -= 1
-                    yield message
-            if missing:
-                raise WorkerDiedError(f"{missing} of {len(tasks)} tasks were not reported; try again with --resume")
-        finally:
-            for receiver, process in pool.items():
-                process.kill()
-                process.join()
-                receiver.close()
+            _start(pool, job, root, tasks, workers=workers, threads=threads)
+            reports = _reports(pool, len(tasks))
+            next(reports)
+        except BaseException:
+            _stop(pool)
+            raise
+        return reports
+
+
+def _start(pool: dict[Any, Any], job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int) -> None:
+    """Start workers, and put each into `pool` under the end of the pipe that its reports come from."""
+    import multiprocess
+
+    context = multiprocess.get_context("fork" if hasattr(os, "fork") else "spawn")
+    queue = context.Value("q", 0)
+    for _ in range(max(1, min(workers, len(tasks)))):
+        receiver, sender = context.Pipe(duplex=False)
+        shared = {"queue": queue, "threads": threads, "sender": sender, "parent": os.getpid()}
+        process = context.Process(target=_serve, args=(job, root, tasks), kwargs=shared, daemon=True)
+        process.start()
+        sender.close()
+        pool[receiver] = process
+
+
+def _stop(pool: dict[Any, Any]) -> None:
+    for receiver, process in pool.items():
+        process.kill()
+        process.join()
+        receiver.close()
+
+
+def _reports(pool: dict[Any, Any], expected: int) -> Generator[Any, None, None]:
+    """Nothing once, then what workers report; closing it, even before a report was taken, ends them."""
+    from multiprocess import connection
+
+    live, missing = dict(pool), expected
+    try:
+        yield None
+        while live:
+            for receiver in connection.wait(list(live)):
+                try:
+                    message = receiver.recv()
+                except EOFError:
+                    _check_end(live.pop(receiver))
+                    continue
+                if isinstance(message, BaseException):
+                    raise message
+                missing -= 1
+                yield message
+        if missing:
+            raise WorkerDiedError(f"{missing} of {expected} tasks were not reported; try again with --resume")
+    finally:
+        _stop(pool)
 
 
 def _check_end(process: Any) -> None:

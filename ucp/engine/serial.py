@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from ucp.plan import Job, Task
@@ -16,7 +16,9 @@ class SerialEngine:
 
     name = "serial"
 
-    def run(self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int) -> Iterator[Done]:
+    def run(
+        self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int
+    ) -> Generator[Done, None, None]:
         """Reports of `tasks`, in order."""
         worker = Worker(job, root)
         try:

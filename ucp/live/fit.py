@@ -245,6 +245,10 @@ def match_states(
             fresh.append(param.name)
         else:
             wanted.extend(_states(param, atom, findings))
+    if fresh and not wanted and index.step != 0:
+        findings.problems.append(
+            "the checkpoint holds no optimizer states: the optimizer would start afresh. Load without optimizer="
+        )
     _check_left_over(params, matched, index, findings)
     return wanted, fresh
 

@@ -67,6 +67,8 @@ class LoadReport:
             "note": self.notes,
             "dropped": self.dropped,
         }
+        if self.fresh:
+            text.append(f"fresh: {len(self.fresh)} parameters have no optimizer states: {', '.join(self.fresh[:5])}")
         text += [f"{kind}: {line}" for kind, lines in told.items() for line in lines]
         return "\n".join(text)
 

@@ -9,10 +9,11 @@ With `compress`, packs hold encoded blocks (`ucp.codec`) and are named packs/000
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from urllib.parse import quote
 
-from ucp.atom import Extra, Index
+from ucp.atom import Extra, Index, Kind
 from ucp.codec import codec_name
 from ucp.dtypes import DType
 from ucp.errors import UsageError
@@ -52,7 +53,7 @@ class StoreTarget:
             files=(*files, *(file for _, file, _ in extras)),
             placements=tuple(placements),
             raw=tuple(copy for _, _, own in extras for copy in own),
-            casts=tuple(sorted({cast for own in slices if (cast := _cast(index, own))})),
+            casts=_casts(index, slices),
             compress=options.compress,
         )
 
@@ -87,13 +88,19 @@ def _check_options(layout: str, topology: Topology | None, options: TargetOption
 def _slices(index: Index, options: TargetOptions) -> Iterator[Slice]:
     wanted = {state: DType(name) for state, name in options.dtypes.items()}
     for atom, name, state in index.states():
-        dtype = wanted.get(name, state.dtype) if state.dtype.is_floating else state.dtype
+        kept = atom.kind is Kind.BUFFER or not state.dtype.is_floating
+        dtype = state.dtype if kept else wanted.get(name, state.dtype)
         yield whole_slice(atom.name, name, state, dtype=dtype)
 
 
-def _cast(index: Index, own: Slice) -> str:
-    stored = index.atoms[own.param].states[own.state].dtype
-    return f"{own.state}: {stored} -> {own.dtype}, as asked" if stored is not own.dtype else ""
+def _casts(index: Index, slices: Sequence[Slice]) -> tuple[str, ...]:
+    """A line for each state and change of type."""
+    changes = Counter(
+        f"{own.state}: {stored} -> {own.dtype}"
+        for own in slices
+        if (stored := index.atoms[own.param].states[own.state].dtype) is not own.dtype
+    )
+    return tuple(f"{change} in {count} parameters, as asked" for change, count in changes.items())
 
 
 def _packs(slices: Sequence[Slice], limit: int) -> Iterator[list[Slice]]:

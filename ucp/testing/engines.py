@@ -96,12 +96,15 @@ class EngineContract:
         with pytest.raises((UcpError, IndexError)):
             self._run(job, tmp_path / "out", tasks=tasks)
 
-    def test_a_run_may_be_given_up(self, job: Job, tmp_path: Path) -> None:
-        """Closing the stream of reports stops the work."""
+    @pytest.mark.parametrize("taken", [0, 1, 5])
+    def test_a_run_may_be_given_up(self, job: Job, tmp_path: Path, taken: int) -> None:
+        """Closing the stream of reports stops the work, also before the first."""
         root = _created(job, tmp_path / "out")
-        stream = iter(self.make().run(job, root, job.tasks, workers=2, threads=1))
-        next(stream)
-        del stream
+        stream = self.make().run(job, root, job.tasks, workers=2, threads=1)
+        for _ in range(taken):
+            next(stream)
+        stream.close()
+        assert list(stream) == []
 
     def _run(
         self, job: Job, root: Path, *, tasks: tuple[Task, ...] | None = None, workers: int = 2, threads: int = 2

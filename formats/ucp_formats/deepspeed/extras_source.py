@@ -22,7 +22,7 @@ from ucp.atom import Extra
 from ucp_formats.deepspeed.sameness import Checksums, per_rank_extras
 from ucp_formats.deepspeed.saved_run import SavedFile, SavedRun
 
-__all__ = ["DERIVED", "model_extras", "optimizer_extras", "universal_extras", "whole_optimizer_extras"]
+__all__ = ["model_extras", "optimizer_extras", "universal_extras", "whole_optimizer_extras"]
 
 _ENGINE = (
     "global_steps",
@@ -69,12 +69,6 @@ _OPTIMIZER_DERIVED = (
     "universal_checkpoint_info",
 )
 _SCALE_NUMBERS = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-
-DERIVED = (
-    "group_paddings, param_alignment_paddings, partition_count, param_slice_mappings, param_shapes, "
-    "frozen_param_shapes, buffer_names: they say where pieces lie, and follow from shapes and ranks"
-)
-"""What is left out of every checkpoint, and why."""
 
 
 def model_extras(models: Mapping[int, SavedFile], checksums: Checksums) -> list[Extra]:

@@ -141,8 +141,8 @@ class _FlatReader:
         told = {name for rank, own in mappings.items() for name in mapping_disagrees(buffer, rank, own)}
         if told and dealt:
             self.part.notes.append(
-                f"{bucket.label}: param_slice_mappings contradict param_shapes for {len(told)} parameters, as they do "
-                "in DeepSpeed 0.19.8 under round_robin_gradients; param_shapes is right"
+                f"{bucket.label}: param_slice_mappings contradict param_shapes for {len(told)} parameters, as in "
+                "DeepSpeed up to 0.19.8 under round_robin_gradients; param_shapes is right"
             )
         self._check_layout(bucket.label, set() if dealt else told, self._displaced(buffer))
 

@@ -22,7 +22,7 @@ from ucp.state import WEIGHT
 from ucp.tensor import TensorRef
 from ucp.topology import Topology
 from ucp_formats.deepspeed.chunked_source import read_chunked
-from ucp_formats.deepspeed.extras_source import DERIVED, model_extras, optimizer_extras, whole_optimizer_extras
+from ucp_formats.deepspeed.extras_source import model_extras, optimizer_extras, whole_optimizer_extras
 from ucp_formats.deepspeed.fields import Shape, mapping
 from ucp_formats.deepspeed.flat_source import buffer_shapes, read_flat
 from ucp_formats.deepspeed.folder import Located, TagFolder, list_folder, locate_native, the_folder
@@ -127,7 +127,7 @@ def _index(
             *optimizer.notes,
             *folder_notes(located.root, run.folder),
         ),
-        dropped=(DERIVED, *module.dropped, *optimizer.dropped),
+        dropped=(*module.dropped, *optimizer.dropped),
     )
 
 

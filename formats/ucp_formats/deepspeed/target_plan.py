@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ucp.atom import Index
+from ucp.state import WEIGHT
 from ucp.target import Literal, OutputFile, TargetPlan
 from ucp_formats.deepspeed.file_draft import Drafted
 from ucp_formats.deepspeed.optimizer_groups import Group
@@ -24,13 +25,18 @@ def target_plan(index: Index, drafted: Sequence[Drafted], *, notes: Iterable[str
 
 
 def _casts(index: Index, drafted: Sequence[Drafted]) -> tuple[str, ...]:
-    """One line per state and change of type, with the number of parameters concerned."""
+    """One line per state and change of type, with the number of parameters concerned.
+
+    The weights that the model computes with stand beside their masters, rounded: that loses nothing, and is no cast.
+    """
     changed: dict[tuple[str, str, str], set[str]] = {}
+    masters = {(p.slice.param, p.slice.dtype) for own in drafted for p in own.placements if p.slice.state == WEIGHT}
     for own in drafted:
         for place in own.placements:
             state = place.slice.state
             source = index.atoms[place.slice.param].states[state].dtype
-            if source is not place.slice.dtype:
+            beside = state == WEIGHT and (place.slice.param, source) in masters
+            if source is not place.slice.dtype and not beside:
                 changed.setdefault((state, source.value, place.slice.dtype.value), set()).add(place.slice.param)
     return tuple(
         f"{state}: {old} -> {new} in {len(params)} parameters" for (state, old, new), params in changed.items()

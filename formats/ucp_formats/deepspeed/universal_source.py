@@ -21,7 +21,7 @@ from ucp.tensor import TensorRef
 from ucp.topology import Topology
 from ucp_formats.deepspeed.buckets import scalar_state
 from ucp_formats.deepspeed.chunked_source import sub_group_params
-from ucp_formats.deepspeed.extras_source import DERIVED, model_extras, universal_extras
+from ucp_formats.deepspeed.extras_source import model_extras, universal_extras
 from ucp_formats.deepspeed.fields import Shape, integer, mapping, number_of_enum, sequence, shapes
 from ucp_formats.deepspeed.folder import list_folder, locate_universal, the_folder
 from ucp_formats.deepspeed.group_order import dealt_back
@@ -119,7 +119,7 @@ class _Universal:
             files=tuple(source_files([*roles, *self.found.files])),
             records=records,
             notes=(*module.notes, *notes, *strays),
-            dropped=(DERIVED, *module.dropped, *dropped),
+            dropped=(*module.dropped, *dropped),
         )
 
     @property
