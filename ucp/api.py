@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucp.atom import AtomIndex, Index, StateIndex, check_cover
 from ucp.compare import Change, casts_between, checked_bytes, compare, compare_copies, scan_digests, scan_records
-from ucp.convert import ConvertReport, carry_out
+from ucp.convert import ConvertReport, carry_out, owners
 from ucp.dtypes import DType
 from ucp.errors import (
     ChangedError,
@@ -154,8 +155,8 @@ class Checkpoint:
     def read(self, name: str, state: str, region: Box | None = None) -> torch.Tensor:
         """Elements of a state as a tensor of its own shape, or of the shape of `region`.
 
-        `name` may be a tied name. `region`: half-open box of the whole, elements. Raises KeyError for a name or state that is not there,
-        ValueError for a region outside.
+        `name` may be a tied name. `region`: half-open box of the whole, elements. Raises KeyError for a name or state
+        that is not there, ValueError for a region outside.
         """
         import torch
 
@@ -319,10 +320,8 @@ def convert(
         overwrite=overwrite,
     )
     watch = observer or _Silent()
-    report = carry_out(Path(src), Path(dst), options, watch)
-    if verify:
-        _prove(Path(src), Path(dst), options, watch)
-    return report
+    prove = partial(_prove, Path(src), options=options, observer=watch) if verify else None
+    return carry_out(Path(src), Path(dst), options, watch, prove=prove)
 
 
 def make_options(
@@ -384,9 +383,7 @@ def verify(path: type_path, *, against: type_path | None = None, observer: Obser
     try:
         index = fmt.read(Path(path))
         check_cover(index)
-        problems = [f"CRC-32 differs: {r.path}: {r.name}" for r in scan_records(index, watch)]
-        problems += [f"digest differs: {line}" for line in scan_digests(index, watch)]
-        problems += [f"copies differ: {line}" for line in compare_copies(index, watch)]
+        problems = _damage(index, watch)
         checked = checked_bytes(index)
         if other is not None and not problems:
             changes = compare(other, index, watch, cast=True)
@@ -416,11 +413,22 @@ def diff(a: type_path, b: type_path, *, observer: Observer | None = None) -> Dif
     )
 
 
-def _prove(src: Path, dst: Path, options: ConvertOptions, observer: Observer) -> None:
-    """Read back what was written and compare it with the source. Raises CorruptError."""
-    report = verify(dst, observer=observer)
-    source = index_of(src, options.names)
-    changes = compare(source, index_of(dst), observer, cast=True)
-    lines = [*report.problems, *(f"{c.param}/{c.state} {c.what}: {c.a} in the source, {c.b} written" for c in changes)]
+def _prove(src: Path, written: Path, *, options: ConvertOptions, observer: Observer) -> None:
+    """Read back what was written, before it is put in place, and compare it with the source. Raises CorruptError."""
+    index = index_of(written, unfinished=True)
+    changes = compare(index_of(src, options.names), index, observer, cast=True)
+    lines = [
+        *_damage(index, observer),
+        *(f"{c.param}/{c.state} {c.what}: {c.a} in the source, {c.b} written" for c in changes),
+    ]
     if lines:
-        raise CorruptError(f"{dst} was written and does not read back as the source:\n{listed(lines)}")
+        raise CorruptError(f"what was written does not read back as the source; it is removed:\n{listed(lines)}")
+
+
+def _damage(index: Index, observer: Observer) -> list[str]:
+    """A line for everything in a checkpoint that is not as it was recorded, or not the same in all copies."""
+    return [
+        *(f"CRC-32 differs: {r.path}: {r.name}{owners(index, r)}" for r in scan_records(index, observer)),
+        *(f"digest differs: {line}" for line in scan_digests(index, observer)),
+        *(f"copies differ: {line}" for line in compare_copies(index, observer)),
+    ]

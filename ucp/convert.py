@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,7 @@ from ucp.target import Literal, OutputFile
 from ucp.tensor import Record, TensorRef
 from ucp.union import Done, Sum
 
-__all__ = ["ConvertReport", "carry_out"]
+__all__ = ["ConvertReport", "carry_out", "owners"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +68,22 @@ class ConvertReport:
     """What was not carried over, with the reasons."""
 
 
-def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer) -> ConvertReport:
-    """Convert `src` to `dst`. Raises UcpError; then `dst` is as it was."""
+def carry_out(
+    src: Path, dst: Path, options: ConvertOptions, observer: Observer, *, prove: Callable[[Path], None] | None = None
+) -> ConvertReport:
+    """Convert `src` to `dst`. Raises UcpError; then `dst` is as it was.
+
+    `prove`: is given the finished files before they are put in place, and raises when they are not right.
+    """
     check_destination(src, dst)
     prepared = prepare(src, options)
     check_apart(dst, (file.path for file in prepared.job.index.files))
     staging = Staging(dst.resolve())
     if options.resume and staging.is_complete(prepared.fingerprint):
-        staging.discard()
+        staging.sweep()
         return _report(prepared, dst, options, _Written(), already_complete=True)
+    if not staging.folder.exists():
+        _check_space(prepared, staging.dst.parent)
     try:
         lines = staging.open(prepared.fingerprint, resume=options.resume, overwrite=options.overwrite)
     except OSError as error:
@@ -87,6 +94,9 @@ def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer)
         raise
     try:
         written = _write(prepared, staging, lines, observer)
+        if prove is not None:
+            prove(staging.data)
+        staging.commit()
     except OSError as error:
         staging.release()
         raise _unwritable(staging.folder, error) from error
@@ -133,16 +143,14 @@ def _write(prepared: Prepared, staging: Staging, lines: Sequence[dict[str, objec
         written.add(done)
     todo = [task for task in job.tasks if task.number not in finished]
     written.resumed = job.nbytes - sum(task.nbytes for task in todo)
-    if not finished:
-        _check_space(prepared, staging.folder)
     for file in job.target.files:
         create(root, file, afresh=not finished)
     _run(prepared, staging, todo, written, observer)
-    _check_source(job.index, written, whole=prepared.whole)
+    _check_source(job.index, written)
     receipts = seal_checksums(job, root, written.sums)
-    for last in (_mark(prepared), *prepared.target.seal(job.index, job.target, receipts)):
+    sealed = prepared.target.seal(job.index, job.target, receipts)
+    for last in (_mark(prepared, [*job.target.files, *sealed]), *sealed):
         create(root, last)
-    staging.commit()
     return written
 
 
@@ -167,16 +175,15 @@ def _check_space(prepared: Prepared, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if prepared.nbytes_out > free:
         raise DestinationError(
-            f"expected {prepared.nbytes_out:,} free bytes at {folder.parent}; got {free:,}. Free some, or write "
-            "elsewhere"
+            f"expected {prepared.nbytes_out:,} free bytes at {folder}; got {free:,}. Free some, or write elsewhere"
         )
 
 
-def _check_source(index: Index, written: _Written, *, whole: bool) -> None:
+def _check_source(index: Index, written: _Written) -> None:
     """Compare what was read with the checksums the source recorded, and report copies that differ.
 
-    `whole`: read what lies between the pieces as well (padding), so that every stretch read from can be checked. Of a
-    selection that would be most of the file: then stretches read in part are not checked.
+    What lies between the pieces (padding; of a selection, the rest of the stretch) is read as well, so that every
+    stretch that was read from can be checked.
     """
     if written.drift:
         raise ReplicaError(
@@ -184,7 +191,7 @@ def _check_source(index: Index, written: _Written, *, whole: bool) -> None:
             "the model was changed after its last step, or files of different runs were mixed"
         )
     gatherer = Gatherer(sources=Sources(), tracked=frozenset(record.path for record in index.records))
-    for path, offset, nbytes in gaps(index.records, written.spans) if whole else ():
+    for path, offset, nbytes in gaps(index.records, written.spans):
         for low in range(offset, offset + nbytes, BLOCK):
             gatherer.scan(path, low, min(BLOCK, offset + nbytes - low))
     gatherer.sources.close()
@@ -192,13 +199,13 @@ def _check_source(index: Index, written: _Written, *, whole: bool) -> None:
     if wrong:
         raise CorruptError(
             f"bytes of {len(wrong)} stored pieces are not those that were written (CRC-32 differs):\n"
-            f"{listed(f'{r.path}: {r.name}{_owners(index, r)}' for r in wrong)}\n"
+            f"{listed(f'{r.path}: {r.name}{owners(index, r)}' for r in wrong)}\n"
             "the files were damaged after they were saved; copy them again, or use another checkpoint"
         )
     written.spans.extend(gatherer.spans)
 
 
-def _owners(index: Index, record: Record) -> str:
+def owners(index: Index, record: Record) -> str:
     """Names of the states that lie in a record."""
     held = []
     for atom, name, state in index.states():
@@ -216,8 +223,8 @@ def _meets(ref: TensorRef, record: Record) -> bool:
     return ref.path == record.path and ref.numel > 0 and before_end and record.offset < ref.offset + ref.extent
 
 
-def _mark(prepared: Prepared) -> OutputFile:
-    """The file that says how the destination was made."""
+def _mark(prepared: Prepared, files: Sequence[OutputFile]) -> OutputFile:
+    """The file that says how the destination was made, and which `files` it consists of beside this one."""
     index, plan = prepared.job.index, prepared.job.target
     made = {
         "fingerprint": prepared.fingerprint,
@@ -227,6 +234,7 @@ def _mark(prepared: Prepared) -> OutputFile:
         "casts": plan.casts,
         "notes": [*index.notes, *plan.notes],
         "dropped": index.dropped,
+        "files": [MARK, *(file.path for file in files)],
     }
     text = json.dumps(made, indent=1).encode() + b"\n"
     return OutputFile(path=MARK, nbytes=len(text), literals=(Literal(0, text),))

@@ -57,8 +57,6 @@ class Prepared:
     """Processes."""
     threads: int
     """Threads in each."""
-    whole: bool
-    """Whether everything is taken; false for a selection by name."""
     fingerprint: str
     """Digest of source files, options and target: two conversions of the same fingerprint write the same bytes."""
 
@@ -73,12 +71,14 @@ class Prepared:
         return self.workers * self.threads * max((task.projected_bytes for task in self.job.tasks), default=0)
 
 
-def index_of(path: Path, names: NameFilter | None = None) -> Index:
+def index_of(path: Path, names: NameFilter | None = None, *, unfinished: bool = False) -> Index:
     """Index of the checkpoint at `path`, its cover proved; only what `names` keeps.
+
+    `unfinished`: it may be the growing part of a conversion.
 
     Raises SourceError, CoverError, UsageError.
     """
-    fmt, _ = recognise(path)
+    fmt, _ = recognise(path, unfinished=unfinished)
     index = fmt.read(path)
     check_cover(index)
     return index if names is None or names == NameFilter() else _kept(index, names)
@@ -98,7 +98,7 @@ def _kept(index: Index, names: NameFilter) -> Index:
     left = sum(len(atom.states) for atom in index.atoms.values()) - sum(len(atom.states) for atom in atoms.values())
     dropped = (
         *index.dropped,
-        f"{left} states of parameters: left out by --include/--exclude; a run of the whole model does not resume from it",
+        f"{left} states of parameters: left out by --include/--exclude; a whole model does not resume from the rest",
     )
     return replace(index, atoms=atoms, groups=groups, aliases=aliases, dropped=dropped)
 
@@ -116,7 +116,6 @@ def prepare(src: Path, options: ConvertOptions) -> Prepared:
         target=chosen,
         workers=workers,
         threads=threads,
-        whole=options.names == NameFilter(),
         fingerprint=_fingerprint(index, options),
     )
 

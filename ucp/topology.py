@@ -18,6 +18,10 @@ AXES = ("dp", "tp", "pp", "ep", "cp")
 """Axes of the device mesh: data, tensor, pipeline, expert and context parallel."""
 
 
+MOST_RANKS = 100_000
+"""Ranks along one axis; more is a slip of the finger."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
     """Degrees of parallelism, and how far ZeRO partitions over `dp`."""
@@ -40,6 +44,8 @@ class Topology:
             degree = getattr(self, axis)
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
                 raise UsageError(f"expected a whole number >= 1 for {axis}; got {degree!r}")
+            if degree > MOST_RANKS:
+                raise UsageError(f"expected at most {MOST_RANKS:,} ranks along {axis}; got {degree:,}")
         if self.zero is not None and self.zero not in (0, 1, 2, 3):
             raise UsageError(f"expected a ZeRO stage of 0, 1, 2 or 3; got zero={self.zero!r}")
 

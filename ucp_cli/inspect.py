@@ -35,7 +35,7 @@ def command(*, path: Path, params: tuple[str, ...], files: bool, as_json: bool) 
     """Show what a checkpoint holds.
 
     PATH is the folder that the framework saved to, or one checkpoint in it. Only indexes are read, nothing in the
-    checkpoint is executed, and a damaged or incomplete one is shown with what is missing. --json prints everything,
+    checkpoint is executed, and holes in a tensor are shown. --json prints everything,
     pieces only for the parameters of --param.
     """
     index = api.inspect(path)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -47,12 +48,16 @@ class TestProcessEngine(EngineContract):
         with pytest.raises(WorkerDiedError, match=r"(?s)not foreseen.*carry_out.*" + type(error).__name__):
             self._run(job, tmp_path / "out", workers=1, threads=2)
 
-    @pytest.mark.parametrize("taken", [0, 1])
-    def test_giving_up_leaves_no_process(self, job, tmp_path, taken):
+    def test_giving_up_leaves_no_process(self, job, tmp_path):
+        stream = self.make().run(job, _created(job, tmp_path / "out"), job.tasks, workers=3, threads=2)
+        next(stream)
+        stream.close()
+        assert children() == []
+
+    def test_workers_are_there_at_once_and_end_when_told(self, job, tmp_path, monkeypatch):
+        monkeypatch.setattr(Worker, "carry_out", lambda worker, task: threading.Event().wait())
         stream = self.make().run(job, _created(job, tmp_path / "out"), job.tasks, workers=3, threads=2)
         assert len(children()) == 3
-        for _ in range(taken):
-            next(stream)
         stream.close()
         assert children() == []
 

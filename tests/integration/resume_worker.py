@@ -69,7 +69,7 @@ def _carry_out(job: dict[str, Any]) -> None:
 
 
 def _mend(engine: Any) -> None:
-    """Put right what the universal loader of stage 3 leaves wrong in 0.19.8; docs/reference/resume-matrix.md has it too.
+    """Put right what the universal loader of stage 3 leaves wrong in 0.19.8, as docs/reference/resume-matrix.md tells.
 
     All sub-groups have one step tensor, and all groups the rates of the first.
     """

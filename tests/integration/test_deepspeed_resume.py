@@ -22,18 +22,29 @@ from tests.integration.resume_matrix import (
     convert_all,
     judge,
     load_all,
-    table,
+    matrix_table,
+    other_table,
 )
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "resume-matrix.md"
 
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 1e-3}
 """Largest relative difference of a loss. In fp32 a sum over ranks in another order differs by some 1e-7, which five
-steps amplify; in bf16 by some 4e-3 (8 bits of mantissa), in gradients and in activations."""
+steps amplify, Muon's orthogonalisation most; with the 8 bits of bf16 and the 11 of fp16 by as much more."""
+
+FP16_STAGE_0 = 0.15
+"""The same between stage 0 and the others in fp16: stage 0 of 0.19.8 divides gradients by a loss scale with which it
+never multiplied the loss (engine.backward scales for ZeRO optimizers only), and then does not clip."""
 
 CELLS = cells()
+MATRIX = [cell for cell in CELLS if cell.mended]
+LOADABLE = [cell for cell in MATRIX if not (cell.universal and cell.target.stage == 0)]
+
+
+def _id(cell: Cell) -> str:
+    return cell.name
 
 
 @pytest.fixture(scope="session")
@@ -58,51 +69,39 @@ def _page(found: list[Verdict]) -> str:
     versions = f"DeepSpeed {deepspeed.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     return _PAGE.format(
         versions=f"{versions}, on CPU with gloo",
-        table=table(found),
+        matrix=matrix_table(found),
+        others=other_table(found),
         compared=sum(verdict.compared for verdict in found),
-        fp32=TOLERANCE["fp32"],
-        bf16=TOLERANCE["bf16"],
-        cells=len(found),
+        loads=sum(not verdict.error for verdict in found),
+        tolerance=", ".join(f"{bound:g} in {dtype}" for dtype, bound in TOLERANCE.items()),
     )
-
-
-def _id(cell: Cell) -> str:
-    return cell.name
-
-
-MATRIX = [cell for cell in CELLS if cell.mended]
-LOADABLE = [cell for cell in MATRIX if not (cell.universal and cell.target.stage == 0)]
 
 
 @pytest.mark.parametrize("cell", LOADABLE, ids=_id)
 def test_weights_and_moments_are_the_source_s_bit_for_bit(cell: Cell, verdicts: Mapping[str, Verdict]) -> None:
     verdict = verdicts[cell.name]
     assert not verdict.error
-    assert verdict.compared > 30
+    assert verdict.compared >= 40
     assert not verdict.differing
 
 
 @pytest.mark.parametrize("cell", LOADABLE, ids=_id)
-def test_groups_steps_and_hyperparameters_are_the_source_s(cell: Cell, verdicts: Mapping[str, Verdict]) -> None:
+def test_steps_hyperparameters_and_client_state_are_the_source_s(cell: Cell, verdicts: Mapping[str, Verdict]) -> None:
     verdict = verdicts[cell.name]
-    allowed = _shares_a_rate(cell)
-    assert [line for line in verdict.groups if not (allowed and ": lr " in line)] == []
-    assert verdict.lrs_equal or allowed
-
-
-def _shares_a_rate(cell: Cell) -> bool:
-    """A limit of stage 3: under a schedule all groups have the first one's rate until the scheduler's next step."""
-    return cell.universal and cell.target.stage == 3 and cell.source.scheduled
+    shares_a_rate = cell.universal and cell.target.stage == 3 and cell.source.scheduled
+    assert [line for line in verdict.settings if not (shares_a_rate and ": lr " in line)] == []
 
 
 @pytest.mark.parametrize("cell", LOADABLE, ids=_id)
 def test_training_goes_on_as_if_it_had_not_stopped(cell: Cell, verdicts: Mapping[str, Verdict]) -> None:
     verdict = verdicts[cell.name]
-    assert verdict.loss_gap <= TOLERANCE[cell.source.dtype]
+    crosses = cell.source.dtype == "fp16" and (cell.source.truth["case"]["stage"] == 0) != (cell.target.stage == 0)
+    assert verdict.loss_gap <= (FP16_STAGE_0 if crosses else TOLERANCE[cell.source.dtype])
+    assert verdict.lrs_equal
     assert verdict.step_after == verdict.step_expected
 
 
-@pytest.mark.parametrize("cell", [cell for cell in LOADABLE if not cell.universal], ids=_id)
+@pytest.mark.parametrize("cell", [cell for cell in LOADABLE if not cell.unmanaged], ids=_id)
 def test_native_files_restore_frozen_parameters_and_buffers(cell: Cell, verdicts: Mapping[str, Verdict]) -> None:
     assert not verdicts[cell.name].not_restored
 
@@ -130,23 +129,39 @@ def test_limit_stage_3_counts_a_shared_step_once_per_sub_group(verdicts: Mapping
 _PAGE = """# Resume matrix
 
 Every source is a checkpoint that real DeepSpeed wrote (`fixtures/deepspeed/`). `ucp convert` wrote it for every target,
-and real DeepSpeed loaded it into a model of another seed: {versions}. Made by `make integration`.
+and real DeepSpeed loaded it into a model of another seed: {versions}. `make integration` made this page.
 
-{table}
+**Right after each load, all weights, moments, steps and hyper-parameters are those of the source, bit for bit**
+({compared} tensors compared over {loads} loads). The number in a cell is the largest relative difference of the next
+five losses from those of the run that was not interrupted; "exact" is none at all. It comes from another order of adding
+floats over ranks and flat buffers, and has to stay below {tolerance}.
 
-In every cell but "not by DeepSpeed", right after the load, **all weights and moments are those of the source, bit for
-bit** ({compared} tensors compared over {cells} loads), and so are the steps and the hyper-parameters of each group. The
-number is the largest relative difference of the next five losses from the uninterrupted run's: "exact" when there is
-none. It comes from another order of adding floats over ranks and flat buffers, and must stay below {fp32:g} in fp32 and
-{bf16:g} in bf16.
+{matrix}
 
-Limits that are DeepSpeed's, none of which native files have (`--to deepspeed`):
+Runs of other kinds, written natively:
 
-- Stage 0 loads no universal checkpoint: the engine looks for the optimizer in the model-states file.
-- A universal load leaves frozen parameters and buffers as the model was built; here they were copied in afterwards.
-- Stage 3 shares one step tensor between all sub-groups after a universal load, so that torch optimizers count it once
-  for each. Here every state was given its own: `state["step"] = state["step"].clone()` for each state of the optimizer.
-- Stage 3 would overwrite every group with the first group's hyper-parameters. Our universal files leave out those that
-  differ, and each group keeps what the engine was configured with; under a schedule all take the learning rate of the
-  first group, until the scheduler sets them after the first step.
+{others}
+
+## Limits of DeepSpeed 0.19.8
+
+Native files (`--to deepspeed`) have none of the first four.
+
+- **Stage 0 loads no universal checkpoint**: the engine looks for the optimizer in the model-states file.
+- **A universal load leaves frozen parameters and buffers** as the model was built; for this table they were copied in
+  afterwards. Our directory has them under `module` of `mp_rank_00_model_states.pt`.
+- **Stage 3 shares one step tensor between all sub-groups** after a universal load, so that a torch optimizer counts it
+  once for each. For this table, each state was given its own:
+
+      for state in engine.optimizer.optimizer.state.values():
+          state["step"] = state["step"].clone()
+
+- **Stage 3 copies the first group's hyper-parameters over all groups.** Our universal files leave out those that differ,
+  so each group keeps what the engine was configured with. Under a schedule all groups have the learning rate of the
+  first until the scheduler sets them after the first step; for this table it did so at once:
+
+      engine.lr_scheduler.step(engine.lr_scheduler.last_batch_iteration)
+
+- **In fp16, stage 0 and the other stages do not train alike**: stage 0 divides gradients by a loss scale with which it
+  never multiplied the loss, and then does not clip them. Between the two the losses part by up to 10 % in five steps,
+  from states that are equal bit for bit.
 """

@@ -15,8 +15,9 @@ import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from ucp.errors import DestinationError, IncompleteError
+from ucp.errors import DestinationError, IncompleteError, listed
 
 __all__ = ["MARK", "PARTIAL", "Staging", "check_apart", "check_destination", "refuse_partial"]
 
@@ -82,10 +83,7 @@ class Staging:
 
     def is_complete(self, fingerprint: str) -> bool:
         """Whether `dst` is there and was made by the same conversion."""
-        try:
-            return bool(json.loads((self.dst / MARK).read_text())["fingerprint"] == fingerprint)
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
+        return _marked(self.dst).get("fingerprint") == fingerprint
 
     def open(self, fingerprint: str, *, resume: bool, overwrite: bool) -> list[dict[str, object]]:
         """Take the place, and return the journal lines of tasks an earlier run finished (none unless `resume`).
@@ -149,6 +147,11 @@ class Staging:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.release()
 
+    def sweep(self) -> None:
+        """Remove what a run that was cut off left behind, unless another run is at work there."""
+        if self.folder.exists() and self._try_lock():
+            self.discard()
+
     def release(self) -> None:
         """Let go of the lock; the growing part stays for a later --resume."""
         if self._lock is not None:
@@ -162,6 +165,12 @@ class Staging:
             raise DestinationError(f"{self.dst} is not empty; choose another folder, or pass --overwrite")
         if not (self.dst / MARK).exists():
             raise DestinationError(f"{self.dst} was not written by ucp (it has no {MARK}); remove it yourself")
+        foreign = sorted(_tree(self.dst) - set(_marked(self.dst).get("files", ())))
+        if foreign:
+            raise DestinationError(
+                f"{self.dst} holds {len(foreign)} files that ucp did not write there; move them away first:\n"
+                f"{listed(foreign)}"
+            )
 
     def _take_lock(self) -> None:
         deadline = time.monotonic() + _PATIENCE
@@ -212,6 +221,20 @@ def _line(text: bytes) -> dict[str, object] | None:
     except ValueError:
         return None
     return line if isinstance(line, dict) and text.endswith(b"\n") else None
+
+
+def _marked(dst: Path) -> dict[str, Any]:
+    """What the destination says of how it was made; empty when it says nothing."""
+    try:
+        document = json.loads((dst / MARK).read_text())
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _tree(root: Path) -> set[str]:
+    """All files below `root`, relative to it."""
+    return {str((Path(folder) / name).relative_to(root)) for folder, _, names in os.walk(root) for name in names}
 
 
 def _sync_tree(root: Path) -> None:

@@ -70,6 +70,8 @@ def files_of(document: object, root: Path) -> tuple[ReferredFile, ...]:
             )
         described = [_object(file) for file in _list(top["files"])]
         paths = [str(root / _text(file["path"])) for file in described]
+        if not top["virtual"]:
+            _check_inside(described)
         missing = [path for path in paths if not _is_there(path)]
         if missing:
             raise MissingFileError(
@@ -77,6 +79,14 @@ def files_of(document: object, root: Path) -> tuple[ReferredFile, ...]:
                 f"{listed(missing)}"
             )
         return tuple(_file(path, own) for path, own in zip(paths, described, strict=True))
+
+
+def _check_inside(described: Sequence[Json]) -> None:
+    """Raise ValueError when a store with its own packs refers to a file outside it."""
+    for file in described:
+        path = _text(file["path"])
+        if path.startswith("/") or ".." in path.split("/"):
+            raise ValueError(f"{path!r} lies outside the store")
 
 
 def interpret(document: object, root: Path, files: Sequence[SourceFile]) -> tuple[Index, tuple[StoredExtra, ...]]:

@@ -160,7 +160,7 @@ def _piece(fragment: Fragment, files: _Numbering) -> list[object]:
 
 def dump(document: Json) -> bytes:
     """The manifest as text, sealed by a digest of itself."""
-    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     return text.removesuffix(b"}") + b',"xxh3":"%s"}\n' % xxhash.xxh3_64_hexdigest(text.removesuffix(b"}")).encode()
 
 

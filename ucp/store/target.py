@@ -139,7 +139,7 @@ def _per_parameter(slices: Sequence[Slice]) -> tuple[list[OutputFile], list[Plac
 
 def _folder(name: str) -> str:
     """`name` as one component of a path."""
-    return quote(name, safe="").replace("..", "%2E%2E") if name not in (".", "") else f"%{name}"
+    return quote(name, safe="", errors="surrogatepass").replace("..", "%2E%2E") if name not in (".", "") else f"%{name}"
 
 
 def _compressed(slices: Sequence[Slice]) -> tuple[list[OutputFile], list[Placement]]:

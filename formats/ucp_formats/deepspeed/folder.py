@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ucp.errors import SourceError, UnknownFormatError, UsageError, listed
+from ucp.errors import MalformedError, SourceError, UnknownFormatError, UsageError, listed
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, UNIVERSAL, FileName, Role, parse_name
 
 __all__ = ["Located", "TagFolder", "list_folder", "locate_native", "locate_universal", "the_folder"]
@@ -30,6 +30,8 @@ class Located:
     """What was seen on the way."""
     tags: tuple[str, ...] = ()
     """Tags to choose from, when nothing says which; else empty."""
+    dangling: str = ""
+    """File that is there to name the tag, and names none that is; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,11 @@ def the_folder(located: Located | None, path: Path) -> Located:
         raise UnknownFormatError(
             f"expected a DeepSpeed checkpoint at {path}: a folder with {LATEST!r}, or a tag folder such as "
             "global_step100 with files like mp_rank_00_model_states.pt"
+        )
+    if located.dangling:
+        raise MalformedError(
+            f"expected {path / located.dangling} to name a tag folder beside it; it names none. Copy the missing "
+            f"folder, or pass one that is there:\n{listed(str(path / tag) for tag in located.tags)}"
         )
     if located.tags:
         raise UsageError(
@@ -158,6 +165,11 @@ def _only_tag(path: Path, is_tag: Callable[[Path], bool]) -> Located | None:
     tags = sorted(name for name in _names(path) if (path / name).is_dir() and is_tag(path / name))
     if not tags:
         return None
+    for pointer in (LATEST, LATEST_UNIVERSAL):
+        if os.path.lexists(path / pointer) and _follow(path, pointer) is None:
+            return Located(
+                root=path, reasons=(f"tag folders {', '.join(tags[:3])}",), tags=tuple(tags), dangling=pointer
+            )
     if len(tags) == 1:
         return Located(root=path / tags[0], reasons=(f"the only tag folder, {tags[0]}", _sample(path / tags[0])))
     return Located(root=path, reasons=(f"tag folders {', '.join(tags[:3])}, ...",), tags=tuple(tags))

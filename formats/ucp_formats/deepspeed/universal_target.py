@@ -47,7 +47,7 @@ class DeepSpeedUniversalTarget:
     name = "deepspeed-universal"
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
-        """Files for every stage and number of ranks; `topology` is not needed. Raises MissingStateError."""
+        """Files for every stage and number of ranks; a `topology` only narrows the notes. Raises MissingStateError."""
         if options.layout or options.compress:
             raise UsageError("DeepSpeed files have one layout and no compression; drop --layout and --compress")
         if not index.groups:
