@@ -89,6 +89,7 @@ def verify_document(report: VerifyReport) -> dict[str, object]:
         "checked_bytes": report.checked_bytes,
         "problems": list(report.problems),
         "changes": [_change(change) for change in report.changes],
+        "casts": list(report.casts),
     }
 
 

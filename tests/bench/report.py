@@ -50,7 +50,10 @@ def write_report(folder: Path, rows: Sequence[Row], *, machine: str) -> None:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    lines = ["| source | in | command | GB | seconds | range | vs `cp -r` | peak MB |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| source | in | command | GB | seconds | range | vs `cp -r` | peak MB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         copy = next(r for r in rows if (r.source, r.medium, r.command) == (row.source, row.medium, "cp -r"))
         lines.append(

@@ -46,8 +46,8 @@ CASES = sorted(path for name in ("checkpoint", "checkpoint-3", "universal") for 
 REFUSED = {
     "z1-dp2-elastic": "elastic_checkpoint",
     "z1-ep2": "expert parallelism",
-    "z1-pp2-dp2": "parallelism",
-    "z1-tp2-dp2": "tensor parallelism",
+    "z1-pp2-dp2": "pipeline",
+    "z1-tp2-dp2": "tensor",
 }
 """Layouts that are recognised, and what is said of them."""
 

@@ -54,7 +54,7 @@ def test_what_is_no_checkpoint_is_a_failure(ucp: Run, tmp_path: Path) -> None:
 def test_json_has_the_keys_of_its_schema(ucp: Run, atoms: Path) -> None:
     document = json.loads(ucp("verify", atoms, "--json").stdout)
     assert document["schema"] == "ucp.verify/1"
-    assert set(document) == {"schema", "ok", "path", "against", "checked_bytes", "problems", "changes"}
+    assert set(document) == {"schema", "ok", "path", "against", "checked_bytes", "problems", "changes", "casts"}
 
 
 def test_quiet_only_sets_the_exit_code(ucp: Run, atoms: Path) -> None:

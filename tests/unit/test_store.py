@@ -229,7 +229,8 @@ class TestOptions:
 
     def test_a_cast_is_of_floats_and_is_named(self, source, arrays, tmp_path):
         report = ucp.convert(source, tmp_path / "out", dtypes={"weight": "bfloat16"})
-        assert report.casts == ("weight: float32 -> bfloat16, as asked",)
+        (cast,) = report.casts
+        assert "weight: float32 -> bfloat16 in 5 parameters" in cast
         index = index_of(tmp_path / "out")
         assert index.atoms["embed"].states["weight"].dtype == "bfloat16"
         assert index.atoms["counter"].states["weight"].dtype == "int64"
@@ -323,4 +324,5 @@ class TestDamage:
 def test_the_manifest_names_the_casts(source, tmp_path):
     ucp.convert(source, tmp_path / "out", dtypes={"exp_avg": "float16"})
     document = json.loads((tmp_path / "out" / "ucp.json").read_text())
-    assert document["casts"] == ["exp_avg: float32 -> float16, as asked"]
+    (cast,) = document["casts"]
+    assert "exp_avg: float32 -> float16" in cast

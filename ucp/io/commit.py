@@ -52,12 +52,19 @@ def check_destination(src: Path, dst: Path) -> None:
         raise DestinationError(f"{dst} is a mount point: it cannot be put in place by a rename. Name a folder in it")
     if dst.exists() and not dst.is_dir():
         raise DestinationError(f"expected a folder, or nothing, at {dst}; a file is there")
-    here = Path.cwd()
-    if goal == here or goal in here.parents:
+    if _holds_current_folder(goal):
         raise DestinationError(f"{dst} is, or holds, the current folder, which a rename would replace; go elsewhere")
     parent = goal.parent
     if not parent.is_dir():
         raise DestinationError(f"the folder {parent} that {dst.name} would be made in is not there; create it first")
+
+
+def _holds_current_folder(goal: Path) -> bool:
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # removed by somebody
+        return False
+    return goal == here or goal in here.parents
 
 
 def check_apart(dst: Path, paths: Iterable[str]) -> None:

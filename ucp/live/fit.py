@@ -245,7 +245,8 @@ def match_states(
             fresh.append(param.name)
         else:
             wanted.extend(_states(param, atom, findings))
-    if fresh and not wanted and index.step != 0:
+    stepped = [name for name in fresh if matched[name] in known and 0 not in index.atoms[matched[name]].global_shape]
+    if stepped and not wanted and index.step != 0:
         findings.problems.append(
             "the checkpoint holds no optimizer states: the optimizer would start afresh. Load without optimizer="
         )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ucp.atom import StateIndex
 from ucp.dtypes import DType
 from ucp.fragment import Fragment
-from ucp.layout import AxisLayout, Layout, Pattern
+from ucp.layout import Layout, Pattern
 from ucp.numeric import numpy_dtype
 from ucp.region import Box, RegionPair, flat_boxes
 from ucp.slice import Slice
@@ -29,7 +29,6 @@ __all__ = [
     "boxes_in",
     "coordinates",
     "cuts",
-    "layouts",
     "random_array",
     "shapes",
     "slices_of",
@@ -153,17 +152,6 @@ def slices_of(draw: st.DrawFn, state: StateIndex, pattern: st.SearchStrategy[Pat
         local = tuple(map(max, zip(*stops, strict=True))) if stops else (0,)
     edges = sorted((draw(st.integers(0, prod(local))), draw(st.integers(0, prod(local)))))
     return Slice(param="p", state="s", dtype=dtype, pairs=pairs, local_shape=local, start=edges[0], stop=edges[1])
-
-
-def layouts(patterns: st.SearchStrategy[Pattern], *, most_axes: int = 3) -> st.SearchStrategy[Layout]:
-    """Layouts over a few axes of any patterns, each axis of degree 1 to 4."""
-    names = ("pp", "ep", "tp")
-    axes = st.lists(st.tuples(st.integers(1, 4), patterns), max_size=most_axes)
-    return axes.map(
-        lambda drawn: Layout(
-            tuple(AxisLayout(n, parts, pattern) for n, (parts, pattern) in zip(names, drawn, strict=False))
-        )
-    )
 
 
 def coordinates(layout: Layout) -> list[dict[str, int]]:

@@ -177,6 +177,13 @@ def test_a_parameter_that_was_never_stepped_is_fresh():
     assert not findings.problems
 
 
+def test_a_checkpoint_without_any_optimizer_states_is_a_problem():
+    source = index(atom("a"), groups=(ParamGroup(params=("a",), hyper={}),))
+    _, fresh, findings = states_of([LiveParam(name="a", keeps=ADAM)], source)
+    assert fresh == ["a"]
+    assert ["no optimizer states" in problem for problem in findings.problems] == [True]
+
+
 def test_a_parameter_that_was_not_optimised_is_a_problem():
     _, _, findings = states_of([LiveParam(name="a", keeps=ADAM)], index(atom("a")))
     assert findings.problems == ["a is optimised, and was not when the checkpoint was saved"]

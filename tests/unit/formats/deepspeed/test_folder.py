@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from ucp_formats.deepspeed.folder import list_folder, locate_native, locate_universal, the_folder
 
-from ucp.errors import UnknownFormatError, UsageError
+from ucp.errors import MalformedError, UnknownFormatError, UsageError
 
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
@@ -46,7 +46,8 @@ def test_a_tag_may_be_nested_but_not_leave_the_folder(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("a/b")
     assert locate_native(tmp_path).root == tmp_path / "a" / "b"
     (save / "latest").write_text("../outside")
-    assert locate_native(save).root == save / "b", "the only tag, whatever latest says"
+    with pytest.raises(MalformedError, match="latest to name a tag folder"):
+        the_folder(locate_native(save), save)
 
 
 def test_the_only_tag_needs_no_latest(tmp_path: Path) -> None:
@@ -63,10 +64,12 @@ def test_several_tags_without_latest_are_listed(tmp_path: Path) -> None:
         the_folder(found, tmp_path)
 
 
-def test_a_latest_that_names_nothing_is_as_good_as_none(tmp_path: Path) -> None:
+def test_a_latest_that_names_nothing_is_an_error_that_lists_what_is_there(tmp_path: Path) -> None:
     native(tmp_path / "global_step5")
     (tmp_path / "latest").write_text("global_step9")
-    assert locate_native(tmp_path).root == tmp_path / "global_step5"
+    with pytest.raises(MalformedError, match=r"names none(.|\n)*global_step5"):
+        the_folder(locate_native(tmp_path), tmp_path)
+    assert locate_native(tmp_path / "global_step5").root == tmp_path / "global_step5"
 
 
 def test_folders_of_others_are_not_claimed(tmp_path: Path) -> None:
