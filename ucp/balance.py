@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Protocol, TypeVar
 
-__all__ = ["bundle"]
+__all__ = ["bundle", "interleave"]
 
 
 class Sized(Protocol):
@@ -27,6 +28,7 @@ class _Sized:
 
 
 S = TypeVar("S", bound=Sized)
+T = TypeVar("T")
 
 
 def bundle(items: Sequence[S], *, limit: int) -> list[list[S]]:
@@ -40,3 +42,16 @@ def bundle(items: Sequence[S], *, limit: int) -> list[list[S]]:
         bundles[-1].append(item)
         room -= item.nbytes
     return bundles
+
+
+def interleave(items: Sequence[T], key: Callable[[T], Hashable]) -> list[T]:
+    """One item of each key in turn, in order within a key: neighbours in time then differ in key, while keys last.
+
+    >>> interleave(["a1", "a2", "a3", "b1", "c1"], key=lambda item: item[0])
+    ['a1', 'b1', 'c1', 'a2', 'a3']
+    """
+    groups: dict[Hashable, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    rounds = zip_longest(*([(item,) for item in group] for group in groups.values()), fillvalue=())
+    return [item for turn in rounds for item in chain.from_iterable(turn)]

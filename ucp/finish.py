@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ucp.checksums import combine, patches
-from ucp.io.write import write_at
+from ucp.io.write import reserve, write_at
 from ucp.plan import Job
 from ucp.target import OutputFile, Receipt
 from ucp.union import Sum
@@ -27,7 +27,7 @@ def create(root: Path, file: OutputFile, *, afresh: bool = True) -> None:
     descriptor = os.open(path, flags, 0o666)
     try:
         if os.fstat(descriptor).st_size < file.nbytes:
-            os.ftruncate(descriptor, file.nbytes)
+            reserve(descriptor, file.nbytes)
         for part in file.literals:
             write_at(descriptor, part.data, part.offset)
     finally:

@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -22,11 +22,9 @@ from typing import Any
 from safetensors import safe_open
 
 import ucp
+from tests.integration.resume_sources import OTHERS, SOURCES, TARGETS, Source, Target
 
 __all__ = [
-    "OTHERS",
-    "SOURCES",
-    "TARGETS",
     "Cell",
     "Verdict",
     "cells",
@@ -38,90 +36,6 @@ __all__ = [
 ]
 
 _HERE = Path(__file__).resolve().parent
-FIXTURES = _HERE.parents[1] / "fixtures" / "deepspeed"
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The run that is to load a destination."""
-
-    stage: int
-    ranks: int
-
-    @property
-    def label(self) -> str:
-        return f"z{self.stage} DP{self.ranks}"
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A checkpoint that real DeepSpeed wrote, kept in fixtures/."""
-
-    name: str
-    label: str
-    dtype: str
-    targets: tuple[Target, ...]
-    config: Mapping[str, object] | None = None
-    """Configuration of the target in place of the source's own additions."""
-    unseen: str = ""
-    """A state that the truth cannot gather from every target, as its layout depends on the ranks."""
-
-    @property
-    def folder(self) -> Path:
-        return FIXTURES / self.name
-
-    @property
-    def truth(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / "truth.json").read_text())
-        return found
-
-    @property
-    def scheduled(self) -> bool:
-        return self.truth["lr_scheduler"] is not None
-
-
-TARGETS = (Target(0, 2), Target(1, 1), Target(1, 2), Target(2, 2), Target(3, 2), Target(3, 4))
-
-SOURCES = (
-    Source("z0-fp32", "z0 fp32", "fp32", TARGETS),
-    Source("z0-bf16", "z0 bf16", "bf16", TARGETS),
-    Source("z1-dp4-fp32", "z1 DP4 fp32", "fp32", TARGETS),
-    Source("z1-dp4-bf16", "z1 DP4 bf16 (BF16_Optimizer)", "bf16", TARGETS),
-    Source("z2-dp4-bf16", "z2 DP4 bf16", "bf16", TARGETS),
-    Source("z3-dp4-fp32", "z3 DP4 fp32", "fp32", TARGETS),
-    Source("z3-dp3-uneven", "z3 DP3 uneven fp32", "fp32", TARGETS),
-)
-
-_WHOLE_GRADIENTS = {"zero_optimization": {"reduce_scatter": False}}
-"""Needed by Muon under stage 3."""
-
-OTHERS = (
-    Source("z0-fp16", "z0 DP2 fp16, FusedAdam (FP16_Optimizer)", "fp16", (Target(0, 1), Target(1, 2), Target(3, 4))),
-    Source("z0-fp16-unfused", "z0 DP2 fp16 (FP16_UnfusedOptimizer)", "fp16", (Target(0, 1), Target(2, 4))),
-    Source("z1-dp2-fp16", "z1 DP2 fp16, a loss scale that moved", "fp16", (Target(0, 2), Target(1, 4), Target(3, 2))),
-    Source("z3-dp2-fp16", "z3 DP2 fp16, a loss scale that moved", "fp16", (Target(0, 2), Target(2, 4))),
-    Source("z1-dp2-sgd", "z1 DP2, SGD with momentum", "fp32", (Target(0, 2), Target(2, 4), Target(3, 2))),
-    Source("z1-dp2-client-adamw", "z1 DP2, an optimizer made by the script", "fp32", (Target(2, 4), Target(3, 1))),
-    Source("z2-dp2-fused-adam", "z2 DP2, FusedAdam", "fp32", (Target(0, 1), Target(1, 4), Target(3, 2))),
-    Source("z2-dp2-cpu-adam", "z2 DP2, CPUAdam offloaded", "fp32", (Target(1, 1), Target(3, 4))),
-    Source("z2-dp2-lion", "z2 DP2, CPULion offloaded", "fp32", (Target(2, 1), Target(3, 4))),
-    Source("z3-dp2-lion", "z3 DP2, CPULion offloaded", "fp32", (Target(2, 4), Target(3, 1))),
-    Source("z2-dp2-muon", "z2 DP2, Muon", "fp32", (Target(1, 4), Target(3, 2)), _WHOLE_GRADIENTS, "momentum_buffer"),
-    Source("z3-dp2-muon", "z3 DP2, Muon", "fp32", (Target(2, 2), Target(3, 4)), _WHOLE_GRADIENTS),
-    Source("z1-dp2-bf16-muon", "z1 DP2 bf16, Muon in BF16_Optimizer", "bf16", (Target(1, 1), Target(1, 4))),
-    Source("z2-dp4-fp32-roundrobin", "z2 DP4, round robin", "fp32", (Target(1, 4), Target(2, 2), Target(3, 2))),
-    Source("z2-dp4-alignment", "z2 DP4, aligned parameters", "fp32", (Target(2, 2), Target(3, 4))),
-    Source("z2-dp4-roundrobin-alignment", "z2 DP4, both", "fp32", (Target(1, 2), Target(3, 1))),
-    Source("z2-dp2-bf16-masters", "z2 DP2, bf16 masters and moments", "bf16", (Target(2, 4), Target(3, 2))),
-    Source("z2-dp2-client-state", "z2 DP2, client state and schedule", "fp32", (Target(0, 2), Target(3, 4))),
-    Source("z2-dp2-fp32", "z2 DP2, a single group", "fp32", (Target(1, 4), Target(3, 2))),
-    Source("z2-dp2-legacy-pickle", "z2 DP2, files without a zip container", "fp32", (Target(1, 4), Target(3, 2))),
-    Source("z2-dp2-exclude-frozen", "z2 DP2, saved without frozen parameters", "fp32", (Target(1, 1), Target(3, 4))),
-    Source("z3-dp4-subgroups", "z3 DP4, several sub-groups", "fp32", (Target(2, 4), Target(3, 2))),
-    Source("z1-dp2-scalar", "z1 DP2, a 0-d parameter", "fp32", (Target(2, 4), Target(3, 2))),
-    Source("z3-dp2-scalar", "z3 DP2, a 0-d parameter", "fp32", (Target(1, 2), Target(3, 4))),
-)
-"""Runs of every other kind, written natively."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +60,11 @@ class Cell:
         return f"{self.source.name}-universal" if self.universal else self.name
 
     @property
+    def fails(self) -> bool:
+        """Whether this is beyond DeepSpeed."""
+        return self.universal and (self.target.stage == 0 or self.target in self.source.universal_fails)
+
+    @property
     def unmanaged(self) -> bool:
         """Whether DeepSpeed restores no frozen parameters here, and the script has to."""
         return self.universal or self.source.truth["case"]["exclude_frozen"]
@@ -159,7 +78,10 @@ def cells() -> tuple[Cell, ...]:
         for target in source.targets
         for universal in (False, True)
     ]
-    every += [Cell(source=source, target=target, universal=False) for source in OTHERS for target in source.targets]
+    for source in OTHERS:
+        every += [Cell(source=source, target=target, universal=False) for target in source.targets]
+        loads = (*source.universal, *source.universal_fails)
+        every += [Cell(source=source, target=target, universal=True) for target in loads]
     named = {cell.source.name: cell.source for cell in every}
     return (*every, Cell(source=named["z3-dp4-fp32"], target=Target(3, 4), universal=True, mended=False))
 
@@ -336,16 +258,18 @@ def matrix_table(verdicts: Sequence[Verdict]) -> str:
 
 def other_table(verdicts: Sequence[Verdict]) -> str:
     """Sources of other kinds in Markdown: what became of each target."""
-    lines = ["| source | targets |", "|---|---|"]
+    lines = ["| source | native | universal |", "|---|---|---|"]
     for source in OTHERS:
-        own = [verdict for verdict in verdicts if verdict.cell.source is source]
-        shown = ", ".join(f"{verdict.cell.target.label}: {_shown(verdict)}" for verdict in own)
-        lines.append(f"| {source.label} | {shown} |")
+        columns = []
+        for universal in (False, True):
+            own = [v for v in verdicts if v.cell.source is source and v.cell.universal is universal]
+            columns.append(", ".join(f"{verdict.cell.target.label}: {_shown(verdict)}" for verdict in own))
+        lines.append(f"| {source.label} | {' | '.join(columns)} |")
     return "\n".join(lines)
 
 
 def _shown(verdict: Verdict) -> str:
-    if verdict.error and verdict.cell.universal and verdict.cell.target.stage == 0:
+    if verdict.cell.fails:
         return "not by DeepSpeed"
     if verdict.error:
         return f"**{verdict.error.partition(':')[0]}**"

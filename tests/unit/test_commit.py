@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 
 from ucp.errors import DestinationError, IncompleteError
-from ucp.io.commit import MARK, Staging, refuse_partial
+from ucp.io.commit import MARK, Staging, check_destination, refuse_partial
 
 
 @pytest.fixture
@@ -152,3 +152,10 @@ def test_what_grows_is_refused_from_inside(staging):
         with pytest.raises(IncompleteError, match="--resume"):
             refuse_partial(path)
     refuse_partial(staging.dst)
+
+
+def test_a_current_folder_that_is_gone_is_in_nobodys_way(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    check_destination(tmp_path / "source", tmp_path / "out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from importlib import import_module
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 import safetensors.numpy
 
 import ucp
-from ucp.atom import Extra, Index
+from ucp.atom import Extra, Index, Kind
 from ucp.compare import compare
+from ucp.dtypes import DType
 from ucp.errors import ChangedError, CorruptError, MalformedError, MissingFileError, UsageError
 from ucp.gather import Gatherer, Sources
 from ucp.inert import GlobalName, Stub, TorchSize
@@ -23,6 +25,7 @@ from ucp.slice import Locator, resolve, whole_slice
 from ucp.store.format import StoreFormat
 from ucp.tensor import TensorRef
 from ucp.testing.handmade import Shards, make_index
+from ucp.topology import Topology
 
 LAYOUTS = [{}, {"layout": "packed"}, {"layout": "per-parameter"}, {"compress": True}, {"virtual": True}]
 LABELS = ["default", "packed", "per-parameter", "compressed", "virtual"]
@@ -209,6 +212,46 @@ def _bytes_of(ref: TensorRef) -> bytes:
     with open(ref.path, "rb") as file:
         file.seek(ref.offset)
         return file.read(ref.nbytes)
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=LABELS)
+def test_everything_that_is_said_of_an_atom_comes_back(tmp_path, memory_format, options):
+    shards = Shards(tmp_path / "source")
+    array = np.arange(6, dtype="float32")
+    index = make_index(shards.folder, {(name, "weight"): shards.whole(array) for name in ("w", "frozen", "buffer")})
+    index.atoms["w"] = replace(
+        index.atoms["w"], model_dtype=DType.BFLOAT16, patterns={"tp": "shard(dim=0)", "dp": "replicate"}
+    )
+    index.atoms["frozen"] = replace(index.atoms["frozen"], kind=Kind.FROZEN)
+    index.atoms["buffer"] = replace(index.atoms["buffer"], kind=Kind.BUFFER)
+    memory_format.index = replace(
+        index,
+        topology=Topology(dp=4, tp=2, zero=1),
+        aliases={"tied": "w"},
+        notes=("assumed",),
+        dropped=("left out",),
+        step=None,
+    )
+    ucp.convert(shards.folder, tmp_path / "out", **options)
+    found = index_of(tmp_path / "out")
+    for name, atom in index.atoms.items():
+        own = found.atoms[name]
+        assert (own.kind, own.model_dtype, own.patterns) == (atom.kind, atom.model_dtype, atom.patterns)
+    assert (found.topology, found.aliases, found.step) == (Topology(dp=4, tp=2, zero=1), {"tied": "w"}, None)
+    assert (found.notes, found.dropped) == (("assumed",), ("left out",))
+
+
+def test_an_extra_stored_twice_is_malformed(tmp_path, memory_format):
+    shards = Shards(tmp_path / "source")
+    states = {("w", "weight"): shards.whole(np.zeros(3, "float32"))}
+    memory_format.index = make_index(shards.folder, states, extras=[Extra(name="e", value=1)])
+    ucp.convert(shards.folder, tmp_path / "out")
+    document = json.loads((tmp_path / "out" / "ucp.json").read_text())
+    del document["xxh3"]
+    document["extras"] *= 2
+    (tmp_path / "out" / "ucp.json").write_text(json.dumps(document))
+    with pytest.raises(MalformedError, match="stored twice"):
+        ucp.open(tmp_path / "out")
 
 
 class TestOptions:

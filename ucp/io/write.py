@@ -6,11 +6,18 @@ begins.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import sys
+from functools import cache
 
 from ucp.errors import DestinationError
 
-__all__ = ["write_at"]
+__all__ = ["reserve", "write_at"]
+
+_WORTH_RESERVING = 1 << 20
+"""Bytes below which a file is not worth a call of its own."""
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
@@ -22,3 +29,29 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
             raise DestinationError(f"wrote 0 of {rest.nbytes} bytes at {offset}; the file system takes no more")
         rest = rest[written:]
         offset += written
+
+
+def reserve(descriptor: int, nbytes: int) -> None:
+    """Give a file its full length, and its place on the disk where the file system can (Linux `fallocate`).
+
+    Reserved first, large files are written in place several times faster on ext4, and a full disk is noticed before
+    the work begins. Not `os.posix_fallocate`: where the file system cannot reserve, glibc would write every block.
+    """
+    if nbytes >= _WORTH_RESERVING and sys.platform == "linux":
+        if not _fallocate(descriptor, 0, 0, nbytes):
+            return
+        if ctypes.get_errno() == errno.ENOSPC:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(descriptor, nbytes)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _fallocate(descriptor: int, mode: int, offset: int, nbytes: int) -> int:
+    """0 when done; else `ctypes.get_errno()` says why not."""
+    function = getattr(_libc(), "fallocate64", None) or _libc().fallocate
+    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return int(function(descriptor, mode, offset, nbytes))

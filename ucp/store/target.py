@@ -28,7 +28,7 @@ from ucp.topology import Topology
 
 __all__ = ["LAYOUTS", "StoreTarget"]
 
-PACK = 4 << 30
+PACK = 1 << 30
 """Bytes of states after which a pack is closed."""
 
 ENCODED_PACK = 256 << 20

@@ -179,6 +179,11 @@ def _limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
             "stages 1 and 2 read the momentum of Muon in shares but use it whole, so that the first step after a load "
             "fails at more than one rank; use --to deepspeed"
         )
+    if facts.config.round_robin and not facts.config.parameter_alignment:
+        yield (
+            "stages 1 and 2 with round_robin_gradients put what they load in wrong places, without a word; load it "
+            "with that off, or use --to deepspeed"
+        )
     ranks = _first_empty(groups)
     if ranks:
         yield (

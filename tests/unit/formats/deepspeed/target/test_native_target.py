@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from ucp_formats.deepspeed.native_target import DeepSpeedTarget
 
-from ucp.atom import Extra
+from ucp.atom import Extra, StateIndex
 from ucp.dtypes import DType
 from ucp.errors import MissingStateError, UnsupportedError, UsageError
+from ucp.fragment import Fragment
 from ucp.inert import GlobalName, Stub
+from ucp.io.archive import read_archive
+from ucp.region import Box
 from ucp.target import TargetOptions
+from ucp.tensor import Record, TensorRef
 from ucp.topology import Topology
 
 TAG = "global_step7"
@@ -411,3 +417,70 @@ def test_muon_on_the_cpu_and_in_bf16_optimizer_shares_its_momentum(
     prefix = "bf16_" if "bf16" in sections else ""
     file = write(made, TARGET, Topology(dp=3, zero=1)).load(optim(0, prefix))["optimizer_state_dict"]
     assert file["base_optimizer_state"]["state"][0]["momentum_buffer"].size == 10
+
+
+def test_buffers_of_single_ranks_go_to_the_files_of_those_ranks(source: Make, write: Make) -> None:
+    made = source()
+    ref = made.index().atoms["mean"].states["weight"].fragments[0].ref
+    other = made.index().atoms["bias"].states["weight"].fragments[0].ref
+    own = replace(other, shape=ref.shape)
+    made = source(extras=[Extra(name="buffer/mean", value=own, rank=1)], topology=Topology(dp=2, zero=3))
+    written = write(made, TARGET, Topology(dp=2, zero=3))
+    means = [written.load(f"{TAG}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt")["module"]["mean"] for rank in (0, 1)]
+    assert means[0].tolist() == flat(made, ["mean"], "weight")
+    assert means[1].tolist() == flat(made, ["bias"], "weight")[:2]
+    narrowed = write(made, TARGET, Topology(dp=2, zero=1))
+    assert any("buffer/mean" in note for note in narrowed.plan.notes)
+
+
+def test_what_a_module_keeps_beside_tensors_is_in_the_module_again(source: Make, write: Make) -> None:
+    versions = OrderedDict({"": {"version": 1}})
+    extras = [Extra(name="module/norm._extra_state", value={"calls": 3}), Extra(name="module_metadata", value=versions)]
+    written = write(source(extras=extras), TARGET, Topology(dp=1, zero=1))
+    root = read_archive(str(written.root / TAG / "mp_rank_00_model_states.pt")).root
+    assert isinstance(root, dict)
+    assert root["module"]["norm._extra_state"] == {"calls": 3}
+    assert root["module"]._metadata == versions
+
+
+def test_steps_that_are_tensors_are_compared_by_recorded_checksums(source: Make, write: Make) -> None:
+    made = source()
+    index = made.index()
+
+    def step_at(offset: int) -> StateIndex:
+        ref = TensorRef(path=str(made.path), offset=offset, dtype=DType.FLOAT32, shape=(), strides=())
+        return StateIndex(dtype=DType.FLOAT32, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=ref),))
+
+    for number, name in enumerate(("emb", "w", "gate", "scalar", "bias")):
+        index.atoms[name].states["step"] = step_at(4 * number)
+    crcs = [7, 7, 9, 9, 9]
+    same = [Record(path=str(made.path), name="", offset=4 * n, nbytes=4, crc32=crc) for n, crc in enumerate(crcs)]
+    sure = TARGET.plan(replace(index, records=tuple(same)), Topology(dp=1, zero=2), TargetOptions())
+    assert not any("step" in note for note in sure.notes)
+    unsure = TARGET.plan(index, Topology(dp=1, zero=2), TargetOptions())
+    assert any("step" in note and "first parameter's is taken" in note for note in unsure.notes)
+    differing = (*same[:-1], replace(same[-1], crc32=8))
+    with pytest.raises(UnsupportedError, match="a tensor at 16"):
+        TARGET.plan(replace(index, records=differing), Topology(dp=1, zero=2), TargetOptions())
+
+
+def test_a_static_loss_scale_stays_static(source: Make, write: Make) -> None:
+    made = source(model_dtype=DType.FLOAT16, extras=config(fp16={"enabled": True, "loss_scale": 128}))
+    file = write(made, TARGET, Topology(dp=1, zero=2)).load(optim(0))["optimizer_state_dict"]
+    assert file["loss_scaler"] == ("LossScaler", {"cur_scale": 128.0, "dynamic": False})
+    assert file["dynamic_loss_scale"] is False
+
+
+def test_a_state_of_another_shape_cannot_lie_in_a_flat_buffer(source: Make, write: Make) -> None:
+    made = source()
+    made.arrays["emb/exp_avg"] = made.arrays["emb/exp_avg"][:, 0].copy()
+    with pytest.raises(UnsupportedError, match=r"emb/exp_avg: \[5\]"):
+        write(made, TARGET, Topology(dp=1, zero=1))
+
+
+def test_dtypes_asked_for_reach_masters_and_moments(source: Make, write: Make) -> None:
+    options = TargetOptions(dtypes={"exp_avg": "bfloat16"})
+    written = write(source(), TARGET, Topology(dp=1, zero=1), options)
+    state = written.load(optim(0))["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (np.dtype("<u2"), np.dtype("<f4"))
+    assert written.plan.casts == ("exp_avg: float32 -> bfloat16 in 5 parameters",)
