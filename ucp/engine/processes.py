@@ -15,6 +15,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ucp.balance import interleave
 from ucp.errors import UcpError
 from ucp.plan import Job, Task
 from ucp.union import Done, Worker
@@ -41,6 +42,7 @@ class ProcessEngine:
 
         Workers are there when this returns: whoever asks may then start threads, which must not be there at a fork.
         """
+        tasks = interleave(tasks, key=lambda task: task.fills[0].path)  # writers of one file wait for its lock
         pool: dict[Any, Any] = {}
         try:
             _start(pool, job, root, tasks, workers=workers, threads=threads)
