@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--without-deepspeed", action="store_true", help="leave DeepSpeed's own converter out")
     parser.add_argument("--case", action="append", help="only this source (z1 or z3)")
+    parser.add_argument("--medium", action="append", help="only there (RAM or disk)")
     asked = parser.parse_args()
     root = Path.cwd()
     rows = []
@@ -53,6 +54,8 @@ def main() -> None:
         if asked.case and case not in asked.case:
             continue
         for medium, place in _places(root):
+            if asked.medium and medium not in asked.medium:
+                continue
             rows.extend(_contest(case, source, medium, place, asked))
     write_report(root / "docs" / "benchmarks", rows, machine=_machine())
 
