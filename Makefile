@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 DEEPSPEED := deepspeed==0.19.8
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check integration bench clean
+.PHONY: demo test lint check integration bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -36,11 +36,13 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto -m "not integration"
 
-check: $(VENV)/.installed-dev
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+check: lint
 	$(BIN)/python -m pytest -n auto -m "not integration" --cov --cov-report=term --cov-fail-under=90 -q
 
 integration: $(VENV)/.installed-deepspeed

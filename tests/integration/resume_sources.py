@@ -117,7 +117,7 @@ OTHERS = (
         _WHOLE_GRADIENTS,
         "momentum_buffer",
         universal=(Target(2, 1),),
-        universal_fails=(Target(2, 2), Target(3, 2)),
+        universal_fails=(Target(1, 4), Target(3, 2)),
     ),
     Source("z3-dp2-muon", "z3 DP2, Muon", "fp32", (Target(2, 2), Target(3, 4)), _WHOLE_GRADIENTS),
     Source(

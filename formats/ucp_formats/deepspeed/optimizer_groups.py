@@ -21,7 +21,7 @@ __all__ = [
     "Group",
     "Scalar",
     "check_flat",
-    "inline_integer",
+    "inline_number",
     "is_optimized",
     "optimizer_groups",
     "stored_dtype",
@@ -34,7 +34,7 @@ class Scalar:
 
     param: str
     """Parameter whose value is taken; all others of the group agree with it."""
-    number: int | None
+    number: int | float | None
     """The value, where it was a Python number; None for a 0-d tensor."""
     certain: bool
     """Whether the others are known to agree, by values in the index or recorded checksums."""
@@ -90,7 +90,7 @@ class Group:
                 f"{listed(counts)}\nwrite stage-0 files (--to deepspeed --topology zero=0): one per parameter"
             )
         certain = all(answer for _, answer in same)
-        return Scalar(param=holders[0].name, number=inline_integer(holders[0], state), certain=certain)
+        return Scalar(param=holders[0].name, number=inline_number(holders[0], state), certain=certain)
 
     def _same(self, a: Tensor, b: Tensor) -> bool | None:
         """Whether two counts are equal; None where that is not known before their bytes are read."""
@@ -101,11 +101,13 @@ class Group:
         return None
 
 
-def inline_integer(atom: AtomIndex, state: str) -> int | None:
-    """Value of a 0-d state that was a Python integer, else None."""
+def inline_number(atom: AtomIndex, state: str) -> int | float | None:
+    """Value of a 0-d state that was a Python number, else None."""
     ref = atom.states[state].fragments[0].ref
-    if not isinstance(ref, InlineTensor) or ref.dtype.is_floating or ref.shape:
+    if not isinstance(ref, InlineTensor) or ref.shape:
         return None
+    if ref.dtype.is_floating:
+        return float(unpack("<d", ref.data)[0]) if ref.dtype is DType.FLOAT64 else None
     return int.from_bytes(ref.data, "little", signed=True)
 
 

@@ -17,7 +17,7 @@ from ucp.io.torchzip import NewTensor
 from ucp.state import WEIGHT
 from ucp_formats.deepspeed.file_draft import FileDraft, Part
 from ucp_formats.deepspeed.loss_scaling import LossScale, read_loss_scale, scale_numbers
-from ucp_formats.deepspeed.optimizer_groups import Group, inline_integer, stored_dtype
+from ucp_formats.deepspeed.optimizer_groups import Group, inline_number, stored_dtype
 from ucp_formats.deepspeed.run_config import Precision
 from ucp_formats.deepspeed.run_facts import RunFacts
 from ucp_formats.deepspeed.state_values import clipping, group_entry, scalar_value
@@ -86,7 +86,7 @@ def _per_parameter(
 
 
 def _own_value(draft: FileDraft, facts: RunFacts, atom: AtomIndex, state: str) -> object:
-    number = inline_integer(atom, state)
+    number = inline_number(atom, state)
     return draft.whole(atom.name, state, stored_dtype(atom, state, facts.dtypes)) if number is None else number
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from ucp.inert import GlobalName, Stub
 from ucp.io.archive import read_archive
 from ucp.region import Box
 from ucp.target import TargetOptions
-from ucp.tensor import Record, TensorRef
+from ucp.tensor import InlineTensor, Record, TensorRef
 from ucp.topology import Topology
 
 TAG = "global_step7"
@@ -484,3 +485,15 @@ def test_dtypes_asked_for_reach_masters_and_moments(source: Make, write: Make) -
     state = written.load(optim(0))["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
     assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (np.dtype("<u2"), np.dtype("<f4"))
     assert written.plan.casts == ("exp_avg: float32 -> bfloat16 in 5 parameters",)
+
+
+def test_a_step_that_was_a_python_float_is_one_again(source: Make, write: Make) -> None:
+    made = source()
+    index = made.index()
+    ref = InlineTensor(data=struct.pack("<d", 3.0), dtype=DType.FLOAT64)
+    step = StateIndex(dtype=DType.FLOAT64, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=ref),))
+    for name in ("emb", "w", "gate", "scalar", "bias"):
+        index.atoms[name].states["step"] = step
+    made.index = lambda: index
+    state = write(made, TARGET, Topology(dp=1, zero=1)).load(optim(0))["optimizer_state_dict"]["base_optimizer_state"]
+    assert type(state["state"][0]["step"]) is float
