@@ -20,6 +20,10 @@ _WORTH_RESERVING = 1 << 20
 """Bytes below which a file is not worth a call of its own."""
 
 
+_TMPFS_MAGIC = 0x01021994
+"""First field of `struct statfs` on tmpfs (linux/magic.h)."""
+
+
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of `data` at byte `offset`. Raises OSError, or DestinationError when the system takes no more."""
     rest = memoryview(data)
@@ -37,12 +41,19 @@ def reserve(descriptor: int, nbytes: int) -> None:
     Reserved first, large files are written in place several times faster on ext4, and a full disk is noticed before
     the work begins. Not `os.posix_fallocate`: where the file system cannot reserve, glibc would write every block.
     """
-    if nbytes >= _WORTH_RESERVING and sys.platform == "linux":
+    if nbytes >= _WORTH_RESERVING and sys.platform == "linux" and not _is_memory(descriptor):
         if not _fallocate(descriptor, 0, 0, nbytes):
             return
         if ctypes.get_errno() == errno.ENOSPC:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.ftruncate(descriptor, nbytes)
+
+
+def _is_memory(descriptor: int) -> bool:
+    """Whether the file lies in memory (tmpfs), where reserving only moves the work to one process."""
+    answer = ctypes.create_string_buffer(256)
+    found = _libc().fstatfs(descriptor, answer) == 0
+    return found and int.from_bytes(answer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) == _TMPFS_MAGIC
 
 
 @cache

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 from ucp.atom import AtomIndex, Index, Kind
+from ucp.dtypes import DType
 from ucp.inert import TorchSize
 from ucp.io.torchzip import NewTensor
 from ucp.state import WEIGHT
@@ -45,8 +46,12 @@ def module_tensors(draft: FileDraft, facts: RunFacts, kinds: Iterable[Kind] = Ki
 
 
 def placeholders(draft: FileDraft, facts: RunFacts, rank: int) -> Module:
-    """The module as stage 3 saves it: the buffers of `rank`, and an empty tensor for each parameter."""
+    """The module as stage 3 saves it: the buffers of `rank`, and an empty tensor for each parameter.
+
+    One empty tensor per type serves all parameters, which keeps the files of thousands of ranks small.
+    """
     own = dict(facts.extras.below("buffer/", rank))
+    empty: dict[DType, NewTensor] = {}
     module: Module = OrderedDict()
     for atom in facts.index.atoms.values():
         if atom.name in own:
@@ -54,7 +59,8 @@ def placeholders(draft: FileDraft, facts: RunFacts, rank: int) -> Module:
         elif atom.kind is Kind.BUFFER:
             module[atom.name] = draft.whole(atom.name, WEIGHT, facts.module_dtype(atom))
         else:
-            module[atom.name] = draft.zeros(facts.module_dtype(atom), (0,))
+            dtype = facts.module_dtype(atom)
+            module[atom.name] = empty.setdefault(dtype, draft.zeros(dtype, (0,)))
     module.update({alias: module[name] for alias, name in facts.index.aliases.items() if name in module})
     return _with_rest(draft, facts, module, rank)
 
