@@ -75,8 +75,8 @@ def _page(found: list[Verdict]) -> str:
         versions=f"{versions}, on CPU with gloo",
         matrix=matrix_table(found),
         others=other_table(found),
-        compared=sum(verdict.compared for verdict in found),
-        loads=sum(not verdict.error for verdict in found),
+        compared=sum(verdict.compared for verdict in found if not verdict.cell.fails),
+        loads=sum(not verdict.cell.fails for verdict in found),
         tolerance=", ".join(f"{bound:g} in {dtype}" for dtype, bound in TOLERANCE.items()),
     )
 

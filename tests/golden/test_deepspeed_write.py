@@ -1,0 +1,86 @@
+"""What was written as DeepSpeed files reads back as the checkpoint of real DeepSpeed that it came from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import ucp
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspeed"
+
+REFUSED = {"z1-dp2-elastic"}
+"""Beside those of pipeline, tensor and expert parallelism."""
+
+TARGETS = (None, *(ucp.Topology(dp=3, zero=stage) for stage in range(4)))
+"""None for a universal checkpoint."""
+
+SHAPE_LOST = {("z2-dp2-exclude-frozen", 3): {"void.weight"}}
+"""Parameters without elements that stage 3 has no place for, when it must not list the frozen ones."""
+
+
+def _sources() -> list[str]:
+    names = []
+    for truth in sorted(FIXTURES.glob("*/truth.json")):
+        if json.loads(truth.read_text())["case"]["kind"] == "module" and truth.parent.name not in REFUSED:
+            names.append(truth.parent.name)
+    return names
+
+
+def _checkpoint(name: str) -> Path:
+    kept = FIXTURES / name
+    return kept / "checkpoint" if (kept / "checkpoint").is_dir() else next(kept.glob("checkpoint-*"))
+
+
+def _write(src: Path, dst: Path, topology: ucp.Topology | None) -> ucp.ConvertReport:
+    to = "deepspeed-universal" if topology is None else "deepspeed"
+    return ucp.convert(src, dst, to=to, topology=topology, workers=1)
+
+
+def _settings(path: Path) -> list[tuple[frozenset[str], dict[str, object]]]:
+    """Parameters with elements and hyper-parameters of each group."""
+    index = ucp.inspect(path)
+    return [
+        (frozenset(name for name in group.params if 0 not in index.atoms[name].global_shape), dict(group.hyper))
+        for group in index.groups
+    ]
+
+
+def _lost(src: Path, dst: Path) -> set[str]:
+    report = ucp.diff(src, dst)
+    assert all((change.what, change.numel) == ("missing", 0) for change in report.changes), report.changes
+    return {change.param for change in report.changes}
+
+
+@pytest.mark.parametrize("topology", TARGETS, ids=str)
+@pytest.mark.parametrize("name", _sources())
+def test_reads_back_equal(name: str, topology: ucp.Topology | None, tmp_path: Path) -> None:
+    src, dst = _checkpoint(name), tmp_path / "dst"
+    _write(src, dst, topology)
+    assert _lost(src, dst) == SHAPE_LOST.get((name, topology.zero if topology else None), set())
+    assert _settings(dst) == _settings(src)
+    assert ucp.inspect(dst).step == ucp.inspect(src).step
+
+
+@pytest.mark.parametrize("name", ["z1-dp4-fp32", "z2-dp2-fused-adam", "z3-dp4-subgroups", "z2-dp2-client-state"])
+def test_a_chain_of_all_targets_ends_where_it_began(name: str, tmp_path: Path) -> None:
+    last = src = _checkpoint(name)
+    for number, topology in enumerate((*TARGETS, ucp.Topology(dp=5, zero=2), None)):
+        _write(last, tmp_path / str(number), topology)
+        last = tmp_path / str(number)
+    assert not _lost(src, last)
+    assert _settings(last) == _settings(src)
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+def test_atoms_in_between_change_nothing(virtual: bool, tmp_path: Path) -> None:
+    src = _checkpoint("z3-dp4-fp32")
+    ucp.convert(src, tmp_path / "atoms", virtual=virtual)
+    for name, origin in (("direct", src), ("over", tmp_path / "atoms")):
+        _write(origin, tmp_path / name, ucp.Topology(dp=2, zero=1))
+    files = sorted(path.relative_to(tmp_path / "direct") for path in (tmp_path / "direct").rglob("*.pt"))
+    assert len(files) == 3
+    for file in files:
+        assert (tmp_path / "direct" / file).read_bytes() == (tmp_path / "over" / file).read_bytes()
