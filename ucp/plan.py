@@ -10,6 +10,7 @@ so a plan stays small however many ranks wrote the source.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -45,7 +46,7 @@ SCRATCH = 3 * BLOCK
 
 
 _Claims = dict[tuple[RegionPair, ...], list[tuple[int, int]]]
-"""Element ranges that are spoken for, by the regions of the local tensor that they are ranges of."""
+"""Element ranges that are spoken for, in increasing order, by the regions of the local tensor they are ranges of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +236,10 @@ def _claim(claims: _Claims, own: Slice) -> bool:
         if any(intersect(a.whole, b.whole) for pairs in claims for a in pairs for b in own.pairs):
             return False
         ranges = claims[own.pairs] = []
-    if any(low < own.stop and own.start < high for low, high in ranges):
+    if own.start == own.stop:
+        return True
+    at = bisect_right(ranges, (own.start, own.stop))
+    if (at and own.start < ranges[at - 1][1]) or (at < len(ranges) and ranges[at][0] < own.stop):
         return False
-    ranges.append((own.start, own.stop))
+    ranges.insert(at, (own.start, own.stop))
     return True

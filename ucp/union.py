@@ -22,7 +22,7 @@ from ucp.dtypes import DType
 from ucp.errors import CorruptError
 from ucp.fragment import Fragment
 from ucp.gather import Gatherer, Sources, Span
-from ucp.io.write import write_at
+from ucp.io.write import start_writeback, write_at
 from ucp.numeric import differing, numpy_dtype, strided
 from ucp.plan import BLOCK, Fill, Job, Section, Task
 from ucp.region import Box, RegionPair
@@ -99,6 +99,7 @@ class Worker:
         descriptor = os.open(self._root / fill.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             write_at(descriptor, data, fill.offset)
+            start_writeback(descriptor, fill.offset, fill.nbytes)
         finally:
             os.close(descriptor)
         return sums

@@ -466,10 +466,11 @@ def test_a_file_that_goes_away_under_way_stops_all_of_them(tmp_path):
             self.rank, self.count, self.device = ranks.rank, ranks.count, ranks.device
 
         def share(self, value):
-            return self._ranks.share(value)
+            told = self._ranks.share(value)
+            (tmp_path / "2.bin").unlink(missing_ok=True)
+            return told
 
         def gather(self, part):
-            (tmp_path / "2.bin").unlink(missing_ok=True)
             return self._ranks.gather(part)
 
     found = run(2, lambda ranks: load_into(Net(), checkpoint=own.path, group=Vanishing(ranks), bucket_nbytes=64))

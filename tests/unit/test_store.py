@@ -12,19 +12,21 @@ import pytest
 import safetensors.numpy
 
 import ucp
-from ucp.atom import Extra, Index, Kind
+from ucp.atom import Extra, Index, Kind, StateIndex
 from ucp.compare import compare
 from ucp.dtypes import DType
 from ucp.errors import ChangedError, CorruptError, MalformedError, MissingFileError, UsageError
+from ucp.fragment import Fragment
 from ucp.gather import Gatherer, Sources
 from ucp.inert import GlobalName, Stub, TorchSize
 from ucp.numeric import viewed
 from ucp.prepare import index_of
 from ucp.protocols import Evidence
+from ucp.region import Box
 from ucp.slice import Locator, resolve, whole_slice
 from ucp.store.format import StoreFormat
 from ucp.tensor import TensorRef
-from ucp.testing.handmade import Shards, make_index
+from ucp.testing.handmade import Shards, inline, make_index
 from ucp.topology import Topology
 
 LAYOUTS = [{}, {"layout": "packed"}, {"layout": "per-parameter"}, {"compress": True}, {"virtual": True}]
@@ -129,6 +131,23 @@ def test_packs_are_closed_between_parameters(source, arrays, tmp_path, monkeypat
             homes.setdefault(name.rpartition("/")[0], set()).add(pack.name)
     assert all(len(own) == 1 for own in homes.values())
     assert ucp.verify(tmp_path / "out", against=source).ok
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=LABELS)
+def test_plain_numbers_stay_plain(tmp_path, memory_format, options):
+    """A step that was no tensor is none afterwards: targets write it back as it was."""
+    shards = Shards(tmp_path / "src")
+    step = inline(np.array(7, np.int64))
+    whole = StateIndex(dtype=DType.INT64, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=step),))
+    made = make_index(tmp_path / "src", {("w", "weight"): shards.whole(np.arange(3, dtype=np.float32))})
+    atom = replace(made.atoms["w"], states={**made.atoms["w"].states, "step": whole})
+    memory_format.index = replace(made, atoms={"w": atom})
+    ucp.convert(memory_format.index.path, tmp_path / "dst", **options)
+    index = StoreFormat().read(tmp_path / "dst")
+    (fragment,) = index.atoms["w"].states["step"].fragments
+    assert fragment.ref == step
+    assert elements(index, "w", "step") == 7
+    assert ucp.verify(tmp_path / "dst", against=memory_format.index.path).ok
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a..b", "%", "é\u2028", "a b", "x" * 200])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from ucp.atom import Extra, Index, SourceFile
@@ -74,9 +75,22 @@ def _check_unchanged(files: Iterable[ReferredFile], root: Path) -> None:
     for own in files:
         now = (own.file.nbytes, own.file.mtime_ns)
         if own.identity and (now != (own.nbytes, own.mtime_ns) or identity_of(own.file.path) != own.identity):
-            changed.append(f"{own.file.path}: {own.nbytes} bytes then, {own.file.nbytes} now")
+            changed.append(f"{own.file.path}: {_difference(own)}")
     if changed:
         raise ChangedError(
             f"{root} is a virtual store, and files that it refers to were changed since it was made:\n"
             f"{listed(changed)}\nmake it again with `ucp convert SRC {root} --virtual --overwrite`"
         )
+
+
+def _difference(own: ReferredFile) -> str:
+    if own.nbytes != own.file.nbytes:
+        return f"{own.nbytes} bytes then, {own.file.nbytes} now"
+    if own.mtime_ns != own.file.mtime_ns:
+        then = "unknown" if own.mtime_ns is None else _when(own.mtime_ns)
+        return f"last written {then} then, {_when(own.file.mtime_ns)} now (copying with `cp -p` keeps the time)"
+    return "its first or last 64 KiB differ"
+
+
+def _when(mtime_ns: int) -> str:
+    return datetime.fromtimestamp(mtime_ns / 1e9, tz=UTC).isoformat(sep=" ", timespec="microseconds")

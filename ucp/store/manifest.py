@@ -1,7 +1,7 @@
 """`ucp.json`: what an atom store holds and where. Version 1; see docs/reference/atom-store.md.
 
 A packed store and a virtual one differ only in where their states lie: one stretch of a pack, or pieces of somebody
-else's files.
+else's files. A plain number that the source keeps outside its tensors stands in the manifest itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ucp.fragment import Fragment
 from ucp.store.values import to_json
 from ucp.tensor import InlineTensor
 
-__all__ = ["MANIFEST", "VERSION", "Stored", "describe", "dump", "parse"]
+__all__ = ["MANIFEST", "VERSION", "Stored", "describe", "dump", "is_inline", "parse"]
 
 MANIFEST = "ucp.json"
 VERSION = 1
@@ -94,6 +94,11 @@ def describe(
     }
 
 
+def is_inline(state: StateIndex) -> bool:
+    """Whether a state stands in the source's index itself, and so in the manifest."""
+    return bool(state.fragments) and all(isinstance(fragment.ref, InlineTensor) for fragment in state.fragments)
+
+
 class _Numbering:
     """Numbers paths in the order they are first named."""
 
@@ -131,7 +136,7 @@ def _state(
     param: str, name: str, state: StateIndex, *, stored: Mapping[tuple[str, str], Stored] | None, files: _Numbering
 ) -> Json:
     described: Json = {"shape": list(state.global_shape)}
-    if stored is None:
+    if stored is None or ((param, name) not in stored and is_inline(state)):
         described |= {"dtype": state.dtype.value, "overlap": state.overlap.value}
         described["pieces"] = [_piece(fragment, files) for fragment in state.fragments]
         return described

@@ -4,6 +4,7 @@
     per-parameter   atoms/<parameter>/<state>.safetensors          (the shape of the paper, section 3.1)
     virtual         no tensor file at all: pieces of the source's own files
 
+Plain numbers, such as a step that the source keeps outside its tensors, stand in the manifest in every layout.
 With `compress`, packs hold encoded blocks (`ucp.codec`) and are named packs/00000.zst.
 """
 
@@ -22,7 +23,7 @@ from ucp.io.safetensors import layout_safetensors
 from ucp.plan import BLOCK
 from ucp.slice import Slice, whole_slice
 from ucp.store.extras import extra_file
-from ucp.store.manifest import MANIFEST, Stored, describe, dump
+from ucp.store.manifest import MANIFEST, Stored, describe, dump, is_inline
 from ucp.target import Literal, OutputFile, Placement, RawCopy, Receipt, TargetOptions, TargetPlan
 from ucp.topology import Topology
 
@@ -59,7 +60,7 @@ class StoreTarget:
 
     def seal(self, index: Index, plan: TargetPlan, receipts: Sequence[Receipt]) -> tuple[OutputFile, ...]:
         """The manifest."""
-        virtual = not plan.placements and bool(index.atoms)
+        virtual = not plan.placements and not all(is_inline(state) for _, _, state in index.states())
         stored = {(r.placement.slice.param, r.placement.slice.state): _stored(r) for r in receipts}
         identities = {file.path: identity_of(file.path) for file in index.files} if virtual else {}
         document = describe(
@@ -90,7 +91,8 @@ def _slices(index: Index, options: TargetOptions) -> Iterator[Slice]:
     for atom, name, state in index.states():
         kept = atom.kind is Kind.BUFFER or not state.dtype.is_floating
         dtype = state.dtype if kept else wanted.get(name, state.dtype)
-        yield whole_slice(atom.name, name, state, dtype=dtype)
+        if dtype is not state.dtype or not is_inline(state):
+            yield whole_slice(atom.name, name, state, dtype=dtype)
 
 
 def _casts(index: Index, slices: Sequence[Slice]) -> tuple[str, ...]:
