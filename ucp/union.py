@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -18,18 +18,21 @@ from zlib_ng import zlib_ng
 
 from ucp.atom import StateIndex
 from ucp.codec import encode
-from ucp.dtypes import DType
 from ucp.errors import CorruptError
 from ucp.fragment import Fragment
 from ucp.gather import Gatherer, Sources, Span
 from ucp.io.write import start_writeback, write_at
+from ucp.layout import Overlap
 from ucp.numeric import differing, numpy_dtype, strided
 from ucp.plan import BLOCK, Fill, Job, Section, Task
 from ucp.region import Box, RegionPair
-from ucp.slice import Locator, Piece, Slice, resolve, resolve_copies
+from ucp.slice import Locator, Piece, Slice, block_ranges, resolve, resolve_copies
 from ucp.tensor import TensorRef
 
 __all__ = ["Done", "Sum", "Worker", "drift"]
+
+MEAN_WINDOW = BLOCK // 8
+"""Bytes of a mean that are made at once: its sum is wider than what is written, and so are its casts."""
 
 
 class Sum(NamedTuple):
@@ -119,34 +122,36 @@ class Worker:
 
     def _gathered(self, fill: Fill, data: memoryview, gatherer: Gatherer, found: list[str]) -> list[Sum]:
         """Bytes of all sections in `data`, compared with their copies; their sums."""
-        wanted = []
+        parts, wanted = [], []
         for section in fill.sections:
             own, locator = self._slice(section)
             at = section.offset - fill.offset
             part = data[at : at + section.nbytes]
-            wanted.append((part, own.dtype, resolve(own, locator, section.start, section.stop)))
+            parts.append(part)
+            for low, high, window in _windows(section, part, locator):
+                wanted.append((window, own.dtype, resolve(own, locator, low, high)))
         try:
             gatherer.fill_many(wanted)
         except CorruptError as error:
-            raise self._named(error, fill, wanted) from error
-        for section, (part, _, _) in zip(fill.sections, wanted, strict=True):
+            raise self._named(error, fill) from error
+        for section, part in zip(fill.sections, parts, strict=True):
             if section.placement in self._job.checking:
                 self._check_copies(section, part, gatherer, found)
         return [
             Sum(s.placement, s.start, part.nbytes, xxhash.xxh3_64_hexdigest(part), zlib_ng.crc32(part))
-            for s, (part, _, _) in zip(fill.sections, wanted, strict=True)
+            for s, part in zip(fill.sections, parts, strict=True)
         ]
 
-    def _named(
-        self, error: CorruptError, fill: Fill, wanted: Sequence[tuple[memoryview, DType, Sequence[Piece]]]
-    ) -> CorruptError:
+    def _named(self, error: CorruptError, fill: Fill) -> CorruptError:
         """The error with the state whose bytes it is about, found by reading each alone."""
-        for section, one in zip(fill.sections, wanted, strict=True):
+        for section in fill.sections:
+            own, locator = self._slice(section)
+            data = self._buffer[: section.nbytes]
+            pieces = resolve(own, locator, section.start, section.stop)
             try:
-                Gatherer(sources=self._sources).fill_many([one])
-            except CorruptError as own:
-                found, _ = self._slice(section)
-                return CorruptError(f"{found.param}/{found.state}: {own}")
+                Gatherer(sources=self._sources).fill(data, own.dtype, pieces)
+            except CorruptError as found:
+                return CorruptError(f"{own.param}/{own.state}: {found}")
         return error
 
     def _slice(self, section: Section) -> tuple[Slice, Locator]:
@@ -162,7 +167,16 @@ class Worker:
 
     def _check_copies(self, section: Section, part: memoryview, gatherer: Gatherer, found: list[str]) -> None:
         own, locator = self._slice(section)
-        found.extend(drift(replace(own, start=section.start, stop=section.stop), locator, part, gatherer))
+        for low, high, window in _windows(section, part, locator):
+            found.extend(drift(replace(own, start=low, stop=high), locator, window, gatherer))
+
+
+def _windows(section: Section, part: memoryview, locator: Locator) -> Iterator[tuple[int, int, memoryview]]:
+    """Element ranges of a section and their bytes: all at once, or a mean, which needs room for its sum, in parts."""
+    itemsize = section.nbytes // (section.stop - section.start)
+    step = MEAN_WINDOW if locator.state.overlap is Overlap.MEAN else BLOCK
+    for low, high in block_ranges(section.start, section.stop, step // itemsize):
+        yield low, high, part[(low - section.start) * itemsize : (high - section.start) * itemsize]
 
 
 def drift(own: Slice, locator: Locator, part: memoryview, gatherer: Gatherer) -> Iterator[str]:
