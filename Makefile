@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 DEEPSPEED := deepspeed==0.19.8
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint check integration bench clean
+.PHONY: demo test lint check integration bench mcore clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -47,6 +47,10 @@ check: lint
 
 integration: $(VENV)/.installed-deepspeed
 	DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m integration -p no:xdist -s
+
+# Releases of megatron-core, unpacked side by side; tests that need one fetch it themselves.
+mcore: $(VENV)/.installed
+	$(BIN)/python fixtures/megatron_versions.py
 
 bench: $(VENV)/.installed-bench $(VENV)/.installed-deepspeed
 	DS_ACCELERATOR=cpu $(BIN)/python -m tests.bench

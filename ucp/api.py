@@ -15,24 +15,20 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucp.atom import AtomIndex, Index, StateIndex, check_cover
-from ucp.compare import Change, casts_between, checked_bytes, compare, compare_copies, scan_digests, scan_records
-from ucp.convert import ConvertReport, carry_out, owners
+from ucp.atom import AtomIndex, Index, StateIndex
+from ucp.compare import fit_threads
+from ucp.convert import ConvertReport, carry_out
 from ucp.dtypes import DType
 from ucp.errors import (
-    ChangedError,
-    CorruptError,
-    CoverError,
-    MalformedError,
-    MissingFileError,
     UsageError,
-    listed,
 )
 from ucp.gather import Gatherer, Sources
-from ucp.prepare import ConvertOptions, Prepared, index_of, prepare
-from ucp.protocols import Observer
+from ucp.prepare import ConvertOptions, Prepared, Silent, Survey, index_of, prepare, survey
+from ucp.proof import DiffReport, VerifyReport, differences, prove, prove_written
+from ucp.protocols import Observer, SourceOptions
 from ucp.region import Box, RegionPair
 from ucp.registry import recognise
+from ucp.settle import Drift
 from ucp.slice import Locator, Slice, resolve
 from ucp.state import NameFilter
 from ucp.target import TargetOptions
@@ -45,6 +41,7 @@ __all__ = [
     "Atom",
     "Checkpoint",
     "DiffReport",
+    "Survey",
     "VerifyReport",
     "convert",
     "diff",
@@ -52,26 +49,12 @@ __all__ = [
     "make_options",
     "open",
     "plan",
+    "source_options",
+    "survey",
     "verify",
 ]
 
 type_path = str | PathLike[str]
-
-_DAMAGE = (ChangedError, CorruptError, CoverError, MalformedError, MissingFileError)
-"""What keeps a checkpoint from being read that was once whole: a finding of `verify`, not its failure."""
-
-
-class _Silent:
-    """Observer that says nothing."""
-
-    def begin(self, *, title: str, nbytes: int) -> None:
-        pass
-
-    def advance(self, nbytes: int) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -194,58 +177,22 @@ class Checkpoint:
         return states[state]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
-    """What a verification found."""
+def open(  # noqa: A001  # ucp.open is the name users look for
+    path: type_path, *, family: str | None = None, patterns: type_path | None = None
+) -> Checkpoint:
+    """The checkpoint at `path`, of whatever format. Raises SourceError, CoverError.
 
-    path: str
-    """What was verified."""
-    against: str | None
-    """What it was compared with, bit for bit."""
-    checked_bytes: int
-    """Bytes that recorded checksums or digests cover."""
-    problems: tuple[str, ...]
-    """Damage: bytes that are not what they should be, copies that drifted."""
-    changes: tuple[Change, ...]
-    """Differences from `against`."""
-    casts: tuple[str, ...] = ()
-    """Changes of dtype after which states of `against` were compared; empty when it was bit for bit."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.problems and not self.changes
+    `family`, `patterns`: see `convert`.
+    """
+    return Checkpoint(index_of(Path(path), source=source_options(family, patterns)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiffReport:
-    """How two checkpoints differ."""
+def inspect(path: type_path, *, family: str | None = None, patterns: type_path | None = None) -> Index:
+    """Index of the checkpoint at `path`; its cover is not proved, so that a broken one can be looked at.
 
-    a: str
-    """The first."""
-    b: str
-    """The second."""
-    compared: int
-    """States that both have."""
-    nbytes: int
-    """Bytes of them in the first."""
-    changes: tuple[Change, ...]
-    """Differences; empty when equal bit for bit."""
-
-    @property
-    def equal(self) -> bool:
-        """Whether there is no difference."""
-        return not self.changes
-
-
-def open(path: type_path) -> Checkpoint:  # noqa: A001  # ucp.open is the name users look for
-    """The checkpoint at `path`, of whatever format. Raises SourceError, CoverError."""
-    return Checkpoint(index_of(Path(path)))
-
-
-def inspect(path: type_path) -> Index:
-    """Index of the checkpoint at `path`; its cover is not proved, so that a broken one can be looked at."""
-    fmt, _ = recognise(Path(path))
+    `family`, `patterns`: see `convert`. Raises SourceError; what can be told then is in `survey(path)`.
+    """
+    fmt, _ = recognise(Path(path), options=source_options(family, patterns))
     return fmt.read(Path(path))
 
 
@@ -266,6 +213,10 @@ def convert(
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
     dtypes: Mapping[str, str] | None = None,
+    settings: Mapping[str, str] | None = None,
+    family: str | None = None,
+    patterns: type_path | None = None,
+    drift: str = Drift.ERROR,
     workers: int = 0,
     memory: int = 1 << 30,
     resume: bool = False,
@@ -282,7 +233,7 @@ def convert(
     topology
         Layout of the run that will load it, where the target has ranks.
     layout
-        Variant of the target's layout: "packed" or "per-parameter" for atoms.
+        Variant of the target's layout: "packed" or "per-parameter" for atoms, "torch_dist" or "torch" for megatron.
     virtual
         Write references into `src` only (atoms).
     compress
@@ -291,6 +242,14 @@ def convert(
         Globs over parameter names, or name/state.
     dtypes
         State to dtype, e.g. {"weight": "bfloat16"}.
+    settings
+        What the source does not record and the target needs, e.g. {"num_attention_heads": "32"} for megatron.
+    family
+        Model family whose rules say how `src` is sharded, instead of the one chosen by evidence.
+    patterns
+        TOML file with a family of your own.
+    drift
+        Copies that should be equal and are not: "error", "first" (take the first rank's) or "mean".
     workers
         Processes; 0 for one per core.
     memory
@@ -314,13 +273,17 @@ def convert(
         include=include,
         exclude=exclude,
         dtypes=dtypes,
+        settings=settings,
+        family=family,
+        patterns=patterns,
+        drift=drift,
         workers=workers,
         memory=memory,
         resume=resume,
         overwrite=overwrite,
     )
-    watch = observer or _Silent()
-    prove = partial(_prove, Path(src), options=options, observer=watch) if verify else None
+    watch = observer or Silent()
+    prove = partial(prove_written, observer=watch, threads=fit_threads(memory)) if verify else None
     return carry_out(Path(src), Path(dst), options, watch, prove=prove)
 
 
@@ -334,6 +297,10 @@ def make_options(
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
     dtypes: Mapping[str, str] | None = None,
+    settings: Mapping[str, str] | None = None,
+    family: str | None = None,
+    patterns: type_path | None = None,
+    drift: str = Drift.ERROR,
     workers: int = 0,
     memory: int = 1 << 30,
     resume: bool = False,
@@ -347,15 +314,21 @@ def make_options(
         if name not in {member.value for member in DType} or not DType(name).is_floating:
             known = ", ".join(member.value for member in DType if member.is_floating)
             raise UsageError(f"expected STATE=DTYPE with a dtype of {known}; got {state}={name}")
-    if not isinstance(workers, int) or workers < 0:
-        raise UsageError(f"expected a number of workers, or 0 for one per core; got {workers!r}")
-    if not isinstance(memory, int) or memory <= 0:
-        raise UsageError(f"expected memory in bytes, a whole number above 0; got {memory!r}")
+    if drift not in set(Drift):
+        raise UsageError(f"expected a policy for copies that differ of {', '.join(Drift)}; got {drift!r}")
+    _check_means(workers, memory)
     return ConvertOptions(
         to=to,
         topology=Topology.parse(topology) if isinstance(topology, str) else topology,
-        target=TargetOptions(dtypes=dict(dtypes or {}), layout="virtual" if virtual else layout, compress=compress),
+        target=TargetOptions(
+            dtypes=dict(dtypes or {}),
+            layout="virtual" if virtual else layout,
+            compress=compress,
+            settings=dict(settings or {}),
+        ),
         names=NameFilter(include=_globs(include), exclude=_globs(exclude)),
+        source=source_options(family, patterns),
+        drift=Drift(drift),
         workers=workers,
         memory=memory,
         resume=resume,
@@ -363,72 +336,59 @@ def make_options(
     )
 
 
+def source_options(family: str | None, patterns: type_path | None) -> SourceOptions:
+    """What a user says of a source. Raises UsageError for a family by name and by file at once."""
+    if family is not None and patterns is not None:
+        raise UsageError("expected a family by name (--family) or by file (--patterns); got both")
+    return SourceOptions(family, None if patterns is None else Path(patterns))
+
+
+def _check_means(workers: int, memory: int) -> None:
+    if not isinstance(workers, int) or workers < 0:
+        raise UsageError(f"expected a number of workers, or 0 for the default; got {workers!r}")
+    if not isinstance(memory, int) or memory <= 0:
+        raise UsageError(f"expected memory in bytes, a whole number above 0; got {memory!r}")
+
+
+def _threads(workers: int, memory: int) -> int:
+    """Threads that compare. Raises UsageError, MemoryBudgetError."""
+    _check_means(workers, memory)
+    return fit_threads(memory, asked=workers)
+
+
 def _globs(asked: Iterable[str]) -> tuple[str, ...]:
     """Several globs, or one."""
     return (asked,) if isinstance(asked, str) else tuple(asked)
 
 
-def verify(path: type_path, *, against: type_path | None = None, observer: Observer | None = None) -> VerifyReport:
+def verify(
+    path: type_path,
+    *,
+    against: type_path | None = None,
+    family: str | None = None,
+    patterns: type_path | None = None,
+    workers: int = 0,
+    memory: int = 1 << 30,
+    observer: Observer | None = None,
+) -> VerifyReport:
     """Prove that the checkpoint at `path` is whole, undamaged and, if asked, equal to `against` bit for bit.
 
     Reads every byte that has a recorded checksum, compares copies that should be equal, and proves that pieces tile
-    every tensor. Against another checkpoint a state of another dtype is compared after the cast.
+    every tensor. Against another checkpoint a state of another dtype is compared after the cast. `family`, `patterns`:
+    see `convert`; they are about `against` where it is given, else about `path`. `workers`: threads, 0 for four;
+    `memory`: bytes for all of them, beyond the interpreter's own.
     """
-    watch = observer or _Silent()
-    fmt, _ = recognise(Path(path))
-    other = None if against is None else index_of(Path(against))
-    changes: list[Change] = []
-    casts: tuple[str, ...] = ()
-    checked = 0
-    try:
-        index = fmt.read(Path(path))
-        check_cover(index)
-        problems = _damage(index, watch)
-        checked = checked_bytes(index)
-        if other is not None and not problems:
-            changes = compare(other, index, watch, cast=True)
-            casts = casts_between(other, index)
-    except _DAMAGE as error:
-        problems = [str(error)]
-    return VerifyReport(
-        path=str(path),
-        against=None if against is None else str(against),
-        checked_bytes=checked,
-        problems=tuple(problems),
-        changes=tuple(changes),
-        casts=casts,
+    return prove(
+        Path(path),
+        against=None if against is None else Path(against),
+        source=source_options(family, patterns),
+        threads=_threads(workers, memory),
+        observer=observer or Silent(),
     )
 
 
-def diff(a: type_path, b: type_path, *, observer: Observer | None = None) -> DiffReport:
-    """Every difference between two checkpoints of any formats, streamed."""
-    left, right = index_of(Path(a)), index_of(Path(b))
-    shared = [(s, right.atoms[atom.name].states) for atom, s, _ in left.states() if atom.name in right.atoms]
-    return DiffReport(
-        a=str(a),
-        b=str(b),
-        compared=sum(state in states for state, states in shared),
-        nbytes=left.nbytes,
-        changes=tuple(compare(left, right, observer or _Silent())),
-    )
-
-
-def _prove(src: Path, written: Path, *, options: ConvertOptions, observer: Observer) -> None:
-    """Read back what was written, before it is put in place, and compare it with the source. Raises CorruptError."""
-    index = index_of(written, unfinished=True)
-    changes = compare(index_of(src, options.names), index, observer, cast=True)
-    lines = [
-        *_damage(index, observer),
-        *(f"{c.param}/{c.state} {c.what}: {c.a} in the source, {c.b} written" for c in changes),
-    ]
-    if lines:
-        raise CorruptError(f"what was written does not read back as the source; it is removed:\n{listed(lines)}")
-
-
-def _damage(index: Index, observer: Observer) -> list[str]:
-    """A line for everything in a checkpoint that is not as it was recorded, or not the same in all copies."""
-    return [
-        *(f"CRC-32 differs: {r.path}: {r.name}{owners(index, r)}" for r in scan_records(index, observer)),
-        *(f"digest differs: {line}" for line in scan_digests(index, observer)),
-        *(f"copies differ: {line}" for line in compare_copies(index, observer)),
-    ]
+def diff(
+    a: type_path, b: type_path, *, workers: int = 0, memory: int = 1 << 30, observer: Observer | None = None
+) -> DiffReport:
+    """Every difference between two checkpoints of any formats, streamed. `workers`, `memory`: see `verify`."""
+    return differences(Path(a), Path(b), threads=_threads(workers, memory), observer=observer or Silent())

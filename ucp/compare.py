@@ -1,6 +1,6 @@
 """Compare checkpoints with their recorded checksums, with themselves, and with one another; block by block.
 
-Everything is streamed: memory is a few blocks per thread, whatever the size of a tensor.
+Everything is streamed: memory is `LANE` bytes per thread, whatever the size of a tensor.
 """
 
 from __future__ import annotations
@@ -17,18 +17,37 @@ import xxhash
 
 from ucp.atom import Index, StateIndex
 from ucp.checksums import mismatches
-from ucp.errors import CorruptError, SourceError
+from ucp.errors import CorruptError, SourceError, counted
 from ucp.gather import Gatherer, Sources, Span
 from ucp.numeric import differing, viewed
-from ucp.plan import BLOCK
+from ucp.plan import BLOCK, fit_workers
 from ucp.protocols import Observer
 from ucp.slice import Locator, Slice, block_ranges, resolve, whole_slice
 from ucp.tensor import Record, TensorRef
 from ucp.union import drift
 
-__all__ = ["Change", "casts_between", "checked_bytes", "compare", "compare_copies", "scan_digests", "scan_records"]
+__all__ = [
+    "LANE",
+    "THREADS",
+    "Change",
+    "casts_between",
+    "checked_bytes",
+    "compare",
+    "compare_copies",
+    "drifting",
+    "fit_threads",
+    "scan_digests",
+    "scan_records",
+]
 
-_THREADS = 4
+THREADS = 4
+"""Threads where nobody says how many."""
+
+LANE = 5 * BLOCK
+"""Bytes that one thread may need: a block of each side, one that is decoded or cast, an encoded one, and the rest."""
+
+_WIDEST = 16
+"""Bytes of an element as which two types are compared that differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +70,12 @@ class Change:
     """Largest absolute difference."""
 
 
-def compare(a: Index, b: Index, observer: Observer, *, cast: bool = False) -> list[Change]:
+def fit_threads(memory: int, *, asked: int = 0) -> int:
+    """Threads that fit `memory` bytes: at most `asked` (0: `THREADS`). Raises MemoryBudgetError when not one does."""
+    return fit_workers(memory, workers=asked or THREADS, threads=1, lane=LANE)[0]
+
+
+def compare(a: Index, b: Index, observer: Observer, *, cast: bool = False, threads: int = THREADS) -> list[Change]:
     """Every difference between two checkpoints; empty when their atoms are equal bit for bit.
 
     `cast`: where the dtype differs, compare what `a` holds after a cast to `b`'s dtype.
@@ -80,14 +104,14 @@ def compare(a: Index, b: Index, observer: Observer, *, cast: bool = False) -> li
         observer.advance((high - low) * pair.itemsize)
 
     try:
-        _each(jobs, one)
+        _each(jobs, one, threads)
     finally:
         observer.end()
     for (name, state), parts in sorted(found.items()):
         numel = sum(count for count, _ in parts)
         total = a.atoms[name].states[state].numel
         largest = max((part for _, part in parts), key=lambda value: (isnan(value), value))
-        text = f"{numel} of {total} elements"
+        text = f"{numel:,} of {counted(total, 'element')}"
         changes.append(Change(param=name, state=state, what="values", a=text, b=text, numel=numel, largest=largest))
     return changes
 
@@ -101,11 +125,16 @@ def casts_between(a: Index, b: Index) -> tuple[str, ...]:
         and name in b.atoms[atom.name].states
         and b.atoms[atom.name].states[name].dtype is not state.dtype
     )
-    return tuple(f"{change} in {count} parameters" for change, count in changed.items())
+    return tuple(f"{change} in {counted(count, 'parameter')}" for change, count in changed.items())
 
 
-def compare_copies(index: Index, observer: Observer) -> list[str]:
+def compare_copies(index: Index, observer: Observer, *, threads: int = THREADS) -> list[str]:
     """Copies in the source (replicas, the model's own low-precision weights) that differ from what is taken."""
+    return sorted(line for lines in drifting(index, observer, threads=threads).values() for line in lines)
+
+
+def drifting(index: Index, observer: Observer, *, threads: int = THREADS) -> dict[tuple[str, str], list[str]]:
+    """States whose copies differ from what is taken, by parameter and state, with a line for each difference."""
     held = [(atom.name, name, Locator(state)) for atom, name, state in index.states()]
     jobs = [
         (own, locator, low, high)
@@ -114,20 +143,22 @@ def compare_copies(index: Index, observer: Observer) -> list[str]:
         for own in (whole_slice(param, name, locator.state),)
         for low, high in block_ranges(0, own.stop, BLOCK // own.dtype.itemsize)
     ]
-    found: list[str] = []
+    found: dict[tuple[str, str], list[str]] = {}
     observer.begin(title="copies", nbytes=sum((high - low) * own.dtype.itemsize for own, _, low, high in jobs))
 
     def one(job: tuple[Slice, Locator, int, int]) -> None:
         own, locator, low, high = job
         part = _read(own, locator, low, high)
-        found.extend(drift(replace(own, start=low, stop=high), locator, part, _gatherer()))
+        lines = list(drift(replace(own, start=low, stop=high), locator, part, _gatherer()))
+        if lines:
+            found.setdefault((own.param, own.state), []).extend(lines)
         observer.advance((high - low) * own.dtype.itemsize)
 
     try:
-        _each(jobs, one)
+        _each(jobs, one, threads)
     finally:
         observer.end()
-    return sorted(found)
+    return found
 
 
 def checked_bytes(index: Index) -> int:
@@ -148,7 +179,7 @@ def _undigested(index: Index) -> list[Record]:
     return [record for record in index.records if (record.path, record.offset, record.nbytes) not in covered]
 
 
-def scan_records(index: Index, observer: Observer) -> list[Record]:
+def scan_records(index: Index, observer: Observer, *, threads: int = THREADS) -> list[Record]:
     """Stretches whose bytes are not those that the writer summed; without those that `scan_digests` covers."""
     jobs = [
         (record.path, low, min(BLOCK, record.offset + record.nbytes - low))
@@ -165,13 +196,13 @@ def scan_records(index: Index, observer: Observer) -> list[Record]:
         observer.advance(job[2])
 
     try:
-        _each(jobs, one)
+        _each(jobs, one, threads)
     finally:
         observer.end()
     return mismatches(_undigested(index), spans)
 
 
-def scan_digests(index: Index, observer: Observer) -> list[str]:
+def scan_digests(index: Index, observer: Observer, *, threads: int = THREADS) -> list[str]:
     """States whose bytes are not those that were digested, one line each."""
     jobs = [
         (whole_slice(atom.name, name, state), Locator(state), number, digest)
@@ -196,7 +227,7 @@ def scan_digests(index: Index, observer: Observer) -> list[str]:
         observer.advance(data.nbytes)
 
     try:
-        _each(jobs, one)
+        _each(jobs, one, threads)
     finally:
         observer.end()
     return sorted(wrong)
@@ -212,7 +243,7 @@ class _Pair:
         self._a, self._b = Locator(a), Locator(b)
         self.numel = a.numel
         self.itemsize = max(self._own.dtype.itemsize, self._other.dtype.itemsize)
-        self.step = BLOCK // self.itemsize
+        self.step = BLOCK // (self.itemsize if same else _WIDEST)
 
     def differing(self, low: int, high: int) -> tuple[int, float] | None:
         """Elements of the range that differ, and by how much; None when none does."""
@@ -240,8 +271,8 @@ def _read(own: Slice, locator: Locator, low: int, high: int) -> memoryview:
     return data
 
 
-def _each(jobs: Sequence[object], one: Callable[..., None]) -> None:
-    """`one(job)` for every job, on a few threads, never more in flight than there are threads."""
+def _each(jobs: Sequence[object], one: Callable[..., None], threads: int) -> None:
+    """`one(job)` for every job, on so many threads, never more in flight than there are threads."""
     queue = iter(jobs)
     opened: list[Sources] = []
 
@@ -250,8 +281,8 @@ def _each(jobs: Sequence[object], one: Callable[..., None]) -> None:
         _local.gatherer = Gatherer(sources=opened[-1])
 
     try:
-        with ThreadPoolExecutor(_THREADS, initializer=start) as pool:
-            running = {pool.submit(one, job) for job in islice(queue, _THREADS)}
+        with ThreadPoolExecutor(threads, initializer=start) as pool:
+            running = {pool.submit(one, job) for job in islice(queue, threads)}
             while running:
                 finished, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in finished:

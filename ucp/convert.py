@@ -19,11 +19,11 @@ from pathlib import Path
 
 from ucp.atom import Index
 from ucp.checksums import gaps, mismatches
-from ucp.errors import CorruptError, DestinationError, ReplicaError, listed
+from ucp.errors import CorruptError, DestinationError, ReplicaError, counted, listed
 from ucp.finish import create, seal_checksums
 from ucp.gather import Gatherer, Sources, Span
 from ucp.identity import producer
-from ucp.io.commit import MARK, Staging, check_apart, check_destination
+from ucp.io.commit import MARK, Making, Staging, check_apart, check_destination
 from ucp.journal import line_of, trusted
 from ucp.plan import BLOCK, Job, Task
 from ucp.prepare import ConvertOptions, Prepared, prepare
@@ -31,6 +31,7 @@ from ucp.protocols import Engine, Observer
 from ucp.registry import engine
 from ucp.target import Literal, OutputFile
 from ucp.tensor import Record, TensorRef
+from ucp.topology import Topology
 from ucp.union import Done, Sum
 
 __all__ = ["ConvertReport", "carry_out", "owners"]
@@ -46,6 +47,10 @@ class ConvertReport:
     """Format of the source."""
     to: str
     """Target."""
+    topology: Topology | None
+    """Layout of the run that loads what was written; None where it fits any."""
+    layout: str
+    """Variant of the target's layout; empty for its usual one."""
     atoms: int
     """Parameters and buffers."""
     nbytes_written: int
@@ -69,15 +74,20 @@ class ConvertReport:
 
 
 def carry_out(
-    src: Path, dst: Path, options: ConvertOptions, observer: Observer, *, prove: Callable[[Path], None] | None = None
+    src: Path,
+    dst: Path,
+    options: ConvertOptions,
+    observer: Observer,
+    *,
+    prove: Callable[[Index, Path], None] | None = None,
 ) -> ConvertReport:
     """Convert `src` to `dst`. Raises UcpError; then `dst` is as it was.
 
-    `prove`: is given the finished files before they are put in place, and raises when they are not right.
+    `prove`: is given the source and the finished files before they are put in place; raises when they are not right.
     """
     check_destination(src, dst)
-    prepared = prepare(src, options)
-    check_apart(dst, (file.path for file in prepared.job.index.files))
+    prepared = prepare(src, options, observer)
+    check_apart(dst, prepared.job.index.path, (file.path for file in prepared.job.index.files))
     staging = Staging(dst.resolve())
     if options.resume and staging.is_complete(prepared.fingerprint):
         staging.sweep()
@@ -85,7 +95,8 @@ def carry_out(
     if not staging.folder.exists():
         _check_space(prepared, staging.dst.parent)
     try:
-        lines = staging.open(prepared.fingerprint, resume=options.resume, overwrite=options.overwrite)
+        making = Making(prepared.fingerprint, prepared.facts)
+        lines = staging.open(making, resume=options.resume, overwrite=options.overwrite)
     except OSError as error:
         raise _unwritable(staging.folder, error) from error
     except DestinationError:
@@ -95,7 +106,7 @@ def carry_out(
     try:
         written = _write(prepared, staging, lines, observer)
         if prove is not None:
-            prove(staging.data)
+            prove(prepared.job.index, staging.data)
         staging.commit()
     except OSError as error:
         staging.release()
@@ -188,7 +199,8 @@ def _check_source(index: Index, written: _Written) -> None:
     if written.drift:
         raise ReplicaError(
             f"{index.path} holds copies that should be equal and are not:\n{listed(written.drift)}\n"
-            "the model was changed after its last step, or files of different runs were mixed"
+            "the ranks drifted apart, the model was changed after its last step, or files of different runs were "
+            "mixed. --drift first or --drift mean settles copies that drifted"
         )
     gatherer = Gatherer(sources=Sources(), tracked=frozenset(record.path for record in index.records))
     for path, offset, nbytes in gaps(index.records, written.spans):
@@ -198,7 +210,7 @@ def _check_source(index: Index, written: _Written) -> None:
     wrong = mismatches(index.records, [*written.spans, *gatherer.spans])
     if wrong:
         raise CorruptError(
-            f"bytes of {len(wrong)} stored pieces are not those that were written (CRC-32 differs):\n"
+            f"CRC-32 differs in {counted(len(wrong), 'record')}: these bytes are not those that were written:\n"
             f"{listed(f'{r.path}: {r.name}{owners(index, r)}' for r in wrong)}\n"
             "the files were damaged after they were saved; copy them again, or use another checkpoint"
         )
@@ -228,6 +240,7 @@ def _mark(prepared: Prepared, files: Sequence[OutputFile]) -> OutputFile:
     index, plan = prepared.job.index, prepared.job.target
     made = {
         "fingerprint": prepared.fingerprint,
+        "made": dict(prepared.facts),
         "producer": producer(),
         "target": prepared.target.name,
         "source": {"path": index.path, "format": index.format, "producer": index.producer, "step": index.step},
@@ -250,6 +263,8 @@ def _report(
         dst=str(dst),
         format=index.format,
         to=options.to,
+        topology=plan.topology,
+        layout=options.target.layout or ("compressed" if options.target.compress else ""),
         atoms=len(index.atoms),
         nbytes_written=written.nbytes,
         resumed_bytes=written.resumed,

@@ -10,6 +10,8 @@ A message says what was expected, what was found, where, and what to do::
     │   ├── MissingFileError        a file of the grid is not there
     │   ├── MalformedError          a file is there but truncated, of another run, or inconsistent
     │   ├── ChangedError            a file is not the one that was recorded
+    │   ├── FamilyError             the rules of a model family do not fit its names or shapes
+    │   │   └── UnknownFamilyError      no family, or more than one, fits; --family says which
     │   └── IncompleteError         a conversion that was interrupted and never committed
     ├── CoverError              regions leave a hole or overlap where they must not
     ├── CorruptError            bytes differ from their recorded checksum
@@ -17,6 +19,7 @@ A message says what was expected, what was found, where, and what to do::
     ├── MissingStateError       the target needs a parameter or state that the source lacks
     ├── MemoryBudgetError       the work does not fit the stated budget
     ├── DestinationError        the destination cannot be written as asked
+    ├── WorkerDiedError         a worker process ended before its work was done
     └── LoadError               a live model and the checkpoint do not fit
 """
 
@@ -29,6 +32,7 @@ __all__ = [
     "CorruptError",
     "CoverError",
     "DestinationError",
+    "FamilyError",
     "IncompleteError",
     "LoadError",
     "MalformedError",
@@ -38,9 +42,12 @@ __all__ = [
     "ReplicaError",
     "SourceError",
     "UcpError",
+    "UnknownFamilyError",
     "UnknownFormatError",
     "UnsupportedError",
     "UsageError",
+    "WorkerDiedError",
+    "counted",
     "listed",
 ]
 
@@ -77,6 +84,14 @@ class ChangedError(SourceError):
     """A referenced file is no longer the one that was recorded."""
 
 
+class FamilyError(SourceError):
+    """Names or shapes of the source and the rules of a model family do not fit together."""
+
+
+class UnknownFamilyError(FamilyError):
+    """No model family fits, or several do."""
+
+
 class IncompleteError(SourceError):
     """The path is an unfinished conversion."""
 
@@ -105,6 +120,10 @@ class DestinationError(UcpError):
     """The destination cannot be written as asked."""
 
 
+class WorkerDiedError(UcpError):
+    """A worker process ended before its work was done (killed, or out of memory)."""
+
+
 class LoadError(UcpError):
     """A live model or optimizer and the checkpoint do not fit together."""
 
@@ -121,3 +140,13 @@ def listed(items: Iterable[str], *, most: int = 20) -> str:
     if len(lines) > most:
         lines = [*lines[:most], f"  (+{len(lines) - most} more)"]
     return "\n".join(lines)
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things; `what`: the word for one of them, and what follows it.
+
+    >>> counted(1, "state of parameters"), counted(2000, "file")
+    ('1 state of parameters', '2,000 files')
+    """
+    word, space, rest = what.partition(" ")
+    return f"{count:,} {word}{'' if count == 1 else 's'}{space}{rest}"

@@ -15,12 +15,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
 from typing import Protocol, runtime_checkable
 
 from ucp.region import Box, RegionPair, compose, intersect, local_flat_pairs
 from ucp.tensor import contiguous_strides
 
-__all__ = ["AxisLayout", "Layout", "Overlap", "Pattern", "Placed", "local_shape", "place"]
+__all__ = [
+    "AxisLayout",
+    "Layout",
+    "Overlap",
+    "Pattern",
+    "Placed",
+    "common_shape",
+    "local_shape",
+    "place",
+    "whole_shape",
+]
 
 
 class Overlap(StrEnum):
@@ -47,7 +58,13 @@ class Pattern(Protocol):
         """What parts that hold the same element mean."""
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
-        """Boxes of the whole that part `index` of `parts` holds, in increasing local offset."""
+        """Boxes of the whole that part `index` of `parts` holds, in increasing local offset.
+
+        What several parts hold is numbered by `RegionPair.copy`: the boxes of any one copy tile what is shared.
+        """
+
+    def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """Shape of the whole whose parts have these shapes, in order. Raises ValueError when they have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +114,32 @@ def local_shape(layout: Layout, global_shape: Sequence[int], coords: Mapping[str
     return shape
 
 
+def whole_shape(layout: Layout, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Shape of the whole, from the shapes that all ranks hold.
+
+    `local_shapes`: one per rank of the layout's axes, the first axis slowest; all dims 0 where a rank holds nothing.
+    Raises ValueError when no whole has such parts.
+
+    >>> whole_shape(Layout(), [(3, 4)])
+    (3, 4)
+    """
+    shapes = list(local_shapes)
+    if len(shapes) != prod(axis.parts for axis in layout.axes):
+        axes = " x ".join(f"{axis.axis}={axis.parts}" for axis in layout.axes) or "no axis"
+        raise ValueError(f"expected a shape for every rank of {axes}; got {len(shapes)}")
+    for axis in reversed(layout.axes):
+        groups = [shapes[at : at + axis.parts] for at in range(0, len(shapes), axis.parts)]
+        shapes = [axis.pattern.whole_shape(group) for group in groups]
+    return shapes[0]
+
+
+def common_shape(local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The one shape that all of `local_shapes` are. Raises ValueError when they differ, or there is none."""
+    if len(set(local_shapes)) != 1:
+        raise ValueError(f"expected one shape on all parts; got {[list(shape) for shape in local_shapes]}")
+    return tuple(local_shapes[0])
+
+
 def _part_shape(pairs: tuple[RegionPair, ...]) -> tuple[int, ...]:
     return tuple(max(stops) for stops in zip(*(pair.local.stops for pair in pairs), strict=True))
 
@@ -113,39 +156,50 @@ def place(
     `flat`: element range of the row-major local tensor that this rank stores; None for all of it.
     """
     whole = Box.whole(global_shape)
-    pairs: tuple[RegionPair, ...] = (RegionPair(whole, whole),)
+    held = [_Held(RegionPair(whole, whole), 0, 0)]
     shape = tuple(global_shape)
-    replica = term = 0
     for axis in layout.axes:
-        index = coords[axis.axis]
-        inner = axis.pattern.regions(shape, axis.parts, index)
+        inner = axis.pattern.regions(shape, axis.parts, coords[axis.axis])
         if not inner:
             return ()
-        pairs = compose(pairs, inner)
+        held = [deeper for own in held for near in inner for deeper in own.cut(axis, near)]
         shape = _part_shape(inner)
-        replica = replica * axis.parts + index if axis.pattern.overlap is Overlap.EQUAL else replica
-        term = term * axis.parts + index if axis.pattern.overlap is Overlap.MEAN else term
     return tuple(
-        Placed(box=box, offset=offset, strides=strides, replica=replica, term=term)
-        for box, offset, strides in _stored(pairs, shape, flat)
+        Placed(box=box, offset=offset, strides=strides, replica=own.replica, term=own.term)
+        for own, box, offset, strides in _stored(held, shape, flat)
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A region of a rank's local tensor, while axes are composed."""
+
+    pair: RegionPair
+    replica: int
+    term: int
+
+    def cut(self, axis: AxisLayout, near: RegionPair) -> list[_Held]:
+        """What one region of the next axis leaves of it: one piece or none."""
+        overlap = axis.pattern.overlap
+        replica = self.replica * axis.parts + near.copy if overlap is Overlap.EQUAL else self.replica
+        term = self.term * axis.parts + near.copy if overlap is Overlap.MEAN else self.term
+        return [_Held(pair, replica, term) for pair in compose((self.pair,), (near,))]
+
+
 def _stored(
-    pairs: tuple[RegionPair, ...], shape: tuple[int, ...], flat: tuple[int, int] | None
-) -> list[tuple[Box, int, tuple[int, ...]]]:
-    """Global box, storage offset and strides for every region, cut to the flat range if there is one."""
+    held: list[_Held], shape: tuple[int, ...], flat: tuple[int, int] | None
+) -> list[tuple[_Held, Box, int, tuple[int, ...]]]:
+    """Every region with its box of the whole, storage offset and strides, cut to the flat range if there is one."""
     strides = contiguous_strides(shape)
     if flat is None:
-        return [(pair.whole, pair.local.flat_start(shape) if shape else 0, strides) for pair in pairs]
+        return [(own, own.pair.whole, own.pair.local.flat_start(shape) if shape else 0, strides) for own in held]
     found = []
     for run, position in local_flat_pairs(shape, *flat):
-        for pair in pairs:
-            shared = intersect(run, pair.local)
+        for own in held:
+            near, far = own.pair.local, own.pair.whole
+            shared = intersect(run, near)
             if shared is not None:
-                offsets = tuple(
-                    s - a + b for s, a, b in zip(shared.offsets, pair.local.offsets, pair.whole.offsets, strict=True)
-                )
+                offsets = tuple(s - a + b for s, a, b in zip(shared.offsets, near.offsets, far.offsets, strict=True))
                 inside = shared.flat_start(shape) - run.flat_start(shape)
-                found.append((Box(offsets, shared.sizes), position + inside, strides))
+                found.append((own, Box(offsets, shared.sizes), position + inside, strides))
     return found

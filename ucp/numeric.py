@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["Difference", "assign", "differing", "mean_dtype", "numpy_dtype", "strided", "viewed"]
 
 
+_WINDOW = 1 << 16
+"""Elements that are compared at once where two arrays differ: what is known of each difference is large."""
+
+
 @cache
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     """Numpy type of the same elements."""
@@ -91,11 +95,19 @@ def differing(a: NDArray[Any], b: NDArray[Any]) -> Difference | None:
         return None
     raw = np.dtype(f"V{a.dtype.itemsize}") if a.dtype.itemsize > 8 else np.dtype(f"u{a.dtype.itemsize}")
     flat_a, flat_b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
-    unequal = flat_a.view(raw) != flat_b.view(raw)
-    where = np.flatnonzero(unequal)
-    if not where.size:
-        return None
-    return Difference(numel=int(where.size), first=int(where[0]), largest=_largest(flat_a[where], flat_b[where]))
+    found: Difference | None = None
+    for low in range(0, flat_a.size, _WINDOW):
+        own_a, own_b = flat_a[low : low + _WINDOW], flat_b[low : low + _WINDOW]
+        where = np.flatnonzero(own_a.view(raw) != own_b.view(raw))
+        if not where.size:
+            continue
+        largest = _largest(own_a[where], own_b[where])
+        if found is None:
+            found = Difference(numel=int(where.size), first=low + int(where[0]), largest=largest)
+        else:
+            found.numel += int(where.size)
+            found.largest = float(np.maximum(found.largest, largest))  # not a number stays so
+    return found
 
 
 def _largest(a: NDArray[Any], b: NDArray[Any]) -> float:

@@ -29,6 +29,7 @@ __all__ = [
     "Job",
     "Section",
     "Task",
+    "amount",
     "check_target",
     "checking_placements",
     "fit_workers",
@@ -132,19 +133,32 @@ def make_job(index: Index, target: TargetPlan) -> Job:
     return Job(index=index, target=target, tasks=tasks, checking=checking_placements(target.placements))
 
 
-def fit_workers(memory: int, *, workers: int, threads: int) -> tuple[int, int]:
-    """Workers and threads in each that fit `memory` bytes, at most as many as asked for.
+def fit_workers(memory: int, *, workers: int, threads: int, lane: int = BLOCK + SCRATCH) -> tuple[int, int]:
+    """Workers and threads in each that fit `memory` bytes, at most as many as asked for. `lane`: bytes of one thread.
 
     Raises MemoryBudgetError when not even one thread fits.
     """
-    lanes = memory // (BLOCK + SCRATCH)
+    lanes = memory // lane
     if lanes < 1:
         raise MemoryBudgetError(
-            f"expected a memory budget of at least {(BLOCK + SCRATCH) >> 20} MiB, the need of one thread; "
-            f"got {memory >> 20} MiB. Raise --memory"
+            f"expected a memory budget of at least {amount(lane)}, the need of one thread; got {amount(memory)}. "
+            "Raise --memory"
         )
     workers = min(workers, lanes)
     return workers, min(threads, lanes // workers)
+
+
+def amount(nbytes: int) -> str:
+    """Bytes in the largest unit that they are a whole number of.
+
+    >>> amount(32 << 20), amount(1 << 10), amount(2_000_000), amount(1023)
+    ('32 MiB', '1 KiB', '2 MB', '1,023 bytes')
+    """
+    for base, unit in ((1024, "iB"), (1000, "B")):
+        for power, prefix in ((3, "G"), (2, "M"), (1, "K")):
+            if nbytes and nbytes % base**power == 0:
+                return f"{nbytes // base**power:,} {prefix}{unit}"
+    return f"{nbytes:,} bytes"
 
 
 def _by_path(target: TargetPlan) -> list[tuple[str, list[Section]]]:

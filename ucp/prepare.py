@@ -10,17 +10,31 @@ from pathlib import Path
 
 import xxhash
 
-from ucp.atom import AtomIndex, Index, check_cover
-from ucp.errors import UsageError
+from ucp.atom import AtomIndex, Index, SourceFile, check_cover
+from ucp.errors import UsageError, counted
 from ucp.identity import producer
 from ucp.plan import BLOCK, Job, fit_workers, make_job
-from ucp.protocols import Target
+from ucp.protocols import Observer, SourceOptions, Target
 from ucp.registry import recognise, target
+from ucp.settle import Drift, settle
 from ucp.state import NameFilter
 from ucp.target import TargetOptions
 from ucp.topology import Topology
 
-__all__ = ["ConvertOptions", "Prepared", "index_of", "prepare"]
+__all__ = ["ConvertOptions", "Prepared", "Silent", "Survey", "index_of", "prepare", "survey"]
+
+
+class Silent:
+    """Observer that wants to know nothing."""
+
+    def begin(self, *, title: str, nbytes: int) -> None:
+        """Nothing."""
+
+    def advance(self, nbytes: int) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +49,10 @@ class ConvertOptions:
     """Options of the target."""
     names: NameFilter = field(default_factory=NameFilter)
     """Which parameters and states to take."""
+    source: SourceOptions = field(default_factory=SourceOptions)
+    """What the user says of the source."""
+    drift: Drift = Drift.ERROR
+    """What to do about copies that should be equal and are not."""
     workers: int = 0
     """Processes; 0 for one per core."""
     memory: int = 1 << 30
@@ -59,6 +77,8 @@ class Prepared:
     """Threads in each."""
     fingerprint: str
     """Digest of source files, options and target: two conversions of the same fingerprint write the same bytes."""
+    facts: Mapping[str, str]
+    """What that digest is of, by name, as messages tell it; what was not asked for is left out."""
 
     @property
     def nbytes_out(self) -> int:
@@ -71,14 +91,55 @@ class Prepared:
         return self.workers * self.threads * max((task.projected_bytes for task in self.job.tasks), default=0)
 
 
-def index_of(path: Path, names: NameFilter | None = None, *, unfinished: bool = False) -> Index:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What can be told of a checkpoint whose index cannot be read."""
+
+    path: str
+    """Directory or file that was resolved, absolute."""
+    format: str
+    """Name of the format that it looks like."""
+    evidence: tuple[str, ...]
+    """What the format was recognised by."""
+    files: tuple[SourceFile, ...]
+    """Every file there, by name; what they hold is not known."""
+
+
+def survey(path: Path) -> Survey:
+    """What lies at `path`, from names and sizes alone. Raises UnknownFormatError, IncompleteError."""
+    fmt, evidence = recognise(path)
+    root = evidence.root.absolute()
+    found = (Path(folder) / name for folder, _, names in os.walk(root) for name in names)
+    return Survey(
+        path=str(root),
+        format=fmt.name,
+        evidence=evidence.reasons,
+        files=tuple(_present(file) for file in (sorted(found) if root.is_dir() else [root])),
+    )
+
+
+def _present(path: Path) -> SourceFile:
+    """A file as it is; a link that leads nowhere has no bytes."""
+    status = path.stat() if path.exists() else path.lstat()
+    return SourceFile(
+        path=str(path), nbytes=status.st_size if path.exists() else 0, mtime_ns=status.st_mtime_ns, role=""
+    )
+
+
+def index_of(
+    path: Path,
+    names: NameFilter | None = None,
+    *,
+    source: SourceOptions | None = None,
+    unfinished: bool = False,
+) -> Index:
     """Index of the checkpoint at `path`, its cover proved; only what `names` keeps.
 
-    `unfinished`: it may be the growing part of a conversion.
+    `source`: what the user says of it. `unfinished`: it may be the growing part of a conversion.
 
     Raises SourceError, CoverError, UsageError.
     """
-    fmt, _ = recognise(path, unfinished=unfinished)
+    fmt, _ = recognise(path, unfinished=unfinished, options=source)
     index = fmt.read(path)
     check_cover(index)
     return index if names is None or names == NameFilter() else _kept(index, names)
@@ -98,16 +159,18 @@ def _kept(index: Index, names: NameFilter) -> Index:
     left = sum(len(atom.states) for atom in index.atoms.values()) - sum(len(atom.states) for atom in atoms.values())
     dropped = (
         *index.dropped,
-        f"{left} states of parameters: left out by --include/--exclude; a whole model does not resume from the rest",
+        f"{counted(left, 'state of parameters')}: left out by --include/--exclude; no model resumes from the rest",
     )
     return replace(index, atoms=atoms, groups=groups, aliases=aliases, dropped=dropped)
 
 
-def prepare(src: Path, options: ConvertOptions) -> Prepared:
-    """Decide everything: writes nothing, reads no tensor."""
-    index = index_of(src, options.names)
+def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None) -> Prepared:
+    """Decide everything: writes nothing, and reads no tensor, unless copies that differ are to be settled."""
+    index = index_of(src, options.names, source=options.source)
+    index = settle(index, options.drift, observer or Silent(), memory=options.memory)
     _check_dtypes(index, options.target.dtypes)
     chosen = target(options.to)
+    _check_settings(chosen, options.target.settings)
     plan = chosen.plan(index, options.topology, options.target)
     job = make_job(index, plan)
     workers, threads = fit_workers(options.memory, workers=options.workers or _cores(), threads=2)
@@ -117,6 +180,7 @@ def prepare(src: Path, options: ConvertOptions) -> Prepared:
         workers=workers,
         threads=threads,
         fingerprint=_fingerprint(index, options),
+        facts=_facts(job, options),
     )
 
 
@@ -127,8 +191,31 @@ def _check_dtypes(index: Index, dtypes: Mapping[str, str]) -> None:
         raise UsageError(f"no parameter has a state {', '.join(unknown)} to cast; there are {', '.join(known)}")
 
 
+def _check_settings(chosen: Target, settings: Mapping[str, str]) -> None:
+    if settings and not getattr(chosen, "takes_settings", False):
+        raise UsageError(f"the target {chosen.name} asks for no settings; drop --set {', '.join(settings)}")
+
+
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _facts(job: Job, options: ConvertOptions) -> dict[str, str]:
+    asked = {
+        "source": job.index.path,
+        "target": options.to,
+        "topology": str(options.topology or job.target.topology or ""),
+        "layout": options.target.layout,
+        "compression": "zstd" if options.target.compress else "",
+        "dtypes": ", ".join(f"{state}={dtype}" for state, dtype in sorted(options.target.dtypes.items())),
+        "settings": ", ".join(f"{name}={value}" for name, value in sorted(options.target.settings.items())),
+        "included": ", ".join(options.names.include),
+        "left out": ", ".join(options.names.exclude),
+        "family": options.source.family or str(options.source.patterns or ""),
+        "of copies that differ": "" if options.drift is Drift.ERROR else options.drift.value,
+        "program": producer(),
+    }
+    return {name: value for name, value in asked.items() if value}
 
 
 def _fingerprint(index: Index, options: ConvertOptions) -> str:
@@ -140,6 +227,7 @@ def _fingerprint(index: Index, options: ConvertOptions) -> str:
         str(options.topology),
         asdict(options.target),
         asdict(options.names),
+        [options.source.family, str(options.source.patterns), options.drift.value],
         BLOCK,
     ]
     return xxhash.xxh3_128_hexdigest(json.dumps(asked, sort_keys=True).encode())

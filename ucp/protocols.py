@@ -8,19 +8,32 @@ another's insides, and none reads a tensor but the engine. Formats, targets and 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ucp.atom import Index
 from ucp.layout import Pattern
 from ucp.plan import Job, Task
 from ucp.target import OutputFile, Receipt, TargetOptions, TargetPlan
+from ucp.tensor import Tensor
 from ucp.topology import Topology
 from ucp.union import Done
 
-__all__ = ["Engine", "Evidence", "Format", "Observer", "Pattern", "Target"]
+__all__ = [
+    "Configurable",
+    "Engine",
+    "Evidence",
+    "Format",
+    "LocalTensor",
+    "LocalTensors",
+    "Observer",
+    "Pattern",
+    "Sharded",
+    "SourceOptions",
+    "Target",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +57,54 @@ class Format(Protocol):
 
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path` (as given by the user). Raises SourceError; reads no tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """What the user says of a source that its files do not, or not clearly."""
+
+    family: str | None = None
+    """Name of the model family whose rules hold, instead of the one chosen by evidence."""
+    patterns: Path | None = None
+    """TOML file with a family of the user's own."""
+
+
+@runtime_checkable
+class Configurable(Protocol):
+    """A format that can be told about its sources."""
+
+    def configured(self, options: SourceOptions) -> Format:
+        """The same format, reading with these options."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalTensor:
+    """A tensor of the model as one rank stores it."""
+
+    name: str
+    """Name in the rank's file; layers and experts may be numbered from 0 on every rank."""
+    coords: Mapping[str, int]
+    """Where the rank is: "tp", and "pp", "ep", "chunk" where ranks of them hold other tensors."""
+    ref: Tensor
+    """Its elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalTensors:
+    """The model as its ranks store it, without any rule that says how parts make up wholes."""
+
+    arguments: Mapping[str, object]
+    """Arguments of the run, as recorded."""
+    tensors: tuple[LocalTensor, ...]
+    """Every tensor of every rank."""
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """A format that can tell what each rank stores, of a model that no family knows."""
+
+    def local_tensors(self, path: Path) -> LocalTensors | None:
+        """Tensors of the model by rank; None when the files at `path` record the wholes."""
 
 
 class Target(Protocol):

@@ -31,7 +31,7 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.sizes):
             raise ValueError(f"offsets {self.offsets} and sizes {self.sizes} differ in dims")
-        if any(o < 0 for o in self.offsets) or any(n < 0 for n in self.sizes):
+        if min(self.offsets, default=0) < 0 or min(self.sizes, default=0) < 0:
             raise ValueError(f"negative offset or size: {self.offsets}, {self.sizes}")
 
     @classmethod
@@ -82,6 +82,8 @@ class RegionPair:
     """Where they are in the global tensor."""
     local: Box
     """Where they are in the local tensor."""
+    copy: int = 0
+    """Which copy of these elements it is, where several parts hold them; 0 is the first."""
 
     def __post_init__(self) -> None:
         if self.whole.sizes != self.local.sizes:

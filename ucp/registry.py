@@ -1,22 +1,26 @@
-"""Formats, targets and engines, found by entry point: built-ins use the same door as third parties.
+"""Formats, targets, engines, patterns and families, found by entry point: built-ins and others use the same door.
 
-Groups: `ucp.formats`, `ucp.targets`, `ucp.engines`. The name of the entry point is the name users type.
+Groups: `ucp.formats`, `ucp.targets`, `ucp.engines`, `ucp.patterns`: the name of the entry point is the name users type.
+`ucp.families`: a package with a TOML file per model family (see `ucp.families`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import cast
 
-from ucp.errors import UcpError, UnknownFormatError, UsageError
+from ucp.errors import FamilyError, UcpError, UnknownFormatError, UsageError
+from ucp.families import Library, choose
+from ucp.family import Family
 from ucp.io.commit import refuse_partial
-from ucp.protocols import Engine, Evidence, Format, Target
+from ucp.protocols import Configurable, Engine, Evidence, Format, Pattern, SourceOptions, Target
+from ucp.rule import PatternFactory
 
-__all__ = ["engine", "names", "recognise", "target"]
+__all__ = ["choose_family", "engine", "families", "family", "library", "names", "pattern", "recognise", "target"]
 
 _MOST_TRIED = 50
 """Folders looked into for a checkpoint that may have been meant."""
@@ -28,18 +32,23 @@ def _found(group: str) -> dict[str, EntryPoint]:
 
 
 @cache
-def _made(group: str, name: str) -> object:
+def _loaded(group: str, name: str) -> object:
     points = _found(group)
     if name not in points:
         known = ", ".join(sorted(points)) or "none: is universal-checkpoint installed?"
         near = get_close_matches(name, points, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UsageError(f"expected one of the {group.removeprefix('ucp.')} {known}; got {name!r}{hint}")
-    return points[name].load()()
+    return points[name].load()
+
+
+@cache
+def _made(group: str, name: str) -> object:
+    return cast("Callable[[], object]", _loaded(group, name))()  # a class without needed arguments, by the contract
 
 
 def names(group: str) -> tuple[str, ...]:
-    """Names registered in `ucp.formats`, `ucp.targets` or `ucp.engines`."""
+    """Names registered in one of the groups, e.g. `ucp.formats`."""
     return tuple(sorted(_found(group)))
 
 
@@ -53,10 +62,72 @@ def engine(name: str) -> Engine:
     return cast("Engine", _made("ucp.engines", name))  # what the group promises
 
 
-def recognise(path: Path, *, unfinished: bool = False) -> tuple[Format, Evidence]:
+def pattern(name: str, **fields: object) -> Pattern:
+    """The pattern of that name with its fields. Raises UsageError naming those there are.
+
+    >>> pattern("shard", dim=0, blocks=(4, 2)).name
+    'shard(dim=0, blocks=[4, 2])'
+    """
+    return cast("Callable[..., Pattern]", _loaded("ucp.patterns", name))(**fields)  # what the group promises
+
+
+def _pattern_factory(name: str) -> PatternFactory:
+    return cast("PatternFactory", _loaded("ucp.patterns", name))  # what the group promises
+
+
+@cache
+def library() -> Library:
+    """All registered model families. Raises UsageError when two have one name."""
+    return Library.of_packages([point.value for point in _found("ucp.families").values()], _pattern_factory)
+
+
+def families() -> tuple[str, ...]:
+    """Names of the model families that a checkpoint can be of."""
+    return tuple(own.name for own in library().concrete())
+
+
+def family(name: str) -> Family:
+    """The model family of that name. Raises UsageError naming those there are."""
+    return library().family(name)
+
+
+def choose_family(
+    *,
+    names: Iterable[str],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    arguments: Mapping[str, object] | None = None,
+    axes: Mapping[str, int] | None = None,
+    options: SourceOptions | None = None,
+) -> tuple[Family, tuple[str, ...]]:
+    """The family that a checkpoint is of, bound to its sizes, and the reasons: by evidence unless `options` say.
+
+    `names`: of the model's tensors, in any style. `shapes`: of wholes, or of the parts of one rank, with degrees in
+    `axes`. `arguments`: as recorded. Raises UnknownFamilyError when none or several fit, FamilyError when the one that
+    `options` name says otherwise than the checkpoint, UsageError for one that is not there or a rules file with a
+    mistake.
+    """
+    found = library()
+    name = options.family if options is not None else None
+    why = f"--family {name}"
+    if options is not None and options.patterns is not None:
+        found, own = found.with_file(options.patterns)
+        name, why = (name, why) if name else (own, f"--patterns {options.patterns}")
+    if name is not None:
+        bound = found.family(name).bind(arguments=arguments, shapes=shapes, axes=axes)
+        if bound.conflicts and (options is None or options.patterns is None):
+            raise FamilyError(
+                f"the model is none of the family {name!r}: {'; '.join(bound.conflicts)}. Drop --family to see which "
+                "it is; where the checkpoint is wrong, say so under [given] in a rules file of your own (--patterns)"
+            )
+        return bound, (why,)
+    return choose(found.concrete(), names=list(names), shapes=shapes or {}, arguments=arguments or {}, axes=axes or {})
+
+
+def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | None = None) -> tuple[Format, Evidence]:
     """The one format that `path` is of; `unfinished`: even when it is the growing part of a conversion.
 
-    Raises UnknownFormatError when none or several recognise it, IncompleteError for an unfinished conversion.
+    `options`: what the user says of the source. Raises UnknownFormatError when none or several formats recognise it,
+    IncompleteError for an unfinished conversion, UsageError for options that the format has no use for.
     """
     if not path.exists():
         raise UnknownFormatError(f"expected a checkpoint at {path}; nothing is there. Check the path")
@@ -65,7 +136,8 @@ def recognise(path: Path, *, unfinished: bool = False) -> tuple[Format, Evidence
     formats = [cast("Format", _made("ucp.formats", name)) for name in names("ucp.formats")]
     found = [(fmt, evidence) for fmt in formats if (evidence := fmt.detect(path)) is not None]
     if len(found) == 1:
-        return found[0]
+        ((fmt, evidence),) = found
+        return _configured(fmt, options or SourceOptions()), evidence
     if found:
         claims = "; ".join(f"{fmt.name} because of {', '.join(evidence.reasons)}" for fmt, evidence in found)
         raise UnknownFormatError(f"{path} could be several formats ({claims}); pass the folder of one of them")
@@ -73,6 +145,14 @@ def recognise(path: Path, *, unfinished: bool = False) -> tuple[Format, Evidence
         f"expected a checkpoint of {', '.join(names('ucp.formats'))}; {path} is none of them ({_contents(path)}). "
         f"Pass the folder that the framework saved to{_nearby(path, formats)}"
     )
+
+
+def _configured(fmt: Format, options: SourceOptions) -> Format:
+    if options == SourceOptions():
+        return fmt
+    if not isinstance(fmt, Configurable):
+        raise UsageError(f"{fmt.name} checkpoints are read without a model family: drop --family and --patterns")
+    return fmt.configured(options)
 
 
 def _nearby(path: Path, formats: Sequence[Format]) -> str:

@@ -46,11 +46,22 @@ class NameFilter:
         pairs = list(names)
         unused = [g for g in (*self.include, *self.exclude) if not any(_matches(g, p, s) for p, s in pairs)]
         if unused:
-            raise UsageError(f"no parameter matches {_quoted(unused)}; `ucp inspect` lists the names")
+            raise UsageError(f"no parameter matches {_quoted(unused)}; {_hint(unused, pairs)}")
 
 
 def _matches(glob: str, param: str, state: str) -> bool:
     return fnmatchcase(param, glob) or fnmatchcase(f"{param}/{state}", glob)
+
+
+def _hint(globs: Sequence[str], pairs: Sequence[tuple[str, str]]) -> str:
+    """What to write instead: a glob is of the whole name."""
+    for glob in globs:
+        wider = f"*{glob}*"
+        found = dict.fromkeys(param for param, state in pairs if _matches(wider, param, state))
+        if found:
+            first, more = next(iter(found)), len(found) - 1
+            return f"globs are of the whole name: {wider!r} matches {first}{f' and {more:,} more' if more else ''}"
+    return "`ucp inspect` lists the names"
 
 
 def _quoted(globs: Sequence[str]) -> str:

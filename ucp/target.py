@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from ucp.slice import Slice
 from ucp.tensor import TensorRef
+from ucp.topology import Topology
 
 __all__ = ["CrcField", "Literal", "OutputFile", "Placement", "RawCopy", "Receipt", "TargetOptions", "TargetPlan"]
 
@@ -97,6 +98,8 @@ class TargetPlan:
     """Every change of dtype, one line per kind."""
     compress: bool = False
     """Placements are written as encoded blocks, one pack per file, whose sizes are known only afterwards."""
+    topology: Topology | None = None
+    """Layout of the run that loads the files; None where they fit any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +112,8 @@ class TargetOptions:
     """Variant of the target's own layout, e.g. "per-parameter" for the atom store; empty for its default."""
     compress: bool = False
     """Compress tensor bytes, where the target can."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """What the source does not record and the target needs, by the target's own name for it, as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

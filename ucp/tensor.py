@@ -53,7 +53,7 @@ class TensorRef:
     def __post_init__(self) -> None:
         if self.offset < 0 or len(self.shape) != len(self.strides):
             raise ValueError(f"not a tensor reference: {self!r}")
-        if any(n < 0 for n in self.shape) or any(s < 0 for s in self.strides):
+        if min(self.shape, default=0) < 0 or min(self.strides, default=0) < 0:
             raise ValueError(f"not a tensor reference: {self!r}")
 
     @property

@@ -1,9 +1,9 @@
 """The shape of a training run: how many ranks along each axis of the device mesh.
 
 >>> Topology.parse("dp=4,zero=3")
-Topology(dp=4, tp=1, pp=1, ep=1, cp=1, zero=3)
->>> str(Topology(dp=2, tp=4))
-'dp=2,tp=4'
+Topology(dp=4, tp=1, pp=1, ep=1, cp=1, zero=3, vpp=1, etp=None)
+>>> str(Topology(dp=2, tp=4, ep=2, etp=1))
+'dp=2,tp=4,ep=2,etp=1'
 """
 
 from __future__ import annotations
@@ -38,16 +38,24 @@ class Topology:
     """Ranks a sequence is cut over."""
     zero: int | None = None
     """ZeRO stage, 0 to 3; None where the word has no meaning."""
+    vpp: int = 1
+    """Runs of layers that every pipeline stage holds (Megatron's virtual pipeline)."""
+    etp: int | None = None
+    """Ranks an expert's tensor is cut over (Megatron's expert tensor parallel); None: as many as `tp`."""
 
     def __post_init__(self) -> None:
-        for axis in AXES:
+        for axis in (*AXES, "vpp", "etp"):
             degree = getattr(self, axis)
+            if axis == "etp" and degree is None:
+                continue
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
                 raise UsageError(f"expected a whole number >= 1 for {axis}; got {degree!r}")
             if degree > MOST_RANKS:
                 raise UsageError(f"expected at most {MOST_RANKS:,} ranks along {axis}; got {degree:,}")
         if self.zero is not None and self.zero not in (0, 1, 2, 3):
             raise UsageError(f"expected a ZeRO stage of 0, 1, 2 or 3; got zero={self.zero!r}")
+        if self.vpp > 1 and self.pp == 1:
+            raise UsageError(f"expected pp above 1 with a virtual pipeline; got vpp={self.vpp}, pp=1")
 
     @classmethod
     def parse(cls, text: str) -> Topology:
@@ -68,8 +76,15 @@ class Topology:
             raise UsageError(f"expected axis=degree pairs such as dp=4,zero=3; got {text!r}")
         return cls(**degrees)
 
+    @property
+    def expert_tp(self) -> int:
+        """Ranks an expert's tensor is cut over."""
+        return self.tp if self.etp is None else self.etp
+
     def __str__(self) -> str:
-        parts = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        parts = [f"{axis}={getattr(self, axis)}" for axis in (*AXES, "vpp") if getattr(self, axis) > 1]
+        if self.etp is not None:
+            parts.append(f"etp={self.etp}")
         if self.zero is not None:
             parts.append(f"zero={self.zero}")
         return ",".join(parts) or "dp=1"

@@ -12,7 +12,7 @@ import click
 from ucp import api
 from ucp.convert import ConvertReport
 from ucp_cli.documents import convert_document
-from ucp_cli.failures import Interrupted
+from ucp_cli.failures import stopped
 from ucp_cli.options import PATH, ConvertArguments, as_json, convert_options, example, progress
 from ucp_cli.progress import watch
 from ucp_cli.render import facts, lines, write, write_json
@@ -65,8 +65,8 @@ def command(
             observer=watch(progress, quiet=quiet),
             **asked,
         )
-    except KeyboardInterrupt:
-        raise Interrupted(f"interrupted; the same command with --resume continues {dst}") from None
+    except KeyboardInterrupt as stop:
+        raise stopped(stop, f"; the same command with --resume continues {dst}") from None
     seconds = time.monotonic() - begun
     if as_json:
         write_json(convert_document(report, seconds=seconds, verified=verify))
@@ -80,7 +80,8 @@ def command(
 
 
 def _facts(report: ConvertReport, seconds: float, *, verified: bool) -> Iterator[tuple[str, str]]:
-    yield "wrote", f"{report.dst} ({report.to})"
+    layout = ", ".join(filter(None, [report.to, report.layout, str(report.topology or "")]))
+    yield "wrote", f"{report.dst} ({layout})"
     if report.already_complete:
         yield "", "was complete already: nothing was written"
         return

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 
-from ucp.api import DiffReport, VerifyReport
+from ucp.api import DiffReport, Survey, VerifyReport
 from ucp.atom import AtomIndex, Extra, Index, StateIndex
 from ucp.compare import Change
 from ucp.convert import ConvertReport
@@ -25,6 +25,7 @@ __all__ = [
     "diff_document",
     "index_document",
     "plan_document",
+    "survey_document",
     "verify_document",
 ]
 
@@ -50,14 +51,20 @@ def index_document(index: Index, *, missing: Sequence[str], detailed: Collection
     }
 
 
+def survey_document(survey: Survey, problem: str) -> dict[str, object]:
+    """What `ucp inspect` found of a checkpoint that cannot be read. `problem`: why."""
+    return {"schema": "ucp.inspect.partial/1", **asdict(survey), "problems": [problem]}
+
+
 def plan_document(prepared: Prepared, options: ConvertOptions) -> dict[str, object]:
     """What `ucp plan` decided."""
     index, target = prepared.job.index, prepared.job.target
+    topology = target.topology or options.topology
     return {
         "schema": "ucp.plan/1",
         "source": _source(index),
         "to": options.to,
-        "topology": None if options.topology is None else _topology(options.topology),
+        "topology": None if topology is None else _topology(topology),
         "atoms": len(index.atoms),
         "nbytes": index.nbytes,
         "files": [{"path": file.path, "nbytes": file.nbytes} for file in target.files],

@@ -7,10 +7,11 @@ from typing import IO, Any
 import click
 
 from ucp.errors import UcpError, UsageError
-from ucp_cli.exits import FAILED, INTERRUPTED, USAGE
+from ucp_cli.exits import FAILED, INTERRUPTED, TERMINATED, USAGE
+from ucp_cli.stopping import Terminated
 from ucp_cli.units import printable
 
-__all__ = ["Failure", "Interrupted", "Misuse", "explained"]
+__all__ = ["Failure", "Misuse", "explained", "stopped"]
 
 
 class Failure(click.ClickException):
@@ -36,6 +37,17 @@ class Interrupted(Failure):
     exit_code = INTERRUPTED
 
 
+class Ended(Failure):
+    """It was stopped by SIGTERM."""
+
+    exit_code = TERMINATED
+
+
+def stopped(by: KeyboardInterrupt, advice: str = "") -> Failure:
+    """The failure that an interrupt or a termination is; `advice`: what is said after it."""
+    return Ended(f"terminated{advice}") if isinstance(by, Terminated) else Interrupted(f"interrupted{advice}")
+
+
 def explained(error: BaseException) -> Failure | None:
     """The failure that `error` is to a user; None for a mistake of this program."""
     match error:
@@ -44,7 +56,7 @@ def explained(error: BaseException) -> Failure | None:
         case UcpError():
             return Failure(str(error))
         case KeyboardInterrupt():
-            return Interrupted("interrupted")
+            return stopped(error)
         case OSError(strerror=str(reason)):
             return Failure(f"{error.filename}: {reason}" if error.filename else reason)
     return None

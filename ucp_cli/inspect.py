@@ -8,12 +8,13 @@ import click
 
 from ucp import api
 from ucp.atom import Index, check_cover
-from ucp.errors import CoverError
+from ucp.errors import CorruptError, CoverError, SourceError
 from ucp.state import NameFilter
 from ucp_cli.detail import detail
-from ucp_cli.documents import index_document
-from ucp_cli.options import PATH, as_json, example
+from ucp_cli.documents import index_document, survey_document
+from ucp_cli.options import PATH, as_json, example, source_options
 from ucp_cli.overview import file_rows, overview
+from ucp_cli.remains import remains
 from ucp_cli.render import table, write, write_json
 
 __all__ = ["command"]
@@ -30,15 +31,30 @@ __all__ = ["command"]
 @click.argument("path", type=PATH)
 @click.option("--param", "params", metavar="GLOB", multiple=True, help="Where the pieces of these parameters lie.")
 @click.option("--files", is_flag=True, help="The files, with what they hold.")
+@source_options
 @as_json
-def command(*, path: Path, params: tuple[str, ...], files: bool, as_json: bool) -> None:
+def command(
+    *,
+    path: Path,
+    params: tuple[str, ...],
+    files: bool,
+    family: str | None,
+    patterns: Path | None,
+    as_json: bool,
+) -> None:
     """Show what a checkpoint holds.
 
     PATH is the folder that the framework saved to, or one checkpoint in it. Only indexes are read, nothing in the
     checkpoint is executed, and holes in a tensor are shown. --json prints everything,
     pieces only for the parameters of --param.
+
+    Where files are missing or damaged, what can be told without them is shown, and the exit code is 1.
     """
-    index = api.inspect(path)
+    try:
+        index = api.inspect(path, family=family, patterns=patterns)
+    except (SourceError, CorruptError) as error:
+        _show_remains(path, str(error), files=files, as_json=as_json)
+        raise
     wanted = _named(index, params)
     if as_json:
         write_json(index_document(index, missing=_missing(index), detailed=frozenset(wanted)))
@@ -46,9 +62,17 @@ def command(*, path: Path, params: tuple[str, ...], files: bool, as_json: bool) 
     if not wanted and not files:
         write(*overview(index, _missing(index)))
         return
-    write(*(detail(index, index.atoms[name]) for name in wanted))
-    if files:
-        write(table("Files", ("file", "holds", ">bytes"), file_rows(index)))
+    listing = table("Files", ("file", "holds", ">bytes"), file_rows(index)) if files else None
+    write(*(detail(index, index.atoms[name]) for name in wanted), listing)
+
+
+def _show_remains(path: Path, problem: str, *, files: bool, as_json: bool) -> None:
+    """What can be told of a checkpoint that cannot be read. Raises UnknownFormatError for what is none."""
+    found = api.survey(path)
+    if as_json:
+        write_json(survey_document(found, problem))
+    else:
+        write(*remains(found, problem, each=files))
 
 
 def _named(index: Index, globs: tuple[str, ...]) -> list[str]:

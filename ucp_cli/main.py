@@ -13,6 +13,8 @@ from importlib import import_module
 
 import click
 
+from ucp_cli.stopping import heed_termination
+
 __all__ = ["SUMMARIES", "cli", "main"]
 
 SUMMARIES = {
@@ -21,6 +23,7 @@ SUMMARIES = {
     "convert": "Convert a checkpoint to atoms, or for another run or framework.",
     "verify": "Prove that a checkpoint is whole and undamaged.",
     "diff": "Compare two checkpoints of any formats.",
+    "patterns": "Show model families, and what their rules say about a checkpoint.",
 }
 """Verb to the first line of its help, in the order of the help page."""
 
@@ -89,6 +92,7 @@ def cli(*, debug: bool) -> None:
 
 def main() -> None:
     """Run the command line of this process."""
+    heed_termination()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # whatever a name holds, and whatever the locale

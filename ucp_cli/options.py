@@ -4,29 +4,47 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from os import PathLike
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
 import click
 
 from ucp.errors import UsageError
+from ucp.settle import Drift
 from ucp.topology import Topology
 
 __all__ = [
     "PATH",
     "ConvertArguments",
     "as_json",
+    "compare_options",
     "convert_options",
     "example",
     "nbytes_of",
     "progress",
+    "setting",
+    "source_options",
     "state_and_dtype",
     "topology_of",
 ]
 
 F = TypeVar("F", bound=Callable[..., object])
 
-PATH = click.Path(path_type=Path)
+
+class _AnyPath(click.Path):
+    """A path that is not empty: pathlib takes "" for the current folder."""
+
+    def convert(
+        self, value: str | PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | PathLike[str]:
+        """The path. Raises BadParameter for ""."""
+        if value == "":
+            self.fail("expected a path; got '' (is a variable of the shell not set?)", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = _AnyPath(path_type=Path)
 """A path; whether a checkpoint is there is for `ucp` to say."""
 
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", re.IGNORECASE)
@@ -48,6 +66,10 @@ class ConvertArguments(TypedDict):
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     dtypes: dict[str, str]
+    settings: dict[str, str]
+    family: str | None
+    patterns: Path | None
+    drift: str
     workers: int
     memory: int
 
@@ -86,6 +108,18 @@ def state_and_dtype(text: str) -> tuple[str, str]:
     return state, _SHORT_DTYPES.get(dtype, dtype)
 
 
+def setting(text: str) -> tuple[str, str]:
+    """Name and value of a setting. Raises BadParameter.
+
+    >>> setting("num_attention_heads=32")
+    ('num_attention_heads', '32')
+    """
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not (name.isidentifier() and equals):
+        raise click.BadParameter(f"expected NAME=VALUE such as num_attention_heads=32; got {text!r}")
+    return name, value
+
+
 def _once(ctx: click.Context, param: click.Parameter, value: tuple[tuple[str, str], ...]) -> dict[str, str]:
     states = [state for state, _ in value]
     twice = sorted({state for state in states if states.count(state) > 1})
@@ -94,13 +128,27 @@ def _once(ctx: click.Context, param: click.Parameter, value: tuple[tuple[str, st
     return dict(value)
 
 
+_SOURCE_OPTIONS = (
+    click.option("--family", metavar="NAME", help="Model family of the source; see `ucp patterns list`."),
+    click.option("--patterns", type=PATH, metavar="FILE", help="Or a TOML file with a family of your own."),
+)
+
+_MEMORY_OPTION = click.option(
+    "--memory",
+    type=nbytes_of,
+    default="1GiB",
+    show_default=True,
+    metavar="M",
+    help="Memory for the whole run: 512M or 1GiB are powers of 1024, 2GB of 1000.",
+)
+
 _CONVERT_OPTIONS = (
     click.option(
         "--to",
         metavar="FORMAT",
         default="ucp",
         show_default=True,
-        help="What to write: ucp (atoms), deepspeed, deepspeed-universal, or any installed target.",
+        help="What to write: ucp (atoms), deepspeed, deepspeed-universal, megatron, or any installed target.",
     ),
     click.option(
         "--topology",
@@ -110,9 +158,11 @@ _CONVERT_OPTIONS = (
     ),
     click.option(
         "--layout",
-        metavar="packed|per-parameter",
+        "--megatron-format",
+        "layout",
+        metavar="NAME",
         default="",
-        help="Of atoms: a few large packs (default), or a folder per parameter.",
+        help="Of atoms: packed (default) or per-parameter. Of megatron: torch_dist (default) or torch.",
     ),
     click.option("--virtual", is_flag=True, help="Atoms that refer to the source's bytes: no copy is made."),
     click.option("--compress", is_flag=True, help="Compress atoms with zstd."),
@@ -132,15 +182,25 @@ _CONVERT_OPTIONS = (
         callback=_once,
         help="Cast a state, e.g. weight=bfloat16. May be repeated.",
     ),
-    click.option("--workers", type=int, default=0, metavar="N", help="Processes.  [default: one per core]"),
     click.option(
-        "--memory",
-        type=nbytes_of,
-        default="1GiB",
-        show_default=True,
-        metavar="M",
-        help="Memory for the whole run: 512M or 1GiB are powers of 1024, 2GB of 1000.",
+        "--set",
+        "settings",
+        type=setting,
+        metavar="NAME=VALUE",
+        multiple=True,
+        callback=_once,
+        help="What the source does not say and the target needs, e.g. num_attention_heads=32.",
     ),
+    *_SOURCE_OPTIONS,
+    click.option(
+        "--drift",
+        type=click.Choice([policy.value for policy in Drift]),
+        default=Drift.ERROR.value,
+        show_default=True,
+        help="Copies that should be equal and are not: stop, take the first rank's, or their mean.",
+    ),
+    click.option("--workers", type=int, default=0, metavar="N", help="Processes.  [default: one per core]"),
+    _MEMORY_OPTION,
 )
 
 
@@ -149,6 +209,21 @@ def convert_options(command: F) -> F:
     for option in reversed(_CONVERT_OPTIONS):
         command = option(command)
     return command
+
+
+def source_options(command: F) -> F:
+    """Add --family and --patterns, passed as `family` and `patterns`."""
+    for option in reversed(_SOURCE_OPTIONS):
+        command = option(command)
+    return command
+
+
+def compare_options(command: F) -> F:
+    """Add --workers and --memory of a verb that reads and compares, passed as `workers` and `memory`."""
+    workers = click.option(
+        "--workers", type=int, default=0, metavar="N", help="Threads that read and compare.  [default: 4]"
+    )
+    return workers(_MEMORY_OPTION(command))
 
 
 def as_json(command: F) -> F:
@@ -165,7 +240,7 @@ def progress(command: F) -> F:
         show_default=True,
         help="On stderr: a bar (auto: on a terminal only), or one JSON event per line.",
     )
-    silent = click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+    silent = click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors, and what --progress asks for.")
     return shown(silent(command))
 
 

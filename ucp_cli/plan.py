@@ -59,7 +59,7 @@ def command(*, src: Path, as_json: bool, **asked: Unpack[ConvertArguments]) -> N
 def _facts(prepared: Prepared, options: ConvertOptions) -> Iterator[tuple[str, str]]:
     index, target, wide = prepared.job.index, prepared.job.target, prepared.threads
     variant = options.target.layout or ("compressed" if options.target.compress else "")
-    yield "to", " ".join(filter(None, [options.to, variant, str(options.topology or "")]))
+    yield "to", " ".join(filter(None, [options.to, variant, str(target.topology or options.topology or "")]))
     read = index.nbytes if target.placements else 0
     yield "read", f"{nbytes_text(read)} of {plural(len(index.atoms), 'parameter')}"
     packs = f"what {nbytes_text(read)} compress to, and " if target.compress else ""

@@ -155,8 +155,6 @@ _SHOWN: dict[str, Callable[[], _Shown]] = {"bar": _Bar, "json": _Events, "none":
 
 
 def watch(progress: str, *, quiet: bool = False) -> Watch:
-    """Observer for a value of --progress ("auto", "bar", "json" or "none") and of --quiet."""
-    if quiet:
-        return Watch(_Nothing())
-    auto = "bar" if sys.stderr.isatty() else "none"
+    """Observer for a value of --progress ("auto", "bar", "json" or "none") and of --quiet, which leaves out "auto"."""
+    auto = "bar" if sys.stderr.isatty() and not quiet else "none"
     return Watch(_SHOWN[auto if progress == "auto" else progress]())

@@ -13,6 +13,9 @@ from ucp_cli.main import SUMMARIES, cli
 
 __all__ = ["page"]
 
+_WIDTH = 80
+"""Columns of a help page."""
+
 _HEAD = """\
 # Command line
 
@@ -28,6 +31,7 @@ are as long as they need to be and have no colours. What `--json` prints is desc
 | 2 | an option or argument cannot mean anything |
 | 3 | `verify`, `diff`: done, and damage or differences were found |
 | 130 | interrupted from the keyboard; `convert --resume` continues |
+| 143 | ended by SIGTERM (as a scheduler sends); `convert --resume` continues |
 
 A failure is one message without a traceback; `ucp --debug VERB ...` or `UCP_DEBUG=1` shows the traceback."""
 
@@ -38,12 +42,23 @@ def page() -> str:
 
 
 def _sections() -> Iterator[str]:
-    root = click.Context(cli, info_name="ucp", terminal_width=80, **cli.context_settings)
+    root = click.Context(cli, info_name="ucp", terminal_width=_WIDTH, **cli.context_settings)
     yield _section("ucp", root)
     for verb in SUMMARIES:
         command = cli.get_command(root, verb)
         if command is not None:
-            yield _section(f"ucp {verb}", click.Context(command, info_name=verb, parent=root, terminal_width=80))
+            yield from _with_parts(f"ucp {verb}", command, _below(root, verb, command))
+
+
+def _with_parts(title: str, command: click.Command, ctx: click.Context) -> Iterator[str]:
+    """The page of a verb, then those of the verbs below it."""
+    yield _section(title, ctx)
+    for name, part in command.commands.items() if isinstance(command, click.Group) else ():
+        yield _section(f"{title} {name}", _below(ctx, name, part))
+
+
+def _below(parent: click.Context, name: str, command: click.Command) -> click.Context:
+    return click.Context(command, info_name=name, parent=parent, terminal_width=_WIDTH)
 
 
 def _section(title: str, ctx: click.Context) -> str:

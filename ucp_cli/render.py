@@ -29,7 +29,7 @@ Column = str
 
 
 def write(*parts: RenderableType | None) -> None:
-    """Print parts to stdout, leaving out those that are None."""
+    """Print parts to stdout as one page, leaving out those that are None; nothing when all are."""
     terminal = sys.stdout.isatty()
     buffer = StringIO()
     console = Console(
@@ -42,7 +42,9 @@ def write(*parts: RenderableType | None) -> None:
         emoji=False,
     )
     console.print(stacked(*parts))
-    click.echo("\n".join(line.rstrip() for line in buffer.getvalue().splitlines()), color=terminal)
+    page = "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()).strip("\n")
+    if page:
+        click.echo(page, color=terminal)
 
 
 def write_json(document: object) -> None:

@@ -13,7 +13,7 @@ from ucp.api import VerifyReport
 from ucp_cli.changes import change_tables
 from ucp_cli.documents import verify_document
 from ucp_cli.exits import DIFFERENT
-from ucp_cli.options import PATH, as_json, example, progress
+from ucp_cli.options import PATH, as_json, compare_options, example, progress, source_options
 from ucp_cli.progress import watch
 from ucp_cli.render import facts, lines, write, write_json
 from ucp_cli.units import nbytes_text
@@ -24,16 +24,39 @@ __all__ = ["command"]
 @click.command("verify", epilog=example("ucp verify atoms/", "ucp verify atoms/ --against checkpoints/global_step1000"))
 @click.argument("path", type=PATH)
 @click.option("--against", type=PATH, metavar="SRC", help="Also compare with this checkpoint, bit for bit.")
+@source_options
+@compare_options
 @progress
 @as_json
 @click.pass_context
-def command(ctx: click.Context, *, path: Path, against: Path | None, progress: str, quiet: bool, as_json: bool) -> None:
+def command(
+    ctx: click.Context,
+    *,
+    path: Path,
+    against: Path | None,
+    family: str | None,
+    patterns: Path | None,
+    workers: int,
+    memory: int,
+    progress: str,
+    quiet: bool,
+    as_json: bool,
+) -> None:
     """Prove that a checkpoint is whole and undamaged.
 
     Pieces must tile every tensor, bytes must have the checksums that were recorded, copies must be equal. Exit code
-    3 when something is wrong.
+    3 when something is wrong. --family and --patterns are about SRC where --against is given, else about PATH.
     """
-    report = api.verify(path, against=against, observer=watch(progress, quiet=quiet))
+    observer = watch(progress, quiet=quiet)
+    report = api.verify(
+        path,
+        against=against,
+        family=family,
+        patterns=patterns,
+        workers=workers,
+        memory=memory,
+        observer=observer,
+    )
     if as_json:
         write_json(verify_document(report))
     elif not quiet:

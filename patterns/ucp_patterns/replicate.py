@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ucp.layout import Overlap
+from ucp.layout import Overlap, common_shape
 from ucp.region import Box, RegionPair
 
 __all__ = ["Replicate"]
@@ -24,6 +25,10 @@ class Replicate:
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
         """The whole, for any `index`. `global_shape`: elements."""
-        del parts, index
+        del parts
         whole = Box.whole(global_shape)
-        return (RegionPair(whole, whole),)
+        return (RegionPair(whole, whole, index),)
+
+    def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The shape that all have. Raises ValueError when they differ."""
+        return common_shape(local_shapes)

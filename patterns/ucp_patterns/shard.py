@@ -2,11 +2,13 @@
 
 One block is Shard-V (dim 0 of a stored [out, in] weight) or Shard-H (dim 1). Several blocks are Shard-NC: the dim is
 a concatenation (gate and up; q, k and v of unequal sizes), each block is cut on its own, and a part holds its cut of
-every block one after another.
+every block one after another. A block may be cut into fewer pieces than there are parts: then `copies` neighbours hold
+the same piece (grouped attention with fewer key and value heads than tensor-parallel ranks).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ucp.layout import Overlap
@@ -21,52 +23,98 @@ class Shard:
 
     >>> [str(pair.whole) for pair in Shard(dim=0, blocks=(4, 2)).regions((6, 3), 2, 1)]
     ['[2:4, 0:3]', '[5:6, 0:3]']
+    >>> [str(pair.whole) for pair in Shard(dim=0, blocks=(8, 2), copies=(1, 2)).regions((10,), 4, 1)]
+    ['[2:4]', '[8:9]']
     """
 
     dim: int
     """Dim that is cut."""
     blocks: tuple[int, ...] = ()
     """Elements of each block of that dim; empty for one block that is all of it."""
-    overlap: Overlap = Overlap.EXCLUSIVE
-    """Parts share nothing."""
+    copies: tuple[int, ...] = ()
+    """Neighbouring parts that hold the same piece, per block; empty for one each. Divides the parts."""
+    repeat: int = 1
+    """How often the blocks come one after another (once per expert, when experts share a tensor)."""
 
     def __post_init__(self) -> None:
         if self.dim < 0 or any(block < 0 for block in self.blocks):
             raise ValueError(f"expected a dim and blocks that are not negative; got {self.dim}, {self.blocks}")
+        if self.repeat < 1 or (self.repeat > 1 and not self.blocks):
+            raise ValueError(f"expected blocks to repeat, once or more; got {self.repeat} of {self.blocks}")
+        if self.copies and (len(self.copies) != len(self.blocks) or any(copy < 1 for copy in self.copies)):
+            raise ValueError(f"expected copies of each of the blocks {self.blocks}, one or more; got {self.copies}")
 
     @property
     def name(self) -> str:
         """Name as printed."""
         blocks = f", blocks={list(self.blocks)}" if self.blocks else ""
-        return f"shard(dim={self.dim}{blocks})"
+        copies = f", copies={list(self.copies)}" if self.copies else ""
+        repeat = f", repeat={self.repeat}" if self.repeat > 1 else ""
+        return f"shard(dim={self.dim}{blocks}{copies}{repeat})"
+
+    @property
+    def overlap(self) -> Overlap:
+        """Parts share nothing, unless blocks are copied: copies are equal."""
+        return Overlap.EQUAL if any(copy > 1 for copy in self.copies) else Overlap.EXCLUSIVE
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
         """This part's cut of every block, one after another; one empty box where that is nothing.
 
         `global_shape`: elements.
 
-        Raises ValueError when the tensor lacks the dim, or the blocks do not add up to it.
+        Raises ValueError when the tensor lacks the dim, the blocks do not add up to it, or copies do not divide parts.
         """
         if self.dim >= len(global_shape):
             raise ValueError(f"a tensor of shape {global_shape} has no dim {self.dim} to cut")
         length = global_shape[self.dim]
-        blocks = self.blocks or (length,)
+        blocks = self.blocks * self.repeat or (length,)
         if sum(blocks) != length:
-            raise ValueError(f"blocks {blocks} do not add up to the {length} elements of dim {self.dim}")
+            raise ValueError(f"{self.name}: blocks do not add up to the {length} elements of dim {self.dim}")
         pairs = []
         begin = local = 0
-        for block in blocks:
-            low, high = _cut(block, parts, index)
+        for block, copies in zip(blocks, self._copies(len(blocks), parts), strict=True):
+            low, high = _cut(block, parts // copies, index // copies)
             if high > low:
-                pairs.append(self._pair(global_shape, begin + low, local, high - low))
+                pairs.append(self._pair(global_shape, begin + low, local, high - low, copy=index % copies))
             begin += block
             local += high - low
-        return tuple(pairs) or (self._pair(global_shape, 0, 0, 0),)
+        return tuple(pairs) or (self._pair(global_shape, 0, 0, 0, copy=0),)
 
-    def _pair(self, shape: tuple[int, ...], whole: int, local: int, length: int) -> RegionPair:
+    def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The shapes with their lengths of the dim added up, copies counted once.
+
+        Raises ValueError when other dims differ, or the lengths are not those of the blocks' cuts.
+        """
+        parts = len(local_shapes)
+        others = {(*shape[: self.dim], *shape[self.dim + 1 :]) for shape in local_shapes}
+        if len(others) != 1 or any(self.dim >= len(shape) for shape in local_shapes):
+            shown = [list(shape) for shape in local_shapes]
+            raise ValueError(f"{self.name}: expected parts that differ in dim {self.dim} only; got shapes {shown}")
+        lengths = [shape[self.dim] for shape in local_shapes]
+        whole = list(local_shapes[0])
+        whole[self.dim] = sum(self.blocks) * self.repeat if self.blocks else sum(lengths)
+        wanted = [self._local_length(whole[self.dim], parts, index) for index in range(parts)]
+        if wanted != lengths:
+            raise ValueError(f"{self.name}: expected parts with {wanted} elements of dim {self.dim}; got {lengths}")
+        return tuple(whole)
+
+    def _local_length(self, length: int, parts: int, index: int) -> int:
+        blocks = self.blocks * self.repeat or (length,)
+        cuts = (
+            _cut(block, parts // copies, index // copies)
+            for block, copies in zip(blocks, self._copies(len(blocks), parts), strict=True)
+        )
+        return sum(high - low for low, high in cuts)
+
+    def _copies(self, blocks: int, parts: int) -> tuple[int, ...]:
+        if any(parts % copies for copies in self.copies):
+            raise ValueError(f"{self.name}: copies do not divide {parts} parts")
+        return self.copies * self.repeat or (1,) * blocks
+
+    def _pair(self, shape: tuple[int, ...], whole: int, local: int, length: int, *, copy: int) -> RegionPair:
         zero = (0,) * len(shape)
         sizes = (*shape[: self.dim], length, *shape[self.dim + 1 :])
-        return RegionPair(Box(_at(zero, self.dim, whole), sizes), Box(_at(zero, self.dim, local), sizes))
+        return RegionPair(Box(_at(zero, self.dim, whole), sizes), Box(_at(zero, self.dim, local), sizes), copy)
 
 
 def _cut(length: int, parts: int, index: int) -> tuple[int, int]:

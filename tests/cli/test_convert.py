@@ -15,6 +15,8 @@ KEYS = {
     "dst",
     "format",
     "to",
+    "topology",
+    "layout",
     "atoms",
     "nbytes_written",
     "resumed_bytes",
@@ -48,8 +50,14 @@ def test_json_has_the_keys_of_its_schema(ucp: Run, zero3: Path, tmp_path: Path) 
 
 
 def test_quiet_says_nothing(ucp: Run, zero3: Path, tmp_path: Path) -> None:
-    result = ucp("convert", zero3, tmp_path / "out", "-q", "--progress", "json")
+    result = ucp("convert", zero3, tmp_path / "out", "-q")
     assert (result.stdout, result.stderr) == ("", "")
+
+
+def test_quiet_leaves_the_progress_that_is_asked_for(ucp: Run, zero3: Path, tmp_path: Path) -> None:
+    result = ucp("convert", zero3, tmp_path / "out", "-q", "--progress", "json")
+    assert result.stdout == ""
+    assert json.loads(result.stderr.splitlines()[0])["event"] == "begin"
 
 
 def test_progress_goes_to_stderr_as_json(ucp: Run, zero3: Path, tmp_path: Path) -> None:
@@ -75,6 +83,52 @@ def test_progress_goes_to_stderr_as_json(ucp: Run, zero3: Path, tmp_path: Path) 
 def test_whatever_is_written_is_equal_to_the_source(ucp: Run, zero3: Path, tmp_path: Path, words: list[str]) -> None:
     ucp("convert", zero3, tmp_path / "out", *words)
     assert "whole and undamaged" in ucp("verify", tmp_path / "out", "--against", zero3).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "topology"),
+    [
+        (["--virtual"], "(ucp, virtual)", None),
+        (["--compress"], "(ucp, compressed)", None),
+        (["--to", "deepspeed", "--topology", "dp=2,zero=1"], "(deepspeed, dp=2,zero=1)", (2, 1)),
+        (["--to", "deepspeed"], "(deepspeed, dp=4,zero=3)", (4, 3)),
+        (["--to", "deepspeed-universal"], "(deepspeed-universal)", None),
+    ],
+)
+def test_the_layout_that_was_written_is_said(
+    ucp: Run, zero3: Path, tmp_path: Path, words: list[str], said: str, topology: tuple[int, int] | None
+) -> None:
+    page = ucp("convert", zero3, tmp_path / "out", *words).stdout
+    assert page.splitlines()[0].split(maxsplit=1) == ["wrote", f"{tmp_path / 'out'} {said}"]
+    document = json.loads(ucp("convert", zero3, tmp_path / "out", *words, "--resume", "--json").stdout)
+    assert document["already_complete"] is True
+    assert document["layout"] in {"", "virtual", "compressed"}
+    found = document["topology"]
+    assert (found and (found["dp"], found["zero"])) == topology
+
+
+def test_a_finished_conversion_of_another_kind_is_told_apart(ucp: Run, zero3: Path, mixed: Path, atoms: Path) -> None:
+    target = ucp("convert", zero3, atoms, "--resume", "--to", "deepspeed", code=1).stderr
+    assert "is a finished conversion, made differently" in target
+    assert "target: ucp there, deepspeed asked for" in target
+    assert "--overwrite" in target
+    source = ucp("convert", mixed, atoms, "--resume", code=1).stderr
+    assert f"source: {zero3.resolve() / 'global_step3'} there, {mixed.resolve() / 'global_step3'} asked for" in source
+
+
+@pytest.mark.parametrize("words", [[], ["--virtual"], ["--to", "deepspeed"], ["--to", "deepspeed-universal"]])
+def test_there_is_room_beside_a_tag_folder_but_not_in_it(ucp: Run, copy: Path, words: list[str]) -> None:
+    """What lies in the folder that was saved to does not confuse readers, with `latest` or without."""
+    before = json.loads(ucp("inspect", copy, "--json").stdout)
+    ucp("convert", copy / "global_step3", copy / "other", *words)
+    assert json.loads(ucp("inspect", copy, "--json").stdout) == before
+    (copy / "latest").unlink()
+    assert json.loads(ucp("inspect", copy, "--json").stdout)["path"] == before["path"]
+
+
+def test_a_destination_in_what_the_source_resolves_to_is_refused(ucp: Run, atoms: Path) -> None:
+    assert "lies inside the source" in ucp("convert", atoms / "ucp.json", atoms / "copy", code=1).stderr
+    assert not (atoms / "copy").exists()
 
 
 def test_include_and_dtype(ucp: Run, zero3: Path, tmp_path: Path) -> None:

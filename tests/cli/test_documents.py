@@ -28,7 +28,8 @@ def keys(document: object, *, named: bool = False) -> Iterator[str]:
                 yield from keys(value, named=not named and key in {"atoms", "states"} and isinstance(value, dict))
 
 
-def test_every_key_is_described(ucp: Run, zero3: Path, mixed: Path, tmp_path: Path) -> None:
+def test_every_key_is_described(ucp: Run, zero3: Path, mixed: Path, copy: Path, tmp_path: Path) -> None:
+    (copy / "global_step3" / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     words = set(re.findall(r"\w+", PAGE.read_text()))
     documents = [
         ucp("inspect", mixed, "--json", "--param", "*").stdout,
@@ -36,6 +37,7 @@ def test_every_key_is_described(ucp: Run, zero3: Path, mixed: Path, tmp_path: Pa
         ucp("convert", mixed, tmp_path / "out", "--json").stdout,
         ucp("verify", tmp_path / "out", "--json").stdout,
         ucp("diff", zero3, mixed, "--json", code=3).stdout,
+        ucp("inspect", copy, "--json", code=1).stdout,
     ]
     for text in documents:
         assert set(keys(json.loads(text))) <= words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -45,9 +46,6 @@ CASES = sorted(path for name in ("checkpoint", "checkpoint-3", "universal") for 
 
 REFUSED = {
     "z1-dp2-elastic": "elastic_checkpoint",
-    "z1-ep2": "expert parallelism",
-    "z1-pp2-dp2": "pipeline",
-    "z1-tp2-dp2": "tensor",
 }
 """Layouts that are recognised, and what is said of them."""
 
@@ -93,7 +91,7 @@ def test_every_parameter_is_on_the_page_or_tied(ucp: Run, mixed: Path, document:
 def test_json_has_the_keys_of_its_schema(document: dict) -> None:
     assert document["schema"] == "ucp.inspect/1"
     assert {key: type(value) for key, value in document.items()} == SCHEMA
-    assert set(document["topology"]) == {"dp", "tp", "pp", "ep", "cp", "zero"}
+    assert set(document["topology"]) == {"dp", "tp", "pp", "ep", "cp", "zero", "vpp", "etp"}
     assert set(document["kinds"]) == {"parameter", "frozen", "buffer"}
     assert {key for kind in document["kinds"].values() for key in kind} == {"tensors", "numel"}
     assert set(document["states"][0]) == {"state", "dtype", "tensors", "numel", "nbytes"}
@@ -172,7 +170,53 @@ def test_a_missing_file_is_named(ucp: Run, copy: Path) -> None:
     (copy / "global_step3" / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     result = ucp("inspect", copy, code=1)
     assert "zero_pp_rank_2_mp_rank_00_optim_states.pt" in result.stderr
-    assert result.stdout == ""
+    assert result.stderr.count("Error") == 1
+
+
+def test_what_is_there_is_shown_where_files_are_missing_or_damaged(ucp: Run, copy: Path) -> None:
+    tag = copy / "global_step3"
+    (tag / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
+    os.truncate(tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt", 2000)
+    page = ucp("inspect", copy, code=1).stdout
+    facts = dict(line.split(maxsplit=1) for line in page.split("\n\n")[0].splitlines())
+    assert facts["checkpoint"] == str(tag.resolve())
+    assert facts["format"].startswith("deepspeed (latest -> global_step3")
+    assert facts["readable"].startswith("NO")
+    assert "missing: zero_pp_rank_2_mp_rank_00_optim_states.pt (rank 2 of 4)" in page
+    assert "optimizer states of rank 1" in page
+    rows = [line.split() for line in page.splitlines() if "#" in line]
+    assert [row[:3] for row in rows] == [
+        ["zero_pp_rank_#_mp_rank_00_model_states.pt", "[0-3]", "4"],
+        ["zero_pp_rank_#_mp_rank_00_optim_states.pt", "[0-1,3]", "3"],
+    ]
+    each = ucp("inspect", copy, "--files", code=1).stdout
+    assert all(path.name in each for path in tag.iterdir())
+
+
+def test_json_of_what_cannot_be_read(ucp: Run, copy: Path) -> None:
+    gone = copy / "global_step3" / "zero_pp_rank_2_mp_rank_00_optim_states.pt"
+    gone.unlink()
+    document = json.loads(ucp("inspect", copy, "--json", code=1).stdout)
+    assert document["schema"] == "ucp.inspect.partial/1"
+    assert set(document) == {"schema", "path", "format", "evidence", "files", "problems"}
+    assert set(document["files"][0]) == {"path", "nbytes", "mtime_ns", "role"}
+    assert {Path(file["path"]).name for file in document["files"]} == {path.name for path in gone.parent.iterdir()}
+    assert gone.name in document["problems"][0]
+
+
+def test_a_damaged_store_shows_what_is_there(ucp: Run, atoms: Path) -> None:
+    (pack,) = (atoms / "packs").iterdir()
+    pack.unlink()
+    result = ucp("inspect", atoms, code=1)
+    assert pack.name in result.stderr
+    assert "ucp.json" in result.stdout
+
+
+def test_no_page_begins_or_ends_with_an_empty_line(ucp: Run, zero3: Path) -> None:
+    for words in (["--files"], ["--param", "l1.*"], ["--param", "l1.*", "--files"], []):
+        page = ucp("inspect", zero3, *words).stdout
+        assert page == page.strip("\n") + "\n"
+        assert "\n\n\n" not in page
 
 
 def test_a_hole_is_shown_not_refused(ucp: Run, zero3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +224,7 @@ def test_a_hole_is_shown_not_refused(ucp: Run, zero3: Path, monkeypatch: pytest.
     atom = index.atoms["l1.weight"]
     weight = replace(atom.states["weight"], fragments=atom.states["weight"].fragments[1:])
     broken = replace(atom, states={**atom.states, "weight": weight})
-    monkeypatch.setattr(api, "inspect", lambda path: replace(index, atoms={**index.atoms, "l1.weight": broken}))
+    monkeypatch.setattr(api, "inspect", lambda path, **_: replace(index, atoms={**index.atoms, "l1.weight": broken}))
     page = ucp("inspect", zero3).stdout
     assert "whole       NO" in page
     assert "l1.weight/weight [0:3, 0:7] of [13, 7]: held by nothing" in page

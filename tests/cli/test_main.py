@@ -67,7 +67,7 @@ def test_an_unknown_verb_is_wrong_usage_with_the_nearest(ucp: Run) -> None:
 def test_expected_failures_are_one_message(
     ucp: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str
 ) -> None:
-    def fail(path: Path) -> None:
+    def fail(path: Path, **_: object) -> None:
         raise error
 
     monkeypatch.setattr(api, "inspect", fail)
@@ -83,7 +83,7 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code(ucp: Run, monkeypatch
 
 
 def test_a_mistake_of_the_program_is_not_hidden(ucp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path) -> None:
+    def fail(path: Path, **_: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(api, "inspect", fail)

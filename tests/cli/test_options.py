@@ -49,6 +49,7 @@ def test_what_is_no_amount_of_memory(text: str) -> None:
         (["--to", "nothing"], "expected one of the targets deepspeed"),
         (["--virtual", "--layout", "packed"], "--virtual"),
         (["--include", "nothing.at.all"], "no parameter matches 'nothing.at.all'"),
+        (["--include", "l1"], "globs are of the whole name: '*l1*' matches l1."),
         (["--bogus"], "No such option"),
     ],
 )
@@ -57,3 +58,15 @@ def test_wrong_usage_is_exit_code_2_and_names_the_cure(ucp: Run, zero3: Path, wo
     assert said in result.stderr
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
+
+
+def test_too_little_memory_is_told_in_its_own_unit(ucp: Run, zero3: Path) -> None:
+    assert "got 1 KiB. Raise --memory" in ucp("plan", zero3, "--memory", "1K", code=1).stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["inspect", ""], ["plan", ""], ["convert", "", "x"], ["convert", "x", ""], ["verify", "x", "--against", ""]],
+)
+def test_an_empty_path_is_wrong_usage(ucp: Run, words: list[str]) -> None:
+    assert "expected a path; got ''" in ucp(*words, code=2).stderr

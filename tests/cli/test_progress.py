@@ -78,11 +78,18 @@ def test_json_events(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_bar_where_there_is_no_terminal_nor_when_quiet(capsys: pytest.CaptureFixture[str]) -> None:
-    for own in (watch("auto"), watch("none"), watch("json", quiet=True), watch("bar", quiet=True)):
+    for own in (watch("auto"), watch("none"), watch("auto", quiet=True), watch("none", quiet=True)):
         own.begin(title="convert", nbytes=8)
         own.advance(8)
         own.end()
     assert capsys.readouterr() == ("", "")
+
+
+def test_what_is_asked_for_is_shown_when_quiet_too(capsys: pytest.CaptureFixture[str]) -> None:
+    own = watch("json", quiet=True)
+    own.begin(title="convert", nbytes=8)
+    own.end()
+    assert [json.loads(line)["event"] for line in capsys.readouterr().err.splitlines()] == ["begin", "end"]
 
 
 def test_the_bar_starts_no_thread(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from ucp.topology import Topology
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepspeed"
 KEPT = ("z0-fp32", "z1-dp4-bf16", "z2-dp2-client-state", "z2-dp4-fp32-roundrobin", "z3-dp3-uneven", "z3-dp4-subgroups")
+PARALLEL = ("z0-pp2", "z1-pp2-dp2", "z1-ep2", "z1-tp2-dp2")
 
 
 class TestDeepSpeedFormat(FormatContract):
@@ -18,7 +19,7 @@ class TestDeepSpeedFormat(FormatContract):
         return DeepSpeedFormat()
 
     def paths(self, folder):
-        return [FIXTURES / name / "checkpoint" for name in KEPT]
+        return [FIXTURES / name / "checkpoint" for name in (*KEPT, *PARALLEL)]
 
 
 class TestDeepSpeedUniversalFormat(FormatContract):
@@ -26,7 +27,7 @@ class TestDeepSpeedUniversalFormat(FormatContract):
         return DeepSpeedUniversalFormat()
 
     def paths(self, folder):
-        return [FIXTURES / "z1-dp4-fp32" / "universal"]
+        return [FIXTURES / name / "universal" for name in ("z1-dp4-fp32", "z1-pp2-dp2")]
 
 
 class TestDeepSpeedUniversalTarget(TargetContract):

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from ucp.engine.processes import ProcessEngine, WorkerDiedError
+from ucp.engine.processes import ProcessEngine
 from ucp.engine.serial import SerialEngine
+from ucp.errors import WorkerDiedError
 from ucp.testing.engines import EngineContract, _created
 from ucp.union import Worker
 
@@ -36,7 +37,7 @@ class TestProcessEngine(EngineContract):
 
     def test_a_worker_that_ends_without_a_word_is_an_error(self, job, tmp_path, monkeypatch):
         monkeypatch.setattr(Worker, "carry_out", lambda worker, task: os._exit(0))
-        with pytest.raises(WorkerDiedError, match="12 of 12 tasks were not reported"):
+        with pytest.raises(WorkerDiedError, match="12 of 12 tasks not reported"):
             self._run(job, tmp_path / "out", workers=2, threads=1)
 
     @pytest.mark.parametrize("error", [MemoryError("too much"), ValueError("a defect"), SystemExit(3)])

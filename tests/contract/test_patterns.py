@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import pytest
+from ucp_patterns.cut import Cut
 from ucp_patterns.partial import Partial
+from ucp_patterns.pieces import Pieces
 from ucp_patterns.replicate import Replicate
 from ucp_patterns.shard import Shard
 from ucp_patterns.unique import Unique
 
 from ucp.layout import Overlap
+from ucp.region import Box, RegionPair
 from ucp.testing import PatternContract
 
 SHAPES = [(), (0,), (1,), (7,), (8, 3), (0, 4), (3, 0), (2, 3, 5)]
@@ -54,3 +58,81 @@ class TestShardByBlocks(PatternContract):
     def test_it_is_named_by_its_blocks(self):
         assert Shard(1, (4, 2)).name == "shard(dim=1, blocks=[4, 2])"
         assert Shard(0).name == "shard(dim=0)"
+
+
+class TestShardWithCopies(PatternContract):
+    """Grouped attention with fewer key and value heads than ranks: q cut over all, k and v held by several."""
+
+    cases = tuple(
+        (Shard(dim, blocks, copies), shape, parts)
+        for shape, dim, blocks, copies in [
+            ((12, 3), 0, (8, 2, 2), (1, 2, 2)),
+            ((10,), 0, (8, 2), (1, 4)),
+            ((3, 12), 1, (8, 1, 3), (1, 8, 4)),
+            ((12, 3), 0, (6, 6), (1, 1)),
+            ((9, 2), 0, (7, 2), (2, 1)),
+        ]
+        for parts in (8, 16)
+    )
+
+    def test_copies_are_equal(self):
+        assert Shard(0, (8, 2), (1, 2)).overlap is Overlap.EQUAL
+        assert Shard(0, (8, 2), (1, 1)).overlap is Overlap.EXCLUSIVE
+
+    def test_neighbours_hold_the_same(self):
+        pattern = Shard(0, (8, 2), (1, 2))
+        held = [pattern.regions((10,), 4, index)[1] for index in range(4)]
+        assert [(pair.whole.offsets[0], pair.copy) for pair in held] == [(8, 0), (8, 1), (9, 0), (9, 1)]
+
+    def test_copies_must_divide_the_parts(self):
+        with pytest.raises(ValueError, match="copies do not divide 3 parts"):
+            Shard(0, (8, 2), (1, 2)).regions((10,), 3, 0)
+
+    @pytest.mark.parametrize("arguments", [(0, (4, 2), (1,)), (0, (4,), (0,)), (0, (), (), 2), (0, (4,), (), 0)])
+    def test_copies_and_repeats_are_of_blocks(self, arguments):
+        with pytest.raises(ValueError, match="expected"):
+            Shard(*arguments)
+
+
+class TestShardRepeated(PatternContract):
+    """The paper's fused [n_experts * hidden_out, hidden_in]: the blocks of one expert, for every expert."""
+
+    cases = tuple(
+        (Shard(dim, blocks, copies, repeat), shape, parts)
+        for shape, dim, blocks, copies, repeat in [
+            ((12, 3), 0, (3,), (), 4),
+            ((12, 3), 0, (2, 1), (), 4),
+            ((2, 15), 1, (4, 1), (1, 2), 3),
+        ]
+        for parts in (2, 4)
+    )
+
+
+class TestCut(PatternContract):
+    """Recorded widths: heads that do not divide, parts without any of a block."""
+
+    cases = (
+        (Cut(0, ((3, 1),)), (4, 3), 2),
+        (Cut(1, ((2, 2, 1), (1, 0, 1))), (3, 7), 3),
+        (Cut(0, ((0, 0), (5, 0))), (5,), 2),
+        (Cut(0, ((0, 0),)), (0, 2), 2),
+    )
+
+    def test_it_is_named_by_its_widths(self):
+        assert Cut(0, ((3, 1), (1, 1))).name == "cut(dim=0, widths=[[3, 1], [1, 1]])"
+
+
+def _rows(at: int, length: int, local: int, *, copy: int = 0) -> RegionPair:
+    return RegionPair(Box((at, 0), (length, 2)), Box((local, 0), (length, 2)), copy)
+
+
+class TestPieces(PatternContract):
+    """Blocks of rows in an order of their own, and one that both parts hold."""
+
+    cases = (
+        (Pieces(((_rows(4, 2, 0), _rows(0, 1, 2)), (_rows(1, 3, 0),))), (6, 2), 2),
+        (Pieces(((_rows(0, 2, 0), _rows(4, 1, 2)), (_rows(2, 2, 0), _rows(4, 1, 2, copy=1)))), (5, 2), 2),
+    )
+
+    def test_it_is_named_by_how_many_there_are(self):
+        assert self.cases[0][0].name == "pieces(2+1)"

@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 
 from ucp.errors import DestinationError, IncompleteError
-from ucp.io.commit import MARK, Staging, check_destination, refuse_partial
+from ucp.io.commit import MARK, Making, Staging, check_destination, refuse_partial
 
 
 @pytest.fixture
@@ -16,8 +16,8 @@ def staging(tmp_path):
     staging.release()
 
 
-def begun(staging, *, fingerprint="f", resume=False, overwrite=False):
-    return staging.open(fingerprint, resume=resume, overwrite=overwrite)
+def begun(staging, *, fingerprint="f", resume=False, overwrite=False, **facts):
+    return staging.open(Making(fingerprint, facts), resume=resume, overwrite=overwrite)
 
 
 def test_everything_is_on_disk_before_it_is_in_place(staging, monkeypatch):
@@ -75,6 +75,19 @@ def test_another_fingerprint_is_another_conversion(staging):
     with pytest.raises(DestinationError, match="begun from another source"):
         begun(staging, fingerprint="g", resume=True)
     assert begun(staging, fingerprint="g", overwrite=True) == []
+
+
+def test_what_was_begun_otherwise_says_how(staging):
+    begun(staging, source="/a", target="ucp")
+    staging.release()
+    with pytest.raises(DestinationError) as caught:
+        begun(staging, fingerprint="g", resume=True, source="/a", target="deepspeed", topology="dp=2")
+    said = str(caught.value)
+    assert "target: ucp there, deepspeed asked for" in said
+    assert "topology: none there, dp=2 asked for" in said
+    assert "source:" not in said
+    with pytest.raises(DestinationError, match="files of the source: not those"):
+        begun(staging, fingerprint="g", resume=True, source="/a", target="ucp")
 
 
 def test_only_one_at_a_time(staging, tmp_path, monkeypatch):

@@ -98,7 +98,7 @@ class TestValues:
         other = array.copy()
         other[[3, 500, 999]] += [1, 7, 2]
         (change,) = compare(index(shards, w=array), index(shards, w=other), Watch())
-        assert (change.what, change.numel, change.largest, change.a) == ("values", 3, 7.0, "3 of 1000 elements")
+        assert (change.what, change.numel, change.largest, change.a) == ("values", 3, 7.0, "3 of 1,000 elements")
 
     def test_not_a_number_is_the_largest_difference(self, shards, monkeypatch):
         monkeypatch.setattr(import_module("ucp.compare"), "BLOCK", 64)

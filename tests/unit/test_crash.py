@@ -133,7 +133,7 @@ def test_what_was_put_aside_is_put_back(source, tmp_path, small_blocks):
     old = tree(dst)
     partial.mkdir()
     os.rename(dst, partial / "old-1")
-    with pytest.raises(UcpError, match="not empty"):
+    with pytest.raises(UcpError, match="finished conversion, made differently"):
         ucp.convert(source, dst, resume=True, compress=True)
     assert tree(dst) == old
 

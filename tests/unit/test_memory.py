@@ -38,11 +38,23 @@ sys.stdin.readline()
 ucp.convert({src!r}, {dst!r}, memory={memory}, workers=2, **{options!r})
 """
 
+COMPARER = """
+import sys, numpy, ml_dtypes, zstandard, xxhash
+import ucp, ucp.store.format
+print("ready", flush=True)
+sys.stdin.readline()
+assert not ucp.diff({src!r}, {dst!r}, memory={memory}).equal
+"""
 
-def sparse_source(folder: Path, *, dtype: DType, cast_copy: bool = False, columns: int = 1, terms: int = 1) -> Path:
-    """A checkpoint of one large tensor of zeros that take no space on disk."""
+
+def sparse_source(
+    folder: Path, *, dtype: DType, cast_copy: bool = False, columns: int = 1, terms: int = 1, byte: bytes = b""
+) -> Path:
+    """A checkpoint of one large tensor of zeros that take no space on disk; or all of `byte`, which do."""
     folder.mkdir()
     with (folder / "shard.bin").open("wb") as file:
+        for _ in range(ROWS * COLUMNS * dtype.itemsize // MIB):
+            file.write(byte * MIB)
         file.truncate(ROWS * COLUMNS * 16)
     fragments = []
     width = COLUMNS // columns
@@ -92,9 +104,9 @@ def family(pid: int) -> list[int]:
     return [pid, *(int(child) for child in children)]
 
 
-def peak_of(src: Path, dst: Path, **options) -> int:
+def peak_of(src: Path, dst: Path, *, runner: str = RUNNER, memory: int = BUDGET, **options) -> int:
     """Most bytes in use at once, beyond those of the interpreter at rest."""
-    code = RUNNER.format(src=str(src), dst=str(dst), memory=BUDGET, options=options)
+    code = runner.format(src=str(src), dst=str(dst), memory=memory, options=options)
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         rest, peak = pss(process.pid), 0
@@ -147,3 +159,20 @@ def test_reading_what_is_compressed_is_within_the_budget(disk):
     peak = peak_of(disk / "packed", disk / "out")
     print(f"decompressed: {peak / MIB:.0f} MiB")
     assert peak < BUDGET + 3 * PER_INTERPRETER
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtypes", "memory"),
+    [
+        (("bfloat16", "bfloat16"), 40 * MIB),
+        (("bfloat16", "bfloat16"), 160 * MIB),
+        (("float8_e5m2", "float16"), 40 * MIB),
+    ],
+)
+def test_comparing_what_differs_in_every_element_is_within_the_budget(disk, dtypes, memory):
+    zeros = sparse_source(disk / "zeros", dtype=DType(dtypes[0]))
+    others = sparse_source(disk / "others", dtype=DType(dtypes[1]), byte=b"\x3c")
+    peak = peak_of(zeros, others, runner=COMPARER, memory=memory)
+    print(f"{dtypes}, {memory / MIB:.0f} MiB: {peak / MIB:.0f} MiB")
+    assert peak < memory + PER_INTERPRETER

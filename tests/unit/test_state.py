@@ -29,3 +29,10 @@ def test_patterns_that_match_nothing_are_named():
     with pytest.raises(UsageError, match=r"'layer\.\*', 'tail'"):
         NameFilter(include=("head", "layer.*"), exclude=("tail",)).check_used(NAMES)
     NameFilter(include=("head",), exclude=("*/weight",)).check_used(NAMES)
+
+
+def test_a_part_of_a_name_is_met_with_the_glob_that_matches():
+    with pytest.raises(UsageError, match=r"'\*layers\*' matches layers\.0\.w and 1 more"):
+        NameFilter(include=("layers",)).check_used(NAMES)
+    with pytest.raises(UsageError, match="`ucp inspect` lists the names"):
+        NameFilter(include=("tail",)).check_used(NAMES)

@@ -1,7 +1,8 @@
 """Tasks shared out over processes of this machine, and over threads within each so that I/O overlaps.
 
 Whoever is free takes the next task: tasks are about equal in bytes (`ucp.plan.TASK`), so the last to finish is at most
-one task behind the first. Workers end by themselves when the parent is gone.
+one task behind the first. Workers end by themselves when the parent is gone. They are forked before any thread of ours
+is started (comparing threads of an earlier stage have been joined), and are deaf to the signals that end the parent.
 """
 
 from __future__ import annotations
@@ -16,18 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucp.balance import interleave
-from ucp.errors import UcpError
+from ucp.errors import UcpError, WorkerDiedError, counted
 from ucp.plan import Job, Task
 from ucp.union import Done, Worker
 
 if TYPE_CHECKING:
     from multiprocess.connection import Connection
 
-__all__ = ["ProcessEngine", "WorkerDiedError"]
+__all__ = ["ProcessEngine"]
 
-
-class WorkerDiedError(UcpError):
-    """A worker process ended before its work was done (killed, or out of memory)."""
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end a run: the parent's to act on. A terminal or a scheduler sends them to every process of a group."""
 
 
 class ProcessEngine:
@@ -45,13 +45,24 @@ class ProcessEngine:
         tasks = interleave(tasks, key=lambda task: task.fills[0].path)  # writers of one file wait for its lock
         pool: dict[Any, Any] = {}
         try:
-            _start(pool, job, root, tasks, workers=workers, threads=threads)
+            with _undisturbed():
+                _start(pool, job, root, tasks, workers=workers, threads=threads)
             reports = _reports(pool, len(tasks))
             next(reports)
         except BaseException:
             _stop(pool)
             raise
         return reports
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Generator[None, None, None]:
+    """Keep signals that end a run waiting: every worker is known here, and deaf to them, before they are heard."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start(pool: dict[Any, Any], job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int) -> None:
@@ -95,7 +106,9 @@ def _reports(pool: dict[Any, Any], expected: int) -> Generator[Any, None, None]:
                 missing -= 1
                 yield message
         if missing:
-            raise WorkerDiedError(f"{missing} of {expected} tasks were not reported; try again with --resume")
+            raise WorkerDiedError(
+                f"{missing} of {counted(expected, 'task')} not reported by any worker; try again with --resume"
+            )
     finally:
         _stop(pool)
 
@@ -114,7 +127,9 @@ def _serve(
     job: Job, root: Path, tasks: Sequence[Task], *, queue: Any, threads: int, sender: Connection, parent: int
 ) -> None:
     """Body of a worker process; `parent`: process without which there is nobody to work for."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
     lock = threading.Lock()
 
     def take() -> Task | None:

@@ -2,7 +2,7 @@
 
 DST.ucp-partial/
     lock            held while a conversion runs
-    journal.jsonl   first line: what is being made; then one line per finished task
+    journal.jsonl   first line: fingerprint and facts of the conversion; then one line per finished task
     data/           the destination, growing; renamed to DST at the end
 """
 
@@ -13,13 +13,14 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ucp.errors import DestinationError, IncompleteError, listed
+from ucp.errors import DestinationError, IncompleteError, counted, listed
 
-__all__ = ["MARK", "PARTIAL", "Staging", "check_apart", "check_destination", "refuse_partial"]
+__all__ = ["MARK", "PARTIAL", "Making", "Staging", "check_apart", "check_destination", "refuse_partial"]
 
 PARTIAL = ".ucp-partial"
 """Suffix of the folder in which a destination grows."""
@@ -67,15 +68,49 @@ def _holds_current_folder(goal: Path) -> bool:
     return goal == here or goal in here.parents
 
 
-def check_apart(dst: Path, paths: Iterable[str]) -> None:
-    """Raise DestinationError where replacing `dst` would remove files, at `paths`, that the source refers to."""
+def check_apart(dst: Path, root: str, paths: Iterable[str]) -> None:
+    """Raise DestinationError where `dst` would lie in the source, or take the place of what it consists of.
+
+    `root`: what the source was resolved to (the tag folder that `latest` names, the store that a manifest is of);
+    readers of it take what lies there for a part of it. Beside it, in the folder that it was saved to, there is room
+    for others. `paths`: files that it refers to.
+    """
     goal = dst.resolve()
+    source = Path(root).resolve()
+    if source.is_dir() and source in goal.parents:
+        raise DestinationError(
+            f"the destination {dst} lies inside the source {source}, whose readers would take it for a part of it; "
+            "choose a folder beside it"
+        )
     inside = [path for path in paths if goal in Path(path).resolve().parents]
     if inside:
         raise DestinationError(
-            f"the source refers to {len(inside)} files in the destination {dst}, such as {inside[0]}; choose another "
-            "folder"
+            f"the source refers to {counted(len(inside), 'file')} in the destination {dst}, such as {inside[0]}; "
+            "choose another folder"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """Which conversion it is."""
+
+    fingerprint: str
+    """Equal for conversions that write the same bytes."""
+    facts: Mapping[str, str]
+    """What is made from what, and how, by name (source, target, topology, ...): what messages tell of it."""
+
+    def differences(self, recorded: Mapping[str, Any]) -> list[str]:
+        """How the conversion that left `recorded` is another: a line for each fact."""
+        there = recorded.get("made")
+        if not isinstance(there, dict):
+            return []
+        return list(self._apart(there)) or ["files of the source: not those that were read then, or changed since"]
+
+    def _apart(self, there: Mapping[str, Any]) -> Iterator[str]:
+        for name in dict.fromkeys((*self.facts, *there)):
+            own, other = self.facts.get(name, "none"), there.get(name, "none")
+            if own != other:
+                yield f"{name}: {other} there, {own} asked for"
 
 
 class Staging:
@@ -92,12 +127,12 @@ class Staging:
         """Whether `dst` is there and was made by the same conversion."""
         return _marked(self.dst).get("fingerprint") == fingerprint
 
-    def open(self, fingerprint: str, *, resume: bool, overwrite: bool) -> list[dict[str, object]]:
+    def open(self, making: Making, *, resume: bool, overwrite: bool) -> list[dict[str, object]]:
         """Take the place, and return the journal lines of tasks an earlier run finished (none unless `resume`).
 
         Raises DestinationError when something is in the way.
         """
-        self._check_goal(overwrite=overwrite)
+        self._check_goal(making, resume=resume, overwrite=overwrite)
         if self.folder.exists() and not (resume or overwrite):
             raise DestinationError(
                 f"an unfinished conversion lies at {self.folder}; continue it with --resume, or start over with "
@@ -105,7 +140,7 @@ class Staging:
             )
         self._take_lock()
         try:
-            return self._begin(fingerprint, resume=resume, overwrite=overwrite)
+            return self._begin(making, resume=resume, overwrite=overwrite)
         except BaseException:
             if self._journal.exists():
                 self.release()
@@ -113,20 +148,21 @@ class Staging:
                 self.discard()
             raise
 
-    def _begin(self, fingerprint: str, *, resume: bool, overwrite: bool) -> list[dict[str, object]]:
+    def _begin(self, making: Making, *, resume: bool, overwrite: bool) -> list[dict[str, object]]:
         """`open`, once nobody else is at work here."""
         self._put_back()
-        self._check_goal(overwrite=overwrite)
+        self._check_goal(making, resume=resume, overwrite=overwrite)
         lines = self._read_journal() if resume else []
-        if lines and lines[0].get("fingerprint") != fingerprint:
+        if lines and lines[0].get("fingerprint") != making.fingerprint:
             raise DestinationError(
-                f"{self.folder} was begun from another source, another version of it, or with other options; "
-                "start over with --overwrite"
+                f"{self.folder} was begun from another source, another version of it, or with other options"
+                f"{_told(making.differences(lines[0]))}Start over with --overwrite"
             )
         if not lines:
             shutil.rmtree(self.data, ignore_errors=True)
             self.data.mkdir()
-            self._journal.write_text(json.dumps({"fingerprint": fingerprint}) + "\n")
+            first = {"fingerprint": making.fingerprint, "made": dict(making.facts)}
+            self._journal.write_text(json.dumps(first) + "\n")
         return lines[1:]
 
     def _put_back(self) -> None:
@@ -165,18 +201,27 @@ class Staging:
             os.close(self._lock)
             self._lock = None
 
-    def _check_goal(self, *, overwrite: bool) -> None:
+    def _check_goal(self, making: Making, *, resume: bool, overwrite: bool) -> None:
         if not self.dst.exists() or not any(self.dst.iterdir()):
             return
+        if not (self.dst / MARK).exists():
+            raise DestinationError(
+                f"{self.dst} is not empty, and was not written by ucp (it has no {MARK}); choose another folder, or "
+                "remove it yourself"
+            )
+        if not overwrite and resume:
+            raise DestinationError(
+                f"{self.dst} is a finished conversion, made differently{_told(making.differences(_marked(self.dst)))}"
+                "--resume continues what was begun from the same source with the same options. Choose another folder, "
+                "or replace this one with --overwrite"
+            )
         if not overwrite:
             raise DestinationError(f"{self.dst} is not empty; choose another folder, or pass --overwrite")
-        if not (self.dst / MARK).exists():
-            raise DestinationError(f"{self.dst} was not written by ucp (it has no {MARK}); remove it yourself")
         foreign = sorted(_tree(self.dst) - set(_marked(self.dst).get("files", ())))
         if foreign:
             raise DestinationError(
-                f"{self.dst} holds {len(foreign)} files that ucp did not write there; move them away first:\n"
-                f"{listed(foreign)}"
+                f"{self.dst} holds {counted(len(foreign), 'file')} that ucp did not write there; move them away "
+                f"first:\n{listed(foreign)}"
             )
 
     def _take_lock(self) -> None:
@@ -219,6 +264,11 @@ class Staging:
             kept += len(text)
         os.truncate(self._journal, kept)
         return lines
+
+
+def _told(lines: list[str]) -> str:
+    """Lines between what goes before and the advice that follows."""
+    return f":\n{listed(lines)}\n" if lines else ". "
 
 
 def _line(text: bytes) -> dict[str, object] | None:

@@ -23,6 +23,7 @@ __all__ = ["called", "check_key", "constructed", "set_attributes"]
 _LATIN1 = frozenset({"latin1", "latin-1", "iso-8859-1"})
 _MOST_KEY_NODES = 10_000
 """Bound on the members of one tuple used as a key, nested ones counted: hashing recurses and is repeated."""
+_INTEGERS = frozenset({int})
 _KEYS = frozenset(
     {str, int, bool, float, complex, bytes, type(None), range, frozenset}
     | {GlobalName, Stub, TensorRef, InlineTensor, StorageRef, TorchSize}
@@ -99,6 +100,8 @@ def _ordered_dict(args: tuple[object, ...]) -> object:
 
 
 def _size(args: tuple[object, ...]) -> object:
+    if len(args) == 1 and type(args[0]) is tuple and _INTEGERS.issuperset(map(type, args[0])):
+        return TorchSize(args[0])
     match args:
         case (list(sizes),) | (tuple(sizes),) if all(type(n) is int for n in sizes):
             return TorchSize(sizes)

@@ -44,11 +44,24 @@ class StopReachedError(Exception):
 class Machine:
     """Stack, marks and memo of one pickle in progress."""
 
-    __slots__ = ("at", "data", "marks", "memo", "names", "persistent", "pop", "protocol", "push", "stack")
+    __slots__ = (
+        "at",
+        "data",
+        "instruction",
+        "marks",
+        "memo",
+        "names",
+        "persistent",
+        "pop",
+        "protocol",
+        "push",
+        "stack",
+    )
 
     def __init__(self, data: bytes, start: int, persistent: Callable[[object], object] | None) -> None:
         self.data = data
         self.at = start
+        self.instruction = start
         self.persistent = persistent
         self.protocol = 0
         self.stack: list[object] = []

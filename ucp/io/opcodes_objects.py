@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ucp.inert import Stub
+from ucp.inert import GlobalName, Stub
 from ucp.io.interpret import called, check_key, constructed, set_attributes
 from ucp.io.machine import Machine, PickleFaultError, RefusedOpcodeError
 
@@ -92,7 +92,9 @@ def _set_items(m: Machine, items: list[object]) -> None:
     if len(items) % 2:
         raise PickleFaultError("a key without a value")
     target = m.stack[-1]
-    if type(target) is dict or type(target) is OrderedDict:
+    if type(target) is dict and _SIMPLE_KEYS.issuperset(map(type, items[::2])):
+        target.update(zip(items[::2], items[1::2], strict=True))
+    elif type(target) is dict or type(target) is OrderedDict:
         for index in range(0, len(items), 2):
             key = items[index]
             if type(key) not in _SIMPLE_KEYS:
@@ -151,7 +153,8 @@ def _newobj(m: Machine) -> None:
     args = m.pop()
     if type(args) is not tuple:
         raise PickleFaultError(f"an object whose arguments are a {type(args).__name__}; expected a tuple")
-    m.stack[-1] = constructed(m.stack[-1], args)
+    cls = m.stack[-1]
+    m.stack[-1] = Stub(cls, args) if type(cls) is GlobalName else constructed(cls, args)
 
 
 def _newobj_ex(m: Machine) -> None:

@@ -17,7 +17,7 @@ from urllib.parse import quote
 from ucp.atom import Extra, Index, Kind
 from ucp.codec import codec_name
 from ucp.dtypes import DType
-from ucp.errors import UsageError
+from ucp.errors import UsageError, counted
 from ucp.identity import identity_of, producer
 from ucp.io.safetensors import layout_safetensors
 from ucp.plan import BLOCK
@@ -102,7 +102,7 @@ def _casts(index: Index, slices: Sequence[Slice]) -> tuple[str, ...]:
         for own in slices
         if (stored := index.atoms[own.param].states[own.state].dtype) is not own.dtype
     )
-    return tuple(f"{change} in {count} parameters, as asked" for change, count in changes.items())
+    return tuple(f"{change} in {counted(count, 'parameter')}, as asked" for change, count in changes.items())
 
 
 def _packs(slices: Sequence[Slice], limit: int) -> Iterator[list[Slice]]:

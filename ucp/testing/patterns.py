@@ -8,7 +8,9 @@ from itertools import combinations
 from math import prod
 from typing import ClassVar
 
-from ucp.layout import AxisLayout, Layout, Overlap, Pattern, local_shape
+import pytest
+
+from ucp.layout import AxisLayout, Layout, Overlap, Pattern, local_shape, whole_shape
 from ucp.region import Box, RegionPair, intersect, uncovered
 
 __all__ = ["PatternContract"]
@@ -74,6 +76,32 @@ class PatternContract:
             if pattern.overlap is Overlap.EXCLUSIVE:
                 boxes = [pair.whole for pairs in _held(pattern, shape, parts) for pair in pairs]
                 assert all(intersect(a, b) is None for a, b in combinations(boxes, 2))
+
+    def test_copies_are_numbered(self) -> None:
+        """First copies hold every element once, and no other copy holds one twice."""
+        for pattern, shape, parts in self.cases:
+            pairs = [pair for pairs in _held(pattern, shape, parts) for pair in pairs]
+            assert uncovered(shape, [pair.whole for pair in pairs if pair.copy == 0]) == ()
+            for number in {pair.copy for pair in pairs}:
+                boxes = [pair.whole for pair in pairs if pair.copy == number]
+                assert all(intersect(a, b) is None for a, b in combinations(boxes, 2))
+
+    def test_the_whole_has_the_shape_that_was_cut(self) -> None:
+        """`whole_shape` undoes what `regions` does to the shape."""
+        for pattern, shape, parts in self.cases:
+            layout = Layout((AxisLayout("axis", parts, pattern),))
+            held = [local_shape(layout, shape, {"axis": index}) for index in range(parts)]
+            assert pattern.whole_shape(held) == tuple(shape)
+            assert whole_shape(layout, held) == tuple(shape)
+
+    def test_parts_that_do_not_fit_have_no_whole(self) -> None:
+        """Parts that differ in more dims than a pattern can explain are refused with a ValueError."""
+        for pattern, shape, parts in self.cases:
+            if parts > 1 and len(shape) > 1 and all(shape):
+                other = tuple(length + 7 for length in shape)
+                held = [other if index % 2 else tuple(shape) for index in range(parts)]
+                with pytest.raises(ValueError, match="expected"):
+                    pattern.whole_shape(held)
 
     def test_elements_are_counted_right(self) -> None:
         """Parts of an exclusive pattern hold as many elements as the whole."""

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from struct import pack
 
 from ucp.atom import Extra, StateIndex
-from ucp.dtypes import DType
 from ucp.fragment import Fragment
+from ucp.io.scalars import number_state, scalar_state
 from ucp.region import Box, local_flat_pairs
 from ucp.state import WEIGHT
-from ucp.tensor import InlineTensor, TensorRef, contiguous_strides
+from ucp.tensor import TensorRef, contiguous_strides
 from ucp_formats.deepspeed.fields import Shape, described
 from ucp_formats.deepspeed.flat_layout import FlatLayout
 from ucp_formats.deepspeed.partition import Held
@@ -81,28 +80,6 @@ def bucket_states(bucket: Bucket, checksums: Checksums, problems: Problems) -> B
     for name in dict.fromkeys(name for shard in bucket.shards for name in shard.states):
         reader.add(name)
     return reader.found
-
-
-def number_state(number: float) -> StateIndex:
-    """A Python number as a 0-d state: int64 or float64, so that no bit is lost.
-
-    >>> number_state(3).dtype, number_state(3.0).dtype
-    (<DType.INT64: 'int64'>, <DType.FLOAT64: 'float64'>)
-    """
-    if isinstance(number, float):
-        ref = InlineTensor(data=pack("<d", number), dtype=DType.FLOAT64)
-    else:
-        ref = InlineTensor(data=number.to_bytes(8, "little", signed=True), dtype=DType.INT64)
-    return StateIndex(dtype=ref.dtype, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=ref),))
-
-
-def scalar_state(value: object) -> StateIndex | None:
-    """A Python number or 0-d tensor as a 0-d state; None for anything else."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return number_state(value)
-    if not isinstance(value, TensorRef) or value.shape:
-        return None
-    return StateIndex(dtype=value.dtype, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=value),))
 
 
 def pieces_of(held: Held, shape: Shape, flat: TensorRef, *, replica: int = 0) -> Iterator[Fragment]:

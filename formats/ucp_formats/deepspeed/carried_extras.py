@@ -20,6 +20,8 @@ _PLACED = _PER_OPTIMIZER_FILE | {
     "random_ltd",
     "sparse_tensor_module_names",
     "universal_checkpoint_info",
+    "num_experts",
+    "pipeline",
     "ds_config",
     "client_state",
     "module_metadata",

@@ -3,7 +3,9 @@
 | extra | what |
 |---|---|
 | engine | step and sample counts, world sizes, version, parallel dimensions |
-| lr_scheduler, data_sampler, random_ltd, sparse_tensor_module_names, universal_checkpoint_info | as found |
+| lr_scheduler, data_sampler, random_ltd, sparse_tensor_module_names | as found |
+| universal_checkpoint_info, num_experts | as found |
+| pipeline | name prefix of each layer, trained parameters of each stage: what names and places of files say |
 | ds_config | the configuration |
 | client_state | every key that DeepSpeed did not write itself |
 | loss_scaler | the scaler object, or without ZeRO its numbers |
@@ -22,7 +24,10 @@ from ucp.atom import Extra
 from ucp_formats.deepspeed.sameness import Checksums, per_rank_extras
 from ucp_formats.deepspeed.saved_run import SavedFile, SavedRun
 
-__all__ = ["model_extras", "optimizer_extras", "universal_extras", "whole_optimizer_extras"]
+__all__ = ["EMPTY_SHAPES", "model_extras", "optimizer_extras", "universal_extras", "whole_optimizer_extras"]
+
+EMPTY_SHAPES = "empty_param_shapes"
+"""Key of ucp's own, ignored by DeepSpeed: shapes of parameters without elements, where stage 3 records them nowhere."""
 
 _ENGINE = (
     "global_steps",
@@ -41,6 +46,7 @@ _AS_FOUND = {
     "csr_tensor_module_names": "sparse_tensor_module_names",  # before 0.5.9
     "ds_config": "ds_config",
     "universal_checkpoint_info": "universal_checkpoint_info",
+    "num_experts": "num_experts",
 }
 _IN_ATOMS = (
     "module",
@@ -50,6 +56,8 @@ _IN_ATOMS = (
     "frozen_param_shapes",
     "shared_params",
     "frozen_param_fragments",
+    EMPTY_SHAPES,
+    "ds_autoep_layers",
 )
 _OPTIMIZER_IN_ATOMS = (
     "base_optimizer_state",

@@ -6,7 +6,7 @@ each slice goes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ucp.atom import Index
@@ -14,7 +14,7 @@ from ucp.dtypes import DType
 from ucp.io.graft import grafted
 from ucp.io.torchzip import NewStorage, NewTensor, layout_torch_zip
 from ucp.region import Box, RegionPair
-from ucp.slice import Slice, whole_slice
+from ucp.slice import Slice
 from ucp.target import OutputFile, Placement, RawCopy
 from ucp.tensor import TensorRef, contiguous_strides
 
@@ -50,9 +50,11 @@ class Drafted:
 class FileDraft:
     """Hands out the tensors of one file and remembers what fills them."""
 
-    def __init__(self, path: str, index: Index) -> None:
+    def __init__(self, path: str, index: Index, cuts: Mapping[str, tuple[RegionPair, ...]] | None = None) -> None:
+        """`index`: with the shapes that this file has. `cuts`: parameter to its boxes of the whole, where it is cut."""
         self._path = path
         self._index = index
+        self._cuts = cuts or {}
         self._filled: list[tuple[NewStorage, int, Slice]] = []
         self._moved: dict[NewStorage, TensorRef] = {}
         self._wholes: dict[tuple[str, str, DType], NewTensor] = {}
@@ -69,26 +71,31 @@ class FileDraft:
             shape = source.global_shape if shape is None else shape
             self._wholes[key] = NewTensor(storage=storage, shape=shape, strides=contiguous_strides(shape))
             if source.numel:
-                self._filled.append((storage, 0, whole_slice(param, state, source, dtype=dtype)))
+                part = Part(param=param, start=0, stop=source.numel, offset=0)
+                self._filled.append((storage, 0, self._slice(state, dtype, part)))
         return self._wholes[key]
 
     def flat(self, state: str, dtype: DType, numel: int, parts: Iterable[Part]) -> NewTensor:
         """A one-dimensional tensor with stretches of several parameters in it; zero elsewhere."""
         storage = NewStorage(dtype, numel)
         for part in parts:
-            shape = self._index.atoms[part.param].states[state].global_shape
-            whole = Box.whole(shape)
-            own = Slice(
-                param=part.param,
-                state=state,
-                dtype=dtype,
-                pairs=(RegionPair(whole, whole),),
-                local_shape=shape,
-                start=part.start,
-                stop=part.stop,
-            )
-            self._filled.append((storage, part.offset, own))
+            self._filled.append((storage, part.offset, self._slice(state, dtype, part)))
         return NewTensor(storage=storage, shape=(numel,), strides=(1,))
+
+    def _slice(self, state: str, dtype: DType, part: Part) -> Slice:
+        """A stretch of what this file has of a state."""
+        shape = self._index.atoms[part.param].states[state].global_shape
+        whole = Box.whole(shape)
+        cut = self._cuts.get(part.param) if shape else None
+        return Slice(
+            param=part.param,
+            state=state,
+            dtype=dtype,
+            pairs=(RegionPair(whole, whole),) if cut is None else cut,
+            local_shape=shape,
+            start=part.start,
+            stop=part.stop,
+        )
 
     def zeros(self, dtype: DType, shape: tuple[int, ...]) -> NewTensor:
         """A tensor that nothing fills."""

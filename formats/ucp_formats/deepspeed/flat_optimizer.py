@@ -7,7 +7,8 @@ BF16_Optimizer loads the same file: it reads a subset of the keys, and pads the 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ucp.inert import GlobalName, Stub
 from ucp.state import WEIGHT
@@ -17,57 +18,69 @@ from ucp_formats.deepspeed.partition import FlatGroup, alignment_paddings, flat_
 from ucp_formats.deepspeed.run_facts import EMULATED, RunFacts
 from ucp_formats.deepspeed.state_values import clipping, common_keys, group_entry, scalar_value
 
-__all__ = ["buffers", "keeps_whole", "optimizer_state"]
+__all__ = ["Share", "buffer", "buffers", "keeps_whole", "optimizer_state"]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one file has of a group."""
+
+    group: Group
+    """The group."""
+    flat: FlatGroup
+    """Its buffer."""
+    place: int
+    """Which share of the buffer it is."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Parameter to its name on the rank, where that is another (experts count from 0 on each rank)."""
 
 
 def buffers(facts: RunFacts, groups: Sequence[Group]) -> tuple[FlatGroup, ...]:
     """The flat buffer of each group, as the engine of the target would build it."""
+    return tuple(buffer(facts, group, ranks=facts.ranks) for group in groups)
+
+
+def buffer(facts: RunFacts, group: Group, *, ranks: int) -> FlatGroup:
+    """The flat buffer of a group that is cut over `ranks` ranks."""
     plain = facts.stage == 1 and facts.config.uses_bf16_optimizer(facts.precision)
-    return tuple(_buffer(facts, group, plain=plain) for group in groups)
-
-
-def _buffer(facts: RunFacts, group: Group, *, plain: bool) -> FlatGroup:
     sizes = dict(group.sizes)
     names: Sequence[str] = tuple(sizes)
     if facts.config.round_robin and not plain:
-        names = round_robin(names, ranks=facts.ranks)
+        names = round_robin(names, ranks=ranks)
     ordered = [(name, sizes[name]) for name in names]
     paddings = None
     if facts.config.parameter_alignment and not plain:
         itemsize = facts.module_dtype(group.params[0]).itemsize
         paddings = alignment_paddings([numel for _, numel in ordered], itemsize=itemsize)
-    return flat_group(ordered, ranks=facts.ranks, paddings=paddings)
+    return flat_group(ordered, ranks=ranks, paddings=paddings)
 
 
-def optimizer_state(
-    draft: FileDraft, facts: RunFacts, groups: Sequence[Group], flats: Sequence[FlatGroup], rank: int
-) -> dict[str, object]:
+def optimizer_state(draft: FileDraft, facts: RunFacts, shares: Sequence[Share], rank: int) -> dict[str, object]:
     """`optimizer_state_dict` of the file of `rank`."""
-    pairs = list(zip(groups, flats, strict=True))
     base = {
         "state": {
-            number: _state(draft, facts, group, flat, rank)
-            for number, (group, flat) in enumerate(pairs)
-            if group.state_names
+            number: _state(draft, facts, share) for number, share in enumerate(shares) if share.group.state_names
         },
-        "param_groups": [group_entry(draft, group, [number]) for number, group in enumerate(groups)],
+        "param_groups": [group_entry(draft, share.group, [number]) for number, share in enumerate(shares)],
     }
+    flats = [share.flat for share in shares]
     return {
         **common_keys(facts, rank),
         **clipping(facts, rank),
         "base_optimizer_state": base,
-        "single_partition_of_fp32_groups": [_weights(draft, facts, group, flat, rank) for group, flat in pairs],
+        "single_partition_of_fp32_groups": [_weights(draft, facts, share) for share in shares],
         "zero_stage": Stub(GlobalName("deepspeed.runtime.zero.config", "ZeroStageEnum"), (facts.stage,), new=False),
-        "group_paddings": [flat.padding(rank) for flat in flats],
+        "group_paddings": [share.flat.padding(share.place) for share in shares],
         "param_alignment_paddings": [list(flat.paddings) for flat in flats],
         "partition_count": [flat.ranks for flat in flats],
         "ds_version": EMULATED,
-        "param_slice_mappings": [_slice_mapping(group, flat, rank) for group, flat in pairs],
+        "param_slice_mappings": [_slice_mapping(share) for share in shares],
     }
 
 
-def _state(draft: FileDraft, facts: RunFacts, group: Group, flat: FlatGroup, rank: int) -> dict[str, object]:
+def _state(draft: FileDraft, facts: RunFacts, share: Share) -> dict[str, object]:
     """States of one flat parameter; as in DeepSpeed they are as long as the share, padding included."""
+    group, flat, rank = share.group, share.flat, share.place
     state: dict[str, object] = {}
     for name in group.state_names:
         if name in group.scalars:
@@ -86,7 +99,8 @@ def keeps_whole(facts: RunFacts, group: Group, state: str) -> bool:
     return state == "momentum_buffer" and group.hyper.get("use_muon") is True and not shared
 
 
-def _weights(draft: FileDraft, facts: RunFacts, group: Group, flat: FlatGroup, rank: int) -> object:
+def _weights(draft: FileDraft, facts: RunFacts, share: Share) -> object:
+    group, flat, rank = share.group, share.flat, share.place
     numel = flat.partition - flat.padding(rank)
     return draft.flat(WEIGHT, group.weight_dtype(facts.dtypes), numel, _parts(group, flat, rank, WEIGHT))
 
@@ -113,15 +127,15 @@ def _whole_parts(group: Group, flat: FlatGroup, rank: int, state: str) -> tuple[
     return offset, parts
 
 
-def _slice_mapping(group: Group, flat: FlatGroup, rank: int) -> OrderedDict[object, object]:
+def _slice_mapping(share: Share) -> OrderedDict[object, object]:
     """Where each parameter lies in the share, in the order of the group; true also under round robin."""
-    held = {own.name: own for own in flat.held(rank)}
+    held = {own.name: own for own in share.flat.held(share.place)}
     address = GlobalName("deepspeed.utils.tensor_fragment", "fragment_address")
     return OrderedDict(
         (
-            atom.name,
+            share.renamed.get(atom.name, atom.name),
             Stub(address, state={"numel": own.stop - own.start, "start": own.offset}, has_state=True),
         )
-        for atom in group.params
+        for atom in share.group.params
         if (own := held.get(atom.name)) is not None
     )

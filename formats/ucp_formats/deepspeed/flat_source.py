@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 from ucp.atom import ParamGroup
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.tensor import TensorRef
-from ucp_formats.deepspeed.buckets import Bucket, Shard, bucket_states
+from ucp_formats.deepspeed.buckets import Bucket, BucketStates, Shard, bucket_states
+from ucp_formats.deepspeed.experts import ExpertGroups
 from ucp_formats.deepspeed.fields import Shape, integer, mapping, sequence, shapes, tensor, text
 from ucp_formats.deepspeed.flat_layout import SharedBuffer, WholeParameters, shared_buffers
 from ucp_formats.deepspeed.group_order import mapping_disagrees, optimizer_order
@@ -102,42 +104,60 @@ class _FlatReader:
         self.problems = Problems()
         self.part = OptimizerPart()
         self.files = {rank: _FlatFile.of(file) for rank, file in run.optimizers.items()}
+        self.shapes = buffer_shapes(run)
+        self.placed = ExpertGroups.of(run, self.shapes)
 
     def read(self) -> OptimizerPart:
         """Everything in them."""
         run = self.run
-        all_shapes = buffer_shapes(run)
         groups = same_groups({file.name: file.groups for file in self.files.values()}, self.checksums, self.problems)
-        if len(groups) != len(all_shapes):
+        if len(groups) != len(self.shapes):
             raise MalformedError(
                 f"expected as many parameter groups in the optimizer files as in param_shapes of {run.model.path}, "
-                f"{len(all_shapes)}; got {len(groups)}. The files are of different runs"
+                f"{len(self.shapes)}; got {len(groups)}. The files are of different runs"
             )
-        for number, (group, own) in enumerate(zip(groups, all_shapes, strict=True)):
+        for number, (group, own) in enumerate(zip(groups, self.shapes, strict=True)):
             self._read_group(number, group, own)
         self.problems.raise_any(str(run.folder.path), f"ZeRO-{run.stage} over {run.ranks} ranks")
         take_group_steps(self.part)
         return self.part
 
     def _read_group(self, number: int, group: object, own: dict[str, Shape]) -> None:
-        weights = {rank: file.weight(number) for rank, file in self.files.items()}
+        """Read one group: on all ranks, or for each expert-parallel rank on those that hold its experts."""
+        subsets = self.placed.subsets(number)
+        names: list[str] = []
+        for expert_rank, subset in enumerate(subsets):
+            label = f"group {number}" + (f" of expert-parallel rank {expert_rank}" if len(subsets) > 1 else "")
+            files = [self.files[rank] for rank in subset]
+            found, order = self._read_share(number, own, files, label)
+            named = partial(self.placed.named, rank=expert_rank)
+            found.states = {named(name): states for name, states in found.states.items()}
+            self.part.add(found)
+            names += map(named, order)
+        hyper = hyper_parameters(group, f"param_groups[{number}]")
+        self.part.groups.append(ParamGroup(params=tuple(names), hyper=hyper))
+
+    def _read_share(
+        self, number: int, own: dict[str, Shape], files: Sequence[_FlatFile], label: str
+    ) -> tuple[BucketStates, tuple[str, ...]]:
+        """States out of one buffer, of which each of `files` has a share, and its names in the optimizer's order."""
+        weights = dict(enumerate(file.weight(number) for file in files))
         buffer = self._buffer(number, own, weights)
         shards = [
             Shard(rank=rank, file=file.name, weight=weights[rank], states=file.state(number))
-            for rank, file in self.files.items()
+            for rank, file in enumerate(files)
         ]
         bucket = Bucket(
-            label=f"group {number}",
+            label=label,
             shapes=own,
             layouts=(buffer,),
             state_layouts=(WholeParameters(buffer),),
             shards=tuple(shards),
         )
-        self.part.add(bucket_states(bucket, self.checksums, self.problems))
-        mappings = {rank: file.mapping(number) for rank, file in self.files.items()}
+        found = bucket_states(bucket, self.checksums, self.problems)
+        mappings = {rank: file.mapping(number) for rank, file in enumerate(files)}
         dealt = self.run.config.round_robin and not self.run.is_bf16_optimizer
-        names, dealt = optimizer_order(tuple(own), ranks=self.run.ranks, dealt=dealt, mappings=tuple(mappings.values()))
-        self.part.groups.append(ParamGroup(params=names, hyper=hyper_parameters(group, f"param_groups[{number}]")))
+        names, dealt = optimizer_order(tuple(own), ranks=len(files), dealt=dealt, mappings=tuple(mappings.values()))
         told = {name for rank, own in mappings.items() for name in mapping_disagrees(buffer, rank, own)}
         if told and dealt:
             self.part.notes.append(
@@ -145,11 +165,12 @@ class _FlatReader:
                 "DeepSpeed up to 0.19.8 under round_robin_gradients; param_shapes is right"
             )
         self._check_layout(bucket.label, set() if dealt else told, self._displaced(buffer))
+        return found, names
 
     def _buffer(self, number: int, own: Mapping[str, Shape], weights: Mapping[int, TensorRef]) -> SharedBuffer:
         buffers = shared_buffers(
             {name: prod(shape) for name, shape in own.items()},
-            ranks=self.run.ranks,
+            ranks=len(weights),
             paddings=self._paddings(number, len(own)),
             first=weights[0].numel,
         )
@@ -169,7 +190,9 @@ class _FlatReader:
 
     def _displaced(self, buffer: SharedBuffer) -> set[str]:
         """Parameters whose module tensor, where it is a view of the whole buffer, starts elsewhere in it."""
-        module = mapping(self.run.model.root.get("module"), f"module of {self.run.model.path}")
+        module = self.run.model.root.get("module")
+        if not isinstance(module, dict):  # of a pipeline: no views, the tensors are in files of layers
+            return set()
         found = set()
         for name, start in zip(buffer.names, buffer.starts, strict=True):
             ref = module.get(name)

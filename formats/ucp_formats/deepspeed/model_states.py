@@ -14,6 +14,7 @@ from ucp.dtypes import DType
 from ucp.inert import TorchSize
 from ucp.io.torchzip import NewTensor
 from ucp.state import WEIGHT
+from ucp_formats.deepspeed.extras_source import EMPTY_SHAPES
 from ucp_formats.deepspeed.file_draft import FileDraft, Part
 from ucp_formats.deepspeed.optimizer_groups import is_optimized
 from ucp_formats.deepspeed.partition import chunk, chunk_range
@@ -24,6 +25,7 @@ __all__ = [
     "frozen_fragments",
     "frozen_shapes",
     "has_frozen",
+    "lost_shapes",
     "model_state",
     "module_tensors",
     "placeholders",
@@ -92,6 +94,15 @@ def frozen_shapes(index: Index) -> OrderedDict[object, object]:
     return OrderedDict((atom.name, TorchSize(atom.global_shape)) for atom in _unowned(index))
 
 
+def lost_shapes(index: Index) -> OrderedDict[object, object] | None:
+    """Shapes of parameters without elements that stage 3 says nowhere else; None where there are none.
+
+    DeepSpeed saves them with the frozen ones, but under `exclude_frozen_parameters` as an empty placeholder only, and
+    its loader asks for every frozen parameter of the model as soon as it finds some.
+    """
+    return None if has_frozen(index) else frozen_shapes(index) or None
+
+
 def frozen_fragments(draft: FileDraft, facts: RunFacts, rank: int) -> OrderedDict[object, object]:
     """Their values: whole under stage 2, the chunk of `rank` under stage 3."""
     return OrderedDict((atom.name, _fragment(draft, facts, atom, rank)) for atom in _unowned(facts.index))
@@ -116,11 +127,13 @@ def model_state(draft: FileDraft, facts: RunFacts, rank: int, own: Mapping[str, 
     """The value of the file of `rank`.
 
     `own`: `module`, and those of `optimizer`, `param_shapes`, `frozen_param_shapes`, `shared_params` and
-    `frozen_param_fragments` that the stage has; the others are None.
+    `frozen_param_fragments` that the stage has, the others are None; and `EMPTY_SHAPES`, where it is needed.
     """
     extras, index = facts.extras, facts.index
     engine = extras.mapping("engine", rank)
-    optional = {name: extras.get(name, rank) for name in ("sparse_tensor_module_names", "universal_checkpoint_info")}
+    optional = {name: extras.get(name, rank) for name in ("sparse_tensor_module_names", "num_experts")}
+    if facts.rules is not None:
+        optional["universal_checkpoint_info"] = dict(facts.rules.for_degree(facts.tp))
     state: dict[str, object] = {
         "module": own["module"],
         "buffer_names": [atom.name for atom in index.atoms.values() if atom.kind is Kind.BUFFER],
@@ -129,6 +142,7 @@ def model_state(draft: FileDraft, facts: RunFacts, rank: int, own: Mapping[str, 
         "frozen_param_shapes": own.get("frozen_param_shapes"),
         "shared_params": own.get("shared_params"),
         "frozen_param_fragments": own.get("frozen_param_fragments"),
+        **({EMPTY_SHAPES: own[EMPTY_SHAPES]} if EMPTY_SHAPES in own else {}),
         "lr_scheduler": extras.get("lr_scheduler", rank),
         "data_sampler": extras.get("data_sampler", rank),
         "random_ltd": extras.get("random_ltd", rank),
@@ -136,8 +150,8 @@ def model_state(draft: FileDraft, facts: RunFacts, rank: int, own: Mapping[str, 
         "global_steps": engine.get("global_steps", index.step or 0),
         **({"global_samples": engine["global_samples"]} if "global_samples" in engine else {}),
         "dp_world_size": facts.ranks,
-        "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "mp_world_size": facts.tp * facts.pp,
+        "checkpoint_parallel_dimensions": {"pp_degree": facts.pp, "tp_degree": facts.tp},
         "ds_config": facts.config.staged(facts.stage),
         "ds_version": EMULATED,
         **{name: value for name, value in optional.items() if value is not None},

@@ -17,6 +17,7 @@ from ucp.fragment import Fragment
 from ucp.region import Box
 from ucp.tensor import TensorRef, contiguous_strides
 from ucp_formats.deepspeed.buckets import pieces_of
+from ucp_formats.deepspeed.extras_source import EMPTY_SHAPES
 from ucp_formats.deepspeed.fields import Shape, described, mapping, shapes, tensor, text
 from ucp_formats.deepspeed.partition import Held, chunk, chunk_range
 from ucp_formats.deepspeed.sameness import Checksums, per_rank_extras
@@ -105,6 +106,8 @@ def read_sharded_module(
     buffers = _buffer_names(first, part)
     saved = first.root.get("frozen_param_shapes")
     frozen = shapes(saved, f"frozen_param_shapes of {first.path}") if saved is not None else {}
+    saved = first.root.get(EMPTY_SHAPES)
+    empty = shapes(saved, f"{EMPTY_SHAPES} of {first.path}") if saved is not None else {}
     ties = {a: name for a, name in _shared(first).items() if a not in trained and a not in frozen}
     part.aliases = {a: name for a, name in ties.items() if name in trained or name in frozen}
     for name, ref in tensors.items():
@@ -115,6 +118,9 @@ def read_sharded_module(
             entry = ModuleEntry(kind=Kind.PARAMETER, shape=trained[name], dtype=ref.dtype, fragments=own)
         elif name in frozen:
             entry = _frozen_entry(name, frozen[name], files, ref.dtype)
+        elif name in empty and prod(empty[name]) == 0 == ref.numel:
+            fragments = (_empty(empty[name], ref),)
+            entry = ModuleEntry(kind=Kind.FROZEN, shape=empty[name], dtype=ref.dtype, fragments=fragments)
         elif name in buffers or ref.numel:
             kind = Kind.BUFFER if name in buffers else Kind.FROZEN
             entry = ModuleEntry(kind=kind, shape=ref.shape, dtype=ref.dtype, fragments=(whole_fragment(ref),))
@@ -167,7 +173,7 @@ def _find_ties(
     places: dict[tuple[object, ...], list[str]] = {}
     for name, ref in tensors.items():
         if ref.numel:
-            places.setdefault((ref.offset, ref.dtype, ref.shape, ref.strides), []).append(name)
+            places.setdefault((ref.path, ref.offset, ref.dtype, ref.shape, ref.strides), []).append(name)
     for names in places.values():
         own = [name for name in names if name in trained] or names[:1]
         part.aliases |= {name: own[0] for name in names if name not in own}
@@ -185,8 +191,12 @@ def _find_ties(
 def _copies_of(name: str, tensors: Mapping[str, TensorRef], part: ModulePart) -> Iterator[str]:
     """Tied names whose tensors lie elsewhere in the file than that of `name`, and so can differ from it."""
     for alias, stored in part.aliases.items():
-        if stored == name and alias in tensors and tensors[alias].offset != tensors[name].offset:
+        if stored == name and alias in tensors and _place(tensors[alias]) != _place(tensors[name]):
             yield alias
+
+
+def _place(ref: TensorRef) -> tuple[str, int]:
+    return ref.path, ref.offset
 
 
 def _buffer_names(file: SavedFile, part: ModulePart) -> frozenset[str]:
@@ -199,7 +209,7 @@ def _buffer_names(file: SavedFile, part: ModulePart) -> frozenset[str]:
 
 def _apart(ref: TensorRef, copy: object) -> list[TensorRef]:
     """The copy among the frozen fragments, where it is not the same place in the file."""
-    if not isinstance(copy, TensorRef) or copy.shape != ref.shape or copy.offset == ref.offset or not copy.numel:
+    if not isinstance(copy, TensorRef) or copy.shape != ref.shape or _place(copy) == _place(ref) or not copy.numel:
         return []
     return [copy]
 
@@ -214,7 +224,8 @@ def _frozen_entry(name: str, shape: Shape, files: Mapping[int, SavedFile], dtype
     for rank in range(-(-numel // length) if length else 1):
         start, stop = chunk_range(numel, ranks=ranks, rank=rank)
         if rank not in files:
-            missing.append(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt: elements {start}:{stop} of {name}")
+            file = f"zero_pp_rank_{rank}_mp_rank_{files[0].name.mp:02d}_model_states.pt"
+            missing.append(f"{file}: elements {start}:{stop} of {name}")
             continue
         flat = _frozen_chunk(name, files[rank], dtype, length)
         held = Held(name=name, start=start, stop=stop, offset=0)

@@ -43,8 +43,8 @@ class Role(StrEnum):
     MODEL = "model states"
     SHARDED_MODEL = "model states of one rank"
     OPTIMIZER = "optimizer states"
-    LAYER = "a pipeline layer"
-    EXPERT = "an expert"
+    LAYER = "pipeline layer"
+    EXPERT = "expert"
     EXPERT_OPTIMIZER = "optimizer states of experts"
 
 
@@ -62,14 +62,35 @@ class FileName:
     """Model-parallel rank; 0 where the name has none."""
     prefix: str = ""
     """"bf16_", "fp16_" or nothing."""
+    layer: int = -1
+    """Layer of a pipeline, or mixture-of-experts layer of an expert; -1 where the name has none."""
+    expert: int = 0
+    """Global number of an expert; for optimizer states of experts, the expert-parallel rank."""
+    axes: tuple[tuple[str, int], ...] = ()
+    """Axes that the file of a pipeline layer is cut over, with the rank along each."""
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel rank of a pipeline layer."""
+        return dict(self.axes).get("model", 0)
 
     @property
     def label(self) -> str:
         """What the file is to a reader of messages, e.g. "optimizer states of rank 3"."""
         ranked = self.role in (Role.SHARDED_MODEL, Role.OPTIMIZER)
-        return f"{self.role.value.removesuffix(' of one rank')} of rank {self.dp}" if ranked else self.role.value
+        whose = f", model-parallel rank {self.mp}" if self.mp else ""
+        match self.role:
+            case Role.LAYER:
+                return f"{self.role.value} {self.layer}{f', tensor-parallel rank {self.tp}' if self.tp else ''}"
+            case Role.EXPERT:
+                return f"{self.role.value} {self.expert} of layer {max(self.layer, 0)}{whose}"
+            case Role.EXPERT_OPTIMIZER:
+                return f"{self.role.value}, expert-parallel rank {self.expert}{whose}"
+        named = self.role.value.removesuffix(" of one rank")
+        return f"{named} of rank {self.dp}{whose}" if ranked else f"{named}{whose}"
 
 
+_AXIS = re.compile(r"-([a-z]+)_(\d+)")
 _PART = re.compile(r"-\d+\.\d+\Z")
 _FORMS = (
     (Role.MODEL, re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")),
@@ -78,9 +99,12 @@ _FORMS = (
         Role.OPTIMIZER,
         re.compile(r"(?P<prefix>bf16_|fp16_|)zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt"),
     ),
-    (Role.LAYER, re.compile(r"layer_\d+(-[a-z]+_\d+)*-model_states\.pt")),
-    (Role.EXPERT, re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_(?P<mp>\d+)_model_states\.pt")),
-    (Role.EXPERT_OPTIMIZER, re.compile(r"expp_rank_\d+_mp_rank_(?P<mp>\d+)_optim_states\.pt")),
+    (Role.LAYER, re.compile(r"layer_(?P<layer>\d+)(?P<axes>(-[a-z]+_\d+)*)-model_states\.pt")),
+    (
+        Role.EXPERT,
+        re.compile(r"(layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
+    ),
+    (Role.EXPERT_OPTIMIZER, re.compile(r"expp_rank_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")),
 )
 
 
@@ -97,5 +121,8 @@ def parse_name(name: str) -> FileName | None:
                 dp=int(found.get("dp") or 0),
                 mp=int(found.get("mp") or 0),
                 prefix=found.get("prefix") or "",
+                layer=int(found.get("layer") or -1),
+                expert=int(found.get("expert") or 0),
+                axes=tuple((axis, int(rank)) for axis, rank in _AXIS.findall(found.get("axes") or "")),
             )
     return None

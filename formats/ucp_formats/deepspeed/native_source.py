@@ -13,27 +13,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ucp.atom import AtomIndex, Extra, Index, Kind, StateIndex
+from ucp.atom import AtomIndex, Index, Kind, StateIndex
 from ucp.dtypes import DType
 from ucp.errors import MalformedError, listed
 from ucp.fragment import Fragment
-from ucp.protocols import Evidence
+from ucp.protocols import Evidence, SourceOptions
 from ucp.state import WEIGHT
-from ucp.tensor import TensorRef
 from ucp.topology import Topology
 from ucp_formats.deepspeed.chunked_source import read_chunked
-from ucp_formats.deepspeed.extras_source import model_extras, optimizer_extras, whole_optimizer_extras
-from ucp_formats.deepspeed.fields import Shape, mapping
+from ucp_formats.deepspeed.extras_source import model_extras, optimizer_extras
+from ucp_formats.deepspeed.fields import Shape
 from ucp_formats.deepspeed.flat_source import buffer_shapes, read_flat
 from ucp_formats.deepspeed.folder import Located, TagFolder, list_folder, locate_native, the_folder
+from ucp_formats.deepspeed.merging import Merged
 from ucp_formats.deepspeed.module_part import ModuleEntry, ModulePart, read_sharded_module, read_whole_module
 from ucp_formats.deepspeed.names import UNIVERSAL
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart
+from ucp_formats.deepspeed.parallel_source import check_use, expert_degree, parallel_patterns, read_parallel
 from ucp_formats.deepspeed.refusals import refuse_names
 from ucp_formats.deepspeed.run_config import Precision, RunConfig
 from ucp_formats.deepspeed.sameness import Checksums
-from ucp_formats.deepspeed.saved_run import SavedRun, read_run, source_files
-from ucp_formats.deepspeed.whole_source import WholeOptimizer, read_whole
+from ucp_formats.deepspeed.saved_grid import SavedGrid, read_grid
+from ucp_formats.deepspeed.saved_run import SavedRun, source_files
+from ucp_formats.deepspeed.unsharded_source import read_unsharded
 
 __all__ = ["DeepSpeedFormat", "atoms_of", "folder_notes", "producer_of", "step_of"]
 
@@ -44,13 +46,21 @@ class DeepSpeedFormat:
     """Format `deepspeed`.
 
     `group_names`: names of the parameters of every optimizer group, in its order; only for checkpoints without ZeRO
-    whose optimizer does not tell (the error then says so).
+    whose optimizer does not tell (the error then says so). `options`: the family whose rules say how parameters lie
+    over tensor-parallel ranks, for checkpoints that do not record it.
     """
 
     name = "deepspeed"
 
-    def __init__(self, group_names: Sequence[Sequence[str]] | None = None) -> None:
+    def __init__(
+        self, group_names: Sequence[Sequence[str]] | None = None, options: SourceOptions | None = None
+    ) -> None:
         self._group_names = group_names
+        self._options = options or SourceOptions()
+
+    def configured(self, options: SourceOptions) -> DeepSpeedFormat:
+        """The same format, reading with these options."""
+        return DeepSpeedFormat(self._group_names, options)
 
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is, or leads to, a native tag folder."""
@@ -62,33 +72,19 @@ class DeepSpeedFormat:
         located = the_folder(locate_native(path), path)
         folder = list_folder(located.root)
         refuse_names(folder)
-        run = read_run(folder)
-        checksums = Checksums(record for file in run.files for record in file.records)
-        if run.stage == 0:
-            module, optimizer = self._read_unsharded(run, checksums)
+        grid = read_grid(folder)
+        run = grid.first
+        checksums = Checksums(record for file in grid.files for record in file.records)
+        check_use(self._options, grid.tp, str(folder.path))
+        if not grid.is_plain:
+            merged = read_parallel(grid, checksums, self._options)
+        elif run.stage == 0:
+            merged = Merged(*read_unsharded(run.model, checksums, self._group_names))
         else:
-            module, optimizer = _read_zero(run, checksums)
-        extras = (*model_extras(run.models, checksums), *module.extras, *optimizer.extras)
-        return _index(located, run, module, optimizer, extras)
-
-    def _read_unsharded(self, run: SavedRun, checksums: Checksums) -> tuple[ModulePart, OptimizerPart]:
-        """Module and optimizer without ZeRO: the optimizer's names come from the module."""
-        saved = run.model.root.get("optimizer")
-        first = read_whole_module(run.model, None)
-        if saved is None:
-            trained = {name: entry.shape for name, entry in first.entries.items() if entry.kind is Kind.FROZEN}
-            part = OptimizerPart(notes=["saved without an optimizer: every parameter counts as trained"])
-            return read_whole_module(run.model, trained), part
-        refs = {name: e.fragments[0].ref for name, e in first.entries.items() if e.kind is not Kind.BUFFER}
-        whole = WholeOptimizer(
-            where=run.model.name.name,
-            saved=mapping(saved, f"optimizer of {run.model.path}"),
-            params={name: ref for name, ref in refs.items() if isinstance(ref, TensorRef)},
-        )
-        part = read_whole(whole, checksums, self._group_names)
-        part.extras += whole_optimizer_extras(whole.saved, whole.kind)
-        trained = {name: first.entries[name].shape for group in part.groups for name in group.params}
-        return read_whole_module(run.model, trained), part
+            merged = Merged(*_read_zero(run, checksums))
+        if grid.is_plain:
+            merged.optimizer.extras[:0] = model_extras(run.models, checksums)
+        return _index(located, grid, merged)
 
 
 def _read_zero(run: SavedRun, checksums: Checksums) -> tuple[ModulePart, OptimizerPart]:
@@ -103,43 +99,41 @@ def _read_zero(run: SavedRun, checksums: Checksums) -> tuple[ModulePart, Optimiz
     return module, optimizer
 
 
-def _index(
-    located: Located, run: SavedRun, module: ModulePart, optimizer: OptimizerPart, extras: tuple[Extra, ...]
-) -> Index:
-    roles = ((file.path, file.name.label) for file in run.files)
+def _index(located: Located, grid: SavedGrid, merged: Merged) -> Index:
+    run, module, optimizer = grid.first, merged.module, merged.optimizer
+    roles = ((file.path, file.name.label) for file in grid.files)
+    atoms = atoms_of(module, optimizer.states, run.config)
     return Index(
-        path=str(run.folder.path),
+        path=str(grid.folder.path),
         format=DeepSpeedFormat.name,
         evidence=located.reasons,
         producer=producer_of(run.model.root),
-        topology=Topology(dp=run.ranks, zero=run.stage),
+        topology=Topology(dp=run.ranks, tp=grid.tp, pp=grid.pp, ep=expert_degree(grid), zero=run.stage),
         step=step_of(run.model.root),
-        atoms=_laid_out(atoms_of(module, optimizer.states, run.config), run),
+        atoms={name: replace(atom, patterns=_patterns(atom, grid, merged)) for name, atom in atoms.items()},
         groups=tuple(optimizer.groups),
         aliases=module.aliases,
-        extras=extras,
+        extras=(*optimizer.extras, *module.extras),
         files=tuple(source_files(roles)),
-        records=tuple(record for file in run.files for record in file.records),
+        records=tuple(record for file in grid.files for record in file.records),
         notes=(
-            *run.notes,
+            *(note for own in grid.runs.values() for note in own.notes),
             *_stage_notes(run),
             *module.notes,
             *optimizer.notes,
-            *folder_notes(located.root, run.folder),
+            *folder_notes(located.root, grid.folder),
         ),
         dropped=(*module.dropped, *optimizer.dropped),
     )
 
 
-def _laid_out(atoms: Mapping[str, AtomIndex], run: SavedRun) -> dict[str, AtomIndex]:
-    """The atoms, with the name of the pattern along the data-parallel axis, where there is one."""
-    if run.ranks == 1:
-        return dict(atoms)
-    stage = run.stage
-    return {
-        name: replace(atom, patterns={"dp": f"flat (ZeRO-{stage})" if _is_cut(atom, stage) else "replicate"})
-        for name, atom in atoms.items()
-    }
+def _patterns(atom: AtomIndex, grid: SavedGrid, merged: Merged) -> dict[str, str]:
+    """Mesh axis to the name of the pattern along it, where there is more than one rank."""
+    run = grid.first
+    found = {} if grid.is_plain else parallel_patterns(grid, merged, atom)
+    if run.ranks > 1:
+        found["dp"] = f"flat (ZeRO-{run.stage})" if _is_cut(atom, run.stage) else "replicate"
+    return found
 
 
 def _is_cut(atom: AtomIndex, stage: int) -> bool:
@@ -185,14 +179,13 @@ def _atom(name: str, entry: ModuleEntry, states: Mapping[str, StateIndex]) -> At
             raise MalformedError(f"expected the elements of {name} {list(entry.shape)}; neither file has them")
         weight = StateIndex(dtype=entry.fragments[0].ref.dtype, global_shape=entry.shape, fragments=entry.fragments)
     else:
+        first = 1 + max((piece.replica for piece in master.fragments), default=0)
         copies = (
-            Fragment(box=piece.box, ref=piece.ref, replica=piece.replica + 1)
+            Fragment(box=piece.box, ref=piece.ref, replica=piece.replica + first, term=piece.term)
             for piece in entry.fragments
             if piece.box.numel
         )
-        weight = StateIndex(
-            dtype=master.dtype, global_shape=master.global_shape, fragments=(*master.fragments, *copies)
-        )
+        weight = replace(master, fragments=(*master.fragments, *copies))
     return AtomIndex(
         name=name,
         global_shape=entry.shape,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -14,6 +15,8 @@ from ucp_formats.deepspeed.problems import Problems
 from ucp_formats.deepspeed.sameness import Checksums
 
 __all__ = ["OptimizerPart", "hyper_parameters", "same_groups", "take_group_steps"]
+
+_EXPERTS = re.compile(r"ep_size_\d+")
 
 States = dict[str, dict[str, StateIndex]]
 
@@ -42,10 +45,15 @@ class OptimizerPart:
 
 
 def hyper_parameters(group: object, where: str) -> dict[str, object]:
-    """Everything in a parameter group but its parameters (numbers and, since torch 2.6, names), as found."""
-    entries = mapping(group, where).items()
-    members = ("params", "param_names")
-    return {text(key, f"a key of {where}"): value for key, value in entries if key not in members}
+    """Everything in a parameter group but its parameters (numbers and, since torch 2.6, names), as found.
+
+    The name that DeepSpeed gives a group of experts, `ep_size_2`, is left out: it says how many ranks they lay over.
+    """
+    entries = mapping(group, where)
+    members = {"params", "param_names"}
+    if entries.get("moe") is True and _EXPERTS.fullmatch(str(entries.get("name"))):
+        members.add("name")
+    return {text(key, f"a key of {where}"): value for key, value in entries.items() if key not in members}
 
 
 def same_groups(groups: Mapping[str, object], checksums: Checksums, problems: Problems) -> Sequence[object]:

@@ -10,15 +10,12 @@ from collections.abc import Iterator, Mapping
 
 from ucp.errors import UnsupportedError, listed
 from ucp_formats.deepspeed.folder import TagFolder
-from ucp_formats.deepspeed.names import OFFLOADED, Role
+from ucp_formats.deepspeed.names import OFFLOADED
 
 __all__ = ["refuse_contents", "refuse_names"]
 
 _LATER = "ucp does not read this layout yet"
-_PIPELINE = f"pipeline parallelism; {_LATER}: resume in DeepSpeed with one stage and save again"
-_TENSOR = f"tensor parallelism; {_LATER}: resume in DeepSpeed with tensor-parallel degree 1 and save again"
-_MODEL = f"several model-parallel ranks (tensor or pipeline); {_LATER}: resume in DeepSpeed with one and save again"
-_EXPERTS = f"mixture of experts (expert parallelism); {_LATER}"
+_AUTOEP = f"experts fused by AutoEP; {_LATER}: train with deepspeed.moe.layer.MoE, or without expert parallelism"
 _NVME = "optimizer states offloaded to NVMe are raw swap files: resume with offload_optimizer device cpu and save again"
 _ELASTIC = "elastic_checkpoint drops parameter groups: set zero_optimization.elastic_checkpoint to false and save again"
 _MICS = f"MiCS (only the first shard group saves); {_LATER}: resume without mics_shard_size and save again"
@@ -45,17 +42,6 @@ def _raise(where: str, found: list[str]) -> None:
 
 
 def _by_name(folder: TagFolder) -> Iterator[str]:
-    first: dict[Role, str] = {}
-    for name in folder.files:
-        first.setdefault(name.role, name.name)
-    if Role.LAYER in first:
-        yield f"{first[Role.LAYER]}: {_PIPELINE}"
-    for role in (Role.EXPERT, Role.EXPERT_OPTIMIZER):
-        if role in first:
-            yield f"{first[role]}: {_EXPERTS}"
-    ranked = [name.name for name in folder.files if name.mp and name.role is not Role.EXPERT]
-    if ranked and Role.LAYER not in first:
-        yield f"{ranked[0]}: {_MODEL}"
     if OFFLOADED in folder.entries:
         yield f"{OFFLOADED}/: {_NVME}"
 
@@ -76,19 +62,9 @@ def _by_content(root: Mapping[object, object]) -> Iterator[tuple[str, str]]:
 
 
 def _by_model(root: Mapping[object, object]) -> Iterator[tuple[str, str]]:
-    if "module" in root and root["module"] is None:
-        yield "module is None", _PIPELINE
-    degrees = root.get("checkpoint_parallel_dimensions")
-    for key, why in (("pp_degree", _PIPELINE), ("tp_degree", _TENSOR)):
-        degree = degrees.get(key) if isinstance(degrees, dict) else None
-        if isinstance(degree, int) and degree > 1:
-            yield f"{key} {degree}", why
-    size = root.get("mp_world_size")
-    if isinstance(size, int) and size > 1 and not isinstance(degrees, dict):
-        yield f"mp_world_size {size}", _TENSOR
-    for key in ("ds_autoep_layers", "autoep_layers", "num_experts", "folding"):
+    for key in ("ds_autoep_layers", "autoep_layers", "folding"):
         if root.get(key) is not None:
-            yield key, _EXPERTS
+            yield key, _AUTOEP
 
 
 def _by_optimizer(root: Mapping[object, object]) -> Iterator[tuple[str, str]]:
@@ -101,8 +77,4 @@ def _by_optimizer(root: Mapping[object, object]) -> Iterator[tuple[str, str]]:
     if "local_sub_partitions_of_fp32_groups" in saved:
         yield "local_sub_partitions_of_fp32_groups", _OLD_STAGE_1
     if saved.get("ds_zero_partition_groups") is not None:
-        yield "ds_zero_partition_groups", _EXPERTS
-    inner = base if isinstance(base, dict) else saved.get("optimizer_state_dict")
-    groups = inner.get("param_groups") if isinstance(inner, dict) else None
-    if isinstance(groups, list) and any(isinstance(group, dict) and group.get("moe") for group in groups):
-        yield "a parameter group with moe set", _EXPERTS
+        yield "ds_zero_partition_groups", _AUTOEP

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ucp.atom import AtomIndex, Index, Kind
 from ucp.dtypes import DType
-from ucp.errors import UnsupportedError
+from ucp.region import RegionPair
 from ucp.state import WEIGHT
 from ucp.target import TargetOptions
 from ucp_formats.deepspeed.carried_extras import CarriedExtras
+from ucp_formats.deepspeed.file_draft import FileDraft
 from ucp_formats.deepspeed.optimizer_groups import stored_dtype
 from ucp_formats.deepspeed.run_config import Precision, RunConfig
+from ucp_formats.deepspeed.tensor_rules import TensorRules
 
 __all__ = ["EMULATED", "RunFacts", "run_facts", "tag"]
 
@@ -38,6 +40,20 @@ class RunFacts:
     """Data-parallel ranks of the target."""
     stage: int
     """ZeRO stage of the target."""
+    rules: TensorRules | None
+    """How parameters lie over tensor-parallel ranks, where the source says so."""
+    tp: int = 1
+    """Tensor-parallel ranks of the target."""
+    pp: int = 1
+    """Pipeline stages of the target."""
+    mp: int = 0
+    """Model-parallel rank whose files are decided."""
+    cuts: Mapping[str, tuple[RegionPair, ...]] = field(default_factory=dict)
+    """Parameter to what that rank has of it, where that is not the whole."""
+
+    def draft(self, path: str) -> FileDraft:
+        """A file of that rank."""
+        return FileDraft(path, self.index, self.cuts)
 
     def module_dtype(self, atom: AtomIndex) -> DType:
         """Type of a parameter or buffer in the module."""
@@ -45,15 +61,10 @@ class RunFacts:
 
 
 def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int) -> RunFacts:
-    """Facts of a run of `ranks` ranks under ZeRO `stage` that continues the source. Raises UnsupportedError."""
-    odd = sorted(axis for axis in ("tp", "pp", "ep", "cp") if getattr(index.topology, axis) > 1)
-    if odd and index.format.startswith("deepspeed"):
-        raise UnsupportedError(
-            f"expected a data-parallel source; {index.path} has {index.topology}. DeepSpeed files of other axes "
-            "cannot be written yet"
-        )
+    """Facts of a run of `ranks` data-parallel ranks under ZeRO `stage` that continues the source."""
     extras = CarriedExtras(index, ranks=ranks, stage=stage)
     config = RunConfig(extras.mapping("ds_config"))
+    info = extras.get("universal_checkpoint_info")
     trained = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER]
     precision = config.precision(atom.model_dtype or atom.states[WEIGHT].dtype for atom in trained if atom.states)
     return RunFacts(
@@ -64,6 +75,7 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int) -
         dtypes=options.dtypes,
         ranks=ranks,
         stage=stage,
+        rules=TensorRules(info, index.path) if isinstance(info, dict) else None,
     )
 
 

@@ -27,7 +27,7 @@ from ucp_formats.deepspeed.problems import Problems
 from ucp_formats.deepspeed.refusals import refuse_contents
 from ucp_formats.deepspeed.run_config import Precision, RunConfig
 
-__all__ = ["SavedFile", "SavedRun", "read_file", "read_run", "source_files", "try_read"]
+__all__ = ["SavedFile", "SavedRun", "checked_run", "read_file", "read_run", "source_files", "try_read"]
 
 
 _MOST_NAMED = 1000
@@ -103,22 +103,30 @@ def read_run(folder: TagFolder) -> SavedRun:
     problems = Problems()
     files = [read for name in folder.files if (read := try_read(folder.path, name, problems)) is not None]
     refuse_contents(str(folder.path), {file.name.name: file.root for file in files})
+    run = checked_run(folder, files, problems)
+    problems.raise_any(str(folder.path), f"ZeRO-{run.stage} over {run.ranks} rank{'s' if run.ranks > 1 else ''}")
+    return run
+
+
+def checked_run(folder: TagFolder, files: list[SavedFile], problems: Problems, *, mp: int = 0) -> SavedRun:
+    """The files of one model-parallel rank; what is wrong with them goes to `problems`.
+
+    `folder`: with the names of that rank's files only. `files`: those of them that could be read.
+    """
     models = {file.name.dp: file for file in files if file.name.role is not Role.OPTIMIZER}
     optimizers = {file.name.dp: file for file in files if file.name.role is Role.OPTIMIZER}
     stage = _stage(folder, files)
     ranks = _ranks(folder, files)
     _check_doubles(folder, problems)
-    _check_grid(folder, stage, ranks, problems, prefix=_prefix(files))
+    _check_grid(folder, (stage, ranks, mp), problems, prefix=_prefix(files))
     _check_same_run(files, problems)
-    notes = _tolerated(folder, stage, ranks, models)
-    problems.raise_any(str(folder.path), f"ZeRO-{stage} over {ranks} rank{'s' if ranks > 1 else ''}")
     return SavedRun(
         folder=folder,
         models=dict(sorted(models.items())),
         optimizers=dict(sorted(optimizers.items())),
         ranks=ranks,
         stage=stage,
-        notes=notes,
+        notes=_tolerated(folder, stage, ranks, models),
     )
 
 
@@ -170,7 +178,8 @@ def _stage(folder: TagFolder, files: list[SavedFile]) -> int:
     if Role.OPTIMIZER in roles:
         return 1
     for file in files:
-        if file.root.get("param_shapes") is not None:
+        # with ZeRO the optimizer is elsewhere; without, ucp keeps the names of its parameters in param_shapes
+        if file.root.get("param_shapes") is not None and file.root.get("optimizer") is None:
             config = file.root.get("ds_config")
             section = config.get("zero_optimization") if isinstance(config, dict) else None
             configured = section.get("stage") if isinstance(section, dict) else None
@@ -191,7 +200,8 @@ def _said_ranks(file: SavedFile) -> int | None:
         count = file.root.get("dp_world_size")
     else:
         count = file.optimizer.get("partition_count")
-        count = count[0] if isinstance(count, list) and count else count
+        if isinstance(count, list) and count and all(isinstance(own, int) for own in count):
+            count = max(count)  # groups of experts are cut over fewer ranks than the others
     return count if isinstance(count, int) and not isinstance(count, bool) and count > 0 else None
 
 
@@ -205,14 +215,16 @@ def _check_doubles(folder: TagFolder, problems: Problems) -> None:
             problems.wrong.append(f"extra: {name.name} and {other} are the same part of a checkpoint, of another run")
 
 
-def _check_grid(folder: TagFolder, stage: int, ranks: int, problems: Problems, *, prefix: str) -> None:
+def _check_grid(folder: TagFolder, layout: tuple[int, int, int], problems: Problems, *, prefix: str) -> None:
+    """`layout`: ZeRO stage, ranks, and the model-parallel rank whose files these are."""
+    stage, ranks, mp = layout
     grids = [(Role.OPTIMIZER, ranks if stage else 0)]
     grids.append((Role.SHARDED_MODEL, ranks) if stage == 3 else (Role.MODEL, 1))
     for role, count in grids:
         there = {name.dp for name in folder.files if name.role is role}
         needed = 1 if role is Role.SHARDED_MODEL else count
         lost = list(islice((rank for rank in range(needed) if rank not in there), _MOST_NAMED))
-        problems.missing += [f"{_expected(role, rank, prefix)} (rank {rank} of {count})" for rank in lost]
+        problems.missing += [f"{_expected(role, rank, prefix, mp)} (rank {rank} of {count})" for rank in lost]
         if role is Role.OPTIMIZER and count and not there:
             problems.missing.append(_NO_OPTIMIZER)
         problems.wrong += [
@@ -232,15 +244,15 @@ def _prefix(files: list[SavedFile]) -> str:
     return "bf16_" if is_bf16 else ""
 
 
-def _expected(role: Role, rank: int, prefix: str) -> str:
+def _expected(role: Role, rank: int, prefix: str, mp: int) -> str:
     """Name of the file that should be there."""
     match role:
         case Role.OPTIMIZER:
-            return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            return f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
         case Role.SHARDED_MODEL:
-            return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+            return f"zero_pp_rank_{rank}_mp_rank_{mp:02d}_model_states.pt"
         case _:
-            return "mp_rank_00_model_states.pt"
+            return f"mp_rank_{mp:02d}_model_states.pt"
 
 
 def _check_same_run(files: list[SavedFile], problems: Problems) -> None:

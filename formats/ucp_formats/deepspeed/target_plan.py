@@ -7,20 +7,24 @@ from collections.abc import Iterable, Sequence
 from ucp.atom import Index
 from ucp.state import WEIGHT
 from ucp.target import Literal, OutputFile, TargetPlan
+from ucp.topology import Topology
 from ucp_formats.deepspeed.file_draft import Drafted
 from ucp_formats.deepspeed.optimizer_groups import Group
 
 __all__ = ["group_notes", "pointer_file", "target_plan"]
 
 
-def target_plan(index: Index, drafted: Sequence[Drafted], *, notes: Iterable[str]) -> TargetPlan:
-    """The plan of all files, in the order given."""
+def target_plan(
+    index: Index, drafted: Sequence[Drafted], *, notes: Iterable[str], topology: Topology | None = None
+) -> TargetPlan:
+    """The plan of all files, in the order given. `topology`: of the run that loads them, where only one can."""
     return TargetPlan(
         files=tuple(own.file for own in drafted),
         placements=tuple(place for own in drafted for place in own.placements),
         raw=tuple(copy for own in drafted for copy in own.raw),
         notes=tuple(dict.fromkeys(notes)),
         casts=_casts(index, drafted),
+        topology=topology,
     )
 
 
@@ -49,8 +53,8 @@ def group_notes(groups: Sequence[Group]) -> tuple[str, ...]:
     missing = [name for group in groups for name in group.never_stepped()]
     if missing:
         lines.append(
-            f"{len(missing)} parameters were never stepped and have no states ({missing[0]}, ...): theirs are zero, "
-            "and they take the step count of their group, as in flat buffers of DeepSpeed"
+            f"{len(missing)} parameters lack states that others of their group have ({missing[0]}, ...): those are "
+            "zero, and the step count is the group's, as for a parameter that was never stepped"
         )
     unsure = sorted({name for group in groups for name in group.scalars if not group.scalar(name).certain})
     if unsure:

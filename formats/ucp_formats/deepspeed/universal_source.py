@@ -15,26 +15,28 @@ from pathlib import Path
 
 from ucp.atom import Extra, Index, Kind, ParamGroup, StateIndex
 from ucp.errors import MissingFileError, UnsupportedError
-from ucp.protocols import Evidence
+from ucp.protocols import Evidence, SourceOptions
 from ucp.state import WEIGHT
 from ucp.tensor import TensorRef
 from ucp.topology import Topology
 from ucp_formats.deepspeed.buckets import scalar_state
 from ucp_formats.deepspeed.chunked_source import sub_group_params
-from ucp_formats.deepspeed.extras_source import model_extras, universal_extras
-from ucp_formats.deepspeed.fields import Shape, integer, mapping, number_of_enum, sequence, shapes
+from ucp_formats.deepspeed.extras_source import universal_extras
+from ucp_formats.deepspeed.fields import Shape, integer, mapping, number_of_enum, sequence
 from ucp_formats.deepspeed.folder import list_folder, locate_universal, the_folder
 from ucp_formats.deepspeed.group_order import dealt_back
-from ucp_formats.deepspeed.module_part import ModuleEntry, ModulePart, read_sharded_module, read_whole_module
+from ucp_formats.deepspeed.module_part import ModuleEntry, ModulePart
 from ucp_formats.deepspeed.names import UNIVERSAL, FileName, Role
 from ucp_formats.deepspeed.native_source import atoms_of, folder_notes, producer_of, step_of
 from ucp_formats.deepspeed.optimizer_part import hyper_parameters
+from ucp_formats.deepspeed.parallel_source import check_use
 from ucp_formats.deepspeed.parameter_folders import ParameterFolders, read_parameter_folders
 from ucp_formats.deepspeed.problems import Problems
 from ucp_formats.deepspeed.refusals import refuse_contents, refuse_names
 from ucp_formats.deepspeed.run_config import RunConfig
 from ucp_formats.deepspeed.sameness import Checksums
 from ucp_formats.deepspeed.saved_run import SavedFile, source_files, try_read
+from ucp_formats.deepspeed.universal_ranks import UniversalRanks, universal_ranks
 
 __all__ = ["DeepSpeedUniversalFormat"]
 
@@ -45,6 +47,13 @@ class DeepSpeedUniversalFormat:
     """Format `deepspeed-universal`."""
 
     name = "deepspeed-universal"
+
+    def __init__(self, options: SourceOptions | None = None) -> None:
+        self._options = options or SourceOptions()
+
+    def configured(self, options: SourceOptions) -> DeepSpeedUniversalFormat:
+        """The same format, reading with these options."""
+        return DeepSpeedUniversalFormat(options)
 
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is, or leads to, a tag folder with `zero/`."""
@@ -60,15 +69,14 @@ class DeepSpeedUniversalFormat:
         read = {name: try_read(folder.path, name, problems) for name in folder.files}
         files = {name: file for name, file in read.items() if file is not None}
         refuse_contents(str(folder.path), {file.name.name: file.root for file in files.values()})
-        if not files:
-            problems.missing.append("mp_rank_00_model_states.pt")
-        known = _known_shapes(files)
-        found = read_parameter_folders(folder.path / UNIVERSAL, known, problems)
+        ranks = universal_ranks(files.values(), str(folder.path), problems, self._options)
+        check_use(self._options, ranks.tp, str(folder.path))
+        found = read_parameter_folders(folder.path / UNIVERSAL, ranks.known_shapes(), problems)
         shared = try_read(folder.path / UNIVERSAL, FileName(role=Role.OPTIMIZER, name=_GLOBALS), problems)
         problems.raise_any(str(folder.path), "universal")
         if shared is None:
             raise MissingFileError(f"expected {UNIVERSAL}/{_GLOBALS} in {folder.path}; copy it from where it was saved")
-        universal = _Universal(models=_chosen(files), shared=shared, found=found)
+        universal = _Universal(ranks=ranks, shared=shared, found=found)
         return universal.index(self.name, located.reasons, folder_notes(located.root, folder), tuple(files.values()))
 
 
@@ -76,8 +84,8 @@ class DeepSpeedUniversalFormat:
 class _Universal:
     """The files of one universal checkpoint."""
 
-    models: Mapping[int, SavedFile]
-    """Rank to model-states file."""
+    ranks: UniversalRanks
+    """Model-states files of all ranks."""
     shared: SavedFile
     """`optimizer_state.pt`."""
     found: ParameterFolders
@@ -86,12 +94,12 @@ class _Universal:
     @property
     def model(self) -> SavedFile:
         """Model states of rank 0."""
-        return self.models[0]
+        return self.ranks.first[0]
 
     @property
     def buffers(self) -> tuple[dict[str, Shape], ...]:
-        """`param_shapes`."""
-        return _param_shapes(self.model)
+        """`param_shapes`, those of all pipeline stages together."""
+        return self.ranks.groups
 
     def index(self, name: str, evidence: tuple[str, ...], notes: Sequence[str], files: Sequence[SavedFile]) -> Index:
         """The index."""
@@ -99,7 +107,8 @@ class _Universal:
         records = (*(record for file in every for record in file.records), *self.found.records)
         checksums = Checksums(records)
         trained = {param: shape for own in self.buffers for param, shape in own.items()}
-        module = self._module(trained, checksums)
+        merged = self.ranks.module(checksums)
+        module = self._completed(merged.module, trained)
         states, dropped = self._states(module, trained)
         strays = [f"not part of the checkpoint, left alone: zero/{stray}" for stray in self.found.strays]
         roles = [(file.path, file.name.label) for file in files]
@@ -110,12 +119,14 @@ class _Universal:
             format=name,
             evidence=evidence,
             producer=producer_of(self.model.root),
-            topology=Topology(dp=dp if type(dp) is int and dp > 0 else 1, zero=self._stage()),
+            topology=Topology(
+                dp=dp if type(dp) is int and dp > 0 else 1, tp=self.ranks.tp, pp=self.ranks.pp, zero=self._stage()
+            ),
             step=step_of(self.model.root),
             atoms=atoms_of(module, states, self.config),
             groups=tuple(self._groups()),
             aliases=module.aliases,
-            extras=(*model_extras(self.models, checksums), *module.extras, *self._extras()),
+            extras=(*merged.optimizer.extras, *module.extras, *self._extras()),
             files=tuple(source_files([*roles, *self.found.files])),
             records=records,
             notes=(*module.notes, *notes, *strays),
@@ -136,12 +147,8 @@ class _Universal:
         stage = configured if saved is None else number_of_enum(saved, f"zero_stage of {self.shared.path}")
         return stage if type(stage) is int and 0 <= stage <= 3 else None
 
-    def _module(self, trained: Mapping[str, Shape], checksums: Checksums) -> ModulePart:
+    def _completed(self, part: ModulePart, trained: Mapping[str, Shape]) -> ModulePart:
         """The module as the model-states files have it, and what only `zero/` has."""
-        if self.model.name.role is Role.SHARDED_MODEL:
-            part = read_sharded_module(self.models, trained, checksums)
-        else:
-            part = read_whole_module(self.model, trained)
         buffers = self.model.root.get("buffer_names")
         for name, own in self.found.states.items():
             if name in part.entries or name in part.aliases or name in trained or WEIGHT not in own:
@@ -240,32 +247,3 @@ class _Universal:
 
     def _extras(self) -> list[Extra]:
         return universal_extras(self.shared.root, self.found.info)
-
-
-def _chosen(files: Mapping[FileName, SavedFile]) -> dict[int, SavedFile]:
-    """The model-states files to read: ucp writes one for stages 1 and 2 and one for stage 3, the first says more."""
-    by_role = {
-        role: {name.dp: file for name, file in files.items() if name.role is role}
-        for role in (Role.MODEL, Role.SHARDED_MODEL)
-    }
-    return by_role[Role.MODEL] or by_role[Role.SHARDED_MODEL]
-
-
-def _param_shapes(model: SavedFile) -> tuple[dict[str, Shape], ...]:
-    saved = model.root.get("param_shapes")
-    where = f"param_shapes of {model.path}"
-    if saved is None:
-        return ()
-    return tuple(shapes(own, where) for own in ([saved] if isinstance(saved, dict) else sequence(saved, where)))
-
-
-def _known_shapes(files: Mapping[FileName, SavedFile]) -> dict[str, Shape]:
-    """Shapes of parameters that the model-states files know."""
-    models = _chosen(files)
-    if 0 not in models:
-        return {}
-    frozen = models[0].root.get("frozen_param_shapes")
-    known = shapes(frozen, "frozen_param_shapes") if isinstance(frozen, dict) else {}
-    for own in _param_shapes(models[0]):
-        known |= own
-    return known

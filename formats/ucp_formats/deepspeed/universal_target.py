@@ -13,14 +13,17 @@ the model-states files hold what no other file does (frozen parameters and buffe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ucp.atom import AtomIndex, Index, Kind
 from ucp.errors import MissingStateError, UsageError
 from ucp.state import STEP, WEIGHT
 from ucp.target import OutputFile, Receipt, TargetOptions, TargetPlan
 from ucp.topology import Topology
+from ucp_formats.deepspeed.experts import is_expert
 from ucp_formats.deepspeed.file_draft import Drafted, FileDraft
 from ucp_formats.deepspeed.flat_optimizer import keeps_whole
+from ucp_formats.deepspeed.missing_states import ANEW, lacking, shared_notes
 from ucp_formats.deepspeed.model_states import Module, frozen_shapes, model_state, module_tensors, shapes
 from ucp_formats.deepspeed.optimizer_groups import Group, check_flat, is_optimized, optimizer_groups
 from ucp_formats.deepspeed.partition import flat_group
@@ -34,7 +37,7 @@ __all__ = ["DeepSpeedUniversalTarget"]
 _FILE_NAMES = {WEIGHT: "fp32"}
 """State to the stem of its file, where they differ."""
 
-_STAGE3_STATES = frozenset({"exp_avg", "exp_avg_sq"})
+_STAGE3_STATES = ("exp_avg", "exp_avg_sq")
 """States that the loader of stage 3 knows (`load_hp_checkpoint_state_from_checkpoint_dir_stage3`, 0.19.8)."""
 
 _MOST_RANKS = 1024
@@ -47,17 +50,23 @@ class DeepSpeedUniversalTarget:
     name = "deepspeed-universal"
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
-        """Files for every stage and number of ranks; a `topology` only narrows the notes. Raises MissingStateError."""
+        """Files for every stage and number of ranks. Raises UsageError for a `topology`, MissingStateError."""
+        wanted = topology or Topology()
+        if topology is not None and (wanted.dp > 1 or wanted.zero is not None or wanted.ep > 1 or wanted.cp > 1):
+            raise UsageError(
+                "a universal checkpoint is the same for all stages and numbers of ranks: drop --topology, or write "
+                f"files for {topology} alone (--to deepspeed). Only tp and pp may be given, for DeepSpeed before 0.19.8"
+            )
         if options.layout or options.compress:
             raise UsageError("DeepSpeed files have one layout and no compression; drop --layout and --compress")
-        if not index.groups:
+        if not any(is_optimized(index.atoms[name]) for group in index.groups for name in group.params):
             raise MissingStateError(
                 f"expected optimizer groups and states, which DeepSpeed loads together with the weights; {index.path} "
                 "holds weights only. Write stage-0 model files (--to deepspeed --topology zero=0)"
             )
-        ranks = (topology or index.topology).dp
-        stage = (topology or index.topology).zero
-        facts = run_facts(index, options, ranks=ranks, stage=1 if stage is None else stage)
+        stage = index.topology.zero
+        facts = run_facts(index, options, ranks=index.topology.dp, stage=1 if stage is None else stage)
+        facts = replace(facts, tp=wanted.tp, pp=wanted.pp)
         groups = [group for group in optimizer_groups(index, options.dtypes) if group.params]
         check_flat(groups)
         drafted = [
@@ -78,8 +87,16 @@ class DeepSpeedUniversalTarget:
 
 
 def _model_files(facts: RunFacts, groups: Sequence[Group]) -> Iterator[Drafted]:
-    """The two model-states files; the loader needs their counters and extras, no weights."""
-    for name, kinds in (("mp_rank_00", (Kind.FROZEN, Kind.BUFFER)), ("zero_pp_rank_0_mp_rank_00", ())):
+    """The model-states files; the loader needs their counters and extras, no weights.
+
+    DeepSpeed before 0.19.8 wants as many as the run that loads them has model-parallel ranks.
+    """
+    named = [
+        (f"{start}mp_rank_{mp:02d}", kinds if mp == 0 else ())
+        for mp in range(facts.tp * facts.pp)
+        for start, kinds in (("", (Kind.FROZEN, Kind.BUFFER)), ("zero_pp_rank_0_", ()))
+    ]
+    for name, kinds in named:
         draft = FileDraft(f"{tag(facts.index)}/{name}_model_states.pt", facts.index)
         own: dict[str, object] = {
             "module": _unrestored(draft, facts, kinds),
@@ -152,9 +169,10 @@ def _parameter_files(facts: RunFacts, group: Group, atom: AtomIndex) -> Iterator
             continue
         dtype = group.weight_dtype(facts.dtypes) if state == WEIGHT else group.elementwise[state]
         shape = atom.global_shape or (1,)
+        keys = {"cat_dim": 0} if facts.rules is None else facts.rules.file_keys(atom.name)
         held = state in atom.states
         tensor = draft.whole(atom.name, state, dtype, shape=shape) if held else draft.zeros(dtype, shape)
-        yield draft.finish({"cat_dim": 0, "param": tensor})
+        yield draft.finish({**keys, "param": tensor})
 
 
 def _count(draft: FileDraft, group: Group, atom: AtomIndex, state: str) -> object:
@@ -173,6 +191,8 @@ def _limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
             f"a universal load leaves {frozen} frozen parameters and {buffers} buffers as the model was built; they "
             f"lie in 'module' of {tag(index)}/mp_rank_00_model_states.pt. --to deepspeed restores them"
         )
+    yield from _partial(groups)
+    yield from _model_parallel(facts)
     yield from _stage3_limits(facts, groups)
     if any(keeps_whole(facts, group, state) for group in groups for state in group.elementwise):
         yield (
@@ -192,7 +212,48 @@ def _limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
         )
 
 
+def _model_parallel(facts: RunFacts) -> Iterator[str]:
+    """What a load at other tensor- and expert-parallel degrees does."""
+    rules = facts.rules
+    padded = [
+        f"{name} of {atom.global_shape[0]} rows"
+        for name, atom in facts.index.atoms.items()
+        if rules is not None and rules.padded_vocabulary(name, atom.global_shape) is not None
+    ]
+    if padded:
+        yield (
+            f"the vocabulary keeps its padding ({', '.join(padded)}): stages 1 and 2 load it where they pad to as many "
+            "rows or more, with zeros in those that are new"
+        )
+    if any(map(is_expert, facts.index.atoms)):
+        yield (
+            "DeepSpeed looks for experts by their numbers on their own ranks, so that it loads these rightly with "
+            "expert-parallel degree 1 only; for others use --to deepspeed"
+        )
+
+
+def _partial(groups: Sequence[Group]) -> Iterator[str]:
+    """What stages 1 and 2 do without some of the states."""
+    yield from shared_notes(groups, "a load under stage 1 or 2")
+    missing = lacking(groups, each=False)
+    if missing:
+        yield (
+            f"stages 1 and 2 cannot resume the optimizer, which lacks {', '.join(missing)}: the first step after a "
+            f"load fails with KeyError. {ANEW}"
+        )
+
+
 def _stage3_limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
+    """What stage 3 does not restore, or why it does not load at all."""
+    missing = [name for name in _STAGE3_STATES if not all(name in group.elementwise for group in groups)]
+    if STEP not in groups[0].scalars:
+        missing.append(STEP)
+    if missing:
+        yield (
+            "stage 3 cannot load it: it asks for exp_avg, exp_avg_sq and step of every parameter, and not all have "
+            f"{', '.join(missing)}. With load_module_only=True it loads the weights alone"
+        )
+        return
     entries: list[dict[object, object]] = [dict(group.hyper.items()) for group in groups]
     differing = sorted({str(key) for entry in entries for key in entry.keys() - _shared_by_all(entries).keys()})
     if differing:
@@ -202,11 +263,9 @@ def _stage3_limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
             f"{'; for the first step all take the lr of the first group' if _scheduled(facts) else ''}"
         )
     others = sorted({state for group in groups for state in group.elementwise if state not in _STAGE3_STATES})
-    lacking = any(not group.elementwise.keys() >= _STAGE3_STATES or STEP not in group.scalars for group in groups)
-    if others or lacking:
-        found = ", ".join(others) or "no states"
-        yield f"stage 3 loads exp_avg, exp_avg_sq and step of every parameter only, so not this optimizer ({found})"
-    elif any(group.scalar(STEP).number is None for group in groups):
+    if others:
+        yield f"stage 3 leaves out {', '.join(others)}: it loads exp_avg, exp_avg_sq and step only"
+    if any(STEP in group.scalars and group.scalar(STEP).number is None for group in groups):
         yield (
             "stage 3 shares one step tensor between all its sub-groups, so that a torch optimizer counts it once for "
             "each; after loading, replace optimizer.state[p]['step'] by its clone for every p, or use --to deepspeed"

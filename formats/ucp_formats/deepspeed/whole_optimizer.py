@@ -3,11 +3,14 @@
 - `plain`: a torch optimizer over the model's own parameters (fp32);
 - `unfused`: FP16_UnfusedOptimizer, a master per parameter (fp16 or bf16 with any optimizer but FusedAdam);
 - `fused`: FP16_Optimizer, one flat master per group and no padding (fp16 or bf16 with FusedAdam).
+
+None of them names its parameters. The names of each group stand in `param_shapes` of the model-states file, which
+DeepSpeed leaves None at stage 0 and never reads; `param_names` in the groups would make torch refuse to add a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 
 from ucp.atom import AtomIndex, Index, Kind
@@ -22,7 +25,10 @@ from ucp_formats.deepspeed.run_config import Precision
 from ucp_formats.deepspeed.run_facts import RunFacts
 from ucp_formats.deepspeed.state_values import clipping, group_entry, scalar_value
 
-__all__ = ["Wrapper", "optimizer_state", "wrapper"]
+__all__ = ["Members", "Wrapper", "members", "optimizer_state", "wrapper"]
+
+Members = Sequence[tuple[Group, Sequence[AtomIndex]]]
+"""Each group with the parameters that its optimizer counts, in its order."""
 
 
 class Wrapper(StrEnum):
@@ -47,15 +53,21 @@ def wrapper(facts: RunFacts, groups: Sequence[Group]) -> Wrapper:
     return Wrapper.FUSED if fused else Wrapper.UNFUSED
 
 
-def optimizer_state(draft: FileDraft, facts: RunFacts, groups: Sequence[Group], kind: Wrapper) -> dict[str, object]:
+def members(facts: RunFacts, groups: Sequence[Group], kind: Wrapper) -> Members:
+    """What the optimizer of each group counts. Raises UnsupportedError when that is not known."""
+    return _plain_params(facts.index, groups) if kind is Wrapper.PLAIN else [(group, group.params) for group in groups]
+
+
+def optimizer_state(draft: FileDraft, facts: RunFacts, counted: Members, kind: Wrapper) -> dict[str, object]:
     """`optimizer` of the model-states file."""
     if kind is Wrapper.PLAIN:
-        return _per_parameter(draft, facts, _plain_params(facts.index, groups))
+        return _per_parameter(draft, facts, counted)
+    groups = [group for group, _ in counted]
     scale = LossScale(dynamic=False, cur_scale=1.0)
     if facts.precision is Precision.FP16:
         scale = read_loss_scale(facts.extras.get("loss_scaler"), facts.config)
     if kind is Wrapper.UNFUSED:
-        inner = _per_parameter(draft, facts, [(group, group.params) for group in groups])
+        inner = _per_parameter(draft, facts, counted)
         masters = [[_master(draft, facts, atom) for atom in group.params] for group in groups]
         return {**scale_numbers(scale), "optimizer_state_dict": inner, "fp32_groups": masters}
     numbers = scale_numbers(scale) if facts.precision is Precision.FP16 else {}
@@ -68,15 +80,13 @@ def optimizer_state(draft: FileDraft, facts: RunFacts, groups: Sequence[Group], 
     }
 
 
-def _per_parameter(
-    draft: FileDraft, facts: RunFacts, members: Sequence[tuple[Group, Sequence[AtomIndex]]]
-) -> dict[str, object]:
+def _per_parameter(draft: FileDraft, facts: RunFacts, counted: Members) -> dict[str, object]:
     """state_dict of a torch optimizer with one entry per parameter; one that was never stepped has none."""
     state: dict[int, object] = {}
     entries = []
     number = 0
-    for group, atoms in members:
-        entries.append(_named_entry(draft, group, range(number, number + len(atoms)), atoms))
+    for group, atoms in counted:
+        entries.append(group_entry(draft, group, range(number, number + len(atoms))))
         for atom in atoms:
             own = {name: _own_value(draft, facts, atom, name) for name in atom.states if name != WEIGHT}
             if own:
@@ -106,18 +116,8 @@ def _per_group(draft: FileDraft, groups: Sequence[Group]) -> dict[str, object]:
         for number, group in enumerate(groups)
         if group.state_names
     }
-    entries = [_named_entry(draft, group, [number], group.params) for number, group in enumerate(groups)]
+    entries = [group_entry(draft, group, [number]) for number, group in enumerate(groups)]
     return {"state": state, "param_groups": entries}
-
-
-def _named_entry(
-    draft: FileDraft, group: Group, numbers: Iterable[int], atoms: Sequence[AtomIndex]
-) -> dict[object, object]:
-    """A parameter group that names its parameters, as torch 2.6 does for an optimizer of named parameters.
-
-    Without names nothing in stage-0 files says for certain which parameter belongs to which group.
-    """
-    return {**group_entry(draft, group, numbers), "param_names": [atom.name for atom in atoms]}
 
 
 def _flat(draft: FileDraft, group: Group, state: str, dtype: DType) -> NewTensor:
@@ -133,7 +133,7 @@ def _flat(draft: FileDraft, group: Group, state: str, dtype: DType) -> NewTensor
 
 def _plain_params(index: Index, groups: Sequence[Group]) -> list[tuple[Group, list[AtomIndex]]]:
     """Each group with all its parameters: those without elements too, which only a torch optimizer keeps."""
-    members = [[index.atoms[name] for name in group.params] for group in index.groups]
+    found = [[index.atoms[name] for name in group.params] for group in index.groups]
     grouped = {name for group in index.groups for name in group.params}
     empty = [atom for atom in index.atoms.values() if atom.kind is not Kind.BUFFER and 0 in atom.global_shape]
     place = {name: position for position, name in enumerate(index.atoms)}
@@ -141,8 +141,8 @@ def _plain_params(index: Index, groups: Sequence[Group]) -> list[tuple[Group, li
     for atom in empty:
         if atom.name in grouped:
             continue
-        alike = [own for own in members if any(len(m.global_shape) == len(atom.global_shape) for m in own)]
-        homes = members if len(members) == 1 else alike
+        alike = [own for own in found if any(len(m.global_shape) == len(atom.global_shape) for m in own)]
+        homes = found if len(found) == 1 else alike
         if len(homes) == 1:
             homes[0].insert(sum(place[m.name] < place[atom.name] for m in homes[0]), atom)
         else:
@@ -152,4 +152,4 @@ def _plain_params(index: Index, groups: Sequence[Group]) -> list[tuple[Group, li
             "a stage-0 optimizer counts parameters without elements too, and the source does not say which group they "
             f"belong to:\n{listed(lost)}\nwrite files of stage 1 to 3, which leave them out"
         )
-    return list(zip(groups, members, strict=True))
+    return list(zip(groups, found, strict=True))

@@ -4,8 +4,9 @@
 - FP16_UnfusedOptimizer: the same over a master per parameter, in `fp32_groups`;
 - FP16_Optimizer: the same over one flat master per group, in `fp32_groups_flat`.
 
-None of them has names. In the third, the module's tensors are views of a flat tensor per group and tell everything;
-else torch's own `param_names` do where they are there; else order and shapes must leave one answer (`matching`).
+None of them has names. Files that ucp wrote have them in `param_shapes`, which DeepSpeed leaves None without ZeRO. Else
+torch's own `param_names` tell where they are there; in the third shape, the module's tensors do, as views of a flat
+tensor per group; else order and shapes must leave one answer (`matching`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ucp_formats.deepspeed.optimizer_part import OptimizerPart, hyper_parameters
 from ucp_formats.deepspeed.problems import Problems
 from ucp_formats.deepspeed.sameness import Checksums
 
-__all__ = ["WholeOptimizer", "read_whole"]
+__all__ = ["WholeOptimizer", "read_whole", "slots_of"]
 
 INFERRED = (
     "the optimizer numbers its parameters without naming them: names are inferred from the order of the model and the "
@@ -45,6 +46,8 @@ class WholeOptimizer:
     """What was saved."""
     params: Mapping[str, TensorRef]
     """Tensors of the module that can be parameters, in the order of the model; tied ones once."""
+    recorded: Sequence[Mapping[str, Shape]] = ()
+    """`param_shapes`: name to shape of each parameter of every group, in its order; empty where it is None."""
 
     @property
     def kind(self) -> str:
@@ -134,6 +137,8 @@ def _check_count(optimizer: WholeOptimizer, names: Sequence[Sequence[str]]) -> N
 
 def _names(optimizer: WholeOptimizer, checksums: Checksums, part: OptimizerPart) -> list[tuple[str, ...]]:
     """Names of every group, from the best record there is."""
+    if optimizer.recorded:
+        return _by_record(optimizer)
     found = _by_torch(optimizer)
     if found is None and optimizer.kind == "FP16_Optimizer":
         found = _by_storage(optimizer, checksums)
@@ -141,6 +146,22 @@ def _names(optimizer: WholeOptimizer, checksums: Checksums, part: OptimizerPart)
         return found
     part.notes.append(INFERRED)
     return _by_shape(optimizer)
+
+
+def _by_record(optimizer: WholeOptimizer) -> list[tuple[str, ...]]:
+    """Names in `param_shapes`, which ucp writes. Raises MalformedError where its shapes are not the module's."""
+    wrong = [
+        f"{name}: {list(shape)} in param_shapes, {list(optimizer.params[name].shape)} in module"
+        for own in optimizer.recorded
+        for name, shape in own.items()
+        if name in optimizer.params and optimizer.params[name].shape != shape
+    ]
+    if wrong:
+        raise MalformedError(
+            f"expected the shapes of the module in param_shapes of {optimizer.where}; got\n{listed(wrong)}\nthe file "
+            "was changed after it was saved: take an unchanged copy, or set param_shapes to None"
+        )
+    return [tuple(own) for own in optimizer.recorded]
 
 
 def _by_storage(optimizer: WholeOptimizer, checksums: Checksums) -> list[tuple[str, ...]] | None:
@@ -193,7 +214,7 @@ def _by_torch(optimizer: WholeOptimizer) -> list[tuple[str, ...]] | None:
 
 def _by_shape(optimizer: WholeOptimizer) -> list[tuple[str, ...]]:
     try:
-        found = match(_slots(optimizer), [(name, ref.shape) for name, ref in optimizer.params.items()])
+        found = match(slots_of(optimizer), [(name, ref.shape) for name, ref in optimizer.params.items()])
     except NoMatchError:
         raise UnsupportedError(
             f"no assignment of the module's parameters, in their order, to the {len(optimizer.groups)} parameter "
@@ -209,11 +230,14 @@ def _by_shape(optimizer: WholeOptimizer) -> list[tuple[str, ...]]:
 
 _REMEDY = (
     "Save again with an optimizer built from model.named_parameters() (torch 2.6 or later keeps the names), or with "
-    "ZeRO stage 1, or give the names: DeepSpeedFormat(group_names=...) in Python"
+    "ZeRO stage 1. Or write the names of each group, in its order, into a copy of the file: saved = torch.load(FILE); "
+    "saved['param_shapes'] = [{name: saved['module'][name].shape for name in group} for group in GROUPS]; "
+    "torch.save(saved, FILE). To read it in Python only, DeepSpeedFormat(group_names=GROUPS) does"
 )
 
 
-def _slots(optimizer: WholeOptimizer) -> list[SlotGroup]:
+def slots_of(optimizer: WholeOptimizer) -> list[SlotGroup]:
+    """Slots of every group, as `matching` takes them."""
     masters = optimizer.masters()
     where = f"masters of {optimizer.where}"
     if optimizer.kind == "FP16_Optimizer":

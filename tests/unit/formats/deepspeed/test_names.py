@@ -26,6 +26,24 @@ def test_every_form(name: str, role: Role, dp: int, mp: int, prefix: str) -> Non
     assert (found.role, found.name, found.dp, found.mp, found.prefix) == (role, name, dp, mp, prefix)
 
 
+@pytest.mark.parametrize(
+    ("name", "layer", "expert", "tp", "label"),
+    [
+        ("layer_00-model_states.pt", 0, 0, 0, "pipeline layer 0"),
+        ("layer_103-model_01-model_states.pt", 103, 0, 1, "pipeline layer 103, tensor-parallel rank 1"),
+        ("layer_2_expert_13_mp_rank_00_model_states.pt", 2, 13, 0, "expert 13 of layer 2"),
+        ("expert_3_mp_rank_01_model_states.pt", -1, 3, 0, "expert 3 of layer 0, model-parallel rank 1"),
+        ("expp_rank_4_mp_rank_00_optim_states.pt", -1, 4, 0, "optimizer states of experts, expert-parallel rank 4"),
+        ("mp_rank_02_model_states.pt", -1, 0, 0, "model states, model-parallel rank 2"),
+        ("zero_pp_rank_5_mp_rank_02_optim_states.pt", -1, 0, 0, "optimizer states of rank 5, model-parallel rank 2"),
+    ],
+)
+def test_numbers_and_labels(name: str, layer: int, expert: int, tp: int, label: str) -> None:
+    found = parse_name(name)
+    assert found is not None
+    assert (found.layer, found.expert, found.tp, found.label) == (layer, expert, tp, label)
+
+
 @pytest.mark.parametrize("part", ["-0.1", "-3.16", "-15.16"])
 def test_a_part_is_named_as_the_whole(part: str) -> None:
     found = parse_name(f"mp_rank_00_model_states.pt{part}")

@@ -17,24 +17,6 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("layer_00-model_00-model_states.pt", "pipeline parallelism"),
-        ("layer_00-model_states.pt", "pipeline parallelism"),
-        ("mp_rank_01_model_states.pt", "several model-parallel ranks"),
-        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "several model-parallel ranks"),
-        ("layer_0_expert_0_mp_rank_00_model_states.pt", "mixture of experts"),
-        ("expp_rank_0_mp_rank_00_optim_states.pt", "mixture of experts"),
-    ],
-)
-def test_by_name(tmp_path: Path, fake_run, name: str, why: str) -> None:
-    path = fake_run(1, 2).save(tmp_path)
-    (path / "global_step7" / name).write_bytes(b"")
-    message = refusal(path)
-    assert f"{name}: {why}" in message
-
-
 def test_states_on_nvme(tmp_path: Path, fake_run) -> None:
     path = fake_run(3, 2).save(tmp_path)
     (path / "global_step7" / "offloaded_tensors" / "rank00").mkdir(parents=True)
@@ -42,24 +24,20 @@ def test_states_on_nvme(tmp_path: Path, fake_run) -> None:
 
 
 def test_all_reasons_together(tmp_path: Path, fake_run) -> None:
-    path = fake_run(1, 2).save(tmp_path)
-    for name in ("layer_00-model_states.pt", "layer_0_expert_0_mp_rank_00_model_states.pt"):
-        (path / "global_step7" / name).write_bytes(b"")
-    message = refusal(path)
-    assert "pipeline" in message
-    assert "experts" in message
+    run = fake_run(1, 2)
+    run.models[0]["autoep_layers"] = [{}]
+    run.optimizers[0]["optimizer_state_dict"]["base_optimizer_state"] = [{}]
+    message = refusal(run.save(tmp_path))
+    assert "AutoEP" in message
+    assert "elastic_checkpoint" in message
 
 
 @pytest.mark.parametrize(
     ("key", "value", "why"),
     [
-        ("module", None, "pipeline parallelism"),
-        ("mp_world_size", 2, "tensor parallelism"),
-        ("checkpoint_parallel_dimensions", {"pp_degree": 2, "tp_degree": 1}, "pipeline parallelism"),
-        ("checkpoint_parallel_dimensions", {"pp_degree": 1, "tp_degree": 4}, "tensor parallelism"),
-        ("num_experts", [4], "mixture of experts"),
-        ("ds_autoep_layers", [{}], "mixture of experts"),
-        ("autoep_layers", [{}], "mixture of experts"),
+        ("ds_autoep_layers", [{}], "AutoEP"),
+        ("autoep_layers", [{}], "AutoEP"),
+        ("folding", {"version": 1}, "AutoEP"),
         ("ds_config", {"zero_optimization": {"stage": 1, "mics_shard_size": 2}}, "MiCS"),
         ("ds_config", {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "NVMe"),
     ],
@@ -82,8 +60,7 @@ def test_degrees_of_one_are_no_parallelism(tmp_path: Path, fake_run) -> None:
     [
         (lambda saved: saved.update(base_optimizer_state=[{}]), "elastic_checkpoint"),
         (lambda saved: saved.update(local_sub_partitions_of_fp32_groups=[]), "DeepSpeed 0.3"),
-        (lambda saved: saved.update(ds_zero_partition_groups=[{}]), "mixture of experts"),
-        (lambda saved: saved["base_optimizer_state"]["param_groups"][1].update(moe=True), "mixture of experts"),
+        (lambda saved: saved.update(ds_zero_partition_groups=[{}]), "AutoEP"),
     ],
 )
 def test_by_what_the_optimizer_says(tmp_path: Path, fake_run, change, why: str) -> None:
@@ -96,8 +73,8 @@ def test_by_what_the_optimizer_says(tmp_path: Path, fake_run, change, why: str) 
 def test_a_reason_is_given_once_however_many_files_show_it(tmp_path: Path, fake_run) -> None:
     run = fake_run(3, 8)
     for root in run.models:
-        root["mp_world_size"] = 2
-    assert refusal(run.save(tmp_path)).count("tensor parallelism") == 1
+        root["autoep_layers"] = [{}]
+    assert refusal(run.save(tmp_path)).count("AutoEP") == 1
 
 
 def test_a_buffer_laid_out_in_an_unknown_way(tmp_path: Path, fake_run) -> None:

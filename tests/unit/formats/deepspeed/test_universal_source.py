@@ -135,10 +135,10 @@ def test_missing_model_states(tmp_path: Path, fake_run) -> None:
         read(path)
 
 
-def test_tensor_parallel_sources_are_refused(tmp_path: Path, fake_run) -> None:
+def test_a_model_parallel_rank_that_is_missing(tmp_path: Path, fake_run) -> None:
     run = fake_run(1, 2)
     run.models[0]["mp_world_size"] = 2
-    with pytest.raises(UnsupportedError, match="tensor parallelism"):
+    with pytest.raises(MissingFileError, match=r"missing: mp_rank_01_model_states\.pt"):
         read(save_universal(run, tmp_path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,50 @@ def test_names_that_torch_kept(tmp_path: Path, fake_run) -> None:
     index = read(run.save(tmp_path))
     assert [group.params for group in index.groups] == [("a", "b"), ("c",)]
     assert INFERRED not in index.notes
+
+
+@pytest.mark.parametrize("kind", ["torch", "unfused", "fused"])
+def test_names_that_ucp_recorded_come_first(tmp_path: Path, fake_run, kind: str) -> None:
+    run = fake_run(0, 2, groups=AMBIGUOUS, **({"dtype": torch.float32} if kind == "torch" else {}))
+    if kind != "torch":
+        fuse(run, unfused=kind == "unfused")
+    model = run.models[0]
+    for name in list(model["module"]):
+        model["module"][name] = model["module"][name].clone()  # no views that tell
+    model["param_shapes"] = [{name: torch.Size(shape) for name, shape in own.items()} for own in AMBIGUOUS]
+    index = read(run.save(tmp_path))
+    assert [group.params for group in index.groups] == [("a", "b"), ("c",)]
+    assert index.topology.zero == 0
+    assert INFERRED not in index.notes
+    check_values(run, tmp_path)
+
+
+def test_the_remedy_for_several_answers_is_one(tmp_path: Path, fake_run) -> None:
+    run = fake_run(0, 2, groups=AMBIGUOUS, dtype=torch.float32)
+    with pytest.raises(UnsupportedError) as error:
+        read(run.save(tmp_path))
+    (told,) = re.findall(r"(saved\['param_shapes'\] = .*?); torch.save", str(error.value))
+    file = tmp_path / "global_step7" / "mp_rank_00_model_states.pt"
+    saved = torch.load(file)
+    exec(told, {"saved": saved, "GROUPS": [["a", "b"], ["c"]]})  # what the message says, word for word
+    torch.save(saved, file)
+    assert [group.params for group in read(tmp_path).groups] == [("a", "b"), ("c",)]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "words"),
+    [
+        ([{"a": (3,), "b": (3,)}], "2 parameter groups"),
+        ([{"a": (3,), "nobody": (3,)}, {"c": (3,)}], "nobody"),
+        ([{"a": (3,), "b": (1, 3)}, {"c": (3,)}], r"b: \[1, 3\] in param_shapes, \[3\] in module"),
+        ([{"a": (3,)}, {"b": (3,), "c": (3,)}], "parameters; expected"),
+    ],
+)
+def test_recorded_names_that_do_not_fit_are_not_passed_over(tmp_path: Path, fake_run, recorded, words: str) -> None:
+    run = fake_run(0, 2, groups=AMBIGUOUS, dtype=torch.float32)
+    run.models[0]["param_shapes"] = recorded
+    with pytest.raises(MalformedError, match=words):
+        read(run.save(tmp_path))
 
 
 def test_nothing_fits(tmp_path: Path, fake_run) -> None:

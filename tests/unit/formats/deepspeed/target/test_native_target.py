@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from ucp_formats.deepspeed.native_target import DeepSpeedTarget
 
 from ucp.atom import Extra, StateIndex
@@ -241,7 +243,7 @@ def test_a_parameter_that_was_never_stepped_has_zeros_in_a_flat_group(source: Ma
     share = written.load(optim(0))["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"]
     assert share[:15].tolist() == flat(made, ["emb"], "exp_avg")
     assert not share[15:].any()
-    assert "never stepped" in written.plan.notes[0]
+    assert "1 parameters lack states that others of their group have (w, ...): those are zero" in written.plan.notes[0]
 
 
 def test_different_steps_in_a_flat_group_are_refused(source: Make, write: Make) -> None:
@@ -269,13 +271,125 @@ def test_an_optimizer_without_states_is_written_without_states(source: Make, wri
     assert [entry["lr"] for entry in file["base_optimizer_state"]["param_groups"]] == [0.1, 0.2]
 
 
-def test_weights_alone_make_a_stage_0_model_file_only(source: Make, write: Make) -> None:
-    made = source(groups=[], hypers=[], states=[], steps=[])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"groups": [], "hypers": [], "states": [], "steps": []},
+        {"shapes": {"frozen": (3, 3)}, "groups": [[]], "hypers": [{}], "states": [[]], "steps": [], "buffers": []},
+    ],
+)
+def test_weights_alone_make_a_stage_0_model_file_only(source: Make, write: Make, changes: dict[str, object]) -> None:
+    made = source(**changes)
     written = write(made, TARGET, Topology(dp=2, zero=0))
     assert written.load(f"{TAG}/mp_rank_00_model_states.pt")["optimizer"] is None
     assert "load_module_only" in written.plan.notes[-1]
     with pytest.raises(MissingStateError, match="zero=0"):
         write(made, TARGET, Topology(dp=2, zero=1))
+
+
+def test_stage_0_names_its_parameters_in_param_shapes_not_in_the_groups(source: Make, write: Make) -> None:
+    for changes, names in (
+        ({}, [["emb", "w", "void"], ["gate", "scalar", "bias"]]),
+        ({"model_dtype": DType.BFLOAT16}, [["emb", "w"], ["gate", "scalar", "bias"]]),
+    ):
+        made = source(**changes)
+        state = write(made, TARGET, Topology(dp=2, zero=0)).load(f"{TAG}/mp_rank_00_model_states.pt")
+        assert [list(group) for group in state["param_shapes"]] == names
+        assert state["param_shapes"][0]["emb"] == (5, 3)
+        optimizer = state["optimizer"]
+        groups = optimizer.get("optimizer_state_dict", optimizer)["param_groups"]
+        assert [sorted(group) for group in groups] == [["eps", "lr", "params", "weight_decay"]] * 2
+
+
+def test_names_that_the_source_s_own_groups_have_stay_there(source: Make, write: Make) -> None:
+    made = source(hypers=[{"param_names": ["emb", "w", "void"]}, {"param_names": ["gate", "scalar", "bias"]}])
+    optimizer = write(made, TARGET, Topology(dp=1, zero=0)).load(f"{TAG}/mp_rank_00_model_states.pt")["optimizer"]
+    assert [group["param_names"][0] for group in optimizer["param_groups"]] == ["emb", "gate"]
+
+
+def test_torch_adds_a_group_to_an_optimizer_that_loaded_a_stage_0_file(source: Make, write: Make) -> None:
+    """`add_param_group` refuses a group without names beside groups that have some."""
+    made = source(hypers=[{"lr": 0.1}, {"lr": 0.2}])
+    written = write(made, TARGET, Topology(dp=1, zero=0))
+    saved = torch.load(written.root / TAG / "mp_rank_00_model_states.pt", weights_only=True)
+    shapes = [[saved["module"][name].shape for name in group] for group in saved["param_shapes"]]
+    params = [[torch.nn.Parameter(torch.zeros(shape)) for shape in own] for own in shapes]
+    optimizer = torch.optim.AdamW([{"params": own} for own in params])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert np.array_equal(optimizer.state[params[0][1]]["exp_avg"].numpy(), made.arrays["w/exp_avg"])
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+
+
+def test_stage_3_keeps_the_shape_of_an_empty_parameter_that_nothing_frozen_stands_beside(
+    source: Make, write: Make
+) -> None:
+    """Then `frozen_param_shapes` stays None: the source may have been saved without its frozen parameters."""
+    alone = source(shapes={"w": (2, 2), "void": (0, 4)}, groups=[["w"]], hypers=[{}], states=[[]], steps=[], buffers=[])
+    for rank in range(2):
+        path = f"{TAG}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        model = write(alone, TARGET, Topology(dp=2, zero=3)).load(path)
+        assert model["frozen_param_shapes"] is model["frozen_param_fragments"] is None
+        assert model["empty_param_shapes"] == {"void": (0, 4)}
+        assert model["module"]["void"].shape == (0,), "stage 3 loads placeholders"
+        assert "empty_param_shapes" not in write(source(), TARGET, Topology(dp=2, zero=3)).load(path)
+
+
+ADAM = {"betas": (0.9, 0.99), "eps": 1e-8}
+
+
+@pytest.mark.parametrize(
+    ("stage", "states", "words"),
+    [
+        (0, [], "no states of the optimizer are there: load_checkpoint restores weights and hyper-parameters"),
+        (3, [], "no states of the optimizer are there: load_checkpoint restores weights and hyper-parameters"),
+        (
+            0,
+            ["exp_avg"],
+            "lacks exp_avg_sq, step: it fails, or the first step after it, with KeyError. load_module_only",
+        ),
+        (1, ["exp_avg"], "KeyError. load_optimizer_states=False loads the weights alone. Leave out all states"),
+        (3, ["exp_avg_sq"], "lacks exp_avg, step: .*loads the weights alone; load_module_only=True would load none"),
+    ],
+)
+def test_what_deepspeed_cannot_resume_is_told(
+    source: Make, write: Make, stage: int, states: list[str], words: str
+) -> None:
+    made = source(states=[states, states], steps=[], hypers=[ADAM, ADAM])
+    notes = write(made, TARGET, Topology(dp=2, zero=stage)).plan.notes
+    assert sum(re.search(words, note) is not None for note in notes) == 1, notes
+
+
+def test_masters_that_would_be_rounded_are_told(source: Make, write: Make) -> None:
+    made = source(states=[["exp_avg"]] * 2, hypers=[ADAM, ADAM], model_dtype=DType.BFLOAT16)
+    notes = write(made, TARGET, Topology(dp=2, zero=2)).plan.notes
+    assert any("with masters rounded to bf16" in note for note in notes)
+
+
+def test_one_group_without_states_is_named(source: Make, write: Make) -> None:
+    made = source(states=[["momentum_buffer"], []], steps=[])
+    notes = write(made, TARGET, Topology(dp=2, zero=2)).plan.notes
+    assert any(note.startswith("no states of groups 1 of the optimizer are there") for note in notes)
+
+
+def test_at_stage_0_a_single_parameter_that_lacks_a_state_is_named(source: Make, write: Make) -> None:
+    made = source(hypers=[ADAM, ADAM])
+    del made.arrays["w/exp_avg"]
+    notes = write(made, TARGET, Topology(dp=1, zero=0)).plan.notes
+    assert any("which lacks exp_avg of w: " in note for note in notes)
+    del made.arrays["w/exp_avg_sq"], made.arrays["gate/exp_avg"], made.arrays["gate/exp_avg_sq"]
+    index = made.index()
+    for name in ("w", "gate"):
+        del index.atoms[name].states["step"]
+    plan = TARGET.plan(index, Topology(dp=1, zero=0), TargetOptions())
+    assert not any("lacks" in note for note in plan.notes), "never stepped: torch starts those when it first steps them"
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_whole_optimizers_need_no_notes(source: Make, write: Make, stage: int) -> None:
+    for states, hyper in ((["exp_avg", "exp_avg_sq"], ADAM), (["exp_avg"], {"betas": (0.9, 0.99)})):
+        made = source(states=[states, states], hypers=[hyper, hyper])
+        notes = write(made, TARGET, Topology(dp=2, zero=stage)).plan.notes
+        assert not any("load_checkpoint" in note for note in notes)
 
 
 def test_a_trained_parameter_outside_all_groups_is_refused(source: Make, write: Make) -> None:

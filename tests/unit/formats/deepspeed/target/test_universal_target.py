@@ -11,7 +11,9 @@ from ucp_formats.deepspeed.universal_target import DeepSpeedUniversalTarget
 
 from ucp.atom import Extra
 from ucp.dtypes import DType
-from ucp.errors import MissingStateError
+from ucp.errors import MissingStateError, UsageError
+from ucp.target import TargetOptions
+from ucp.topology import Topology
 
 TAG = "global_step7"
 TARGET = DeepSpeedUniversalTarget()
@@ -96,12 +98,53 @@ def test_both_pointers_name_the_tag(source: Make, write: Make) -> None:
         ({}, "(lr, weight_decay)"),
         ({}, "at 4 ranks"),
         ({}, "clone"),
-        ({"states": [["momentum_buffer"], ["momentum_buffer"]], "steps": []}, "momentum_buffer"),
-        ({"states": [["exp_avg"], ["exp_avg"]]}, "only"),
+        ({"states": [["exp_avg", "exp_avg_sq", "extra"]] * 2}, "stage 3 leaves out extra"),
     ],
 )
 def test_limits_of_deepspeed_are_told(source: Make, write: Make, changes: dict[str, object], words: str) -> None:
     assert any(words in note for note in write(source(**changes), TARGET).plan.notes)
+
+
+ADAM = {"betas": (0.9, 0.99), "eps": 1e-8}
+LION = {"betas": (0.9, 0.99)}
+SUBSETS = [
+    ([], None, ADAM, "exp_avg, exp_avg_sq, step", "", True),
+    ([], 3.0, ADAM, "exp_avg, exp_avg_sq", "exp_avg, exp_avg_sq", False),
+    (["exp_avg"], 3.0, ADAM, "exp_avg_sq", "exp_avg_sq", False),
+    (["exp_avg_sq"], 3.0, ADAM, "exp_avg", "exp_avg", False),
+    (["exp_avg"], None, ADAM, "exp_avg_sq, step", "exp_avg_sq, step", False),
+    (["exp_avg", "exp_avg_sq"], None, ADAM, "step", "step", False),
+    (["exp_avg", "exp_avg_sq"], 3.0, ADAM, "", "", False),
+    (["exp_avg"], 3.0, LION, "exp_avg_sq", "", False),
+    (["exp_avg", "exp_inf"], 3.0, ADAM, "exp_avg_sq", "", False),
+    (["momentum_buffer"], None, {"momentum": 0.9}, "exp_avg, exp_avg_sq, step", "", False),
+]
+"""States, step, hyper-parameters; what stage 3 asks for in vain; what stages 1 and 2 do; whether all starts anew."""
+
+
+@pytest.mark.parametrize(("states", "step", "hyper", "stage3", "adam", "anew"), SUBSETS)
+def test_notes_are_true_for_every_subset_of_states(
+    source: Make,
+    write: Make,
+    states: list[str],
+    step: float | None,
+    hyper: dict[str, object],
+    stage3: str,
+    adam: str,
+    anew: bool,
+) -> None:
+    notes = write(source(states=[states, states], steps=[step, step], hypers=[hyper, hyper]), TARGET).plan.notes
+    refused = [note for note in notes if note.startswith("stage 3 cannot load it")]
+    assert [note.partition("not all have ")[2].partition(".")[0] for note in refused] == ([stage3] if stage3 else [])
+    told = [note.split(": ")[0] for note in notes if "cannot resume" in note]
+    assert told == ([f"stages 1 and 2 cannot resume the optimizer, which lacks {adam}"] if adam else [])
+    assert any("starts them anew" in note for note in notes) is anew
+    assert any("clone" in note for note in notes) is not bool(stage3)
+
+
+def test_a_topology_is_refused_as_the_files_are_the_same_for_all(source: Make) -> None:
+    with pytest.raises(UsageError, match="drop --topology"):
+        TARGET.plan(source().index(), Topology(dp=4, zero=3), TargetOptions())
 
 
 def test_a_loss_scale_is_carried_for_fp16_only(source: Make, write: Make) -> None:
@@ -115,9 +158,16 @@ def test_a_parameter_that_was_never_stepped_gets_zeros(source: Make, write: Make
     assert not write(made, TARGET).load(f"{TAG}/zero/w/exp_avg.pt")["param"].any()
 
 
-def test_weights_alone_are_refused(source: Make, write: Make) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"groups": [], "hypers": [], "states": [], "steps": []},
+        {"shapes": {"frozen": (3, 3)}, "groups": [[]], "hypers": [{}], "states": [[]], "steps": [], "buffers": []},
+    ],
+)
+def test_weights_alone_are_refused(source: Make, write: Make, changes: dict[str, object]) -> None:
     with pytest.raises(MissingStateError, match="zero=0"):
-        write(source(groups=[], hypers=[], states=[], steps=[]), TARGET)
+        write(source(**changes), TARGET)
 
 
 def test_under_a_schedule_the_first_group_s_rate_is_kept_for_the_first_step(source: Make, write: Make) -> None:

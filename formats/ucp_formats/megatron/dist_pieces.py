@@ -1,0 +1,204 @@
+"""Tensors of a torch_dist checkpoint taken apart into parameters: one layer, one expert, one name each.
+
+1. A key is understood (`dist_keys`): what its leading dims count, and whether it is a part of a fused tensor.
+2. Every chunk is cut into its layers and experts; a flattened one (up to megatron-core 0.15) into boxes.
+3. Parts of a fused tensor are put one behind the other along dim 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+
+from ucp.dtypes import DType
+from ucp.errors import MalformedError, listed
+from ucp.io.dcp import StoredChunk, StoredTensor
+from ucp.region import Box, local_flat_pairs
+from ucp.tensor import TensorRef, contiguous_strides
+from ucp_formats.megatron.dist_keys import PARTS, ModelKey
+
+__all__ = ["Piece", "Whole", "taken_apart"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a parameter, and where it lies."""
+
+    box: Box
+    """Elements of the parameter."""
+    ref: TensorRef
+    """Where they are stored."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Whole:
+    """One tensor of one parameter."""
+
+    name: str
+    """Name of the parameter."""
+    shape: Shape
+    """Elements per dim."""
+    dtype: DType
+    """Element type."""
+    pieces: list[Piece] = field(default_factory=list)
+    """Its pieces."""
+    parts: tuple[int, ...] = ()
+    """Lengths along dim 0 of the parts it was stored in, where it is a fused tensor stored apart."""
+
+
+Flattened = Callable[[str], Shape | None]
+"""Shape of the tensor saved under a key that was flattened to be saved; None for one that was not."""
+
+
+def taken_apart(
+    tensors: Iterable[tuple[str, StoredTensor]], understood: Callable[[str], ModelKey], flattened: Flattened
+) -> dict[str, Whole]:
+    """Parameters in `tensors`, each given with the key of the model that it belongs to.
+
+    `understood`: a key, with the template of the canonical name. `flattened`: see there.
+
+    Raises
+    ------
+    MalformedError
+        A part of a fused tensor is not there, or a tensor does not have the dims that its key says.
+    """
+    problems: list[str] = []
+    fused: dict[str, dict[str, tuple[ModelKey, list[Whole]]]] = {}
+    found: dict[str, Whole] = {}
+    for key, tensor in tensors:
+        parsed = understood(key)
+        template = parsed.template
+        wholes = _Apart(parsed, tensor, flattened(tensor.saved.key)).wholes(problems)
+        if parsed.part:
+            fused.setdefault(template, {})[parsed.part] = (parsed, wholes)
+            continue
+        for whole in wholes:
+            if whole.name in found:
+                problems.append(f"{key}: a second tensor of {whole.name}")
+            found[whole.name] = whole
+    for template, parts in fused.items():
+        for whole in _joined(template, {part: wholes for part, (_, wholes) in parts.items()}, problems):
+            found[whole.name] = whole
+    if problems:
+        raise MalformedError(f"{len(problems)} tensors do not fit their keys:\n{listed(problems)}")
+    return found
+
+
+class _Apart:
+    """One stored tensor, cut into layers and experts."""
+
+    def __init__(self, key: ModelKey, tensor: StoredTensor, original: Shape | None) -> None:
+        self._key = key
+        self._tensor = tensor
+        self._shape = tensor.saved.shape if original is None else original
+        self._flattened = original is not None
+        self._lead = len(key.stacked)
+
+    def wholes(self, problems: list[str]) -> list[Whole]:
+        """A whole per layer and expert."""
+        saved = self._tensor.saved
+        if len(self._shape) < self._lead:
+            problems.append(f"{saved.key}: expected {' and '.join(self._key.stacked)} as dims; got {list(self._shape)}")
+            return []
+        inner = self._shape[self._lead :]
+        names = {index: self._name(index) for index in product(*map(range, self._shape[: self._lead]))}
+        wholes = {index: Whole(name=name, shape=inner, dtype=saved.dtype) for index, name in names.items()}
+        for chunk in self._tensor.chunks:
+            pieces = self._unflattened(chunk, problems) if self._flattened else self._cut(chunk)
+            for index, piece in pieces:
+                if index in wholes:
+                    wholes[index].pieces.append(piece)
+                else:
+                    problems.append(f"{saved.key}: a chunk at {list(chunk.offsets)}, past {list(self._shape)}")
+        return list(wholes.values())
+
+    def _name(self, index: Shape) -> str:
+        name = self._key.template
+        for what, number in zip(self._key.stacked, index, strict=True):
+            name = name.replace(f"{{{what}}}", str(number))
+        return name
+
+    def _cut(self, chunk: StoredChunk) -> Iterator[tuple[Shape, Piece]]:
+        lead = self._lead
+        if not lead:
+            yield (), Piece(Box(chunk.offsets, chunk.sizes), chunk.ref)
+            return
+        box = Box(chunk.offsets[lead:], chunk.sizes[lead:])
+        for at in product(*map(range, chunk.sizes[:lead])):
+            index = tuple(map(int.__add__, chunk.offsets[:lead], at))
+            yield index, Piece(box, _inner(chunk.ref, at))
+
+    def _unflattened(self, chunk: StoredChunk, problems: list[str]) -> Iterator[tuple[Shape, Piece]]:
+        """Boxes of a flattened chunk.
+
+        A tensor of shape [X, Y] in local tensors of [x, y] is saved as [X/x, Y/y, x*y] (megatron-core 0.15
+        dist_checkpointing/strategies/resharding.py): the last dim is the local tensor, flattened.
+        """
+        saved = self._tensor.saved
+        grid = saved.shape[:-1]
+        fits = len(grid) == len(self._shape) and not any(n % max(g, 1) for n, g in zip(self._shape, grid, strict=True))
+        if not fits or prod(grid) * saved.shape[-1] != prod(self._shape) or prod(chunk.sizes[:-1]) != 1:
+            problems.append(f"{saved.key}: {list(saved.shape)} is not {list(self._shape)}, flattened")
+            return
+        local = tuple(n // g for n, g in zip(self._shape, grid, strict=True))
+        origin = tuple(map(int.__mul__, chunk.offsets[:-1], local))
+        low = chunk.offsets[-1]
+        strides = contiguous_strides(local)[self._lead :]
+        for box, position in local_flat_pairs(local, low, low + chunk.sizes[-1]):
+            for at in product(*map(range, box.sizes[: self._lead])):
+                inside = sum(map(int.__mul__, at, contiguous_strides(box.sizes)[: self._lead]))
+                index = tuple(sum(t) for t in zip(origin, box.offsets, at, strict=False))  # only the stacked dims
+                yield index, self._flat_piece(chunk.ref, box, origin, position + inside, strides)
+
+    def _flat_piece(self, ref: TensorRef, box: Box, origin: Shape, position: int, strides: Shape) -> Piece:
+        lead = self._lead
+        offsets = tuple(map(int.__add__, origin[lead:], box.offsets[lead:]))
+        place = TensorRef(
+            path=ref.path,
+            offset=ref.offset + position * ref.dtype.itemsize,
+            dtype=ref.dtype,
+            shape=box.sizes[lead:],
+            strides=strides,
+        )
+        return Piece(Box(offsets, box.sizes[lead:]), place)
+
+
+def _inner(ref: TensorRef, at: Shape) -> TensorRef:
+    """The tensor at index `at` of the leading dims of `ref`."""
+    lead = len(at)
+    skip = sum(map(int.__mul__, at, ref.strides[:lead])) * ref.dtype.itemsize
+    return TensorRef(
+        path=ref.path, offset=ref.offset + skip, dtype=ref.dtype, shape=ref.shape[lead:], strides=ref.strides[lead:]
+    )
+
+
+def _joined(template: str, parts: dict[str, list[Whole]], problems: list[str]) -> Iterator[Whole]:
+    """Fused tensors out of their parts, one per layer and expert."""
+    row = next((row for row in PARTS if set(row) == set(parts)), None)
+    if row is None:
+        problems.append(f"{template}: expected all parts of a fused tensor; got {', '.join(sorted(parts))}")
+        return
+    by_name = [{whole.name: whole for whole in parts[part]} for part in row]
+    for name in by_name[0]:
+        own = [wholes[name] for wholes in by_name if name in wholes]
+        if len(own) != len(row) or len({(whole.shape[1:], whole.dtype) for whole in own}) != 1:
+            problems.append(f"{name}: its parts {', '.join(row)} are not all there, or differ in shape")
+            continue
+        yield _fused(own)
+
+
+def _fused(parts: Sequence[Whole]) -> Whole:
+    lengths = tuple(part.shape[0] for part in parts)
+    first = parts[0]
+    whole = Whole(name=first.name, shape=(sum(lengths), *first.shape[1:]), dtype=first.dtype, parts=lengths)
+    before = 0
+    for part, length in zip(parts, lengths, strict=True):
+        for piece in part.pieces:
+            box = Box((piece.box.offsets[0] + before, *piece.box.offsets[1:]), piece.box.sizes)
+            whole.pieces.append(Piece(box, piece.ref))
+        before += length
+    return whole

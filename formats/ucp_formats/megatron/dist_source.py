@@ -1,0 +1,204 @@
+"""torch_dist checkpoints of megatron-core, read as an index.
+
+1. Read `.metadata`, the objects and the common state; sort the keys by what they are (`dist_keys`).
+2. Take the model's tensors apart into parameters, and name them by their family (`dist_pieces`, `dist_names`).
+3. Find the optimizer's states, in whichever of the six layouts (`dist_states`, `dist_buckets`, `dist_gathered`).
+4. Deal the parameter groups out (`dist_groups`); put everything together. The rest becomes extras (`dist_extras`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ucp.atom import Index, SourceFile
+from ucp.errors import MalformedError, UnsupportedError, listed
+from ucp.identity import size_and_time
+from ucp.io.collection import no_cycle_collection
+from ucp.io.dcp import METADATA, Dcp, StoredTensor, read_dcp
+from ucp.tensor import Record
+from ucp_formats.megatron.dist_atoms import EMBEDDING, atom_of, suspicious_states, tied_output
+from ucp_formats.megatron.dist_buckets import Grid, place_buckets, stored_buckets
+from ucp_formats.megatron.dist_common import CommonState, SavedObjects, read_common, read_objects
+from ucp_formats.megatron.dist_extras import dist_extras
+from ucp_formats.megatron.dist_gathered import gathered_buckets
+from ucp_formats.megatron.dist_groups import read_groups
+from ucp_formats.megatron.dist_keys import BucketKey, StateKey, parse_bucket_key, parse_state_key
+from ucp_formats.megatron.dist_names import DistNames, names_of
+from ucp_formats.megatron.dist_pieces import Whole, taken_apart
+from ucp_formats.megatron.dist_states import DistStates, from_buckets, from_state_keys
+from ucp_formats.megatron.family_choice import ChooseFamily
+from ucp_formats.megatron.folder import Located
+from ucp_formats.megatron.names import METADATA as BACKEND
+from ucp_formats.megatron.names import parse_iteration
+
+__all__ = ["read_dist"]
+
+_PREFIXES = ("module.", "model.")
+"""Prefixes that NeMo gives to all keys of the model."""
+_REFORMULATED = "nd_reformulated_orig_global_shape"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Tensors:
+    """Stored tensors, by what their keys are."""
+
+    model: dict[str, StoredTensor] = field(default_factory=dict)
+    states: dict[StateKey, StoredTensor] = field(default_factory=dict)
+    buckets: dict[BucketKey, StoredTensor] = field(default_factory=dict)
+    prefix: str = ""
+    """What all keys of the model begin with."""
+
+    @property
+    def records(self) -> Iterator[Record]:
+        """Checksums of all chunks."""
+        for group in (self.model, self.states, self.buckets):
+            for tensor in group.values():
+                yield from tensor.records
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """The model's tensors, taken apart."""
+
+    tensors: _Tensors
+    """As stored."""
+    names: DistNames
+    """Their names."""
+    weights: dict[str, Whole]
+    """Parameter to its tensor, in the order of registration."""
+
+
+def read_dist(located: Located, name: str, choose: ChooseFamily) -> Index:
+    """Index of the torch_dist checkpoint at `located`.
+
+    `name`: of the format. `choose`: gives the family of the model.
+    """
+    with no_cycle_collection():
+        return _read(located, name, choose)
+
+
+def _read(located: Located, name: str, choose: ChooseFamily) -> Index:
+    dcp = read_dcp(os.path.abspath(located.root))
+    objects = read_objects(dcp)
+    common = read_common(dcp, objects)
+    model = _model(_sorted_out(dcp), common, choose)
+    states = _states(dcp, objects, common, model)
+    trained = {own: whole.shape for own, whole in model.weights.items() if own in states.fragments}
+    groups = read_groups(common, objects, trained, states.chains)
+    atoms = {own: atom_of(whole, states, groups, model.names) for own, whole in model.weights.items()}
+    aliases = tied_output(atoms, untied=common.arguments.untied)
+    return Index(
+        path=dcp.folder,
+        format=name,
+        evidence=located.reasons,
+        producer="Megatron (torch_dist), version not recorded",
+        topology=common.arguments.topology(),
+        step=parse_iteration(located.root.name) if common.iteration is None else common.iteration,
+        atoms=atoms,
+        groups=groups.groups,
+        aliases=aliases,
+        extras=tuple(dist_extras(common, objects)),
+        files=tuple(_files(dcp, common)),
+        records=(*common.records, *objects.records, *model.tensors.records),
+        notes=(
+            *model.names.notes,
+            *_layout_notes(states, common),
+            *states.notes,
+            *groups.notes,
+            *suspicious_states(atoms, layout=states.layout, tied=bool(aliases)),
+        ),
+    )
+
+
+def _model(tensors: _Tensors, common: CommonState, choose: ChooseFamily) -> _Model:
+    shapes = {key: tensor.saved.shape for key, tensor in tensors.model.items()}
+    names = names_of(shapes, common.arguments.raw, choose)
+    weights = taken_apart(tensors.model.items(), names.understood, lambda _: None)
+    return _Model(tensors, names, {own: weights[own] for own in names.in_order(weights)})
+
+
+def _sorted_out(dcp: Dcp) -> _Tensors:
+    stored = dcp.tensors(dcp.metadata.tensors)
+    found = _Tensors()
+    others = {}
+    for key, tensor in stored.items():
+        state, bucket = parse_state_key(key), parse_bucket_key(key)
+        if state is not None:
+            found.states[state] = tensor
+        elif bucket is not None:
+            found.buckets[bucket] = tensor
+        else:
+            others[key] = tensor
+    found.prefix = next((own for own in _PREFIXES if others and all(key.startswith(own) for key in others)), "")
+    found.model = {key.removeprefix(found.prefix): tensor for key, tensor in others.items()}
+    stray = [key for key in found.model if key.startswith(("optimizer.", "chained_"))]
+    if stray:
+        raise UnsupportedError(
+            f"{len(stray)} tensors of the optimizer in {dcp.folder} are of a layout that is not known:\n{listed(stray)}"
+        )
+    if not found.model:
+        raise MalformedError(
+            f"expected tensors of a model in {dcp.folder}; {METADATA} lists {len(stored)} tensors, none"
+        )
+    return found
+
+
+def _states(dcp: Dcp, objects: SavedObjects, common: CommonState, model: _Model) -> DistStates:
+    """Optimizer states, by the layout that the keys show."""
+    tensors = model.tensors
+    if tensors.states:
+        keyed = {
+            StateKey(key.chain, key.state, key.model.removeprefix(tensors.prefix)): tensor
+            for key, tensor in tensors.states.items()
+        }
+        return from_state_keys(keyed, model.weights, model.names.understood, _original_shapes(dcp).get)
+    buckets = stored_buckets(tensors.buckets) or gathered_buckets(objects.groups)
+    if not buckets:
+        return DistStates(layout="")
+    usual = "dp_reshardable" if tensors.buckets else "dp_zero_gather_scatter"
+    return from_buckets(
+        place_buckets(buckets, model.weights, model.names.orders(model.weights), _grid(common, model)),
+        common.sharding or usual,
+    )
+
+
+def _grid(common: CommonState, model: _Model) -> Grid:
+    """Degrees of the run; the chunks of the embedding tell the first, where arguments were not saved."""
+    arguments = common.arguments
+    embedding = model.weights.get(EMBEDDING)
+    tp = arguments.tp or (1 if embedding is None else len(embedding.pieces))
+    return Grid(tp=tp, expert_tp=arguments.etp or tp, ep=arguments.ep or 1)
+
+
+def _original_shapes(dcp: Dcp) -> dict[str, tuple[int, ...]]:
+    """Key to its shape before it was flattened to be saved (`mcore_data`, megatron-core up to 0.15)."""
+    saved = dcp.metadata.facts.get("mcore_data")
+    found = {}
+    for key, own in saved.items() if isinstance(saved, dict) else ():
+        shape = own.get(_REFORMULATED) if isinstance(own, dict) else None
+        if isinstance(key, str) and isinstance(shape, tuple):
+            found[key] = tuple(int(n) for n in shape)
+    return found
+
+
+def _files(dcp: Dcp, common: CommonState) -> Iterator[SourceFile]:
+    roles = {dcp.path(METADATA): "index of all items"}
+    if common.file:
+        roles[common.file] = "common state"
+    backend = dcp.path(BACKEND)
+    if os.path.isfile(backend):
+        roles[backend] = "backend and its version"
+    roles |= {dcp.path(file): "tensors and objects" for file in dcp.files}
+    for path, role in roles.items():
+        nbytes, mtime_ns = size_and_time(path)
+        yield SourceFile(path=path, nbytes=nbytes, mtime_ns=mtime_ns, role=role)
+
+
+def _layout_notes(states: DistStates, common: CommonState) -> Iterator[str]:
+    if not states.layout:
+        yield "saved without an optimizer: every parameter counts as trained"
+        return
+    recorded = "" if common.sharding in (None, states.layout) else f" (recorded: {common.sharding})"
+    yield f"optimizer states laid out as {states.layout}{recorded}"

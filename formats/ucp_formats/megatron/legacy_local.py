@@ -1,0 +1,36 @@
+"""The model of a legacy checkpoint as its ranks store it: names of the files, no family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ucp.protocols import LocalTensor, LocalTensors
+from ucp.tensor import TensorRef
+from ucp_formats.megatron.folder import Located
+from ucp_formats.megatron.legacy_files import SavedRank, read_run
+
+__all__ = ["read_local"]
+
+
+def read_local(located: Located) -> LocalTensors:
+    """Tensors of every chunk of every rank. Raises SourceError."""
+    run = read_run(located.root)
+    tensors = tuple(own for rank in run.ranks for own in _of_rank(rank))
+    return LocalTensors(arguments=run.arguments.raw, tensors=tensors)
+
+
+def _of_rank(rank: SavedRank) -> Iterator[LocalTensor]:
+    place = rank.place
+    for chunk, saved in rank.chunks:
+        coords = {"tp": place.tp, "pp": place.pp, "ep": place.ep, "chunk": chunk}
+        for name, ref in _tensors(saved, ""):
+            yield LocalTensor(name=name, coords=coords, ref=ref)
+
+
+def _tensors(saved: object, prefix: str) -> Iterator[tuple[str, TensorRef]]:
+    """Tensors of nested dicts, keys joined with dots; what modules keep beside them is left out."""
+    for key, value in saved.items() if isinstance(saved, Mapping) else ():
+        if isinstance(value, TensorRef) and not str(key).endswith("_extra_state"):
+            yield f"{prefix}{key}", value
+        else:
+            yield from _tensors(value, f"{prefix}{key}.")

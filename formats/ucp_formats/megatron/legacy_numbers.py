@@ -1,0 +1,106 @@
+"""Local numbers of layers and experts as global ones.
+
+A file numbers its layers from 0. Which they are in the model follows from the layers that are there: chunks of a
+virtual pipeline interleave, so chunk 0 of all stages comes before chunk 1 of any (transformer_layer.py:
+get_transformer_layer_offset). Counting is stronger than the formula: it holds for uneven stages, too.
+
+>>> names = {(0, 0): ["decoder.layers.0.norm.weight"], (1, 0): ["decoder.layers.0.norm.weight"]}
+>>> numbers = count_layers(names, num_layers=2)
+>>> numbers.renamed("decoder.layers.0.norm.weight", (1, 0), first_expert=0)
+'decoder.layers.1.norm.weight'
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ucp.errors import MalformedError, listed
+
+__all__ = ["Chunk", "LayerNumbers", "count_layers", "expert_of"]
+
+Chunk = tuple[int, int]
+"""Pipeline stage, and the chunk of the model on it."""
+
+_LAYER = re.compile(r"\A(?P<stack>decoder|encoder)\.layers\.(?P<number>\d+)\.")
+"""Example: decoder.layers.12."""
+_EXPERT = re.compile(r"\.local_experts\.(?P<number>\d+)\.")
+"""Example: .local_experts.3."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNumbers:
+    """The first layer of every chunk of every stack of layers."""
+
+    firsts: Mapping[tuple[str, Chunk], int]
+    """Stack ("decoder") and chunk to the global number of its layer 0."""
+
+    def renamed(self, name: str, chunk: Chunk, *, first_expert: int) -> str:
+        """A canonical name with global numbers. `first_expert`: global number of expert 0 of the file."""
+        layer = _LAYER.match(name)
+        if layer is not None:
+            number = int(layer["number"]) + self.firsts[layer["stack"], chunk]
+            name = f"{layer['stack']}.layers.{number}.{name[layer.end() :]}"
+        return _EXPERT.sub(lambda found: f".local_experts.{int(found['number']) + first_expert}.", name)
+
+
+def expert_of(name: str) -> int | None:
+    """The expert that a canonical name speaks of, or None.
+
+    >>> expert_of("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight")
+    3
+    """
+    found = _EXPERT.search(name)
+    return None if found is None else int(found["number"])
+
+
+def count_layers(names: Mapping[Chunk, Iterable[str]], *, num_layers: int | None) -> LayerNumbers:
+    """Numbers that follow from the canonical local names of every chunk.
+
+    `num_layers`: layers of the model, where the arguments say so.
+
+    Raises
+    ------
+    MalformedError
+        A chunk lacks a layer in between, or there are more or fewer layers than the model has.
+    """
+    there: dict[str, dict[Chunk, set[int]]] = {}
+    for chunk, own in names.items():
+        for name in own:
+            found = _LAYER.match(name)
+            if found is not None:
+                there.setdefault(found["stack"], {}).setdefault(chunk, set()).add(int(found["number"]))
+    order = sorted(names, key=lambda chunk: (chunk[1], chunk[0]))
+    firsts: dict[tuple[str, Chunk], int] = {}
+    for stack, by_chunk in there.items():
+        counts = [1 + max(by_chunk.get(chunk, {-1})) for chunk in order]
+        _check_dense(stack, by_chunk)
+        if len(there) == 1 and num_layers not in (None, sum(counts)):
+            _refuse_count(stack, dict(zip(order, counts, strict=True)), num_layers)
+        begins = accumulate(counts, initial=0)
+        firsts |= {(stack, chunk): first for chunk, first in zip(order, begins, strict=False)}
+    return LayerNumbers(firsts)
+
+
+def _check_dense(stack: str, by_chunk: Mapping[Chunk, set[int]]) -> None:
+    lacking = [
+        f"stage {pp}, chunk {vp}: {stack}.layers.{number}"
+        for (pp, vp), own in by_chunk.items()
+        for number in range(max(own))
+        if number not in own
+    ]
+    if lacking:
+        raise MalformedError(
+            f"expected layers without a gap in every file; {len(lacking)} have no parameter:\n{listed(lacking)}\n"
+            "Copy the files again; where the model has layers without parameters, their numbers are not known"
+        )
+
+
+def _refuse_count(stack: str, counts: Mapping[Chunk, int], num_layers: int | None) -> None:
+    shown = (f"stage {pp}, chunk {vp}: {count} layers" for (pp, vp), count in counts.items())
+    raise MalformedError(
+        f"expected {num_layers} layers, as the arguments say; there are {sum(counts.values())} in {stack}.layers:\n"
+        f"{listed(shown)}\nFiles of this checkpoint are missing, or are from different runs"
+    )

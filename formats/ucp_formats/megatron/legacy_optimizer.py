@@ -1,0 +1,195 @@
+"""The optimizer of every rank, in whichever form: whole, distributed, or a chain of either.
+
+Where experts are parallel there are two optimizers on every rank, one of dense parameters and one of experts; else
+there is one of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed
+from ucp.io.fields import described, mapping
+from ucp.io.probe import Prober
+from ucp.io.sameness import Checksums
+from ucp.state import STEP, WEIGHT
+from ucp_formats.megatron.group_rules import SavedGroup, dealt_out, is_expert
+from ucp_formats.megatron.legacy_buffers import Buffer, add_buffers, read_buffers
+from ucp_formats.megatron.legacy_extras import ranks_extras
+from ucp_formats.megatron.legacy_files import LegacyRun, SavedRank
+from ucp_formats.megatron.legacy_model import Held, LegacyModel, Slot
+from ucp_formats.megatron.legacy_proof import is_zero
+from ucp_formats.megatron.legacy_states import LegacyStates, Population, groups_of
+from ucp_formats.megatron.legacy_whole import add_whole_optimizer, is_whole
+from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER
+
+__all__ = ["read_optimizer"]
+
+_KNOWN = ("optimizer", "fp32_from_fp16_params", "state", "param_groups")
+_RULE = (
+    "which parameters are in which optimizer group is not recorded: taken from Megatron's rule (biases and tensors of "
+    "one dim are not decayed)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """One optimizer of a rank."""
+
+    chain: int | None
+    """Its number in a chain; None for the only one."""
+    saved: Mapping[object, object]
+    """What the model file says of it."""
+    population: Population
+    """Parameters it may have states of."""
+
+
+def read_optimizer(run: LegacyRun, model: LegacyModel, checksums: Checksums) -> LegacyStates:
+    """States of all parameters. Raises MalformedError, MissingFileError, UnsupportedError."""
+    states = LegacyStates()
+    _check_buffers(run)
+    trainable = _trainable(model)
+    rest: dict[str, dict[int, object]] = {}
+    with Prober() as prober:
+        for number, rank in enumerate(run.ranks):
+            members = _members(run, rank, trainable.get(number, []))
+            buffers = _buffers_of(rank, members)
+            for position, member in enumerate(members):
+                if is_whole(member.saved):
+                    add_whole_optimizer(member.saved, member.population, states, prober)
+                elif buffers and buffers[position] is not None:
+                    add_buffers(buffers[position] or (), member.population, _ranks(run, member), states, prober)
+                    _add_groups(member, states)
+                for name, value in _rest(member).items():
+                    rest.setdefault(name, {})[number] = value
+        _note_zeros(states, prober)
+    for name, values in rest.items():
+        states.extras += ranks_extras(run, name, values, checksums)
+    states.notes = list(dict.fromkeys(states.notes))
+    return states
+
+
+def _trainable(model: LegacyModel) -> dict[int, list[Held]]:
+    """Trainable tensors of every rank, each once, in registration order."""
+    found: dict[Slot, Held] = {}
+    for own in model.held:
+        match = model.matches.get(own.name)
+        if match is not None and not match.buffer:
+            found.setdefault(own.slot, own)
+    by_rank: dict[int, list[Held]] = {}
+    for own in found.values():
+        by_rank.setdefault(own.slot.rank, []).append(own)
+    return by_rank
+
+
+def _members(run: LegacyRun, rank: SavedRank, held: Sequence[Held]) -> list[_Member]:
+    saved = rank.root.get("optimizer")
+    where = f"the optimizer of {rank.name}"
+    if saved is None:
+        return []
+    if not isinstance(saved, list):
+        only = Population(where=where, held=tuple(held))
+        return [_Member(chain=None, saved=mapping(saved, where), population=only)]
+    dicts = [mapping(own if own is not None else {}, where) for own in saved]
+    members = []
+    for chain, own in enumerate(dicts):
+        experts = _is_of_experts(own, chain, dicts, run)
+        chosen = tuple(one for one in held if len(dicts) == 1 or is_expert(one.name) == experts)
+        label = f"{where} ({'experts' if experts else 'dense parameters'})"
+        members.append(_Member(chain=chain, saved=own, population=Population(where=label, held=chosen)))
+    return members
+
+
+def _is_of_experts(saved: Mapping[object, object], chain: int, dicts: Sequence[object], run: LegacyRun) -> bool:
+    """Whether an optimizer of a chain is that of the experts: its groups say so, else it is the last one."""
+    inner = saved.get("optimizer")
+    groups = inner.get("param_groups") if isinstance(inner, dict) else saved.get("param_groups")
+    listed_groups = groups if isinstance(groups, list) else []
+    flags = [own.get("is_expert_parallel") for own in listed_groups if isinstance(own, dict)]
+    if any(flag is not None for flag in flags):
+        return any(flags)
+    return run.grid.ep > 1 and chain == len(dicts) - 1
+
+
+def _check_buffers(run: LegacyRun) -> None:
+    """Every rank that saved a distributed optimizer has a file of it."""
+    lacking = [
+        f"{rank.name}/{DISTRIBUTED_OPTIMIZER}"
+        for rank in run.ranks
+        if rank.buffers is None and _is_distributed(rank.root.get("optimizer"))
+    ]
+    if lacking:
+        raise MissingFileError(
+            f"{run.folder} was saved with a distributed optimizer, and {len(lacking)} files of it are missing:\n"
+            f"{listed(lacking)}\nCopy them from where they were saved"
+        )
+
+
+def _is_distributed(saved: object) -> bool:
+    members = saved if isinstance(saved, list) else [saved]
+    return any(own is not None and not is_whole(own) for own in members)
+
+
+def _buffers_of(rank: SavedRank, members: Sequence[_Member]) -> list[list[Buffer] | None]:
+    """Buffers of every optimizer of a rank."""
+    if rank.buffers is None:
+        return []
+    where = f"{rank.name}/{DISTRIBUTED_OPTIMIZER}"
+    found = read_buffers(rank.buffers.root, where)
+    if len(found) != len(members):
+        raise MalformedError(f"expected buffers of {len(members)} optimizers in {where}; got {len(found)}")
+    return found
+
+
+def _ranks(run: LegacyRun, member: _Member) -> int:
+    """Ranks that a buffer was cut over."""
+    topology = run.arguments.topology()
+    dense = topology.dp * topology.cp
+    is_apart = member.chain is not None and member.population.held and is_expert(member.population.held[0].name)
+    return max(dense * run.grid.tp // (run.grid.etp * run.grid.ep), 1) if is_apart else dense
+
+
+def _add_groups(member: _Member, states: LegacyStates) -> None:
+    """Deal out the groups of a distributed optimizer, which has no numbers of parameters."""
+    inner = member.saved.get("optimizer")
+    saved = inner.get("param_groups") if isinstance(inner, dict) else None
+    if saved is None:
+        raise UnsupportedError(f"expected param_groups in {member.population.where}; got {described(inner)}")
+    groups: list[SavedGroup] = [own for own, _ in groups_of(saved, member.population.where, chain=None)]
+    placed = {own.name: own for own in member.population.held if own.slot in states.tensors}
+    dealt, left = dealt_out(groups, {name: own.ref.shape for name, own in placed.items()}, {})
+    for group, params in zip(groups, dealt, strict=True):
+        number = states.group(group)
+        for name in params.params:
+            slot = placed[name].slot
+            states.group_of[slot] = number
+            if group.hyper.get(STEP) is not None:
+                states.numbers[slot] = {STEP: group.hyper[STEP]}
+    states.notes.append(_RULE)
+    if left:
+        states.notes.append(
+            f"{len(left)} parameters are in no group, or in several, by that rule: {', '.join(left[:4])}"
+        )
+
+
+def _rest(member: _Member) -> dict[str, object]:
+    """What an optimizer has besides states and groups: the scale of the loss, above all."""
+    chain = "" if member.chain is None else f"{member.chain}/"
+    rest = {str(key): value for key, value in member.saved.items() if key not in _KNOWN and value is not None}
+    inner = member.saved.get("optimizer")
+    for key, value in inner.items() if isinstance(inner, dict) else ():
+        if key not in _KNOWN:
+            rest[str(key)] = value
+    return {f"optimizer/{chain}{key}": value for key, value in rest.items()}
+
+
+def _note_zeros(states: LegacyStates, prober: Prober) -> None:
+    """Note it when no moment is anything but zero although steps were taken: they were lost on the way."""
+    stepped = any(own.get(STEP) not in (None, 0) for own in states.numbers.values())
+    moments = [ref for own in states.tensors.values() for key, ref in own.items() if key != WEIGHT and ref.numel]
+    if stepped and moments and all(is_zero(ref, prober) for ref in moments):
+        states.notes.append(
+            "the moments are zero wherever they were looked at, although steps were taken: the optimizer was not "
+            "restored"
+        )

@@ -1,0 +1,175 @@
+"""The optimizer of every rank, not distributed: states by number, which are given their names back.
+
+`Float16OptimizerWithFloat16Params` saves its masters in the order of its groups; torch's own state goes by number.
+Names follow from the order in which the model registers its parameters, split by the rule of the groups. Masters prove
+it: cast, they equal the weights. Where the order is another, every master is looked for by its contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from ucp.dtypes import DType
+from ucp.errors import MalformedError, listed
+from ucp.io.fields import integer, mapping, sequence, tensor
+from ucp.io.probe import Prober
+from ucp.state import STEP, WEIGHT
+from ucp.tensor import TensorRef
+from ucp_formats.megatron.group_rules import SavedGroup, dealt_out
+from ucp_formats.megatron.legacy_model import Held
+from ucp_formats.megatron.legacy_proof import is_master_of
+from ucp_formats.megatron.legacy_states import LegacyStates, Population, groups_of
+
+__all__ = ["add_whole_optimizer", "is_whole"]
+
+_HALF = (DType.BFLOAT16, DType.FLOAT16)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    """One parameter of the optimizer, without a name."""
+
+    states: Mapping[object, object]
+    """Its states."""
+    master: TensorRef | None = None
+    """Its fp32 copy, where it has one."""
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Shape that its tensors have; None where it has none."""
+        tensors = [self.master, *self.states.values()]
+        return next((own.shape for own in tensors if isinstance(own, TensorRef) and own.shape), None)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Grouped:
+    """A group of an optimizer."""
+
+    saved: SavedGroup
+    """Its hyper-parameters."""
+    entries: list[_Entry]
+    """Its parameters, in order."""
+    masters: list[TensorRef] | None
+    """Masters of those that have one, in order; None for an optimizer without masters."""
+    named: list[Held] = field(default_factory=list)
+    """Who they are."""
+
+
+def is_whole(saved: object) -> bool:
+    """Whether an optimizer has its states by number (and is not distributed)."""
+    if not isinstance(saved, dict):
+        return False
+    inner = saved.get("optimizer")
+    return "state" in saved or (isinstance(inner, dict) and "state" in inner)
+
+
+def add_whole_optimizer(
+    saved: Mapping[object, object], population: Population, states: LegacyStates, prober: Prober
+) -> None:
+    """Add the states of one optimizer to `states`. Raises MalformedError naming every parameter that stays open."""
+    groups = _read(saved, population.where)
+    by_rule = _by_rule(groups, population, prober)
+    if not by_rule:
+        _by_contents(groups, population, prober)
+        states.notes.append(f"{population.where}: parameters are not in the usual order; found by their contents")
+    elif all(own.masters is None for own in groups):
+        states.notes.append(f"{population.where} has no masters that prove the order of its parameters")
+    for own in groups:
+        number = states.group(own.saved)
+        for entry, held in zip(own.entries, own.named, strict=True):
+            states.group_of[held.slot] = number
+            _add_entry(entry, own.saved.hyper.get(STEP), held, states)
+
+
+def _read(saved: Mapping[object, object], where: str) -> list[_Grouped]:
+    inner = mapping(saved["optimizer"], where) if "optimizer" in saved else saved
+    by_number = mapping(inner.get("state"), f"state of {where}")
+    masters = saved.get("fp32_from_fp16_params")
+    own_masters = None if masters is None else sequence(masters, f"fp32_from_fp16_params of {where}")
+    groups = []
+    for number, (saved_group, params) in enumerate(groups_of(inner.get("param_groups"), where, chain=None)):
+        numbers = [integer(own, f"a parameter of {where}") for own in params]
+        entries = [_Entry(states=mapping(by_number.get(own, {}), where)) for own in numbers]
+        listed_masters = None
+        if own_masters is not None:
+            row = sequence(own_masters[number], where) if number < len(own_masters) else ()
+            listed_masters = [tensor(own, f"a master in {where}") for own in row]
+        groups.append(_Grouped(saved=saved_group, entries=entries, masters=listed_masters))
+    return groups
+
+
+def _by_rule(groups: Sequence[_Grouped], population: Population, prober: Prober) -> bool:
+    """Name the entries by the order of the model; whether shapes and masters bear it out."""
+    by_name = {held.name: held for held in population.held}
+    shapes = {name: held.ref.shape for name, held in by_name.items()}
+    split, left = dealt_out([own.saved for own in groups], shapes, {})
+    if left:
+        return False
+    for own, dealt in zip(groups, split, strict=True):
+        named = [by_name[name] for name in dealt.params]
+        if len(named) != len(own.entries) or not _give_masters(own, [held.ref.dtype in _HALF for held in named]):
+            return False
+        if not all(_fits(entry, held, prober) for entry, held in zip(own.entries, named, strict=True)):
+            return False
+        own.named = named
+    return True
+
+
+def _give_masters(group: _Grouped, is_half: Sequence[bool]) -> bool:
+    """Give every entry its master; False when there are more or fewer."""
+    if group.masters is None:
+        return True
+    if sum(is_half) != len(group.masters):
+        return False
+    masters = iter(group.masters)
+    for entry, half in zip(group.entries, is_half, strict=True):
+        entry.master = next(masters) if half else None
+    return True
+
+
+def _fits(entry: _Entry, held: Held, prober: Prober) -> bool:
+    """Whether an entry can be the parameter: by shape, and by contents where it has a master."""
+    if entry.shape not in (None, held.ref.shape):
+        return False
+    return entry.master is None or is_master_of(entry.master, held.ref, prober)
+
+
+def _by_contents(groups: Sequence[_Grouped], population: Population, prober: Prober) -> None:
+    """Name the entries by their masters."""
+    left = list(population.held)
+    for own in groups:
+        everyone = len(own.masters or ()) == len(own.entries)
+        if not everyone or not _give_masters(own, [True] * len(own.entries)):
+            raise MalformedError(_unplaced(groups, population, "not every parameter of it has a master"))
+        for entry in own.entries:
+            found = next((held for held in left if _fits(entry, held, prober)), None)
+            if found is None:
+                raise MalformedError(_unplaced(groups, population, f"one of shape {entry.shape} fits none of them"))
+            left.remove(found)
+            own.named.append(found)
+
+
+def _unplaced(groups: Sequence[_Grouped], population: Population, why: str) -> str:
+    count = sum(len(own.entries) for own in groups)
+    named = {held.slot for held in chain.from_iterable(own.named for own in groups)}
+    left = [f"{held.slot.key} {list(held.ref.shape)}" for held in population.held if held.slot not in named]
+    return (
+        f"{population.where}: expected states of the parameters below, in the order of the model; got {count} without "
+        f"names, and {why}:\n{listed(left)}\nThe file is of another run than the model, or was changed by hand"
+    )
+
+
+def _add_entry(entry: _Entry, step: object, held: Held, states: LegacyStates) -> None:
+    tensors = {str(key): own for key, own in entry.states.items() if isinstance(own, TensorRef) and own.shape}
+    if entry.master is not None:
+        tensors = {WEIGHT: entry.master, **tensors}
+    odd = [f"{key} {list(own.shape)}" for key, own in tensors.items() if own.shape != held.ref.shape]
+    if odd:
+        raise MalformedError(f"expected states of {held.slot.key} of {list(held.ref.shape)}; got {', '.join(odd)}")
+    numbers = {str(key): own for key, own in entry.states.items() if key not in tensors and own is not None}
+    if step is not None and STEP not in numbers and (tensors or numbers):
+        numbers[STEP] = step
+    states.tensors[held.slot] = tensors
+    states.numbers[held.slot] = numbers

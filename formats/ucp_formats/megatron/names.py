@@ -1,0 +1,138 @@
+"""The grammar of names in a checkpoint folder of Megatron (megatron/training/checkpointing.py, core_v0.19).
+
+| where | what | example |
+|---|---|---|
+| save folder | tracker: the iteration, or "release" | latest_checkpointed_iteration.txt |
+| save folder | iteration | iter_0001234, release |
+| iteration, `torch` | a rank of the model-parallel grid | mp_rank_03, mp_rank_03_001, mp_rank_03_001_007 |
+| rank | model, optimizer, random states | model_optim_rng.pt |
+| rank | distributed optimizer (since 2023-05) | distrib_optim.pt |
+| rank, 2022-03 to 2023-05 | model without the optimizer | model_rng.pt |
+| rank and data-parallel rank, then | optimizer of that rank | mp_rank_03_001_007/optim.pt |
+| rank | Muon: optimizer of a data-parallel rank | layer_wise_optimizer_3.pt |
+| rank | where a data loader stands | train_dataloader_dprank007.pt |
+| iteration, others | how it was saved | metadata.json, .metadata, common.pt, __3_0.distcp |
+
+`mp_rank_TT_NNN` is ambiguous: NNN is the pipeline stage, or the expert rank where there is one stage only. The names
+do not tell; the arguments in the file do (`RankFolder.place`).
+
+>>> folder = parse_rank_folder("mp_rank_03_001")
+>>> folder.place(pipelined=True), folder.place(pipelined=False)
+(GridPlace(tp=3, pp=1, ep=0), GridPlace(tp=3, pp=0, ep=1))
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+__all__ = [
+    "COMMON",
+    "DCP_METADATA",
+    "DISTRIBUTED_OPTIMIZER",
+    "METADATA",
+    "MODEL",
+    "MODEL_APART",
+    "OPTIMIZER_APART",
+    "RELEASE",
+    "TRACKER",
+    "GridPlace",
+    "RankFolder",
+    "is_side_file",
+    "parse_iteration",
+    "parse_rank_folder",
+    "rank_folder_name",
+]
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Text file beside the iteration folders: the iteration to load, or "release"."""
+RELEASE = "release"
+"""Folder of a checkpoint made for publication; counts as iteration 0."""
+MODEL = "model_optim_rng.pt"
+"""Model, optimizer, scheduler, random states and arguments of one rank."""
+DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"
+"""The masters and moments of one rank's data-parallel group, gathered."""
+MODEL_APART = "model_rng.pt"
+"""The model where the optimizer lies in files of its own, one per data-parallel rank (2022-03 to 2023-05)."""
+OPTIMIZER_APART = "optim.pt"
+"""Those files."""
+METADATA = "metadata.json"
+"""Says which backend of megatron-core wrote the folder."""
+DCP_METADATA = ".metadata"
+"""Index of a checkpoint of torch.distributed.checkpoint."""
+COMMON = "common.pt"
+"""What all ranks have in common, in files of torch_dist up to 0.18."""
+
+_ITERATION = re.compile(r"iter_(?P<number>\d{7,})")
+_RANK_FOLDER = re.compile(r"mp_rank_(?P<tp>\d{2,})(_(?P<first>\d{3,}))?(_(?P<second>\d{3,}))?")
+_SIDE_FILE = re.compile(r"layer_wise_optimizer_\d+\.pt|train_dataloader_dprank\d+\.pt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class GridPlace:
+    """A rank of the model-parallel grid: those that differ in nothing else hold the same, or parts of one buffer."""
+
+    tp: int
+    """Tensor-parallel rank."""
+    pp: int
+    """Pipeline stage."""
+    ep: int
+    """Expert-parallel rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFolder:
+    """A name `mp_rank_...`, understood."""
+
+    name: str
+    """The name."""
+    tp: int
+    """First number: the tensor-parallel rank."""
+    numbers: tuple[int, ...]
+    """Further numbers: none, one or two."""
+
+    def place(self, *, pipelined: bool) -> GridPlace:
+        """Where it is in the grid. `pipelined`: whether the run had more than one pipeline stage."""
+        pp, ep = (*self.numbers, 0, 0)[:2] if pipelined or len(self.numbers) == 2 else (0, (*self.numbers, 0)[0])
+        return GridPlace(tp=self.tp, pp=pp, ep=ep)
+
+
+def rank_folder_name(place: GridPlace, *, pipelined: bool, experts: bool) -> str:
+    """Name of the folder of a rank.
+
+    >>> rank_folder_name(GridPlace(tp=1, pp=0, ep=2), pipelined=False, experts=True)
+    'mp_rank_01_002'
+    """
+    return (
+        f"mp_rank_{place.tp:02d}" + (f"_{place.pp:03d}" if pipelined else "") + (f"_{place.ep:03d}" if experts else "")
+    )
+
+
+def parse_rank_folder(name: str) -> RankFolder | None:
+    """The name understood, or None when it is not a rank's folder."""
+    match = _RANK_FOLDER.fullmatch(name)
+    if match is None:
+        return None
+    numbers = tuple(int(found) for found in match.group("first", "second") if found is not None)
+    return RankFolder(name=name, tp=int(match["tp"]), numbers=numbers)
+
+
+def parse_iteration(name: str) -> int | None:
+    """The iteration that a folder name says; None when it is no such name.
+
+    >>> parse_iteration("iter_0001234"), parse_iteration("release"), parse_iteration("iter_x")
+    (1234, 0, None)
+    """
+    if name == RELEASE:
+        return 0
+    match = _ITERATION.fullmatch(name)
+    return None if match is None else int(match["number"])
+
+
+def is_side_file(name: str) -> bool:
+    """Whether a file in a rank's folder is known, and none of the model's or the distributed optimizer's.
+
+    >>> is_side_file("layer_wise_optimizer_3.pt"), is_side_file("train_dataloader_dprank007.pt")
+    (True, True)
+    """
+    return _SIDE_FILE.fullmatch(name) is not None

@@ -1,0 +1,60 @@
+"""Checkpoints of Megatron-LM and of what is built on megatron-core, whichever way they were saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ucp.atom import Index
+from ucp.errors import UnsupportedError
+from ucp.protocols import Evidence, LocalTensors, SourceOptions
+from ucp_formats.megatron.dist_source import read_dist
+from ucp_formats.megatron.family_choice import chooser
+from ucp_formats.megatron.folder import SavedAs, locate, the_folder
+from ucp_formats.megatron.legacy_local import read_local
+from ucp_formats.megatron.legacy_source import read_legacy
+
+__all__ = ["MegatronFormat"]
+
+_REMEDIES = {
+    SavedAs.ZARR: (
+        "a zarr checkpoint of megatron-core (up to 0.15)",
+        "Load it with megatron-core 0.15 or earlier and save it with --ckpt-format torch_dist",
+    ),
+    SavedAs.TORCH_DCP: (
+        "a checkpoint of torch.distributed.checkpoint, saved as torch_dcp or by Megatron-FSDP (fsdp_dtensor)",
+        "Load it in the job that wrote it and save it with --ckpt-format torch_dist",
+    ),
+}
+
+
+class MegatronFormat:
+    """Format `megatron`."""
+
+    name = "megatron"
+
+    def __init__(self, options: SourceOptions | None = None) -> None:
+        self._choose = chooser(options or SourceOptions())
+
+    def configured(self, options: SourceOptions) -> MegatronFormat:
+        """The same format, with the family that `options` name."""
+        return MegatronFormat(options)
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Whether `path` is, or leads to, an iteration folder of Megatron."""
+        located = locate(path)
+        return None if located is None else Evidence(root=located.root, reasons=located.reasons)
+
+    def read(self, path: Path) -> Index:
+        """Index of the checkpoint at `path`."""
+        located = the_folder(locate(path), path)
+        if located.saved_as is SavedAs.TORCH_DIST:
+            return read_dist(located, self.name, self._choose)
+        if located.saved_as is SavedAs.TORCH:
+            return read_legacy(located, self.name, self._choose)
+        what, remedy = _REMEDIES[located.saved_as]
+        raise UnsupportedError(f"{located.root} is {what}, which is not read here. {remedy}")
+
+    def local_tensors(self, path: Path) -> LocalTensors | None:
+        """Tensors of the model by rank, of a checkpoint saved by ranks; None of one that records the wholes."""
+        located = the_folder(locate(path), path)
+        return read_local(located) if located.saved_as is SavedAs.TORCH else None

@@ -1,0 +1,163 @@
+"""Target `megatron`: a checkpoint that Megatron-LM resumes from.
+
+    DST/latest_checkpointed_iteration.txt      the iteration; written last
+    DST/iter_0001000/...                       torch_dist (the default), or one folder per rank (`--layout torch`)
+
+A source of another framework comes the same way: by names, which a model family translates, and by regions. What its
+checkpoint does not say and Megatron needs is derived where it is certain, and asked for where it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ucp.atom import Index, Kind
+from ucp.dtypes import DType
+from ucp.errors import MissingStateError, UsageError, listed
+from ucp.io.draft import Drafted
+from ucp.registry import choose_family
+from ucp.state import WEIGHT
+from ucp.target import Literal, OutputFile, Receipt, TargetOptions, TargetPlan
+from ucp.topology import Topology
+from ucp_formats.megatron.dist_target import dist_places, plan_dist
+from ucp_formats.megatron.legacy_target import legacy_places, plan_legacy
+from ucp_formats.megatron.names import RELEASE, TRACKER
+from ucp_formats.megatron.target_arguments import arguments_extra, relaid_arguments, settings_of
+from ucp_formats.megatron.target_derived import derived_arguments
+from ucp_formats.megatron.target_extras import common_state, consumed_samples, extra_notes
+from ucp_formats.megatron.target_groups import optimizer_chain
+from ucp_formats.megatron.target_model import Model, target_model
+from ucp_formats.megatron.target_run import TargetRun, check_topology, random_states
+
+__all__ = ["MegatronTarget"]
+
+_LAYOUTS = ("torch_dist", "torch")
+
+
+class MegatronTarget:
+    """Target `megatron`."""
+
+    name = "megatron"
+    takes_settings = True
+    """Arguments of Megatron, by name."""
+
+    def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
+        """Files for a run of `topology`; by default the source's own. Raises UsageError, MissingStateError."""
+        layout = _checked_layout(options)
+        run, notes = _run(index, topology or replace(index.topology, zero=None), layout, options)
+        write = plan_legacy if layout == "torch" else plan_dist
+        drafted = write(run, _folder(index))
+        return TargetPlan(
+            files=tuple(own.file for own in drafted),
+            placements=tuple(place for own in drafted for place in own.placements),
+            raw=tuple(copy for own in drafted for copy in own.raw),
+            notes=tuple(dict.fromkeys((*notes, *extra_notes(run)))),
+            casts=_casts(index, drafted),
+            topology=run.topology,
+        )
+
+    def seal(self, index: Index, plan: TargetPlan, receipts: Sequence[Receipt]) -> tuple[OutputFile, ...]:
+        """The tracker, which makes the iteration the one to load."""
+        data = (RELEASE if index.step is None else str(index.step)).encode()
+        return (OutputFile(path=TRACKER, nbytes=len(data), literals=(Literal(0, data),)),)
+
+
+def _checked_layout(options: TargetOptions) -> str:
+    if options.compress:
+        raise UsageError("Megatron's files are not compressed; drop --compress")
+    if options.layout and options.layout not in _LAYOUTS:
+        raise UsageError(f"expected one of the layouts {', '.join(_LAYOUTS)} of Megatron; got {options.layout!r}")
+    return options.layout or _LAYOUTS[0]
+
+
+def _model(index: Index, arguments: Mapping[str, object], options: TargetOptions) -> Model:
+    shapes = {atom.name: atom.global_shape for atom in index.atoms.values()}
+    family, _ = choose_family(names=shapes, shapes=shapes, arguments=arguments)
+    weights = DType(options.dtypes[WEIGHT]) if WEIGHT in options.dtypes else None
+    return target_model(index, family, weights=weights)
+
+
+def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) -> tuple[TargetRun, tuple[str, ...]]:
+    """Everything that is to be written, and what was assumed."""
+    check_topology(topology)
+    native, asked = arguments_extra(index), settings_of(options.settings)
+    model = _model(index, {**native, **asked}, options)
+    arguments = {**native, **asked} if native else _derived(index, model, asked)
+    chain, notes = optimizer_chain(index, model.expert_atoms, split=topology.ep > 1)
+    _check_states(index, model, chain=bool(chain))
+    places = legacy_places(topology) if layout == "torch" else dist_places(topology)
+    samples = consumed_samples(index, arguments)
+    if samples is not None:
+        arguments["consumed_train_samples"] = samples
+    random = random_states(index, topology, places)
+    run = TargetRun(
+        index=index,
+        model=model,
+        topology=topology,
+        arguments=relaid_arguments(
+            arguments,
+            topology,
+            ckpt_format=layout,
+            iteration=_iteration(index),
+            has_optimizer=bool(chain),
+            has_random=bool(random),
+        ),
+        chain=chain,
+        common=common_state(index, chain, iteration=_iteration(index), samples=samples or 0),
+        random=random,
+        dtypes=options.dtypes,
+    )
+    return run, notes
+
+
+def _derived(index: Index, model: Model, asked: Mapping[str, object]) -> dict[str, object]:
+    """Arguments of a source that has none."""
+    shapes = {own.name: own.shape for own in model.tensors}
+    dtypes = {own.dtype for own in model.tensors if own.kind is Kind.PARAMETER}
+    return derived_arguments(shapes, dtypes, asked=asked, source=index.path)
+
+
+def _folder(index: Index) -> str:
+    return RELEASE if index.step is None else f"iter_{index.step:07d}"
+
+
+def _iteration(index: Index) -> int:
+    return index.step or 0
+
+
+def _check_states(index: Index, model: Model, *, chain: bool) -> None:
+    """Prove that trained parameters have a weight and, where some have, all states of the optimizer."""
+    if not chain:
+        return
+    wanted = dict.fromkeys(
+        state for own in model.tensors if own.kind is Kind.PARAMETER for state in own.states if state != WEIGHT
+    )
+    lacking = [
+        f"{own.name}: {', '.join(state for state in wanted if state not in own.states)}"
+        for own in model.tensors
+        if own.kind is Kind.PARAMETER and not wanted.keys() <= own.states.keys()
+    ]
+    if lacking:
+        raise MissingStateError(
+            f"expected the same optimizer states of all trained parameters; {index.path} lacks\n{listed(lacking)}\n"
+            "Megatron has no place for a parameter that was never stepped; train one step more, or write weights only"
+        )
+
+
+def _casts(index: Index, drafted: Sequence[Drafted]) -> tuple[str, ...]:
+    """One line per state and change of type, with the number of parameters concerned."""
+    changed: dict[tuple[str, str, str], set[str]] = {}
+    kept = {(p.slice.param, p.slice.dtype) for own in drafted for p in own.placements if p.slice.state == WEIGHT}
+    for own in drafted:
+        for place in own.placements:
+            state = place.slice.state
+            source = index.atoms[place.slice.param].states[state].dtype
+            if source is not place.slice.dtype:
+                beside = " beside the masters" if state == WEIGHT and (place.slice.param, source) in kept else ""
+                changed.setdefault((state, source.value, place.slice.dtype.value + beside), set()).add(
+                    place.slice.param
+                )
+    return tuple(
+        f"{state}: {old} -> {new} in {len(params)} parameters" for (state, old, new), params in changed.items()
+    )

@@ -1,0 +1,185 @@
+"""The optimizers of a run of Megatron and their parameter groups, made from the groups of any source.
+
+Megatron finds a saved group again by what sets it apart (`wd_mult`, `lr_mult`, `is_expert_parallel`, ...), not by its
+place (optimizer.py: param_group_identifier_keys). With more than one expert-parallel rank experts have an optimizer of
+their own, second in a chain; without, they are parameters like others. So groups are split and joined here as the
+expert-parallel degree asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from struct import unpack
+
+from ucp.atom import AtomIndex, Index, ParamGroup
+from ucp.dtypes import DType
+from ucp.errors import UnsupportedError, listed
+from ucp.io.probe import Prober, cast_bits
+from ucp.state import STEP
+from ucp.tensor import InlineTensor, Tensor, TensorRef
+
+__all__ = ["OptimizerGroup", "optimizer_chain"]
+
+_EXPERT = "is_expert_parallel"
+_FROM_RUN = {"params", "step", "param_names"}
+"""Keys that are no hyper-parameters: they come from the states."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerGroup:
+    """One parameter group of one optimizer."""
+
+    params: tuple[str, ...]
+    """Names of its atoms, in no particular order."""
+    hyper: Mapping[str, object]
+    """Hyper-parameters and what sets it apart."""
+    step: int | float | None
+    """Steps taken, the same for all its parameters; None where the source has no count."""
+    counts: bool = True
+    """Whether a group counts, as Apex's and Transformer Engine's Adam do; with torch's each parameter has its own."""
+
+    def entry(self) -> dict[str, object]:
+        """As Megatron saves it, without its parameters."""
+        return dict(self.hyper) if self.step is None else {**self.hyper, "step": self.step}
+
+
+def optimizer_chain(
+    index: Index, experts: frozenset[str], *, split: bool
+) -> tuple[tuple[tuple[OptimizerGroup, ...], ...], tuple[str, ...]]:
+    """Groups of each optimizer of the chain, and what was assumed, for the user.
+
+    Parameters
+    ----------
+    index
+        The source.
+    experts
+        Names of the atoms that are parameters of experts.
+    split
+        Whether experts have an optimizer of their own (more than one expert-parallel rank).
+
+    Raises
+    ------
+    UnsupportedError
+        Parameters of a group counted different steps.
+    """
+    if not index.groups:
+        return (), ()
+    native = all("wd_mult" in group.hyper or "pre_wd_mult" in group.hyper for group in index.groups)
+    merged = _merged(index.groups if native else [_translated(group) for group in index.groups])
+    notes = () if native else _translation_notes(index)
+    if not native:
+        merged = _with_both_decays(merged)
+    with Prober() as prober:
+        steps = [_step(index, group, prober) for group in merged]
+    overall = next((step for step in steps if step is not None), None)
+    steps = [overall if step is None else step for step in steps]
+    counts = not native or any("step" in group.hyper for group in index.groups)
+    dense = _part(merged, steps, keep=lambda name: not (split and name in experts), expert=False, counts=counts)
+    if not split:
+        return (dense,), notes
+    own = _part(merged, steps, keep=lambda name: name in experts, expert=True, counts=counts)
+    return (dense, tuple(group for group in own if group.params)), notes
+
+
+def _part(
+    groups: Sequence[ParamGroup],
+    steps: Sequence[int | float | None],
+    *,
+    keep: Callable[[str], bool],
+    expert: bool,
+    counts: bool,
+) -> tuple[OptimizerGroup, ...]:
+    return tuple(
+        OptimizerGroup(
+            params=tuple(name for name in group.params if keep(name)),
+            hyper={**{key: value for key, value in group.hyper.items() if key not in _FROM_RUN}, _EXPERT: expert},
+            step=step,
+            counts=counts,
+        )
+        for group, step in zip(groups, steps, strict=True)
+    )
+
+
+def _merged(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
+    """Groups that differ in nothing but whether they hold experts are one; decayed ones come first."""
+    found: dict[str, ParamGroup] = {}
+    for group in groups:
+        hyper = {key: value for key, value in group.hyper.items() if key not in _FROM_RUN and key != _EXPERT}
+        step = {"step": group.hyper["step"]} if "step" in group.hyper else {}
+        key = repr(sorted(hyper.items(), key=lambda item: item[0]))
+        if key in found:
+            found[key] = ParamGroup(params=(*found[key].params, *group.params), hyper=found[key].hyper)
+        else:
+            found[key] = ParamGroup(params=group.params, hyper={**hyper, **step})
+    return sorted(found.values(), key=lambda group: not group.hyper.get("wd_mult", group.hyper.get("pre_wd_mult")))
+
+
+def _translated(group: ParamGroup) -> ParamGroup:
+    """A group of another framework in Megatron's terms."""
+    decay = group.hyper.get("weight_decay", 0.0)
+    lr = group.hyper.get("lr")
+    apart: dict[str, object] = {
+        "wd_mult": 1.0 if decay else 0.0,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+        "default_config": True,
+        "max_lr": group.hyper.get("initial_lr", lr),
+        "min_lr": 0.0,
+    }
+    hyper = {key: value for key, value in group.hyper.items() if key not in _FROM_RUN}
+    step = {"step": group.hyper["step"]} if isinstance(group.hyper.get("step"), int | float) else {}
+    return ParamGroup(params=group.params, hyper={**apart, **hyper, **step})
+
+
+def _with_both_decays(groups: list[ParamGroup]) -> list[ParamGroup]:
+    """Groups with and without weight decay: Megatron's optimizer asks for both."""
+    present = {group.hyper["wd_mult"] for group in groups}
+    lacking = [mult for mult in (1.0, 0.0) if mult not in present]
+    extra = [ParamGroup(params=(), hyper={**groups[0].hyper, "wd_mult": mult}) for mult in lacking]
+    return sorted([*groups, *extra], key=lambda group: not group.hyper["wd_mult"])
+
+
+def _translation_notes(index: Index) -> tuple[str, ...]:
+    note = (
+        f"the parameter groups of {index.format} are written in Megatron's terms: a run applies its own rule for which "
+        "parameters decay (all but biases and vectors); megatron-core 0.19 finds groups by --lr and --min-lr as well, "
+        "which have to be those of the source"
+    )
+    return (note,)
+
+
+def _step(index: Index, group: ParamGroup, prober: Prober) -> int | float | None:
+    """Steps that all parameters of a group have taken."""
+    counts: dict[int | float, str] = {}
+    for name in group.params:
+        atom = index.atoms.get(name)
+        if atom is not None and STEP in atom.states:
+            counts.setdefault(_number(_only(atom), prober), name)
+    if len(counts) > 1:
+        raise UnsupportedError(
+            "expected one step count for all parameters of an optimizer group, as Megatron keeps it; got\n"
+            f"{listed(f'{name}: {count}' for count, name in counts.items())}\n"
+            "convert to atoms or to stage-0 files of DeepSpeed, which keep one per parameter"
+        )
+    recorded = group.hyper.get("step")
+    found = next(iter(counts), recorded if isinstance(recorded, int | float) else None)
+    return int(found) if found is not None and float(found).is_integer() else found
+
+
+def _only(atom: AtomIndex) -> Tensor:
+    return atom.states[STEP].fragments[0].ref
+
+
+def _number(ref: Tensor, prober: Prober) -> int | float:
+    """The value of a 0-d tensor, a few bytes that say how the optimizer stands."""
+    if isinstance(ref, TensorRef) and ref.codec:
+        raise UnsupportedError(
+            f"expected the step count as plain bytes; got one compressed with {ref.codec} in {ref.path}. "
+            "Convert to atoms without --compress first"
+        )
+    data = ref.data if isinstance(ref, InlineTensor) else prober.window(ref, 0, 1)
+    if not ref.dtype.is_floating:
+        return int.from_bytes(data, "little", signed=not ref.dtype.value.startswith("u"))
+    wide = cast_bits(data, ref.dtype, DType.FLOAT64)
+    return float(unpack("<d", wide)[0])

@@ -1,0 +1,55 @@
+"""Pieces: every part lists the boxes it holds, as a checkpoint recorded them.
+
+For layouts that no rule names: heads gathered in an order of their own, blocks that some parts share. A box that
+several parts hold has the same bits on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ucp.layout import Overlap
+from ucp.region import RegionPair
+
+__all__ = ["Pieces"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Boxes by part.
+
+    >>> from ucp.region import Box
+    >>> first, last = Box((0,), (2,)), Box((2,), (2,))
+    >>> shared = RegionPair(last, last)
+    >>> pieces = Pieces(held=((RegionPair(first, first), shared), (RegionPair(last, first, copy=1),)))
+    >>> [len(pieces.regions((4,), 2, index)) for index in (0, 1)]
+    [2, 1]
+    """
+
+    held: tuple[tuple[RegionPair, ...], ...] = field(repr=False)
+    """What each part holds, in increasing local offset; what several hold is numbered by `copy`."""
+    overlap: Overlap = Overlap.EQUAL
+    """Parts that hold the same box hold the same bits."""
+
+    @property
+    def name(self) -> str:
+        """Name as printed."""
+        return f"pieces({'+'.join(str(len(own)) for own in self.held)})"
+
+    def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
+        """What part `index` holds. `global_shape`: elements. Raises ValueError for another number of parts."""
+        if parts != len(self.held):
+            raise ValueError(f"pieces of {len(self.held)} parts do not say what {parts} parts hold")
+        return self.held[index]
+
+    def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The smallest shape that has all boxes. Raises ValueError when the parts have other shapes than these."""
+        own = [_reach([pair.local.stops for pair in pairs]) for pairs in self.held]
+        if len(own) != len(local_shapes) or any(a and a != tuple(b) for a, b in zip(own, local_shapes, strict=True)):
+            raise ValueError(f"{self.name}: expected parts of {own}; got {[list(shape) for shape in local_shapes]}")
+        return _reach([pair.whole.stops for pairs in self.held for pair in pairs])
+
+
+def _reach(stops: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(map(max, zip(*stops, strict=True)))

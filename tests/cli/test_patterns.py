@@ -1,0 +1,170 @@
+"""`ucp patterns`: families, their rules, and what they say about a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cli.conftest import Run
+from ucp.testing.handmade import Shards, make_index, write_checkpoint
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "json.md"
+
+HIDDEN, FFN, LAYERS = 4, 6, 2
+
+LLAMA = {
+    "model.embed_tokens.weight": (10, HIDDEN),
+    **{
+        f"model.layers.{layer}.{name}.weight": shape
+        for layer in range(LAYERS)
+        for name, shape in {
+            "input_layernorm": (HIDDEN,),
+            "self_attn.q_proj": (HIDDEN, HIDDEN),
+            "self_attn.k_proj": (2, HIDDEN),
+            "self_attn.v_proj": (2, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, HIDDEN),
+            "post_attention_layernorm": (HIDDEN,),
+            "mlp.gate_proj": (FFN, HIDDEN),
+            "mlp.up_proj": (FFN, HIDDEN),
+            "mlp.down_proj": (HIDDEN, FFN),
+        }.items()
+    },
+    "model.norm.weight": (HIDDEN,),
+    "lm_head.weight": (10, HIDDEN),
+}
+
+
+def checkpoint(folder: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
+    shards = Shards(folder)
+    states = {(name, "weight"): shards.whole(np.zeros(shape, np.float32)) for name, shape in shapes.items()}
+    write_checkpoint(make_index(shards.folder, states))
+    return folder
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """Atoms with Hugging Face's names."""
+    return checkpoint(tmp_path / "llama", LLAMA)
+
+
+def test_list_names_families_and_patterns(ucp: Run) -> None:
+    page = ucp("patterns", "list").stdout
+    assert re.search(r"^  llama +Llama 2 and 3", page, re.MULTILINE)
+    assert "  - shard\n" in page
+    document = json.loads(ucp("patterns", "list", "--json").stdout)
+    assert document["schema"] == "ucp.patterns-list/1"
+    assert {"llama", "mixtral", "bloom"} <= {own["name"] for own in document["families"]}
+
+
+def test_show_explains_every_rule(ucp: Run) -> None:
+    page = ucp("patterns", "show", "mixtral", "--style", "huggingface").stdout
+    row = next(line for line in page.splitlines() if "local_experts.{expert}.linear_fc1.weight" in line)
+    assert "etp: shard(dim=0, blocks=[dim / 2, dim / 2])" in row
+    assert "block_sparse_moe.experts.{expert}.w1.weight, " in row
+    assert "gate and up projection of one expert" in row
+    document = json.loads(ucp("patterns", "show", "mixtral", "--json").stdout)
+    assert document["rules"][0]["name"] == "embedding.word_embeddings.weight"
+    assert document["given"] == {"gated": 1, "mla": 0}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("show", "lama"), "did you mean 'llama'?"),
+        (("show", "llama", "--style", "bert"), "expected one of the naming styles"),
+    ],
+)
+def test_what_is_not_there_is_wrong_usage(ucp: Run, words: tuple[str, ...], message: str) -> None:
+    assert message in ucp("patterns", *words, code=2).stderr
+
+
+def test_check_explains_every_parameter(ucp: Run, llama: Path) -> None:
+    page = ucp("patterns", "check", llama).stdout
+    assert "21 parameters, every parameter has a rule and fits it" in page.splitlines()[0]
+    assert re.search(r"^family +llama: ", page, re.MULTILINE)
+    row = next(line for line in page.splitlines() if "k_proj" in line)
+    assert row.split()[:3] == ["model.layers.{layer}.self_attn.k_proj.weight", "2", "2x4"]
+    assert "linear_qkv.weight (part 2): queries, key and value" in row
+
+
+def test_check_of_every_name_as_json(ucp: Run, llama: Path) -> None:
+    document = json.loads(ucp("patterns", "check", llama, "--json").stdout)
+    assert (document["schema"], document["ok"], document["family"]) == ("ucp.patterns-check/1", True, "llama")
+    assert set(document["parameters"]) == set(LLAMA)
+    own = document["parameters"]["model.layers.1.mlp.up_proj.weight"]
+    assert (own["canonical"], own["part"], own["style"]) == ("decoder.layers.1.mlp.linear_fc1.weight", 1, "huggingface")
+
+
+def test_a_wrong_family_says_which_names_do_not_fit(ucp: Run, llama: Path) -> None:
+    page = ucp("patterns", "check", llama, "--family", "gpt", code=3).stdout
+    assert page.splitlines()[0].endswith("21 parameters, 20 do not fit")  # lm_head.weight is a name of both
+    assert "Without a rule\n  - model.embed_tokens.weight 10x4\n" in page
+    assert "Rules that matched nothing" in page
+
+
+def test_a_shape_that_does_not_fit_is_told(ucp: Run, tmp_path: Path) -> None:
+    shapes = {
+        "embedding.word_embeddings.weight": (10, HIDDEN),
+        "decoder.layers.0.self_attention.linear_qkv.weight": (8, HIDDEN),
+        "decoder.layers.0.mlp.linear_fc1.weight": (7, HIDDEN),
+    }
+    page = ucp("patterns", "check", checkpoint(tmp_path / "odd", shapes), "--family", "llama", code=3).stdout
+    assert re.search(r"Not as their rule says\n  - decoder.layers.0.mlp.linear_fc1.weight, shape \[7, 4\]", page)
+    assert "7 is not a multiple of 2" in page
+
+
+def test_names_of_no_family_are_a_failure_that_says_what_to_do(ucp: Run, tmp_path: Path) -> None:
+    message = ucp("patterns", "check", checkpoint(tmp_path / "odd", {"a.weight": (3,)}), code=1).stderr
+    assert "no model family fits" in message
+    assert "ucp patterns infer" in message
+
+
+def test_rules_of_ones_own(ucp: Run, tmp_path: Path) -> None:
+    rules = tmp_path / "my.toml"
+    rules.write_text(
+        'name = "mine"\n[[rule]]\nname = "a.{layer}.weight"\ntp = { pattern = "shard", dim = 0 }\nmeaning = "a thing"'
+    )
+    source = checkpoint(tmp_path / "own", {"a.0.weight": (4, 2), "a.1.weight": (4, 2)})
+    row = ucp("patterns", "check", source, "--patterns", rules).stdout.splitlines()[-1]
+    assert row.split(maxsplit=3) == ["a.{layer}.weight", "2", "4x2", "tp: shard(dim=0)  a thing"]
+
+
+def test_a_mistake_in_ones_own_rules_is_wrong_usage(ucp: Run, llama: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "my.toml"
+    rules.write_text('name = "mine"\n[[rule]]\nname = "a"\ntp = "shart"')
+    message = ucp("patterns", "check", llama, "--patterns", rules, code=2).stderr
+    assert "rule[0]: tp: expected one of the patterns" in message
+    assert "did you mean 'shard'?" in message
+
+
+def test_infer_proposes_a_rules_file(ucp: Run, llama: Path) -> None:
+    result = ucp("patterns", "infer", llama, "--all")
+    rules = tomllib.loads(result.stdout)
+    assert (rules["name"], rules["extends"], rules.get("rule", [])) == ("my-model", [], [])  # one rank tells nothing
+    assert '# name = "model.layers.{layer}.mlp.up_proj.weight"' in result.stdout
+    assert re.fullmatch(r"\d+ open\n", result.stderr)
+
+
+def test_infer_leaves_out_what_a_family_knows(ucp: Run, llama: Path) -> None:
+    result = ucp("patterns", "infer", llama)
+    assert tomllib.loads(result.stdout)["extends"] == ["llama"]
+    assert "nothing to propose" in result.stderr
+    document = json.loads(ucp("patterns", "infer", llama, "--all", "--json").stdout)
+    assert document["schema"] == "ucp.patterns-infer/1"
+    assert {own["certainty"] for own in document["proposals"]} == {"open"}
+
+
+def test_every_key_is_described(ucp: Run, llama: Path) -> None:
+    words = set(re.findall(r"\w+", PAGE.read_text()))
+    for page in (("list",), ("show", "llama"), ("check", llama), ("infer", llama, "--all")):
+        document = json.loads(ucp("patterns", *page, "--json").stdout)
+        found = set(document)
+        for inner in ("families", "rules", "tied", "proposals"):
+            found |= {key for own in document.get(inner, []) if isinstance(own, dict) for key in own}
+        found |= {key for own in document.get("parameters", {}).values() for key in own}
+        assert found <= words

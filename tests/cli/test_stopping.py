@@ -1,0 +1,99 @@
+"""SIGTERM, sent to a real process at work: one line, exit code 143, no process left, and --resume goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from ucp_cli.stopping import Terminated, heed_termination
+
+PROGRAM = """
+import os, sys, threading
+from importlib import import_module
+from ucp.io.commit import Staging
+from ucp.union import Worker
+from ucp_cli.main import main
+
+for name in ("plan", "union", "prepare", "compare", "convert", "store.target"):
+    module = import_module(f"ucp.{name}")
+    if hasattr(module, "BLOCK"):
+        module.BLOCK = 64
+import_module("ucp.plan").TASK = 128
+carry_out, note = Worker.carry_out, Staging.note
+
+def stuck(worker, task):
+    if task.number >= 6:
+        threading.Event().wait()
+    return carry_out(worker, task)
+
+def telling(staging, line):
+    note(staging, line)
+    os.write(1, b"noted\\n")
+
+if sys.argv.pop(1) == "stuck":
+    Worker.carry_out, Staging.note = stuck, telling
+main()
+"""
+"""`ucp` with blocks so small that a small checkpoint is many tasks.
+
+Told to be stuck, it says when a task is noted as done, and never finishes the seventh.
+"""
+
+
+def command(how: str, *words: object) -> list[str]:
+    return [sys.executable, "-c", PROGRAM, how, *map(str, words)]
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("send", [os.kill, os.killpg])
+def test_a_conversion_that_is_terminated_is_continued(
+    ucp: Run, zero3: Path, tmp_path: Path, workers: int, send: Callable[[int, int], None]
+) -> None:
+    words = ["convert", zero3, tmp_path / "out", "--workers", workers]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command("stuck", *words), start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
+        assert [process.stdout.readline() for _ in range(6)] == ["noted\n"] * 6
+        helpers = children(process.pid)
+        send(process.pid, signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    assert said == f"Error: terminated; the same command with --resume continues {tmp_path / 'out'}\n"
+    assert process.returncode == 143
+    assert len(helpers) == (workers if workers > 1 else 0)
+    assert not any(map(is_running, helpers))
+    assert not (tmp_path / "out").exists()
+    done = subprocess.run(command("free", *words, "--resume", "--json"), capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["resumed_bytes"] > 0
+    ucp("verify", tmp_path / "out", "--against", zero3)
+
+
+def test_only_the_first_counts_and_what_is_ignored_stays_so() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        heed_termination()
+        with pytest.raises(Terminated):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        heed_termination()
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)

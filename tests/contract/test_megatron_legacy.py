@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ucp_formats.megatron.source import MegatronFormat
+
+from ucp.testing import FormatContract
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "megatron"
+KEPT = sorted(p.parent for p in FIXTURES.glob("*/case.json") if json.loads(p.read_text())["format"] == "torch")
+
+
+@pytest.mark.skipif(not KEPT, reason="the fixtures are made by fixtures/make_megatron.py --kept --keep")
+class TestMegatronLegacy(FormatContract):
+    def make(self):
+        return MegatronFormat()
+
+    def paths(self, folder):
+        return [case / "checkpoint" for case in KEPT[::3]]

@@ -1,0 +1,46 @@
+"""The contract of targets, for both kinds of Megatron's files, from sources of three kinds."""
+
+from __future__ import annotations
+
+from tests.unit.formats.megatron.conftest import FakeLegacy
+
+from ucp.api import convert
+from ucp.prepare import ConvertOptions
+from ucp.target import TargetOptions
+from ucp.testing import TargetContract
+from ucp.topology import Topology
+
+LOCAL = {"transformer_impl": "local"}
+
+
+def options(topology: str, layout: str, **settings: str) -> ConvertOptions:
+    return ConvertOptions(
+        to="megatron",
+        topology=Topology.parse(topology),
+        target=TargetOptions(layout=layout, settings={**LOCAL, **settings}),
+    )
+
+
+class TestTorchDist(TargetContract):
+    def cases(self, folder):
+        llama = FakeLegacy(kind="llama", tp=2, pp=2, optimizer="L3a").save(folder / "llama")
+        gpt = FakeLegacy(kind="gpt", tied=True, pp=2, optimizer="whole").save(folder / "gpt")
+        return [(llama, options("tp=4", "")), (gpt, options("tp=2", "torch_dist"))]
+
+
+class TestLegacy(TargetContract):
+    def cases(self, folder):
+        mixtral = FakeLegacy(kind="mixtral", ep=2, optimizer="L3a").save(folder / "mixtral")
+        gpt = FakeLegacy(kind="gpt", tied=True, optimizer="whole").save(folder / "gpt")
+        return [(mixtral, options("tp=2,ep=2,etp=1", "torch")), (gpt, options("tp=2,pp=2", "torch"))]
+
+
+class TestFromDeepSpeed(TargetContract):
+    def cases(self, folder):
+        llama = FakeLegacy(kind="llama", tp=2, optimizer="L3a").save(folder / "llama")
+        convert(llama, folder / "zero", to="deepspeed", topology="dp=2,zero=2", workers=1)
+        convert(llama, folder / "atoms", workers=1)
+        return [
+            (folder / "zero", options("tp=2,pp=2", "torch_dist", num_attention_heads="4")),
+            (folder / "atoms", options("pp=2", "torch_dist")),
+        ]

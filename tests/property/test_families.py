@@ -1,0 +1,254 @@
+"""Laws of rules: whatever family, sizes and degrees, what a rule takes apart it puts together again."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from ucp_patterns.shard import Shard
+
+from ucp.expression import Expression
+from ucp.family import Family
+from ucp.family_text import read_family
+from ucp.layout import Layout, Overlap, local_shape, place, whole_shape
+from ucp.match import Match
+from ucp.region import uncovered
+from ucp.registry import families, family, library
+from ucp.rule import Alias, Rule
+from ucp.testing.strategies import coordinates
+
+NUMBERS = {"layer": 3, "expert": 2, "mtp": 1}
+
+OWN = """
+name = "fused"
+title = "What models outside of Megatron do: several axes on one tensor, blocks of unequal sizes, copies of blocks"
+
+[sizes]
+heads = "heads"
+groups = "groups"
+head_dim = "head_dim"
+experts = "experts"
+out = "out"
+
+# The paper's Shard-Hy: experts over ep, and the rows of each expert over tp.
+[[rule]]
+name = "layers.{layer}.experts.weight"
+ep = { pattern = "shard", dim = 0, blocks = ["out * experts"] }
+tp = { pattern = "shard", dim = 0, blocks = ["out"], repeat = "experts / ep" }
+
+# The same with columns: two axes on two dims.
+[[rule]]
+name = "layers.{layer}.experts.out.weight"
+ep = { pattern = "shard", dim = 0 }
+tp = { pattern = "shard", dim = 1 }
+
+# [q + k + v, hidden] of unequal sizes; fewer key and value heads than ranks are held by several.
+[[rule]]
+name = "layers.{layer}.qkv.weight"
+[rule.tp]
+pattern = "shard"
+dim = 0
+blocks = ["heads * head_dim", "groups * head_dim", "groups * head_dim"]
+copies = [1, "max(tp / groups, 1) if tp > groups else 1", "max(tp / groups, 1) if tp > groups else 1"]
+"""
+
+
+def own_family() -> Family:
+    made = library()
+    return read_family(OWN, "own.toml", pattern=made.pattern)
+
+
+ALL: list[tuple[Family, Rule]] = [(own, rule) for own in map(family, families()) for rule in own.rules]
+NAMES = sorted({name for own, _ in ALL for name in own.sizes} | {name for own, _ in ALL for name in own.given})
+
+
+@dataclass(frozen=True)
+class Case:
+    match: Match
+    axes: dict[str, int]
+    shape: tuple[int, ...]
+
+    @property
+    def layout(self) -> Layout:
+        return self.match.layout(axes=self.axes, global_shape=self.shape)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """A rule of a built-in family, sizes that it holds for, degrees, and a shape that its blocks add up to."""
+    own, rule = draw(st.sampled_from(ALL))
+    values = {name: draw(st.integers(1, 6)) for name in NAMES} | dict(own.given)
+    for flag in ("gated", "mla", "down_cut", "tied"):
+        values.setdefault(flag, 1)
+        values[flag] = own.given.get(flag, draw(st.integers(0, 1)))
+    assume(rule.when is None or rule.when.value(values))
+    axes = {axis: draw(st.integers(1, 6)) for axis in ("tp", "etp")}
+    shape = draw(st.lists(st.integers(0, 5), min_size=2, max_size=3).map(tuple))
+    for axis in rule.axes:
+        shape = (*shape[: axis.dim], cut_length(draw, axis.options.get("blocks"), values), *shape[axis.dim + 1 :])
+    match = Match(name=rule.name.filled(NUMBERS), rules=(rule,), fields=NUMBERS, values=values)
+    return Case(match, axes, shape)
+
+
+def cut_length(draw: st.DrawFn, blocks: object, values: dict[str, int]) -> int:
+    """Elements of a dim that such blocks can make up."""
+    if not isinstance(blocks, tuple):
+        return draw(st.integers(0, 12))
+    if any(isinstance(own, Expression) and "dim" in own.names for own in blocks):
+        return draw(st.integers(0, 6)) * len(blocks)
+    return sum(own.value(values) if isinstance(own, Expression) else own for own in blocks)
+
+
+def taken_apart(layout: Layout, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [local_shape(layout, shape, rank) for rank in coordinates(layout)]
+
+
+@given(cases())
+def test_split_then_union_is_the_identity(case):
+    layout, shape = case.layout, case.shape
+    pieces: dict[tuple[int, int], list] = {}
+    for rank in coordinates(layout):
+        for own in place(layout, shape, coords=rank):
+            pieces.setdefault((own.replica, own.term), []).append(own.box)
+    overlaps = {axis.pattern.overlap for axis in layout.axes}
+    degree = prod(axis.parts for axis in layout.axes if axis.pattern.overlap is not Overlap.EXCLUSIVE)
+    assert len(pieces) == (1 if overlaps <= {Overlap.EXCLUSIVE} else degree) or (not prod(shape) and not pieces)
+    for boxes in pieces.values():
+        assert uncovered(shape, boxes) == ()
+
+
+@given(cases(), st.integers(1, 5))
+def test_a_flat_partition_of_every_part_makes_up_the_whole(case, dp):
+    """As a distributed optimizer cuts what each rank holds, whether it divides or not."""
+    layout, shape = case.layout, case.shape
+    boxes = []
+    for rank in coordinates(layout):
+        numel = prod(local_shape(layout, shape, rank))
+        edges = [min(numel, index * -(-numel // dp)) for index in range(dp + 1)]
+        for low, high in itertools.pairwise(edges):
+            placed = place(layout, shape, coords=rank, flat=(low, high))
+            boxes += [own.box for own in placed if own.replica == own.term == 0]
+    assert uncovered(shape, boxes) == ()
+
+
+@given(cases())
+def test_whole_shape_inverts(case):
+    assert whole_shape(case.layout, taken_apart(case.layout, case.shape)) == case.shape
+
+
+@given(cases())
+def test_the_parts_tell_the_layout_that_the_whole_tells(case):
+    parts = taken_apart(case.layout, case.shape)
+    assert case.match.layout(axes=case.axes, local_shapes=parts) == case.layout
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 2))
+def test_more_parts_are_parts_of_parts(lengths, parts, times, repeat):
+    """Cut for n * m ranks, rank i holds nothing that, cut for n, rank i // m does not hold."""
+    blocks = tuple(length * parts * times for length in lengths)
+    pattern, shape = Shard(0, blocks, repeat=repeat), (sum(blocks) * repeat,)
+    for index in range(parts * times):
+        fine, coarse = pattern.regions(shape, parts * times, index), pattern.regions(shape, parts, index // times)
+        assert rows(fine) <= rows(coarse)
+
+
+def rows(pairs) -> set[int]:
+    return {at for pair in pairs for at in range(pair.whole.offsets[0], pair.whole.stops[0])}
+
+
+class TestFused:
+    """Several axes on one dim, and copies of blocks, against numpy."""
+
+    @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 6))
+    def test_experts_over_ep_and_their_rows_over_tp(self, experts_each, ep, tp, out):
+        experts = experts_each * ep
+        shape = (experts * out, 2)
+        own = own_family().bind(arguments={"experts": experts, "out": out}, axes={"ep": ep})
+        (match,) = own.match(["layers.0.experts.weight"]).values()
+        layout = match.layout(axes={"ep": ep, "tp": tp}, global_shape=shape)
+        whole = np.arange(prod(shape)).reshape(shape)
+        for rank in coordinates(layout):
+            mine = np.split(whole, ep)[rank["ep"]].reshape(experts_each, out, 2)
+            wanted = np.array_split(mine, tp, axis=1)[rank["tp"]].reshape(-1, 2)
+            assert held(layout, whole, rank).tolist() == wanted.reshape(-1).tolist()
+        assert match.layout(axes={"ep": ep, "tp": tp}, local_shapes=taken_apart(layout, shape)) == layout
+
+    @given(st.sampled_from([(8, 1), (8, 2), (8, 4), (8, 8), (4, 2)]), st.sampled_from([1, 2, 4, 8]), st.integers(1, 3))
+    def test_fewer_key_and_value_heads_than_ranks(self, model, tp, width):
+        heads, groups = model
+        assume(heads % tp == 0)
+        own = own_family().bind(arguments={"heads": heads, "groups": groups, "head_dim": width})
+        (match,) = own.match(["layers.0.qkv.weight"]).values()
+        whole = np.arange((heads + 2 * groups) * width * 2).reshape(-1, 2)
+        layout = match.layout(axes={"tp": tp}, global_shape=whole.shape)
+        q, k, v = np.split(whole, np.cumsum([heads * width, groups * width]))
+        copies = max(tp // groups, 1)
+        for rank in coordinates(layout):
+            kv = [np.split(own, tp // copies)[rank["tp"] // copies] for own in (k, v)]
+            wanted = np.concatenate([np.split(q, tp)[rank["tp"]], *kv])
+            assert held(layout, whole, rank).tolist() == wanted.reshape(-1).tolist()
+        parts = taken_apart(layout, whole.shape)
+        assert match.layout(axes={"tp": tp}, local_shapes=parts) == layout
+        assert match.global_shape(layout, parts) == whole.shape
+
+    @given(st.data())
+    def test_axes_compose_in_any_grouping(self, data):
+        """ep inside of tp or tp inside of ep: the parts of parts that both give are disjoint and all there is."""
+        ep, tp = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+        shape = (data.draw(st.integers(0, 9)), data.draw(st.integers(0, 9)), 2)
+        (match,) = own_family().match(["layers.0.experts.out.weight"]).values()
+        layout = match.layout(axes={"ep": ep, "tp": tp}, global_shape=shape)
+        swapped = Layout(layout.axes[::-1])
+        for rank in coordinates(layout):
+            one, other = (place(each, shape, coords=rank) for each in (layout, swapped))
+            assert [own.box for own in one] == [own.box for own in other]
+
+
+def held(layout: Layout, whole: np.ndarray, rank: dict[str, int]) -> np.ndarray:
+    stored = np.full(prod(local_shape(layout, whole.shape, rank)), -1)
+    for own in place(layout, whole.shape, coords=rank):
+        for at in np.ndindex(*own.box.sizes):
+            stored[own.offset + sum(i * s for i, s in zip(at, own.strides, strict=True))] = whole[
+                tuple(o + i for o, i in zip(own.box.offsets, at, strict=True))
+            ]
+    return stored
+
+
+@pytest.mark.parametrize("name", families())
+def test_every_name_of_every_style_leads_back(name):
+    """Writing a name in a style and reading it gives the parameter, or what several styles share and nothing tells."""
+    own = family(name).bind(arguments={"num_layers": 4})
+    for rule in own.rules:
+        canonical = rule.name.filled(NUMBERS)
+        for style in own.styles:
+            for _, stored in own.spellings(canonical, style):
+                for each in stored:
+                    assert rule.name in {found.name for found in own.rules_of(each)}
+
+
+ALIASES: list[Alias] = [
+    alias
+    for _, rule in ALL
+    for ways in rule.aliases.values()
+    for alias in ways
+    if len(alias.names) > 1 and not alias.blocks
+]
+
+
+@given(st.sampled_from(ALIASES), st.data())
+def test_what_joins_makes_up_the_whole_once(alias, data):
+    """Every element of every stored tensor has one place in the joined one, and every place is taken."""
+    groups = data.draw(st.integers(1, 4))
+    rest = data.draw(st.lists(st.integers(1, 3), max_size=2))
+    shapes = [(*rest[: alias.dim], groups * data.draw(st.integers(0, 3)), *rest[alias.dim :]) for _ in alias.names]
+    assume(alias.dim <= len(rest))
+    pairs = alias.pieces(shapes, {"groups": groups, "heads": groups})
+    whole = (*rest[: alias.dim], sum(shape[alias.dim] for shape in shapes), *rest[alias.dim :])
+    assert uncovered(whole, [pair.whole for pair in pairs]) == ()
+    for part, shape in enumerate(shapes):
+        assert uncovered(shape, [pair.local for pair in pairs if pair.copy == part]) == ()

@@ -1,0 +1,68 @@
+"""Windows of tensors, and casts as torch makes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ucp.dtypes import DType
+from ucp.io.probe import Prober, cast_bits
+from ucp.tensor import InlineTensor, TensorRef
+
+VALUES = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
+
+
+@pytest.fixture
+def ref(tmp_path: Path) -> TensorRef:
+    path = tmp_path / "x"
+    path.write_bytes(b"##" + VALUES.numpy().tobytes())
+    return TensorRef(path=str(path), offset=2, dtype=DType.FLOAT32, shape=(2, 3, 4), strides=(12, 4, 1))
+
+
+@pytest.mark.parametrize("strides", [(12, 4, 1), (1, 2, 6), (4, 8, 1)])
+@pytest.mark.parametrize("window", [(0, 24), (5, 6), (3, 17), (7, 7)])
+def test_windows_are_row_major(ref: TensorRef, strides: tuple[int, ...], window: tuple[int, int]) -> None:
+    own = TensorRef(path=ref.path, offset=2, dtype=DType.FLOAT32, shape=(2, 3, 4), strides=strides)
+    wanted = torch.as_strided(VALUES.flatten(), (2, 3, 4), strides).flatten()[window[0] : window[1]]
+    with Prober() as prober:
+        assert prober.window(own, *window) == wanted.numpy().tobytes()
+        assert prober.nbytes_read == 4 * (window[1] - window[0])
+
+
+def test_tensors_end_to_end(ref: TensorRef) -> None:
+    inline = InlineTensor(data=VALUES[0, 0].numpy().tobytes(), dtype=DType.FLOAT32, shape=(4,))
+    with Prober() as prober:
+        got = prober.joined([inline, ref, inline], 2, 29, dtype=DType.BFLOAT16)
+    wanted = torch.cat([VALUES[0, 0], VALUES.flatten(), VALUES[0, 0]])[2:29].to(torch.bfloat16)
+    assert got == wanted.view(torch.int16).numpy().tobytes()
+
+
+def test_ranges_outside_are_refused(ref: TensorRef) -> None:
+    with Prober() as prober, pytest.raises(ValueError, match="elements 20:25 of a tensor of 24"):
+        prober.window(ref, 20, 25)
+
+
+def test_encoded_tensors_are_refused(ref: TensorRef) -> None:
+    own = TensorRef(path=ref.path, offset=2, dtype=DType.FLOAT32, shape=(2,), strides=(1,), codec="zstd")
+    with Prober() as prober, pytest.raises(ValueError, match="encoded with zstd"):
+        prober.window(own, 0, 1)
+
+
+@pytest.mark.parametrize(("dtype", "to"), [(DType.BFLOAT16, torch.bfloat16), (DType.FLOAT16, torch.float16)])
+def test_casts_round_as_torch_rounds(dtype: DType, to: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(-(2**31), 2**31, (100_000,), generator=generator).to(torch.int32)
+    edges = torch.tensor([0.0, -0.0, 1e-45, 65504.0, 65519.0, 65520.0, 3.4e38, float("inf"), 1.00390625, 1.01171875])
+    values = torch.cat([words.view(torch.float32), edges])
+    got = torch.frombuffer(bytearray(cast_bits(values.numpy().tobytes(), DType.FLOAT32, dtype)), dtype=to)
+    wanted = values.to(to)
+    numbers = ~torch.isnan(wanted)
+    assert torch.equal(got[numbers].view(torch.int16), wanted[numbers].view(torch.int16))
+    assert torch.isnan(got[~numbers]).all()
+    assert len(set(got[~numbers].view(torch.int16).tolist())) == 1
+
+
+def test_no_cast_changes_nothing() -> None:
+    assert cast_bits(b"abcd", DType.FLOAT32, DType.FLOAT32) == b"abcd"

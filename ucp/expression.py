@@ -1,0 +1,205 @@
+"""Whole-number expressions over named values: block lengths, sizes of a model, and the conditions of rules.
+
+An expression is a line of text in a family file. It knows whole numbers, names, texts, `+ - * / // %`, comparisons,
+`and or not`, `a if b else c`, `min()`, `max()`, and `name[0]` for the length of dim 0 of a named tensor. `/` must leave
+no rest. Nothing else is understood, and nothing is executed.
+
+>>> Expression("heads * head_dim / tp").value({"heads": 8, "head_dim": 64, "tp": 2})
+256
+>>> sorted(Expression("groups if grouped else heads").names)
+['grouped', 'groups', 'heads']
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+__all__ = ["Expression", "ExpressionError", "UnknownNameError"]
+
+_LONGEST = 400
+"""Characters of an expression; more is no expression but an attack on the parser."""
+
+_ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = MappingProxyType(
+    {
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+        ast.FloorDiv: operator.floordiv,
+        ast.Mod: operator.mod,
+    }
+)
+
+_ORDER: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = MappingProxyType(
+    {
+        ast.Lt: operator.lt,
+        ast.LtE: operator.le,
+        ast.Gt: operator.gt,
+        ast.GtE: operator.ge,
+    }
+)
+
+_FUNCTIONS: Mapping[str, Callable[[Sequence[int]], int]] = MappingProxyType({"min": min, "max": max})
+
+
+class ExpressionError(ValueError):
+    """An expression that cannot be understood, or has no whole number as its value."""
+
+
+class UnknownNameError(ExpressionError):
+    """A value that the expression needs is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A parsed expression. Raises ExpressionError when it is none."""
+
+    text: str
+    """As it was written."""
+    _tree: ast.expr = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if len(self.text) > _LONGEST:
+            raise ExpressionError(f"expected at most {_LONGEST} characters; got {len(self.text)}")
+        try:
+            tree = ast.parse(self.text.strip(), mode="eval").body
+        except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+            raise ExpressionError(f"expected an expression such as 'heads * head_dim'; got {self.text!r}") from error
+        object.__setattr__(self, "_tree", tree)
+        for node in ast.walk(tree):
+            _check(node, self.text)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names that its value may depend on."""
+        called = {id(node.func) for node in ast.walk(self._tree) if isinstance(node, ast.Call)}
+        return frozenset(
+            node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name) and id(node) not in called
+        )
+
+    def value(self, values: Mapping[str, object]) -> int:
+        """Its value, a whole number; a condition is 1 or 0.
+
+        `values`: name to whole number, text, None, or sequence of lengths. Raises UnknownNameError, ExpressionError.
+        """
+        try:
+            return _whole(_value(self._tree, values), self.text)
+        except UnknownNameError:
+            raise
+        except (ExpressionError, ZeroDivisionError, OverflowError) as error:
+            raise ExpressionError(f"{self.text!r}: {error}") from error
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __reduce__(self) -> tuple[type[Expression], tuple[str]]:
+        return Expression, (self.text,)
+
+
+_KNOWN = (
+    *(ast.Name, ast.Load, ast.IfExp, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.BinOp),
+    *(ast.operator, ast.Compare, ast.cmpop, ast.Call, ast.Subscript),
+)
+
+
+def _check(node: ast.AST, text: str) -> None:
+    """Refuse what the module docstring does not list."""
+    known = isinstance(node, _KNOWN)
+    if isinstance(node, ast.Constant):
+        known = node.value is None or isinstance(node.value, int | str)
+    elif isinstance(node, ast.Call):
+        known = isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords
+    elif isinstance(node, ast.Subscript):
+        known = isinstance(node.value, ast.Name) and isinstance(node.slice, ast.Constant)
+    elif isinstance(node, ast.operator):
+        known = type(node) in _ARITHMETIC or isinstance(node, ast.Div)
+    elif isinstance(node, ast.cmpop):
+        known = type(node) in _ORDER or isinstance(node, ast.Eq | ast.NotEq)
+    if not known:
+        raise ExpressionError(f"{type(node).__name__} is not understood in the expression {text!r}")
+
+
+def _value(node: ast.expr, values: Mapping[str, object]) -> object:
+    """Value of one node; `and`, `or` and `if` look no further than they must."""
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Name():
+            return _named(node.id, values)
+        case ast.IfExp():
+            return _value(node.body if _value(node.test, values) else node.orelse, values)
+        case ast.BoolOp():
+            return _either(node, values)
+        case ast.UnaryOp(op=ast.Not()):
+            return not _value(node.operand, values)
+        case ast.Compare():
+            return _compared(node, values)
+        case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=int(dim))):
+            return _length(name, dim, values)
+    return _number(node, values)
+
+
+def _number(node: ast.expr, values: Mapping[str, object]) -> int:
+    """Value of a node that computes."""
+    match node:
+        case ast.UnaryOp():
+            return -_whole(_value(node.operand, values), "-")
+        case ast.BinOp():
+            return _computed(node, values)
+        case ast.Call(func=ast.Name(id=name)):
+            return _FUNCTIONS[name]([_whole(_value(each, values), name) for each in node.args])
+    raise ExpressionError(f"{ast.unparse(node)} is not understood")
+
+
+def _named(name: str, values: Mapping[str, object]) -> object:
+    if name not in values:
+        raise UnknownNameError(name)
+    return values[name]
+
+
+def _length(name: str, dim: int, values: Mapping[str, object]) -> object:
+    shape = _named(name, values)
+    if not isinstance(shape, Sequence) or isinstance(shape, str) or not 0 <= dim < len(shape):
+        raise UnknownNameError(f"{name}[{dim}]")
+    return shape[dim]
+
+
+def _either(node: ast.BoolOp, values: Mapping[str, object]) -> object:
+    wanted = isinstance(node.op, ast.Or)
+    last: object = not wanted
+    for operand in node.values:
+        last = _value(operand, values)
+        if bool(last) is wanted:
+            break
+    return last
+
+
+def _computed(node: ast.BinOp, values: Mapping[str, object]) -> int:
+    left, right = (_whole(_value(side, values), ast.unparse(side)) for side in (node.left, node.right))
+    if isinstance(node.op, ast.Div):
+        whole, rest = divmod(left, right)
+        if rest:
+            raise ExpressionError(f"{left} is not a multiple of {right}")
+        return whole
+    return _ARITHMETIC[type(node.op)](left, right)
+
+
+def _compared(node: ast.Compare, values: Mapping[str, object]) -> bool:
+    sides = [_value(side, values) for side in (node.left, *node.comparators)]
+    for op, left, right in zip(node.ops, sides, sides[1:], strict=False):
+        if isinstance(op, ast.Eq | ast.NotEq):
+            holds = (left == right) is isinstance(op, ast.Eq)
+        else:
+            holds = _ORDER[type(op)](_whole(left, "<"), _whole(right, "<"))
+        if not holds:
+            return False
+    return True
+
+
+def _whole(value: object, where: str) -> int:
+    if isinstance(value, int):
+        return int(value)
+    raise ExpressionError(f"expected a whole number for {where}; got {value!r}")

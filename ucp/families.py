@@ -1,0 +1,174 @@
+"""Model families by name, from the folders that are registered for them, and the choice of one by evidence.
+
+Group `ucp.families`: an entry point names a package; every `*.toml` file in it is a family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from ucp.errors import UnknownFamilyError, UsageError, listed
+from ucp.family import Family, distinct_shapes
+from ucp.family_text import header, read_family
+from ucp.rule import PatternFactory
+from ucp.template import kind
+
+__all__ = ["Library", "choose"]
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """All families that can be had, read when they are asked for."""
+
+    pattern: Callable[[str], PatternFactory]
+    """Gives the pattern registered under a name."""
+    texts: Mapping[str, tuple[str, str]]
+    """Family to where it stands, and its TOML text."""
+    _read: dict[str, Family] = field(default_factory=dict)
+
+    @classmethod
+    def of_packages(cls, packages: Iterable[str], pattern: Callable[[str], PatternFactory]) -> Library:
+        """Families of the TOML files in these packages. Raises UsageError when two have one name."""
+        texts: dict[str, tuple[str, str]] = {}
+        for package in packages:
+            for entry in sorted(files(package).iterdir(), key=lambda own: own.name):
+                if entry.name.endswith(".toml"):
+                    _add(texts, entry.read_text(encoding="utf-8"), _place(entry, package))
+        return cls(pattern, texts)
+
+    def with_file(self, path: Path) -> tuple[Library, str]:
+        """This library and one more file, and the name of its family. Raises UsageError."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"expected a rules file at {path}: {error}") from error
+        texts = dict(self.texts)
+        name, _ = header(text, str(path))
+        if name in texts:
+            raise UsageError(f"{path}: the name {name!r} is taken by {texts[name][0]}; give it another")
+        texts[name] = (str(path), text)
+        return Library(self.pattern, texts), name
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all families, also of those that are only there to be extended."""
+        return tuple(sorted(self.texts))
+
+    def family(self, name: str) -> Family:
+        """The family of that name. Raises UsageError naming those there are, or the mistake in its file."""
+        return self._family(name, ())
+
+    def _family(self, name: str, below: tuple[str, ...]) -> Family:
+        if name in below:
+            raise UsageError(f"families extend one another in a circle: {' -> '.join((*below, name))}")
+        if name not in self._read:
+            source, text = self._text(name, below)
+            _, extends = header(text, source)
+            extended = [self._family(own, (*below, name)) for own in extends]
+            self._read[name] = read_family(text, source, pattern=self.pattern, extended=extended)
+        return self._read[name]
+
+    def _text(self, name: str, below: tuple[str, ...]) -> tuple[str, str]:
+        if name in self.texts:
+            return self.texts[name]
+        near = get_close_matches(name, self.texts, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        where = f" (extended by {below[-1]!r})" if below else ""
+        raise UsageError(f"expected one of the families {', '.join(self.names())}; got {name!r}{where}{hint}")
+
+    def concrete(self) -> tuple[Family, ...]:
+        """Families that a checkpoint can be of."""
+        return tuple(own for own in map(self.family, self.names()) if not own.abstract)
+
+
+def _place(entry: Traversable, package: str) -> str:
+    return f"{package.replace('.', '/')}/{entry.name}"
+
+
+def _add(texts: dict[str, tuple[str, str]], text: str, source: str) -> None:
+    name, _ = header(text, source)
+    if name in texts:
+        raise UsageError(f"the family {name!r} stands in {texts[name][0]} and in {source}")
+    texts[name] = (source, text)
+
+
+def choose(
+    families: Sequence[Family],
+    *,
+    names: Iterable[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    arguments: Mapping[str, object],
+    axes: Mapping[str, int],
+) -> tuple[Family, tuple[str, ...]]:
+    """The one family that a checkpoint is of, bound to its sizes, and the reasons.
+
+    `names`: of the model's tensors, in any style. Raises UnknownFamilyError when none fits, or no fitting one is more
+    special than all others.
+    """
+    kinds = {kind(name): name for name in names}
+    doubts: dict[str, list[str]] = {}
+    fitting: dict[str, Family] = {}
+    few = distinct_shapes(shapes)
+    for family in families:
+        bound = family.bind(arguments=arguments, shapes=few, axes=axes)
+        doubts[family.name] = _doubts(bound, kinds.values(), arguments)
+        if not doubts[family.name]:
+            fitting[family.name] = bound
+    general = {own for family in fitting.values() for own in _more_general(family, families)}
+    best = [family for name, family in fitting.items() if name not in general]
+    if len(best) == 1:
+        return best[0], _reasons(best[0], arguments)
+    raise UnknownFamilyError(_undecided([family.name for family in best], doubts))
+
+
+def _doubts(family: Family, names: Iterable[str], arguments: Mapping[str, object]) -> list[str]:
+    """What speaks against a family. `names`: one of each kind, for those of other layers fall under the same rules."""
+    held: set[str] = set()
+    unread: list[str] = []
+    for name in names:
+        if not family.ignores(name):
+            rules = family.rules_of(name)
+            held.update(rule.name.text for rule in rules)
+            unread += [] if rules else [name]
+    doubts = [f"no {text}" for text in family.evidence.names if text not in held]
+    doubts += [f"has {text}" for text in family.evidence.absent if text in held]
+    for key, wanted in family.evidence.arguments.items():
+        if key in arguments and arguments[key] != wanted:
+            doubts.append(f"{key} is {arguments[key]!r}, not {wanted!r}")
+    doubts += family.conflicts
+    if unread:
+        more = f" and {len(unread) - 1} more like it" if len(unread) > 1 else ""
+        doubts.append(f"no rule for {unread[0]}{more}")
+    return doubts
+
+
+def _more_general(family: Family, families: Sequence[Family]) -> set[str]:
+    """Families that this one is a kind of, at any remove."""
+    by_name = {own.name: own for own in families}
+    found: set[str] = set()
+    waiting = list(family.kind_of)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting.extend(by_name[name].kind_of if name in by_name else ())
+    return found
+
+
+def _reasons(family: Family, arguments: Mapping[str, object]) -> tuple[str, ...]:
+    told = [f"{key} = {value!r}" for key, value in family.evidence.arguments.items() if key in arguments]
+    return (*(f"has {name}" for name in family.evidence.names), *told)
+
+
+def _undecided(best: Sequence[str], doubts: Mapping[str, Sequence[str]]) -> str:
+    if best:
+        return f"the model may be of the families {', '.join(best)}; say which with --family"
+    why = [f"{name}: {'; '.join(own[:3])}" for name, own in sorted(doubts.items(), key=lambda item: len(item[1]))]
+    return (
+        f"no model family fits the names of this checkpoint:\n{listed(why, most=40)}\n"
+        "say which with --family, or bring rules with --patterns my.toml (`ucp patterns infer` proposes them)"
+    )

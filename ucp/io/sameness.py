@@ -1,0 +1,91 @@
+"""Whether values of several ranks are the same, tensors by their recorded checksums: no tensor byte is read.
+
+>>> Checksums(()).same({"lr": [0.1, float("nan")]}, {"lr": [0.1, float("nan")]})
+True
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+
+from ucp.atom import Extra
+from ucp.inert import Stub
+from ucp.tensor import Record, TensorRef
+
+__all__ = ["Checksums", "per_rank_extras"]
+
+
+class Checksums:
+    """Recorded checksums of the storages of many files."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self._by_path: dict[str, list[Record]] = {}
+        for record in records:
+            self._by_path.setdefault(record.path, []).append(record)
+        for own in self._by_path.values():
+            own.sort(key=attrgetter("offset"))
+
+    def storage(self, ref: TensorRef) -> Record | None:
+        """The storage that a tensor lies in, where the file recorded one."""
+        own = self._by_path.get(ref.path, ())
+        at = bisect_right(own, ref.offset, key=attrgetter("offset"))
+        found = own[at - 1] if at else None
+        return found if found is not None and ref.offset + ref.extent <= found.offset + found.nbytes else None
+
+    def same_bytes(self, a: TensorRef, b: TensorRef) -> bool | None:
+        """Whether two tensors hold the same bytes; None where the files do not tell."""
+        if (a.dtype, a.shape, a.strides) != (b.dtype, b.shape, b.strides):
+            return False
+        if a.numel == 0 or (a.path, a.offset) == (b.path, b.offset):
+            return True
+        mine, other = self.storage(a), self.storage(b)
+        if mine is None or other is None:
+            return None
+        whole = a.offset - mine.offset == b.offset - other.offset and mine.nbytes == other.nbytes
+        if whole and mine.crc32 == other.crc32:
+            return True
+        return False if whole and a.extent == mine.nbytes else None
+
+    def same(self, a: object, b: object) -> bool:
+        """Whether two values are known to be the same."""
+        match a, b:
+            case TensorRef(), TensorRef():
+                return self.same_bytes(a, b) is True
+            case Stub(), Stub():
+                return self._same_stubs(a, b)
+            case (dict(), dict()) if len(a) == len(b):
+                return all(key in b and self.same(value, b[key]) for key, value in a.items())
+            case float(), float():
+                return a.hex() == b.hex()
+        if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+            return type(a) is type(b) and len(a) == len(b) and all(map(self.same, a, b))
+        return type(a) is type(b) and a == b
+
+    def _same_stubs(self, a: Stub, b: Stub) -> bool:
+        return (a.made_by, a.new) == (b.made_by, b.new) and self.same(_parts(a), _parts(b))
+
+
+def _parts(stub: Stub) -> list[object]:
+    return [stub.args, stub.kwargs, stub.state, stub.items, stub.entries]
+
+
+def per_rank_extras(name: str, values: Mapping[int, object], checksums: Checksums) -> list[Extra]:
+    """Extras for what every rank of `values` (rank to value) saved under `name`.
+
+    The first rank's value stands for all; a rank whose value differs has an extra of its own. Dicts are compared key
+    by key: such an extra holds only the keys that differ, and a key that some ranks lack is kept for those with it.
+    """
+    first, common = next(iter(values.items()))
+    if isinstance(common, dict) and all(isinstance(value, dict) for value in values.values()):
+        dicts = {rank: value for rank, value in values.items() if isinstance(value, dict)}
+        shared = {key: value for key, value in common.items() if all(key in own for own in dicts.values())}
+        extras = [Extra(name=name, value=shared)] if shared or not common else []
+        for rank, own in dicts.items():
+            apart = {k: v for k, v in own.items() if k not in shared or not checksums.same(v, shared[k])}
+            extras += [Extra(name=name, value=apart, rank=rank)] if apart else []
+        return extras
+    extras = [Extra(name=name, value=common)]
+    others = ((rank, value) for rank, value in values.items() if rank != first)
+    return extras + [Extra(name=name, value=v, rank=rank) for rank, v in others if not checksums.same(v, common)]

@@ -1,0 +1,35 @@
+"""One number for a whole parameter, such as `step`, as a state of it."""
+
+from __future__ import annotations
+
+from struct import pack
+
+from ucp.atom import StateIndex
+from ucp.dtypes import DType
+from ucp.fragment import Fragment
+from ucp.region import Box
+from ucp.tensor import InlineTensor, TensorRef
+
+__all__ = ["number_state", "scalar_state"]
+
+
+def number_state(number: float) -> StateIndex:
+    """A Python number as a 0-d state: int64 or float64, so that no bit is lost.
+
+    >>> number_state(3).dtype, number_state(3.0).dtype
+    (<DType.INT64: 'int64'>, <DType.FLOAT64: 'float64'>)
+    """
+    if isinstance(number, float):
+        ref = InlineTensor(data=pack("<d", number), dtype=DType.FLOAT64)
+    else:
+        ref = InlineTensor(data=number.to_bytes(8, "little", signed=True), dtype=DType.INT64)
+    return StateIndex(dtype=ref.dtype, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=ref),))
+
+
+def scalar_state(value: object) -> StateIndex | None:
+    """A Python number or 0-d tensor as a 0-d state; None for anything else."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return number_state(value)
+    if not isinstance(value, TensorRef) or value.shape:
+        return None
+    return StateIndex(dtype=value.dtype, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=value),))
