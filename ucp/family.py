@@ -112,8 +112,9 @@ class Family:
         keys = {template.text: key for key, template in self.tensors.items()}
         found: dict[str, set[tuple[int, ...]]] = {}
         for name, shape in distinct_shapes(shapes).items() if keys else ():
-            named = self.read(name)
-            key = None if named is None else keys.get(named.rule.name.text)
+            rules = self.rules_of(name)
+            key = keys.get(rules[0].name.text) if len(rules) == 1 else None
+            named = None if key is None else self.read(name)
             if named is not None and key is not None:
                 found.setdefault(key, set()).update(named.whole_shapes(shape))
         alike: dict[str, object] = {key: next(iter(own)) for key, own in found.items() if len(own) == 1}

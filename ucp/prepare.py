@@ -14,7 +14,7 @@ from ucp.atom import AtomIndex, Index, SourceFile, check_cover
 from ucp.errors import UsageError, counted
 from ucp.identity import producer
 from ucp.plan import BLOCK, Job, fit_workers, make_job
-from ucp.protocols import Observer, SourceOptions, Target
+from ucp.protocols import Configurable, Observer, SourceOptions, Target
 from ucp.registry import recognise, target
 from ucp.settle import Drift, settle
 from ucp.state import NameFilter
@@ -166,12 +166,13 @@ def _kept(index: Index, names: NameFilter) -> Index:
 
 def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None) -> Prepared:
     """Decide everything: writes nothing, and reads no tensor, unless copies that differ are to be settled."""
-    index = index_of(src, options.names, source=options.source)
+    chosen = target(options.to)
+    index = index_of(src, options.names, source=_of_source(src, options, chosen))
     index = settle(index, options.drift, observer or Silent(), memory=options.memory)
     _check_dtypes(index, options.target.dtypes)
-    chosen = target(options.to)
     _check_settings(chosen, options.target.settings)
-    plan = chosen.plan(index, options.topology, options.target)
+    own = replace(options.target, family=options.source.family or "", patterns=str(options.source.patterns or ""))
+    plan = chosen.plan(index, options.topology, own)
     job = make_job(index, plan)
     workers, threads = fit_workers(options.memory, workers=options.workers or _cores(), threads=2)
     return Prepared(
@@ -189,6 +190,14 @@ def _check_dtypes(index: Index, dtypes: Mapping[str, str]) -> None:
     unknown = [state for state in dtypes if state not in known]
     if unknown:
         raise UsageError(f"no parameter has a state {', '.join(unknown)} to cast; there are {', '.join(known)}")
+
+
+def _of_source(src: Path, options: ConvertOptions, chosen: Target) -> SourceOptions | None:
+    """What is said of the source to its reader; a family may be for a target that knows families alone."""
+    if options.source == SourceOptions() or not getattr(chosen, "takes_settings", False):
+        return options.source
+    fmt, _ = recognise(src)
+    return options.source if isinstance(fmt, Configurable) else None
 
 
 def _check_settings(chosen: Target, settings: Mapping[str, str]) -> None:

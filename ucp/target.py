@@ -114,6 +114,10 @@ class TargetOptions:
     """Compress tensor bytes, where the target can."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """What the source does not record and the target needs, by the target's own name for it, as text."""
+    family: str = ""
+    """Model family whose rules the target goes by, where the user named one."""
+    patterns: str = ""
+    """File with a family of the user's own, where there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

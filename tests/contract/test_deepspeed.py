@@ -43,4 +43,7 @@ class TestDeepSpeedTarget(TargetContract):
             (FIXTURES / name / "checkpoint", ConvertOptions(to="deepspeed", topology=Topology.parse(text)))
             for name in ("z1-dp4-fp32", "z3-dp4-bf16")
             for text in topologies
+        ] + [
+            (FIXTURES / name / "checkpoint", ConvertOptions(to="deepspeed", topology=Topology.parse(text)))
+            for name, text in (("z1-tp2-dp2", "dp=1,tp=4,zero=3"), ("z1-ep2", "dp=4,ep=4,zero=2"))
         ]

@@ -66,7 +66,7 @@ class Cell:
         return f"{self.source}-to-{self.topology or f'universal-{run}'}"
 
 
-BOTH = {"data_types": {"grad_accum_dtype": "fp32"}}
+BF16_OPTIMIZER = {"config": {"data_types": {"grad_accum_dtype": "fp32"}}}
 CELLS = (
     Cell("z1-pp2-tp2-dp2-bf16", "dp=1,tp=2,pp=2,zero=1", 4, grid(4, 4, 2)),
     Cell("z1-pp2-tp2-dp2-bf16", "dp=2,tp=1,pp=2,zero=1", 4, grid(4, 2)),
@@ -81,7 +81,7 @@ CELLS = (
     Cell("z1-pp2-dp2", "dp=1,pp=2,zero=1", 2, {"ranks": 2}),
     Cell("z1-pp2-dp2", "dp=2,pp=2,zero=0", 4, {"stage": 0}),
     Cell("z0-pp2", "dp=2,pp=2,zero=1", 4, {"stage": 1}),
-    Cell("z0-pp2-bf16", "dp=1,pp=2,zero=1", 2, {"ranks": 2}),
+    Cell("z0-pp2-bf16", "dp=1,pp=2,zero=1", 2, {"ranks": 2, "stage": 1, **BF16_OPTIMIZER}),
     Cell("z1-tp2-dp2", "dp=1,tp=2,zero=1", 2, {"ranks": 2}),
     Cell("z1-tp2-dp2", "dp=1,tp=4,zero=2", 4, {**grid(4, 4), "stage": 2, **autotp(4)}),
     Cell("z1-tp2-dp2", "dp=2,tp=2,zero=3", 4, {"stage": 3}),
@@ -109,8 +109,14 @@ DIM = (
 )
 """Names, the dim they are cut along, and the relative lengths of blocks that are each cut on their own."""
 
-TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
-"""Largest relative difference of a loss. The 3D model trains a scale on each rank, which a conversion averages."""
+TOLERANCE = {"autotp": 1e-4, "pipeline": 1e-4, "3d": 2e-2, "moe": 1e-2}
+"""Largest relative difference of a loss, by kind of model. The 3D model trains a scale on each rank, which a conversion
+averages; it mixes what a tensor-parallel rank has: at another degree it is another model, and no loss is compared.
+An expert drops the tokens of a rank that are too many for it, so that losses depend on the number of ranks."""
+
+STAGE_0 = 3e-2
+"""The same between a pipeline with and without ZeRO: 0.19.8 counts tied gradients twice in the norm that it clips by
+without ZeRO."""
 
 
 def cut(name: str, whole: Words, rank: int, tp: int) -> Words:
@@ -131,7 +137,7 @@ def source(name: str) -> ucp.Checkpoint:
 
 @cache
 def report(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(sorted((FIXTURES / "deepspeed" / name).glob("truth-*.json"))[0].read_text())
+    found: dict[str, Any] = json.loads(min((FIXTURES / "deepspeed" / name).glob("truth-*.json")).read_text())
     return found
 
 
@@ -169,7 +175,7 @@ def check_rank(cell: Cell, truth: Path, rank: int, *, of: int) -> set[str]:
     if report(cell.source)["case"]["kind"] == "autotp":
         tp = of
     seen = set()
-    with safe_open(truth, "np" if cell.source.count("bf16") == 0 else "pt") as file:
+    with safe_open(truth, "pt") as file:
         for key in file.keys():  # noqa: SIM118  # it is no dict
             name, _, state = key.rpartition("/")
             found = EXPERT.fullmatch(name)
@@ -180,7 +186,7 @@ def check_rank(cell: Cell, truth: Path, rank: int, *, of: int) -> set[str]:
                 continue
             tensor = source(cell.source).read(name, "weight" if buffer else state)
             expected = cut(name, tensor.numpy(), rank % tp, tp)
-            np.testing.assert_array_equal(np.asarray(file.get_tensor(key)), expected, err_msg=f"{truth.stem}: {key}")
+            np.testing.assert_array_equal(file.get_tensor(key).numpy(), expected, err_msg=f"{truth.stem}: {key}")
             seen.add(name)
     return seen
 
@@ -189,14 +195,17 @@ def check_run(cell: Cell, loaded: dict[str, Any]) -> None:
     """Compare what the run says: hyper-parameters, steps and losses."""
     before = report(cell.source)
     assert loaded["step"] == before["step"]
-    dtype = before["case"]["dtype"]
-    np.testing.assert_allclose(loaded["losses_after"], before["losses_after"], rtol=TOLERANCE[dtype])
-    hyper = {name: group.hyper for group in source(cell.source).groups for name in group.params}
+    kind, stage = before["case"]["kind"], cell.case.get("stage", before["case"]["stage"])
+    clipped_otherwise = kind == "pipeline" and (stage == 0) != (before["case"]["stage"] == 0)
+    tolerance = STAGE_0 if clipped_otherwise else TOLERANCE[kind]
+    if kind != "3d" or loaded["case"]["tensor_parallel_size"] == before["case"]["tensor_parallel_size"]:
+        np.testing.assert_allclose(loaded["losses_after"], before["losses_after"], rtol=tolerance)
+    index = ucp.inspect(FIXTURES / "deepspeed" / cell.source / "checkpoint")
+    hyper = {name: group.hyper for group in index.groups for name in group.params}
     for group in loaded["groups"]:
         name = group["names"][0]
         if EXPERT.fullmatch(name) is None:
             wanted = json.loads(json.dumps(hyper[name]))
-            universal_stage_3 = not cell.topology and cell.case.get("stage", before["case"]["stage"]) == 3
-            if not universal_stage_3:
+            if cell.topology or stage < 3:
                 assert {key: group["hyperparameters"].get(key) for key in wanted} == wanted
         assert group["step"] == before["groups"][0]["step"]

@@ -36,6 +36,11 @@ def test_a_family_is_recognised_by_its_names(name, style):
     assert any(reason.startswith("has ") for reason in reasons)
 
 
+@pytest.mark.parametrize("name", [own for own in families() if own != "mcore-gpt"])
+def test_and_by_those_of_hugging_face(name):
+    assert choose_family(names=names_of(name, "huggingface"), arguments={"num_hidden_layers": 4})[0].name == name
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_in_whatever_order_they_come(seed):
     names = names_of("llama")

@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from ucp.errors import MalformedError, listed
 from ucp.io.dcp_items import Item, check_files, read_items
@@ -25,8 +26,7 @@ from ucp.tensor import Record, TensorRef, contiguous_strides
 __all__ = ["METADATA", "Dcp", "StoredChunk", "StoredObject", "StoredTensor", "read_dcp"]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
+class StoredChunk(NamedTuple):
     """A stored box of a tensor. Offsets and sizes are those of the metadata, which may reach past the tensor."""
 
     offsets: tuple[int, ...]
@@ -37,8 +37,7 @@ class StoredChunk:
     """Where they lie; its shape is `sizes`."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor in chunks."""
 
     saved: SavedTensor
@@ -118,19 +117,17 @@ def read_dcp(folder: str) -> Dcp:
 
 def _stored(saved: SavedTensor, items: Sequence[Item], wrong: list[str]) -> StoredTensor:
     chunks = []
-    for chunk, item in zip(saved.chunks, items, strict=True):
-        ref = item.root
-        if type(ref) is not TensorRef or ref.dtype is not saved.dtype:
-            wrong.append(f"{saved.key} at {list(chunk.offsets)}: expected {saved.dtype}; got {_described(ref)}")
-            continue
-        if ref.shape != chunk.sizes:
-            fitted = _fitted(ref, chunk.sizes)
-            if fitted is None:
-                wrong.append(f"{saved.key} at {list(chunk.offsets)}: expected {chunk.sizes}; got {_described(ref)}")
+    for (offsets, sizes, _), (ref, _) in zip(saved.chunks, items, strict=True):
+        if type(ref) is TensorRef and ref.dtype is saved.dtype:
+            fitted = ref if ref.shape == sizes else _fitted(ref, sizes)
+            if fitted is not None:
+                chunks.append(StoredChunk(offsets, sizes, fitted))
                 continue
-            ref = fitted
-        chunks.append(StoredChunk(chunk.offsets, chunk.sizes, ref))
-    return StoredTensor(saved, tuple(chunks), tuple(chain.from_iterable(item.records for item in items)))
+        announced = f"{saved.dtype} {list(sizes)}"
+        wrong.append(f"{saved.key} at {list(offsets)}: expected {announced}; got {_described(ref)}")
+    if len(items) == 1:
+        return StoredTensor(saved, tuple(chunks), items[0].records)
+    return StoredTensor(saved, tuple(chunks), tuple(chain.from_iterable([item.records for item in items])))
 
 
 def _fitted(ref: TensorRef, sizes: tuple[int, ...]) -> TensorRef | None:

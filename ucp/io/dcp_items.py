@@ -11,9 +11,9 @@ import os
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
+from typing import NamedTuple
 
 from ucp.errors import MalformedError, MissingFileError, SourceError, UcpError, listed
 from ucp.io.archive import read_embedded
@@ -33,8 +33,7 @@ _MOST_TEMPLATES = 64
 """Most templates of one length; a checkpoint of more kinds of one length is parsed item by item."""
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """What one item holds."""
 
     root: object
@@ -54,9 +53,9 @@ def check_files(folder: str, places: Iterable[ItemPlace]) -> dict[str, int]:
         Files end before their last item does; all are named.
     """
     stops: dict[str, int] = {}
-    for place in places:
-        if stops.get(place.file, -1) < place.stop:
-            stops[place.file] = place.stop
+    for file, offset, nbytes in places:
+        if stops.get(file, -1) < offset + nbytes:
+            stops[file] = offset + nbytes
     missing, short, sizes = [], [], {}
     for file, stop in sorted(stops.items()):
         try:
@@ -85,14 +84,15 @@ def read_items(folder: str, places: Sequence[ItemPlace]) -> list[Item]:
     items: list[Item | None] = [None] * len(places)
     wrong: list[str] = []
     kinds = _Kinds()
-    order = sorted(range(len(places)), key=lambda i: (places[i].file, places[i].offset))
+    order = sorted(range(len(places)), key=places.__getitem__)
     for name, group in groupby(order, key=lambda i: places[i].file):
         numbers = list(group)
         with open_source(os.path.join(folder, name)) as file:
             ends = _Ends(file, [(places[i].offset, places[i].nbytes) for i in numbers])
             for i in numbers:
+                _, offset, nbytes = places[i]
                 try:
-                    items[i] = kinds.read(file, ends, places[i].offset, places[i].nbytes)
+                    items[i] = kinds.read(file, ends, offset, nbytes)
                 except UcpError as error:
                     wrong.append(str(error))
     if wrong:
@@ -136,8 +136,11 @@ def _tensor(template: TensorTemplate, path: str, ends: _Ends, start: int, nbytes
     buffer, at = ends.find(start)
     if not buffer.startswith(template.head, at):
         return None
-    stop = start + nbytes
-    buffer, at = ends.find(stop - template.tail_nbytes)
+    tail = nbytes - template.tail_nbytes
+    if nbytes <= 2 * ITEM_END:  # all of it is in one buffer
+        at += tail
+    else:
+        buffer, at = ends.find(start + tail)
     match = template.tail.fullmatch(buffer, at, at + template.tail_nbytes)
     if match is None:
         return None

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import NamedTuple
 
 from ucp.dtypes import DType
 from ucp.errors import MalformedError, UnsupportedError, listed
@@ -28,8 +29,7 @@ METADATA = ".metadata"
 _DTYPES = {dtype.value: dtype for dtype in DType}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ItemPlace:
+class ItemPlace(NamedTuple):
     """Where one written item lies."""
 
     file: str
@@ -45,8 +45,7 @@ class ItemPlace:
         return self.offset + self.nbytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A stored box of a tensor."""
 
     offsets: tuple[int, ...]
@@ -214,7 +213,7 @@ class _Reader:
             if place is None:
                 self._wrong.append(f"{key}: no place is recorded for its chunk at {list(offsets)}")
                 continue
-            chunks.append(Chunk(offsets=offsets, sizes=sizes, place=place))
+            chunks.append(Chunk(offsets, sizes, place))
         self.tensors[key] = SavedTensor(key=key, dtype=dtype, shape=shape, chunks=tuple(chunks))
 
     def _dtype(self, properties: Stub) -> DType | None:
@@ -258,7 +257,7 @@ def _storage(saved: object, path: str) -> _Places:
         if stored.get("transform_descriptors"):
             transformed.append(f"{key}: {stored['transform_descriptors']!r}"[:200])
         name = files.get(file) or files.setdefault(file, _checked_name(file, path))
-        places[key, offsets] = ItemPlace(file=name, offset=offset, nbytes=nbytes)
+        places[key, offsets] = ItemPlace(name, offset, nbytes)
     if transformed:
         raise UnsupportedError(
             f"{path}: {len(transformed)} items are transformed (compressed or encrypted), which is not read here:\n"

@@ -55,6 +55,7 @@ class Machine:
         "pop",
         "protocol",
         "push",
+        "sizes",
         "stack",
     )
 
@@ -70,6 +71,7 @@ class Machine:
         self.marks: list[int] = []
         self.memo: dict[int, object] = {}
         self.names: dict[tuple[str, str], GlobalName] = {}
+        self.sizes: dict[bytes, tuple[int, ...]] = {}
 
     def take(self, nbytes: int) -> bytes:
         """The next `nbytes` bytes."""

@@ -15,6 +15,7 @@ from ucp.io.machine import Machine, PickleFaultError, RefusedOpcodeError
 __all__ = ["OBJECT_OPCODES"]
 
 _SIMPLE_KEYS = frozenset({str, int})
+_BUILD = ord("b")
 
 
 def _empty_tuple(m: Machine) -> None:
@@ -85,16 +86,29 @@ def _setitem(m: Machine) -> None:
 
 
 def _setitems(m: Machine) -> None:
-    _set_items(m, m.unmark())
+    stack = m.stack
+    start = m.marks[-1] if m.marks else 0
+    target = stack[start - 1] if 0 < start <= len(stack) else None
+    if type(target) is dict and not (len(stack) - start) % 2:
+        for index in range(start, len(stack), 2):
+            key = stack[index]
+            if type(key) is not str:
+                check_key(key)
+            target[key] = stack[index + 1]
+        del stack[start:]
+        m.marks.pop()
+    else:
+        _set_items(m, m.unmark())
+    if m.data[m.at] == _BUILD:  # attributes are followed by it: one dispatch less
+        m.instruction, m.at = m.at, m.at + 1
+        _build(m)
 
 
 def _set_items(m: Machine, items: list[object]) -> None:
     if len(items) % 2:
         raise PickleFaultError("a key without a value")
     target = m.stack[-1]
-    if type(target) is dict and _SIMPLE_KEYS.issuperset(map(type, items[::2])):
-        target.update(zip(items[::2], items[1::2], strict=True))
-    elif type(target) is dict or type(target) is OrderedDict:
+    if type(target) is dict or type(target) is OrderedDict:
         for index in range(0, len(items), 2):
             key = items[index]
             if type(key) not in _SIMPLE_KEYS:

@@ -11,19 +11,32 @@ length is checked against the bytes that are there.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
 from ucp.errors import MalformedError, UnsupportedError
+from ucp.inert import GlobalName, Stub, TorchSize
 from ucp.io.machine import EndOfPickleError, Machine, PickleFaultError, RefusedOpcodeError, StopReachedError
 from ucp.io.opcodes import OPERATIONS
 
 __all__ = ["Parsed", "TruncatedPickleError", "parse_pickle"]
 
-_MARK, _EMPTY_TUPLE, _BININT1, _BINGET, _LONG_BINGET, _TUPLE1, _MEMOIZE = b"()Khj\x85\x94"
+_MARK, _BININT1, _BINGET, _LONG_BINGET, _MEMOIZE = b"(Khj\x94"
 _UINT32 = struct.Struct("<I")
+_NEW_OBJECT = b")\x81\x94"
+"""EMPTY_TUPLE NEWOBJ MEMOIZE."""
+_ATTRIBUTES = b"}\x94("
+"""EMPTY_DICT MEMOIZE MARK."""
+_SIZE = re.compile(
+    rb"((?:(?:K.|M..|J...[\0-\x7f])(?=\x85)|(?:K.|M..|J...[\0-\x7f]){2}(?=\x86)|(?:K.|M..|J...[\0-\x7f]){3}(?=\x87)))"
+    rb"[\x85-\x87]\x94\x85\x94R\x94",
+    re.DOTALL,
+)
+"""One to three numbers (BININT1, BININT2, BININT), TUPLE1 to TUPLE3 MEMOIZE, TUPLE1 MEMOIZE REDUCE MEMOIZE."""
+_NUMBER_NBYTES = {ord("K"): 1, ord("M"): 2, ord("J"): 4}
 _MOST_MESSAGE = 500
 """Characters of an error that may quote the file."""
 _REMEDY = "The file is damaged or was not written by pickle; copy it again from its source"
@@ -91,8 +104,8 @@ def parse_pickle(
 def _execute(machine: Machine) -> NoReturn:
     """Carry out instructions until one of them raises (STOP does).
 
-    Half of the millions of instructions in the index of a distributed checkpoint are the first few here. They are
-    carried out in place, exactly as their own functions in `ucp.io.opcodes` do: a call would cost three times as much.
+    The commonest instructions are carried out in place, exactly as their own functions in `ucp.io.opcodes` do, and so
+    are three sequences of them: an index of a distributed checkpoint consists of millions of these.
     """
     data, stack, push, memo = machine.data, machine.stack, machine.push, machine.memo
     at = machine.at
@@ -103,22 +116,22 @@ def _execute(machine: Machine) -> NoReturn:
                 memo[len(memo)] = stack[-1]
                 at += 1
             elif code == _BINGET:
-                push(memo[data[at + 1]])
+                value = memo[data[at + 1]]
+                push(value)
                 at += 2
+                if type(value) is GlobalName:
+                    at = _after_name(machine, value, at)
             elif code == _LONG_BINGET:
-                push(memo[_UINT32.unpack_from(data, at + 1)[0]])
+                value = memo[_UINT32.unpack_from(data, at + 1)[0]]
+                push(value)
                 at += 5
+                if type(value) is GlobalName:
+                    at = _after_name(machine, value, at)
             elif code == _BININT1:
                 push(data[at + 1])
                 at += 2
             elif code == _MARK:
                 machine.marks.append(len(stack))
-                at += 1
-            elif code == _TUPLE1:
-                stack[-1] = (stack[-1],)
-                at += 1
-            elif code == _EMPTY_TUPLE:
-                push(())
                 at += 1
             else:
                 machine.instruction, machine.at = at, at + 1
@@ -127,6 +140,45 @@ def _execute(machine: Machine) -> NoReturn:
     finally:
         if machine.at <= at:  # the instruction at fault is one of those above
             machine.instruction, machine.at = at, at + 1
+
+
+def _after_name(machine: Machine, name: GlobalName, at: int) -> int:
+    """Carry out what often follows the name of a class, at byte `at`; the byte after it, or `at` when it is not there.
+
+    An object without arguments, and the beginning of its attributes; or a torch.Size of numbers.
+    """
+    data, memo = machine.data, machine.memo
+    if data.startswith(_NEW_OBJECT, at):
+        memo[len(memo)] = machine.stack[-1] = Stub(name, ())
+        at += len(_NEW_OBJECT)
+        if data.startswith(_ATTRIBUTES, at):
+            attributes: dict[object, object] = {}
+            memo[len(memo)] = attributes
+            machine.push(attributes)
+            machine.marks.append(len(machine.stack))
+            at += len(_ATTRIBUTES)
+        return at
+    if name.qualname == "Size" and name.module == "torch":
+        match = _SIZE.match(data, at)
+        if match is not None:
+            numbers = machine.sizes.get(match[1])
+            if numbers is None:
+                numbers = machine.sizes[match[1]] = _numbers(match[1])
+            memo[len(memo)] = numbers
+            memo[len(memo)] = (numbers,)
+            memo[len(memo)] = machine.stack[-1] = TorchSize(numbers)
+            return match.end()
+    return at
+
+
+def _numbers(data: bytes) -> tuple[int, ...]:
+    """The numbers that BININT1, BININT2 and BININT instructions push."""
+    found, at = [], 0
+    while at < len(data):
+        nbytes = _NUMBER_NBYTES[data[at]]
+        found.append(int.from_bytes(data[at + 1 : at + 1 + nbytes], "little"))
+        at += 1 + nbytes
+    return tuple(found)
 
 
 def _truncated(nbytes: int, where: str) -> TruncatedPickleError:

@@ -125,7 +125,7 @@ def _check(facts: RunFacts, wanted: Topology, pipeline: Pipeline | None) -> None
     if stage > 1 or (stage == 0 and facts.precision is Precision.BF16):
         raise UnsupportedError(
             f"expected zero=1 for a pipeline, or zero=0 for one that does not compute in bf16; got zero={stage}: "
-            "DeepSpeed has no pipelines with ZeRO 2 or 3, and those of bf16 without ZeRO read files of zero=1"
+            "DeepSpeed has no pipelines with ZeRO 2 or 3, and 0.19.8 cannot resume those of bf16 without ZeRO"
         )
 
 

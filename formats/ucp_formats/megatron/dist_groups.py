@@ -15,7 +15,7 @@ from ucp.io.sameness import Checksums
 from ucp.io.scalars import scalar_state
 from ucp.state import STEP
 from ucp_formats.megatron.dist_common import CommonState, SavedObjects, as_list, optimizer_dicts
-from ucp_formats.megatron.group_rules import SavedGroup, dealt_out
+from ucp_formats.megatron.group_rules import SavedGroup, dealt_out, rank_free
 
 __all__ = ["DistGroups", "read_groups"]
 
@@ -59,6 +59,7 @@ def read_groups(
             found.steps |= dict.fromkeys(group.params, step)
     if shared is not None:
         found.steps |= dict.fromkeys(left, shared)
+    found.groups = tuple(rank_free(group, found.steps) for group in found.groups)
     if not found.steps:
         found.notes.append("no step is recorded")
     return found

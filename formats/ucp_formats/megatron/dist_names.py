@@ -94,14 +94,21 @@ class DistNames:
 
 
 def names_of(shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, object], choose: ChooseFamily) -> DistNames:
-    """Names for the tensors of a model, given its keys and their shapes."""
+    """Names for the tensors of a model, given its keys and their shapes.
+
+    Raises FamilyError naming all keys without a rule, when the user named the family.
+    """
     usual = {(_NUMBER.sub("#", key), shape): key for key, shape in shapes.items()}
     few = {key: shape for (_, shape), key in usual.items()}
     try:
         family, reasons = choose(few, arguments, {})
     except UnknownFamilyError as error:
-        what = str(error).splitlines()[0]
-        return DistNames(None, (f"names are those of the file: the model family is not known ({what})",))
+        first, *nearest = (line.strip() for line in str(error).splitlines())
+        reason = "; ".join((first.rstrip(":"), *nearest[:1], *nearest[1:][-1:]))
+        return DistNames(None, (f"names are those of the file, because the model family is not known: {reason}",))
+    wholes = dict.fromkeys(parse_model_key(key).whole for key in few)
+    strange = [key for key in wholes if not family.ignores(key) and family.read(key) is None]
+    family.match(strange)  # raises: by evidence a family has a rule for every name, so the user named this one
     return DistNames(family, (f"model family {family.name}: {'; '.join(reasons)}",))
 
 

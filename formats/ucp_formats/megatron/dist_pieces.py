@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from ucp.dtypes import DType
 from ucp.errors import MalformedError, listed
@@ -24,8 +25,7 @@ __all__ = ["Piece", "Whole", "taken_apart"]
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A box of a parameter, and where it lies."""
 
     box: Box
@@ -67,25 +67,34 @@ def taken_apart(
         A part of a fused tensor is not there, or a tensor does not have the dims that its key says.
     """
     problems: list[str] = []
-    fused: dict[str, dict[str, tuple[ModelKey, list[Whole]]]] = {}
+    fused: dict[str, dict[str, list[Whole]]] = {}
     found: dict[str, Whole] = {}
     for key, tensor in tensors:
         parsed = understood(key)
-        template = parsed.template
-        wholes = _Apart(parsed, tensor, flattened(tensor.saved.key)).wholes(problems)
+        original = flattened(tensor.saved.key)
+        if parsed.stacked or original is not None:
+            wholes = _Apart(parsed, tensor, original).wholes(problems)
+        else:
+            wholes = [_as_saved(parsed.template, tensor)]
         if parsed.part:
-            fused.setdefault(template, {})[parsed.part] = (parsed, wholes)
+            fused.setdefault(parsed.template, {})[parsed.part] = wholes
             continue
         for whole in wholes:
             if whole.name in found:
                 problems.append(f"{key}: a second tensor of {whole.name}")
             found[whole.name] = whole
     for template, parts in fused.items():
-        for whole in _joined(template, {part: wholes for part, (_, wholes) in parts.items()}, problems):
+        for whole in _joined(template, parts, problems):
             found[whole.name] = whole
     if problems:
         raise MalformedError(f"{len(problems)} tensors do not fit their keys:\n{listed(problems)}")
     return found
+
+
+def _as_saved(name: str, tensor: StoredTensor) -> Whole:
+    """The tensor of one parameter that was saved alone."""
+    pieces = [Piece(Box(offsets, sizes), ref) for offsets, sizes, ref in tensor.chunks]
+    return Whole(name=name, shape=tensor.saved.shape, dtype=tensor.saved.dtype, pieces=pieces)
 
 
 class _Apart:
@@ -124,9 +133,6 @@ class _Apart:
 
     def _cut(self, chunk: StoredChunk) -> Iterator[tuple[Shape, Piece]]:
         lead = self._lead
-        if not lead:
-            yield (), Piece(Box(chunk.offsets, chunk.sizes), chunk.ref)
-            return
         box = Box(chunk.offsets[lead:], chunk.sizes[lead:])
         for at in product(*map(range, chunk.sizes[:lead])):
             index = tuple(map(int.__add__, chunk.offsets[:lead], at))

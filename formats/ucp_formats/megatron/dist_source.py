@@ -37,6 +37,7 @@ __all__ = ["read_dist"]
 
 _PREFIXES = ("module.", "model.")
 """Prefixes that NeMo gives to all keys of the model."""
+_OPTIMIZER = ("optimizer.", "chained_")
 _REFORMULATED = "nd_reformulated_orig_global_shape"
 
 
@@ -124,16 +125,17 @@ def _sorted_out(dcp: Dcp) -> _Tensors:
     found = _Tensors()
     others = {}
     for key, tensor in stored.items():
-        state, bucket = parse_state_key(key), parse_bucket_key(key)
-        if state is not None:
+        if not key.startswith(_OPTIMIZER):
+            others[key] = tensor
+        elif (state := parse_state_key(key)) is not None:
             found.states[state] = tensor
-        elif bucket is not None:
+        elif (bucket := parse_bucket_key(key)) is not None:
             found.buckets[bucket] = tensor
         else:
             others[key] = tensor
     found.prefix = next((own for own in _PREFIXES if others and all(key.startswith(own) for key in others)), "")
     found.model = {key.removeprefix(found.prefix): tensor for key, tensor in others.items()}
-    stray = [key for key in found.model if key.startswith(("optimizer.", "chained_"))]
+    stray = [key for key in found.model if key.startswith(_OPTIMIZER)]
     if stray:
         raise UnsupportedError(
             f"{len(stray)} tensors of the optimizer in {dcp.folder} are of a layout that is not known:\n{listed(stray)}"

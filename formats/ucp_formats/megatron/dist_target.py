@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from itertools import product
 
 from ucp.dtypes import DType
-from ucp.errors import MissingStateError, listed
 from ucp.io.dcp_emit import DcpDraft, NewChunk
 from ucp.io.draft import Drafted, FileDraft
 from ucp.layout import place
@@ -26,7 +25,7 @@ from ucp_formats.megatron.dist_target_keys import StoredPart, extra_state_keys, 
 from ucp_formats.megatron.names import COMMON, METADATA, GridPlace
 from ucp_formats.megatron.target_arguments import namespace
 from ucp_formats.megatron.target_groups import OptimizerGroup
-from ucp_formats.megatron.target_model import Model, ModelTensor
+from ucp_formats.megatron.target_model import ModelTensor
 from ucp_formats.megatron.target_run import TargetRun
 
 __all__ = ["dist_places", "plan_dist"]
@@ -44,15 +43,14 @@ def dist_places(topology: Topology) -> tuple[GridPlace, ...]:
 
 
 def plan_dist(own: TargetRun, folder: str) -> tuple[Drafted, ...]:
-    """The files in `folder`. Raises MissingStateError when layers are missing."""
+    """The files in `folder`. Raises FamilyError when a parameter has no name in torch_dist."""
     draft = DcpDraft(folder)
-    style = key_style(own.arguments, own.model)
+    style = key_style(own.arguments)
     for tensor in own.model.tensors:
         for part in stored_parts(tensor, own.model, style):
             for key, state, dtype in _stored_states(own, tensor, part.key):
                 chunks = list(_chunks(own, tensor, part, state, dtype))
                 draft.tensor(key, dtype, part.shape, chunks)
-    _check_layers(own.model, stacked=style.stacked)
     for key in extra_state_keys(own.model, style):
         draft.value(key, None)
     pp, tp = own.topology.pp, own.topology.tp
@@ -103,25 +101,6 @@ def _rank_boxes(tensor: ModelTensor, topology: Topology) -> list[Box]:
             if placed.replica == 0 and placed.box.numel:
                 found[placed.box] = None
     return list(found)
-
-
-def _check_layers(model: Model, *, stacked: bool) -> None:
-    """Prove that no layer and no expert is missing: Megatron would ask for it, and not find it."""
-    lacking = []
-    layers: dict[int, int] = {}
-    for own in model.tensors:
-        if own.layer is not None:
-            layers[own.layer] = layers.get(own.layer, 0) + 1
-    most = max(layers.values(), default=0)
-    for layer in range(model.layers):
-        count = layers.get(layer, 0)
-        if count == 0 or (stacked and count < most):
-            lacking.append(f"layer {layer}: {count} parameters, where other layers have {most}")
-    if lacking:
-        raise MissingStateError(
-            f"expected all layers of the model:\n{listed(lacking)}\n"
-            "take a checkpoint with all of them, or drop --include and --exclude"
-        )
 
 
 def _common(own: TargetRun) -> dict[str, object]:

@@ -31,7 +31,8 @@ _LAYER = re.compile(r"^decoder\.layers\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.local_experts\.\d+\.")
 _GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)\d+$")
 _FREQUENCIES = ("moe_layer_freq", "linear_attention_freq")
-_HYBRID = ("hybrid_layer_pattern", "hybrid_override_pattern", "heterogeneous_layers_config_path")
+_HYBRID = ("hybrid_layer_pattern", "hybrid_override_pattern")
+_HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
 
 
 class Norms(StrEnum):
@@ -80,25 +81,19 @@ def stacked_key(name: str, *, layer: bool) -> str:
     return _GROUPED_EXPERT.sub(r".experts.experts.\1.\2", name)
 
 
-def key_style(arguments: Mapping[str, object], model: Model) -> KeyStyle:
+def key_style(arguments: Mapping[str, object]) -> KeyStyle:
     """How a run of these arguments names what it saves; modules are Transformer Engine's where they do not say."""
     hybrid = any(arguments.get(name) for name in _HYBRID)
     norms = Norms.FUSED
     if arguments.get("transformer_impl") == "local":
         norms = Norms.APART if hybrid else Norms.RENAMED
-    return KeyStyle(stacked=not hybrid and _are_layers_alike(arguments, model), norms=norms)
+    uneven = any(arguments.get(name) for name in _HETEROGENEOUS)
+    return KeyStyle(stacked=not hybrid and not uneven and _are_layers_alike(arguments), norms=norms)
 
 
-def _are_layers_alike(arguments: Mapping[str, object], model: Model) -> bool:
-    for name in _FREQUENCIES:
-        value = arguments.get(name)
-        if isinstance(value, list | tuple | str) or (isinstance(value, int) and value > 1):
-            return False
-    layouts: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
-    for own in model.tensors:
-        if own.layer is not None:
-            layouts.setdefault(own.layer, set()).add((_LAYER.sub("", own.name), own.shape))
-    return all(layout == next(iter(layouts.values())) for layout in layouts.values())
+def _are_layers_alike(arguments: Mapping[str, object]) -> bool:
+    values = [arguments.get(name) for name in _FREQUENCIES]
+    return not any(isinstance(own, list | tuple | str) or (isinstance(own, int) and own > 1) for own in values)
 
 
 def stored_parts(own: ModelTensor, model: Model, style: KeyStyle) -> tuple[StoredPart, ...]:

@@ -8,12 +8,13 @@ Biases and tensors of one dim are not decayed (`wd_mult` 0). Experts have groups
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ucp.atom import ParamGroup
+from ucp.state import STEP
 
-__all__ = ["SavedGroup", "dealt_out", "expert_numbers", "is_expert"]
+__all__ = ["SavedGroup", "dealt_out", "expert_numbers", "is_expert", "rank_free"]
 
 _EXPERT = re.compile(r"(?P<layer>.+\.local_experts)\.(?P<number>\d+)\.(?P<rest>.+)")
 _DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -97,3 +98,15 @@ def _fits(group: SavedGroup, name: str, shape: tuple[int, ...], groups: Sequence
         return False
     decoupled = any(other.flag("is_decoupled_lr") for other in groups)
     return not decoupled or group.flag("is_decoupled_lr") == (name in _DECOUPLED)
+
+
+def rank_free(group: ParamGroup, counted: Container[str]) -> ParamGroup:
+    """A group without what belongs to the layout of the run or to the states of its parameters.
+
+    `is_expert_parallel` is true only where experts are spread over ranks. The step is a state of every parameter;
+    `counted`: names of those that have it.
+    """
+    belongs = {"is_expert_parallel"}
+    if all(name in counted for name in group.params):
+        belongs.add(STEP)
+    return replace(group, hyper={key: value for key, value in group.hyper.items() if key not in belongs})

@@ -13,8 +13,10 @@ from collections.abc import Iterator, Mapping
 from ucp.atom import AtomIndex, Index, ParamGroup
 from ucp.errors import MalformedError, listed
 from ucp.io.sameness import Checksums
+from ucp.state import STEP
 from ucp_formats.megatron.family_choice import ChooseFamily
 from ucp_formats.megatron.folder import Located
+from ucp_formats.megatron.group_rules import rank_free
 from ucp_formats.megatron.legacy_atoms import atoms_of
 from ucp_formats.megatron.legacy_extras import run_extras
 from ucp_formats.megatron.legacy_files import LegacyRun, read_run, source_files
@@ -79,8 +81,9 @@ def _groups(model: LegacyModel, states: LegacyStates, atoms: Mapping[str, AtomIn
     for name in atoms:
         if name in number_of:
             members[number_of[name]].append(name)
+    counted = {name for name, atom in atoms.items() if STEP in atom.states}
     return tuple(
-        ParamGroup(params=tuple(own), hyper=dict(group.hyper))
+        rank_free(ParamGroup(params=tuple(own), hyper=dict(group.hyper)), counted)
         for own, group in zip(members, states.groups, strict=True)
     )
 

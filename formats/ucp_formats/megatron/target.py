@@ -11,23 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from ucp.atom import Index, Kind
 from ucp.dtypes import DType
 from ucp.errors import MissingStateError, UsageError, listed
 from ucp.io.draft import Drafted
+from ucp.protocols import SourceOptions
 from ucp.registry import choose_family
 from ucp.state import WEIGHT
 from ucp.target import Literal, OutputFile, Receipt, TargetOptions, TargetPlan
 from ucp.topology import Topology
 from ucp_formats.megatron.dist_target import dist_places, plan_dist
+from ucp_formats.megatron.dist_target_keys import key_style
 from ucp_formats.megatron.legacy_target import legacy_places, plan_legacy
 from ucp_formats.megatron.names import RELEASE, TRACKER
 from ucp_formats.megatron.target_arguments import arguments_extra, relaid_arguments, settings_of
 from ucp_formats.megatron.target_derived import derived_arguments
 from ucp_formats.megatron.target_extras import common_state, consumed_samples, extra_notes
 from ucp_formats.megatron.target_groups import optimizer_chain
-from ucp_formats.megatron.target_model import Model, target_model
+from ucp_formats.megatron.target_model import Model, check_layers, target_model
 from ucp_formats.megatron.target_run import TargetRun, check_topology, random_states
 
 __all__ = ["MegatronTarget"]
@@ -73,7 +76,8 @@ def _checked_layout(options: TargetOptions) -> str:
 
 def _model(index: Index, arguments: Mapping[str, object], options: TargetOptions) -> Model:
     shapes = {atom.name: atom.global_shape for atom in index.atoms.values()}
-    family, _ = choose_family(names=shapes, shapes=shapes, arguments=arguments)
+    said = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
+    family, _ = choose_family(names=shapes, shapes=shapes, arguments=arguments, options=said)
     weights = DType(options.dtypes[WEIGHT]) if WEIGHT in options.dtypes else None
     return target_model(index, family, weights=weights)
 
@@ -84,6 +88,7 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
     native, asked = arguments_extra(index), settings_of(options.settings)
     model = _model(index, {**native, **asked}, options)
     arguments = {**native, **asked} if native else _derived(index, model, asked)
+    check_layers(model, alike=key_style(arguments).stacked)
     chain, notes = optimizer_chain(index, model.expert_atoms, split=topology.ep > 1)
     _check_states(index, model, chain=bool(chain))
     places = legacy_places(topology) if layout == "torch" else dist_places(topology)

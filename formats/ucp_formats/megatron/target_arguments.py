@@ -6,6 +6,7 @@ check_checkpoint_args). What a source of another framework lacks is found in `ta
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 from ucp.atom import Index
@@ -43,8 +44,8 @@ def arguments_extra(index: Index) -> Mapping[str, object]:
 def settings_of(texts: Mapping[str, str]) -> dict[str, object]:
     """Values of arguments that a user wrote.
 
-    >>> settings_of({"num_attention_heads": "32", "swiglu": "true", "transformer_impl": "local"})
-    {'num_attention_heads': 32, 'swiglu': True, 'transformer_impl': 'local'}
+    >>> settings_of({"num_attention_heads": "32", "swiglu": "true", "moe_layer_freq": "[0,1]"})
+    {'num_attention_heads': 32, 'swiglu': True, 'moe_layer_freq': [0, 1]}
     """
     return {name: _value_of(text) for name, text in texts.items()}
 
@@ -53,7 +54,7 @@ def _value_of(text: str) -> object:
     plain: Mapping[str, object] = {"true": True, "false": False, "none": None}
     if text.lower() in plain:
         return plain[text.lower()]
-    for kind in (int, float):
+    for kind in (int, float, json.loads):
         try:
             return kind(text)
         except ValueError:

@@ -27,6 +27,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 """What Megatron compares when it loads."""
+_LETTERS = {".mixer.": "M", ".self_attention.": "*", ".experts.": "E", ".mlp.linear_fc1.": "-"}
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
@@ -52,7 +53,7 @@ def derived_arguments(
     UsageError
         Values that Megatron needs are not certain; all are named.
     """
-    found = {**_frame(shapes), **_feed_forward(shapes), **_precision(dtypes), **asked}
+    found = {**_frame(shapes), **_feed_forward(shapes), **_hybrid(shapes), **_precision(dtypes), **asked}
     found = {**attention(shapes, found), **found}
     lacking = [name for name in _NEEDED if found.get(name) is None]
     if lacking:
@@ -139,6 +140,19 @@ def _expert_layers(shapes: Shapes) -> dict[str, object]:
     if routed != set(layers):
         found["moe_layer_freq"] = [int(layer in routed) for layer in layers]
     return found
+
+
+def _hybrid(shapes: Shapes) -> dict[str, object]:
+    """The letters of the layers of a model with Mamba mixers (megatron-core: mamba_hybrid_layer_allocation.py)."""
+    kinds: dict[int, str] = {}
+    for name in shapes:
+        own = _LAYER.match(name)
+        letter = next((letter for part, letter in _LETTERS.items() if part in name), None)
+        if own and letter:
+            kinds[int(own[1])] = letter
+    if "M" not in kinds.values():
+        return {}
+    return {"is_hybrid_model": True, "hybrid_override_pattern": "".join(kinds.get(at, "-") for at in range(len(kinds)))}
 
 
 def _precision(dtypes: Iterable[DType]) -> dict[str, object]:

@@ -37,7 +37,7 @@ class OptimizerGroup:
     step: int | float | None
     """Steps taken, the same for all its parameters; None where the source has no count."""
     counts: bool = True
-    """Whether a group counts, as Apex's and Transformer Engine's Adam do; with torch's each parameter has its own."""
+    """Whether a group counts, in whole numbers, as Apex's and Transformer Engine's Adam do; torch's counts in float."""
 
     def entry(self) -> dict[str, object]:
         """As Megatron saves it, without its parameters."""
@@ -71,10 +71,10 @@ def optimizer_chain(
     if not native:
         merged = _with_both_decays(merged)
     with Prober() as prober:
-        steps = [_step(index, group, prober) for group in merged]
+        steps = [_step(index, group, prober, exact=native) for group in merged]
     overall = next((step for step in steps if step is not None), None)
     steps = [overall if step is None else step for step in steps]
-    counts = not native or any("step" in group.hyper for group in index.groups)
+    counts = not native or not any(isinstance(step, float) for step in steps)
     dense = _part(merged, steps, keep=lambda name: not (split and name in experts), expert=False, counts=counts)
     if not split:
         return (dense,), notes
@@ -149,8 +149,11 @@ def _translation_notes(index: Index) -> tuple[str, ...]:
     return (note,)
 
 
-def _step(index: Index, group: ParamGroup, prober: Prober) -> int | float | None:
-    """Steps that all parameters of a group have taken."""
+def _step(index: Index, group: ParamGroup, prober: Prober, *, exact: bool) -> int | float | None:
+    """Steps that all parameters of a group have taken; `exact`: in the source's own type, else a whole number.
+
+    Apex's and Transformer Engine's Adam take nothing but a whole number.
+    """
     counts: dict[int | float, str] = {}
     for name in group.params:
         atom = index.atoms.get(name)
@@ -164,7 +167,7 @@ def _step(index: Index, group: ParamGroup, prober: Prober) -> int | float | None
         )
     recorded = group.hyper.get("step")
     found = next(iter(counts), recorded if isinstance(recorded, int | float) else None)
-    return int(found) if found is not None and float(found).is_integer() else found
+    return found if exact or found is None or not float(found).is_integer() else int(found)
 
 
 def _only(atom: AtomIndex) -> Tensor:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 from ucp.atom import AtomIndex, Index, Kind
 from ucp.dtypes import DType
-from ucp.errors import FamilyError, UnsupportedError, listed
+from ucp.errors import FamilyError, MissingStateError, UnsupportedError, listed
 from ucp.family import Family, Match, Named
 from ucp.io.draft import Part
 from ucp.region import Box, RegionPair, intersect
 from ucp.slice import Slice
 from ucp.state import STEP, WEIGHT
 
-__all__ = ["Model", "ModelPiece", "ModelTensor", "target_model"]
+__all__ = ["Model", "ModelPiece", "ModelTensor", "check_layers", "target_model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +156,41 @@ def target_model(index: Index, family: Family, *, weights: DType | None = None) 
     matches = family.match(by_name)
     tensors = [_tensor(family, matches[name], by_name[name], weights) for name in family.sorted(matches)]
     return Model(family=family, tensors=tuple(tensors))
+
+
+def check_layers(model: Model, *, alike: bool) -> None:
+    """Prove that no layer and no expert lacks a parameter: Megatron would ask for it, and not find it.
+
+    `alike`: whether all layers have the same parameters, by the arguments of the run. Raises MissingStateError.
+    """
+    held: dict[int, dict[str, tuple[int, ...]]] = {layer: {} for layer in range(model.layers)}
+    for own in model.tensors:
+        if own.layer is not None:
+            held[own.layer][own.name.split(".", 3)[3]] = own.shape
+    wanted = {name: shape for layer in held.values() for name, shape in layer.items()} if alike else {}
+    lacking = [f"layer {layer}: every parameter" for layer, own in held.items() if not own]
+    for layer, names in held.items():
+        expected = wanted or _of_all_experts(names, model.experts)
+        lacking += [
+            f"layer {layer}: {name} {list(s)}" for name, s in expected.items() if names and names.get(name) != s
+        ]
+    if lacking:
+        raise MissingStateError(
+            f"expected every parameter of all layers; {len(lacking)} are not there:\n{listed(lacking)}\n"
+            "take a checkpoint with all of them, and drop --include and --exclude; where layers differ, say how, as in "
+            "--set moe_layer_freq=[0,1]"
+        )
+
+
+def _of_all_experts(names: Mapping[str, tuple[int, ...]], experts: int) -> dict[str, tuple[int, ...]]:
+    """Parameters that a layer must have because it has those of one expert."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in names.items():
+        head, marker, rest = name.partition(".local_experts.")
+        if marker:
+            last = rest.partition(".")[2]
+            found |= {f"{head}{marker}{expert}.{last}": shape for expert in range(experts)}
+    return found
 
 
 def _named(index: Index, family: Family) -> list[tuple[AtomIndex, Named]]:

@@ -47,7 +47,7 @@ def _counts(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, object]) 
     rest = layers - (first or 0) - (last or 0) + embedding + loss
     parts = middle * vpp
     uneven = any(own is not None and own % vpp for own in (first, last))
-    if uneven or (parts and rest % parts) or (not parts and rest):
+    if uneven or rest < 0 or rest % max(parts, 1) or (not parts and rest):
         raise UsageError(
             f"expected layers that {pp} stages of {vpp} chunks divide; got {layers} layers"
             + (f", {first or 'as many'} in the first stage, {last or 'as many'} in the last" if first or last else "")

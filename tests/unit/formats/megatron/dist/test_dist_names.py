@@ -1,6 +1,11 @@
 """Canonical names of keys, and orders of registration."""
 
-from ucp_formats.megatron.dist_names import names_of
+import pytest
+from ucp_formats.megatron import dist_names
+from ucp_formats.megatron.family_choice import chooser
+
+from ucp.errors import FamilyError
+from ucp.protocols import SourceOptions
 
 KEYS = {
     "embedding.word_embeddings.weight": (16, 8),
@@ -13,6 +18,12 @@ KEYS = {
     "decoder.final_layernorm.weight": (8,),
     "output_layer.weight": (16, 8),
 }
+
+
+def names_of(shapes, arguments, **options):
+    return dist_names.names_of(shapes, arguments, chooser(SourceOptions(**options)))
+
+
 LLAMA = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False}
 
 
@@ -53,3 +64,13 @@ def test_understood_keys_are_kept():
     names = names_of(KEYS, LLAMA)
     assert names.understood("output_layer.weight") is names.understood("output_layer.weight")
     assert names.understood("decoder.layers.3.mlp.linear_fc1.weight_v").part == "_v"
+
+
+def test_names_without_a_rule_keep_their_keys_unless_the_user_names_the_family():
+    keys = {**KEYS, "adapter.weight": (3, 3), "vision.weight": (3,)}
+    names = names_of(keys, LLAMA)
+    assert names.template("adapter.weight") == "adapter.weight"
+    assert names.family is None
+    with pytest.raises(FamilyError, match=r"(?s)2 names have no rule in the family 'llama'.*adapter.*vision"):
+        names_of(keys, LLAMA, family="llama")
+    assert names_of(KEYS, LLAMA, family="llama").family is not None

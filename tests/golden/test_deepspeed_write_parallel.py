@@ -1,0 +1,118 @@
+"""Pipeline, tensor- and expert-parallel files that were written read back as the checkpoint they came from.
+
+What real DeepSpeed makes of them is shown by tests/integration/test_deepspeed_parallel.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import ucp
+from ucp.errors import UcpError, UnsupportedError, UsageError
+from ucp.io.archive import read_archive
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspeed"
+
+TARGETS: dict[str, Sequence[str]] = {
+    "z1-pp2-tp2-dp2-bf16": ("dp=2,tp=2,pp=2,zero=1", "dp=1,pp=2,zero=1", "dp=3,tp=4,zero=1"),
+    "z1-pp4-tied": ("dp=2,tp=2,pp=4,zero=1", "dp=1,zero=0"),
+    "z1-pp2-dp2": ("dp=2,pp=2,zero=1", "dp=3,zero=0", "dp=1,pp=2,zero=0"),
+    "z0-pp2": ("dp=2,pp=2,zero=1", "dp=1,pp=2,zero=0"),
+    "z0-pp2-bf16": ("dp=1,pp=2,zero=1",),
+    "z1-tp2-dp2": ("dp=2,tp=2,zero=1", "dp=1,tp=4,zero=3", "dp=3,zero=2", "dp=1,tp=2,zero=0"),
+    "z3-tp2-dp2": ("dp=2,tp=2,zero=3", "dp=1,tp=4,zero=2"),
+    "z1-ep2-dp4": ("dp=4,ep=2,zero=1", "dp=4,ep=4,zero=2", "dp=3,zero=1", "dp=2,ep=2,zero=0"),
+    "z2-ep2-dp4-contiguous": ("dp=4,ep=2,zero=2", "dp=4,ep=4,zero=1"),
+    "z0-ep2-dp4": ("dp=4,ep=4,zero=0", "dp=4,ep=2,zero=1"),
+    "z1-ep2-dp4-bf16": ("dp=4,ep=2,zero=1",),
+}
+CELLS = [(name, topology) for name, own in TARGETS.items() for topology in (*own, "")]
+
+
+def source(name: str) -> Path:
+    return FIXTURES / name / "checkpoint"
+
+
+def write(name: str, topology: str, folder: Path) -> Path:
+    """Files for a topology; a universal checkpoint for none."""
+    wanted = ucp.Topology.parse(topology) if topology else None
+    to = "deepspeed" if topology else "deepspeed-universal"
+    ucp.convert(source(name), folder / "written", to=to, topology=wanted, workers=1)
+    return folder / "written"
+
+
+@pytest.mark.parametrize(("name", "topology"), CELLS, ids=[f"{name}-to-{own or 'universal'}" for name, own in CELLS])
+def test_reads_back_equal(name: str, topology: str, tmp_path: Path) -> None:
+    written = write(name, topology, tmp_path)
+    assert not ucp.diff(source(name), written).changes
+    before, after = ucp.inspect(source(name)), ucp.inspect(written)
+    assert after.step == before.step
+    assert [(set(g.params), g.hyper) for g in after.groups] == [(set(g.params), g.hyper) for g in before.groups]
+    if topology:
+        assert after.topology == ucp.Topology.parse(topology)
+
+
+def test_files_of_the_same_layout_are_those_of_the_source(tmp_path: Path) -> None:
+    written = write("z1-pp2-tp2-dp2-bf16", "dp=2,tp=2,pp=2,zero=1", tmp_path)
+    names = {path.name for path in (source("z1-pp2-tp2-dp2-bf16") / "global_step3").iterdir()}
+    assert {path.name for path in (written / "global_step3").iterdir()} == names
+
+
+def test_the_record_of_layouts_goes_along(tmp_path: Path) -> None:
+    written = write("z1-pp2-tp2-dp2-bf16", "dp=3,tp=4,zero=1", tmp_path)
+    root = read_archive(str(written / "global_step3" / "mp_rank_03_model_states.pt")).root
+    assert isinstance(root, dict)
+    assert root["universal_checkpoint_info"]["sub_param_shard_widths"] == {
+        r"\d+.qkv.weight": [[2] * 4, [1] * 4, [1] * 4]
+    }
+    assert (root["mp_world_size"], root["checkpoint_parallel_dimensions"]) == (4, {"pp_degree": 1, "tp_degree": 4})
+
+
+def test_experts_are_named_by_their_numbers_on_the_rank(tmp_path: Path) -> None:
+    written = write("z1-ep2-dp4", "dp=4,ep=4,zero=2", tmp_path) / "global_step3"
+    saved = read_archive(str(written / "zero_pp_rank_3_mp_rank_00_optim_states.pt")).root
+    assert isinstance(saved, dict)
+    mappings = saved["optimizer_state_dict"]["param_slice_mappings"]
+    assert [list(own) for own in mappings[1:]] == [
+        ["moe.deepspeed_moe.experts.deepspeed_experts.0.weight"],
+        ["moe.deepspeed_moe.experts.deepspeed_experts.0.bias"],
+    ]
+    assert saved["optimizer_state_dict"]["partition_count"] == [4, 1, 1]
+    assert [group.get("name") for group in saved["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]] == [
+        "group0", "ep_size_4", "ep_size_4",
+    ]  # fmt: skip
+
+
+def test_a_universal_checkpoint_says_how_to_cut_again(tmp_path: Path) -> None:
+    zero = write("z1-pp2-tp2-dp2-bf16", "", tmp_path) / "global_step3" / "zero"
+    saved = {name: read_archive(str(zero / name / "exp_avg.pt")).root for name in ("1.down.weight", "1.gate_up.weight")}
+    assert saved["1.down.weight"]["cat_dim"] == 1  # type: ignore[index]
+    assert saved["1.gate_up.weight"]["param_n_sub_params"] == 2  # type: ignore[index]
+    qkv = read_archive(str(zero / "1.qkv.weight" / "fp32.pt")).root
+    assert isinstance(qkv, dict)
+    assert qkv["sub_param_shape"].attribute("shape") == ((8, 4, 4), 8)
+    assert str(qkv["sub_param_shape"].made_by) == "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "error", "message"),
+    [
+        ("z1-pp2-dp2", "dp=1,pp=4,zero=1", UnsupportedError, "--to deepspeed-universal loads at any degrees"),
+        ("z1-pp2-dp2", "dp=1,pp=2,zero=2", UnsupportedError, "no pipelines with ZeRO 2 or 3"),
+        ("z1-pp2-dp2", "dp=1,tp=2,pp=2,zero=1", UsageError, "expected universal_checkpoint_info"),
+        ("z1-dp4-fp32", "dp=1,tp=2,zero=1", UsageError, "expected universal_checkpoint_info"),
+        ("z1-dp4-fp32", "dp=1,pp=2,zero=1", UsageError, "expected a source that was a pipeline"),
+        ("z1-dp4-fp32", "dp=2,ep=2,zero=1", UsageError, "there are none: drop ep"),
+        ("z1-tp2-dp2", "dp=1,tp=3,zero=1", UnsupportedError, r"block.q.weight: \[8, 8\] along dim 0"),
+        ("z1-tp2-dp2", "dp=1,cp=2,zero=1", UsageError, "drop cp"),
+        ("z1-ep2-dp4", "dp=3,ep=3,zero=1", UsageError, "expected ep to divide dp and the numbers of experts"),
+        ("z1-ep2-dp4", "dp=3,ep=2,zero=1", UsageError, "expected ep to divide dp"),
+        ("z1-ep2-dp4", "dp=2,ep=2,zero=3", UnsupportedError, "no native experts with ZeRO 3"),
+    ],
+)
+def test_what_cannot_be_written(name: str, topology: str, error: type[UcpError], message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message):
+        write(name, topology, tmp_path)

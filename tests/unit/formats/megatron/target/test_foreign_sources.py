@@ -1,0 +1,157 @@
+"""Checkpoints of other frameworks: names are translated, tensors joined, arguments derived or asked for."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.formats.megatron.target.test_dist_target import tensors
+from ucp.api import convert
+from ucp.atom import ParamGroup
+from ucp.convert import ConvertReport
+from ucp.errors import MissingStateError, UnsupportedError, UsageError
+from ucp.testing.handmade import Shards, make_index, write_checkpoint
+
+HEADS, GROUPS, WIDTH, HIDDEN, FFN, VOCAB, LAYERS = 4, 2, 2, 8, 12, 16, 2
+
+
+def huggingface() -> dict[str, torch.Tensor]:
+    """A Llama as transformers names it, every element different."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        shapes |= {
+            f"{at}.input_layernorm.weight": (HIDDEN,),
+            f"{at}.self_attn.q_proj.weight": (HEADS * WIDTH, HIDDEN),
+            f"{at}.self_attn.k_proj.weight": (GROUPS * WIDTH, HIDDEN),
+            f"{at}.self_attn.v_proj.weight": (GROUPS * WIDTH, HIDDEN),
+            f"{at}.self_attn.o_proj.weight": (HIDDEN, HEADS * WIDTH),
+            f"{at}.post_attention_layernorm.weight": (HIDDEN,),
+            f"{at}.mlp.gate_proj.weight": (FFN, HIDDEN),
+            f"{at}.mlp.up_proj.weight": (FFN, HIDDEN),
+            f"{at}.mlp.down_proj.weight": (HIDDEN, FFN),
+        }
+    shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
+    generator = torch.Generator().manual_seed(3)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def fused(model: dict[str, torch.Tensor], layer: int) -> torch.Tensor:
+    """Queries, key and value of every group (megatron-core, attention.py)."""
+    q, k, v = (model[f"model.layers.{layer}.self_attn.{part}_proj.weight"] for part in "qkv")
+    parts = zip(q.chunk(GROUPS), k.chunk(GROUPS), v.chunk(GROUPS), strict=True)
+    return torch.cat([torch.cat(own) for own in parts])
+
+
+@pytest.fixture
+def model():
+    return huggingface()
+
+
+@pytest.fixture
+def store(model, tmp_path) -> Path:
+    """The model as atoms, with moments that are its weights times 2 and 3."""
+    shards = Shards(tmp_path / "store")
+    states = {}
+    for name, value in model.items():
+        for state, factor in (("weight", 1), ("exp_avg", 2), ("exp_avg_sq", 3)):
+            states[name, state] = shards.whole((value * factor).numpy())
+        states[name, "step"] = shards.whole(torch.tensor(5.0).numpy())
+    groups = [ParamGroup(params=tuple(model), hyper={"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.01})]
+    write_checkpoint(make_index(tmp_path / "store", states, groups=groups))
+    return tmp_path / "store"
+
+
+def to_megatron(src: Path, dst: Path, topology: str, layout: str = "", **settings: object) -> ConvertReport:
+    given = {"transformer_impl": "local", **{key: str(value) for key, value in settings.items()}}
+    return convert(
+        src,
+        dst,
+        to="megatron",
+        topology=topology,
+        layout=layout,
+        settings=given,
+        dtypes={"weight": "bfloat16"},
+        workers=1,
+    )
+
+
+SAID = {"num_attention_heads": HEADS, "num_query_groups": GROUPS, "group_query_attention": True, "kv_channels": WIDTH}
+
+
+@pytest.mark.parametrize("topology", ["tp=1", "tp=2"])
+def test_names_of_huggingface(topology, model, store, tmp_path):
+    to_megatron(store, tmp_path / "b", topology, **SAID)
+    found = tensors(tmp_path / "b" / "iter_0000007")
+    qkv = torch.stack([fused(model, layer) for layer in range(LAYERS)])
+    assert torch.equal(found["optimizer.state.param.decoder.layers.self_attention.linear_qkv.weight"], qkv)
+    assert torch.equal(found["optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight"], qkv * 2)
+    assert torch.equal(found["decoder.layers.self_attention.linear_qkv.weight"], qkv.bfloat16())
+    gates = [[model[f"model.layers.{n}.mlp.{part}_proj.weight"] for part in ("gate", "up")] for n in range(LAYERS)]
+    fc1 = torch.stack([torch.cat(own) for own in gates])
+    assert torch.equal(found["optimizer.state.param.decoder.layers.mlp.linear_fc1.weight"], fc1)
+    assert torch.equal(found["output_layer.weight"], model["lm_head.weight"].bfloat16())
+
+
+def test_arguments_follow_from_shapes(store, tmp_path):
+    report = to_megatron(store, tmp_path / "b", "tp=2", **SAID, consumed_train_samples=640)
+    common = torch.load(tmp_path / "b" / "iter_0000007" / "common.pt", weights_only=False)
+    args: Namespace = common["args"]
+    assert (args.num_layers, args.hidden_size, args.ffn_hidden_size, args.padded_vocab_size) == (2, 8, 12, 16)
+    assert (args.swiglu, args.normalization, args.untie_embeddings_and_output_weights) == (True, "RMSNorm", True)
+    assert (args.bf16, args.params_dtype, args.use_distributed_optimizer) == (True, torch.bfloat16, True)
+    assert common["opt_param_scheduler"]["num_steps"] == args.consumed_train_samples == 640
+    groups = common["optimizer"]["optimizer"]["param_groups"]
+    assert [(own["wd_mult"], own["lr"], own["step"]) for own in groups] == [(1.0, 0.1, 5), (0.0, 0.1, 5)]
+    assert any("640 samples" in note for note in report.notes)
+    assert any("parameter groups of ucp" in note for note in report.notes)
+
+
+def test_what_shapes_do_not_tell_is_asked_for(store, tmp_path):
+    with pytest.raises(UsageError, match=r"expected .*num_attention_heads.*--set num_attention_heads=\.\.\."):
+        convert(store, tmp_path / "b", to="megatron", topology="tp=1", settings={"num_query_groups": "2"})
+
+
+def test_settings_are_for_targets_that_ask(store, tmp_path):
+    with pytest.raises(UsageError, match="drop --set swiglu"):
+        convert(store, tmp_path / "b", settings={"swiglu": "true"})
+
+
+def test_a_part_of_a_joined_tensor_is_missing(store, tmp_path):
+    with pytest.raises((MissingStateError, UnsupportedError), match="linear_qkv"):
+        convert(
+            store,
+            tmp_path / "b",
+            to="megatron",
+            topology="tp=1",
+            settings={key: str(value) for key, value in SAID.items()},
+            exclude=["model.layers.1.self_attn.k_proj.weight"],
+        )
+
+
+def test_steps_that_differ(model, tmp_path):
+    shards = Shards(tmp_path / "store")
+    states = {}
+    for number, (name, value) in enumerate(model.items()):
+        for state in ("weight", "exp_avg", "exp_avg_sq"):
+            states[name, state] = shards.whole(value.numpy())
+        states[name, "step"] = shards.whole(torch.tensor(float(number)).numpy())
+    groups = [ParamGroup(params=tuple(model), hyper={"lr": 0.1})]
+    write_checkpoint(make_index(tmp_path / "store", states, groups=groups))
+    with pytest.raises(UnsupportedError, match="one step count for all parameters"):
+        to_megatron(tmp_path / "store", tmp_path / "b", "tp=1", **SAID)
+
+
+def test_a_family_may_be_named(model, store, tmp_path):
+    given = {key: str(value) for key, value in SAID.items()}
+    options = {"to": "megatron", "topology": "tp=1", "settings": given, "workers": 1}
+    convert(store, tmp_path / "b", family="llama", **options)
+    found = tensors(tmp_path / "b" / "iter_0000007")
+    assert torch.equal(found["embedding.word_embeddings.weight"], model["model.embed_tokens.weight"])
+    with pytest.raises(UsageError, match="expected one of the families"):
+        convert(store, tmp_path / "c", family="lama", **options)
+    with pytest.raises(UsageError, match="read without a model family"):
+        convert(store, tmp_path / "c", family="llama", workers=1)

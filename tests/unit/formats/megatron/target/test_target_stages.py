@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+from ucp_formats.megatron.target_stages import stage_layers
+
+from ucp.errors import UnsupportedError, UsageError
+
+
+def counts(layers: int, pp: int, vpp: int = 1, **arguments: object) -> list[int]:
+    return [len(own) for own in stage_layers(layers, pp=pp, vpp=vpp, arguments=arguments).values()]
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ((8, 4), [2, 2, 2, 2]),
+        ((8, 2, 2), [2, 2, 2, 2]),
+        ((8, 1), [8]),
+    ],
+)
+def test_even_stages(asked, wanted):
+    assert counts(*asked) == wanted
+
+
+def test_chunks_interleave():
+    found = stage_layers(8, pp=2, vpp=2, arguments={})
+    assert [list(found[chunk]) for chunk in ((0, 0), (1, 0), (0, 1), (1, 1))] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ({"decoder_first_pipeline_num_layers": 1}, [1, 3, 3, 3]),
+        ({"decoder_last_pipeline_num_layers": 4}, [2, 2, 2, 4]),
+        ({"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 1}, [3, 3, 3, 1]),
+        ({"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}, [2, 3, 3, 2]),
+    ],
+)
+def test_first_and_last_stage_may_differ(arguments, wanted):
+    assert counts(10, 4, **arguments) == wanted
+
+
+def test_uneven_stages_of_a_virtual_pipeline():
+    assert counts(12, 2, 2, decoder_first_pipeline_num_layers=4) == [2, 4, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "arguments"),
+    [(7, 2, {}), (8, 4, {"decoder_first_pipeline_num_layers": 3}), (4, 2, {"decoder_last_pipeline_num_layers": 9})],
+)
+def test_layers_that_cannot_be_dealt_out(layers, pp, arguments):
+    with pytest.raises(UsageError, match="Choose another pp or vpp"):
+        counts(layers, pp, **arguments)
+
+
+def test_a_layout_of_its_own_is_refused():
+    with pytest.raises(UnsupportedError, match="pipeline_model_parallel_layout"):
+        counts(4, 2, pipeline_model_parallel_layout="Et|ttL")
