@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tests.unit.formats.megatron.conftest import FakeLegacy
-
 from ucp.api import convert
 from ucp.prepare import ConvertOptions
 from ucp.target import TargetOptions

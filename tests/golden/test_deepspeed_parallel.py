@@ -25,6 +25,7 @@ from ucp.dtypes import DType
 from ucp.io.archive import read_archive
 from ucp.io.safetensors import read_header
 from ucp.layout import Overlap
+from ucp.propose import propose
 from ucp.slice import Locator, resolve_copies, whole_slice
 from ucp.tensor import TensorRef
 
@@ -201,3 +202,13 @@ def test_deepspeeds_own_converter_makes_the_same_of_it(case: str) -> None:
             assert isinstance(saved, dict)
             found = read(case, folder.name, state)
             np.testing.assert_array_equal(bits(saved["param"]), found[: saved["param"].shape[0]])
+
+
+def test_rules_of_the_user_overrule_the_recorded_ones(tmp_path):
+    """What the files say is kept, under a name of its own."""
+    source = Path("fixtures/deepspeed/z1-tp2-dp2/checkpoint").resolve()
+    (tmp_path / "rules.toml").write_text(propose(source, everything=True).toml)
+    ucp.convert(source, tmp_path / "atoms", patterns=tmp_path / "rules.toml", verify=True)
+    assert ucp.diff(source, tmp_path / "atoms").equal
+    names = [extra.name for extra in ucp.inspect(tmp_path / "atoms").extras]
+    assert names.count("universal_checkpoint_info") == names.count("universal_checkpoint_info.overruled") == 1

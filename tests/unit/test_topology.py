@@ -59,7 +59,9 @@ def test_what_means_nothing_is_refused(text, message):
         Topology.parse(text)
 
 
-@pytest.mark.parametrize("degrees", [{"dp": 0}, {"tp": True}, {"pp": 2.0}, {"zero": -1}, {"zero": 4}, {"vpp": None}, {"etp": 1.5}])
+@pytest.mark.parametrize(
+    "degrees", [{"dp": 0}, {"tp": True}, {"pp": 2.0}, {"zero": -1}, {"zero": 4}, {"vpp": None}, {"etp": 1.5}]
+)
 def test_an_invalid_topology_cannot_exist(degrees):
     with pytest.raises(UsageError):
         Topology(**degrees)

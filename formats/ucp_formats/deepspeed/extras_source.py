@@ -18,13 +18,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ucp.atom import Extra
 from ucp_formats.deepspeed.sameness import Checksums, per_rank_extras
 from ucp_formats.deepspeed.saved_run import SavedFile, SavedRun
 
-__all__ = ["EMPTY_SHAPES", "model_extras", "optimizer_extras", "universal_extras", "whole_optimizer_extras"]
+__all__ = ["EMPTY_SHAPES", "joined", "model_extras", "optimizer_extras", "universal_extras", "whole_optimizer_extras"]
 
 EMPTY_SHAPES = "empty_param_shapes"
 """Key of ucp's own, ignored by DeepSpeed: shapes of parameters without elements, where stage 3 records them nowhere."""
@@ -154,3 +155,10 @@ def _unknown_top(files: Mapping[int, SavedFile], checksums: Checksums) -> list[E
     known = ("optimizer_state_dict", "ds_config", "ds_version")
     left = {rank: {k: v for k, v in file.root.items() if k not in known} for rank, file in files.items()}
     return per_rank_extras("optimizer_file", left, checksums) if any(left.values()) else []
+
+
+def joined(saved: Sequence[Extra], made: Sequence[Extra]) -> tuple[Extra, ...]:
+    """Extras of the files, and those made of what the user said, which hold where both have one of a name."""
+    names = {extra.name for extra in made}
+    kept = (replace(own, name=f"{own.name}.overruled") if own.name in names else own for own in saved)
+    return (*kept, *made)

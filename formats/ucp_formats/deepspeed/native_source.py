@@ -21,7 +21,7 @@ from ucp.protocols import Evidence, SourceOptions
 from ucp.state import WEIGHT
 from ucp.topology import Topology
 from ucp_formats.deepspeed.chunked_source import read_chunked
-from ucp_formats.deepspeed.extras_source import model_extras, optimizer_extras
+from ucp_formats.deepspeed.extras_source import joined, model_extras, optimizer_extras
 from ucp_formats.deepspeed.fields import Shape
 from ucp_formats.deepspeed.flat_source import buffer_shapes, read_flat
 from ucp_formats.deepspeed.folder import Located, TagFolder, list_folder, locate_native, the_folder
@@ -113,7 +113,7 @@ def _index(located: Located, grid: SavedGrid, merged: Merged) -> Index:
         atoms={name: replace(atom, patterns=_patterns(atom, grid, merged)) for name, atom in atoms.items()},
         groups=tuple(optimizer.groups),
         aliases=module.aliases,
-        extras=(*optimizer.extras, *module.extras),
+        extras=joined(optimizer.extras, module.extras),
         files=tuple(source_files(roles)),
         records=tuple(record for file in grid.files for record in file.records),
         notes=(

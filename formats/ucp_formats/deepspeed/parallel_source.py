@@ -15,6 +15,7 @@ from dataclasses import replace
 from ucp.atom import AtomIndex, Extra
 from ucp.errors import UsageError
 from ucp.inert import Stub
+from ucp.layout import Overlap
 from ucp.protocols import SourceOptions
 from ucp_formats.deepspeed.chunked_source import read_chunked
 from ucp_formats.deepspeed.experts import ExpertGroups, Experts, is_expert
@@ -52,6 +53,12 @@ def read_parallel(grid: SavedGrid, checksums: Checksums, options: SourceOptions)
         merged.module.extras.append(Extra(name="pipeline", value=_pipeline(grid, parts)))
     if isinstance(rules, FamilyRules) and grid.tp > 1:
         merged.module.extras.append(Extra(name=_INFO, value=recorded_layouts(merged.layouts)))
+    means = [name for name, layout in merged.layouts.items() if layout.overlap is Overlap.MEAN]
+    if means:
+        merged.module.notes.append(
+            f"{len(means)} parameters are trained by each tensor-parallel rank for itself, and are the mean of all, as "
+            f"their moments are: {', '.join(means[:8])}{', ...' if len(means) > 8 else ''}"
+        )
     for name, layout in merged.layouts.items():
         size = rules.padded_vocabulary(name, layout.global_shape)
         if size is not None:

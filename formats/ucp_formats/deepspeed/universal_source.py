@@ -21,7 +21,7 @@ from ucp.tensor import TensorRef
 from ucp.topology import Topology
 from ucp_formats.deepspeed.buckets import scalar_state
 from ucp_formats.deepspeed.chunked_source import sub_group_params
-from ucp_formats.deepspeed.extras_source import universal_extras
+from ucp_formats.deepspeed.extras_source import joined, universal_extras
 from ucp_formats.deepspeed.fields import Shape, integer, mapping, number_of_enum, sequence
 from ucp_formats.deepspeed.folder import list_folder, locate_universal, the_folder
 from ucp_formats.deepspeed.group_order import dealt_back
@@ -126,7 +126,7 @@ class _Universal:
             atoms=atoms_of(module, states, self.config),
             groups=tuple(self._groups()),
             aliases=module.aliases,
-            extras=(*merged.optimizer.extras, *module.extras, *self._extras()),
+            extras=joined((*merged.optimizer.extras, *self._extras()), module.extras),
             files=tuple(source_files([*roles, *self.found.files])),
             records=records,
             notes=(*module.notes, *notes, *strays),

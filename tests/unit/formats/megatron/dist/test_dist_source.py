@@ -252,3 +252,13 @@ def test_an_empty_model_is_refused(fake, read, tmp_path):
     run.full()
     with pytest.raises(MalformedError, match="expected tensors of a model"):
         read(run.save(tmp_path))
+
+
+def test_other_backends_are_named_and_refused(fake, read, tmp_path):
+    root = filled(fake(), "full").save(tmp_path) / "iter_0000007"
+    (root / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    with pytest.raises(UnsupportedError, match=r"zarr checkpoint .* save it with --ckpt-format torch_dist"):
+        read(tmp_path)
+    (root / "metadata.json").unlink()
+    with pytest.raises(UnsupportedError, match=r"fsdp_dtensor.* save it with --ckpt-format torch_dist"):
+        read(tmp_path)
