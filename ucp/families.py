@@ -20,6 +20,9 @@ from ucp.template import kind
 
 __all__ = ["Library", "choose"]
 
+_MOST_BYTES = 4 << 20
+"""Longest rules file that is read."""
+
 
 @dataclass(frozen=True, slots=True)
 class Library:
@@ -43,10 +46,7 @@ class Library:
 
     def with_file(self, path: Path) -> tuple[Library, str]:
         """This library and one more file, and the name of its family. Raises UsageError."""
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"expected a rules file at {path}: {error}") from error
+        text = _text_of(path)
         texts = dict(self.texts)
         name, _ = header(text, str(path))
         if name in texts:
@@ -172,3 +172,21 @@ def _undecided(best: Sequence[str], doubts: Mapping[str, Sequence[str]]) -> str:
         f"no model family fits the names of this checkpoint:\n{listed(why, most=40)}\n"
         "say which with --family, or bring rules with --patterns my.toml (`ucp patterns infer` proposes them)"
     )
+
+
+def _text_of(path: Path) -> str:
+    """Text of a rules file. Raises UsageError for what cannot be one."""
+    if not path.is_file():
+        raise UsageError(
+            f"expected a rules file (TOML) at {path}; there is {'no file' if path.exists() else 'nothing'}"
+        )
+    if path.stat().st_size > _MOST_BYTES:
+        raise UsageError(
+            f"expected a rules file of at most {_MOST_BYTES:,} bytes at {path}; got {path.stat().st_size:,}"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"expected a rules file at {path}; it cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"expected a rules file (TOML) at {path}; byte {error.start} is not UTF-8 text") from error

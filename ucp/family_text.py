@@ -97,6 +97,8 @@ def _parsed(text: str, source: str) -> dict[str, object]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{source}: expected a TOML file; {error}") from error
+    except RecursionError:
+        raise UsageError(f"{source}: expected a TOML file of rules; it is nested too deeply to be read") from None
 
 
 def _joined(families: Sequence[Family]) -> Family:

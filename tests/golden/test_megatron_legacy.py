@@ -95,8 +95,9 @@ def test_every_parameter_is_in_one_group_of_the_run(name: str) -> None:
     case, index = case_of(name), index_of(name)
     grouped = [param for group in index.groups for param in group.params]
     assert sorted(grouped) == sorted(n for n, atom in index.atoms.items() if atom.kind is Kind.PARAMETER)
-    known = [(own["wd_mult"], own["is_expert_parallel"]) for own in case["param_groups"]]
-    assert {(own.hyper["wd_mult"], own.hyper["is_expert_parallel"]) for own in index.groups if own.params} <= set(known)
+    known = {own["wd_mult"] for own in case["param_groups"]}
+    assert {own.hyper["wd_mult"] for own in index.groups if own.params} <= known
+    assert not any("is_expert_parallel" in own.hyper or "step" in own.hyper for own in index.groups)
 
 
 @pytest.mark.parametrize("name", CASES)

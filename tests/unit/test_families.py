@@ -167,7 +167,7 @@ class TestOfTheUser:
             library().with_file(self.file(tmp_path, 'name = "llama"'))
 
     def test_a_file_that_is_not_there(self, tmp_path):
-        with pytest.raises(UsageError, match=r"expected a rules file at .*nope.toml"):
+        with pytest.raises(UsageError, match=r"expected a rules file \(TOML\) at .*nope.toml"):
             library().with_file(tmp_path / "nope.toml")
 
 
@@ -184,3 +184,26 @@ def test_the_file_in_the_manual_is_one():
     layout = experts.layout(axes={"tp": 2, "ep": 2}, global_shape=(24, 3))
     assert [each.axis for each in layout.axes] == ["ep", "tp"]
     assert layout.axes[1].pattern.name == "shard(dim=0, blocks=[6], repeat=2)"
+
+
+class TestFilesThatAreNone:
+    """What cannot be a rules file is refused at once, whatever it is."""
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (b"\xff\xfe", "byte 0 is not UTF-8"),
+            (b'name="x"\ntitle="x"\nx=' + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
+            (b"#" * (5 << 20), "at most 4,194,304 bytes"),
+        ],
+        ids=["binary", "nested", "long"],
+    )
+    def test_content(self, tmp_path, content, said):
+        (tmp_path / "rules.toml").write_bytes(content)
+        with pytest.raises(UsageError, match=said):
+            library().with_file(tmp_path / "rules.toml")
+
+    @pytest.mark.parametrize("path", ["/dev/zero", "/", "/nowhere.toml"])
+    def test_place(self, path):
+        with pytest.raises(UsageError, match="expected a rules file"):
+            library().with_file(Path(path))

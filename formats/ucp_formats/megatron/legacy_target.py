@@ -257,8 +257,8 @@ class _Legacy:
         return {"optimizer": inner, "fp32_from_fp16_params": masters, **self._own.scaler}
 
     def _moments(self, draft: FileDraft, local: _Local, group: OptimizerGroup) -> dict[str, object]:
-        """States of one parameter; its step too, which torch's Adam looks for here."""
-        step: dict[str, object] = {} if group.step is None else {"step": float(group.step)}
+        """States of one parameter; its step too, where torch's Adam looks for it here."""
+        step: dict[str, object] = {"step": float(group.step)} if group.each and group.step is not None else {}
         return step | {state: self._filled(draft, local, state) for state in local.tensor.states if state != WEIGHT}
 
     def _filled(self, draft: FileDraft, local: _Local, state: str) -> NewTensor:

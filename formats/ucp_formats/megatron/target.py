@@ -9,6 +9,7 @@ checkpoint does not say and Megatron needs is derived where it is certain, and a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from ucp.errors import MissingStateError, UsageError, listed
 from ucp.io.draft import Drafted
 from ucp.protocols import SourceOptions
 from ucp.registry import choose_family
-from ucp.state import WEIGHT
+from ucp.state import STEP, WEIGHT
 from ucp.target import Literal, OutputFile, Receipt, TargetOptions, TargetPlan
 from ucp.topology import Topology
 from ucp_formats.megatron.dist_target import dist_places, plan_dist
@@ -56,7 +57,7 @@ class MegatronTarget:
             placements=tuple(place for own in drafted for place in own.placements),
             raw=tuple(copy for own in drafted for copy in own.raw),
             notes=tuple(dict.fromkeys((*notes, *extra_notes(run)))),
-            casts=_casts(index, drafted),
+            casts=(*_casts(index, drafted), *_step_casts(index, run)),
             topology=run.topology,
         )
 
@@ -148,6 +149,18 @@ def _check_states(index: Index, model: Model, *, chain: bool) -> None:
             f"expected the same optimizer states of all trained parameters; {index.path} lacks\n{listed(lacking)}\n"
             "Megatron has no place for a parameter that was never stepped; train one step more, or write weights only"
         )
+
+
+def _step_casts(index: Index, run: TargetRun) -> tuple[str, ...]:
+    """One line per change of the step's type: Megatron keeps a plain number per group."""
+    changed: Counter[str] = Counter()
+    for group in (group for chain in run.chain for group in chain):
+        written = DType.FLOAT64 if isinstance(group.step, float) else DType.INT64
+        for name in group.params:
+            kept = index.atoms[name].states.get(STEP) if name in index.atoms else None
+            if kept is not None and kept.dtype is not written:
+                changed[f"{STEP}: {kept.dtype} -> {written}, a number of the group,"] += 1
+    return tuple(f"{change} in {count} parameters" for change, count in changed.items())
 
 
 def _casts(index: Index, drafted: Sequence[Drafted]) -> tuple[str, ...]:

@@ -38,6 +38,8 @@ class OptimizerGroup:
     """Steps taken, the same for all its parameters; None where the source has no count."""
     counts: bool = True
     """Whether a group counts, in whole numbers, as Apex's and Transformer Engine's Adam do; torch's counts in float."""
+    each: bool = False
+    """Whether every parameter has the count too, where the optimizer is not distributed: torch's Adam looks for it."""
 
     def entry(self) -> dict[str, object]:
         """As Megatron saves it, without its parameters."""
@@ -75,10 +77,12 @@ def optimizer_chain(
     overall = next((step for step in steps if step is not None), None)
     steps = [overall if step is None else step for step in steps]
     counts = not native or not any(isinstance(step, float) for step in steps)
-    dense = _part(merged, steps, keep=lambda name: not (split and name in experts), expert=False, counts=counts)
+    each = not native or not counts
+    kinds = {"counts": counts, "each": each}
+    dense = _part(merged, steps, keep=lambda name: not (split and name in experts), expert=False, **kinds)
     if not split:
         return (dense,), notes
-    own = _part(merged, steps, keep=lambda name: name in experts, expert=True, counts=counts)
+    own = _part(merged, steps, keep=lambda name: name in experts, expert=True, **kinds)
     return (dense, tuple(group for group in own if group.params)), notes
 
 
@@ -89,6 +93,7 @@ def _part(
     keep: Callable[[str], bool],
     expert: bool,
     counts: bool,
+    each: bool,
 ) -> tuple[OptimizerGroup, ...]:
     return tuple(
         OptimizerGroup(
@@ -96,6 +101,7 @@ def _part(
             hyper={**{key: value for key, value in group.hyper.items() if key not in _FROM_RUN}, _EXPERT: expert},
             step=step,
             counts=counts,
+            each=each,
         )
         for group, step in zip(groups, steps, strict=True)
     )
