@@ -314,6 +314,8 @@ def make_options(
         if name not in {member.value for member in DType} or not DType(name).is_floating:
             known = ", ".join(member.value for member in DType if member.is_floating)
             raise UsageError(f"expected STATE=DTYPE with a dtype of {known}; got {state}={name}")
+    if not isinstance(topology, Topology | str | None):
+        raise UsageError(f"expected a topology as ucp.Topology or as text like dp=4,zero=3; got {topology!r}")
     if drift not in set(Drift):
         raise UsageError(f"expected a policy for copies that differ of {', '.join(Drift)}; got {drift!r}")
     _check_means(workers, memory)

@@ -140,7 +140,9 @@ def _decided(
 ) -> Decision:
     path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)
     if path is None or not str(path):
-        raise UsageError(f"expected a checkpoint; pass checkpoint=PATH, or set {ENVIRONMENT}")
+        raise UsageError(
+            f"expected a checkpoint; pass checkpoint=PATH (after the model comes the topology), or set {ENVIRONMENT}"
+        )
     if topology is not None:
         check_topology(Topology.parse(topology) if isinstance(topology, str) else topology, ranks)
     return decide(model, optimizer, Path(path), strict=strict, rename=rename)

@@ -159,7 +159,7 @@ def _kept(index: Index, names: NameFilter) -> Index:
     left = sum(len(atom.states) for atom in index.atoms.values()) - sum(len(atom.states) for atom in atoms.values())
     dropped = (
         *index.dropped,
-        f"{counted(left, 'state of parameters')}: left out by --include/--exclude; no model resumes from the rest",
+        f"{counted(left, 'state of parameters')}: left out by --include/--exclude",
     )
     return replace(index, atoms=atoms, groups=groups, aliases=aliases, dropped=dropped)
 

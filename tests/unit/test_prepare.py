@@ -69,3 +69,8 @@ def test_targets_refuse_what_they_do_not_know(source):
         prepare(source, ConvertOptions(topology=Topology(dp=2)))
     with pytest.raises(UsageError, match="got 'nope'"):
         prepare(Path(source), ConvertOptions(to="nope"))
+
+
+def test_a_topology_is_text_or_a_topology(source, tmp_path):
+    with pytest.raises(UsageError, match="expected a topology as"):
+        ucp.convert(source, tmp_path / "out", to="deepspeed", topology={"dp": 2})
