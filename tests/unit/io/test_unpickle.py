@@ -199,8 +199,12 @@ def test_an_object_that_holds_itself(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_members_of_enumerations_are_calls(protocol: int) -> None:
+def test_members_of_enumerations_are_calls_or_names(protocol: int) -> None:
+    """Of the class with the value; the first releases of Python 3.11 look the member up by its name."""
     result = parsed(Colour.RED, protocol)
+    if Colour.RED.__reduce_ex__(protocol)[0] is getattr:
+        assert result == own("Colour.RED")
+        return
     assert isinstance(result, Stub)
     assert (result.made_by, result.args, result.new) == (own("Colour"), (1,), False)
 
