@@ -15,7 +15,7 @@ from ucp.testing.handmade import Shards, make_index, write_checkpoint
 HERE = Path(__file__).parent
 FIXTURE = HERE.parents[1] / "fixtures" / "deepspeed" / "z1-dp4-fp32"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 TOLERANCE = 1e-5
 """Largest relative difference of a loss: gradients are summed over ranks in another order."""
