@@ -19,10 +19,10 @@ from ucp_formats.deepspeed.flat_layout import Chunks, FlatLayout, WholeParameter
 from ucp_formats.deepspeed.group_order import dealt_back, mapping_disagrees, optimizer_order
 from ucp_formats.deepspeed.matching import AmbiguousError, FlatSlots, NoMatchError, Slots, match
 from ucp_formats.deepspeed.partition import Held, round_robin
-from ucp_formats.deepspeed.problems import Problems
-from ucp_formats.deepspeed.sameness import Checksums
 
 from ucp.dtypes import DType
+from ucp.io.problems import Problems
+from ucp.io.sameness import Checksums
 from ucp.region import uncovered
 from ucp.tensor import TensorRef
 

@@ -12,13 +12,13 @@ from math import prod
 
 from ucp.atom import ParamGroup
 from ucp.errors import MalformedError
+from ucp.io.problems import Problems
+from ucp.io.sameness import Checksums
 from ucp_formats.deepspeed.buckets import Bucket, Shard, bucket_states
 from ucp_formats.deepspeed.fields import Shape, integer, mapping, sequence, tensor, text
 from ucp_formats.deepspeed.flat_layout import Chunks
 from ucp_formats.deepspeed.flat_source import buffer_shapes
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart, hyper_parameters, same_groups, take_group_steps
-from ucp_formats.deepspeed.problems import Problems
-from ucp_formats.deepspeed.sameness import Checksums
 from ucp_formats.deepspeed.saved_run import SavedFile, SavedRun
 
 __all__ = ["read_chunked", "sub_group_params"]

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ucp.atom import Extra
-from ucp_formats.deepspeed.sameness import Checksums, per_rank_extras
+from ucp.io.sameness import Checksums, per_rank_extras
 from ucp_formats.deepspeed.saved_run import SavedFile, SavedRun
 
 __all__ = ["EMPTY_SHAPES", "joined", "model_extras", "optimizer_extras", "universal_extras", "whole_optimizer_extras"]

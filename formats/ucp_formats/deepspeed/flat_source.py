@@ -14,6 +14,8 @@ from math import prod
 
 from ucp.atom import ParamGroup
 from ucp.errors import MalformedError, UnsupportedError, listed
+from ucp.io.problems import Problems
+from ucp.io.sameness import Checksums
 from ucp.tensor import TensorRef
 from ucp_formats.deepspeed.buckets import Bucket, BucketStates, Shard, bucket_states
 from ucp_formats.deepspeed.experts import ExpertGroups
@@ -21,8 +23,6 @@ from ucp_formats.deepspeed.fields import Shape, integer, mapping, sequence, shap
 from ucp_formats.deepspeed.flat_layout import SharedBuffer, WholeParameters, shared_buffers
 from ucp_formats.deepspeed.group_order import mapping_disagrees, optimizer_order
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart, hyper_parameters, same_groups, take_group_steps
-from ucp_formats.deepspeed.problems import Problems
-from ucp_formats.deepspeed.sameness import Checksums
 from ucp_formats.deepspeed.saved_run import SavedFile, SavedRun
 
 __all__ = ["buffer_shapes", "read_flat"]

@@ -15,6 +15,8 @@ from typing import Protocol
 from ucp.atom import Extra, Kind, ParamGroup, StateIndex
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.fragment import Fragment
+from ucp.io.problems import Problems
+from ucp.io.sameness import Checksums
 from ucp.layout import Overlap
 from ucp.region import Box
 from ucp.state import WEIGHT
@@ -22,8 +24,6 @@ from ucp.tensor import InlineTensor, TensorRef, contiguous_strides
 from ucp_formats.deepspeed.fields import Shape
 from ucp_formats.deepspeed.module_part import ModuleEntry, ModulePart
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart
-from ucp_formats.deepspeed.problems import Problems
-from ucp_formats.deepspeed.sameness import Checksums
 from ucp_formats.deepspeed.tensor_layout import TensorLayout, lifted
 from ucp_formats.deepspeed.tensor_rules import TensorShapes
 

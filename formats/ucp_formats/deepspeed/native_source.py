@@ -17,6 +17,7 @@ from ucp.atom import AtomIndex, Index, Kind, StateIndex
 from ucp.dtypes import DType
 from ucp.errors import MalformedError, listed
 from ucp.fragment import Fragment
+from ucp.io.sameness import Checksums
 from ucp.protocols import Evidence, SourceOptions
 from ucp.state import WEIGHT
 from ucp.topology import Topology
@@ -32,7 +33,6 @@ from ucp_formats.deepspeed.optimizer_part import OptimizerPart
 from ucp_formats.deepspeed.parallel_source import check_use, expert_degree, parallel_patterns, read_parallel
 from ucp_formats.deepspeed.refusals import refuse_names
 from ucp_formats.deepspeed.run_config import Precision, RunConfig
-from ucp_formats.deepspeed.sameness import Checksums
 from ucp_formats.deepspeed.saved_grid import SavedGrid, read_grid
 from ucp_formats.deepspeed.saved_run import SavedRun, source_files
 from ucp_formats.deepspeed.unsharded_source import read_unsharded

@@ -13,9 +13,9 @@ from struct import unpack
 from ucp.atom import AtomIndex, Index, Kind
 from ucp.dtypes import DType
 from ucp.errors import MissingStateError, UnsupportedError, listed
+from ucp.io.sameness import Checksums
 from ucp.state import WEIGHT
 from ucp.tensor import InlineTensor, Tensor, TensorRef
-from ucp_formats.deepspeed.sameness import Checksums
 
 __all__ = [
     "Group",

@@ -15,6 +15,8 @@ from dataclasses import replace
 from ucp.atom import AtomIndex, Extra
 from ucp.errors import UsageError
 from ucp.inert import Stub
+from ucp.io.problems import Problems
+from ucp.io.sameness import Checksums
 from ucp.layout import Overlap
 from ucp.protocols import SourceOptions
 from ucp_formats.deepspeed.chunked_source import read_chunked
@@ -27,8 +29,6 @@ from ucp_formats.deepspeed.merging import Merged, RankPart, merge
 from ucp_formats.deepspeed.module_part import ModulePart, read_sharded_module, read_whole_module
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart
 from ucp_formats.deepspeed.pipeline_module import layer_starts, pipeline_modules
-from ucp_formats.deepspeed.problems import Problems
-from ucp_formats.deepspeed.sameness import Checksums
 from ucp_formats.deepspeed.saved_grid import SavedGrid
 from ucp_formats.deepspeed.saved_run import SavedFile, SavedRun
 from ucp_formats.deepspeed.slice_records import recorded_numels, with_shapes

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ucp.errors import UnsupportedError, listed
+from ucp.io.problems import Problems
 from ucp_formats.deepspeed.folder import TagFolder
 from ucp_formats.deepspeed.names import FileName, Role
-from ucp_formats.deepspeed.problems import Problems
 from ucp_formats.deepspeed.refusals import refuse_contents
 from ucp_formats.deepspeed.saved_run import SavedFile, SavedRun, checked_run, try_read
 from ucp_formats.deepspeed.slice_records import recorded_numels

@@ -18,12 +18,12 @@ from pathlib import Path
 from ucp.atom import SourceFile
 from ucp.errors import CorruptError, MissingFileError, SourceError, UnsupportedError
 from ucp.io.archive import read_archive
+from ucp.io.problems import Problems
 from ucp.io.source import split_parts
 from ucp.tensor import Record
 from ucp_formats.deepspeed.fields import number_of_enum
 from ucp_formats.deepspeed.folder import TagFolder
 from ucp_formats.deepspeed.names import FileName, Role
-from ucp_formats.deepspeed.problems import Problems
 from ucp_formats.deepspeed.refusals import refuse_contents
 from ucp_formats.deepspeed.run_config import Precision, RunConfig
 

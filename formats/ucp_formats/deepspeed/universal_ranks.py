@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ucp.errors import UnsupportedError
+from ucp.io.problems import Problems
+from ucp.io.sameness import Checksums
 from ucp.protocols import SourceOptions
 from ucp_formats.deepspeed.extras_source import model_extras
 from ucp_formats.deepspeed.family_rules import FamilyRules
@@ -20,8 +22,6 @@ from ucp_formats.deepspeed.module_part import ModulePart, read_sharded_module, r
 from ucp_formats.deepspeed.names import Role
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart
 from ucp_formats.deepspeed.parallel_source import tensor_rules
-from ucp_formats.deepspeed.problems import Problems
-from ucp_formats.deepspeed.sameness import Checksums
 from ucp_formats.deepspeed.saved_grid import degrees, model_parallel_size
 from ucp_formats.deepspeed.saved_run import SavedFile
 from ucp_formats.deepspeed.tensor_rules import TensorRules, TensorShapes

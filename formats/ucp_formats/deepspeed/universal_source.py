@@ -15,6 +15,8 @@ from pathlib import Path
 
 from ucp.atom import Extra, Index, Kind, ParamGroup, StateIndex
 from ucp.errors import MissingFileError, UnsupportedError
+from ucp.io.problems import Problems
+from ucp.io.sameness import Checksums
 from ucp.protocols import Evidence, SourceOptions
 from ucp.state import WEIGHT
 from ucp.tensor import TensorRef
@@ -31,10 +33,8 @@ from ucp_formats.deepspeed.native_source import atoms_of, folder_notes, producer
 from ucp_formats.deepspeed.optimizer_part import hyper_parameters
 from ucp_formats.deepspeed.parallel_source import check_use
 from ucp_formats.deepspeed.parameter_folders import ParameterFolders, read_parameter_folders
-from ucp_formats.deepspeed.problems import Problems
 from ucp_formats.deepspeed.refusals import refuse_contents, refuse_names
 from ucp_formats.deepspeed.run_config import RunConfig
-from ucp_formats.deepspeed.sameness import Checksums
 from ucp_formats.deepspeed.saved_run import SavedFile, source_files, try_read
 from ucp_formats.deepspeed.universal_ranks import UniversalRanks, universal_ranks
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from ucp.atom import Kind, ParamGroup
 from ucp.errors import UnsupportedError
+from ucp.io.sameness import Checksums
 from ucp.tensor import TensorRef
 from ucp_formats.deepspeed.experts import Experts, Numbered, is_expert
 from ucp_formats.deepspeed.extras_source import whole_optimizer_extras
@@ -24,7 +25,6 @@ from ucp_formats.deepspeed.merging import RankPart
 from ucp_formats.deepspeed.module_part import ModulePart, read_whole_module
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart
 from ucp_formats.deepspeed.pipeline_module import pipeline_modules
-from ucp_formats.deepspeed.sameness import Checksums
 from ucp_formats.deepspeed.saved_grid import SavedGrid
 from ucp_formats.deepspeed.saved_run import SavedFile
 from ucp_formats.deepspeed.whole_source import WholeOptimizer, read_whole

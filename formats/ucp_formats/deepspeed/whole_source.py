@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from ucp.atom import Extra, ParamGroup, StateIndex
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.fragment import Fragment
+from ucp.io.problems import Problems
+from ucp.io.sameness import Checksums
 from ucp.region import Box
 from ucp.state import STEP, WEIGHT
 from ucp.tensor import TensorRef
@@ -25,8 +27,6 @@ from ucp_formats.deepspeed.fields import Shape, described, integer, mapping, seq
 from ucp_formats.deepspeed.flat_layout import shared_buffers
 from ucp_formats.deepspeed.matching import AmbiguousError, FlatSlots, NoMatchError, SlotGroup, Slots, match
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart, hyper_parameters, take_group_steps
-from ucp_formats.deepspeed.problems import Problems
-from ucp_formats.deepspeed.sameness import Checksums
 
 __all__ = ["WholeOptimizer", "read_whole", "slots_of"]
 

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from ucp_formats.deepspeed.sameness import Checksums, per_rank_extras
 
 from ucp.atom import Extra
 from ucp.dtypes import DType
 from ucp.inert import GlobalName, Stub
+from ucp.io.sameness import Checksums, per_rank_extras
 from ucp.tensor import Record, TensorRef
 
 
