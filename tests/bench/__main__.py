@@ -1,7 +1,7 @@
-"""`make bench`: convert real DeepSpeed checkpoints beside `cp -r` and DeepSpeed's own converter; write the table.
+"""`make bench`: convert real checkpoints beside `cp -r` and DeepSpeed's own converter; write the table.
 
-Sources are at least 2.5 GB of what real DeepSpeed wrote on 4 ranks (ZeRO-3 and ZeRO-1, fp32 states), made once by
-fixtures/make_deepspeed.py and kept under .bench/. Every command is a whole process, started anew. The commands of a
+Sources (`tests.bench.sources`) are at least 2.5 GB of what real DeepSpeed and Megatron wrote on 4 ranks, made once and
+kept under .bench/. Every command is a whole process, started anew. The commands of a
 round run one after another, and rounds are repeated, so that a noisy moment hits all of them; medians are reported.
 Written files are removed between runs; sources are read from the page cache. A first round is not counted: memory that
 a virtual machine has not used before is slow to get, whoever asks for it first.
@@ -22,7 +22,7 @@ from subprocess import CalledProcessError
 
 from tests.bench.measure import Sample, run
 from tests.bench.report import Row, write_report
-from tests.bench.sources import big_checkpoints
+from tests.bench.sources import SOURCES, Source
 
 REPEATS = 5
 CONVERTER_WORKERS = (1, 2, 4)
@@ -46,19 +46,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--without-deepspeed", action="store_true", help="leave DeepSpeed's own converter out")
-    parser.add_argument("--case", action="append", choices=("z1", "z3"), help="only this source (z1 or z3)")
+    parser.add_argument("--case", action="append", choices=tuple(SOURCES), help="only this source")
     parser.add_argument("--medium", action="append", choices=("RAM", "disk"), help="only there (RAM or disk)")
     asked = parser.parse_args()
     root = Path.cwd()
     rows = []
-    for case, source in big_checkpoints(root / ".bench").items():
-        if asked.case and case not in asked.case:
-            continue
+    for case in asked.case or SOURCES:
+        checkpoint = SOURCES[case].ready(root / ".bench" / case)
         for medium, place in _places(root):
-            if asked.medium and medium not in asked.medium:
-                continue
-            rows.extend(_contest(case, source, medium, place, asked))
-    write_report(root / "docs" / "benchmarks", rows, machine=_machine())
+            if not asked.medium or medium in asked.medium:
+                rows.extend(_contest(case, checkpoint, medium, place, asked))
+    write_report(root / "docs" / "benchmarks", rows, machine=_machine(), sources=_titles(rows))
 
 
 def _places(root: Path) -> Iterator[tuple[str, Path]]:
@@ -67,21 +65,22 @@ def _places(root: Path) -> Iterator[tuple[str, Path]]:
     yield "disk", root / ".bench" / "work"
 
 
-def _contest(case: str, source: Path, medium: str, place: Path, asked: argparse.Namespace) -> list[Row]:
+def _contest(case: str, checkpoint: Path, medium: str, place: Path, asked: argparse.Namespace) -> list[Row]:
+    source = SOURCES[case]
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     try:
         src, dst = place / "src", place / "dst"
-        shutil.copytree(source, src)
+        shutil.copytree(checkpoint, src)
         nbytes = sum(path.stat().st_size for path in src.rglob("*") if path.is_file())
-        contestants = _ours(src, dst, asked.repeats)
+        contestants = _ours(source, src, dst, asked.repeats)
         samples: dict[str, list[Sample]] = {c.name: [] for c in contestants}
         for contestant in contestants:
             _timed(contestant, dst)
         for _ in range(asked.repeats):
             for contestant in contestants:
                 samples[contestant.name].append(_timed(contestant, dst))
-        if not asked.without_deepspeed:
+        if source.by_deepspeed and not asked.without_deepspeed:
             samples.update(_deepspeed(src, dst))
         rows = [_row(case, medium, name, nbytes, own) for name, own in samples.items()]
     finally:
@@ -91,14 +90,19 @@ def _contest(case: str, source: Path, medium: str, place: Path, asked: argparse.
     return rows
 
 
-def _ours(src: Path, dst: Path, repeats: int) -> list[Contestant]:
+def _ours(source: Source, src: Path, dst: Path, repeats: int) -> list[Contestant]:
     ucp = str(Path(sys.executable).parent / "ucp")
+    inspect = Contestant("ucp inspect", (ucp, "inspect", str(src)), repeats)
+    virtual = Contestant("ucp convert --virtual", (ucp, "convert", "-q", "--virtual", str(src), str(dst)), repeats)
+    if source.only_index:
+        return [inspect, virtual]
     return [
         Contestant("cp -r", ("cp", "-r", str(src), str(dst)), repeats),
         Contestant("cp -r; sync", ("sh", "-c", 'cp -r "$0" "$1" && sync -f "$1"', str(src), str(dst)), repeats),
         Contestant("ucp convert", (ucp, "convert", "-q", str(src), str(dst)), repeats),
-        Contestant("ucp convert --virtual", (ucp, "convert", "-q", "--virtual", str(src), str(dst)), repeats),
-        Contestant("ucp inspect", (ucp, "inspect", str(src)), repeats),
+        Contestant("ucp convert --no-fsync", (ucp, "convert", "-q", "--no-fsync", str(src), str(dst)), repeats),
+        virtual,
+        inspect,
     ]
 
 
@@ -143,6 +147,10 @@ def _row(case: str, medium: str, name: str, nbytes: int, samples: list[Sample]) 
         slowest=max(sample.seconds for sample in samples),
         peak_bytes=max(sample.peak_bytes for sample in samples),
     )
+
+
+def _titles(rows: list[Row]) -> dict[str, str]:
+    return {row.source: SOURCES[row.source].title for row in rows}
 
 
 def _machine() -> str:

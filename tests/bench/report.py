@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,18 +33,21 @@ class Row:
     """Largest memory of the process tree, over all runs."""
 
 
-def write_report(folder: Path, rows: Sequence[Row], *, machine: str) -> None:
-    """Write convert.md, convert.json and convert.svg into `folder`, and print the table."""
+def write_report(folder: Path, rows: Sequence[Row], *, machine: str, sources: Mapping[str, str]) -> None:
+    """Write convert.md, convert.json and convert.svg into `folder`, and print the table. `sources`: label to title."""
     folder.mkdir(parents=True, exist_ok=True)
     day = datetime.now(UTC).date().isoformat()
     document = {"date": day, "machine": machine, "rows": [asdict(row) for row in rows]}
     (folder / "convert.json").write_text(json.dumps(document, indent=1) + "\n")
     table = _table(rows)
+    titles = "; ".join(f"{label} = {title}" for label, title in sources.items())
     print(table)
     (folder / "convert.md").write_text(
         f"# Converting beside `cp -r` and DeepSpeed's converter\n\nMeasured by `make bench` on {day} ({machine}); "
         "medians over the runs, whole processes, page cache warm. Memory is the largest sum of proportional set sizes "
-        "over the process tree.\n\n" + table + "\n![seconds per command](convert.svg)\n"
+        "over the process tree. `ucp convert` waits until everything is on the disk, which `cp -r` does not: on a disk "
+        "`cp -r; sync` is what it compares with, and `--no-fsync` is what compares with `cp -r`.\n\nSources: "
+        f"{titles}.\n\n{table}\n![seconds per command](convert.svg)\n"
     )
     _plot(folder / "convert.svg", rows)
 
@@ -55,10 +58,11 @@ def _table(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        copy = next(r for r in rows if (r.source, r.medium, r.command) == (row.source, row.medium, "cp -r"))
+        copied = [r.seconds for r in rows if (r.source, r.medium, r.command) == (row.source, row.medium, "cp -r")]
+        ratio = f"{row.seconds / copied[0]:.2f}x" if copied else ""
         lines.append(
             f"| {row.source} | {row.medium} | `{row.command}` | {row.source_bytes / 1e9:.2f} | {row.seconds:.2f} | "
-            f"{row.fastest:.2f}-{row.slowest:.2f} | {row.seconds / copy.seconds:.2f}x | {row.peak_bytes / 1e6:.0f} |"
+            f"{row.fastest:.2f}-{row.slowest:.2f} | {ratio} | {row.peak_bytes / 1e6:.0f} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -1,39 +1,95 @@
-"""The big real checkpoints that are converted: about 210M parameters, made once with real DeepSpeed on 4 ranks."""
+"""What is converted: checkpoints of 2.5 GB and more that real frameworks wrote, and one of very many small tensors.
+
+The real ones have about 210M parameters and are made once, by the scripts that make the fixtures. The last one is
+written here: it is about the size of an index, which no run on a small machine could reach.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-__all__ = ["big_checkpoints"]
+from tests.bench.synthetic import write_many_tensors
 
-CASES = {"z3": "z3-dp4-fp32", "z1": "z1-dp4-bf16"}
-"""Label to the row of fixtures/deepspeed_cases.py it is a large version of."""
+__all__ = ["SOURCES", "Source"]
 
 RANKS = 4
+TENSORS = 150_000
+"""Entries of the synthetic index, at least."""
+
+_FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
 
-def big_checkpoints(cache: Path) -> dict[str, Path]:
-    """Folders that `engine.save_checkpoint` wrote, by label; made if they are not in `cache` yet."""
-    found = {}
-    for label, case in CASES.items():
-        folder = cache / case
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint to convert."""
+
+    title: str
+    """What wrote it."""
+    make: Callable[[Path], object]
+    """Makes it in a folder."""
+    checkpoint: str
+    """Where it lies in that folder."""
+    by_deepspeed: bool = False
+    """Whether DeepSpeed's own converter reads it."""
+    only_index: bool = False
+    """Whether the index is all that is measured."""
+
+    def ready(self, folder: Path) -> Path:
+        """The checkpoint, made if it is not in `folder` yet."""
         if not (folder / "done").exists():
-            _make(case, folder)
+            print(f"making {self.title} in {folder} (minutes)", file=sys.stderr, flush=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.make(folder)
             (folder / "done").touch()
-        found[label] = folder / "checkpoint"
-    return found
+        return folder / self.checkpoint
 
 
-def _make(case: str, folder: Path) -> None:
-    script = Path(__file__).resolve().parents[2] / "fixtures" / "deepspeed_train.py"
-    folder.mkdir(parents=True, exist_ok=True)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+def _deepspeed(case: str, folder: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     options = ["--case", case, "--model-scale", "big", "--no-truth", "--steps-after", "0", "--out", str(folder)]
-    print(f"making the big {case} checkpoint with real DeepSpeed (minutes)", file=sys.stderr, flush=True)
-    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    subprocess.run([*launcher, str(script), *options], env=env, check=True, stdout=subprocess.DEVNULL)
+    _run([*launcher, str(_FIXTURES / "deepspeed_train.py"), *options], {"DS_ACCELERATOR": "cpu"})
     for script_copy in (folder / "checkpoint").glob("*.py"):
         script_copy.unlink()
+
+
+def _megatron(case: str, folder: Path) -> None:
+    _run([str(_FIXTURES / "make_megatron.py"), "--out", str(folder), "--no-truth", "--steps", "1", case], {})
+
+
+def _run(command: Iterable[str], env: Mapping[str, str]) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    subprocess.run([sys.executable, *command], env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+SOURCES: Mapping[str, Source] = {
+    "z3": Source(
+        title="DeepSpeed ZeRO-3, DP 4, fp32 states",
+        make=partial(_deepspeed, "z3-dp4-fp32"),
+        checkpoint="checkpoint",
+        by_deepspeed=True,
+    ),
+    "z1": Source(
+        title="DeepSpeed ZeRO-1, DP 4, bf16 model",
+        make=partial(_deepspeed, "z1-dp4-bf16"),
+        checkpoint="checkpoint",
+        by_deepspeed=True,
+    ),
+    "mcore": Source(
+        title="megatron-core 0.16.1, TP 2 PP 2, torch_dist dp_reshardable",
+        make=partial(_megatron, "bench-tp2-pp2-dp"),
+        checkpoint="bench-tp2-pp2-dp/checkpoint",
+    ),
+    "many": Source(
+        title=f"torch_dist metadata of over {TENSORS:,} tensors, synthetic",
+        make=partial(write_many_tensors, tensors=TENSORS),
+        checkpoint="checkpoint",
+        only_index=True,
+    ),
+}
+"""By the label used in the table."""
