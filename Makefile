@@ -6,6 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 # The CPU build; a plain "torch" would pull gigabytes of CUDA packages.
 TORCH := torch==2.13.0
 DEEPSPEED := deepspeed==0.19.8
+TRANSFORMERS := transformers==5.23.0
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test lint check integration bench mcore clean
@@ -30,6 +31,13 @@ $(VENV)/.installed-deepspeed: $(VENV)/.installed-dev
 	DS_BUILD_OPS=0 $(PIP) "$(DEEPSPEED)"
 	touch $@
 
+# Of its own: the tests of DeepSpeed run without transformers. megatron-core needs the last two.
+$(VENV)-transformers/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-transformers
+	$(VENV)-transformers/bin/pip install --quiet --disable-pip-version-check "$(TORCH)" "$(TRANSFORMERS)" einops psutil
+	$(VENV)-transformers/bin/pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
 demo: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh docs/tutorial/demo.sh
 
@@ -45,8 +53,8 @@ lint: $(VENV)/.installed-dev
 check: lint
 	$(BIN)/python -m pytest -n auto -m "not integration" --cov --cov-report=term --cov-fail-under=90 -q
 
-integration: $(VENV)/.installed-deepspeed
-	DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m integration -p no:xdist -s
+integration: $(VENV)/.installed-deepspeed $(VENV)-transformers/.installed
+	UCP_TRANSFORMERS=$(VENV)-transformers/bin/python DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m integration -p no:xdist -s
 
 # Releases of megatron-core, unpacked side by side; tests that need one fetch it themselves.
 mcore: $(VENV)/.installed

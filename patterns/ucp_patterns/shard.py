@@ -16,8 +16,8 @@ from ucp.region import Box, RegionPair
 
 __all__ = ["Shard"]
 
-_MOST_REPEATS = 100_000
-"""More experts than any model has."""
+_MOST_BLOCKS = 8192
+"""Gate and up of twice as many experts as any layer has; each block costs some 30 microseconds per rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,10 @@ class Shard:
     def __post_init__(self) -> None:
         if self.dim < 0 or any(block < 0 for block in self.blocks):
             raise ValueError(f"expected a dim and blocks that are not negative; got {self.dim}, {self.blocks}")
-        if self.repeat > _MOST_REPEATS:
-            raise ValueError(f"expected at most {_MOST_REPEATS:,} repeats of blocks; got {self.repeat:,}")
+        if len(self.blocks) * self.repeat > _MOST_BLOCKS:
+            raise ValueError(
+                f"expected at most {_MOST_BLOCKS:,} blocks, repeats counted; got {len(self.blocks):,} x {self.repeat:,}"
+            )
         if self.repeat < 1 or (self.repeat > 1 and not self.blocks):
             raise ValueError(f"expected blocks to repeat, once or more; got {self.repeat} of {self.blocks}")
         if self.copies and (len(self.copies) != len(self.blocks) or any(copy < 1 for copy in self.copies)):
