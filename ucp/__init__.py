@@ -4,12 +4,26 @@
 framework; `ucp.load_into` brings one into a live model. Importing this package imports no torch.
 """
 
+from typing import TYPE_CHECKING
+
 from ucp.api import Atom, Checkpoint, DiffReport, VerifyReport, convert, diff, inspect, open, plan, verify  # noqa: A004
 from ucp.convert import ConvertReport
 from ucp.errors import UcpError
-from ucp.load import LoadReport, load_into
 from ucp.region import Box
 from ucp.topology import Topology
+
+if TYPE_CHECKING:
+    from ucp.load import LoadReport, load_into
+else:
+
+    def __getattr__(name: str) -> object:
+        """What only a live model needs, imported when it is first asked for (PEP 562)."""
+        if name not in {"LoadReport", "load_into"}:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from ucp import load
+
+        return getattr(load, name)
+
 
 __all__ = [
     "Atom",

@@ -7,35 +7,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from difflib import get_close_matches
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ucp.atom import AtomIndex, Index, StateIndex
+from ucp.atom import Index
+from ucp.checkpoint import Atom, Checkpoint
 from ucp.compare import fit_threads
 from ucp.convert import ConvertReport, carry_out
 from ucp.dtypes import DType
-from ucp.errors import (
-    UsageError,
-)
-from ucp.gather import Gatherer, Sources
+from ucp.errors import UsageError
+from ucp.io.commit import Staging
+from ucp.moments import ZeroMoments, moments_note
 from ucp.prepare import ConvertOptions, Prepared, Silent, Survey, index_of, prepare, survey
 from ucp.proof import DiffReport, VerifyReport, differences, prove, prove_written
 from ucp.protocols import Observer, SourceOptions
-from ucp.region import Box, RegionPair
 from ucp.registry import recognise
 from ucp.settle import Drift
-from ucp.slice import Locator, Slice, resolve
 from ucp.state import NameFilter
 from ucp.target import TargetOptions
 from ucp.topology import Topology
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "Atom",
@@ -46,6 +39,7 @@ __all__ = [
     "convert",
     "diff",
     "inspect",
+    "is_unfinished",
     "make_options",
     "open",
     "plan",
@@ -55,126 +49,6 @@ __all__ = [
 ]
 
 type_path = str | PathLike[str]
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Atom:
-    """One parameter of a checkpoint as a whole."""
-
-    index: AtomIndex
-    """Where its pieces lie."""
-
-    def __repr__(self) -> str:
-        states = ", ".join(f"{name} {state.dtype}" for name, state in self.index.states.items())
-        return f"<{self.index.kind} {self.index.name} {list(self.global_shape)}: {states}>"
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        """Elements per dim."""
-        return self.index.global_shape
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """Names of its states, `weight` first."""
-        return tuple(self.index.states)
-
-    def dtype(self, state: str) -> torch.dtype:
-        """Type of a state, as a torch dtype. Raises KeyError."""
-        import torch
-
-        found: torch.dtype = getattr(torch, self.index.states[state].dtype.value)
-        return found
-
-
-class _Atoms(Mapping[str, Atom]):
-    def __init__(self, index: Index) -> None:
-        self._index = index
-
-    def __getitem__(self, name: str) -> Atom:
-        return Atom(self._index.atoms[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._index.atoms)
-
-    def __len__(self) -> int:
-        return len(self._index.atoms)
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint of any format, seen as atoms. Opening reads indexes only."""
-
-    index: Index
-    """Everything that is known of it."""
-
-    @property
-    def format(self) -> str:
-        """Name of its format."""
-        return self.index.format
-
-    @property
-    def topology(self) -> Topology:
-        """Layout of the run that wrote it."""
-        return self.index.topology
-
-    @property
-    def step(self) -> int | None:
-        """Training step, where recorded."""
-        return self.index.step
-
-    @property
-    def extras(self) -> Mapping[str, object]:
-        """Name to value of what is not a tensor of a parameter, as far as it is the same on all ranks.
-
-        Plain values are themselves; objects are inert `ucp.inert.Stub`s, tensors `ucp.tensor.TensorRef`s.
-        """
-        return {extra.name: extra.value for extra in self.index.extras if extra.rank is None}
-
-    @property
-    def atoms(self) -> Mapping[str, Atom]:
-        """Name to atom, in the order of the model."""
-        return _Atoms(self.index)
-
-    def read(self, name: str, state: str, region: Box | None = None) -> torch.Tensor:
-        """Elements of a state as a tensor of its own shape, or of the shape of `region`.
-
-        `name` may be a tied name. `region`: half-open box of the whole, elements. Raises KeyError for a name or state
-        that is not there, ValueError for a region outside.
-        """
-        import torch
-
-        source = self._state(name, state)
-        box = region or Box.whole(source.global_shape)
-        whole = Box.whole(source.global_shape)
-        if len(box.sizes) != len(whole.sizes) or any(a > b for a, b in zip(box.stops, whole.stops, strict=True)):
-            raise ValueError(f"region {box} does not lie in {name}/{state} of shape {list(source.global_shape)}")
-        own = Slice(
-            param=name,
-            state=state,
-            dtype=source.dtype,
-            pairs=(RegionPair(box, Box.whole(box.sizes)),),
-            local_shape=box.sizes,
-            start=0,
-            stop=box.numel,
-        )
-        tensor = torch.empty(box.sizes, dtype=getattr(torch, source.dtype.value))
-        if box.numel:
-            data = tensor.reshape(-1).view(torch.uint8).numpy().data
-            gatherer = Gatherer(sources=Sources())
-            gatherer.fill(data, source.dtype, resolve(own, Locator(source), 0, box.numel))
-            gatherer.sources.close()
-        return tensor
-
-    def _state(self, name: str, state: str) -> StateIndex:
-        """Raises KeyError with what there is instead."""
-        stored = self.index.aliases.get(name, name)
-        if stored not in self.index.atoms:
-            near = get_close_matches(name, (*self.index.atoms, *self.index.aliases), 3)
-            raise KeyError(f"no parameter {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
-        states = self.index.atoms[stored].states
-        if state not in states:
-            raise KeyError(f"{name} has no state {state!r}; it has {', '.join(states)}")
-        return states[state]
 
 
 def open(  # noqa: A001  # ucp.open is the name users look for
@@ -193,7 +67,9 @@ def inspect(path: type_path, *, family: str | None = None, patterns: type_path |
     `family`, `patterns`: see `convert`. Raises SourceError; what can be told then is in `survey(path)`.
     """
     fmt, _ = recognise(Path(path), options=source_options(family, patterns))
-    return fmt.read(Path(path))
+    index = fmt.read(Path(path))
+    note = moments_note(index)
+    return index if note is None else replace(index, notes=(*index.notes, note))
 
 
 def plan(src: type_path, *, options: ConvertOptions | None = None) -> Prepared:
@@ -217,10 +93,12 @@ def convert(
     family: str | None = None,
     patterns: type_path | None = None,
     drift: str = Drift.ERROR,
+    zero_moments: str = ZeroMoments.ERROR,
     workers: int = 0,
     memory: int = 1 << 30,
     resume: bool = False,
     overwrite: bool = False,
+    fsync: bool = True,
     verify: bool = False,
     observer: Observer | None = None,
 ) -> ConvertReport:
@@ -250,12 +128,17 @@ def convert(
         TOML file with a family of your own.
     drift
         Copies that should be equal and are not: "error", "first" (take the first rank's) or "mean".
+    zero_moments
+        Moments that are all zero although steps were taken, as where the optimizer was lost: "error" or "keep".
     workers
         Processes; 0 for one per core.
     memory
         Bytes for the whole run, beyond the interpreter's own.
     resume, overwrite
         Continue an unfinished conversion; replace a destination that ucp wrote.
+    fsync
+        Wait until everything is on the disk. Without it the system brings it there in its own time, as after `cp`: safe
+        when a process is killed, not when the power fails soon after.
     verify
         Afterwards read everything back and compare it with `src`, bit for bit.
 
@@ -277,14 +160,21 @@ def convert(
         family=family,
         patterns=patterns,
         drift=drift,
+        zero_moments=zero_moments,
         workers=workers,
         memory=memory,
         resume=resume,
         overwrite=overwrite,
+        fsync=fsync,
     )
     watch = observer or Silent()
     prove = partial(prove_written, observer=watch, threads=fit_threads(memory)) if verify else None
     return carry_out(Path(src), Path(dst), options, watch, prove=prove)
+
+
+def is_unfinished(dst: type_path) -> bool:
+    """Whether a conversion to `dst` was begun and interrupted, so that `resume` has something to continue."""
+    return Staging(Path(dst).resolve()).folder.exists()
 
 
 def make_options(
@@ -301,10 +191,12 @@ def make_options(
     family: str | None = None,
     patterns: type_path | None = None,
     drift: str = Drift.ERROR,
+    zero_moments: str = ZeroMoments.ERROR,
     workers: int = 0,
     memory: int = 1 << 30,
     resume: bool = False,
     overwrite: bool = False,
+    fsync: bool = True,
 ) -> ConvertOptions:
     """Options as users give them, checked. Raises UsageError. See `convert`."""
     if virtual and (to != "ucp" or layout not in ("", "virtual")):
@@ -318,6 +210,10 @@ def make_options(
         raise UsageError(f"expected a topology as ucp.Topology or as text like dp=4,zero=3; got {topology!r}")
     if drift not in set(Drift):
         raise UsageError(f"expected a policy for copies that differ of {', '.join(Drift)}; got {drift!r}")
+    if zero_moments not in set(ZeroMoments):
+        raise UsageError(
+            f"expected a policy for moments that are zero of {', '.join(ZeroMoments)}; got {zero_moments!r}"
+        )
     _check_means(workers, memory)
     return ConvertOptions(
         to=to,
@@ -331,18 +227,18 @@ def make_options(
         names=NameFilter(include=_globs(include), exclude=_globs(exclude)),
         source=source_options(family, patterns),
         drift=Drift(drift),
+        zero_moments=ZeroMoments(zero_moments),
         workers=workers,
         memory=memory,
         resume=resume,
         overwrite=overwrite,
+        fsync=fsync,
     )
 
 
 def source_options(family: str | None, patterns: type_path | None) -> SourceOptions:
     """What a user says of a source. Raises UsageError for a family by name and by file at once."""
-    if family is not None and patterns is not None:
-        raise UsageError("expected a family by name (--family) or by file (--patterns); got both")
-    return SourceOptions(family, None if patterns is None else Path(patterns))
+    return SourceOptions.of(family, patterns)
 
 
 def _check_means(workers: int, memory: int) -> None:

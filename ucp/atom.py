@@ -11,14 +11,25 @@ from enum import StrEnum
 from math import prod
 
 from ucp.dtypes import DType
-from ucp.errors import CoverError, listed
+from ucp.errors import CoverError, MissingStateError, counted, listed
 from ucp.fragment import Fragment
 from ucp.layout import Overlap
 from ucp.region import Box, uncovered
+from ucp.state import WEIGHT
 from ucp.tensor import Record
 from ucp.topology import Topology
 
-__all__ = ["AtomIndex", "Extra", "Index", "Kind", "ParamGroup", "SourceFile", "StateIndex", "check_cover"]
+__all__ = [
+    "AtomIndex",
+    "Extra",
+    "Index",
+    "Kind",
+    "ParamGroup",
+    "SourceFile",
+    "StateIndex",
+    "check_cover",
+    "check_weights",
+]
 
 
 class Kind(StrEnum):
@@ -151,6 +162,8 @@ class Index:
     """What was assumed or inferred."""
     dropped: tuple[str, ...] = ()
     """What the source holds and atoms do not, each with the reason."""
+    recorded_in: Mapping[str, str] = field(default_factory=dict)
+    """Mesh axis to the file and field that say how tensors lie over it; empty where a model family has to say."""
 
     def states(self) -> Iterator[tuple[AtomIndex, str, StateIndex]]:
         """Every atom with every state of it."""
@@ -165,7 +178,7 @@ class Index:
 
     def __repr__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
-        return f"<{self.format} checkpoint {self.path}: {len(self.atoms)} parameters, {self.topology}{step}>"
+        return f"<{self.format} checkpoint {self.path}: {counted(len(self.atoms), 'parameter')}, {self.topology}{step}>"
 
 
 def check_cover(index: Index) -> None:
@@ -173,8 +186,23 @@ def check_cover(index: Index) -> None:
     problems = [problem for atom, name, state in index.states() for problem in _gaps(atom.name, name, state)]
     if problems:
         raise CoverError(
-            f"the pieces in {index.path} do not tile {len(problems)} tensor regions exactly once:\n"
+            f"the pieces in {index.path} do not tile {counted(len(problems), 'region')} of tensors exactly once:\n"
             f"{listed(problems)}\nfiles of this checkpoint are missing, or are from different runs"
+        )
+
+
+def check_weights(index: Index) -> None:
+    """Prove that every parameter has a weight, as files of a framework do. Raises MissingStateError with all others."""
+    bare = [
+        f"{atom.name}: {', '.join(atom.states) or 'no state'}"
+        for atom in index.atoms.values()
+        if WEIGHT not in atom.states
+    ]
+    if bare:
+        raise MissingStateError(
+            f"expected the weight of every parameter, beside which a framework keeps its other states; of "
+            f"{index.path} there are only\n{listed(bare)}\ntake the weights along where --include or --exclude leaves "
+            "them out; a store that lacks them has to be made again from the checkpoint that has them"
         )
 
 

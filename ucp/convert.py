@@ -54,7 +54,17 @@ class ConvertReport:
     atoms: int
     """Parameters and buffers."""
     nbytes_written: int
-    """Bytes of tensors written by this run."""
+    """Bytes of tensors written by this run, before compression."""
+    nbytes_out: int
+    """Bytes of the files that hold them and of those beside; 0 when there was nothing to do."""
+    files_out: int
+    """How many files these are."""
+    nbytes_last: int
+    """Bytes of the files that are written last and say what the others hold."""
+    files_last: int
+    """How many files these are."""
+    references: int
+    """Pieces in files of the source that a virtual destination refers to; 0 for any other."""
     resumed_bytes: int
     """Bytes that an earlier run had already written."""
     already_complete: bool
@@ -107,7 +117,7 @@ def carry_out(
         written = _write(prepared, staging, lines, observer)
         if prove is not None:
             prove(prepared.job.index, staging.data)
-        staging.commit()
+        staging.commit(fsync=options.fsync)
     except OSError as error:
         staging.release()
         raise _unwritable(staging.folder, error) from error
@@ -139,6 +149,8 @@ class _Written:
     drift: list[str] = field(default_factory=list)
     nbytes: int = 0
     resumed: int = 0
+    files: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
 
     def add(self, done: Done) -> None:
         self.sums.extend(done.sums)
@@ -160,9 +172,17 @@ def _write(prepared: Prepared, staging: Staging, lines: Sequence[dict[str, objec
     _check_source(job.index, written)
     receipts = seal_checksums(job, root, written.sums)
     sealed = prepared.target.seal(job.index, job.target, receipts)
-    for last in (_mark(prepared, [*job.target.files, *sealed]), *sealed):
+    closing_files = (_mark(prepared, [*job.target.files, *sealed]), *sealed)
+    for last in closing_files:
         create(root, last)
+    written.files = tuple(_nbytes_on_disk(root, file, packed=job.target.compress) for file in job.target.files)
+    written.last = tuple(file.nbytes for file in closing_files)
     return written
+
+
+def _nbytes_on_disk(root: Path, file: OutputFile, *, packed: bool) -> int:
+    """Bytes of a file that was written; only packs of encoded blocks have another length than was planned."""
+    return (root / file.path).stat().st_size if packed else file.nbytes
 
 
 def _run(prepared: Prepared, staging: Staging, todo: Sequence[Task], written: _Written, observer: Observer) -> None:
@@ -267,6 +287,11 @@ def _report(
         layout=options.target.layout or ("compressed" if options.target.compress else ""),
         atoms=len(index.atoms),
         nbytes_written=written.nbytes,
+        nbytes_out=sum(written.files),
+        files_out=len(written.files),
+        nbytes_last=sum(written.last),
+        files_last=len(written.last),
+        references=0 if plan.placements else sum(len(state.fragments) for _, _, state in index.states()),
         resumed_bytes=written.resumed,
         already_complete=already_complete,
         checked_bytes=sum(span.nbytes for span in written.spans),

@@ -4,6 +4,8 @@ A message says what was expected, what was found, where, and what to do::
 
     UcpError
     ├── UsageError              a bad argument: option, topology, dtype, pattern of names   (exit code 2)
+    │   └── TopologyError           a layout of ranks that nothing, or this target or source, can have
+    ├── NoSuchNameError         a checkpoint has no parameter or state of that name; a KeyError too
     ├── SourceError             the source cannot be read as it stands
     │   ├── UnknownFormatError      nothing here is recognised
     │   ├── UnsupportedError        recognised, named, and not convertible here
@@ -17,7 +19,7 @@ A message says what was expected, what was found, where, and what to do::
     ├── CorruptError            bytes differ from their recorded checksum
     ├── ReplicaError            copies that must be equal are not
     ├── MissingStateError       the target needs a parameter or state that the source lacks
-    ├── MemoryBudgetError       the work does not fit the stated budget
+    ├── MemoryBudgetError       the work does not fit the stated budget                     (exit code 2)
     ├── DestinationError        the destination cannot be written as asked
     ├── WorkerDiedError         a worker process ended before its work was done
     └── LoadError               a live model and the checkpoint do not fit
@@ -39,8 +41,10 @@ __all__ = [
     "MemoryBudgetError",
     "MissingFileError",
     "MissingStateError",
+    "NoSuchNameError",
     "ReplicaError",
     "SourceError",
+    "TopologyError",
     "UcpError",
     "UnknownFamilyError",
     "UnknownFormatError",
@@ -58,6 +62,18 @@ class UcpError(Exception):
 
 class UsageError(UcpError):
     """An argument cannot mean anything: exit code 2."""
+
+
+class TopologyError(UsageError):
+    """A layout of ranks that nothing can have, or that this target cannot have of this source; another one can."""
+
+
+class NoSuchNameError(UcpError, KeyError):
+    """A checkpoint has no parameter or state of that name; the message says which are near."""
+
+    def __str__(self) -> str:
+        """The message as it is: a KeyError shows its argument quoted."""
+        return str(self.args[0])
 
 
 class SourceError(UcpError):
@@ -142,11 +158,13 @@ def listed(items: Iterable[str], *, most: int = 20) -> str:
     return "\n".join(lines)
 
 
-def counted(count: int, what: str) -> str:
-    """A number of things; `what`: the word for one of them, and what follows it.
+def counted(count: int, what: str, several: str = "") -> str:
+    """A number of things; `what`: the word for one of them, and what follows; `several`: the same for more.
 
-    >>> counted(1, "state of parameters"), counted(2000, "file")
-    ('1 state of parameters', '2,000 files')
+    >>> counted(1, "state of parameters"), counted(2000, "file"), counted(2, "name has", "names have")
+    ('1 state of parameters', '2,000 files', '2 names have')
     """
+    if several:
+        return f"{count:,} {what if count == 1 else several}"
     word, space, rest = what.partition(" ")
     return f"{count:,} {word}{'' if count == 1 else 's'}{space}{rest}"

@@ -6,16 +6,17 @@ Works on the index of any format: names and global shapes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ucp.atom import AtomIndex, Index
-from ucp.errors import FamilyError
+from ucp.errors import FamilyError, UnknownFamilyError
 from ucp.family import Family, Named
 from ucp.inert import Stub
-from ucp.protocols import SourceOptions
+from ucp.protocols import Configurable, SourceOptions
 from ucp.registry import choose_family, recognise
 from ucp.rule import Rule
+from ucp.template import kind
 
 __all__ = ["Explained", "FamilyReport", "explain", "explain_index", "recorded_arguments"]
 
@@ -55,14 +56,16 @@ class FamilyReport:
     """Checkpoint."""
     format: str
     """Format that read it."""
-    family: Family
-    """The family, bound to the model."""
+    family: Family | None
+    """The family, bound to the model; None where none fits and none is needed: the checkpoint records its layout."""
     reasons: tuple[str, ...]
     """Why it is this one."""
     parameters: tuple[Explained, ...]
     """Every parameter, in the order of the checkpoint."""
     unused: tuple[Rule, ...]
     """Rules that hold for the model, and no name falls under."""
+    recorded_in: Mapping[str, str] = field(default_factory=dict)
+    """Mesh axis to where the checkpoint says how tensors lie over it, where no family does."""
 
     @property
     def ok(self) -> bool:
@@ -73,17 +76,28 @@ class FamilyReport:
 def explain(path: Path, options: SourceOptions | None = None) -> FamilyReport:
     """What a family says about the checkpoint at `path`: the one in `options`, else the one chosen by evidence.
 
-    Raises SourceError, UnknownFamilyError when none or several fit, UsageError.
+    Raises SourceError, UnknownFamilyError when none or several fit and one is needed, UsageError.
     """
     fmt, _ = recognise(path)
-    return explain_index(fmt.read(path), options)
+    try:
+        index = fmt.read(path)
+    except UnknownFamilyError:
+        if options is None or options == SourceOptions() or not isinstance(fmt, Configurable):
+            raise
+        index = fmt.configured(options).read(path)
+    return explain_index(index, options)
 
 
 def explain_index(index: Index, options: SourceOptions | None = None) -> FamilyReport:
     """What a family says about the parameters of `index`; see `explain`."""
     shapes = {name: atom.global_shape for name, atom in index.atoms.items()}
     arguments = recorded_arguments(index)
-    family, reasons = choose_family(names=list(shapes), shapes=shapes, arguments=arguments, options=options)
+    try:
+        family, reasons = choose_family(names=list(shapes), shapes=shapes, arguments=arguments, options=options)
+    except UnknownFamilyError:
+        if not index.recorded_in:
+            raise
+        return _recorded(index)
     topology = index.topology
     axes = {"tp": topology.tp, "ep": topology.ep, "etp": topology.expert_tp}
     explained = tuple(_explained(atom, family, axes) for atom in index.atoms.values() if not family.ignores(atom.name))
@@ -95,6 +109,32 @@ def explain_index(index: Index, options: SourceOptions | None = None) -> FamilyR
         reasons=reasons,
         parameters=explained,
         unused=tuple(rule for rule in family.rules if rule.name not in used and family.holds(rule) is not False),
+    )
+
+
+def _recorded(index: Index) -> FamilyReport:
+    """What the checkpoint itself says, by axis and parameter."""
+    return FamilyReport(
+        path=index.path,
+        format=index.format,
+        family=None,
+        reasons=(),
+        parameters=tuple(
+            Explained(
+                name=atom.name,
+                global_shape=atom.global_shape,
+                canonical="",
+                style="",
+                template=kind(f".{atom.name}").removeprefix("."),
+                part=None,
+                rule=None,
+                patterns=tuple(f"{axis}: {pattern}" for axis, pattern in atom.patterns.items()),
+                problem="",
+            )
+            for atom in index.atoms.values()
+        ),
+        unused=(),
+        recorded_in=index.recorded_in,
     )
 
 

@@ -12,10 +12,10 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from ucp.errors import UnknownFamilyError, UsageError, listed
+from ucp.errors import UnknownFamilyError, UsageError
 from ucp.family import Family, distinct_shapes
 from ucp.family_text import header, read_family
-from ucp.rule import PatternFactory
+from ucp.rule import PatternFactory, Rule
 from ucp.template import kind
 
 __all__ = ["Library", "choose"]
@@ -62,6 +62,13 @@ class Library:
         """The family of that name. Raises UsageError naming those there are, or the mistake in its file."""
         return self._family(name, ())
 
+    def replaced(self, name: str) -> tuple[str, ...]:
+        """Templates of the rules that family `name` has instead of rules, unlike them, of those that it extends."""
+        source, text = self.texts[name]
+        ours = _by_template(self.family(name).rules)
+        theirs = _by_template(rule for own in header(text, source)[1] for rule in self.family(own).rules)
+        return tuple(template for template, rules in theirs.items() if ours.get(template, rules) != rules)
+
     def _family(self, name: str, below: tuple[str, ...]) -> Family:
         if name in below:
             raise UsageError(f"families extend one another in a circle: {' -> '.join((*below, name))}")
@@ -83,6 +90,13 @@ class Library:
     def concrete(self) -> tuple[Family, ...]:
         """Families that a checkpoint can be of."""
         return tuple(own for own in map(self.family, self.names()) if not own.abstract)
+
+
+def _by_template(rules: Iterable[Rule]) -> dict[str, list[Rule]]:
+    found: dict[str, list[Rule]] = {}
+    for rule in rules:
+        found.setdefault(rule.name.text, []).append(rule)
+    return found
 
 
 def _place(entry: Traversable, package: str) -> str:
@@ -111,18 +125,22 @@ def choose(
     """
     kinds = {kind(name): name for name in names}
     doubts: dict[str, list[str]] = {}
+    unread: dict[str, int] = {}
     fitting: dict[str, Family] = {}
     few = distinct_shapes(shapes)
     for family in families:
         bound = family.bind(arguments=arguments, shapes=few, axes=axes)
         doubts[family.name] = _doubts(bound, kinds.values(), arguments)
+        unread[family.name] = sum(not bound.ignores(own) and not bound.rules_of(own) for own in kinds.values())
         if not doubts[family.name]:
             fitting[family.name] = bound
     general = {own for family in fitting.values() for own in _more_general(family, families)}
     best = [family for name, family in fitting.items() if name not in general]
     if len(best) == 1:
         return best[0], _reasons(best[0], arguments)
-    raise UnknownFamilyError(_undecided([family.name for family in best], doubts))
+    nearest = min(doubts, key=lambda own: (unread[own], len(doubts[own])), default="")
+    is_near = bool(doubts) and unread[nearest] < len(kinds)
+    raise UnknownFamilyError(_undecided([family.name for family in best], nearest, doubts[nearest] if is_near else ()))
 
 
 def _doubts(family: Family, names: Iterable[str], arguments: Mapping[str, object]) -> list[str]:
@@ -164,12 +182,13 @@ def _reasons(family: Family, arguments: Mapping[str, object]) -> tuple[str, ...]
     return (*(f"has {name}" for name in family.evidence.names), *told)
 
 
-def _undecided(best: Sequence[str], doubts: Mapping[str, Sequence[str]]) -> str:
+def _undecided(best: Sequence[str], nearest: str, doubts: Sequence[str]) -> str:
+    """`nearest`: the family that has rules for most names; `doubts`: what speaks against it, nothing if it has none."""
     if best:
         return f"the model may be of the families {', '.join(best)}; say which with --family"
-    why = [f"{name}: {'; '.join(own[:3])}" for name, own in sorted(doubts.items(), key=lambda item: len(item[1]))]
+    why = f"the nearest is {nearest}: {'; '.join(doubts[:3])}" if doubts else "none has a rule for a single name"
     return (
-        f"no model family fits the names of this checkpoint:\n{listed(why, most=40)}\n"
+        f"no model family fits the names of this checkpoint; {why}\n"
         "say which with --family, or bring rules with --patterns my.toml (`ucp patterns infer` proposes them)"
     )
 

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from ucp.errors import FamilyError, UsageError, listed
+from ucp.errors import FamilyError, UsageError, counted, listed
 from ucp.expression import Expression, ExpressionError
 from ucp.match import Match
 from ucp.naming import CANONICAL, Evidence, Named, Stored, Style, Tied
 from ucp.rule import Alias, Rule
-from ucp.template import Template, kind, outline
+from ucp.template import MOST_SHIFT, Template, kind, outline
 
 __all__ = ["CANONICAL", "Evidence", "Family", "Match", "Named", "Style", "Tied", "distinct_shapes"]
 
@@ -170,9 +170,15 @@ class Family:
     def _no_fit(self, without: Sequence[str], twice: Sequence[str]) -> str:
         parts = []
         if without:
-            parts.append(f"{len(without)} names have no rule in the family {self.name!r}:\n{listed(without)}")
+            parts.append(
+                f"{counted(len(without), 'name has', 'names have')} "
+                f"no rule in the family {self.name!r}:\n{listed(without)}"
+            )
         if twice:
-            parts.append(f"{len(twice)} names have two rules in the family {self.name!r}:\n{listed(twice)}")
+            parts.append(
+                f"{counted(len(twice), 'name has', 'names have')} "
+                f"two rules in the family {self.name!r}:\n{listed(twice)}"
+            )
         remedy = "choose another family with --family, or add rules of your own with --patterns my.toml"
         return "\n".join((*parts, f"{remedy} (`ucp patterns check` explains, `ucp patterns infer` proposes rules)"))
 
@@ -215,7 +221,7 @@ class Family:
         """The name in another style, where that stores it as one tensor. Raises FamilyError, UsageError."""
         names = self.stored_as(name, style)[1]
         if len(names) != 1:
-            raise FamilyError(f"{name} is {len(names)} tensors in the style {style!r}: {', '.join(names)}")
+            raise FamilyError(f"{name} is {counted(len(names), 'tensor')} in the style {style!r}: {', '.join(names)}")
         return names[0]
 
     def stored_as(self, name: str, style: str) -> tuple[Alias, tuple[str, ...]]:
@@ -285,10 +291,10 @@ class Family:
         return ways
 
     def _computed(self, name: str) -> str | None:
-        """The alias with its computed numbers; None when a size is not known."""
+        """The alias with its computed numbers; None when a size is not known, or is none that a name can count to."""
         for text in _COMPUTED.findall(name):
             value = _attempt(Expression(text), self.values)
-            if value is None:
+            if value is None or not 0 <= value <= MOST_SHIFT:
                 return None
             name = name.replace("{=" + text + "}", str(value)).replace("+=" + text + "}", f"+{value}}}")
         return name

@@ -92,11 +92,21 @@ def read_family(
     return _checked(replace(family, rules=family.ordered()), place)
 
 
+def _told(error: tomllib.TOMLDecodeError) -> str:
+    """Where a file stops being TOML, and why: Python's message is the reason with the place in brackets."""
+    reason, _, place = str(error).rpartition(" (at ")
+    where = f"at {place.removesuffix(')')}" if reason else "somewhere"
+    return (
+        f"it goes wrong {where}: {(reason or str(error)).lower()}. Mend it there; docs/reference/families.md says what "
+        "a rules file holds"
+    )
+
+
 def _parsed(text: str, source: str) -> dict[str, object]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{source}: expected a TOML file; {error}") from error
+        raise UsageError(f"{source}: expected a TOML file of rules; {_told(error)}") from error
     except RecursionError:
         raise UsageError(f"{source}: expected a TOML file of rules; it is nested too deeply to be read") from None
 

@@ -28,6 +28,9 @@ class Fragment:
     """0: the bytes to take. Above: a copy that must be equal (after a cast, where its dtype is narrower)."""
     term: int = 0
     """Which summand of a mean it is, where the state combines by MEAN."""
+    derived: bool = False
+    """Whether a rank computed it from what it stores as well (the model's own weight beside its master): compared like
+    any copy, but no rank's word on the value."""
 
     def __post_init__(self) -> None:
         if self.ref.shape != self.box.sizes:

@@ -87,6 +87,10 @@ class Observed:
     """How the parts compare."""
     cut: tuple[int, int] | None = None
     """Dim and blocks, where the checkpoint records which boxes of the whole the ranks hold; blocks 0: not cut."""
+    recorded: str = ""
+    """Pattern as a rules file has it, where the checkpoint is read by one."""
+    is_whole: bool = False
+    """Whether `shapes` is that of the whole: the parts are of different lengths, which are not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +145,15 @@ def proposed(seen: Sequence[Observed], arguments: Mapping[str, object], siblings
             axis=first.axis,
             pattern=pattern,
             certainty=certainty,
-            why=f"{why}; parts of {shown}",
+            why=f"{why}; {'cut from' if first.is_whole else 'parts of'} {shown}",
             count=len(seen),
         )
 
+    if any(own.recorded for own in seen):
+        patterns = {own.recorded for own in seen}
+        if len(patterns) > 1:
+            return proposal("", Certainty.OPEN, "layers are recorded to lie in different ways")
+        return proposal(patterns.pop(), Certainty.LIKELY, "that is how the checkpoint is read")
     if any(own.cut is not None for own in seen):
         return proposal(*_recorded(seen))
     if found == {Compared.ALONE}:

@@ -26,6 +26,8 @@ from ucp.live.ranks import Ranks, ranks_of, together
 from ucp.live.readers import Bucket, share_out
 from ucp.live.report import LoadReport, Traffic, report_of
 from ucp.live.transfer import Reader, bring
+from ucp.moments import ZeroMoments
+from ucp.protocols import SourceOptions
 from ucp.state import WEIGHT
 from ucp.topology import Topology
 
@@ -51,6 +53,9 @@ def load_into(
     rename: Callable[[str], str] | None = None,
     group: ProcessGroup | Ranks | None = None,
     check: bool = True,
+    zero_moments: str = ZeroMoments.ERROR,
+    family: str | None = None,
+    patterns: str | PathLike[str] | None = None,
     bucket_nbytes: int = 64 << 20,
 ) -> LoadReport:
     """Load a checkpoint into `model`, and its optimizer states and hyper-parameters into `optimizer`.
@@ -79,6 +84,12 @@ def load_into(
         exchanges values as `ucp.live.ranks.Ranks` says.
     check
         Compare what is read with the checksums that the checkpoint records.
+    zero_moments
+        Moments that are all zero although steps were taken: "error", or "keep" to load them. See `ucp.convert`.
+    family
+        Model family whose rules say how the checkpoint is sharded, instead of the one chosen by evidence.
+    patterns
+        TOML file with a family of your own. See `ucp.convert`.
     bucket_nbytes
         Bytes gathered at once; a rank needs about this and twice its share of it.
 
@@ -89,7 +100,7 @@ def load_into(
     UnsupportedError
         The model or the optimizer is sharded.
     UsageError
-        No checkpoint is named, or the topology is not that of the process group.
+        No checkpoint is named, the topology is not that of the process group, or the family is not there.
     SourceError, CoverError, CorruptError
         The checkpoint cannot be read, or is damaged. An error found under way carries a note that says so: the model
         may then be partly overwritten.
@@ -99,7 +110,18 @@ def load_into(
     started = time.perf_counter()
     ranks = ranks_of(group, _device(model))
     decision = together(
-        ranks, lambda: _decided(model, topology, checkpoint, optimizer, ranks, strict=strict, rename=rename)
+        ranks,
+        lambda: _decided(
+            model,
+            topology,
+            checkpoint,
+            optimizer,
+            ranks,
+            strict=strict,
+            rename=rename,
+            zero_moments=zero_moments,
+            source=SourceOptions.of(family, patterns),
+        ),
     )
     check_agreement(ranks, decision, (strict, check, bucket_nbytes))
     landing = together(ranks, lambda: [_landing(want, decision) for want in decision.wants])
@@ -137,7 +159,11 @@ def _decided(
     *,
     strict: bool,
     rename: Callable[[str], str] | None,
+    zero_moments: str,
+    source: SourceOptions,
 ) -> Decision:
+    if zero_moments not in set(ZeroMoments):
+        raise UsageError(f"expected zero_moments of {', '.join(ZeroMoments)}; got {zero_moments!r}")
     path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)
     if path is None or not str(path):
         raise UsageError(
@@ -145,7 +171,15 @@ def _decided(
         )
     if topology is not None:
         check_topology(Topology.parse(topology) if isinstance(topology, str) else topology, ranks)
-    return decide(model, optimizer, Path(path), strict=strict, rename=rename)
+    return decide(
+        model,
+        optimizer,
+        Path(path),
+        strict=strict,
+        rename=rename,
+        zero_moments=ZeroMoments(zero_moments),
+        source=source,
+    )
 
 
 def _tracked(decision: Decision) -> frozenset[str]:

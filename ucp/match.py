@@ -17,6 +17,9 @@ from ucp.rule import DIM, AxisRule, Rule
 
 __all__ = ["Match"]
 
+_MOST_PIECES = 1 << 16
+"""Pieces that the axes of a rule may cut a tensor into: they are composed one with another."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
@@ -107,11 +110,12 @@ def _from_whole(
 ) -> Layout:
     """Patterns from the shape of the whole, outermost first."""
     layouts = []
+    whole = shape
     for axis in own:
         length = shape[axis.dim] if axis.dim < len(shape) else 0
         layouts.append(AxisLayout(axis.axis, degrees[axis.axis], axis.made({**values, DIM: length})))
         shape = local_shape(Layout((layouts[-1],)), shape, {axis.axis: 0})
-    return Layout(tuple(layouts))
+    return _bounded(Layout(tuple(layouts)), whole)
 
 
 def _from_parts(
@@ -131,7 +135,18 @@ def _from_parts(
             raise ValueError(f"parts along {axis.axis} are laid out in different ways: {patterns}")
         layouts.insert(0, AxisLayout(axis.axis, parts, patterns[0]))
         shapes = [pattern.whole_shape(group) for pattern, group in zip(patterns, groups, strict=True)]
-    return Layout(tuple(layouts))
+    return _bounded(Layout(tuple(layouts)), shapes[0])
+
+
+def _bounded(layout: Layout, shape: tuple[int, ...]) -> Layout:
+    """`layout`, of a tensor of this shape, when its axes together do not make too many pieces. Raises ValueError."""
+    pieces = 1
+    for axis in layout.axes if len(layout.axes) > 1 else ():
+        pieces *= len(axis.pattern.regions(shape, axis.parts, 0))
+        shape = local_shape(Layout((axis,)), shape, {axis.axis: 0})
+        if pieces > _MOST_PIECES:
+            raise ValueError(f"expected at most {_MOST_PIECES:,} pieces of a tensor on a rank; got {pieces:,}")
+    return layout
 
 
 def _pattern_of(axis: AxisRule, values: Mapping[str, object], group: Sequence[tuple[int, ...]]) -> Pattern:

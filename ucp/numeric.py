@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Difference", "assign", "differing", "mean_dtype", "numpy_dtype", "strided", "viewed"]
+__all__ = ["Difference", "assign", "differing", "mean_dtype", "numpy_dtype", "strided", "viewed", "without_payloads"]
 
 
 _WINDOW = 1 << 16
@@ -107,6 +107,14 @@ def differing(a: NDArray[Any], b: NDArray[Any]) -> Difference | None:
         else:
             found.numel += int(where.size)
             found.largest = float(np.maximum(found.largest, largest))  # not a number stays so
+    return found
+
+
+def without_payloads(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
+    """`a`, with the bits of `b` where both are not a number."""
+    import numpy as np
+
+    found: NDArray[Any] = np.where(np.isnan(a) & np.isnan(b), b, a)
     return found
 
 

@@ -112,6 +112,8 @@ class Job:
     """All the work; together they write every placement once."""
     checking: frozenset[int]
     """Placements whose bytes are compared with the source's copies of them (each copy once in all)."""
+    fsync: bool = True
+    """Whether the bytes must be on the disk at the end, so that bringing them there may as well begin early."""
 
     @property
     def nbytes(self) -> int:

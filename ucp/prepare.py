@@ -13,12 +13,13 @@ import xxhash
 from ucp.atom import AtomIndex, Index, SourceFile, check_cover
 from ucp.errors import UsageError, counted
 from ucp.identity import producer
+from ucp.moments import ZeroMoments, check_moments
 from ucp.plan import BLOCK, Job, fit_workers, make_job
 from ucp.protocols import Configurable, Observer, SourceOptions, Target
 from ucp.registry import recognise, target
 from ucp.settle import Drift, settle
 from ucp.state import NameFilter
-from ucp.target import TargetOptions
+from ucp.target import TargetOptions, TargetPlan
 from ucp.topology import Topology
 
 __all__ = ["ConvertOptions", "Prepared", "Silent", "Survey", "index_of", "prepare", "survey"]
@@ -53,6 +54,8 @@ class ConvertOptions:
     """What the user says of the source."""
     drift: Drift = Drift.ERROR
     """What to do about copies that should be equal and are not."""
+    zero_moments: ZeroMoments = ZeroMoments.ERROR
+    """What to do about moments that are all zero although steps were taken."""
     workers: int = 0
     """Processes; 0 for one per core."""
     memory: int = 1 << 30
@@ -61,6 +64,8 @@ class ConvertOptions:
     """Continue an unfinished conversion."""
     overwrite: bool = False
     """Replace a destination that ucp wrote."""
+    fsync: bool = True
+    """Wait until everything is on the disk; else the system brings it there in its own time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +87,10 @@ class Prepared:
 
     @property
     def nbytes_out(self) -> int:
-        """Bytes of all files of the destination, as far as known before."""
+        """Bytes of the files that hold tensors and of those beside; not of what compressed ones will hold.
+
+        Those that are written last, and say what the others hold, are not counted.
+        """
         return sum(file.nbytes for file in self.job.target.files)
 
     @property
@@ -168,12 +176,14 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     """Decide everything: writes nothing, and reads no tensor, unless copies that differ are to be settled."""
     chosen = target(options.to)
     index = index_of(src, options.names, source=_of_source(src, options, chosen))
+    check_moments(index, options.zero_moments)
     index = settle(index, options.drift, observer or Silent(), memory=options.memory)
     _check_dtypes(index, options.target.dtypes)
     _check_settings(chosen, options.target.settings)
     own = replace(options.target, family=options.source.family or "", patterns=str(options.source.patterns or ""))
     plan = chosen.plan(index, options.topology, own)
-    job = make_job(index, plan)
+    index = _without(index, plan)
+    job = replace(make_job(index, plan), fsync=options.fsync)
     workers, threads = fit_workers(options.memory, workers=options.workers or _cores(), threads=2)
     return Prepared(
         job=job,
@@ -185,6 +195,20 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     )
 
 
+def _without(index: Index, plan: TargetPlan) -> Index:
+    """What of `index` the target holds, and a line for everything else."""
+    if not plan.lost:
+        return replace(index, dropped=(*index.dropped, *plan.dropped)) if plan.dropped else index
+    atoms: dict[str, AtomIndex] = {}
+    for name, atom in index.atoms.items():
+        lost = plan.lost.get(name, frozenset())
+        states = {state: own for state, own in atom.states.items() if state not in lost}
+        if states:
+            atoms[name] = replace(atom, states=states)
+    aliases = {alias: name for alias, name in index.aliases.items() if name in atoms}
+    return replace(index, atoms=atoms, aliases=aliases, dropped=(*index.dropped, *plan.dropped))
+
+
 def _check_dtypes(index: Index, dtypes: Mapping[str, str]) -> None:
     known = dict.fromkeys(name for _, name, _ in index.states())
     unknown = [state for state in dtypes if state not in known]
@@ -194,7 +218,7 @@ def _check_dtypes(index: Index, dtypes: Mapping[str, str]) -> None:
 
 def _of_source(src: Path, options: ConvertOptions, chosen: Target) -> SourceOptions | None:
     """What is said of the source to its reader; a family may be for a target that knows families alone."""
-    if options.source == SourceOptions() or not getattr(chosen, "takes_settings", False):
+    if options.source == SourceOptions() or not getattr(chosen, "takes_family", False):
         return options.source
     fmt, _ = recognise(src)
     return options.source if isinstance(fmt, Configurable) else None

@@ -32,7 +32,9 @@ class VerifyReport:
     problems: tuple[str, ...]
     """Damage: bytes that are not what they should be, copies that drifted."""
     changes: tuple[Change, ...]
-    """Differences from `against`."""
+    """Differences from `against`, which is compared only with what has no problem."""
+    drift: tuple[str, ...] = ()
+    """Those of `problems` that are copies which differ: every byte of them may be as it was written."""
     casts: tuple[str, ...] = ()
     """Changes of dtype after which states of `against` were compared; empty when it was bit for bit."""
 
@@ -68,12 +70,15 @@ def prove(path: Path, *, against: Path | None, source: SourceOptions, threads: i
     fmt, _ = recognise(path, options=source if against is None else None)
     other = None if against is None else index_of(against, source=source)
     changes: list[Change] = []
+    drift: list[str] = []
     casts: tuple[str, ...] = ()
     checked = 0
     try:
         index = fmt.read(path)
         check_cover(index)
         problems = _damage(index, observer, threads)
+        drift = _drift(index, observer, threads)
+        problems += drift
         checked = checked_bytes(index)
         if other is not None and not problems:
             changes = compare(other, index, observer, cast=True, threads=threads)
@@ -86,6 +91,7 @@ def prove(path: Path, *, against: Path | None, source: SourceOptions, threads: i
         checked_bytes=checked,
         problems=tuple(problems),
         changes=tuple(changes),
+        drift=tuple(drift),
         casts=casts,
     )
 
@@ -109,6 +115,7 @@ def prove_written(source: Index, written: Path, *, observer: Observer, threads: 
     changes = compare(source, index, observer, cast=True, threads=threads)
     lines = [
         *_damage(index, observer, threads),
+        *_drift(index, observer, threads),
         *(f"{c.param}/{c.state} {c.what}: {c.a} in the source, {c.b} written" for c in changes),
     ]
     if lines:
@@ -116,10 +123,14 @@ def prove_written(source: Index, written: Path, *, observer: Observer, threads: 
 
 
 def _damage(index: Index, observer: Observer, threads: int) -> list[str]:
-    """A line for everything in a checkpoint that is not as it was recorded, or not the same in all copies."""
+    """A line for everything in a checkpoint that is not as it was recorded."""
     summed = scan_records(index, observer, threads=threads)
     return [
         *(f"CRC-32 differs: {r.path}: {r.name}{owners(index, r)}" for r in summed),
         *(f"digest differs: {line}" for line in scan_digests(index, observer, threads=threads)),
-        *(f"copies differ: {line}" for line in compare_copies(index, observer, threads=threads)),
     ]
+
+
+def _drift(index: Index, observer: Observer, threads: int) -> list[str]:
+    """A line for every state that is not the same in all its copies."""
+    return [f"copies differ: {line}" for line in compare_copies(index, observer, threads=threads)]

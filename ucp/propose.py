@@ -41,7 +41,10 @@ _CLOSE = 0.9
 """Correlation of parts that are copies which drifted apart; parts that were cut have one near 0."""
 
 _SHARD = re.compile(r"shard\(dim=(\d+)(?:, blocks=\[([^\]]*)\])?")
-"""Name of a recorded pattern. Examples: shard(dim=0), shard(dim=0, blocks=[96, 96])."""
+"""Name of a pattern that a checkpoint is read by. Examples: shard(dim=0), shard(dim=0, blocks=[96, 96])."""
+
+_PLAIN = ("replicate", "partial")
+"""Names of such patterns that a rules file has as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,14 +170,33 @@ def _observed_pieces(atom: AtomIndex, index: Index) -> Observed:
     """A parameter as an index records it: the pieces of its weight, or the pattern that the format told."""
     axis = "etp" if "{expert}" in template_of(atom.name) else "tp"
     parts = index.topology.expert_tp if axis == "etp" else index.topology.tp
-    recorded = _SHARD.match(atom.patterns.get(axis, ""))
-    if parts == 1:
-        cut = None
-    elif recorded is not None:
-        cut = int(recorded[1]), max(len(recorded[2].split(",")) if recorded[2] else 1, 1)
-    else:
-        cut = _cut_of(atom, parts)
-    return Observed(name=atom.name, axis=axis, shapes=(atom.global_shape,), compared=Compared.ALONE, cut=cut)
+    pattern = atom.patterns.get(axis, "") if parts > 1 else ""
+    shard = _SHARD.match(pattern)
+    recorded = _as_rule(shard) if shard is not None else f'"{pattern}"' if pattern in _PLAIN else ""
+    cut = None if recorded or parts == 1 else _cut_of(atom, parts)
+    dim = int(shard[1]) if shard is not None else cut[0] if cut is not None and cut[1] else None
+    whole = atom.global_shape
+    divides = dim is None or whole[dim] % parts == 0
+    shape = whole if dim is None or not divides else (*whole[:dim], whole[dim] // parts, *whole[dim + 1 :])
+    return Observed(
+        name=atom.name,
+        axis=axis,
+        shapes=(shape,),
+        compared=Compared.ALONE,
+        cut=cut,
+        recorded=recorded,
+        is_whole=not divides,
+    )
+
+
+def _as_rule(shard: re.Match[str]) -> str:
+    """A recorded cut as a rules file has it: equal blocks as a share of the dim, others by their lengths."""
+    lengths = shard[2].split(", ") if shard[2] else []
+    if len(lengths) < 2:
+        return f'{{ pattern = "shard", dim = {shard[1]} }}'
+    share = f'"dim / {len(lengths)}"'
+    blocks = ", ".join(own if len(set(lengths)) > 1 else share for own in lengths)
+    return f'{{ pattern = "shard", dim = {shard[1]}, blocks = [{blocks}] }}'
 
 
 def _cut_of(atom: AtomIndex, parts: int) -> tuple[int, int] | None:

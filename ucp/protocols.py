@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from ucp.atom import Index
+from ucp.errors import UsageError
 from ucp.layout import Pattern
 from ucp.plan import Job, Task
 from ucp.target import OutputFile, Receipt, TargetOptions, TargetPlan
@@ -67,6 +69,13 @@ class SourceOptions:
     """Name of the model family whose rules hold, instead of the one chosen by evidence."""
     patterns: Path | None = None
     """TOML file with a family of the user's own."""
+
+    @classmethod
+    def of(cls, family: str | None, patterns: str | PathLike[str] | None) -> SourceOptions:
+        """What a user says of a source. Raises UsageError for a family by name and by file at once."""
+        if family is not None and patterns is not None:
+            raise UsageError("expected a family by name (--family) or by file (--patterns); got both")
+        return cls(family, None if patterns is None else Path(patterns))
 
 
 @runtime_checkable

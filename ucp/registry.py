@@ -11,14 +11,16 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from ucp.errors import FamilyError, UcpError, UnknownFormatError, UsageError
-from ucp.families import Library, choose
-from ucp.family import Family
 from ucp.io.commit import refuse_partial
 from ucp.protocols import Configurable, Engine, Evidence, Format, Pattern, SourceOptions, Target
-from ucp.rule import PatternFactory
+
+if TYPE_CHECKING:
+    from ucp.families import Library
+    from ucp.family import Family
+    from ucp.rule import PatternFactory
 
 __all__ = ["choose_family", "engine", "families", "family", "library", "names", "pattern", "recognise", "target"]
 
@@ -78,6 +80,8 @@ def _pattern_factory(name: str) -> PatternFactory:
 @cache
 def library() -> Library:
     """All registered model families. Raises UsageError when two have one name."""
+    from ucp.families import Library  # most checkpoints are read without a family
+
     return Library.of_packages([point.value for point in _found("ucp.families").values()], _pattern_factory)
 
 
@@ -112,6 +116,11 @@ def choose_family(
     if options is not None and options.patterns is not None:
         found, own = found.with_file(options.patterns)
         name, why = (name, why) if name else (own, f"--patterns {options.patterns}")
+        if replaced := found.replaced(own):
+            why += (
+                f", where rules of its own stand in place of known ones for {', '.join(replaced)}: a mistake in them "
+                "joins the wrong rows, and nothing that is read by the same rules can tell"
+            )
     if name is not None:
         bound = found.family(name).bind(arguments=arguments, shapes=shapes, axes=axes)
         if bound.conflicts and (options is None or options.patterns is None):
@@ -120,6 +129,8 @@ def choose_family(
                 "it is; where the checkpoint is wrong, say so under [given] in a rules file of your own (--patterns)"
             )
         return bound, (why,)
+    from ucp.families import choose
+
     return choose(found.concrete(), names=list(names), shapes=shapes or {}, arguments=arguments or {}, axes=axes or {})
 
 

@@ -18,7 +18,7 @@ from enum import StrEnum
 
 from ucp.atom import Index, StateIndex
 from ucp.compare import drifting, fit_threads
-from ucp.errors import ReplicaError, listed
+from ucp.errors import ReplicaError, counted, listed
 from ucp.fragment import Fragment
 from ucp.layout import Overlap
 from ucp.protocols import Observer
@@ -64,15 +64,16 @@ def _first(state: StateIndex, label: str) -> StateIndex:
 
 
 def _mean(state: StateIndex, label: str) -> StateIndex:
-    """All whole copies of the state's own type as the terms of a mean; low-precision copies say nothing of it."""
+    """All whole copies of the state's own type as the terms of a mean, but those that a rank computed from others."""
     terms: dict[int, list[Fragment]] = {}
     for own in state.fragments:
-        if own.ref.dtype is state.dtype:
+        if own.ref.dtype is state.dtype and not own.derived:
             terms.setdefault(own.replica, []).append(own)
     if len(terms) < 2 or state.overlap is Overlap.MEAN or not state.dtype.is_floating:
         raise ReplicaError(
             f"{label}: expected several whole copies in {state.dtype} to take the mean of; got {len(terms)}. What "
-            "differs is a copy in another precision: take the first with --drift first"
+            "differs is a copy in another precision, or the model's own beside its master: take the first with --drift "
+            "first"
         )
     for replica, pieces in terms.items():
         gaps = uncovered(state.global_shape, [own.box for own in pieces], most=1)
@@ -93,4 +94,6 @@ _SETTLED = {Drift.FIRST: _first, Drift.MEAN: _mean}
 def _notes(found: Mapping[tuple[str, str], list[str]], drift: Drift) -> Iterator[str]:
     taken = "the first rank's value was taken" if drift is Drift.FIRST else "their mean was taken"
     lines = [f"{line}" for _, own in sorted(found.items()) for line in sorted(own)]
-    yield f"copies of {len(found)} states differ, and {taken}, as asked with --drift {drift}:\n{listed(lines)}"
+    yield (
+        f"copies of {counted(len(found), 'state')} differ, and {taken}, as asked with --drift {drift}:\n{listed(lines)}"
+    )

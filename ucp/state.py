@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from ucp.errors import UsageError
@@ -61,6 +62,10 @@ def _hint(globs: Sequence[str], pairs: Sequence[tuple[str, str]]) -> str:
         if found:
             first, more = next(iter(found)), len(found) - 1
             return f"globs are of the whole name: {wider!r} matches {first}{f' and {more:,} more' if more else ''}"
+    known = dict.fromkeys(name for param, state in pairs for name in (param, f"{param}/{state}"))
+    near = [name for glob in globs for name in get_close_matches(glob, known, 2)]
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}? `ucp inspect` lists the names"
     return "`ucp inspect` lists the names"
 
 

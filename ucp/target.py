@@ -96,6 +96,10 @@ class TargetPlan:
     """What the target cannot hold or restore, for the user."""
     casts: tuple[str, ...] = ()
     """Every change of dtype, one line per kind."""
+    dropped: tuple[str, ...] = ()
+    """What of the source's tensors the target does not hold, with the reasons, for the user."""
+    lost: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Parameter to its states that are not held at all: what is written is not compared with these."""
     compress: bool = False
     """Placements are written as encoded blocks, one pack per file, whose sizes are known only afterwards."""
     topology: Topology | None = None

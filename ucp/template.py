@@ -16,7 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-__all__ = ["Template", "kind", "outline"]
+__all__ = ["MOST_SHIFT", "Template", "kind", "outline"]
+
+MOST_SHIFT = 999_999
+"""Largest number by which a field may be shifted."""
 
 _FIELD = re.compile(r"\{([a-z_]+)(?:\+(\d{1,6}))?\}")
 """Examples: {layer}, {expert}, {layer+3}."""

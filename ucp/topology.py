@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ucp.errors import UsageError
+from ucp.errors import TopologyError
 
 __all__ = ["AXES", "Topology"]
 
@@ -49,31 +49,31 @@ class Topology:
             if axis == "etp" and degree is None:
                 continue
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
-                raise UsageError(f"expected a whole number >= 1 for {axis}; got {degree!r}")
+                raise TopologyError(f"expected a whole number >= 1 for {axis}; got {degree!r}")
             if degree > MOST_RANKS:
-                raise UsageError(f"expected at most {MOST_RANKS:,} ranks along {axis}; got {degree:,}")
+                raise TopologyError(f"expected at most {MOST_RANKS:,} ranks along {axis}; got {degree:,}")
         if self.zero is not None and self.zero not in (0, 1, 2, 3):
-            raise UsageError(f"expected a ZeRO stage of 0, 1, 2 or 3; got zero={self.zero!r}")
+            raise TopologyError(f"expected a ZeRO stage of 0, 1, 2 or 3; got zero={self.zero!r}")
         if self.vpp > 1 and self.pp == 1:
-            raise UsageError(f"expected pp above 1 with a virtual pipeline; got vpp={self.vpp}, pp=1")
+            raise TopologyError(f"expected pp above 1 with a virtual pipeline; got vpp={self.vpp}, pp=1")
 
     @classmethod
     def parse(cls, text: str) -> Topology:
-        """Topology written as `axis=degree` pairs with commas between. Raises UsageError."""
+        """Topology written as `axis=degree` pairs with commas between. Raises TopologyError."""
         known = [field.name for field in fields(cls)]
         degrees: dict[str, int] = {}
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             axis, equals, degree = (piece.strip() for piece in part.partition("="))
             if axis not in known or not equals or not degree.isascii() or not degree.isdigit():
-                raise UsageError(
+                raise TopologyError(
                     f"expected axis=degree with one of {', '.join(known)}; got {part!r} in {text!r}. "
                     "Write it like dp=4,zero=3"
                 )
             if axis in degrees:
-                raise UsageError(f"{axis} is given twice in {text!r}")
+                raise TopologyError(f"{axis} is given twice in {text!r}")
             degrees[axis] = int(degree)
         if not degrees:
-            raise UsageError(f"expected axis=degree pairs such as dp=4,zero=3; got {text!r}")
+            raise TopologyError(f"expected axis=degree pairs such as dp=4,zero=3; got {text!r}")
         return cls(**degrees)
 
     @property
@@ -82,9 +82,11 @@ class Topology:
         return self.tp if self.etp is None else self.etp
 
     def __str__(self) -> str:
-        parts = [f"{axis}={getattr(self, axis)}" for axis in (*AXES, "vpp") if getattr(self, axis) > 1]
+        """Written as it is parsed: `dp` always, the other axes where they are not what leaving them out means."""
+        parts = [f"dp={self.dp}"]
+        parts += [f"{axis}={getattr(self, axis)}" for axis in (*AXES[1:], "vpp") if getattr(self, axis) > 1]
         if self.etp is not None:
             parts.append(f"etp={self.etp}")
         if self.zero is not None:
             parts.append(f"zero={self.zero}")
-        return ",".join(parts) or "dp=1"
+        return ",".join(parts)

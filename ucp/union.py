@@ -23,7 +23,7 @@ from ucp.fragment import Fragment
 from ucp.gather import Gatherer, Sources, Span
 from ucp.io.write import start_writeback, write_at
 from ucp.layout import Overlap
-from ucp.numeric import differing, numpy_dtype, strided
+from ucp.numeric import differing, numpy_dtype, strided, without_payloads
 from ucp.plan import BLOCK, Fill, Job, Section, Task
 from ucp.region import Box, RegionPair
 from ucp.slice import Locator, Piece, Slice, block_ranges, resolve, resolve_copies
@@ -102,7 +102,8 @@ class Worker:
         descriptor = os.open(self._root / fill.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             write_at(descriptor, data, fill.offset)
-            start_writeback(descriptor, fill.offset, fill.nbytes)
+            if self._job.fsync:
+                start_writeback(descriptor, fill.offset, fill.nbytes)
         finally:
             os.close(descriptor)
         return sums
@@ -215,7 +216,7 @@ def _differences(own: Slice, piece: Piece, part: memoryview, gatherer: Gatherer)
                 taken = taken.astype(numpy_dtype(stretch.ref.dtype))
         found = differing(taken, copied)
         if found and is_cast:  # casts need not agree in the payload of a NaN
-            found = differing(np.where(np.isnan(taken) & np.isnan(copied), copied, taken), copied)
+            found = differing(without_payloads(taken, copied), copied)
         if found:
             path = stretch.ref.path if isinstance(stretch.ref, TensorRef) else "a number in the index"
             yield (

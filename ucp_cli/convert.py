@@ -34,6 +34,11 @@ __all__ = ["command"]
 @convert_options
 @click.option("--resume", is_flag=True, help="Continue a conversion that was interrupted.")
 @click.option("--overwrite", is_flag=True, help="Replace a DST that ucp wrote.")
+@click.option(
+    "--no-fsync",
+    is_flag=True,
+    help="Leave it to the system when bytes reach the disk, as cp does: no harm from kill -9, but from a power cut.",
+)
 @click.option("--verify", is_flag=True, help="Then read everything back and compare it with SRC, bit for bit.")
 @progress
 @as_json
@@ -43,6 +48,7 @@ def command(
     dst: Path,
     resume: bool,
     overwrite: bool,
+    no_fsync: bool,
     verify: bool,
     progress: str,
     quiet: bool,
@@ -61,12 +67,13 @@ def command(
             dst,
             resume=resume,
             overwrite=overwrite,
+            fsync=not no_fsync,
             verify=verify,
             observer=watch(progress, quiet=quiet),
             **asked,
         )
     except KeyboardInterrupt as stop:
-        raise stopped(stop, f"; the same command with --resume continues {dst}") from None
+        raise stopped(stop, _advice(dst)) from None
     seconds = time.monotonic() - begun
     if as_json:
         write_json(convert_document(report, seconds=seconds, verified=verify))
@@ -79,18 +86,38 @@ def command(
         )
 
 
+def _advice(dst: Path) -> str:
+    """How to go on after an interrupt."""
+    if api.is_unfinished(dst):
+        return f"; the same command with --resume continues {dst}"
+    return "" if dst.exists() else "; nothing was written"
+
+
 def _facts(report: ConvertReport, seconds: float, *, verified: bool) -> Iterator[tuple[str, str]]:
     layout = ", ".join(filter(None, [report.to, report.layout, str(report.topology or "")]))
     yield "wrote", f"{report.dst} ({layout})"
     if report.already_complete:
         yield "", "was complete already: nothing was written"
         return
-    rate = "with --verify" if verified else rate_text(report.nbytes_written, seconds)
-    spent = f"in {seconds_text(seconds)} ({rate})"
-    yield "holds", f"{plural(report.atoms, 'parameter')}; {nbytes_text(report.nbytes_written)} written {spent}"
+    yield "tensors", _tensors(report, seconds, verified=verified)
+    last = f"{'manifest' if report.references else 'index'}: {_files(report.files_last, report.nbytes_last)}"
+    yield "files", f"{_files(report.files_out, report.nbytes_out)}, and the {last}"
     yield "resumed", f"{nbytes_text(report.resumed_bytes)} were there already" if report.resumed_bytes else ""
     yield "checked", ", ".join(_checks(report))
     yield "verified", "read back and equal to the source" if verified else ""
+
+
+def _tensors(report: ConvertReport, seconds: float, *, verified: bool) -> str:
+    """What was done with the bytes of tensors."""
+    whose, spent = f"of {plural(report.atoms, 'parameter')}", f"in {seconds_text(seconds)}"
+    if report.references:
+        return f"{plural(report.references, 'reference')} into the source, {whose}; nothing copied; {spent}"
+    rate = "with --verify" if verified else rate_text(report.nbytes_written, seconds)
+    return f"{nbytes_text(report.nbytes_written)} written, {whose}, {spent} ({rate})"
+
+
+def _files(count: int, nbytes: int) -> str:
+    return f"{plural(count, 'file')} of {nbytes_text(nbytes)}"
 
 
 def _checks(report: ConvertReport) -> Iterator[str]:

@@ -68,6 +68,7 @@ def plan_document(prepared: Prepared, options: ConvertOptions) -> dict[str, obje
         "atoms": len(index.atoms),
         "nbytes": index.nbytes,
         "files": [{"path": file.path, "nbytes": file.nbytes} for file in target.files],
+        "nbytes_written": prepared.job.nbytes,
         "nbytes_out": prepared.nbytes_out,
         "tasks": len(prepared.job.tasks),
         "workers": prepared.workers,
@@ -95,6 +96,7 @@ def verify_document(report: VerifyReport) -> dict[str, object]:
         "against": report.against,
         "checked_bytes": report.checked_bytes,
         "problems": list(report.problems),
+        "drift": list(report.drift),
         "changes": [_change(change) for change in report.changes],
         "casts": list(report.casts),
     }

@@ -8,13 +8,13 @@ DONE = 0
 """Everything asked for was done; checkpoints compared are equal."""
 
 FAILED = 1
-"""It could not be done; the message says why and what to do."""
+"""It could not be done, and the message says why and what to do; or `verify` found damage."""
 
 USAGE = 2
-"""An argument cannot mean anything."""
+"""An argument cannot mean anything, or what it asks for cannot be had of this source or target."""
 
 DIFFERENT = 3
-"""Done, and differences or damage were found."""
+"""Done, and differences were found."""
 
 INTERRUPTED = 130
 """Stopped from the keyboard."""

@@ -6,12 +6,12 @@ from typing import IO, Any
 
 import click
 
-from ucp.errors import UcpError, UsageError
-from ucp_cli.exits import FAILED, INTERRUPTED, TERMINATED, USAGE
+from ucp.errors import MemoryBudgetError, UcpError, UsageError
+from ucp_cli.exits import DIFFERENT, FAILED, INTERRUPTED, TERMINATED, USAGE
 from ucp_cli.stopping import Terminated
 from ucp_cli.units import printable
 
-__all__ = ["Failure", "Misuse", "explained", "stopped"]
+__all__ = ["Failure", "Misuse", "Unfitting", "explained", "stopped"]
 
 
 class Failure(click.ClickException):
@@ -26,9 +26,15 @@ class Failure(click.ClickException):
 
 
 class Misuse(Failure):
-    """It cannot mean anything."""
+    """It cannot mean anything, or cannot be had."""
 
     exit_code = USAGE
+
+
+class Unfitting(Failure):
+    """No model family fits."""
+
+    exit_code = DIFFERENT
 
 
 class Interrupted(Failure):
@@ -51,7 +57,7 @@ def stopped(by: KeyboardInterrupt, advice: str = "") -> Failure:
 def explained(error: BaseException) -> Failure | None:
     """The failure that `error` is to a user; None for a mistake of this program."""
     match error:
-        case UsageError():
+        case UsageError() | MemoryBudgetError():
             return Misuse(str(error))
         case UcpError():
             return Failure(str(error))

@@ -51,9 +51,10 @@ def report_document(report: FamilyReport) -> dict[str, object]:
         "ok": report.ok,
         "path": report.path,
         "format": report.format,
-        "family": report.family.name,
+        "family": None if report.family is None else report.family.name,
         "reasons": list(report.reasons),
-        "sizes": dict(report.family.values),
+        "sizes": {} if report.family is None else dict(report.family.values),
+        "recorded_in": dict(report.recorded_in),
         "parameters": {own.name: _explained(own) for own in report.parameters},
         "unused": list(dict.fromkeys(str(rule.name) for rule in report.unused)),
     }

@@ -61,6 +61,9 @@ def lies(rule: Rule) -> str:
 
 def report_page(report: FamilyReport) -> Iterator[RenderableType | None]:
     """What a family says about a checkpoint: a row per rule that names fell under, then what is wrong."""
+    if report.family is None:
+        yield from _recorded_page(report)
+        return
     wrong = [own for own in report.parameters if own.problem]
     without = [own for own in wrong if own.rule is None]
     verdict = "every parameter has a rule and fits it" if report.ok else f"{len(wrong)} do not fit"
@@ -79,17 +82,34 @@ def report_page(report: FamilyReport) -> Iterator[RenderableType | None]:
     yield lines("Rules that matched nothing", list(dict.fromkeys(str(rule.name) for rule in report.unused)))
 
 
+def _recorded_page(report: FamilyReport) -> Iterator[RenderableType | None]:
+    """What a checkpoint says of itself: where it stands, and a row per kind of parameter."""
+    count = plural(len(report.parameters), "parameter")
+    yield Text(f"{report.path}: {count}; no family is needed, the checkpoint records how they lie")
+    yield facts([("format", report.format), ("family", "none knows these names, and none is needed")])
+    yield table("Recorded", ("axis", "in"), list(report.recorded_in.items()))
+    rows = [row[:4] for row in _rows(report.parameters)]
+    yield table("Parameters", ("name", ">tensors", "shape", "lies"), rows)
+
+
 def _parameter_rows(report: FamilyReport) -> Iterator[tuple[str, ...]]:
     """A row per rule, style and layout; names of other layers and experts are the same row."""
+    return _rows(own for own in report.parameters if own.rule is not None)
+
+
+def _rows(parameters: Iterable[Explained]) -> Iterator[tuple[str, ...]]:
     rows: dict[tuple[str, ...], list[Explained]] = {}
-    for own in report.parameters:
-        if own.rule is not None:
-            rows.setdefault((own.template, str(own.rule), *own.patterns), []).append(own)
+    for own in parameters:
+        rows.setdefault((own.template, str(own.rule), *own.patterns), []).append(own)
     for members in rows.values():
         first = members[0]
         shapes = list(dict.fromkeys(shape_text(own.global_shape) for own in members))
         shown = ", ".join(shapes[:2]) + (", ..." if len(shapes) > 2 else "")
-        yield first.template, str(len(members)), shown, "; ".join(first.patterns) or "one owner", _meaning(first)
+        yield first.template, str(len(members)), shown, _lie(first), _meaning(first)
+
+
+def _lie(own: Explained) -> str:
+    return "; ".join(own.patterns) or ("whole" if own.rule is None else "one owner")
 
 
 def _meaning(own: Explained) -> str:

@@ -84,7 +84,7 @@ class Verbs(click.Group):
 def cli(*, debug: bool) -> None:
     """Read training checkpoints of any framework and layout, and write them for any other.
 
-    Results go to stdout, messages to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 differences or damage
+    Results go to stdout, messages to stderr. Exit codes: 0 done, 1 failed or damaged, 2 wrong usage, 3 differences
     found.
     """
     del debug  # read by `Verbs.invoke`

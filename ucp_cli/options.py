@@ -11,6 +11,7 @@ from typing import TypedDict, TypeVar
 import click
 
 from ucp.errors import UsageError
+from ucp.moments import ZeroMoments
 from ucp.settle import Drift
 from ucp.topology import Topology
 
@@ -70,6 +71,7 @@ class ConvertArguments(TypedDict):
     family: str | None
     patterns: Path | None
     drift: str
+    zero_moments: str
     workers: int
     memory: int
 
@@ -154,7 +156,8 @@ _CONVERT_OPTIONS = (
         "--topology",
         type=topology_of,
         metavar="T",
-        help="Run that will load it, for a target with ranks: dp=4,zero=3.",
+        help="Run that will load it, for a target with ranks: dp=4,zero=3. Axes left out are 1; deepspeed needs zero. "
+        "Without the option: a run as the source was. deepspeed-universal fits any run and takes tp and pp only.",
     ),
     click.option(
         "--layout",
@@ -198,6 +201,13 @@ _CONVERT_OPTIONS = (
         default=Drift.ERROR.value,
         show_default=True,
         help="Copies that should be equal and are not: stop, take the first rank's, or their mean.",
+    ),
+    click.option(
+        "--zero-moments",
+        type=click.Choice([policy.value for policy in ZeroMoments]),
+        default=ZeroMoments.ERROR.value,
+        show_default=True,
+        help="Moments that are all zero although steps were taken (the optimizer was lost): stop, or keep them.",
     ),
     click.option("--workers", type=int, default=0, metavar="N", help="Processes.  [default: one per core]"),
     _MEMORY_OPTION,

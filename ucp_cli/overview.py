@@ -26,7 +26,7 @@ def overview(index: Index, missing: Sequence[str]) -> list[RenderableType | None
         facts([*source_facts(index), *_size_facts(index), *_whole_fact(index, missing)]),
         lines("Missing", missing, style="bold red"),
         table("States", ("state", "dtype", ">tensors", ">elements", ">bytes"), _state_rows(index)),
-        _tree(index),
+        *_tree(index),
         lines("Tied", [f"{alias} = {name}" for alias, name in index.aliases.items()]),
         table("Parameter groups", (">group", ">parameters", "hyper-parameters"), _group_rows(index.groups)),
         table("Extras", ("name", "holds"), _extra_rows(index)),
@@ -56,7 +56,7 @@ def _size_facts(index: Index) -> Iterator[tuple[str, str]]:
     stored = sum(file.nbytes for file in index.files)
     yield (
         "bytes",
-        f"{nbytes_text(index.nbytes)} of states, in {plural(len(index.files), 'file')} of {nbytes_text(stored)}",
+        f"{nbytes_text(index.nbytes)} of tensors, in {plural(len(index.files), 'file')} of {nbytes_text(stored)}",
     )
 
 
@@ -98,12 +98,18 @@ def _look(atom: AtomIndex) -> _Look:
     return _Look(shape_text(atom.global_shape), weight.value if weight else "-", " ".join(others), atom.kind)
 
 
-def _tree(index: Index) -> RenderableType | None:
+def _tree(index: Index) -> Iterator[RenderableType | None]:
+    """The parameters, and what the signs of the tree mean where they occur in it."""
     looks = {name: _look(atom) for name, atom in index.atoms.items()}
     common = Counter(look.others for look in looks.values() if look.kind is Kind.PARAMETER).most_common(1)
     usual = common[0][0] if common else ""
     title = f"Parameters, each with {usual} where nothing else is said" if usual else "Parameters"
-    return table(title, ("name", ">", "shape", "dtype", ""), [_tree_row(line, usual) for line in collapsed(looks)])
+    rows = list(collapsed(looks))
+    yield table(title, ("name", ">", "shape", "dtype", ""), [_tree_row(line, usual) for line in rows])
+    folded = next((line for line in rows if line.ranges), None)
+    if folded is not None:
+        first = folded.ranges.partition(" ")[0]
+        yield Text(f"  #  [{first}]: the same below each of these numbers; ×N: N such tensors", style="dim")
 
 
 def _tree_row(line: Line[_Look], usual: str) -> tuple[str | Text, ...]:

@@ -8,11 +8,13 @@ from pathlib import Path
 import click
 
 from ucp import registry
+from ucp.errors import UnknownFamilyError
 from ucp.explain import explain
 from ucp.infer import Certainty
 from ucp.propose import propose
 from ucp.protocols import SourceOptions
 from ucp_cli.exits import DIFFERENT
+from ucp_cli.failures import Unfitting
 from ucp_cli.family_documents import families_document, family_document, proposal_document, report_document
 from ucp_cli.family_page import family_page, family_table, report_page
 from ucp_cli.options import PATH, as_json, example, source_options
@@ -76,9 +78,13 @@ def check_command(ctx: click.Context, *, path: Path, family: str | None, pattern
     """Explain every parameter of a checkpoint.
 
     Shows which rule of the family each name falls under and what that means, names without a rule, and rules that
-    matched nothing. Exit code 3 when a name has no rule, or a shape does not fit it.
+    matched nothing. A checkpoint that records its own layout needs no family: then what it records is shown, and where.
+    Exit code 3 when a name has no rule, no family fits where one is needed, or a shape does not fit.
     """
-    report = explain(path, SourceOptions(family=family, patterns=patterns))
+    try:
+        report = explain(path, SourceOptions(family=family, patterns=patterns))
+    except UnknownFamilyError as error:
+        raise Unfitting(str(error)) from error
     if as_json:
         write_json(report_document(report))
     else:

@@ -61,11 +61,22 @@ def _facts(prepared: Prepared, options: ConvertOptions) -> Iterator[tuple[str, s
     variant = options.target.layout or ("compressed" if options.target.compress else "")
     yield "to", " ".join(filter(None, [options.to, variant, str(target.topology or options.topology or "")]))
     read = index.nbytes if target.placements else 0
-    yield "read", f"{nbytes_text(read)} of {plural(len(index.atoms), 'parameter')}"
-    packs = f"what {nbytes_text(read)} compress to, and " if target.compress else ""
-    yield "write", f"{packs}{nbytes_text(prepared.nbytes_out)} in {plural(len(target.files), 'file')}"
+    yield "tensors", _tensors(prepared, read)
+    packs = "what the tensors compress to, and " if target.compress else ""
+    files = f"{plural(len(target.files), 'file')} of {packs}{nbytes_text(prepared.nbytes_out)}"
+    yield "files", f"{files}, and the index"
     at_best = seconds_text((read + prepared.nbytes_out) / _DISK)
     yield "time", f"{at_best} or more, where the disk reads and writes 1 GiB/s"
     workers = f"{plural(prepared.workers, 'worker')} of {plural(wide, 'thread')}"
     yield "work", f"{plural(len(prepared.job.tasks), 'task')} by {workers}"
     yield "memory", f"{nbytes_text(prepared.projected_bytes)} at most, of {nbytes_text(options.memory)} allowed"
+
+
+def _tensors(prepared: Prepared, read: int) -> str:
+    """What is done with the bytes of tensors."""
+    index, target = prepared.job.index, prepared.job.target
+    whose = f"of {plural(len(index.atoms), 'parameter')}"
+    if not target.placements:
+        pieces = sum(len(state.fragments) for _, _, state in index.states())
+        return f"{nbytes_text(index.nbytes)} {whose}: {plural(pieces, 'reference')} into the source, nothing copied"
+    return f"{nbytes_text(read)} to read, {nbytes_text(prepared.job.nbytes)} to write, {whose}"

@@ -27,9 +27,9 @@ are as long as they need to be and have no colours. What `--json` prints is desc
 | exit code | means |
 |---|---|
 | 0 | done; for `verify` and `diff`: nothing wrong, no difference |
-| 1 | failed; the message says why, and what to do |
-| 2 | an option or argument cannot mean anything |
-| 3 | `verify`, `diff`: done, and damage or differences were found |
+| 1 | failed, by the checkpoint or the machine: the message says why, and what to do; for `verify`: damage was found |
+| 2 | a mistake in the arguments: they mean nothing, or what cannot be had of this source, target or memory |
+| 3 | done, and differences were found: `diff`, `verify --against`, `patterns check` |
 | 130 | interrupted from the keyboard; `convert --resume` continues |
 | 143 | ended by SIGTERM (as a scheduler sends); `convert --resume` continues |
 

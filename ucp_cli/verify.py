@@ -12,11 +12,11 @@ from ucp import api
 from ucp.api import VerifyReport
 from ucp_cli.changes import change_tables
 from ucp_cli.documents import verify_document
-from ucp_cli.exits import DIFFERENT
+from ucp_cli.exits import DIFFERENT, FAILED
 from ucp_cli.options import PATH, as_json, compare_options, example, progress, source_options
 from ucp_cli.progress import watch
 from ucp_cli.render import facts, lines, write, write_json
-from ucp_cli.units import nbytes_text
+from ucp_cli.units import nbytes_text, plural
 
 __all__ = ["command"]
 
@@ -45,7 +45,8 @@ def command(
     """Prove that a checkpoint is whole and undamaged.
 
     Pieces must tile every tensor, bytes must have the checksums that were recorded, copies must be equal. Exit code
-    3 when something is wrong. --family and --patterns are about SRC where --against is given, else about PATH.
+    1 when PATH is damaged, 3 when it is not and differs from SRC. --family and --patterns are about SRC where
+    --against is given, else about PATH.
     """
     observer = watch(progress, quiet=quiet)
     report = api.verify(
@@ -62,17 +63,37 @@ def command(
     elif not quiet:
         write(*_parts(report))
     if not report.ok:
-        ctx.exit(DIFFERENT)
+        ctx.exit(FAILED if report.problems else DIFFERENT)
+
+
+def _verdict(report: VerifyReport) -> str:
+    """The first line: what was found, in a word."""
+    if len(report.problems) > len(report.drift):
+        return f"{report.path}: damaged"
+    if report.drift:
+        return f"{report.path}: holds copies that should be equal and are not"
+    if report.changes:
+        return f"{report.path}: differs from {report.against}, {plural(len(report.changes), 'difference')}"
+    return f"{report.path}: whole and undamaged"
 
 
 def _parts(report: VerifyReport) -> list[RenderableType | None]:
-    verdict = "whole and undamaged" if report.ok else "not as it should be"
     equal = "rounds from" if report.casts else "equal to"
     checked = f"{nbytes_text(report.checked_bytes)} against checksums" if report.checked_bytes else ""
+    whole = "whole and undamaged" if report.changes else ""
+    not_compared = report.against if report.problems and report.against else ""
     return [
-        Text(f"{report.path}: {verdict}"),
-        facts([("checked", checked), (equal, (report.against or "") if report.ok else "")]),
+        Text(_verdict(report)),
+        facts(
+            [
+                ("in itself", whole),
+                ("checked", checked),
+                (equal, (report.against or "") if report.ok else ""),
+                ("not compared with", not_compared),
+            ]
+        ),
         lines("Compared after these casts", report.casts, style="yellow"),
-        lines("Damage", report.problems, style="red"),
+        lines("Damage", [line for line in report.problems if line not in report.drift], style="red"),
+        lines("Copies that differ", report.drift, style="red"),
         change_tables(report.changes, a=report.against or "", b=report.path),
     ]

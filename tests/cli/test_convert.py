@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from safetensors import safe_open
@@ -19,6 +21,11 @@ KEYS = {
     "layout",
     "atoms",
     "nbytes_written",
+    "nbytes_out",
+    "files_out",
+    "nbytes_last",
+    "files_last",
+    "references",
     "resumed_bytes",
     "already_complete",
     "checked_bytes",
@@ -36,7 +43,8 @@ def test_the_summary_says_what_was_done(ucp: Run, zero3: Path, tmp_path: Path) -
     result = ucp("convert", zero3, tmp_path / "out", "--verify")
     facts = dict(line.split(maxsplit=1) for line in result.stdout.split("\n\n")[0].splitlines())
     assert facts["wrote"] == f"{tmp_path / 'out'} (ucp)"
-    assert "written in" in facts["holds"]
+    assert facts["tensors"].startswith("4.68 KiB written, of 16 parameters, in ")
+    assert facts["files"].startswith("6 files of ")
     assert "against checksums" in facts["checked"]
     assert facts["verified"] == "read back and equal to the source"
     assert result.stderr == ""
@@ -47,6 +55,18 @@ def test_json_has_the_keys_of_its_schema(ucp: Run, zero3: Path, tmp_path: Path) 
     assert document["schema"] == "ucp.convert/1"
     assert set(document) >= KEYS
     assert document["verified"] is False
+
+
+def test_no_fsync_leaves_the_disk_to_the_system(
+    ucp: Run, zero3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("os.fsync", synced.append)
+    ucp("convert", zero3, tmp_path / "out", "--no-fsync", "--workers", 1)
+    assert not synced
+    ucp("verify", tmp_path / "out", "--against", zero3)
+    ucp("convert", zero3, tmp_path / "waited", "--workers", 1)
+    assert synced
 
 
 def test_quiet_says_nothing(ucp: Run, zero3: Path, tmp_path: Path) -> None:
@@ -149,12 +169,76 @@ def test_the_source_as_destination_is_refused(ucp: Run, copy: Path) -> None:
     assert "lies inside" in ucp("convert", copy, copy / "atoms", code=1).stderr
 
 
-def test_an_interrupt_says_how_to_go_on(ucp: Run, zero3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*words: object, **named: object) -> None:
-        raise KeyboardInterrupt
+CONVERSION = import_module("ucp.convert")  # `ucp.convert` is the function
+PREPARATION = import_module("ucp.prepare")
 
-    monkeypatch.setattr("ucp.api.carry_out", stop)
-    assert "--resume" in ucp("convert", zero3, tmp_path / "out", code=130).stderr
+
+def stop(*words: object, **named: object) -> None:
+    """In place of a step: as if Ctrl-C were pressed there."""
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_says_how_to_go_on(ucp: Run, zero3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CONVERSION, "seal_checksums", stop)
+    said = ucp("convert", zero3, tmp_path / "out", code=130).stderr
+    assert said == f"Error: interrupted; the same command with --resume continues {tmp_path / 'out'}\n"
+    monkeypatch.undo()
+    assert json.loads(ucp("convert", zero3, tmp_path / "out", "--resume", "--json").stdout)["resumed_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("module", "step"), [(CONVERSION, "prepare"), (CONVERSION, "_check_space"), (PREPARATION, "make_job")]
+)
+def test_an_interrupt_before_anything_is_written_has_nothing_to_resume(
+    ucp: Run, zero3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, step: str
+) -> None:
+    monkeypatch.setattr(module, step, stop)
+    assert ucp("convert", zero3, tmp_path / "out", code=130).stderr == "Error: interrupted; nothing was written\n"
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_interrupt_beside_what_is_there_says_nothing_of_it(
+    ucp: Run, zero3: Path, atoms: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CONVERSION, "prepare", stop)
+    assert ucp("convert", zero3, atoms, "--overwrite", code=130).stderr == "Error: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["--virtual"], ["--compress"], ["--layout", "per-parameter"], ["--to", "deepspeed"], ["--exclude", "l1.*"]],
+)
+def test_sizes_are_those_that_were_planned_and_those_on_disk(
+    ucp: Run, zero3: Path, tmp_path: Path, words: list[str]
+) -> None:
+    """`plan`, `convert` and the disk count the same files and the same tensors."""
+    out = tmp_path / "out"
+    planned = json.loads(ucp("plan", zero3, *words, "--json").stdout)
+    done = json.loads(ucp("convert", zero3, out, *words, "--json").stdout)
+    on_disk = [path.stat().st_size for path in out.rglob("*") if path.is_file()]
+    assert done["files_out"] == len(planned["files"])
+    assert done["nbytes_written"] == planned["nbytes_written"]
+    assert done["files_out"] + done["files_last"] == len(on_disk)
+    assert done["nbytes_out"] + done["nbytes_last"] == sum(on_disk)
+    if "--compress" not in words:
+        assert done["nbytes_out"] == planned["nbytes_out"]
+    page = ucp("plan", zero3, *words).stdout
+    told = next(line for line in page.splitlines() if line.startswith("files "))
+    made = ucp("convert", zero3, out, *words, "--overwrite").stdout
+    assert [line for line in made.splitlines() if line.startswith("files ")]
+    if "--compress" not in words:
+        assert told.split(maxsplit=1)[1].removesuffix(", and the index") in made
+
+
+def test_a_virtual_store_says_what_it_refers_to(ucp: Run, zero3: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    document = json.loads(ucp("convert", zero3, out, "--virtual", "--json").stdout)
+    pieces = json.loads(ucp("inspect", out, "--param", "*", "--json").stdout)["atoms"].values()
+    assert document["references"] == sum(len(s["pieces"]) for atom in pieces for s in atom["states"].values())
+    page = ucp("convert", zero3, out, "--virtual", "--overwrite").stdout
+    assert "278 references into the source, of 16 parameters; nothing copied" in page
+    assert f"and the manifest: {document['files_last']} files of " in page
+    assert "0 B" not in page
 
 
 def test_a_flipped_byte_is_named(ucp: Run, copy: Path, tmp_path: Path) -> None:
@@ -168,3 +252,27 @@ def test_a_flipped_byte_is_named(ucp: Run, copy: Path, tmp_path: Path) -> None:
     result = ucp("convert", copy, tmp_path / "out", code=1)
     assert "l1.weight/exp_avg" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("selection", ["*/step", "*/exp_avg"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--to", "deepspeed", "--topology", "dp=2,zero=1"],
+        ["--to", "deepspeed", "--topology", "zero=0"],
+        ["--to", "deepspeed-universal"],
+        ["--to", "megatron"],
+        ["--to", "megatron", "--layout", "torch"],
+    ],
+)
+def test_states_without_their_weights_are_refused_with_what_is_true(
+    ucp: Run, zero3: Path, tmp_path: Path, selection: str, words: list[str]
+) -> None:
+    """Whether the weights are left out here, or were when the store was made."""
+    ucp("convert", zero3, tmp_path / "part", "--include", selection, "-q")
+    for source, chosen in ((tmp_path / "part", []), (zero3, ["--include", selection])):
+        said = ucp("plan", source, *chosen, *words, code=1).stderr
+        assert "expected the weight of every parameter" in said
+        assert f"l1.weight: {selection.removeprefix('*/')}\n" in said
+        assert "take the weights along where --include or --exclude leaves them out" in said
+        assert "Traceback" not in said

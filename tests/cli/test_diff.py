@@ -24,7 +24,7 @@ def test_differences_are_exit_code_3_and_named(ucp: Run, zero3: Path, mixed: Pat
 def test_memory_and_workers_bound_it(ucp: Run, zero3: Path, atoms: Path) -> None:
     for words in (["diff", zero3, atoms], ["verify", atoms, "--against", zero3]):
         ucp(*words, "--memory", "40MiB", "--workers", "1")
-        assert "at least 40 MiB, the need of one thread; got 8 MiB" in ucp(*words, "--memory", "8M", code=1).stderr
+        assert "at least 40 MiB, the need of one thread; got 8 MiB" in ucp(*words, "--memory", "8M", code=2).stderr
         assert "number of workers" in ucp(*words, "--workers", "-1", code=2).stderr
 
 

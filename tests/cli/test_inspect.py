@@ -189,6 +189,7 @@ def test_what_is_there_is_shown_where_files_are_missing_or_damaged(ucp: Run, cop
         ["zero_pp_rank_#_mp_rank_00_model_states.pt", "[0-3]", "4"],
         ["zero_pp_rank_#_mp_rank_00_optim_states.pt", "[0-1,3]", "3"],
     ]
+    assert "the same below each" not in page
     each = ucp("inspect", copy, "--files", code=1).stdout
     assert all(path.name in each for path in tag.iterdir())
 
@@ -230,3 +231,12 @@ def test_a_hole_is_shown_not_refused(ucp: Run, zero3: Path, monkeypatch: pytest.
     assert "l1.weight/weight [0:3, 0:7] of [13, 7]: held by nothing" in page
     (missing,) = json.loads(ucp("inspect", zero3, "--json").stdout)["missing"]
     assert "l1.weight/weight" in missing
+
+
+def test_the_signs_of_the_tree_are_explained_where_they_occur(ucp: Run, zero3: Path) -> None:
+    layers = FIXTURES.parent / "megatron" / "mixtral-ep4-dp4-full" / "checkpoint"
+    page = ucp("inspect", layers).stdout
+    tree = page.split("\nParameters")[1].split("\n\n")[0]
+    assert "layers.#  [0-3]" in tree
+    assert tree.splitlines()[-1] == "  #  [0-3]: the same below each of these numbers; ×N: N such tensors"
+    assert "the same below each" not in ucp("inspect", zero3).stdout

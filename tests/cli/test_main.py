@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Run
+from tests.cli.conftest import FIXTURES, Run
 from ucp import api
 from ucp.errors import UcpError, UsageError
 from ucp_cli.main import SUMMARIES, cli
 
+LIGHT = ("backend", "folder", "names", "native_source", "source", "universal_source")
+"""Modules of a format that tell whether a folder is of it."""
 HEAVY = ("torch", "numpy", "rich.progress", "deepspeed", "multiprocess")
 
 
@@ -98,6 +100,30 @@ def test_help_imports_next_to_nothing() -> None:
 @pytest.mark.parametrize("words", [["inspect"], ["plan"], ["inspect", "--json"]])
 def test_reading_commands_import_no_torch(zero3: Path, words: list[str]) -> None:
     assert not imported(words[0], zero3, *words[1:]) & set(HEAVY)
+
+
+@pytest.mark.parametrize(
+    ("folder", "own", "read_by"),
+    [
+        ("deepspeed/z3-dp4-fp32/checkpoint", "ucp_formats.deepspeed", "native_index"),
+        ("deepspeed/z1-dp4-fp32/universal", "ucp_formats.deepspeed", "universal_index"),
+        ("megatron/llama-tp2-dp2-dp/checkpoint", "ucp_formats.megatron", "dist_source"),
+        ("megatron/gpt-tp2-pp2-torch/checkpoint", "ucp_formats.megatron", "legacy_source"),
+    ],
+)
+def test_formats_that_a_checkpoint_is_not_of_are_known_by_names_alone(folder: str, own: str, read_by: str) -> None:
+    """All formats are asked whether it is theirs; readers are imported for the one that it is."""
+    modules = imported("inspect", FIXTURES.parent / folder)
+    assert f"{own}.{read_by}" in modules
+    for package in {"ucp_formats.deepspeed", "ucp_formats.megatron"} - {own}:
+        light = {package, *(f"{package}.{name}" for name in LIGHT)}
+        assert {name for name in modules if name.startswith(package)} <= light
+    assert not modules & {"ucp.store.index", "ucp.store.interpret", "ucp.load", "ucp.live"}
+
+
+def test_a_run_of_data_parallelism_needs_no_model_family(zero3: Path) -> None:
+    modules = imported("inspect", zero3)
+    assert not modules & {"ucp.families", "ucp.family", "tomllib", "ucp_formats.deepspeed.parallel_source"}
 
 
 @pytest.mark.parametrize("words", [[], ["--to", "deepspeed", "--topology", "dp=2,zero=3"], ["--virtual"]])

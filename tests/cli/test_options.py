@@ -61,7 +61,7 @@ def test_wrong_usage_is_exit_code_2_and_names_the_cure(ucp: Run, zero3: Path, wo
 
 
 def test_too_little_memory_is_told_in_its_own_unit(ucp: Run, zero3: Path) -> None:
-    assert "got 1 KiB. Raise --memory" in ucp("plan", zero3, "--memory", "1K", code=1).stderr
+    assert "got 1 KiB. Raise --memory" in ucp("plan", zero3, "--memory", "1K", code=2).stderr
 
 
 @pytest.mark.parametrize(

@@ -119,9 +119,56 @@ def test_a_shape_that_does_not_fit_is_told(ucp: Run, tmp_path: Path) -> None:
 
 
 def test_names_of_no_family_are_a_failure_that_says_what_to_do(ucp: Run, tmp_path: Path) -> None:
-    message = ucp("patterns", "check", checkpoint(tmp_path / "odd", {"a.weight": (3,)}), code=1).stderr
-    assert "no model family fits" in message
+    message = ucp("patterns", "check", checkpoint(tmp_path / "odd", {"a.weight": (3,)}), code=3).stderr
+    assert "no model family fits the names of this checkpoint; none has a rule for a single name\n" in message
     assert "ucp patterns infer" in message
+    assert len(message.splitlines()) == 2
+
+
+def test_the_nearest_family_alone_says_what_speaks_against_it(ucp: Run, tmp_path: Path) -> None:
+    odd = {**LLAMA, "model.layers.0.adapter.weight": (3,)}
+    message = ucp("patterns", "check", checkpoint(tmp_path / "odd", odd), code=3).stderr
+    assert "the nearest is llama: no rule for model.layers.0.adapter.weight\n" in message
+    assert len(message.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("case", "where", "row"),
+    [
+        (
+            "z3-dp4-bf16/checkpoint",
+            "dp    param_shapes of zero_pp_rank_0_",
+            ["emb.weight", "1", "11x7", "dp: flat (ZeRO-3)"],
+        ),
+        (
+            "z1-tp2-dp2/checkpoint",
+            "tp    universal_checkpoint_info of mp_rank_00_model_states.pt",
+            ["block.down.weight", "1", "8x32", "tp: shard(dim=1); dp: flat (ZeRO-1)"],
+        ),
+        (
+            "z1-ep2-dp4/checkpoint",
+            "ep    names of the layer_*_expert_*",
+            ["moe.deepspeed_moe.experts.deepspeed_experts.#.weight", "4", "8x8", "ep: unique; dp: flat (ZeRO-1)"],
+        ),
+        (
+            "z1-pp2-dp2/checkpoint",
+            "pp    names of the layer_*-model_states.pt files",
+            None,
+        ),
+        ("z1-tp2-dp2/universal", "every axis  folders of zero/", ["block.down.weight", "1", "8x32", "whole"]),
+    ],
+)
+def test_what_records_its_own_layout_needs_no_family(ucp: Run, case: str, where: str, row: list[str] | None) -> None:
+    """Files that real DeepSpeed wrote."""
+    source = PAGE.parents[2] / "fixtures" / "deepspeed" / case
+    page = ucp("patterns", "check", source).stdout
+    assert "no family is needed" in page.splitlines()[0]
+    assert where in page
+    found = [line.split(maxsplit=3) for line in page.splitlines()]
+    assert row is None or row in found
+    document = json.loads(ucp("patterns", "check", source, "--json").stdout)
+    assert (document["ok"], document["family"]) == (True, None)
+    assert where.split("  ", maxsplit=1)[0] in document["recorded_in"]
 
 
 def test_rules_of_ones_own(ucp: Run, tmp_path: Path) -> None:

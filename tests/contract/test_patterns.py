@@ -93,6 +93,11 @@ class TestShardWithCopies(PatternContract):
         with pytest.raises(ValueError, match="expected"):
             Shard(*arguments)
 
+    @pytest.mark.parametrize(("blocks", "repeat"), [((1,), 8193), ((1, 1), 4097), ((1,) * 8193, 1), ((1,), 10**9)])
+    def test_blocks_have_a_bound(self, blocks, repeat):
+        with pytest.raises(ValueError, match="at most 8,192 blocks"):
+            Shard(0, blocks, (), repeat)
+
 
 class TestShardRepeated(PatternContract):
     """The paper's fused [n_experts * hidden_out, hidden_in]: the blocks of one expert, for every expert."""

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 import ucp
-from ucp.errors import UcpError, UnsupportedError, UsageError
+from ucp.errors import TopologyError, UcpError
 from ucp.io.archive import read_archive
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspeed"
 
 TARGETS: dict[str, Sequence[str]] = {
-    "z1-pp2-tp2-dp2-bf16": ("dp=2,tp=2,pp=2,zero=1", "dp=1,pp=2,zero=1", "dp=3,tp=4,zero=1"),
-    "z1-pp4-tied": ("dp=2,tp=2,pp=4,zero=1", "dp=1,zero=0"),
-    "z1-pp2-dp2": ("dp=2,pp=2,zero=1", "dp=3,zero=0", "dp=1,pp=2,zero=0"),
-    "z0-pp2": ("dp=2,pp=2,zero=1", "dp=1,pp=2,zero=0"),
+    "z1-pp2-tp2-dp2-bf16": ("dp=2,tp=2,pp=2,zero=1", "dp=1,pp=2,zero=1", "dp=3,tp=4,zero=1", "dp=1,tp=4,pp=4,zero=1"),
+    "z1-pp4-tied": ("dp=2,tp=2,pp=4,zero=1", "dp=1,zero=0", "dp=3,tp=2,pp=3,zero=1"),
+    "z1-pp2-dp2": ("dp=2,pp=2,zero=1", "dp=3,zero=0", "dp=1,pp=2,zero=0", "dp=2,pp=4,zero=1", "dp=1,pp=3,zero=0"),
+    "z0-pp2": ("dp=2,pp=2,zero=1", "dp=1,pp=2,zero=0", "dp=1,pp=3,zero=1"),
     "z0-pp2-bf16": ("dp=1,pp=2,zero=1",),
     "z1-tp2-dp2": ("dp=2,tp=2,zero=1", "dp=1,tp=4,zero=3", "dp=3,zero=2", "dp=1,tp=2,zero=0"),
     "z3-tp2-dp2": ("dp=2,tp=2,zero=3", "dp=1,tp=4,zero=2"),
@@ -100,17 +100,17 @@ def test_a_universal_checkpoint_says_how_to_cut_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "topology", "error", "message"),
     [
-        ("z1-pp2-dp2", "dp=1,pp=4,zero=1", UnsupportedError, "--to deepspeed-universal loads at any degrees"),
-        ("z1-pp2-dp2", "dp=1,pp=2,zero=2", UnsupportedError, "no pipelines with ZeRO 2 or 3"),
-        ("z1-pp2-dp2", "dp=1,tp=2,pp=2,zero=1", UsageError, "expected universal_checkpoint_info"),
-        ("z1-dp4-fp32", "dp=1,tp=2,zero=1", UsageError, "expected universal_checkpoint_info"),
-        ("z1-dp4-fp32", "dp=1,pp=2,zero=1", UsageError, "expected a source that was a pipeline"),
-        ("z1-dp4-fp32", "dp=2,ep=2,zero=1", UsageError, "there are none: drop ep"),
-        ("z1-tp2-dp2", "dp=1,tp=3,zero=1", UnsupportedError, r"block.q.weight: \[8, 8\] along dim 0"),
-        ("z1-tp2-dp2", "dp=1,cp=2,zero=1", UsageError, "drop cp"),
-        ("z1-ep2-dp4", "dp=3,ep=3,zero=1", UsageError, "expected ep to divide dp and the numbers of experts"),
-        ("z1-ep2-dp4", "dp=3,ep=2,zero=1", UsageError, "expected ep to divide dp"),
-        ("z1-ep2-dp4", "dp=2,ep=2,zero=3", UnsupportedError, "no native experts with ZeRO 3"),
+        ("z1-pp2-dp2", "dp=1,pp=5,zero=1", TopologyError, "expected trained parameters in each of 5 stages"),
+        ("z1-pp2-dp2", "dp=1,pp=2,zero=2", TopologyError, "no pipelines with ZeRO 2 or 3"),
+        ("z1-pp2-dp2", "dp=1,tp=2,pp=2,zero=1", TopologyError, "expected universal_checkpoint_info"),
+        ("z1-dp4-fp32", "dp=1,tp=2,zero=1", TopologyError, "expected universal_checkpoint_info"),
+        ("z1-dp4-fp32", "dp=1,pp=2,zero=1", TopologyError, "expected a source that was a pipeline"),
+        ("z1-dp4-fp32", "dp=2,ep=2,zero=1", TopologyError, "there are none: drop ep"),
+        ("z1-tp2-dp2", "dp=1,tp=3,zero=1", TopologyError, r"block.q.weight: \[8, 8\] along dim 0"),
+        ("z1-tp2-dp2", "dp=1,cp=2,zero=1", TopologyError, "drop cp"),
+        ("z1-ep2-dp4", "dp=3,ep=3,zero=1", TopologyError, "expected ep to divide dp and the numbers of experts"),
+        ("z1-ep2-dp4", "dp=3,ep=2,zero=1", TopologyError, "expected ep to divide dp"),
+        ("z1-ep2-dp4", "dp=2,ep=2,zero=3", TopologyError, "no native experts with ZeRO 3"),
     ],
 )
 def test_what_cannot_be_written(name: str, topology: str, error: type[UcpError], message: str, tmp_path: Path) -> None:

@@ -39,6 +39,17 @@ def test_everything_is_on_disk_before_it_is_in_place(staging, monkeypatch):
     assert not staging.folder.exists()
 
 
+def test_the_system_may_be_left_to_bring_it_to_the_disk(staging, monkeypatch):
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    begun(staging)
+    (staging.data / "ucp.json").write_text("{}")
+    staging.commit(fsync=False)
+    assert synced == []
+    assert (staging.dst / "ucp.json").read_text() == "{}"
+    assert not staging.folder.exists()
+
+
 def test_notes_come_back_when_resumed(staging):
     assert begun(staging) == []
     staging.note({"task": 1})

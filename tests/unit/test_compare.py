@@ -121,6 +121,16 @@ class TestValues:
             b = index(shards, w=array.astype("float16"))
         assert changes(index(shards, w=array), b, cast=True) == []
 
+    def test_any_nan_is_the_cast_of_any_nan(self, shards):
+        array = np.array([1.0, math.nan, 3.0], dtype="float32")
+        copy = array.astype("float16")
+        copy.view("uint16")[1] = 0xFFFF
+        assert changes(index(shards, w=array), index(shards, w=copy), cast=True) == []
+        assert [c[2] for c in changes(index(shards, w=array), index(shards, w=copy))] == ["dtype"]
+        same = array.copy()
+        same.view("uint32")[1] = 0xFFFFFFFF
+        assert [c[2] for c in changes(index(shards, w=array), index(shards, w=same))] == ["values"]
+
     @pytest.mark.parametrize("dtypes", [("int64", "float32"), ("complex64", "float32"), ("bool", "uint8")])
     def test_types_that_cannot_be_cast_are_compared_as_numbers(self, shards, dtypes):
         arrays = [np.array([0, 1, 1]).astype(dtype) for dtype in dtypes]

@@ -563,3 +563,31 @@ def test_nothing_stays_open(source, tmp_path, small_blocks):
     ucp.diff(source, tmp_path / "out")
     ucp.open(tmp_path / "out").read("embed", "weight")
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+class TestFsync:
+    @pytest.fixture
+    def disk(self, monkeypatch):
+        """What the system is asked to bring to the disk."""
+        asked: list[str] = []
+        monkeypatch.setattr(os, "fsync", lambda descriptor: asked.append("fsync"))
+        monkeypatch.setattr(import_module("ucp.union"), "start_writeback", lambda *place: asked.append("writeback"))
+        return asked
+
+    def test_bytes_begin_to_reach_the_disk_early_and_are_waited_for(self, source, tmp_path, disk):
+        ucp.convert(source, tmp_path / "out", workers=1)
+        assert set(disk) == {"writeback", "fsync"}
+        assert disk[-1] == "fsync"
+
+    def test_without_it_the_same_bytes_are_left_to_the_system(self, source, tmp_path, disk):
+        ucp.convert(source, tmp_path / "out", workers=1, fsync=False)
+        assert disk == []
+        ucp.convert(source, tmp_path / "waited", workers=1)
+        assert {name: data for name, data in tree(tmp_path / "out").items() if name.startswith("packs")} == {
+            name: data for name, data in tree(tmp_path / "waited").items() if name.startswith("packs")
+        }
+
+    def test_it_is_no_other_conversion(self, source, tmp_path, disk):
+        """What was begun with it may be continued without, and the other way round."""
+        ucp.convert(source, tmp_path / "out", fsync=False)
+        assert ucp.convert(source, tmp_path / "out", resume=True).already_complete

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 from ucp_patterns.replicate import Replicate
 
+from ucp import registry
 from ucp.errors import FamilyError, UnknownFamilyError, UsageError
 from ucp.families import Library, choose
 from ucp.family_text import read_family
@@ -75,10 +76,11 @@ def test_the_family_knows_the_model():
 
 
 def test_names_of_no_family_are_explained():
-    with pytest.raises(
-        UnknownFamilyError, match=r"no model family fits.*\n(?s:.*)llama: no .*no rule for foo.bar and 1"
-    ):
+    with pytest.raises(UnknownFamilyError, match=r"no model family fits.*; none has a rule for a single name\n"):
         choose_family(names=["foo.bar", "foo.baz"])
+    names = [*names_of("llama"), "foo.bar", "foo.baz"]
+    with pytest.raises(UnknownFamilyError, match=r"the nearest is \S+: .*no rule for foo.bar and 1 more like it\n"):
+        choose_family(names=names)
 
 
 def test_several_families_are_not_guessed():
@@ -170,6 +172,15 @@ class TestOfTheUser:
         with pytest.raises(UsageError, match=r"expected a rules file \(TOML\) at .*nope.toml"):
             library().with_file(tmp_path / "nope.toml")
 
+    def test_rules_in_place_of_known_ones_are_named(self, tmp_path):
+        text = 'name = "own"\nextends = ["llama"]\n[[rule]]\nname = "{}"\ntp = {}\n'
+        fc1, extra = "decoder.layers.{layer}.mlp.linear_fc1.weight", "decoder.layers.{layer}.extra"
+        lie = self.file(tmp_path, text.format(fc1, '{ pattern = "shard", dim = 0 }'))
+        _, (why,) = choose_family(names=[], options=SourceOptions(patterns=lie))
+        assert f"in place of known ones for {fc1}: a mistake" in why
+        more = self.file(tmp_path, text.format(extra, '"replicate"'))
+        assert choose_family(names=[], options=SourceOptions(patterns=more))[1] == (f"--patterns {more}",)
+
 
 def test_the_file_in_the_manual_is_one():
     page = (Path(__file__).parents[2] / "docs" / "reference" / "families.md").read_text()
@@ -207,3 +218,16 @@ class TestFilesThatAreNone:
     def test_place(self, path):
         with pytest.raises(UsageError, match="expected a rules file"):
             library().with_file(Path(path))
+
+
+def test_a_rule_that_makes_too_many_pieces_is_refused(tmp_path):
+    """Each axis alone is within bounds; composed, they are not."""
+    cut = '{ pattern = "shard", dim = 0, blocks = ["dim / 512"], repeat = "512" }'
+    text = f'name = "a"\n[[rule]]\nname = "own.{{layer}}.w"\nep = {cut}\ntp = {cut}\nmeaning = "x"'
+    (tmp_path / "a.toml").write_text(text)
+    library, name = registry.library().with_file(tmp_path / "a.toml")
+    own = library.family(name).bind(arguments={}, shapes={}, axes={"tp": 2, "ep": 2})
+    (match,) = own.match(["own.0.w"]).values()
+    match.layout(axes={"tp": 2}, global_shape=(2048, 2))
+    with pytest.raises(FamilyError, match="at most 65,536 pieces of a tensor on a rank"):
+        match.layout(axes={"tp": 2, "ep": 2}, global_shape=(2048, 2))

@@ -32,7 +32,7 @@ ROWS, COLUMNS = 4096, 12 * 1024
 
 RUNNER = """
 import sys, numpy, ml_dtypes, zstandard, multiprocess
-import ucp, ucp.store.format, ucp.store.target, ucp.engine.processes
+import ucp, ucp.store.index, ucp.store.target, ucp.engine.processes
 print("ready", flush=True)
 sys.stdin.readline()
 ucp.convert({src!r}, {dst!r}, memory={memory}, workers=2, **{options!r})
@@ -40,7 +40,7 @@ ucp.convert({src!r}, {dst!r}, memory={memory}, workers=2, **{options!r})
 
 COMPARER = """
 import sys, numpy, ml_dtypes, zstandard, xxhash
-import ucp, ucp.store.format
+import ucp, ucp.store.index
 print("ready", flush=True)
 sys.stdin.readline()
 assert not ucp.diff({src!r}, {dst!r}, memory={memory}).equal

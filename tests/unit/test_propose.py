@@ -152,6 +152,43 @@ def test_a_model_of_recorded_wholes(recognised, tmp_path):
     }  # fmt: skip
 
 
+def test_how_the_checkpoint_is_read_goes_before_its_pieces(recognised, tmp_path):
+    """ZeRO cuts what tensor-parallel ranks hold copies of: its pieces say nothing of them."""
+    shape = (8, 4)
+    atoms = [
+        atom("blocks.0.a", shape, rows(shape, 4), tp="replicate"),
+        atom("blocks.0.b", shape, rows(shape, 4), tp="partial"),
+        atom("blocks.0.c", shape, rows(shape, 4), tp="shard(dim=0, blocks=[4, 2, 2])"),
+        atom("blocks.0.d", shape, rows(shape, 4), tp="shard(dim=0)"),
+        atom("blocks.1.d", shape, rows(shape, 4), tp="replicate"),
+    ]
+    recognised(Whole(atoms, Topology(tp=2)))
+    assert {name[-1]: pattern for name, (pattern, _) in patterns(tmp_path).items()} == {
+        "a": '"replicate"',
+        "b": '"partial"',
+        "c": '{ pattern = "shard", dim = 0, blocks = [4, 2, 2] }',
+        "d": "",
+    }
+
+
+def test_the_parts_have_their_own_shape(recognised, tmp_path):
+    shape = (8, 6)
+    atoms = [
+        atom("blocks.0.a", shape, [Box.whole(shape)], tp="shard(dim=1)"),
+        atom("blocks.0.b", shape, [Box.whole(shape)], tp="replicate"),
+        atom("blocks.0.c", shape, rows(shape, 2)),
+        atom("blocks.0.d", (7, 6), [Box.whole((7, 6))], tp="shard(dim=0)"),
+    ]
+    recognised(Whole(atoms, Topology(tp=2)))
+    told = {own.template[-1]: own.why.rpartition("; ")[2] for own in propose(tmp_path, everything=True).proposals}
+    assert told == {
+        "a": "parts of [[8, 3]]",
+        "b": "parts of [[8, 6]]",
+        "c": "parts of [[4, 6]]",
+        "d": "cut from [[7, 6]]",
+    }
+
+
 def test_one_rank_tells_nothing(recognised, tmp_path):
     recognised(Whole([atom("blocks.0.a", (8, 4), [Box.whole((8, 4))])], Topology(dp=8)))
     assert patterns(tmp_path) == {"blocks.{layer}.a": ("", "open")}

@@ -67,6 +67,15 @@ def test_the_mean_is_taken(shards, arrays, tmp_path):
     assert any("drifted/weight" in note and "mean was taken" in note for note in report.notes)
 
 
+def test_what_a_rank_computed_from_its_master_is_no_term_of_the_mean(shards, arrays, tmp_path):
+    masters = copies(shards, *arrays[:2])
+    box = Box.whole(SHAPE)
+    derived = (Fragment(box=box, ref=shards.put(arrays[0]), replica=number, derived=True) for number in (2, 3))
+    state = StateIndex(dtype=DType.FLOAT32, global_shape=SHAPE, fragments=(*masters.fragments, *derived))
+    _, drifted, _ = converted(shards, state, tmp_path, "mean")
+    assert np.array_equal(drifted, arrays[0] + 1.5)
+
+
 def test_a_rounded_copy_has_no_mean(shards, arrays, tmp_path):
     with pytest.raises(ReplicaError, match="another precision"):
         converted(shards, copies(shards, arrays[0], half=True), tmp_path, "mean")

@@ -36,3 +36,11 @@ def test_a_part_of_a_name_is_met_with_the_glob_that_matches():
         NameFilter(include=("layers",)).check_used(NAMES)
     with pytest.raises(UsageError, match="`ucp inspect` lists the names"):
         NameFilter(include=("tail",)).check_used(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"), [("l1.wieght", "'l1.weight'"), ("l1.weight/exp_agv", "'l1.weight/exp_avg'")]
+)
+def test_a_name_that_is_nearly_right_is_told(asked, near):
+    with pytest.raises(UsageError, match=f"no parameter matches '{asked}'; did you mean {near}"):
+        NameFilter(include=(asked,)).check_used([("l1.weight", "weight"), ("l1.weight", "exp_avg"), ("emb", "weight")])

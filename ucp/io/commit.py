@@ -176,13 +176,19 @@ class Staging:
         with self._journal.open("a") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
-    def commit(self) -> None:
-        """Put the destination in place. Its files must be complete."""
-        _sync_tree(self.data)
+    def commit(self, *, fsync: bool = True) -> None:
+        """Put the destination in place. Its files must be complete.
+
+        `fsync`: first wait until they are on the disk, so that they are whole after a loss of power too; without it a
+        process that is killed at any moment does no harm still, as what it wrote is with the system already.
+        """
+        if fsync:
+            _sync_tree(self.data)
         if self.dst.exists():
             os.rename(self.dst, self.folder / f"old-{time.time_ns()}")
         os.rename(self.data, self.dst)
-        _sync_folder(self.dst.parent)
+        if fsync:
+            _sync_folder(self.dst.parent)
         self.discard()
 
     def discard(self) -> None:

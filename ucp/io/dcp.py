@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from ucp.errors import MalformedError, listed
+from ucp.errors import MalformedError, counted, listed
 from ucp.io.dcp_items import Item, check_files, read_items
 from ucp.io.dcp_metadata import METADATA, DcpMetadata, SavedTensor, read_metadata
 from ucp.tensor import Record, TensorRef, contiguous_strides
@@ -87,7 +87,7 @@ class Dcp:
         found = {tensor.key: _stored(tensor, [next(items) for _ in tensor.chunks], wrong) for tensor in saved}
         if wrong:
             raise MalformedError(
-                f"{len(wrong)} items of {self.folder} are not what .metadata announces:\n{listed(wrong)}\n"
+                f"{counted(len(wrong), 'item')} of {self.folder} not as .metadata announces:\n{listed(wrong)}\n"
                 "The files are of different runs; copy the checkpoint again"
             )
         return found

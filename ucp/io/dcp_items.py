@@ -15,7 +15,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from ucp.errors import MalformedError, MissingFileError, SourceError, UcpError, listed
+from ucp.errors import MalformedError, MissingFileError, SourceError, UcpError, counted, listed
 from ucp.io.archive import read_embedded
 from ucp.io.dcp_metadata import ItemPlace
 from ucp.io.dcp_template import ITEM_END, ObjectTemplate, TensorTemplate, object_template, tensor_template
@@ -63,18 +63,23 @@ def check_files(folder: str, places: Iterable[ItemPlace]) -> dict[str, int]:
         except FileNotFoundError:
             missing.append(file)
             continue
-        except (OSError, ValueError) as error:
-            raise SourceError(f"cannot read {folder}/{file}: {error}") from error
+        except OSError as error:
+            raise SourceError(f"cannot read {folder}/{file}: {error.strerror}") from error
+        except ValueError as error:  # the metadata may name anything
+            raise MalformedError(
+                f"{folder}/.metadata: expected the name of a file; got {file!r}. It is damaged: copy it again"
+            ) from error
         if sizes[file] < stop:
             short.append(f"{file}: {sizes[file]} bytes; the metadata refers to {stop}")
     if missing:
         raise MissingFileError(
-            f"{len(missing)} of {len(stops)} files that .metadata refers to are not in {folder}; copy them:\n"
+            f"{len(missing)} of {counted(len(stops), 'file')} "
+            f"that .metadata refers to not found in {folder}; copy what is missing:\n"
             f"{listed(missing, most=100)}"
         )
     if short:
         raise MalformedError(
-            f"{len(short)} files of {folder} are truncated; copy them again:\n{listed(short, most=100)}"
+            f"{counted(len(short), 'truncated file')} in {folder}; copy again:\n{listed(short, most=100)}"
         )
     return sizes
 
@@ -96,7 +101,9 @@ def read_items(folder: str, places: Sequence[ItemPlace]) -> list[Item]:
                 except UcpError as error:
                     wrong.append(str(error))
     if wrong:
-        raise MalformedError(f"{len(wrong)} items in {folder} cannot be read:\n{listed(wrong)}\nCopy the files again")
+        raise MalformedError(
+            f"{counted(len(wrong), 'item')} in {folder} cannot be read:\n{listed(wrong)}\nCopy the files again"
+        )
     return [item for item in items if item is not None]
 
 

@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ucp.dtypes import DType
-from ucp.errors import MalformedError, UnsupportedError, listed
+from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.inert import GlobalName, Stub, TorchSize
 from ucp.io.archive import read_pickle
 from ucp.io.source import open_source
@@ -228,12 +228,12 @@ class _Reader:
         """Raise one error with everything wrong."""
         if self._wrong:
             raise MalformedError(
-                f"{self._path} contradicts itself in {len(self._wrong)} places:\n{listed(self._wrong)}\n"
+                f"{self._path} contradicts itself in {counted(len(self._wrong), 'place')}:\n{listed(self._wrong)}\n"
                 "Copy it again from where it was saved"
             )
         if self._unknown:
             raise UnsupportedError(
-                f"{self._path}: {len(self._unknown)} tensors are of an element type that is not read here:\n"
+                f"{self._path}: {counted(len(self._unknown), 'tensor')} of an element type that is not read here:\n"
                 f"{listed(self._unknown)}"
             )
 
@@ -260,7 +260,8 @@ def _storage(saved: object, path: str) -> _Places:
         places[key, offsets] = ItemPlace(name, offset, nbytes)
     if transformed:
         raise UnsupportedError(
-            f"{path}: {len(transformed)} items are transformed (compressed or encrypted), which is not read here:\n"
+            f"{path}: {counted(len(transformed), 'item is', 'items are')} "
+            f"transformed (compressed or encrypted), which is not read here:\n"
             f"{listed(transformed)}\nLoad the checkpoint with torch and save it without extensions"
         )
     return places

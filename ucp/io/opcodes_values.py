@@ -41,7 +41,7 @@ def _false(m: Machine) -> None:
 def _int(m: Machine) -> None:
     line = m.line()
     value = _BOOLS.get(line)
-    m.push(int(line) if value is None else value)
+    m.push(_number(line, int) if value is None else value)
 
 
 def _binint(m: Machine) -> None:
@@ -60,7 +60,7 @@ def _binint2(m: Machine) -> None:
 
 
 def _long(m: Machine) -> None:
-    m.push(int(m.line().removesuffix(b"L")))
+    m.push(_number(m.line().removesuffix(b"L"), int))
 
 
 def _long1(m: Machine) -> None:
@@ -78,12 +78,21 @@ def _long4(m: Machine) -> None:
 
 
 def _float(m: Machine) -> None:
-    m.push(float(m.line()))
+    m.push(_number(m.line(), float))
 
 
 def _binfloat(m: Machine) -> None:
     m.push(unpack_from(">d", m.data, m.at)[0])
     m.at += 8
+
+
+def _number(line: bytes, kind: type[int | float]) -> int | float:
+    """The number that a line of digits is. Raises PickleFaultError."""
+    try:
+        return kind(line)
+    except ValueError:  # Python refuses integers of thousands of digits too
+        shown = repr(line[:40]) + ("..." if len(line) > 40 else "")
+        raise PickleFaultError(f"{shown} where a number is expected") from None
 
 
 def _text(data: bytes) -> str:

@@ -38,6 +38,9 @@ class Prober:
     def window(self, tensor: Tensor, start: int, stop: int, *, dtype: DType | None = None) -> bytes:
         """Elements `start` to `stop` of the row-major order of `tensor`, as bytes, cast to `dtype` if one is given.
 
+        With a `dtype`, be it the tensor's own, whatever is no number is one and the same: so what was cast elsewhere
+        compares equal (`cast_bits`).
+
         Raises ValueError for a range outside the tensor or an encoded tensor, SourceError when it cannot be read.
         """
         if not 0 <= start <= stop <= tensor.numel:
@@ -92,16 +95,18 @@ class Prober:
 def cast_bits(data: bytes, dtype: DType, to: DType) -> bytes:
     """Elements of `dtype` as elements of `to`, rounded as torch rounds: to the nearest, ties to even.
 
-    What is too large for `to` becomes infinite. Whatever is no number becomes one and the same: which bits torch gives
-    it depends on the processor.
+    What is too large for `to` becomes infinite. Whatever is no number becomes one and the same, also where `dtype` is
+    `to`: which bits torch gives it depends on the processor and on how many elements are cast at once.
     """
-    if dtype is to:
+    if dtype is to and not dtype.is_floating:
         return data
     import numpy as np
 
     from ucp.numeric import assign, numpy_dtype, viewed  # numpy is imported when it is needed
 
     values = viewed(memoryview(data), dtype)
+    if dtype is to and not np.isnan(values).any():
+        return data
     out = np.empty(values.shape, dtype=numpy_dtype(to))
     assign(out, values)
     wrong = np.isnan(values)

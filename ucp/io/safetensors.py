@@ -15,6 +15,7 @@ from math import prod
 
 from ucp.dtypes import DType
 from ucp.errors import MalformedError, UnsupportedError
+from ucp.io.json_text import parsed
 from ucp.io.source import SourceFile, open_source
 from ucp.tensor import TensorRef, contiguous_strides
 
@@ -117,9 +118,9 @@ def _header_text(file: SourceFile) -> tuple[bytes, int]:
 
 def _json(path: str, text: bytes) -> dict[str, object]:
     try:
-        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise _malformed(path, f"expected a header of JSON; got {str(error)[:200]}") from None
+        entries = parsed(text, pairs=_unique)
+    except ValueError as error:
+        raise _malformed(path, f"expected a header of JSON; {str(error)[:200]}") from None
     if not isinstance(entries, dict):
         raise _malformed(path, f"expected a header that is a JSON object; got a {type(entries).__name__}")
     return entries
@@ -129,7 +130,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the name {name!r} twice")
+        raise ValueError(f"it has the name {name!r} twice")
     return entries
 
 

@@ -243,8 +243,9 @@ def _kind(mode: int) -> str:
 
 
 def _unreadable(path: str, error: Exception) -> SourceError:
-    reason = error.strerror if isinstance(error, OSError) else str(error)
-    return SourceError(f"cannot read {path}: {reason}")
+    if isinstance(error, OSError):
+        return SourceError(f"cannot read {path}: {error.strerror}")
+    return SourceError(f"cannot read {path!r}: expected the name of a file; it holds a character that no name can hold")
 
 
 def _truncated(path: str, total: int, offset: int, nbytes: int) -> MalformedError:

@@ -97,6 +97,8 @@ def parse_pickle(
         return _fail(machine.instruction, where, f"a reference to the unknown memo entry {error}")
     except struct.error as error:
         raise _truncated(len(data), where) from error
+    except UnicodeError:
+        return _fail(machine.instruction, where, "text that is not in the encoding of its opcode")
     except (PickleFaultError, ValueError, TypeError, OverflowError) as error:
         return _fail(machine.instruction, where, str(error)[:_MOST_MESSAGE])
 

@@ -18,8 +18,10 @@ from ucp.live.hyper import match_groups
 from ucp.live.model import LiveModel, describe_model
 from ucp.live.optimizer import Forms, LiveOptimizer, describe_optimizer, forms_of, live_params
 from ucp.live.ranks import Ranks
+from ucp.moments import ZeroMoments, check_moments
 from ucp.numeric import viewed
 from ucp.prepare import index_of
+from ucp.protocols import SourceOptions
 from ucp.tensor import InlineTensor, TensorRef
 from ucp.topology import Topology
 
@@ -59,11 +61,18 @@ def decide(
     *,
     strict: bool,
     rename: Callable[[str], str] | None,
+    zero_moments: ZeroMoments = ZeroMoments.ERROR,
+    source: SourceOptions | None = None,
 ) -> Decision:
-    """What to load from `path`. Writes nothing. Raises LoadError, UnsupportedError, SourceError, CoverError."""
+    """What to load from `path`. Writes nothing. Raises LoadError, UnsupportedError, SourceError, CoverError.
+
+    `source`: what the user says of the checkpoint.
+    """
     live = describe_model(model)
     stepped = None if optimizer is None else describe_optimizer(optimizer, live)
-    index = index_of(path)
+    index = index_of(path, source=source)
+    if optimizer is not None:
+        check_moments(index, zero_moments)
     findings = Findings(notes=list(live.notes))
     matched = match_tensors(live.tensors, index, rename=rename, findings=findings)
     wants = want_weights(live.tensors, matched, index, findings=findings)

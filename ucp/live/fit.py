@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ucp.atom import AtomIndex, Index, StateIndex
 from ucp.dtypes import DType
-from ucp.errors import LoadError, listed
+from ucp.errors import LoadError, counted, listed
 from ucp.slice import Slice, whole_slice
 from ucp.state import STEP, WEIGHT
 
@@ -101,11 +101,15 @@ class Findings:
     def check(self, path: str) -> None:
         """Raise one LoadError that lists everything that does not fit."""
         lists = {
-            "of the model are not in the checkpoint": self.missing,
-            "of the checkpoint are not in the model": self.unexpected,
-            "things do not fit": self.problems,
+            ("tensor of the model is not", "tensors of the model are not", "in the checkpoint"): self.missing,
+            ("tensor of the checkpoint is not", "tensors of the checkpoint are not", "in the model"): self.unexpected,
+            ("other thing does not fit", "other things do not fit", ""): self.problems,
         }
-        found = [f"{len(lines)} {what}:\n{listed(lines)}" for what, lines in lists.items() if lines]
+        found = [
+            f"{counted(len(lines), one, several)} {where}".rstrip() + f":\n{listed(lines)}"
+            for (one, several, where), lines in lists.items()
+            if lines
+        ]
         if found:
             cure = "; ".join([*self.hints, "strict=False loads what fits and reports the rest"])
             text = "\n".join(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ucp.errors import counted
 from ucp.live.decide import Decision
 from ucp.state import WEIGHT
 from ucp.tensor import TensorRef
@@ -56,7 +57,7 @@ class LoadReport:
         states = f", {', '.join(self.states)}" if self.states else ""
         share = f" ({self.nbytes_read:,} by this one of {self.ranks} ranks)" if self.ranks > 1 else ""
         text = [
-            f"{self.path} ({self.format}, step {self.step}): {len(self.names)} tensors{states}",
+            f"{self.path} ({self.format}, step {self.step}): {counted(len(self.names), 'tensor')}{states}",
             f"{self.nbytes_total:,} bytes read{share} in {self.seconds:.2f} s",
         ]
         told = {
@@ -68,7 +69,10 @@ class LoadReport:
             "dropped": self.dropped,
         }
         if self.fresh:
-            text.append(f"fresh: {len(self.fresh)} parameters have no optimizer states: {', '.join(self.fresh[:5])}")
+            text.append(
+                f"fresh: {counted(len(self.fresh), 'parameter has', 'parameters have')} "
+                f"no optimizer states: {', '.join(self.fresh[:5])}"
+            )
         text += [f"{kind}: {line}" for kind, lines in told.items() for line in lines]
         return "\n".join(text)
 
@@ -102,7 +106,7 @@ def report_of(decision: Decision, traffic: Traffic) -> LoadReport:
         nbytes_total=sum(traffic.nbytes),
         ranks=len(traffic.nbytes),
         seconds=traffic.seconds,
-        casts=tuple(f"{cast}, {count} tensors" for cast, count in findings.casts.items()),
+        casts=tuple(f"{cast}, {counted(count, 'tensor')}" for cast, count in findings.casts.items()),
         missing=tuple(findings.missing),
         unexpected=tuple(findings.unexpected),
         problems=tuple(findings.problems),

@@ -11,6 +11,7 @@ import json
 from ucp.errors import MalformedError
 from ucp.io.archive import read_archive
 from ucp.io.graft import torch_file
+from ucp.io.json_text import NotJson, parsed
 from ucp.io.source import open_source
 from ucp.store.values import NotPlainError, from_json, to_json
 from ucp.target import Literal, OutputFile, RawCopy
@@ -36,8 +37,12 @@ def read_extra(path: str) -> tuple[object, tuple[Record, ...]]:
     with open_source(path) as file:
         text = file.read(0, file.nbytes)
     try:
-        return from_json(json.loads(text)), ()
+        return from_json(parsed(text)), ()
+    except NotJson as error:
+        raise MalformedError(f"expected JSON in {path}; {error}. The file is damaged: copy it again") from error
     except (ValueError, RecursionError) as error:
-        raise MalformedError(f"{path} is not JSON ({error}); it is damaged. Copy it again") from error
+        raise MalformedError(
+            f"expected a value of ucp in {path}; {error}. The file is damaged: copy it again"
+        ) from error
     except MalformedError as error:
         raise MalformedError(f"{path}: {error}. It is damaged; copy it again") from error

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from ucp.atom import AtomIndex, Index, Kind, ParamGroup, SourceFile, StateIndex
 from ucp.dtypes import DType
-from ucp.errors import MalformedError, MissingFileError, UcpError, UnsupportedError, UsageError, listed
+from ucp.errors import MalformedError, MissingFileError, UcpError, UnsupportedError, UsageError, counted, listed
 from ucp.fragment import Fragment
 from ucp.identity import size_and_time
 from ucp.layout import Overlap
@@ -28,6 +28,9 @@ __all__ = ["ReferredFile", "StoredExtra", "files_of", "interpret"]
 
 Json = Mapping[str, object]
 T = TypeVar("T")
+
+_MOST_COPIES = 1 << 40
+"""Copies of a tensor that a manifest may number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +78,8 @@ def files_of(document: object, root: Path) -> tuple[ReferredFile, ...]:
         missing = [path for path in paths if not _is_there(path)]
         if missing:
             raise MissingFileError(
-                f"expected {len(missing)} files that {root / MANIFEST} refers to; they are not there. Copy them:\n"
+                f"expected {counted(len(missing), 'file')} "
+                f"that {root / MANIFEST} refers to; nothing is there. Copy what is missing:\n"
                 f"{listed(missing)}"
             )
         return tuple(_file(path, own) for path, own in zip(paths, described, strict=True))
@@ -132,7 +136,7 @@ class _Place:
         if isinstance(error, UcpError) and not isinstance(error, UsageError):
             return
         if isinstance(error, KeyError | TypeError | ValueError | IndexError | OverflowError | UsageError):
-            what = f"{type(error).__name__}: {str(error)[:300]}"
+            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)[:300]
             raise MalformedError(
                 f"{self._where} is not a manifest of an atom store ({what}); it may be damaged. Copy it again"
             ) from error
@@ -262,7 +266,8 @@ class _States:
             ref: InlineTensor | TensorRef = InlineTensor(data=data, dtype=DType(_text(dtype)), shape=box.sizes)
         else:
             ref = self._reference(place, box, DType(_text(dtype)))
-        return Fragment(box=box, ref=ref, replica=_int(replica), term=_int(term))
+        copy = _int(replica, least=-_MOST_COPIES)
+        return Fragment(box=box, ref=ref, replica=abs(copy), term=_int(term), derived=copy < 0)
 
     def _reference(self, place: list[object], box: Box, dtype: DType) -> TensorRef:
         at, offset, strides, *codec = place

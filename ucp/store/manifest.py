@@ -17,6 +17,7 @@ from ucp.atom import AtomIndex, Index, SourceFile, StateIndex
 from ucp.dtypes import DType
 from ucp.errors import MalformedError
 from ucp.fragment import Fragment
+from ucp.io.json_text import NotJson, parsed
 from ucp.store.values import to_json
 from ucp.tensor import InlineTensor
 
@@ -156,7 +157,8 @@ def _state(
 
 def _piece(fragment: Fragment, files: _Numbering) -> list[object]:
     ref = fragment.ref
-    head: list[object] = [list(fragment.box.offsets), list(fragment.box.sizes), fragment.replica, fragment.term]
+    replica = -fragment.replica if fragment.derived else fragment.replica
+    head: list[object] = [list(fragment.box.offsets), list(fragment.box.sizes), replica, fragment.term]
     if isinstance(ref, InlineTensor):
         return [*head, ref.dtype.value, ref.data.hex()]
     place: list[object] = [*head, ref.dtype.value, files(ref.path), ref.offset, list(ref.strides)]
@@ -178,7 +180,6 @@ def parse(text: bytes, where: str) -> object:
     if seal and xxhash.xxh3_64_hexdigest(text[: seal.start()]).encode() != seal[1]:
         raise MalformedError(f"{where} is not what was written (its digest differs); it is damaged. Copy it again")
     try:
-        document: object = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise MalformedError(f"{where} is not JSON ({error}); it is damaged. Copy it again") from error
-    return document
+        return parsed(text)
+    except NotJson as error:
+        raise MalformedError(f"expected JSON in {where}; {error}. The file is damaged: copy it again") from error

@@ -18,10 +18,10 @@ from dataclasses import replace
 from itertools import product
 from math import prod
 
+from ucp.io.fields import Shape, integer, mapping, sequence
 from ucp.region import Box, RegionPair, flat_boxes, uncovered
 from ucp.registry import pattern
 from ucp.tensor import contiguous_strides
-from ucp_formats.deepspeed.fields import Shape, integer, mapping, sequence
 from ucp_formats.deepspeed.tensor_layout import MisfitError, TensorLayout, cut_layout, equal_layout
 
 __all__ = ["AFFINE_VERSION", "ScaledError", "affine_layout"]

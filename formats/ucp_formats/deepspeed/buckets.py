@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 
 from ucp.atom import Extra, StateIndex
 from ucp.fragment import Fragment
+from ucp.io.fields import Shape, described
 from ucp.io.problems import Problems
 from ucp.io.sameness import Checksums
 from ucp.io.scalars import number_state, scalar_state
 from ucp.region import Box, local_flat_pairs
 from ucp.state import WEIGHT
 from ucp.tensor import TensorRef, contiguous_strides
-from ucp_formats.deepspeed.fields import Shape, described
 from ucp_formats.deepspeed.flat_layout import FlatLayout
 from ucp_formats.deepspeed.partition import Held
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ucp.inert import GlobalName, Stub
 from ucp.state import WEIGHT
-from ucp_formats.deepspeed.file_draft import FileDraft, Part
+from ucp_formats.deepspeed.atom_draft import AtomDraft, Stretch
 from ucp_formats.deepspeed.optimizer_groups import Group
 from ucp_formats.deepspeed.partition import chunk, chunked, sub_groups
 from ucp_formats.deepspeed.run_facts import RunFacts
@@ -37,11 +37,11 @@ class SubGroup:
         """Elements of its flat tensor on each rank, padding counted."""
         return sum(chunk(numel, ranks=ranks) for _, numel in self.sizes)
 
-    def parts(self, state: str, *, ranks: int, rank: int) -> list[Part]:
+    def parts(self, state: str, *, ranks: int, rank: int) -> list[Stretch]:
         """What `rank` holds of a state; parameters that lack the state are left out."""
         having = {atom.name for atom in self.group.params if state in atom.states}
         return [
-            Part(param=held.name, start=held.start, stop=held.stop, offset=held.offset)
+            Stretch(param=held.name, start=held.start, stop=held.stop, offset=held.offset)
             for held in chunked(self.sizes, ranks=ranks, rank=rank)
             if held.name in having
         ]
@@ -58,7 +58,7 @@ def split(facts: RunFacts, groups: Sequence[Group]) -> tuple[tuple[SubGroup, ...
 
 
 def optimizer_state(
-    draft: FileDraft, facts: RunFacts, cut: Sequence[tuple[Group, Sequence[SubGroup]]], rank: int
+    draft: AtomDraft, facts: RunFacts, cut: Sequence[tuple[Group, Sequence[SubGroup]]], rank: int
 ) -> dict[str, object]:
     """`optimizer_state_dict` of the file of `rank`; `cut`: every group with its sub-groups."""
     flat = [sub for _, subs in cut for sub in subs]
@@ -85,7 +85,7 @@ def optimizer_state(
     }
 
 
-def _state(draft: FileDraft, sub: SubGroup, ranks: int, rank: int) -> dict[str, object]:
+def _state(draft: AtomDraft, sub: SubGroup, ranks: int, rank: int) -> dict[str, object]:
     state: dict[str, object] = {}
     for name in sub.group.state_names:
         if name in sub.group.elementwise:

@@ -12,10 +12,10 @@ from math import prod
 
 from ucp.atom import ParamGroup
 from ucp.errors import MalformedError
+from ucp.io.fields import Shape, integer, mapping, sequence, tensor, text
 from ucp.io.problems import Problems
 from ucp.io.sameness import Checksums
 from ucp_formats.deepspeed.buckets import Bucket, Shard, bucket_states
-from ucp_formats.deepspeed.fields import Shape, integer, mapping, sequence, tensor, text
 from ucp_formats.deepspeed.flat_layout import Chunks
 from ucp_formats.deepspeed.flat_source import buffer_shapes
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart, hyper_parameters, same_groups, take_group_steps

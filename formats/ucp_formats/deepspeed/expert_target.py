@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ucp.errors import UnsupportedError
+from ucp.io.draft import Drafted
 from ucp.state import WEIGHT
 from ucp_formats.deepspeed.experts import Numbered, holders
-from ucp_formats.deepspeed.file_draft import Drafted
 from ucp_formats.deepspeed.flat_optimizer import Share, buffer
 from ucp_formats.deepspeed.optimizer_groups import Group
 from ucp_formats.deepspeed.rank_views import narrowed

@@ -22,9 +22,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ucp.errors import MalformedError
+from ucp.io.fields import Shape, text
 from ucp.io.problems import Problems
 from ucp.tensor import TensorRef
-from ucp_formats.deepspeed.fields import Shape, text
 from ucp_formats.deepspeed.saved_run import SavedFile, SavedRun
 
 __all__ = ["ExpertGroups", "Experts", "Numbered", "holders", "is_expert", "renumbered"]

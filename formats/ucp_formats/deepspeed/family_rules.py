@@ -6,15 +6,18 @@ Names stay as they are in the files: a family only says which parameter a name s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from ucp import registry
-from ucp.errors import MalformedError, UnknownFamilyError, UnsupportedError, listed
-from ucp.family import Family, Named
+from ucp.errors import MalformedError, UnknownFamilyError, UnsupportedError, counted, listed
+from ucp.io.fields import Shape
 from ucp.layout import Layout, whole_shape
 from ucp.protocols import SourceOptions
-from ucp_formats.deepspeed.fields import Shape
 from ucp_formats.deepspeed.tensor_layout import MisfitError, TensorLayout, cut_layout, equal_layout
 from ucp_formats.deepspeed.tensor_rules import TensorShapes
+
+if TYPE_CHECKING:
+    from ucp.family import Family, Named
 
 __all__ = ["FamilyRules"]
 
@@ -46,7 +49,8 @@ class FamilyRules:
         except UnknownFamilyError as error:
             raise UnknownFamilyError(
                 f"expected universal_checkpoint_info in the model-states files of {self._where}, which says how "
-                f"{len(tensors)} tensors lie over {parts} tensor-parallel ranks; there is none, and {error}"
+                f"{counted(len(tensors), 'tensor lies', 'tensors lie')} "
+                f"over {parts} tensor-parallel ranks; there is none, and {error}"
             ) from None
         self.notes.append(f"laid out over tensor-parallel ranks by the family {family.name}: {', '.join(why)}")
         read = {name: family.read(name) for name in tensors}
@@ -64,7 +68,8 @@ class FamilyRules:
                 wrong.append(f"{name}: {error}")
         if wrong:
             raise MalformedError(
-                f"the rules of the family {family.name} do not fit {len(wrong)} parameters of {self._where}:\n"
+                f"the rules of the family {family.name} do not fit {counted(len(wrong), 'parameter')} "
+                f"of {self._where}:\n"
                 f"{listed(wrong)}\npass another with --family, or rules of your own with --patterns"
             )
         return found

@@ -1,11 +1,11 @@
-"""Typed access to what a pickle said: that of `ucp.io.fields`, and what only DeepSpeed's files need."""
+"""Typed access to what a pickle said, where only DeepSpeed's files need it; the rest is in `ucp.io.fields`."""
 
 from __future__ import annotations
 
 from ucp.inert import Stub
-from ucp.io.fields import Shape, described, integer, mapping, sequence, shapes, tensor, text
+from ucp.io.fields import integer
 
-__all__ = ["Shape", "described", "integer", "mapping", "number_of_enum", "sequence", "shapes", "tensor", "text"]
+__all__ = ["number_of_enum"]
 
 
 def number_of_enum(value: object, where: str) -> int:

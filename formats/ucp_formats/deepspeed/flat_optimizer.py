@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ucp.inert import GlobalName, Stub
 from ucp.state import WEIGHT
-from ucp_formats.deepspeed.file_draft import FileDraft, Part
+from ucp_formats.deepspeed.atom_draft import AtomDraft, Stretch
 from ucp_formats.deepspeed.optimizer_groups import Group
 from ucp_formats.deepspeed.partition import FlatGroup, alignment_paddings, flat_group, round_robin
 from ucp_formats.deepspeed.run_facts import EMULATED, RunFacts
@@ -55,7 +55,7 @@ def buffer(facts: RunFacts, group: Group, *, ranks: int) -> FlatGroup:
     return flat_group(ordered, ranks=ranks, paddings=paddings)
 
 
-def optimizer_state(draft: FileDraft, facts: RunFacts, shares: Sequence[Share], rank: int) -> dict[str, object]:
+def optimizer_state(draft: AtomDraft, facts: RunFacts, shares: Sequence[Share], rank: int) -> dict[str, object]:
     """`optimizer_state_dict` of the file of `rank`."""
     base = {
         "state": {
@@ -78,7 +78,7 @@ def optimizer_state(draft: FileDraft, facts: RunFacts, shares: Sequence[Share], 
     }
 
 
-def _state(draft: FileDraft, facts: RunFacts, share: Share) -> dict[str, object]:
+def _state(draft: AtomDraft, facts: RunFacts, share: Share) -> dict[str, object]:
     """States of one flat parameter; as in DeepSpeed they are as long as the share, padding included."""
     group, flat, rank = share.group, share.flat, share.place
     state: dict[str, object] = {}
@@ -99,22 +99,22 @@ def keeps_whole(facts: RunFacts, group: Group, state: str) -> bool:
     return state == "momentum_buffer" and group.hyper.get("use_muon") is True and not shared
 
 
-def _weights(draft: FileDraft, facts: RunFacts, share: Share) -> object:
+def _weights(draft: AtomDraft, facts: RunFacts, share: Share) -> object:
     group, flat, rank = share.group, share.flat, share.place
     numel = flat.partition - flat.padding(rank)
     return draft.flat(WEIGHT, group.weight_dtype(facts.dtypes), numel, _parts(group, flat, rank, WEIGHT))
 
 
-def _parts(group: Group, flat: FlatGroup, rank: int, state: str) -> list[Part]:
+def _parts(group: Group, flat: FlatGroup, rank: int, state: str) -> list[Stretch]:
     having = {atom.name for atom in group.params if state in atom.states}
     return [
-        Part(param=held.name, start=held.start, stop=held.stop, offset=held.offset)
+        Stretch(param=held.name, start=held.start, stop=held.stop, offset=held.offset)
         for held in flat.held(rank)
         if held.name in having
     ]
 
 
-def _whole_parts(group: Group, flat: FlatGroup, rank: int, state: str) -> tuple[int, list[Part]]:
+def _whole_parts(group: Group, flat: FlatGroup, rank: int, state: str) -> tuple[int, list[Stretch]]:
     """Elements, and stretches, of all parameters that the share touches, one after another."""
     having = {atom.name for atom in group.params if state in atom.states}
     numels = dict(group.sizes)
@@ -122,7 +122,7 @@ def _whole_parts(group: Group, flat: FlatGroup, rank: int, state: str) -> tuple[
     offset = 0
     for held in flat.held(rank):
         if held.name in having:
-            parts.append(Part(param=held.name, start=0, stop=numels[held.name], offset=offset))
+            parts.append(Stretch(param=held.name, start=0, stop=numels[held.name], offset=offset))
         offset += numels[held.name]
     return offset, parts
 

@@ -13,13 +13,13 @@ from functools import partial
 from math import prod
 
 from ucp.atom import ParamGroup
-from ucp.errors import MalformedError, UnsupportedError, listed
+from ucp.errors import MalformedError, UnsupportedError, counted, listed
+from ucp.io.fields import Shape, integer, mapping, sequence, shapes, tensor, text
 from ucp.io.problems import Problems
 from ucp.io.sameness import Checksums
 from ucp.tensor import TensorRef
 from ucp_formats.deepspeed.buckets import Bucket, BucketStates, Shard, bucket_states
 from ucp_formats.deepspeed.experts import ExpertGroups
-from ucp_formats.deepspeed.fields import Shape, integer, mapping, sequence, shapes, tensor, text
 from ucp_formats.deepspeed.flat_layout import SharedBuffer, WholeParameters, shared_buffers
 from ucp_formats.deepspeed.group_order import mapping_disagrees, optimizer_order
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart, hyper_parameters, same_groups, take_group_steps
@@ -77,7 +77,7 @@ class _FlatFile:
     def weight(self, number: int) -> TensorRef:
         """The flat tensor of group `number`."""
         if number >= len(self.weights):
-            raise MalformedError(f"{self.name} has {len(self.weights)} groups; expected group {number}")
+            raise MalformedError(f"{self.name} has {counted(len(self.weights), 'group')}; expected group {number}")
         return tensor(self.weights[number], f"{_WEIGHTS}[{number}] of {self.name}")
 
     def state(self, number: int) -> dict[str, object]:
@@ -161,7 +161,8 @@ class _FlatReader:
         told = {name for rank, own in mappings.items() for name in mapping_disagrees(buffer, rank, own)}
         if told and dealt:
             self.part.notes.append(
-                f"{bucket.label}: param_slice_mappings contradict param_shapes for {len(told)} parameters, as in "
+                f"{bucket.label}: param_slice_mappings contradict param_shapes for {counted(len(told), 'parameter')}"
+                f", as in "
                 "DeepSpeed up to 0.19.8 under round_robin_gradients; param_shapes is right"
             )
         self._check_layout(bucket.label, set() if dealt else told, self._displaced(buffer))

@@ -8,11 +8,12 @@ and universal when it has a folder `zero/`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ucp.errors import MalformedError, SourceError, UnknownFormatError, UsageError, listed
+from ucp.errors import MalformedError, SourceError, UnknownFormatError, UsageError, counted, listed
+from ucp.io.folder import names_in, short_text
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, UNIVERSAL, FileName, Role, parse_name
 
 __all__ = ["Located", "TagFolder", "list_folder", "locate_native", "locate_universal", "the_folder"]
@@ -93,7 +94,8 @@ def the_folder(located: Located | None, path: Path) -> Located:
         )
     if located.tags:
         raise UsageError(
-            f"{path} holds {len(located.tags)} checkpoints and no file {LATEST!r} that names one; pass one of them:\n"
+            f"{path} holds {counted(len(located.tags), 'checkpoint')} "
+            f"and no file {LATEST!r} that names one; pass one of them:\n"
             f"{listed(str(path / tag) for tag in located.tags)}"
         )
     return located
@@ -112,17 +114,8 @@ def list_folder(path: Path) -> TagFolder:
     return TagFolder(path=path.absolute(), files=tuple(ordered), entries=frozenset(entries), strays=strays)
 
 
-def _names(path: Path) -> Iterator[str]:
-    try:
-        with os.scandir(path) as entries:
-            for entry in entries:
-                yield entry.name
-    except OSError:
-        return
-
-
 def _is_native(path: Path) -> bool:
-    return any(parse_name(name) for name in _names(path)) and not _is_universal(path)
+    return any(parse_name(name) for name in names_in(path)) and not _is_universal(path)
 
 
 def _is_universal(path: Path) -> bool:
@@ -130,13 +123,13 @@ def _is_universal(path: Path) -> bool:
     zero = path / UNIVERSAL
     if not zero.is_dir():
         return False
-    return any(name == "optimizer_state.pt" or (zero / name / "fp32.pt").is_file() for name in _names(zero))
+    return any(name == "optimizer_state.pt" or (zero / name / "fp32.pt").is_file() for name in names_in(zero))
 
 
 def _sample(path: Path) -> str:
     """One file name for each role, as evidence."""
     found: dict[Role, str] = {}
-    for name in sorted(_names(path)):
+    for name in sorted(names_in(path)):
         parsed = parse_name(name)
         if parsed is not None:
             found.setdefault(parsed.role, parsed.name)
@@ -145,16 +138,11 @@ def _sample(path: Path) -> str:
 
 def _follow(path: Path, pointer: str) -> Path | None:
     """The folder that the text file `pointer` names, if both are there."""
-    file = path / pointer
-    if not file.is_file() or file.stat().st_size > _MOST_TAG_BYTES:
-        return None
-    try:
-        tag = file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
+    tag = short_text(path / pointer, most_bytes=_MOST_TAG_BYTES)
+    if not tag or os.path.isabs(tag) or ".." in Path(tag).parts:
         return None
     folder = path / tag
-    inside = bool(tag) and not os.path.isabs(tag) and ".." not in Path(tag).parts
-    return folder if inside and folder.is_dir() else None
+    return folder if folder.is_dir() else None
 
 
 def _pointed(path: Path, pointer: str, folder: Path) -> Located:
@@ -162,7 +150,7 @@ def _pointed(path: Path, pointer: str, folder: Path) -> Located:
 
 
 def _only_tag(path: Path, is_tag: Callable[[Path], bool]) -> Located | None:
-    tags = sorted(name for name in _names(path) if (path / name).is_dir() and is_tag(path / name))
+    tags = sorted(name for name in names_in(path) if (path / name).is_dir() and is_tag(path / name))
     if not tags:
         return None
     for pointer in (LATEST, LATEST_UNIVERSAL):

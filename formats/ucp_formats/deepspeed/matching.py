@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ucp_formats.deepspeed.fields import Shape
+from ucp.io.fields import Shape
 
 __all__ = ["AmbiguousError", "FlatSlots", "Match", "NoMatchError", "SlotGroup", "Slots", "match"]
 

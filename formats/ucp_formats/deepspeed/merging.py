@@ -15,19 +15,20 @@ from typing import Protocol
 from ucp.atom import Extra, Kind, ParamGroup, StateIndex
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.fragment import Fragment
+from ucp.io.fields import Shape
 from ucp.io.problems import Problems
 from ucp.io.sameness import Checksums
 from ucp.layout import Overlap
 from ucp.region import Box
 from ucp.state import WEIGHT
 from ucp.tensor import InlineTensor, TensorRef, contiguous_strides
-from ucp_formats.deepspeed.fields import Shape
+from ucp_formats.deepspeed.merged import Merged
 from ucp_formats.deepspeed.module_part import ModuleEntry, ModulePart
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart
 from ucp_formats.deepspeed.tensor_layout import TensorLayout, lifted
 from ucp_formats.deepspeed.tensor_rules import TensorShapes
 
-__all__ = ["Merged", "RankPart", "Rules", "merge", "merged_extras"]
+__all__ = ["RankPart", "Rules", "merge", "merged_extras"]
 
 
 class Rules(Protocol):
@@ -54,20 +55,6 @@ class RankPart:
     """Its module; empty where another part has it."""
     optimizer: OptimizerPart = field(default_factory=OptimizerPart)
     """Its optimizer; empty where another part has it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Merged:
-    """All ranks as one."""
-
-    module: ModulePart
-    """The whole module."""
-    optimizer: OptimizerPart
-    """The whole optimizer."""
-    layouts: Mapping[str, TensorLayout] = field(default_factory=dict)
-    """Parameter to its layout over the tensor-parallel ranks; empty with one."""
-    tied: frozenset[str] = frozenset()
-    """Parameters that several stages have."""
 
 
 def merge(parts: Sequence[RankPart], tp: int, rules: Rules, checksums: Checksums, where: str) -> Merged:

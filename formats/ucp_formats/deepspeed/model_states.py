@@ -14,8 +14,8 @@ from ucp.dtypes import DType
 from ucp.inert import TorchSize
 from ucp.io.torchzip import NewTensor
 from ucp.state import WEIGHT
+from ucp_formats.deepspeed.atom_draft import AtomDraft, Stretch
 from ucp_formats.deepspeed.extras_source import EMPTY_SHAPES
-from ucp_formats.deepspeed.file_draft import FileDraft, Part
 from ucp_formats.deepspeed.optimizer_groups import is_optimized
 from ucp_formats.deepspeed.partition import chunk, chunk_range
 from ucp_formats.deepspeed.run_facts import EMULATED, RunFacts
@@ -36,7 +36,7 @@ Module = OrderedDict[object, object]
 """A state_dict of a module: name to tensor."""
 
 
-def module_tensors(draft: FileDraft, facts: RunFacts, kinds: Iterable[Kind] = Kind) -> Module:
+def module_tensors(draft: AtomDraft, facts: RunFacts, kinds: Iterable[Kind] = Kind) -> Module:
     """The module with whole tensors; tied names share one tensor."""
     wanted = frozenset(kinds)
     module: Module = OrderedDict()
@@ -47,7 +47,7 @@ def module_tensors(draft: FileDraft, facts: RunFacts, kinds: Iterable[Kind] = Ki
     return _with_rest(draft, facts, module, 0)
 
 
-def placeholders(draft: FileDraft, facts: RunFacts, rank: int) -> Module:
+def placeholders(draft: AtomDraft, facts: RunFacts, rank: int) -> Module:
     """The module as stage 3 saves it: the buffers of `rank`, and an empty tensor for each parameter.
 
     One empty tensor per type serves all parameters, which keeps the files of thousands of ranks small.
@@ -67,7 +67,7 @@ def placeholders(draft: FileDraft, facts: RunFacts, rank: int) -> Module:
     return _with_rest(draft, facts, module, rank)
 
 
-def _with_rest(draft: FileDraft, facts: RunFacts, module: Module, rank: int) -> Module:
+def _with_rest(draft: AtomDraft, facts: RunFacts, module: Module, rank: int) -> Module:
     """Entries that are no tensors, and the versions of the modules, which torch keeps as an attribute."""
     module.update((name, draft.carried(value)) for name, value in facts.extras.below("module/", rank))
     metadata = facts.extras.get("module_metadata")
@@ -103,18 +103,18 @@ def lost_shapes(index: Index) -> OrderedDict[object, object] | None:
     return None if has_frozen(index) else frozen_shapes(index) or None
 
 
-def frozen_fragments(draft: FileDraft, facts: RunFacts, rank: int) -> OrderedDict[object, object]:
+def frozen_fragments(draft: AtomDraft, facts: RunFacts, rank: int) -> OrderedDict[object, object]:
     """Their values: whole under stage 2, the chunk of `rank` under stage 3."""
     return OrderedDict((atom.name, _fragment(draft, facts, atom, rank)) for atom in _unowned(facts.index))
 
 
-def _fragment(draft: FileDraft, facts: RunFacts, atom: AtomIndex, rank: int) -> NewTensor:
+def _fragment(draft: AtomDraft, facts: RunFacts, atom: AtomIndex, rank: int) -> NewTensor:
     dtype = facts.module_dtype(atom)
     if facts.stage < 3:
         return draft.whole(atom.name, WEIGHT, dtype)
     numel = atom.states[WEIGHT].numel
     start, stop = chunk_range(numel, ranks=facts.ranks, rank=rank)
-    parts = [Part(param=atom.name, start=start, stop=stop, offset=0)] if start < stop else []
+    parts = [Stretch(param=atom.name, start=start, stop=stop, offset=0)] if start < stop else []
     return draft.flat(WEIGHT, dtype, chunk(numel, ranks=facts.ranks), parts)
 
 
@@ -123,7 +123,7 @@ def shapes(index: Index, groups: Iterable[Sequence[str]]) -> list[object]:
     return [OrderedDict((name, TorchSize(index.atoms[name].global_shape)) for name in names) for names in groups]
 
 
-def model_state(draft: FileDraft, facts: RunFacts, rank: int, own: Mapping[str, object]) -> dict[str, object]:
+def model_state(draft: AtomDraft, facts: RunFacts, rank: int, own: Mapping[str, object]) -> dict[str, object]:
     """The value of the file of `rank`.
 
     `own`: `module`, and those of `optimizer`, `param_shapes`, `frozen_param_shapes`, `shared_params` and

@@ -14,12 +14,12 @@ from ucp.atom import Extra, Kind
 from ucp.dtypes import DType
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed
 from ucp.fragment import Fragment
+from ucp.io.fields import Shape, described, mapping, shapes, tensor, text
 from ucp.io.sameness import Checksums, per_rank_extras
 from ucp.region import Box
 from ucp.tensor import TensorRef, contiguous_strides
 from ucp_formats.deepspeed.buckets import pieces_of
 from ucp_formats.deepspeed.extras_source import EMPTY_SHAPES
-from ucp_formats.deepspeed.fields import Shape, described, mapping, shapes, tensor, text
 from ucp_formats.deepspeed.partition import Held, chunk, chunk_range
 from ucp_formats.deepspeed.saved_run import SavedFile
 

@@ -19,15 +19,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ucp.atom import Index
-from ucp.errors import MissingStateError, UsageError
+from ucp.errors import MissingStateError, TopologyError, UsageError, counted
+from ucp.io.draft import Drafted
+from ucp.state import WEIGHT
 from ucp.target import OutputFile, Receipt, TargetOptions, TargetPlan
 from ucp.topology import Topology
-from ucp_formats.deepspeed.file_draft import Drafted
+from ucp_formats.deepspeed.experts import Numbered
 from ucp_formats.deepspeed.missing_states import native_notes
+from ucp_formats.deepspeed.optimizer_groups import without_groups
 from ucp_formats.deepspeed.pipeline_target import layer_files
 from ucp_formats.deepspeed.rank_files import RankFiles, groups_of
-from ucp_formats.deepspeed.rank_views import check_experts, pipeline_of, rank_views
+from ucp_formats.deepspeed.rank_views import check_degrees, check_experts, first_view, rank_views
 from ucp_formats.deepspeed.run_facts import RunFacts, run_facts, tag
+from ucp_formats.deepspeed.source_stages import pipeline_of
+from ucp_formats.deepspeed.stage_choice import stages_of
+from ucp_formats.deepspeed.stage_settings import StageSettings, stage_settings
 from ucp_formats.deepspeed.target_plan import pointer_file, target_plan
 
 __all__ = ["DeepSpeedTarget"]
@@ -37,6 +43,8 @@ class DeepSpeedTarget:
     """Target `deepspeed`."""
 
     name = "deepspeed"
+    takes_settings = True
+    """How a pipeline has its stages (`stage_settings`)."""
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files of a run of `topology`; by default the source's own. Raises UsageError, MissingStateError."""
@@ -47,11 +55,13 @@ class DeepSpeedTarget:
         if stage and not groups:
             raise MissingStateError(
                 f"expected optimizer groups and states, which ZeRO stage {stage} keeps the weights with; {index.path} "
-                "holds weights only. Write stage-0 model files (--topology zero=0), to load with load_module_only=True"
+                f"{without_groups(index)}. Write stage-0 model files (--topology zero=0), to load with "
+                "load_module_only=True"
             )
-        drafted, notes = _files(facts, wanted)
+        drafted, notes = _files(facts, wanted, stage_settings(options.settings))
         lost = native_notes(groups, stage=stage, precision=facts.precision)
-        return target_plan(index, list(drafted), notes=(*facts.extras.notes(), *notes, *lost), topology=wanted)
+        plan = target_plan(index, list(drafted), notes=(*facts.extras.notes(), *notes, *lost), topology=wanted)
+        return plan if groups else _without_states(plan, index)
 
     def seal(
         self,
@@ -63,28 +73,64 @@ class DeepSpeedTarget:
         return (pointer_file("latest", tag(index)),)
 
 
+def _without_states(plan: TargetPlan, index: Index) -> TargetPlan:
+    """The plan, with the states that are in no file because no optimizer group takes them."""
+    lost = {atom.name: frozenset(atom.states) - {WEIGHT} for atom in index.atoms.values()}
+    lost = {name: states for name, states in lost.items() if states}
+    names = ", ".join(dict.fromkeys(state for states in lost.values() for state in sorted(states)))
+    line = f"{names} of {counted(len(lost), 'parameter')}: no trained parameter is in an optimizer group of the source"
+    return replace(plan, lost=lost, dropped=(line,)) if lost else plan
+
+
 def _wanted(index: Index, topology: Topology | None, options: TargetOptions) -> Topology:
     wanted = topology or index.topology
     if wanted.zero is None:
-        raise UsageError(
-            "expected the ZeRO stage of the run that will load the files; write it like --topology dp=4,zero=3"
-        )
+        raise TopologyError(_no_stage(index, wanted, asked=topology is not None))
     if options.layout or options.compress:
         raise UsageError("DeepSpeed files have one layout and no compression; drop --layout and --compress")
     return wanted
 
 
-def _files(facts: RunFacts, wanted: Topology) -> tuple[list[Drafted], tuple[str, ...]]:
+def _no_stage(index: Index, wanted: Topology, *, asked: bool) -> str:
+    """That the stage is not known; `asked`: though there is a topology."""
+    kept = index.topology.zero
+    shown = replace(wanted if asked else Topology(dp=wanted.dp), zero=1 if kept is None else kept)
+    if not asked:
+        return (
+            f"expected the run that will load the files, as in --topology {shown}: {index.path} is of {wanted}, "
+            "and has no ZeRO stage to keep"
+        )
+    without = f"; without --topology the files are for a run as the source was, {index.topology}"
+    return (
+        f"expected the ZeRO stage of the run that will load the files, as in --topology {shown}; got {wanted}. Axes "
+        f"that --topology leaves out are 1, zero it has to say{'' if kept is None else without}"
+    )
+
+
+def _files(facts: RunFacts, wanted: Topology, said: StageSettings) -> tuple[list[Drafted], tuple[str, ...]]:
     """Files of all model-parallel ranks, of layers and of experts."""
     pipeline = pipeline_of(facts)
+    check_degrees(facts, wanted, is_pipeline=pipeline is not None)
     numbered = check_experts(facts, wanted, facts.index.atoms)
+    if pipeline is None:
+        if not said.is_empty:
+            raise UsageError(f"--set says how a pipeline has its stages, and {facts.index.path} was none: drop it")
+        return _rank_files(rank_views(facts, wanted), numbered, wanted, is_stage=False)
+    stages = stages_of(first_view(facts, wanted.tp), pipeline, said, wanted.pp)
+    views = rank_views(facts, wanted, stages.places)
+    drafted, notes = _rank_files(views, numbered, wanted, is_stage=True)
+    for own in rank_views(facts, replace(wanted, pp=1)):
+        drafted += layer_files(own, pipeline)
+    return drafted, (*stages.notes, *notes)
+
+
+def _rank_files(
+    views: Sequence[RunFacts], numbered: Numbered, wanted: Topology, *, is_stage: bool
+) -> tuple[list[Drafted], tuple[str, ...]]:
     drafted: list[Drafted] = []
     notes: list[str] = []
-    for own in rank_views(facts, wanted, pipeline):
-        files, said = RankFiles(own, numbered, wanted.ep, is_stage=pipeline is not None).drafted()
+    for own in views:
+        files, told = RankFiles(own, numbered, wanted.ep, is_stage=is_stage).drafted()
         drafted += files
-        notes += said
-    if pipeline is not None:
-        for own in rank_views(facts, replace(wanted, pp=1), pipeline):
-            drafted += layer_files(own, pipeline)
+        notes += told
     return drafted, tuple(notes)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from struct import unpack
 
-from ucp.atom import AtomIndex, Index, Kind
+from ucp.atom import AtomIndex, Index, Kind, check_weights
 from ucp.dtypes import DType
 from ucp.errors import MissingStateError, UnsupportedError, listed
 from ucp.io.sameness import Checksums
@@ -25,6 +25,7 @@ __all__ = [
     "is_optimized",
     "optimizer_groups",
     "stored_dtype",
+    "without_groups",
 ]
 
 
@@ -131,6 +132,12 @@ def stored_dtype(atom: AtomIndex, state: str, dtypes: Mapping[str, str]) -> DTyp
     return DType(dtypes[state]) if state in dtypes and own.is_floating else own
 
 
+def without_groups(index: Index) -> str:
+    """What a source without optimizer groups holds: weights only, or states that no optimizer takes without groups."""
+    states = dict.fromkeys(name for _, name, _ in index.states() if name != WEIGHT)
+    return f"has {', '.join(states)}, and no optimizer groups to take them with" if states else "holds weights only"
+
+
 def optimizer_groups(index: Index, dtypes: Mapping[str, str]) -> tuple[Group, ...]:
     """Groups of the source, their parameters narrowed to those an optimizer owns. Groups may come out empty.
 
@@ -173,9 +180,7 @@ def _check_complete(index: Index) -> None:
             f"expected every trained parameter in an optimizer group; {index.path} has {len(lost)} in none:\n"
             f"{listed(lost)}\nconvert from a checkpoint with the whole optimizer"
         )
-    bare = [atom.name for atom in index.atoms.values() if WEIGHT not in atom.states]
-    if bare:
-        raise MissingStateError(f"parameters have no weight, only other states:\n{listed(bare)}\ndrop --exclude")
+    check_weights(index)
 
 
 def _states(params: Sequence[AtomIndex], dtypes: Mapping[str, str]) -> tuple[dict[str, DType], tuple[str, ...]]:

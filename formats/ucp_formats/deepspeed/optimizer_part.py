@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from ucp.atom import Extra, ParamGroup, StateIndex
+from ucp.io.fields import mapping, sequence, text
 from ucp.io.problems import Problems
 from ucp.io.sameness import Checksums
 from ucp.state import STEP
 from ucp_formats.deepspeed.buckets import BucketStates, scalar_state
-from ucp_formats.deepspeed.fields import mapping, sequence, text
 
 __all__ = ["OptimizerPart", "hyper_parameters", "same_groups", "take_group_steps"]
 

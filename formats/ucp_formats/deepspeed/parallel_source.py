@@ -12,9 +12,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ucp.atom import AtomIndex, Extra
-from ucp.errors import UsageError
+from ucp.atom import Extra
+from ucp.errors import counted
 from ucp.inert import Stub
+from ucp.io.fields import Shape, mapping
 from ucp.io.problems import Problems
 from ucp.io.sameness import Checksums
 from ucp.layout import Overlap
@@ -23,9 +24,9 @@ from ucp_formats.deepspeed.chunked_source import read_chunked
 from ucp_formats.deepspeed.experts import ExpertGroups, Experts, is_expert
 from ucp_formats.deepspeed.extras_source import model_extras, optimizer_extras
 from ucp_formats.deepspeed.family_rules import FamilyRules
-from ucp_formats.deepspeed.fields import Shape, mapping
 from ucp_formats.deepspeed.flat_source import buffer_shapes, read_flat
-from ucp_formats.deepspeed.merging import Merged, RankPart, merge
+from ucp_formats.deepspeed.merged import Merged
+from ucp_formats.deepspeed.merging import RankPart, merge
 from ucp_formats.deepspeed.module_part import ModulePart, read_sharded_module, read_whole_module
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart
 from ucp_formats.deepspeed.pipeline_module import layer_starts, pipeline_modules
@@ -35,7 +36,7 @@ from ucp_formats.deepspeed.slice_records import recorded_numels, with_shapes
 from ucp_formats.deepspeed.tensor_rules import TensorRules, recorded_layouts
 from ucp_formats.deepspeed.unsharded_source import read_expert_ranks, read_stages, read_unsharded
 
-__all__ = ["check_use", "expert_degree", "parallel_patterns", "read_parallel", "tensor_rules"]
+__all__ = ["expert_degree", "parallel_patterns", "read_parallel", "tensor_rules"]
 
 _INFO = "universal_checkpoint_info"
 
@@ -56,7 +57,8 @@ def read_parallel(grid: SavedGrid, checksums: Checksums, options: SourceOptions)
     means = [name for name, layout in merged.layouts.items() if layout.overlap is Overlap.MEAN]
     if means:
         merged.module.notes.append(
-            f"{len(means)} parameters are trained by each tensor-parallel rank for itself, and are the mean of all, as "
+            f"{counted(len(means), 'parameter is', 'parameters are')} "
+            f"trained by each tensor-parallel rank for itself, and are the mean of all, as "
             f"their moments are: {', '.join(means[:8])}{', ...' if len(means) > 8 else ''}"
         )
     for name, layout in merged.layouts.items():
@@ -95,14 +97,6 @@ def tensor_rules(files: Sequence[SavedFile], where: str, options: SourceOptions)
     return TensorRules(next(iter(found.values())), where)
 
 
-def check_use(options: SourceOptions, tp: int, where: str) -> None:
-    """Raise UsageError where a model family is named and there is nothing for it to say."""
-    if options != SourceOptions() and tp == 1:
-        raise UsageError(
-            f"{where} has one tensor-parallel rank, so that every tensor is whole: drop --family and --patterns"
-        )
-
-
 def _arguments(files: Iterable[SavedFile]) -> dict[str, object]:
     """Arguments of the training script, which Megatron-DeepSpeed saves with the client state."""
     saved = next((file.root["args"] for file in files if "args" in file.root), None)
@@ -117,14 +111,14 @@ def expert_degree(grid: SavedGrid) -> int:
     return max(ExpertGroups.of(run, buffer_shapes(run)).ep for run in grid.runs.values())
 
 
-def parallel_patterns(grid: SavedGrid, merged: Merged, atom: AtomIndex) -> dict[str, str]:
-    """Axis to the name of the pattern that an atom was laid out by, but for the data-parallel axis."""
+def parallel_patterns(grid: SavedGrid, merged: Merged, name: str) -> dict[str, str]:
+    """Axis to the name of the pattern that the parameter `name` was laid out by, but for the data-parallel axis."""
     found: dict[str, str] = {}
-    if atom.name in merged.layouts:
-        found["tp"] = merged.layouts[atom.name].pattern.name
+    if name in merged.layouts:
+        found["tp"] = merged.layouts[name].pattern.name
     if grid.pp > 1:
-        found["pp"] = "replicate" if atom.name in merged.tied else "unique"
-    if is_expert(atom.name):
+        found["pp"] = "replicate" if name in merged.tied else "unique"
+    if is_expert(name):
         found["ep"] = "unique"
     return found
 

@@ -15,12 +15,12 @@ from ucp.atom import StateIndex
 from ucp.errors import CorruptError, SourceError
 from ucp.fragment import Fragment
 from ucp.io.archive import read_archive
+from ucp.io.fields import Shape, described
 from ucp.io.problems import Problems
 from ucp.region import Box
 from ucp.state import STEP, WEIGHT
 from ucp.tensor import Record, TensorRef, contiguous_strides
 from ucp_formats.deepspeed.buckets import scalar_state
-from ucp_formats.deepspeed.fields import Shape, described
 
 __all__ = ["ParameterFolders", "read_parameter_folders"]
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ucp.errors import UnsupportedError
+from ucp.io.fields import Shape, mapping, shapes, text
 from ucp.tensor import TensorRef
-from ucp_formats.deepspeed.fields import Shape, mapping, shapes, text
 from ucp_formats.deepspeed.saved_grid import SavedGrid
 from ucp_formats.deepspeed.saved_run import SavedFile
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
+from ucp.io.draft import Drafted
 from ucp.state import WEIGHT
-from ucp_formats.deepspeed.file_draft import Drafted
-from ucp_formats.deepspeed.rank_views import Pipeline
 from ucp_formats.deepspeed.run_facts import RunFacts, tag
+from ucp_formats.deepspeed.source_stages import Pipeline
 
 __all__ = ["layer_files"]
 

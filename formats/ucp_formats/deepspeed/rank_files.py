@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ucp.io.draft import Drafted
 from ucp_formats.deepspeed import chunked_optimizer, flat_optimizer, whole_optimizer
+from ucp_formats.deepspeed.atom_draft import AtomDraft
 from ucp_formats.deepspeed.expert_target import ExpertRanks, expert_files, without_experts
 from ucp_formats.deepspeed.experts import Numbered
 from ucp_formats.deepspeed.extras_source import EMPTY_SHAPES
-from ucp_formats.deepspeed.file_draft import Drafted, FileDraft
 from ucp_formats.deepspeed.flat_optimizer import Share
 from ucp_formats.deepspeed.model_states import (
     Module,
@@ -21,7 +22,7 @@ from ucp_formats.deepspeed.model_states import (
     placeholders,
     shapes,
 )
-from ucp_formats.deepspeed.optimizer_groups import Group, check_flat, optimizer_groups
+from ucp_formats.deepspeed.optimizer_groups import Group, check_flat, optimizer_groups, without_groups
 from ucp_formats.deepspeed.run_config import Precision
 from ucp_formats.deepspeed.run_facts import EMULATED, RunFacts, tag
 from ucp_formats.deepspeed.target_plan import group_notes
@@ -54,7 +55,7 @@ class RankFiles:
         files, notes = self._unsharded() if self.facts.stage == 0 else self._partitioned()
         return [*files, *expert_files(self.facts, self.numbered)], notes
 
-    def _module(self, draft: FileDraft) -> Module | None:
+    def _module(self, draft: AtomDraft) -> Module | None:
         return None if self.is_stage else module_tensors(draft, without_experts(self.facts, self.numbered))
 
     def _unsharded(self) -> tuple[list[Drafted], tuple[str, ...]]:
@@ -62,7 +63,7 @@ class RankFiles:
         draft = facts.draft(self._model_path())
         own: dict[str, object] = {"module": self._module(draft)}
         if not self.groups:
-            note = "the source holds weights only: load the files with load_module_only=True"
+            note = f"the source {without_groups(facts.index)}: load the files with load_module_only=True"
             return [draft.finish(model_state(draft, facts, 0, own))], (note,)
         kind = whole_optimizer.wrapper(facts, self.groups)
         notes = tuple(_stage0_notes(facts, kind))
@@ -79,7 +80,7 @@ class RankFiles:
         return files, notes
 
     def _whole_optimizer(
-        self, draft: FileDraft, facts: RunFacts, groups: Sequence[Group], kind: whole_optimizer.Wrapper
+        self, draft: AtomDraft, facts: RunFacts, groups: Sequence[Group], kind: whole_optimizer.Wrapper
     ) -> dict[str, object]:
         counted = whole_optimizer.members(facts, groups, kind)
         return {
@@ -137,7 +138,7 @@ class RankFiles:
             draft = facts.draft(self._optim_path(rank))
             yield draft.finish(self._optim(draft, chunked_optimizer.optimizer_state(draft, facts, cut, rank)))
 
-    def _optim(self, draft: FileDraft, state: dict[str, object]) -> dict[str, object]:
+    def _optim(self, draft: AtomDraft, state: dict[str, object]) -> dict[str, object]:
         config = draft.carried(self.facts.config.staged(self.facts.stage))
         return {"optimizer_state_dict": state, "ds_config": config, "ds_version": EMULATED}
 

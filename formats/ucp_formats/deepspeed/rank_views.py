@@ -7,66 +7,45 @@ shapes, and from `cuts`, which say where a local tensor lies in the whole.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ucp.atom import AtomIndex, Index, Kind
-from ucp.errors import UnsupportedError, UsageError
+from ucp.errors import TopologyError
 from ucp.topology import Topology
 from ucp_formats.deepspeed.experts import Numbered
 from ucp_formats.deepspeed.run_config import Precision
 from ucp_formats.deepspeed.run_facts import RunFacts
 from ucp_formats.deepspeed.tensor_layout import TensorLayout
 
-__all__ = ["Pipeline", "check_experts", "narrowed", "pipeline_of", "rank_views"]
-
-_UNIVERSAL = "--to deepspeed-universal loads at any degrees"
+__all__ = ["check_degrees", "check_experts", "first_view", "narrowed", "rank_views"]
 
 
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """What a source says of its pipeline."""
-
-    layers: Mapping[int, str]
-    """Layer with a file to what the names of its parameters start with."""
-    stages: Sequence[Sequence[str]]
-    """Trained parameters of each stage."""
-
-    def stage_of(self, name: str) -> int:
-        """Stage of a parameter or buffer that no optimizer has: that of the last layer before it with trained ones."""
-        number = _layer(name)
-        last = 0
-        for stage, names in enumerate(self.stages):
-            if any(_layer(own) <= number for own in names if own[:1].isdigit()):
-                last = stage
-        return last
+def layouts_of(facts: RunFacts, tp: int) -> Mapping[str, TensorLayout]:
+    """Layouts over `tp` tensor-parallel ranks, of what is cut."""
+    if tp == 1 or facts.rules is None:
+        return {}
+    every = facts.index.atoms.values()
+    return facts.rules.layouts_of({atom.name: (atom.global_shape, atom.kind is not Kind.BUFFER) for atom in every}, tp)
 
 
-def _layer(name: str) -> int:
-    first = name.partition(".")[0]
-    return int(first) if first.isdigit() else 0
+def first_view(facts: RunFacts, tp: int) -> RunFacts:
+    """Facts with all parameters in the shapes of the first of `tp` tensor-parallel ranks."""
+    layouts = layouts_of(facts, tp)
+    every = facts.index.atoms.items()
+    atoms = {n: _local(atom, layouts[n].local_shape(0)) if n in layouts else atom for n, atom in every}
+    return replace(facts, index=replace(facts.index, atoms=atoms))
 
 
-def pipeline_of(facts: RunFacts) -> Pipeline | None:
-    """The pipeline of the source, or None where it is not one."""
-    found = facts.extras.mapping("pipeline")
-    layers, stages = found.get("layers"), found.get("stages")
-    if not isinstance(layers, dict) or not isinstance(stages, list):
-        return None
-    return Pipeline({int(str(number)): str(start) for number, start in layers.items()}, stages)
+def rank_views(facts: RunFacts, wanted: Topology, stages: Sequence[Mapping[str, int]] | None = None) -> list[RunFacts]:
+    """Facts of every model-parallel rank of a run of `wanted`.
 
-
-def rank_views(facts: RunFacts, wanted: Topology, pipeline: Pipeline | None) -> list[RunFacts]:
-    """Facts of every model-parallel rank of a run of `wanted`. Raises UsageError and UnsupportedError."""
-    _check(facts, wanted, pipeline)
+    `stages`: the names that each stage has, numbered in the order in which its optimizer's groups have them.
+    """
     facts = replace(facts, tp=wanted.tp, pp=wanted.pp)
-    layouts: dict[str, TensorLayout] = {}
-    if wanted.tp > 1 and facts.rules is not None:
-        every = facts.index.atoms.values()
-        wholes = {atom.name: (atom.global_shape, atom.kind is not Kind.BUFFER) for atom in every}
-        layouts = facts.rules.layouts_of(wholes, wanted.tp)
+    layouts = layouts_of(facts, wanted.tp)
     views = []
     for stage in range(wanted.pp):
-        names = facts.index.atoms.keys() if wanted.pp == 1 else _of_stage(facts.index, pipeline, stage)
+        names = facts.index.atoms if stages is None else stages[stage]
         for rank in range(wanted.tp):
             cuts = {name: layouts[name].held(rank) for name in names if name in layouts}
             atoms = {
@@ -75,6 +54,7 @@ def rank_views(facts: RunFacts, wanted: Topology, pipeline: Pipeline | None) -> 
                 if name in names
             }
             index = narrowed(facts.index, atoms)
+            index = index if stages is None else _of_stage(index, stages[stage])
             views.append(replace(facts, index=index, cuts=cuts, mp=stage * wanted.tp + rank))
     return views
 
@@ -86,13 +66,13 @@ def narrowed(index: Index, atoms: Mapping[str, AtomIndex]) -> Index:
     return replace(index, atoms=dict(atoms), groups=groups, aliases=aliases)
 
 
-def _of_stage(index: Index, pipeline: Pipeline | None, stage: int) -> set[str]:
-    """Parameters and buffers of a stage."""
-    if pipeline is None:
-        return set(index.atoms)
-    owned = {name for names in pipeline.stages for name in names}
-    others = {name for name in index.atoms if name not in owned and pipeline.stage_of(name) == stage}
-    return {*pipeline.stages[stage], *others}
+def _of_stage(index: Index, places: Mapping[str, int]) -> Index:
+    """An index with the parameters of each group by their places; those of one place stay as they are.
+
+    Groups that the stage has nothing of go, as the engine removes them (`_configure_optimizer`, 0.19.8).
+    """
+    groups = [replace(group, params=tuple(sorted(group.params, key=places.__getitem__))) for group in index.groups]
+    return replace(index, groups=tuple(group for group in groups if group.params))
 
 
 def _local(atom: AtomIndex, shape: tuple[int, ...]) -> AtomIndex:
@@ -104,46 +84,53 @@ def _local(atom: AtomIndex, shape: tuple[int, ...]) -> AtomIndex:
     return replace(atom, global_shape=shape, states=states)
 
 
-def _check(facts: RunFacts, wanted: Topology, pipeline: Pipeline | None) -> None:
+def check_degrees(facts: RunFacts, wanted: Topology, *, is_pipeline: bool) -> None:
+    """Raise TopologyError where DeepSpeed, or this source, cannot have the degrees of `wanted`."""
     if wanted.cp > 1:
-        raise UsageError(f"DeepSpeed counts sequence-parallel ranks as data-parallel ones: drop cp; got {wanted}")
+        raise TopologyError(f"DeepSpeed counts sequence-parallel ranks as data-parallel ones: drop cp; got {wanted}")
+    if wanted.vpp > 1 or wanted.etp is not None:
+        raise TopologyError(
+            f"a virtual pipeline and expert tensor parallelism are Megatron's: drop vpp and etp; got {wanted}"
+        )
     if wanted.tp > 1 and facts.rules is None:
-        raise UsageError(
+        raise TopologyError(
             f"expected universal_checkpoint_info in {facts.index.path}, which says how parameters are cut over "
-            f"{wanted.tp} tensor-parallel ranks; there is none. Write files for tp=1"
+            f"{wanted.tp} tensor-parallel ranks; there is none, only runs of DeepSpeed with tensor parallelism record "
+            "it. Write files for tp=1"
         )
-    if pipeline is None and wanted.pp > 1:
-        raise UsageError(f"expected a source that was a pipeline for {wanted}; {facts.index.path} was none")
-    if pipeline is None:
+    if not is_pipeline:
+        if wanted.pp > 1:
+            raise TopologyError(
+                f"expected a source that was a pipeline of DeepSpeed for {wanted}; {facts.index.path} was none, so "
+                "which module of a PipelineModule holds a parameter is not recorded. Write files for pp=1"
+            )
         return
-    if wanted.pp not in (1, len(pipeline.stages)):
-        raise UnsupportedError(
-            f"expected pp=1 or pp={len(pipeline.stages)}, as the source has; got {wanted}. How another number of "
-            f"stages would divide the layers is not recorded: {_UNIVERSAL}"
-        )
     stage = facts.stage
     if stage > 1 or (stage == 0 and facts.precision is Precision.BF16):
-        raise UnsupportedError(
+        raise TopologyError(
             f"expected zero=1 for a pipeline, or zero=0 for one that does not compute in bf16; got zero={stage}: "
             "DeepSpeed has no pipelines with ZeRO 2 or 3, and 0.19.8 cannot resume those of bf16 without ZeRO"
         )
 
 
 def check_experts(facts: RunFacts, wanted: Topology, names: Iterable[str]) -> Numbered:
-    """The experts of a source, found to fit `wanted`. Raises UsageError and UnsupportedError."""
+    """The experts of a source, found to fit `wanted`. Raises TopologyError."""
     numbered = Numbered.of(names)
     if not numbered.counts:
         if wanted.ep > 1:
-            raise UsageError(f"expected experts in {facts.index.path} for {wanted}; there are none: drop ep")
+            raise TopologyError(
+                f"expected experts of DeepSpeed's MoE layer (deepspeed_experts.N) in {facts.index.path} for {wanted}; "
+                "there are none: drop ep. Experts of another framework are written as parameters like others"
+            )
         return numbered
     odd = [f"{start}*: {count}" for start, count in numbered.counts.items() if count % wanted.ep]
     if odd or wanted.dp % wanted.ep:
-        raise UsageError(
+        raise TopologyError(
             f"expected ep to divide dp and the numbers of experts; got {wanted}, and "
             f"{', '.join(odd) or 'numbers of experts that it divides'}"
         )
     if wanted.tp > 1 or wanted.pp > 1 or facts.stage == 3:
-        raise UnsupportedError(
+        raise TopologyError(
             f"experts are written for tp=1, pp=1 and zero 0 to 2; got {wanted}. DeepSpeed has no native experts with "
             "ZeRO 3"
         )

@@ -1,18 +1,19 @@
 """Layouts of DeepSpeed that are recognised, named, and not read: each with what was seen and what to do.
 
 Names are looked at first (`refuse_names`), then what the files say (`refuse_contents`); each raises one
-UnsupportedError for all it finds.
+UnsupportedError for all it finds. Options that such a checkpoint has no use for are refused too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ucp.errors import UnsupportedError, listed
+from ucp.errors import UnsupportedError, UsageError, listed
+from ucp.protocols import SourceOptions
 from ucp_formats.deepspeed.folder import TagFolder
 from ucp_formats.deepspeed.names import OFFLOADED
 
-__all__ = ["refuse_contents", "refuse_names"]
+__all__ = ["refuse_contents", "refuse_idle_options", "refuse_names"]
 
 _LATER = "ucp does not read this layout yet"
 _AUTOEP = f"experts fused by AutoEP; {_LATER}: train with deepspeed.moe.layer.MoE, or without expert parallelism"
@@ -34,6 +35,14 @@ def refuse_contents(where: str, roots: Mapping[str, Mapping[object, object]]) ->
         for seen, why in _by_content(root):
             found.setdefault(why, f"{file}: {seen}: {why}")
     _raise(where, list(found.values()))
+
+
+def refuse_idle_options(options: SourceOptions, tp: int, where: str) -> None:
+    """Raise UsageError where a model family is named and there is nothing for it to say."""
+    if options != SourceOptions() and tp == 1:
+        raise UsageError(
+            f"{where} has one tensor-parallel rank, so that every tensor is whole: drop --family and --patterns"
+        )
 
 
 def _raise(where: str, found: list[str]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ucp.atom import AtomIndex, Index, Kind
+from ucp.atom import AtomIndex, Index, Kind, check_weights
 from ucp.dtypes import DType
 from ucp.region import RegionPair
 from ucp.state import WEIGHT
 from ucp.target import TargetOptions
+from ucp_formats.deepspeed.atom_draft import AtomDraft
 from ucp_formats.deepspeed.carried_extras import CarriedExtras
-from ucp_formats.deepspeed.file_draft import FileDraft
 from ucp_formats.deepspeed.optimizer_groups import stored_dtype
 from ucp_formats.deepspeed.run_config import Precision, RunConfig
 from ucp_formats.deepspeed.tensor_rules import TensorRules
@@ -51,9 +51,9 @@ class RunFacts:
     cuts: Mapping[str, tuple[RegionPair, ...]] = field(default_factory=dict)
     """Parameter to what that rank has of it, where that is not the whole."""
 
-    def draft(self, path: str) -> FileDraft:
+    def draft(self, path: str) -> AtomDraft:
         """A file of that rank."""
-        return FileDraft(path, self.index, self.cuts)
+        return AtomDraft(path, self.index, self.cuts)
 
     def module_dtype(self, atom: AtomIndex) -> DType:
         """Type of a parameter or buffer in the module."""
@@ -62,6 +62,7 @@ class RunFacts:
 
 def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int) -> RunFacts:
     """Facts of a run of `ranks` data-parallel ranks under ZeRO `stage` that continues the source."""
+    check_weights(index)
     extras = CarriedExtras(index, ranks=ranks, stage=stage)
     config = RunConfig(extras.mapping("ds_config"))
     info = extras.get("universal_checkpoint_info")

@@ -13,7 +13,7 @@ from math import prod
 
 from ucp.errors import MalformedError, listed
 from ucp.inert import Stub, TorchSize
-from ucp_formats.deepspeed.fields import Shape
+from ucp.io.fields import Shape
 from ucp_formats.deepspeed.saved_run import SavedRun
 
 __all__ = ["recorded_numels", "with_shapes"]

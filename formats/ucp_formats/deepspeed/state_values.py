@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ucp_formats.deepspeed.file_draft import FileDraft
+from ucp_formats.deepspeed.atom_draft import AtomDraft
 from ucp_formats.deepspeed.loss_scaling import plain_scaler, read_loss_scale, scaler_object
 from ucp_formats.deepspeed.optimizer_groups import Group
 from ucp_formats.deepspeed.run_config import Precision
@@ -13,7 +13,7 @@ from ucp_formats.deepspeed.run_facts import RunFacts
 __all__ = ["clipping", "common_keys", "group_entry", "scalar_value"]
 
 
-def scalar_value(draft: FileDraft, group: Group, state: str, params: Iterable[str] | None = None) -> object:
+def scalar_value(draft: AtomDraft, group: Group, state: str, params: Iterable[str] | None = None) -> object:
     """The count that `params` share: a Python number if it was one, else a 0-d tensor of this file."""
     found = group.scalar(state, params)
     if found.number is not None:
@@ -22,7 +22,7 @@ def scalar_value(draft: FileDraft, group: Group, state: str, params: Iterable[st
     return draft.whole(found.param, state, holder.states[state].dtype)
 
 
-def group_entry(draft: FileDraft, group: Group, numbers: Iterable[int]) -> dict[object, object]:
+def group_entry(draft: AtomDraft, group: Group, numbers: Iterable[int]) -> dict[object, object]:
     """A parameter group of a torch optimizer; `numbers`: of its parameters."""
     hyper = draft.carried(dict(group.hyper))
     assert isinstance(hyper, dict)

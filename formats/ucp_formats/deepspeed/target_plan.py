@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ucp.atom import Index
+from ucp.errors import counted
+from ucp.io.draft import Drafted
 from ucp.state import WEIGHT
 from ucp.target import Literal, OutputFile, TargetPlan
 from ucp.topology import Topology
-from ucp_formats.deepspeed.file_draft import Drafted
 from ucp_formats.deepspeed.optimizer_groups import Group
 
 __all__ = ["group_notes", "pointer_file", "target_plan"]
@@ -43,7 +44,8 @@ def _casts(index: Index, drafted: Sequence[Drafted]) -> tuple[str, ...]:
             if source is not place.slice.dtype and not beside:
                 changed.setdefault((state, source.value, place.slice.dtype.value), set()).add(place.slice.param)
     return tuple(
-        f"{state}: {old} -> {new} in {len(params)} parameters" for (state, old, new), params in changed.items()
+        f"{state}: {old} -> {new} in {counted(len(params), 'parameter')}"
+        for (state, old, new), params in changed.items()
     )
 
 
@@ -53,7 +55,8 @@ def group_notes(groups: Sequence[Group]) -> tuple[str, ...]:
     missing = [name for group in groups for name in group.never_stepped()]
     if missing:
         lines.append(
-            f"{len(missing)} parameters lack states that others of their group have ({missing[0]}, ...): those are "
+            f"{counted(len(missing), 'parameter lacks', 'parameters lack')} "
+            f"states that others of their group have ({missing[0]}, ...): those are "
             "zero, and the step count is the group's, as for a parameter that was never stepped"
         )
     unsure = sorted({name for group in groups for name in group.scalars if not group.scalar(name).certain})

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ucp.fragment import Fragment
+from ucp.io.fields import Shape
 from ucp.layout import AxisLayout, Layout, Overlap, Pattern, local_shape
 from ucp.region import Box, RegionPair, intersect
 from ucp.registry import pattern
 from ucp.tensor import TensorRef
-from ucp_formats.deepspeed.fields import Shape
 
 __all__ = ["MisfitError", "TensorLayout", "cut_layout", "equal_layout", "lifted"]
 

@@ -23,11 +23,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ucp.errors import MalformedError, UnsupportedError, listed
+from ucp.errors import MalformedError, TopologyError, UnsupportedError, counted, listed
 from ucp.inert import GlobalName, Stub
+from ucp.io.fields import Shape, integer, mapping, sequence, text
 from ucp.layout import Overlap
 from ucp_formats.deepspeed.affine_pieces import AFFINE_VERSION, ScaledError, affine_layout
-from ucp_formats.deepspeed.fields import Shape, integer, mapping, sequence, text
 from ucp_formats.deepspeed.tensor_layout import MisfitError, TensorLayout, cut_layout, equal_layout
 
 __all__ = ["TensorRules", "TensorShapes", "recorded_layouts"]
@@ -125,16 +125,16 @@ class TensorRules:
             )
         if wrong:
             raise MalformedError(
-                f"universal_checkpoint_info of {self._where} does not fit {len(wrong)} parameters:\n{listed(wrong)}\n"
-                "the record is of another model or contradicts itself: correct the patterns where they are made "
-                "(universal_checkpoint_info() of the model) and save again"
+                f"universal_checkpoint_info of {self._where} does not fit {counted(len(wrong), 'parameter')}:\n"
+                f"{listed(wrong)}\nthe record is of another model or contradicts itself: correct the patterns where "
+                "they are made (universal_checkpoint_info() of the model) and save again"
             )
         return found
 
     def layouts_of(self, wholes: Mapping[str, tuple[Shape, bool]], parts: int) -> dict[str, TensorLayout]:
         """Layout over `parts` ranks of whole tensors: name to shape, and whether a name without a record is cut.
 
-        Raises UnsupportedError and MalformedError, each with all names concerned.
+        Raises TopologyError, UnsupportedError and MalformedError, each with all names concerned.
         """
         shapes: dict[str, TensorShapes] = {}
         rules = self._for(parts)
@@ -154,7 +154,7 @@ class TensorRules:
                 own = (*shape[:dim], shape[dim] // parts, *shape[dim + 1 :])
                 shapes[name] = TensorShapes(local=(own,) * parts, declared=declared)
         if uneven:
-            raise UnsupportedError(
+            raise TopologyError(
                 f"expected tensors that {parts} tensor-parallel ranks can cut evenly; got\n{listed(uneven)}\nchoose a "
                 "degree that divides them"
             )

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ucp.errors import UnsupportedError
+from ucp.io.fields import Shape, sequence, shapes
 from ucp.io.problems import Problems
 from ucp.io.sameness import Checksums
 from ucp.protocols import SourceOptions
 from ucp_formats.deepspeed.extras_source import model_extras
 from ucp_formats.deepspeed.family_rules import FamilyRules
-from ucp_formats.deepspeed.fields import Shape, sequence, shapes
-from ucp_formats.deepspeed.merging import Merged, RankPart, merge
+from ucp_formats.deepspeed.merged import Merged
+from ucp_formats.deepspeed.merging import RankPart, merge
 from ucp_formats.deepspeed.module_part import ModulePart, read_sharded_module, read_whole_module
 from ucp_formats.deepspeed.names import Role
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart

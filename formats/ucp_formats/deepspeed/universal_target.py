@@ -16,16 +16,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ucp.atom import AtomIndex, Index, Kind
-from ucp.errors import MissingStateError, UsageError
+from ucp.errors import MissingStateError, TopologyError, UsageError
+from ucp.io.draft import Drafted
 from ucp.state import STEP, WEIGHT
 from ucp.target import OutputFile, Receipt, TargetOptions, TargetPlan
 from ucp.topology import Topology
+from ucp_formats.deepspeed.atom_draft import AtomDraft
 from ucp_formats.deepspeed.experts import is_expert
-from ucp_formats.deepspeed.file_draft import Drafted, FileDraft
 from ucp_formats.deepspeed.flat_optimizer import keeps_whole
 from ucp_formats.deepspeed.missing_states import ANEW, lacking, shared_notes
 from ucp_formats.deepspeed.model_states import Module, frozen_shapes, model_state, module_tensors, shapes
-from ucp_formats.deepspeed.optimizer_groups import Group, check_flat, is_optimized, optimizer_groups
+from ucp_formats.deepspeed.optimizer_groups import Group, check_flat, is_optimized, optimizer_groups, without_groups
 from ucp_formats.deepspeed.partition import flat_group
 from ucp_formats.deepspeed.run_config import Precision
 from ucp_formats.deepspeed.run_facts import EMULATED, RunFacts, run_facts, tag
@@ -52,17 +53,18 @@ class DeepSpeedUniversalTarget:
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files for every stage and number of ranks. Raises UsageError for a `topology`, MissingStateError."""
         wanted = topology or Topology()
-        if topology is not None and (wanted.dp > 1 or wanted.zero is not None or wanted.ep > 1 or wanted.cp > 1):
-            raise UsageError(
-                "a universal checkpoint is the same for all stages and numbers of ranks: drop --topology, or write "
-                f"files for {topology} alone (--to deepspeed). Only tp and pp may be given, for DeepSpeed before 0.19.8"
+        if wanted != Topology(tp=wanted.tp, pp=wanted.pp):
+            raise TopologyError(
+                "a universal checkpoint is the same for all ZeRO stages and all numbers of ranks: drop --topology, or "
+                f"write native files for {wanted} alone with --to deepspeed. Only tp and pp mean something here: "
+                "DeepSpeed before 0.19.8 wants as many model-states files as the run that loads them has such ranks"
             )
         if options.layout or options.compress:
             raise UsageError("DeepSpeed files have one layout and no compression; drop --layout and --compress")
         if not any(is_optimized(index.atoms[name]) for group in index.groups for name in group.params):
             raise MissingStateError(
                 f"expected optimizer groups and states, which DeepSpeed loads together with the weights; {index.path} "
-                "holds weights only. Write stage-0 model files (--to deepspeed --topology zero=0)"
+                f"{without_groups(index)}. Write stage-0 model files (--to deepspeed --topology zero=0)"
             )
         stage = index.topology.zero
         facts = run_facts(index, options, ranks=index.topology.dp, stage=1 if stage is None else stage)
@@ -97,7 +99,7 @@ def _model_files(facts: RunFacts, groups: Sequence[Group]) -> Iterator[Drafted]:
         for start, kinds in (("", (Kind.FROZEN, Kind.BUFFER)), ("zero_pp_rank_0_", ()))
     ]
     for name, kinds in named:
-        draft = FileDraft(f"{tag(facts.index)}/{name}_model_states.pt", facts.index)
+        draft = AtomDraft(f"{tag(facts.index)}/{name}_model_states.pt", facts.index)
         own: dict[str, object] = {
             "module": _unrestored(draft, facts, kinds),
             "param_shapes": shapes(facts.index, [[atom.name for atom in group.params] for group in groups]),
@@ -107,7 +109,7 @@ def _model_files(facts: RunFacts, groups: Sequence[Group]) -> Iterator[Drafted]:
         yield draft.finish(model_state(draft, facts, 0, own))
 
 
-def _unrestored(draft: FileDraft, facts: RunFacts, kinds: Sequence[Kind]) -> Module:
+def _unrestored(draft: AtomDraft, facts: RunFacts, kinds: Sequence[Kind]) -> Module:
     """Tensors that a universal load does not restore, for scripts that restore them."""
     module = module_tensors(draft, facts, kinds)
     if kinds:
@@ -119,7 +121,7 @@ def _unrestored(draft: FileDraft, facts: RunFacts, kinds: Sequence[Kind]) -> Mod
 
 def _globals(facts: RunFacts, groups: Sequence[Group]) -> Drafted:
     """`optimizer_state.pt`: `param_groups` is read by stages 1 and 2, `optimizer_state_dict` by stage 3."""
-    draft = FileDraft(f"{tag(facts.index)}/zero/optimizer_state.pt", facts.index)
+    draft = AtomDraft(f"{tag(facts.index)}/zero/optimizer_state.pt", facts.index)
     entries = [group_entry(draft, group, [number]) for number, group in enumerate(groups)]
     kept = _shared_by_all(entries)
     if _scheduled(facts) and "lr" in entries[0]:
@@ -163,7 +165,7 @@ def _parameter_files(facts: RunFacts, group: Group, atom: AtomIndex) -> Iterator
     """One file per state; no others, as stages 1 and 2 take every `.pt` file of the folder for a state."""
     folder = f"{tag(facts.index)}/zero/{atom.name}"
     for state in (WEIGHT, *group.state_names):
-        draft = FileDraft(f"{folder}/{_FILE_NAMES.get(state, state)}.pt", facts.index)
+        draft = AtomDraft(f"{folder}/{_FILE_NAMES.get(state, state)}.pt", facts.index)
         if state in group.scalars:
             yield draft.finish(_count(draft, group, atom, state))
             continue
@@ -175,7 +177,7 @@ def _parameter_files(facts: RunFacts, group: Group, atom: AtomIndex) -> Iterator
         yield draft.finish({**keys, "param": tensor})
 
 
-def _count(draft: FileDraft, group: Group, atom: AtomIndex, state: str) -> object:
+def _count(draft: AtomDraft, group: Group, atom: AtomIndex, state: str) -> object:
     """The parameter's own count, or its group's where it has none."""
     return scalar_value(draft, group, state, [atom.name])
 

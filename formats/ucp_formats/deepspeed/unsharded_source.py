@@ -15,11 +15,11 @@ from dataclasses import replace
 
 from ucp.atom import Kind, ParamGroup
 from ucp.errors import UnsupportedError
+from ucp.io.fields import Shape, mapping, sequence, shapes
 from ucp.io.sameness import Checksums
 from ucp.tensor import TensorRef
 from ucp_formats.deepspeed.experts import Experts, Numbered, is_expert
 from ucp_formats.deepspeed.extras_source import whole_optimizer_extras
-from ucp_formats.deepspeed.fields import Shape, mapping, sequence, shapes
 from ucp_formats.deepspeed.layer_split import split_layers
 from ucp_formats.deepspeed.merging import RankPart
 from ucp_formats.deepspeed.module_part import ModulePart, read_whole_module

@@ -18,7 +18,7 @@ from ucp.dtypes import DType
 from ucp.errors import UnsupportedError, listed
 from ucp.io.torchzip import NewTensor
 from ucp.state import WEIGHT
-from ucp_formats.deepspeed.file_draft import FileDraft, Part
+from ucp_formats.deepspeed.atom_draft import AtomDraft, Stretch
 from ucp_formats.deepspeed.loss_scaling import LossScale, read_loss_scale, scale_numbers
 from ucp_formats.deepspeed.optimizer_groups import Group, inline_number, stored_dtype
 from ucp_formats.deepspeed.run_config import Precision
@@ -58,7 +58,7 @@ def members(facts: RunFacts, groups: Sequence[Group], kind: Wrapper) -> Members:
     return _plain_params(facts.index, groups) if kind is Wrapper.PLAIN else [(group, group.params) for group in groups]
 
 
-def optimizer_state(draft: FileDraft, facts: RunFacts, counted: Members, kind: Wrapper) -> dict[str, object]:
+def optimizer_state(draft: AtomDraft, facts: RunFacts, counted: Members, kind: Wrapper) -> dict[str, object]:
     """`optimizer` of the model-states file."""
     if kind is Wrapper.PLAIN:
         return _per_parameter(draft, facts, counted)
@@ -80,7 +80,7 @@ def optimizer_state(draft: FileDraft, facts: RunFacts, counted: Members, kind: W
     }
 
 
-def _per_parameter(draft: FileDraft, facts: RunFacts, counted: Members) -> dict[str, object]:
+def _per_parameter(draft: AtomDraft, facts: RunFacts, counted: Members) -> dict[str, object]:
     """state_dict of a torch optimizer with one entry per parameter; one that was never stepped has none."""
     state: dict[int, object] = {}
     entries = []
@@ -95,16 +95,16 @@ def _per_parameter(draft: FileDraft, facts: RunFacts, counted: Members) -> dict[
     return {"state": state, "param_groups": entries}
 
 
-def _own_value(draft: FileDraft, facts: RunFacts, atom: AtomIndex, state: str) -> object:
+def _own_value(draft: AtomDraft, facts: RunFacts, atom: AtomIndex, state: str) -> object:
     number = inline_number(atom, state)
     return draft.whole(atom.name, state, stored_dtype(atom, state, facts.dtypes)) if number is None else number
 
 
-def _master(draft: FileDraft, facts: RunFacts, atom: AtomIndex) -> NewTensor:
+def _master(draft: AtomDraft, facts: RunFacts, atom: AtomIndex) -> NewTensor:
     return draft.whole(atom.name, WEIGHT, stored_dtype(atom, WEIGHT, facts.dtypes))
 
 
-def _per_group(draft: FileDraft, groups: Sequence[Group]) -> dict[str, object]:
+def _per_group(draft: AtomDraft, groups: Sequence[Group]) -> dict[str, object]:
     """state_dict of a torch optimizer over one flat master per group."""
     state = {
         number: {
@@ -120,13 +120,13 @@ def _per_group(draft: FileDraft, groups: Sequence[Group]) -> dict[str, object]:
     return {"state": state, "param_groups": entries}
 
 
-def _flat(draft: FileDraft, group: Group, state: str, dtype: DType) -> NewTensor:
+def _flat(draft: AtomDraft, group: Group, state: str, dtype: DType) -> NewTensor:
     """All parameters of a group one after another, without padding."""
     parts = []
     offset = 0
     for atom, (name, numel) in zip(group.params, group.sizes, strict=True):
         if state in atom.states:
-            parts.append(Part(param=name, start=0, stop=numel, offset=offset))
+            parts.append(Stretch(param=name, start=0, stop=numel, offset=offset))
         offset += numel
     return draft.flat(state, dtype, offset, parts)
 

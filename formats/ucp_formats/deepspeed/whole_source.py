@@ -15,15 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ucp.atom import Extra, ParamGroup, StateIndex
-from ucp.errors import MalformedError, UnsupportedError, listed
+from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.fragment import Fragment
+from ucp.io.fields import Shape, described, integer, mapping, sequence, tensor, text
 from ucp.io.problems import Problems
 from ucp.io.sameness import Checksums
 from ucp.region import Box
 from ucp.state import STEP, WEIGHT
 from ucp.tensor import TensorRef
 from ucp_formats.deepspeed.buckets import Bucket, Shard, bucket_states, scalar_state
-from ucp_formats.deepspeed.fields import Shape, described, integer, mapping, sequence, tensor, text
 from ucp_formats.deepspeed.flat_layout import shared_buffers
 from ucp_formats.deepspeed.matching import AmbiguousError, FlatSlots, NoMatchError, SlotGroup, Slots, match
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart, hyper_parameters, take_group_steps
@@ -131,7 +131,7 @@ def _check_count(optimizer: WholeOptimizer, names: Sequence[Sequence[str]]) -> N
     if unknown or len(names) != len(optimizer.groups):
         raise MalformedError(
             f"expected names of the module for the {len(optimizer.groups)} parameter groups of {optimizer.where}; got "
-            f"{len(names)} groups{', with unknown names' if unknown else ''}\n{listed(unknown)}"
+            f"{counted(len(names), 'group')}{', with unknown names' if unknown else ''}\n{listed(unknown)}"
         )
 
 
@@ -275,7 +275,9 @@ def _add_slots(
     slots = optimizer.numbers(optimizer.groups[number])
     masters = optimizer.masters()
     if len(slots) != len(names) or (masters and len(masters[number]) != len(names)):
-        problems.wrong.append(f"group {number} has {len(slots)} parameters; expected {len(names)}: {', '.join(names)}")
+        problems.wrong.append(
+            f"group {number} has {counted(len(slots), 'parameter')}; expected {len(names)}: {', '.join(names)}"
+        )
         return
     for at, (name, slot) in enumerate(zip(names, slots, strict=True)):
         states = optimizer.state(slot)

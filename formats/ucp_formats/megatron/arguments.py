@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from ucp.errors import MalformedError
+from ucp.errors import MalformedError, TopologyError, listed
 from ucp.inert import GlobalName, Stub
 from ucp.io.fields import described
 from ucp.topology import Topology
@@ -67,6 +67,21 @@ _FLAGS = {
     "fp16",
 }
 _NAMESPACES = {"Namespace", "SimpleNamespace"}
+_SIZES = (
+    "num_layers",
+    "hidden",
+    "heads",
+    "query_groups",
+    "head_dim",
+    "ffn",
+    "num_experts",
+    "padded_vocab_size",
+    "vocab_size",
+    "first_stage_layers",
+    "last_stage_layers",
+)
+_MOST_LAYERS = 999_999
+"""Layers of a model, at most: names count no further."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,17 +166,23 @@ class Arguments:
         return (self.pp or 1) > 1
 
     def topology(self) -> Topology:
-        """Degrees of parallelism. Raises UsageError when one is impossible."""
+        """Degrees of parallelism. Raises MalformedError when one is impossible."""
         tp, pp, cp = self.tp or 1, self.pp or 1, self.cp or 1
         dp = self.dp or max((self.world or 1) // (tp * pp * cp), 1)
         etp = self.etp if self.num_experts and self.etp != tp else None
-        return Topology(dp=dp, tp=tp, pp=pp, ep=self.ep or 1, cp=cp, vpp=self.vpp or 1, etp=etp)
+        try:
+            return Topology(dp=dp, tp=tp, pp=pp, ep=self.ep or 1, cp=cp, vpp=self.vpp or 1, etp=etp)
+        except TopologyError as error:
+            raise MalformedError(
+                f"the arguments that the checkpoint records are of no run: {error}. They are damaged or were edited: "
+                "use another copy"
+            ) from error
 
 
 def read_arguments(value: object, where: str) -> Arguments:
     """Arguments out of what a file has under `args`: a namespace, a dict, or None where they were not saved.
 
-    Raises MalformedError.
+    Raises MalformedError; all sizes that no model has are named together.
     """
     raw = _raw(value, where)
     found: dict[str, int | bool | None] = {}
@@ -170,7 +191,20 @@ def read_arguments(value: object, where: str) -> Arguments:
             if raw.get(key) is not None:
                 found[field.name] = _typed(raw[key], field.name, f"{key} in the arguments of {where}")
                 break
+    _check_sizes(raw, found, where)
     return Arguments(raw=raw, **found)  # type: ignore[arg-type]  # _typed gives bool for flags and int for the rest
+
+
+def _check_sizes(raw: Mapping[str, object], found: Mapping[str, int | bool | None], where: str) -> None:
+    layers = found.get("num_layers") or 0
+    wrong = [name for name in _SIZES if (found.get(name) or 0) < 0 or (name == "num_layers" and layers > _MOST_LAYERS)]
+    if wrong:
+        keys = (next(key for key in _KEYS[name] if raw.get(key) is not None) for name in wrong)
+        shown = listed(f"{key}: {raw[key]}" for key in keys)
+        raise MalformedError(
+            f"expected sizes of a model in the arguments of {where}; got\n{shown}\n"
+            "They are damaged or were edited: use another copy"
+        )
 
 
 def _raw(value: object, where: str) -> dict[str, object]:

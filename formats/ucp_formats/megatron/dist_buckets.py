@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ucp.errors import MalformedError, UnsupportedError, listed
+from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.fragment import Fragment
 from ucp.io.dcp import StoredTensor
 from ucp.io.probe import Prober
@@ -172,7 +172,8 @@ class _Ranks:
                 found[name] = local
         if irregular:
             raise UnsupportedError(
-                f"{len(irregular)} parameters are not cut evenly over the tensor-parallel ranks, so that their place "
+                f"{counted(len(irregular), 'parameter is', 'parameters are')} "
+                f"not cut evenly over the tensor-parallel ranks, so that their place "
                 f"in the optimizer's buckets cannot be found:\n{listed(irregular)}\n"
                 "Save the checkpoint with --dist-ckpt-optim-fully-reshardable"
             )
@@ -225,8 +226,9 @@ def where_is(key: BucketKey) -> str:
 def _check_gaps(gaps: Sequence[str], missing: Sequence[str]) -> None:
     if gaps and missing:
         raise MalformedError(
-            f"{len(gaps)} stretches of the optimizer's buckets are the master of no parameter:\n{listed(gaps)}\n"
-            f"{len(missing)} parameters of the model are in no bucket:\n{listed(missing, most=100)}\n"
+            f"in the optimizer's buckets {counted(len(gaps), 'stretch is', 'stretches are')} the master of no "
+            f"parameter:\n{listed(gaps)}\n"
+            f"{counted(len(missing), 'parameter')} of the model in no bucket:\n{listed(missing, most=100)}\n"
             "The weights and the optimizer are of different steps, or the weights are quantised. Save the checkpoint "
             "with --dist-ckpt-optim-fully-reshardable"
         )

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from os.path import isfile, join
+from os.path import join, lexists
 
-from ucp.errors import MalformedError
+from ucp.errors import MalformedError, MissingFileError
 from ucp.io.archive import read_archive
-from ucp.io.dcp import Dcp
+from ucp.io.dcp import METADATA, Dcp, read_dcp
+from ucp.io.dcp_metadata import read_metadata
 from ucp.io.fields import described, mapping
+from ucp.io.source import split_parts
 from ucp.tensor import Record
 from ucp_formats.megatron.arguments import Arguments, read_arguments
 from ucp_formats.megatron.dist_keys import GroupObjectKey, ObjectKey, parse_group_object, parse_object_key
 from ucp_formats.megatron.names import COMMON
 
-__all__ = ["CommonState", "SavedObjects", "as_list", "optimizer_dicts", "read_common", "read_objects"]
+__all__ = ["CommonState", "SavedObjects", "as_list", "optimizer_dicts", "read_common", "read_folder", "read_objects"]
 
 _COMMON_STATE = "common_state"
 
@@ -73,6 +75,17 @@ class CommonState:
         return found if type(found) is int else self.arguments.iteration
 
 
+def read_folder(folder: str) -> Dcp:
+    """The checkpoint in `folder`. Raises what `read_dcp` raises; of missing files, a common state is told too."""
+    try:
+        return read_dcp(folder)
+    except MissingFileError as error:
+        objects = read_metadata(join(folder, METADATA)).objects
+        if _has_file(folder) or any(key.partition("/")[0] == _COMMON_STATE for key in objects):
+            raise
+        raise MissingFileError(f"{error}\n{_without_common(folder)}") from error
+
+
 def read_objects(dcp: Dcp) -> SavedObjects:
     """All objects of the checkpoint."""
     found = SavedObjects()
@@ -99,18 +112,21 @@ def _unwrapped(value: object) -> object:
 
 
 def read_common(dcp: Dcp, objects: SavedObjects) -> CommonState:
-    """The common state, from its own file or from the objects; empty when there is none.
+    """The common state, from its own file or from the objects.
 
-    Raises MalformedError when it is no dict.
+    A file comes first, as in Megatron (core_v0.19 dist_checkpointing/serialization.py: load_common_state_dict). Raises
+    MissingFileError when there is neither, MalformedError when it is no dict.
     """
     path = join(dcp.folder, COMMON)
     records: tuple[Record, ...] = ()
     root, where = objects.common, f"{_COMMON_STATE} of {dcp.folder}"
-    own = isfile(path)
+    own = _has_file(dcp.folder)
     if own:
         archive = read_archive(path)
         root, where, records = archive.root, path, archive.records
-    values = {} if root is None else mapping(root, f"the common state ({where})")
+    elif root is None:
+        raise MissingFileError(_without_common(dcp.folder))
+    values = mapping(root, f"the common state ({where})")
     content = values.get("content_metadata")
     return CommonState(
         where=where,
@@ -119,6 +135,20 @@ def read_common(dcp: Dcp, objects: SavedObjects) -> CommonState:
         content=content if isinstance(content, dict) else {},
         records=records,
         file=path if own else "",
+    )
+
+
+def _has_file(folder: str) -> bool:
+    """Whether the common state has a file of its own, whatever is there under its name."""
+    path = join(folder, COMMON)
+    return lexists(path) or bool(split_parts(path))
+
+
+def _without_common(folder: str) -> str:
+    return (
+        f"expected {COMMON} in {folder}, or the object {_COMMON_STATE} that megatron-core writes instead since 0.19: "
+        "arguments, parameter groups, steps and the scheduler of the run; neither is there. Megatron does not load the "
+        f"checkpoint without. Copy {COMMON} from where it was saved"
     )
 
 

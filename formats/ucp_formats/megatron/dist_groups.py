@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ucp.atom import ParamGroup, StateIndex
+from ucp.errors import counted
 from ucp.io.fields import mapping
 from ucp.io.sameness import Checksums
 from ucp.io.scalars import scalar_state
@@ -50,7 +51,8 @@ def read_groups(
     )
     if left:
         found.notes.append(
-            f"{len(left)} parameters are in no group, or in several, by that rule: {', '.join(left[:4])}"
+            f"{counted(len(left), 'parameter is', 'parameters are')} "
+            f"in no group, or in several, by that rule: {', '.join(left[:4])}"
         )
     shared = _common_step(common)
     for group in found.groups:

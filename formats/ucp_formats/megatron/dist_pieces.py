@@ -14,15 +14,18 @@ from math import prod
 from typing import NamedTuple
 
 from ucp.dtypes import DType
-from ucp.errors import MalformedError, listed
+from ucp.errors import CoverError, MalformedError, counted, listed
 from ucp.io.dcp import StoredChunk, StoredTensor
-from ucp.region import Box, local_flat_pairs
+from ucp.region import Box, local_flat_pairs, uncovered
 from ucp.tensor import TensorRef, contiguous_strides
 from ucp_formats.megatron.dist_keys import PARTS, ModelKey
 
-__all__ = ["Piece", "Whole", "taken_apart"]
+__all__ = ["Piece", "Whole", "check_tiled", "taken_apart"]
 
 Shape = tuple[int, ...]
+
+_MOST_EMPTY = 1 << 20
+"""Tensors without elements that one may be taken apart into: no chunk bears them out."""
 
 
 class Piece(NamedTuple):
@@ -87,8 +90,37 @@ def taken_apart(
         for whole in _joined(template, parts, problems):
             found[whole.name] = whole
     if problems:
-        raise MalformedError(f"{len(problems)} tensors do not fit their keys:\n{listed(problems)}")
+        raise MalformedError(
+            f"{counted(len(problems), 'tensor does not fit its key', 'tensors do not fit their keys')}"
+            f":\n{listed(problems)}\n"
+            "What .metadata says of them is damaged, or of another run: copy it again from where it was saved"
+        )
     return found
+
+
+def check_tiled(wholes: Iterable[Whole], where: str) -> None:
+    """Prove that pieces tile tensors which are read as copies of masters; for all others, whoever reads them does so.
+
+    Raises CoverError listing every hole and overlap.
+    """
+    problems = [
+        f"{whole.name} {gap.box} of {list(whole.shape)}: held by {'nothing' if not gap.owners else 'several pieces'}"
+        for whole in wholes
+        if _lie_inside(whole)  # what lies past the end, `check_cover` tells
+        for gap in uncovered(whole.shape, [piece.box for piece in whole.pieces])
+    ]
+    if problems:
+        raise CoverError(
+            f"the pieces in {where} do not tile {counted(len(problems), 'region')} of the model's own tensors exactly "
+            f"once:\n{listed(problems)}\n.metadata is damaged or of another run: copy it again from where it was saved"
+        )
+
+
+def _lie_inside(whole: Whole) -> bool:
+    return all(
+        len(piece.box.sizes) == len(whole.shape) and not any(map(int.__gt__, piece.box.stops, whole.shape))
+        for piece in whole.pieces
+    )
 
 
 def _as_saved(name: str, tensor: StoredTensor) -> Whole:
@@ -114,6 +146,8 @@ class _Apart:
             problems.append(f"{saved.key}: expected {' and '.join(self._key.stacked)} as dims; got {list(self._shape)}")
             return []
         inner = self._shape[self._lead :]
+        if not self._is_borne_out(inner, problems):
+            return []
         names = {index: self._name(index) for index in product(*map(range, self._shape[: self._lead]))}
         wholes = {index: Whole(name=name, shape=inner, dtype=saved.dtype) for index, name in names.items()}
         for chunk in self._tensor.chunks:
@@ -124,6 +158,16 @@ class _Apart:
                 else:
                     problems.append(f"{saved.key}: a chunk at {list(chunk.offsets)}, past {list(self._shape)}")
         return list(wholes.values())
+
+    def _is_borne_out(self, inner: Shape, problems: list[str]) -> bool:
+        """Whether there are bytes for as many tensors as the dims say; they may be damaged, and say anything."""
+        saved, count = self._tensor.saved, prod(self._shape[: self._lead])
+        held = sum(min(chunk.ref.numel, chunk.ref.extent // saved.dtype.itemsize) for chunk in self._tensor.chunks)
+        told = sum(prod(chunk.sizes) for chunk in self._tensor.chunks)
+        if count <= (held if prod(inner) else _MOST_EMPTY) and told <= held:
+            return True
+        problems.append(f"{saved.key}: {list(self._shape)} are {count:,} tensors; its chunks hold {held:,} elements")
+        return False
 
     def _name(self, index: Shape) -> str:
         name = self._key.template

@@ -13,25 +13,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ucp.atom import Index, SourceFile
-from ucp.errors import MalformedError, UnsupportedError, listed
+from ucp.dtypes import DType
+from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.identity import size_and_time
 from ucp.io.collection import no_cycle_collection
-from ucp.io.dcp import METADATA, Dcp, StoredTensor, read_dcp
+from ucp.io.dcp import METADATA, Dcp, StoredTensor
+from ucp.state import WEIGHT
 from ucp.tensor import Record
-from ucp_formats.megatron.dist_atoms import EMBEDDING, atom_of, suspicious_states, tied_output
+from ucp_formats.megatron.dist_atoms import EMBEDDING, atom_of, tied_output
 from ucp_formats.megatron.dist_buckets import Grid, place_buckets, stored_buckets
-from ucp_formats.megatron.dist_common import CommonState, SavedObjects, read_common, read_objects
+from ucp_formats.megatron.dist_common import CommonState, SavedObjects, read_common, read_folder, read_objects
 from ucp_formats.megatron.dist_extras import dist_extras
 from ucp_formats.megatron.dist_gathered import gathered_buckets
 from ucp_formats.megatron.dist_groups import read_groups
 from ucp_formats.megatron.dist_keys import BucketKey, StateKey, parse_bucket_key, parse_state_key
 from ucp_formats.megatron.dist_names import DistNames, names_of
-from ucp_formats.megatron.dist_pieces import Whole, taken_apart
+from ucp_formats.megatron.dist_pieces import Whole, check_tiled, taken_apart
+from ucp_formats.megatron.dist_shifted import checked_masters
 from ucp_formats.megatron.dist_states import DistStates, from_buckets, from_state_keys
 from ucp_formats.megatron.family_choice import ChooseFamily
 from ucp_formats.megatron.folder import Located
 from ucp_formats.megatron.names import METADATA as BACKEND
 from ucp_formats.megatron.names import parse_iteration
+from ucp_formats.megatron.state_gaps import check_gaps, gaps
 
 __all__ = ["read_dist"]
 
@@ -81,15 +85,17 @@ def read_dist(located: Located, name: str, choose: ChooseFamily) -> Index:
 
 
 def _read(located: Located, name: str, choose: ChooseFamily) -> Index:
-    dcp = read_dcp(os.path.abspath(located.root))
+    dcp = read_folder(os.path.abspath(located.root))
     objects = read_objects(dcp)
     common = read_common(dcp, objects)
     model = _model(_sorted_out(dcp), common, choose)
     states = _states(dcp, objects, common, model)
+    _check_states(states, model, dcp.folder)
     trained = {own: whole.shape for own, whole in model.weights.items() if own in states.fragments}
     groups = read_groups(common, objects, trained, states.chains)
     atoms = {own: atom_of(whole, states, groups, model.names) for own, whole in model.weights.items()}
     aliases = tied_output(atoms, untied=common.arguments.untied)
+    checked = checked_masters(atoms, layout=states.layout, tied=bool(aliases))
     return Index(
         path=dcp.folder,
         format=name,
@@ -97,19 +103,21 @@ def _read(located: Located, name: str, choose: ChooseFamily) -> Index:
         producer="Megatron (torch_dist), version not recorded",
         topology=common.arguments.topology(),
         step=parse_iteration(located.root.name) if common.iteration is None else common.iteration,
-        atoms=atoms,
+        atoms=checked.atoms,
         groups=groups.groups,
         aliases=aliases,
         extras=tuple(dist_extras(common, objects)),
         files=tuple(_files(dcp, common)),
         records=(*common.records, *objects.records, *model.tensors.records),
         notes=(
+            *located.notes,
             *model.names.notes,
             *_layout_notes(states, common),
             *states.notes,
             *groups.notes,
-            *suspicious_states(atoms, layout=states.layout, tied=bool(aliases)),
+            *checked.notes,
         ),
+        dropped=checked.dropped,
     )
 
 
@@ -138,11 +146,12 @@ def _sorted_out(dcp: Dcp) -> _Tensors:
     stray = [key for key in found.model if key.startswith(_OPTIMIZER)]
     if stray:
         raise UnsupportedError(
-            f"{len(stray)} tensors of the optimizer in {dcp.folder} are of a layout that is not known:\n{listed(stray)}"
+            f"{counted(len(stray), 'tensor')} "
+            f"of the optimizer in {dcp.folder}: of a layout that is not known:\n{listed(stray)}"
         )
     if not found.model:
         raise MalformedError(
-            f"expected tensors of a model in {dcp.folder}; {METADATA} lists {len(stored)} tensors, none"
+            f"expected tensors of a model in {dcp.folder}; {METADATA} lists {counted(len(stored), 'tensor')}, none"
         )
     return found
 
@@ -164,6 +173,14 @@ def _states(dcp: Dcp, objects: SavedObjects, common: CommonState, model: _Model)
         place_buckets(buckets, model.weights, model.names.orders(model.weights), _grid(common, model)),
         common.sharding or usual,
     )
+
+
+def _check_states(states: DistStates, model: _Model, where: str) -> None:
+    """Prove that no parameter lacks a state that others have, and that the model's own tensors are whole copies."""
+    held = {name: frozenset(own) for name, own in states.fragments.items()}
+    bare = {name for name in held if model.weights[name].dtype.itemsize >= DType.FLOAT32.itemsize}
+    check_gaps(gaps(held, states.chains, without_master=bare), where)
+    check_tiled((model.weights[name] for name, own in held.items() if WEIGHT in own), where)
 
 
 def _grid(common: CommonState, model: _Model) -> Grid:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ucp.dtypes import DType
-from ucp.errors import MalformedError, listed
+from ucp.errors import MalformedError, counted, listed
 from ucp.fragment import Fragment
 from ucp.io.dcp import StoredTensor
 from ucp.region import Box
@@ -80,7 +80,8 @@ def from_state_keys(
         raise MalformedError(f"{len(problems)} optimizer states do not fit the model:\n{listed(problems)}")
     if turned:
         found.notes.append(
-            f"states of {len(turned)} experts are stored transposed, as GroupedMLP of megatron-core up to 0.15 does: "
+            f"states of {counted(len(turned), 'expert')} "
+            f"are stored transposed, as GroupedMLP of megatron-core up to 0.15 does: "
             f"they are read so"
         )
     return found

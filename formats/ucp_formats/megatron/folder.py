@@ -7,14 +7,14 @@ ranks, then the .metadata of torch.distributed.checkpoint.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from ucp.errors import MalformedError, UnknownFormatError, UsageError, listed
+from ucp.errors import MalformedError, UnknownFormatError, UsageError, counted, listed
+from ucp.io.folder import names_in, short_text
+from ucp_formats.megatron.backend import read_backend
 from ucp_formats.megatron.names import (
     DCP_METADATA,
     METADATA,
@@ -29,7 +29,6 @@ from ucp_formats.megatron.names import (
 __all__ = ["Located", "SavedAs", "locate", "the_folder"]
 
 _MOST_TRACKER_BYTES = 64
-_MOST_METADATA_BYTES = 1 << 20
 _INNER = ("weights", "model_weights")
 """Folders in which NeMo keeps a checkpoint of megatron-core."""
 
@@ -61,6 +60,8 @@ class Located:
     """Folders to choose from, when nothing says which; else empty."""
     dangling: str = ""
     """What the tracker names, when that is not there; else empty."""
+    notes: tuple[str, ...] = ()
+    """What was assumed on the way."""
 
 
 def locate(path: Path) -> Located | None:
@@ -97,19 +98,11 @@ def the_folder(located: Located | None, path: Path) -> Located:
         )
     if located.iterations:
         raise UsageError(
-            f"{path} holds {len(located.iterations)} checkpoints and no {TRACKER} that names one; pass one of them:\n"
+            f"{path} holds {counted(len(located.iterations), 'checkpoint')} "
+            f"and no {TRACKER} that names one; pass one of them:\n"
             f"{listed(str(path / name) for name in located.iterations)}"
         )
     return located
-
-
-def _names(path: Path) -> Iterator[str]:
-    try:
-        with os.scandir(path) as entries:
-            for entry in entries:
-                yield entry.name
-    except OSError:
-        return
 
 
 def _has_model(path: Path) -> bool:
@@ -126,28 +119,25 @@ def _seen(path: Path, *, named: bool) -> dict[SavedAs, str]:
 
     `named`: whether it is known to be an iteration folder by its name or the tracker.
     """
-    backend = _backend(path / METADATA)
+    backend = _backend(path)
     if backend is not None:
         return {backend: f"{METADATA} of {backend}"}
-    ranks = sorted(name for name in _names(path) if parse_rank_folder(name) is not None and _has_model(path / name))
+    ranks = sorted(name for name in names_in(path) if parse_rank_folder(name) is not None and _has_model(path / name))
     if ranks:
         return {SavedAs.TORCH: f"{len(ranks)} folders such as {ranks[0]}" if len(ranks) > 1 else f"folder {ranks[0]}"}
     if named and (path / DCP_METADATA).is_file():
-        return {SavedAs.TORCH_DCP: f"{DCP_METADATA} without {METADATA}"}
+        beside = (
+            f"beside a {METADATA} that names no backend" if os.path.lexists(path / METADATA) else f"without {METADATA}"
+        )
+        return {SavedAs.TORCH_DCP: f"{DCP_METADATA} {beside}"}
     return {}
 
 
-def _backend(file: Path) -> SavedAs | None:
-    """The backend of megatron-core that a metadata.json names; None when it is not one of its files."""
-    try:
-        if not file.is_file() or file.stat().st_size > _MOST_METADATA_BYTES:
-            return None
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    backend = found.get("sharded_backend") if isinstance(found, dict) else None
+def _backend(folder: Path) -> SavedAs | None:
+    """The backend of megatron-core that a metadata.json names; None when it names none that is known."""
+    backend = read_backend(folder)
     known = (SavedAs.TORCH_DIST, SavedAs.ZARR)
-    return next((own for own in known if own.value == backend), None)
+    return next((own for own in known if backend is not None and own.value == backend.name), None)
 
 
 def _follow_tracker(path: Path) -> Located | None:
@@ -165,19 +155,14 @@ def _follow_tracker(path: Path) -> Located | None:
 
 
 def _tracked_name(file: Path) -> str | None:
-    try:
-        if not file.is_file() or file.stat().st_size > _MOST_TRACKER_BYTES:
-            return None
-        text = file.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return None
-    if text == RELEASE:
+    text = short_text(file, most_bytes=_MOST_TRACKER_BYTES)
+    if text is None or text == RELEASE:
         return text
     return f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else None
 
 
 def _iterations(path: Path) -> tuple[str, ...]:
-    found = [name for name in _names(path) if parse_iteration(name) is not None and _seen(path / name, named=True)]
+    found = [name for name in names_in(path) if parse_iteration(name) is not None and _seen(path / name, named=True)]
     return tuple(sorted(found))
 
 
@@ -187,5 +172,21 @@ def _only_iteration(path: Path) -> Located | None:
         return None
     (saved_as, reason), *_ = _seen(path / there[0], named=True).items()
     if len(there) == 1:
-        return Located(root=path / there[0], saved_as=saved_as, reasons=(f"the only iteration, {there[0]}", reason))
+        reasons = (f"the only iteration, {there[0]}", reason)
+        return Located(
+            root=path / there[0], saved_as=saved_as, reasons=reasons, notes=_unreadable_tracker(path, there[0])
+        )
     return Located(root=path, saved_as=saved_as, reasons=(f"folders {', '.join(there[:3])}",), iterations=there)
+
+
+def _unreadable_tracker(path: Path, taken: str) -> tuple[str, ...]:
+    """That a tracker is there and names no iteration; nothing when there is none."""
+    if not os.path.lexists(path / TRACKER):
+        return ()
+    text = short_text(path / TRACKER, most_bytes=_MOST_TRACKER_BYTES)
+    held = "what is no short text" if text is None else f"{text!r}" if text else "nothing"
+    note = (
+        f"{TRACKER} holds {held}, which is no iteration: {taken} was read, the only one there. Megatron stops at such "
+        "a file. Whether it is the last one that was saved is not known"
+    )
+    return (note,)

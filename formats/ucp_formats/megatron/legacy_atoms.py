@@ -8,12 +8,12 @@ that is the atom's weight, and the tensors of the model are replicas of it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
 from ucp.atom import AtomIndex, Kind, StateIndex
-from ucp.errors import MissingFileError, listed
+from ucp.errors import MissingFileError, counted, listed
 from ucp.family import Match
 from ucp.fragment import Fragment
 from ucp.io.scalars import scalar_state
@@ -79,7 +79,8 @@ class _Laid:
                 if ref is not None:
                     copy = counts[part.at] = counts.get(part.at, 0) + 1
                     shift = (copies + copy - 1) * prod(self.axes.values())
-                    found += fragments(part.held.view, self.placed[part.at], ref, copy=shift)
+                    pieces = fragments(part.held.view, self.placed[part.at], ref, copy=shift)
+                    found += (replace(piece, derived=copies > 0) for piece in pieces)
             copies += max(counts.values(), default=0)
         if not copies:
             return None
@@ -97,7 +98,7 @@ def atoms_of(run: LegacyRun, model: LegacyModel, states: LegacyStates) -> dict[s
     laid = {name: _laid(run, model.matches[name], own, lacking) for name, own in held.items()}
     if lacking:
         raise MissingFileError(
-            f"{len(lacking)} parameters of {run.folder} have parts that no file holds:\n{listed(lacking)}\n"
+            f"{counted(len(lacking), 'parameter')} of {run.folder} with parts that no file holds:\n{listed(lacking)}\n"
             "Copy the folders of all ranks from where they were saved"
         )
     ordered = model.family.sorted(held)

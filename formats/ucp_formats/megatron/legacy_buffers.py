@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ucp.dtypes import DType
-from ucp.errors import MalformedError, UnsupportedError, listed
+from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.inert import GlobalName
 from ucp.io.fields import described, mapping, sequence
 from ucp.io.probe import Prober
@@ -125,12 +125,13 @@ def add_buffers(
             del left[held.slot]
     if left and not problems:
         named = ", ".join(held.name for held in list(left.values())[:3]) + (", ..." if len(left) > 3 else "")
-        what = f"{len(left)} parameters, which are not trained: {named}"
+        what = f"{counted(len(left), 'parameter')} not trained: {named}"
         states.notes.append(f"{population.where} has no states of {what}")
     if problems:
         names = (f"{held.slot.key} {list(held.ref.shape)}" for held in left.values())
         raise MalformedError(
-            f"{population.where}: {len(problems)} stretches of its buffers hold no parameter of the model:\n"
+            f"{population.where}: {counted(len(problems), 'stretch', 'stretches')} of its buffers without a "
+            "parameter of the model:\n"
             f"{listed(problems)}\nparameters that were not found:\n{listed(names)}\n"
             "The file is of another run than the model, or its weights were changed after it was saved"
         )

@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed
+from ucp.errors import MalformedError, MissingFileError, UnsupportedError, counted, listed
 from ucp.io.fields import described, mapping
 from ucp.io.probe import Prober
 from ucp.io.sameness import Checksums
-from ucp.state import STEP, WEIGHT
+from ucp.state import STEP
 from ucp_formats.megatron.group_rules import SavedGroup, dealt_out, is_expert
 from ucp_formats.megatron.legacy_buffers import Buffer, add_buffers, read_buffers
 from ucp_formats.megatron.legacy_extras import ranks_extras
 from ucp_formats.megatron.legacy_files import LegacyRun, SavedRank
 from ucp_formats.megatron.legacy_model import Held, LegacyModel, Slot
-from ucp_formats.megatron.legacy_proof import is_zero
 from ucp_formats.megatron.legacy_states import LegacyStates, Population, groups_of
 from ucp_formats.megatron.legacy_whole import add_whole_optimizer, is_whole
 from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER
@@ -63,7 +62,6 @@ def read_optimizer(run: LegacyRun, model: LegacyModel, checksums: Checksums) -> 
                     _add_groups(member, states)
                 for name, value in _rest(member).items():
                     rest.setdefault(name, {})[number] = value
-        _note_zeros(states, prober)
     for name, values in rest.items():
         states.extras += ranks_extras(run, name, values, checksums)
     states.notes = list(dict.fromkeys(states.notes))
@@ -121,7 +119,7 @@ def _check_buffers(run: LegacyRun) -> None:
     ]
     if lacking:
         raise MissingFileError(
-            f"{run.folder} was saved with a distributed optimizer, and {len(lacking)} files of it are missing:\n"
+            f"{run.folder} was saved with a distributed optimizer; {counted(len(lacking), 'file')} of it missing:\n"
             f"{listed(lacking)}\nCopy them from where they were saved"
         )
 
@@ -138,7 +136,7 @@ def _buffers_of(rank: SavedRank, members: Sequence[_Member]) -> list[list[Buffer
     where = f"{rank.name}/{DISTRIBUTED_OPTIMIZER}"
     found = read_buffers(rank.buffers.root, where)
     if len(found) != len(members):
-        raise MalformedError(f"expected buffers of {len(members)} optimizers in {where}; got {len(found)}")
+        raise MalformedError(f"expected buffers of {counted(len(members), 'optimizer')} in {where}; got {len(found)}")
     return found
 
 
@@ -169,7 +167,8 @@ def _add_groups(member: _Member, states: LegacyStates) -> None:
     states.notes.append(_RULE)
     if left:
         states.notes.append(
-            f"{len(left)} parameters are in no group, or in several, by that rule: {', '.join(left[:4])}"
+            f"{counted(len(left), 'parameter is', 'parameters are')} "
+            f"in no group, or in several, by that rule: {', '.join(left[:4])}"
         )
 
 
@@ -182,14 +181,3 @@ def _rest(member: _Member) -> dict[str, object]:
         if key not in _KNOWN:
             rest[str(key)] = value
     return {f"optimizer/{chain}{key}": value for key, value in rest.items()}
-
-
-def _note_zeros(states: LegacyStates, prober: Prober) -> None:
-    """Note it when no moment is anything but zero although steps were taken: they were lost on the way."""
-    stepped = any(own.get(STEP) not in (None, 0) for own in states.numbers.values())
-    moments = [ref for own in states.tensors.values() for key, ref in own.items() if key != WEIGHT and ref.numel]
-    if stepped and moments and all(is_zero(ref, prober) for ref in moments):
-        states.notes.append(
-            "the moments are zero wherever they were looked at, although steps were taken: the optimizer was not "
-            "restored"
-        )

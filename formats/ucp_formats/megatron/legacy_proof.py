@@ -8,7 +8,7 @@ from __future__ import annotations
 from ucp.io.probe import Prober
 from ucp.tensor import TensorRef
 
-__all__ = ["is_master_of", "is_zero"]
+__all__ = ["is_master_of"]
 
 _WINDOW = 64
 """Elements compared at once."""
@@ -21,16 +21,9 @@ def is_master_of(master: TensorRef, weight: TensorRef, prober: Prober) -> bool:
     for start in _starts(weight.numel):
         stop = min(start + _WINDOW, weight.numel)
         held = prober.window(master, start, stop, dtype=weight.dtype)
-        if held != prober.window(weight, start, stop):
+        if held != prober.window(weight, start, stop, dtype=weight.dtype):
             return False
     return True
-
-
-def is_zero(tensor: TensorRef, prober: Prober) -> bool:
-    """Whether all elements looked at are zero."""
-    return not any(
-        any(prober.window(tensor, start, min(start + _WINDOW, tensor.numel))) for start in _starts(tensor.numel)
-    )
 
 
 def _starts(numel: int) -> list[int]:

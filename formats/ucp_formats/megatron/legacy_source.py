@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ucp.atom import AtomIndex, Index, ParamGroup
-from ucp.errors import MalformedError, listed
+from ucp.dtypes import DType
+from ucp.errors import MalformedError, counted, listed
 from ucp.io.sameness import Checksums
 from ucp.state import STEP
 from ucp_formats.megatron.family_choice import ChooseFamily
@@ -23,6 +24,7 @@ from ucp_formats.megatron.legacy_files import LegacyRun, read_run, source_files
 from ucp_formats.megatron.legacy_model import LegacyModel, read_model
 from ucp_formats.megatron.legacy_optimizer import read_optimizer
 from ucp_formats.megatron.legacy_states import LegacyStates
+from ucp_formats.megatron.state_gaps import check_gaps, gaps
 
 __all__ = ["read_legacy"]
 
@@ -36,6 +38,7 @@ def read_legacy(located: Located, name: str, choose: ChooseFamily) -> Index:
     model = read_model(run, choose)
     checksums = Checksums(run.records)
     states = read_optimizer(run, model, checksums)
+    _check_states(run, model, states)
     atoms = atoms_of(run, model, states)
     extras, dropped = run_extras(run, checksums)
     return Index(
@@ -46,12 +49,17 @@ def read_legacy(located: Located, name: str, choose: ChooseFamily) -> Index:
         topology=run.arguments.topology(),
         step=_iteration(run),
         atoms=atoms,
-        groups=_groups(model, states, atoms),
+        groups=_groups(run, model, states, atoms),
         aliases=_aliases(model, atoms),
         extras=(*extras, *model.extras, *states.extras),
         files=tuple(source_files(run)),
         records=run.records,
-        notes=(f"model family {model.family.name}: {'; '.join(model.reasons)}", *model.notes, *states.notes),
+        notes=(
+            *located.notes,
+            f"model family {model.family.name}: {'; '.join(model.reasons)}",
+            *model.notes,
+            *states.notes,
+        ),
         dropped=(*dropped, *states.dropped, *_strays(run)),
     )
 
@@ -64,28 +72,64 @@ def _iteration(run: LegacyRun) -> int | None:
     return run.arguments.iteration
 
 
-def _groups(model: LegacyModel, states: LegacyStates, atoms: Mapping[str, AtomIndex]) -> tuple[ParamGroup, ...]:
+def _check_states(run: LegacyRun, model: LegacyModel, states: LegacyStates) -> None:
+    """Prove that no parameter of a rank lacks a state that others have. Raises MalformedError."""
+    held: dict[str, frozenset[str]] = {}
+    bare = set()
+    for own in model.held:
+        if own.slot in states.tensors:
+            label = f"{own.name}, of {run.ranks[own.slot.rank].name}"
+            held[label] = frozenset(states.tensors[own.slot])
+            if own.ref.dtype.itemsize >= DType.FLOAT32.itemsize:
+                bare.add(label)
+    check_gaps(gaps(held, {}, without_master=bare), str(run.folder))
+
+
+def _groups(
+    run: LegacyRun, model: LegacyModel, states: LegacyStates, atoms: Mapping[str, AtomIndex]
+) -> tuple[ParamGroup, ...]:
     """Groups with the names of their parameters, in the order of the model."""
     number_of: dict[str, int] = {}
-    torn: dict[str, None] = {}
+    torn: dict[tuple[int, int], dict[str, tuple[str, str]]] = {}
+    rank_of: dict[str, str] = {}
     for held in model.held:
         number = states.group_of.get(held.slot)
+        rank = run.ranks[held.slot.rank].name
         if number is not None and number_of.setdefault(held.name, number) != number:
-            torn[held.name] = None
+            torn.setdefault((number_of[held.name], number), {})[held.name] = (rank_of[held.name], rank)
+        elif number is not None:
+            rank_of.setdefault(held.name, rank)
     if torn:
-        raise MalformedError(
-            f"expected every parameter in one optimizer group; ranks have {len(torn)} in groups of other settings:\n"
-            f"{listed(torn)}\nThe files are of different runs"
-        )
+        raise MalformedError(_torn(torn, states))
     members: list[list[str]] = [[] for _ in states.groups]
     for name in atoms:
         if name in number_of:
             members[number_of[name]].append(name)
-    counted = {name for name, atom in atoms.items() if STEP in atom.states}
+    stepped = {name for name, atom in atoms.items() if STEP in atom.states}
     return tuple(
-        rank_free(ParamGroup(params=tuple(own), hyper=dict(group.hyper)), counted)
+        rank_free(ParamGroup(params=tuple(own), hyper=dict(group.hyper)), stepped)
         for own, group in zip(members, states.groups, strict=True)
     )
+
+
+def _torn(torn: Mapping[tuple[int, int], Mapping[str, tuple[str, str]]], states: LegacyStates) -> str:
+    """That ranks have parameters in groups of other settings. `torn`: pairs of groups, parameters, and which ranks."""
+    lines = []
+    for (one, other), names in torn.items():
+        own, others = states.groups[one].hyper, states.groups[other].hyper
+        keys = sorted(key for key in own.keys() | others.keys() if repr(own.get(key)) != repr(others.get(key)))
+        first, (rank, another) = next(iter(names.items()))
+        shown = (f"{key}: {_value(own, key)} on {rank}, {_value(others, key)} on {another}" for key in keys)
+        lines.append(f"{'; '.join(shown)} ({counted(len(names), 'parameter')} such as {first})")
+    return (
+        "expected the same settings of an optimizer group on all ranks; got\n"
+        f"{listed(lines)}\nThe files are of different steps or runs: copy all of one checkpoint"
+    )
+
+
+def _value(hyper: Mapping[str, object], key: str) -> str:
+    """One setting of a group, for a message."""
+    return f"{hyper[key]!r}"[:60] if key in hyper else "not there"
 
 
 def _aliases(model: LegacyModel, atoms: Mapping[str, AtomIndex]) -> dict[str, str]:

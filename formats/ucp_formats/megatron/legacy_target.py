@@ -16,7 +16,7 @@ from functools import cached_property
 from math import prod
 
 from ucp.dtypes import DType
-from ucp.errors import UnsupportedError, UsageError, listed
+from ucp.errors import TopologyError
 from ucp.inert import GlobalName
 from ucp.io.draft import Drafted, FileDraft, Part
 from ucp.io.torchzip import NewTensor
@@ -91,7 +91,7 @@ def _grid(topology: Topology) -> LegacyGrid:
 
 
 def plan_legacy(own: TargetRun, folder: str) -> tuple[Drafted, ...]:
-    """The files in `folder`. Raises UsageError, UnsupportedError when the layout does not fit the model."""
+    """The files in `folder`. Raises TopologyError for a layout that these files have no place for."""
     return tuple(_Legacy(own, folder).files())
 
 
@@ -104,14 +104,13 @@ class _Legacy:
         topology = own.topology
         self._grid = _grid(topology)
         if self._grid.collides:
-            raise UnsupportedError(
+            raise TopologyError(
                 f"with {self._grid} several ranks with different experts would save under one name, and Megatron "
                 "loses some. Choose an etp that tp divides, or write torch_dist (--layout torch_dist)"
             )
         self._modules: Modules = modules_of(own.model.family, own.arguments, own.model.expert_layers)
         self._stages = stage_layers(own.model.layers, pp=topology.pp, vpp=topology.vpp, arguments=own.arguments)
         self._chunks = chunk_tensors(own.model, self._stages)
-        self._check_division()
 
     def files(self) -> Iterator[Drafted]:
         """All files, rank by rank."""
@@ -142,7 +141,7 @@ class _Legacy:
     def _local_experts(self) -> int:
         experts, ep = self._own.model.experts, self._grid.ep
         if experts % ep:
-            raise UsageError(f"expected a number of experts that ep={ep} divides; got {experts}. Choose another ep")
+            raise TopologyError(f"expected a number of experts that ep={ep} divides; got {experts}. Choose another ep")
         return experts // ep
 
     def _locals(self, rank: _Rank, chunk: Chunk) -> list[_Local]:
@@ -180,23 +179,6 @@ class _Legacy:
             for placed in place(layout, own.shape, coords=coords)
         )
         return _Local(key=key, tensor=own, pairs=pairs, shape=shape, shared=shared)
-
-    def _check_division(self) -> None:
-        """Prove that all ranks hold parts of one shape: Megatron asserts it."""
-        degrees = {"tp": self._grid.tp, "etp": self._grid.etp}
-        wrong = []
-        for own in self._own.model.tensors:
-            layout = own.match.layout(axes=degrees, global_shape=own.shape)
-            ends = ({axis.axis: at for axis in layout.axes} for at in (0,))
-            last = {axis.axis: axis.parts - 1 for axis in layout.axes}
-            shapes = {local_shape(layout, own.shape, coords) for coords in (*ends, last)}
-            if len(shapes) > 1:
-                wrong.append(f"{own.name} {list(own.shape)}: parts of {' and '.join(map(str, sorted(shapes)))}")
-        if wrong:
-            raise UsageError(
-                f"expected dims that {self._grid} divides; Megatron cuts into equal parts:\n{listed(wrong)}\n"
-                "Choose another tp or etp"
-            )
 
     def _model_file(self, path: str, rank: _Rank, chunks: Mapping[Chunk, Sequence[_Local]]) -> Drafted:
         draft = FileDraft(path)

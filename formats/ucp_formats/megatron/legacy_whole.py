@@ -142,13 +142,50 @@ def _by_contents(groups: Sequence[_Grouped], population: Population, prober: Pro
     for own in groups:
         everyone = len(own.masters or ()) == len(own.entries)
         if not everyone or not _give_masters(own, [True] * len(own.entries)):
-            raise MalformedError(_unplaced(groups, population, "not every parameter of it has a master"))
+            raise MalformedError(_refusal(groups, population, "not every parameter of it has a master", prober))
         for entry in own.entries:
             found = next((held for held in left if _fits(entry, held, prober)), None)
             if found is None:
-                raise MalformedError(_unplaced(groups, population, f"one of shape {entry.shape} fits none of them"))
+                why = f"one of shape {entry.shape} fits none of them"
+                raise MalformedError(_refusal(groups, population, why, prober))
             left.remove(found)
             own.named.append(found)
+
+
+def _refusal(groups: Sequence[_Grouped], population: Population, why: str, prober: Prober) -> str:
+    """Why states without names are of no parameter: masters that were changed, or all is of another order."""
+    changed = _changed_masters(groups, population, prober)
+    return _not_the_weights(changed, population) if changed else _unplaced(groups, population, why)
+
+
+def _changed_masters(groups: Sequence[_Grouped], population: Population, prober: Prober) -> list[Held]:
+    """Parameters whose master is not the weight, where the order of the model holds for most; else none."""
+    by_name = {held.name: held for held in population.held}
+    split, left = dealt_out([own.saved for own in groups], {name: own.ref.shape for name, own in by_name.items()}, {})
+    pairs: list[tuple[_Entry, Held]] = []
+    for own, dealt in zip(groups, split, strict=True):
+        named = [by_name[name] for name in dealt.params]
+        if left or len(named) != len(own.entries):
+            return []
+        if own.masters is None or not _give_masters(own, [held.ref.dtype in _HALF for held in named]):
+            return []
+        pairs += zip(own.entries, named, strict=True)
+    if any(entry.shape not in (None, held.ref.shape) for entry, held in pairs):
+        return []
+    wrong = [held for entry, held in pairs if not _fits(entry, held, prober)]
+    return wrong if 2 * len(wrong) < len(pairs) else []
+
+
+def _not_the_weights(changed: Sequence[Held], population: Population) -> str:
+    return (
+        f"{population.where}: expected masters (fp32_from_fp16_params) that equal the weights once they are cast to "
+        "the type of the model; by the order of the model these do not:\n"
+        f"{listed(f'{held.slot.key} {list(held.ref.shape)}' for held in changed)}\n"
+        "Names of masters are not recorded: that they are the weights proves whose they are, so --drift cannot settle "
+        "this. The files are of different steps or runs, or weights were changed after the last step: copy the files "
+        "again. Where the change is meant, load the checkpoint in Megatron with --no-load-optim and save it anew: the "
+        "masters are then made of the weights, and the moments start anew"
+    )
 
 
 def _unplaced(groups: Sequence[_Grouped], population: Population, why: str) -> str:

@@ -1,17 +1,21 @@
-"""Checkpoints of Megatron-LM and of what is built on megatron-core, whichever way they were saved."""
+"""Checkpoints of Megatron-LM and of what is built on megatron-core, whichever way they were saved.
+
+They are told by names alone; the readers are imported by what needs them.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ucp.atom import Index
 from ucp.errors import UnsupportedError
 from ucp.protocols import Evidence, LocalTensors, SourceOptions
-from ucp_formats.megatron.dist_source import read_dist
-from ucp_formats.megatron.family_choice import chooser
+from ucp_formats.megatron.backend import lost_backend, unknown_version
 from ucp_formats.megatron.folder import SavedAs, locate, the_folder
-from ucp_formats.megatron.legacy_local import read_local
-from ucp_formats.megatron.legacy_source import read_legacy
+
+if TYPE_CHECKING:
+    from ucp_formats.megatron.family_choice import ChooseFamily
 
 __all__ = ["MegatronFormat"]
 
@@ -33,7 +37,7 @@ class MegatronFormat:
     name = "megatron"
 
     def __init__(self, options: SourceOptions | None = None) -> None:
-        self._choose = chooser(options or SourceOptions())
+        self._options = options or SourceOptions()
 
     def configured(self, options: SourceOptions) -> MegatronFormat:
         """The same format, with the family that `options` name."""
@@ -48,13 +52,30 @@ class MegatronFormat:
         """Index of the checkpoint at `path`."""
         located = the_folder(locate(path), path)
         if located.saved_as is SavedAs.TORCH_DIST:
-            return read_dist(located, self.name, self._choose)
+            refused = unknown_version(located.root)
+            if refused is not None:
+                raise refused
+            from ucp_formats.megatron.dist_source import read_dist
+
+            return read_dist(located, self.name, self._choose())
         if located.saved_as is SavedAs.TORCH:
-            return read_legacy(located, self.name, self._choose)
+            from ucp_formats.megatron.legacy_source import read_legacy
+
+            return read_legacy(located, self.name, self._choose())
+        lost = lost_backend(located.root) if located.saved_as is SavedAs.TORCH_DCP else None
+        if lost is not None:
+            raise lost
         what, remedy = _REMEDIES[located.saved_as]
         raise UnsupportedError(f"{located.root} is {what}, which is not read here. {remedy}")
 
     def local_tensors(self, path: Path) -> LocalTensors | None:
         """Tensors of the model by rank, of a checkpoint saved by ranks; None of one that records the wholes."""
+        from ucp_formats.megatron.legacy_local import read_local
+
         located = the_folder(locate(path), path)
         return read_local(located) if located.saved_as is SavedAs.TORCH else None
+
+    def _choose(self) -> ChooseFamily:
+        from ucp_formats.megatron.family_choice import chooser
+
+        return chooser(self._options)

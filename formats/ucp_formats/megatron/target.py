@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ucp.atom import Index, Kind
+from ucp.atom import Index, Kind, check_weights
 from ucp.dtypes import DType
-from ucp.errors import MissingStateError, UsageError, listed
+from ucp.errors import MissingStateError, UsageError, counted, listed
 from ucp.io.draft import Drafted
 from ucp.protocols import SourceOptions
 from ucp.registry import choose_family
@@ -29,14 +29,20 @@ from ucp_formats.megatron.legacy_target import legacy_places, plan_legacy
 from ucp_formats.megatron.names import RELEASE, TRACKER
 from ucp_formats.megatron.target_arguments import arguments_extra, relaid_arguments, settings_of
 from ucp_formats.megatron.target_derived import derived_arguments
+from ucp_formats.megatron.target_division import check_division
 from ucp_formats.megatron.target_extras import common_state, consumed_samples, extra_notes
 from ucp_formats.megatron.target_groups import optimizer_chain
+from ucp_formats.megatron.target_lost import lost_lines, lost_states
 from ucp_formats.megatron.target_model import Model, check_layers, target_model
 from ucp_formats.megatron.target_run import TargetRun, check_topology, random_states
 
 __all__ = ["MegatronTarget"]
 
 _LAYOUTS = ("torch_dist", "torch")
+_ANEW = (
+    "no parameter has a moment, and without Megatron does not load an optimizer: none is written. Start the run with "
+    "--no-load-optim: it starts the optimizer anew, with masters made of the weights in the type it computes in"
+)
 
 
 class MegatronTarget:
@@ -45,19 +51,26 @@ class MegatronTarget:
     name = "megatron"
     takes_settings = True
     """Arguments of Megatron, by name."""
+    takes_family = True
+    """Rules of a model family, which say how its parameters lie."""
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files for a run of `topology`; by default the source's own. Raises UsageError, MissingStateError."""
         layout = _checked_layout(options)
         run, notes = _run(index, topology or replace(index.topology, zero=None), layout, options)
+        check_division(run)
         write = plan_legacy if layout == "torch" else plan_dist
         drafted = write(run, _folder(index))
+        placements = tuple(place for own in drafted for place in own.placements)
+        lost = lost_states(run, placements)
         return TargetPlan(
             files=tuple(own.file for own in drafted),
-            placements=tuple(place for own in drafted for place in own.placements),
+            placements=placements,
             raw=tuple(copy for own in drafted for copy in own.raw),
             notes=tuple(dict.fromkeys((*notes, *extra_notes(run)))),
             casts=(*_casts(index, drafted), *_step_casts(index, run)),
+            lost=lost,
+            dropped=lost_lines(run, lost, placements),
             topology=run.topology,
         )
 
@@ -86,11 +99,14 @@ def _model(index: Index, arguments: Mapping[str, object], options: TargetOptions
 def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) -> tuple[TargetRun, tuple[str, ...]]:
     """Everything that is to be written, and what was assumed."""
     check_topology(topology)
+    check_weights(index)
     native, asked = arguments_extra(index), settings_of(options.settings)
     model = _model(index, {**native, **asked}, options)
     arguments = {**native, **asked} if native else _derived(index, model, asked)
     check_layers(model, alike=key_style(arguments).stacked)
     chain, notes = optimizer_chain(index, model.expert_atoms, split=topology.ep > 1)
+    if chain and _is_without_moments(model, arguments):
+        chain, notes = (), (_ANEW,)
     _check_states(index, model, chain=bool(chain))
     places = legacy_places(topology) if layout == "torch" else dist_places(topology)
     samples = consumed_samples(index, arguments)
@@ -132,6 +148,12 @@ def _iteration(index: Index) -> int:
     return index.step or 0
 
 
+def _is_without_moments(model: Model, arguments: Mapping[str, object]) -> bool:
+    """Whether no parameter has a state that Megatron's Adam, Lion or Muon would look for."""
+    trained = [own for own in model.tensors if own.kind is Kind.PARAMETER]
+    return arguments.get("optimizer") != "sgd" and not any(own.states.keys() - {WEIGHT} for own in trained)
+
+
 def _check_states(index: Index, model: Model, *, chain: bool) -> None:
     """Prove that trained parameters have a weight and, where some have, all states of the optimizer."""
     if not chain:
@@ -160,7 +182,7 @@ def _step_casts(index: Index, run: TargetRun) -> tuple[str, ...]:
             kept = index.atoms[name].states.get(STEP) if name in index.atoms else None
             if kept is not None and kept.dtype is not written:
                 changed[f"{STEP}: {kept.dtype} -> {written}, a number of the group,"] += 1
-    return tuple(f"{change} in {count} parameters" for change, count in changed.items())
+    return tuple(f"{change} in {counted(count, 'parameter')}" for change, count in changed.items())
 
 
 def _casts(index: Index, drafted: Sequence[Drafted]) -> tuple[str, ...]:
@@ -177,5 +199,6 @@ def _casts(index: Index, drafted: Sequence[Drafted]) -> tuple[str, ...]:
                     place.slice.param
                 )
     return tuple(
-        f"{state}: {old} -> {new} in {len(params)} parameters" for (state, old, new), params in changed.items()
+        f"{state}: {old} -> {new} in {counted(len(params), 'parameter')}"
+        for (state, old, new), params in changed.items()
     )

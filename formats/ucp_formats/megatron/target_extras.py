@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ucp.atom import Index
+from ucp_formats.megatron.target_division import division_notes
 from ucp_formats.megatron.target_groups import OptimizerGroup
 from ucp_formats.megatron.target_run import TargetRun
 
@@ -21,6 +22,7 @@ _REPLACED = ("args", "iteration", "content_metadata", "optimizer", "client_state
 """Extras that are written anew."""
 _OF_A_LAYOUT = ("rerun_state_machine", "rerun_state_machine_state")
 """Extras that mean nothing to another run, and Megatron does without."""
+_CONVOLUTION = ".mixer.conv1d.weight"
 _VERSION = 3.0
 """`checkpoint_version`: the order of rows in fused attention."""
 
@@ -64,10 +66,7 @@ def extra_notes(run: TargetRun) -> Iterator[str]:
     """What of the source's extras is not in the files, or not as it was."""
     names = list(dict.fromkeys(extra.name for extra in run.index.extras))
     random = [name for name in names if name.partition("/")[0] == "rng_state"]
-    if random and not run.random:
-        legacy = run.arguments["ckpt_format"] == "torch"
-        remedy = "start the run with --no-load-rng" if legacy else "the run draws new ones"
-        yield f"random states are left out, as they belong to the layout of the source: {remedy}"
+    yield from _random_notes(run, found=bool(random))
     known = {*_CARRIED, *_REPLACED, *random}
     placed = ("optimizer/", "extra_state/")
     lost = [
@@ -89,6 +88,20 @@ def extra_notes(run: TargetRun) -> Iterator[str]:
         )
 
 
+def _random_notes(run: TargetRun, *, found: bool) -> Iterator[str]:
+    """That random states are not in the files, and how a run does without; `found`: whether the source has some."""
+    legacy = run.arguments["ckpt_format"] == "torch"
+    if run.random or not (found or legacy):
+        return
+    why = "are left out, as they belong to the layout of the source" if found else "of Megatron are not in the source"
+    remedy = (
+        "start the run with --no-load-rng, or Megatron stops"
+        if legacy
+        else "the run draws new ones, also without --no-load-rng"
+    )
+    yield f"random states {why}: {remedy}"
+
+
 def _model_notes(run: TargetRun) -> Iterator[str]:
     """What of the layout a run has to match by itself."""
     if run.chain and run.model.experts and run.arguments["ckpt_format"] == "torch_dist":
@@ -97,10 +110,9 @@ def _model_notes(run: TargetRun) -> Iterator[str]:
             "an optimizer of their own, for runs with ep above 1" if several else "no optimizer of their own, for ep=1"
         )
         yield f"experts have {which}; Megatron refuses to load the optimizer otherwise"
-    rows = next((own.shape[0] for own in run.model.tensors if own.name == "embedding.word_embeddings.weight"), 0)
-    multiple, tp = run.arguments.get("make_vocab_size_divisible_by"), run.topology.tp
-    if isinstance(multiple, int) and multiple > 0 and rows % (multiple * tp) and rows % tp == 0:
+    yield from division_notes(run)
+    if run.arguments["ckpt_format"] == "torch" and any(own.name.endswith(_CONVOLUTION) for own in run.model.tensors):
         yield (
-            f"the vocabulary is padded to {rows} rows, a run of tp={tp} pads to a multiple of {multiple * tp}: start "
-            f"it with --make-vocab-size-divisible-by {rows // tp}"
+            "the convolution of Mamba is named conv1d.weight, as by megatron-core up to 0.16; 0.19 names it "
+            "conv1d_weight and does not load these files: for it write torch_dist (--layout torch_dist)"
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ucp.atom import AtomIndex, Index, Kind
 from ucp.dtypes import DType
-from ucp.errors import FamilyError, MissingStateError, UnsupportedError, listed
+from ucp.errors import FamilyError, MissingStateError, TopologyError, UnsupportedError, listed
 from ucp.family import Family, Match, Named
 from ucp.io.draft import Part
 from ucp.region import Box, RegionPair, intersect
@@ -68,7 +68,7 @@ class ModelTensor:
     ) -> tuple[Part, ...]:
         """Slices that fill a local tensor which holds `pairs` of this one, in increasing offset.
 
-        Raises UnsupportedError where an atom's part of it does not lie in one stretch.
+        Raises TopologyError where an atom's part of it does not lie in one stretch.
         """
         if len(self.pieces) == 1 and self.pieces[0].whole == self.pieces[0].local:
             numel = Box.whole(local_shape).numel
@@ -92,7 +92,7 @@ class ModelTensor:
                 continue
             local = _moved(shared, pair.whole, pair.local)
             if not local.is_flat_in(local_shape):
-                raise UnsupportedError(
+                raise TopologyError(
                     f"{piece.atom} is one of several tensors that make {self.name}, and is not in one stretch in the "
                     f"part {pair.whole} of it. Convert to another layout (tp=1), and from there"
                 )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import gcd
 
 from ucp.atom import Index, Kind
-from ucp.errors import UsageError
+from ucp.errors import TopologyError
 from ucp.topology import Topology
 from ucp_formats.megatron.names import GridPlace
 from ucp_formats.megatron.target_groups import OptimizerGroup
 from ucp_formats.megatron.target_model import Model, ModelTensor
 
-__all__ = ["TargetRun", "check_topology", "random_states", "scaler_of"]
+__all__ = ["TargetRun", "check_topology", "grid_problem", "random_states", "scaler_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,24 +54,22 @@ class TargetRun:
 
 
 def check_topology(topology: Topology) -> None:
-    """Raise UsageError for a layout that no run of Megatron has."""
+    """Raise TopologyError for words of another framework."""
     if topology.zero is not None:
-        raise UsageError(
+        raise TopologyError(
             f"ZeRO stages are DeepSpeed's: drop zero={topology.zero}. Megatron's optimizer is cut over dp anyway"
         )
-    own = topology
+
+
+def grid_problem(own: Topology) -> str | None:
+    """Why ranks of experts do not share those of the rest; None when they do."""
     ranks, expert = own.tp * own.cp * own.dp, own.expert_tp * own.ep
-    if ranks % expert:
-        raise UsageError(
-            f"expected etp x ep to divide tp x cp x dp; got {own.expert_tp} x {own.ep} for {own.tp} x {own.cp} x "
-            f"{own.dp}. Raise dp to a multiple of {expert // _gcd(expert, own.tp * own.cp)}, or lower ep"
-        )
-
-
-def _gcd(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
+    if ranks % expert == 0:
+        return None
+    return (
+        f"ranks: etp x ep = {own.expert_tp} x {own.ep} does not divide tp x cp x dp = {own.tp} x {own.cp} x {own.dp}; "
+        f"raise dp to a multiple of {expert // gcd(expert, own.tp * own.cp)}, or lower ep"
+    )
 
 
 def random_states(index: Index, topology: Topology, wanted: Iterable[GridPlace]) -> dict[GridPlace, object]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ucp.errors import MalformedError, listed
+from ucp.errors import MalformedError, counted, listed
 from ucp_formats.megatron.flat_buffer import Candidate
 
 __all__ = ["Place", "settle"]
@@ -49,7 +49,8 @@ def settle(places: Sequence[Place], orders: Sequence[Sequence[str]], where: str)
         if len(place.fits) > 1 and (not whole or len(names[number]) != 1)
     ]
     raise MalformedError(
-        f"{where}: {len(open_)} parameters have the same contents as others, and their order does not tell them "
+        f"{where}: {counted(len(open_), 'parameter has', 'parameters have')} "
+        f"the same contents as others, and their order does not tell them "
         f"apart:\n{listed(open_)}\nSave the checkpoint with --dist-ckpt-optim-fully-reshardable"
     )
 

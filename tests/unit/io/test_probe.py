@@ -66,3 +66,24 @@ def test_casts_round_as_torch_rounds(dtype: DType, to: torch.dtype) -> None:
 
 def test_no_cast_changes_nothing() -> None:
     assert cast_bits(b"abcd", DType.FLOAT32, DType.FLOAT32) == b"abcd"
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16])
+def test_what_is_no_number_is_one_and_the_same_without_a_cast_too(dtype: DType) -> None:
+    def as_type(*words: int) -> bytes:
+        return b"".join(word.to_bytes(dtype.itemsize, "little") for word in words)
+
+    full = (1 << 8 * dtype.itemsize) - 1  # torch gives 0xffff for a NaN cast to bfloat16 among others
+    got = cast_bits(as_type(full, full >> 1, 0), dtype, dtype)
+    one = got[: dtype.itemsize]
+    assert got == one + one + as_type(0)
+    assert one == cast_bits(b"\0\0\xc0\x7f", DType.FLOAT32, dtype)
+
+
+def test_a_window_has_one_nan_where_a_type_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"\xff\xff\xff\x7f\xc0\x7f")
+    own = TensorRef(path=str(path), offset=0, dtype=DType.BFLOAT16, shape=(3,), strides=(1,))
+    with Prober() as prober:
+        assert prober.window(own, 0, 3) == b"\xff\xff\xff\x7f\xc0\x7f"
+        assert prober.window(own, 0, 3, dtype=DType.BFLOAT16) == b"\xc0\x7f" * 3

@@ -353,6 +353,23 @@ def test_malformed_streams(pickled: bytes) -> None:
         parse_pickle(pickled, where="demo.pt")
 
 
+@pytest.mark.parametrize(
+    ("pickled", "words"),
+    [
+        (b"Iabc\n.", "b'abc' where a number is expected"),
+        (b"L12x3L\n.", "b'12x3' where a number is expected"),
+        (b"F1.2.3\n.", "b'1.2.3' where a number is expected"),
+        (b"I" + b"9" * 5000 + b"\n.", r"b'9{40}'\.\.\. where a number is expected"),
+        (b"V\\uZZZZ\n.", "text that is not in the encoding of its opcode"),
+        (b"\x80\x02X\x01\0\0\0\xff.", "text that is not in the encoding of its opcode"),
+        (b"c\xff\nname\n.", "text that is not in the encoding of its opcode"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words_of_the_pickle(pickled: bytes, words: str) -> None:
+    with pytest.raises(MalformedError, match=rf"^test: byte \d of the pickle cannot be read: {words}\. "):
+        parse_pickle(pickled, where="test")
+
+
 def test_the_message_names_file_and_byte() -> None:
     with pytest.raises(MalformedError, match=r"^x\.pt: byte 3 of the pickle cannot be read: .*0xff"):
         parse_pickle(b"\x80\x02N\xff.", where="x.pt")

@@ -52,8 +52,8 @@ def test_missing_and_unexpected_are_listed_in_one_error():
     with pytest.raises(LoadError) as error:
         findings.check("/ckpt")
     message = str(error.value)
-    assert "1 of the model are not in the checkpoint:\n  c" in message
-    assert "1 of the checkpoint are not in the model:\n  b" in message
+    assert "1 tensor of the model is not in the checkpoint:\n  c" in message
+    assert "1 tensor of the checkpoint is not in the model:\n  b" in message
     assert "d has shape [3] in the model and [2, 3] in the checkpoint" in message
     assert "strict=False" in message
 

@@ -133,7 +133,7 @@ def test_a_file_of_something_else(fake_legacy, tmp_path: Path) -> None:
         ({"what": 1}, "expected numbered buffers"),
         ({0: {torch.float32: {"exp_avg": torch.ones(4)}}}, "expected 'param'"),
         ({0: {torch.float32: {"param": torch.ones(2, 2)}}}, "expected flat tensors"),
-        ([{}, {}], "expected buffers of 1 optimizers"),
+        ([{}, {}], "expected buffers of 1 optimizer"),
     ],
 )
 def test_buffers_of_something_else(fake_legacy, tmp_path: Path, buffers: object, expected: str) -> None:

@@ -187,7 +187,7 @@ def test_bf16_module_is_cast_masters_are_not_and_the_prefix_says_bf16(source: Ma
     assert module["mean"].dtype == np.dtype("<f4")
     masters = written.load(optim(0, "bf16_"))["optimizer_state_dict"]["single_partition_of_fp32_groups"]
     assert masters[0].dtype == np.dtype("<f4")
-    assert written.plan.casts == ("weight: float32 -> bfloat16 in 1 parameters",), "the frozen one has no master"
+    assert written.plan.casts == ("weight: float32 -> bfloat16 in 1 parameter",), "the frozen one has no master"
 
 
 def test_stage_0_fp32_keeps_one_state_per_parameter_and_counts_empty_ones(source: Make, write: Make) -> None:
@@ -243,7 +243,7 @@ def test_a_parameter_that_was_never_stepped_has_zeros_in_a_flat_group(source: Ma
     share = written.load(optim(0))["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"]
     assert share[:15].tolist() == flat(made, ["emb"], "exp_avg")
     assert not share[15:].any()
-    assert "1 parameters lack states that others of their group have (w, ...): those are zero" in written.plan.notes[0]
+    assert "1 parameter lacks states that others of their group have (w, ...): those are zero" in written.plan.notes[0]
 
 
 def test_different_steps_in_a_flat_group_are_refused(source: Make, write: Make) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ucp.errors import UnsupportedError, UsageError
+from ucp.errors import TopologyError
 
 MODEL, BUFFERS = "model_optim_rng.pt", "distrib_optim.pt"
 PAIRS = [
@@ -154,21 +154,21 @@ def test_random_states_stay_where_the_layout_does(fake_legacy, to_megatron, tmp_
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("tp=3", "parts of"),
-        ("pp=3", "layers that 3 stages"),
-        ("ep=3,dp=3", "ep=3 divides"),
-        ("ep=2", "Raise dp"),
+        ("tp=3", "dims: tp=3 does not divide"),
+        ("pp=3", "3 stages of 1 chunk do not divide"),
+        ("ep=3,dp=3", "ep=3 does not divide 4"),
+        ("ep=2", "raise dp to a multiple of 2"),
         ("tp=2,ep=2,etp=2,zero=1,dp=2", "zero=1"),
     ],
 )
 def test_layouts_that_do_not_fit(layout, message, fake_legacy, to_megatron, tmp_path):
     src = fake_legacy(kind="mixtral", optimizer="L3a").save(tmp_path / "a")
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(TopologyError, match=message):
         to_megatron(src, tmp_path / "b", layout, "torch")
     assert not (tmp_path / "b").exists()
 
 
 def test_ranks_that_would_overwrite_one_another(fake_legacy, to_megatron, tmp_path):
     src = fake_legacy(kind="mixtral", optimizer="L3a").save(tmp_path / "a")
-    with pytest.raises(UnsupportedError, match="under one name"):
+    with pytest.raises(TopologyError, match="under one name"):
         to_megatron(src, tmp_path / "b", "tp=1,ep=2,etp=2,dp=4", "torch")

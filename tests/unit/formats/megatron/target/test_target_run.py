@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from ucp_formats.megatron.names import GridPlace
 from ucp_formats.megatron.target_arguments import relaid_arguments
-from ucp_formats.megatron.target_run import check_topology, random_states, scaler_of
+from ucp_formats.megatron.target_run import check_topology, grid_problem, random_states, scaler_of
 
 from ucp.atom import Extra, Index
-from ucp.errors import UsageError
+from ucp.errors import TopologyError
 from ucp.testing.handmade import Shards, make_index
 from ucp.topology import Topology
 
@@ -61,22 +61,26 @@ def test_random_states_of_some_ranks_only(index):
     assert random_states(index(Topology(), odd), Topology(), [GridPlace(tp=0, pp=0, ep=0)]) == {}
 
 
+def test_zero_is_of_another_framework():
+    with pytest.raises(TopologyError, match="drop zero=1"):
+        check_topology(Topology(dp=2, zero=1))
+
+
 @pytest.mark.parametrize(
     ("topology", "message"),
     [
-        (Topology(dp=2, zero=1), "drop zero=1"),
-        (Topology(tp=2, ep=4), "Raise dp to a multiple of 4"),
-        (Topology(tp=2, ep=4, etp=1), "Raise dp to a multiple of 2"),
+        (Topology(tp=2, ep=4), "raise dp to a multiple of 4"),
+        (Topology(tp=2, ep=4, etp=1), "raise dp to a multiple of 2"),
+        (Topology(tp=2, ep=3, dp=2), "etp x ep = 2 x 3 does not divide tp x cp x dp = 2 x 1 x 2"),
     ],
 )
-def test_layouts_that_no_run_has(topology, message):
-    with pytest.raises(UsageError, match=message):
-        check_topology(topology)
+def test_grids_that_no_run_has(topology, message):
+    assert message in (grid_problem(topology) or "")
 
 
 @pytest.mark.parametrize("topology", [Topology(tp=2, ep=2, etp=1), Topology(tp=4, pp=2, ep=4, dp=4, cp=1)])
-def test_layouts_that_some_run_has(topology):
-    check_topology(topology)
+def test_grids_that_some_run_has(topology):
+    assert grid_problem(topology) is None
 
 
 def relaid(topology: Topology, **arguments: object) -> dict[str, object]:

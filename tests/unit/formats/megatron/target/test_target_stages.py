@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from ucp_formats.megatron.target_stages import stage_layers
+from ucp_formats.megatron.target_stages import stage_layers, stage_problem
 
-from ucp.errors import UnsupportedError, UsageError
+from ucp.errors import TopologyError, UnsupportedError
 
 
 def counts(layers: int, pp: int, vpp: int = 1, **arguments: object) -> list[int]:
@@ -49,10 +49,30 @@ def test_uneven_stages_of_a_virtual_pipeline():
     [(7, 2, {}), (8, 4, {"decoder_first_pipeline_num_layers": 3}), (4, 2, {"decoder_last_pipeline_num_layers": 9})],
 )
 def test_layers_that_cannot_be_dealt_out(layers, pp, arguments):
-    with pytest.raises(UsageError, match="Choose another pp or vpp"):
+    with pytest.raises(TopologyError, match="Choose another pp or vpp"):
         counts(layers, pp, **arguments)
 
 
 def test_a_layout_of_its_own_is_refused():
     with pytest.raises(UnsupportedError, match="pipeline_model_parallel_layout"):
         counts(4, 2, pipeline_model_parallel_layout="Et|ttL")
+
+
+@pytest.mark.parametrize("name", ["hybrid_layer_pattern", "hybrid_override_pattern"])
+def test_the_pattern_of_a_hybrid_model_deals_its_layers_out(name):
+    assert counts(7, 2, **{name: "M*M|M*M-/MM"}) == [3, 4]
+    assert counts(7, 2, 2, **{name: "M|*M|M*|M-"}) == [1, 2, 2, 2]
+    assert counts(4, 2, **{name: "M*M-"}) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "pp", "vpp", "message"),
+    [("M*|M-", 4, 1, "2 stretches, not pp x vpp = 4"), ("M*M-", 2, 2, "chunks only where its pattern has '|'")],
+)
+def test_patterns_that_do_not_fit(pattern, pp, vpp, message):
+    found = stage_problem(4, pp=pp, vpp=vpp, arguments={"hybrid_override_pattern": pattern})
+    assert message in (found or "")
+
+
+def test_a_layout_of_its_own_is_no_problem_for_torch_dist():
+    assert stage_problem(5, pp=2, vpp=1, arguments={"pipeline_model_parallel_layout": "Et|ttttL"}) is None

@@ -1,0 +1,109 @@
+"""Files that megatron-core and DeepSpeed wrote, their moments put to zero as by a run that lost its optimizer."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ucp
+from ucp.errors import MalformedError
+
+ROOT = Path(__file__).parents[2] / "fixtures"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def zeroed(value: Any, *, inside: bool = False) -> Any:
+    """`value` with every tensor under the name of a moment put to zero, in place."""
+    if isinstance(value, torch.Tensor):
+        return value.zero_() if inside else value
+    if isinstance(value, dict):
+        return {key: zeroed(own, inside=inside or key in MOMENTS) for key, own in value.items()}
+    if isinstance(value, list):
+        return [zeroed(own, inside=inside) for own in value]
+    return value
+
+
+def lose_in_items(folder: Path) -> None:
+    """torch_dist: items of the same length in the place of those with moments."""
+    saved = pickle.loads((folder / ".metadata").read_bytes())
+    for index, place in saved.storage_data.items():
+        if index.fqn.rpartition(".")[2] in MOMENTS or any(f".{name}." in index.fqn for name in MOMENTS):
+            with (folder / place.relative_path).open("r+b") as file:
+                file.seek(place.offset)
+                item = io.BytesIO(file.read(place.length))
+                made = io.BytesIO()
+                torch.save(torch.load(item).zero_(), made)
+                assert len(made.getvalue()) == place.length
+                file.seek(place.offset)
+                file.write(made.getvalue())
+
+
+def lose_in_files(folder: Path) -> None:
+    """Legacy files and DeepSpeed's: saved anew."""
+    files = [*folder.glob("*/distrib_optim.pt"), *folder.glob("*_optim_states.pt")]
+    assert files
+    for path in files:
+        torch.save(zeroed(torch.load(path, weights_only=False)), path)
+
+
+CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "megatron/llama-tp2-dp2-dp": ("iter_0000010", lose_in_items),
+    "megatron/mixtral-ep4-dp4-full": ("iter_0000010", lose_in_items),
+    "megatron/llama-tp2-pp2-dp2-torch-zero": ("iter_0000010", lose_in_files),
+    "deepspeed/z1-dp4-fp32": ("global_step3", lose_in_files),
+    "deepspeed/z3-dp4-bf16": ("global_step3", lose_in_files),
+}
+
+
+@pytest.fixture(params=CASES)
+def lost(request, tmp_path) -> Path:
+    shutil.copytree(ROOT / request.param / "checkpoint", tmp_path / "lost")
+    folder, lose = CASES[request.param]
+    lose(tmp_path / "lost" / folder)
+    return tmp_path / "lost"
+
+
+def test_it_is_refused_and_shown(lost, tmp_path):
+    with pytest.raises(MalformedError, match="every element of exp_avg, exp_avg_sq"):
+        ucp.convert(lost, tmp_path / "out", workers=1)
+    assert not (tmp_path / "out").exists()
+    assert any("zero wherever they were looked at" in note for note in ucp.inspect(lost).notes)
+
+
+def test_it_goes_on_without_moments(lost, tmp_path):
+    ucp.convert(lost, tmp_path / "out", exclude=["*/exp_avg", "*/exp_avg_sq"], workers=1)
+    atoms = ucp.open(tmp_path / "out").atoms
+    assert all("exp_avg" not in atom.states for atom in atoms.values())
+
+
+def test_and_with_zeros_when_asked(lost, tmp_path):
+    ucp.convert(lost, tmp_path / "out", zero_moments="keep", workers=1)
+    found = ucp.open(tmp_path / "out")
+    names = [name for name, atom in found.atoms.items() if "exp_avg" in atom.states]
+    assert names
+    assert not any(found.read(name, state).any() for name in names for state in MOMENTS)
+
+
+def test_a_live_optimizer_does_not_take_them(tmp_path):
+    """The same file, not zeroed, loads."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    case = ROOT / "deepspeed" / "z1-dp4-fp32" / "checkpoint"
+    shutil.copytree(case, tmp_path / "lost")
+    lose_in_files(tmp_path / "lost" / "global_step3")
+    options: dict[str, Any] = {"optimizer": optimizer, "strict": False}
+    with pytest.raises(MalformedError, match="zero_moments='keep'"):
+        ucp.load_into(model, checkpoint=tmp_path / "lost", **options)
+    for fine in ({"checkpoint": case}, {"checkpoint": tmp_path / "lost", "zero_moments": "keep"}):
+        with pytest.raises(ucp.errors.LoadError, match="not one name of the model"):  # both got past the moments
+            ucp.load_into(model, **fine, **options)
+    with pytest.raises(ucp.errors.LoadError):
+        ucp.load_into(model, checkpoint=tmp_path / "lost", strict=False)

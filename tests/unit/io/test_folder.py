@@ -1,0 +1,39 @@
+"""A look into a folder: what is there, and nothing of what cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ucp.io.folder import names_in, short_text
+
+
+def test_names_are_those_of_all_entries(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / ".hidden").write_bytes(b"")
+    (tmp_path / "astray").symlink_to(tmp_path / "nothing")
+    assert set(names_in(tmp_path)) == {"folder", ".hidden", "astray"}
+
+
+def test_what_is_no_folder_has_no_names(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    assert list(names_in(tmp_path / "file")) == list(names_in(tmp_path / "nothing")) == []
+
+
+def test_text_is_without_the_blanks_around_it(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_bytes("\n global_step3 \u00e4\r\n".encode())
+    assert short_text(tmp_path / "latest", most_bytes=64) == "global_step3 \u00e4"
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(0, ""), (8, "x" * 8), (9, None)])
+def test_text_that_is_too_long_is_none(tmp_path: Path, nbytes: int, text: str | None) -> None:
+    (tmp_path / "latest").write_bytes(b"x" * nbytes)
+    assert short_text(tmp_path / "latest", most_bytes=8) == text
+
+
+def test_what_is_no_text_is_none(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_bytes(b"\xff\xfe")
+    assert short_text(tmp_path / "latest", most_bytes=64) is None
+    assert short_text(tmp_path, most_bytes=64) is None
+    assert short_text(tmp_path / "nothing", most_bytes=64) is None

@@ -1,0 +1,43 @@
+"""JSON that may be damaged, and in a few words where it goes wrong.
+
+>>> parsed(b'{"step": 3}')
+{'step': 3}
+>>> parsed(b'{"step": ')
+Traceback (most recent call last):
+ucp.io.json_text.NotJson: it goes wrong at line 1, column 10
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+__all__ = ["NotJson", "parsed"]
+
+Pairs = Callable[[list[tuple[str, object]]], object]
+
+
+class NotJson(ValueError):  # noqa: N818  # a word of the message, never shown to a user by name
+    """Text is not JSON; the message says where it goes wrong."""
+
+
+def parsed(text: bytes, *, pairs: Pairs | None = None) -> object:
+    """The document that `text` (UTF-8) is. Raises NotJson, and what `pairs` raises.
+
+    `pairs`: what an object becomes, from its names and values; a dict, if not given.
+    """
+    if not text.strip():
+        raise NotJson("it is empty")
+    try:
+        document: object = json.loads(text.decode("utf-8"), object_pairs_hook=pairs)
+    except UnicodeDecodeError as error:
+        raise NotJson(f"byte {error.start} is not UTF-8 text") from error
+    except json.JSONDecodeError as error:
+        raise NotJson(f"it goes wrong at line {error.lineno}, column {error.colno}") from error
+    except RecursionError as error:
+        raise NotJson("it is nested too deeply to be read") from error
+    except ValueError as error:
+        if pairs is not None and "integer string conversion" not in str(error):
+            raise
+        raise NotJson("a number in it has thousands of digits") from error
+    return document
