@@ -67,20 +67,16 @@ class Family:
     conflicts: tuple[str, ...] = ()
     """What the model that `bind` was given has otherwise than all models of the family."""
     _rules: Mapping[str, tuple[Rule, ...]] = field(init=False, repr=False, compare=False)
-    _entries: Mapping[tuple[str | None, str], tuple[Stored, ...]] = field(init=False, repr=False, compare=False)
+    _entries: dict[tuple[str | None, str], tuple[Stored, ...]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
     _limits: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         rules: dict[str, list[Rule]] = {}
         for rule in self.rules:
             rules.setdefault(rule.name.outline, []).append(rule)
-        entries: dict[tuple[str | None, str], dict[tuple[Template, Template], Stored]] = {}
-        for entry in () if self.abstract else self._stored_names():
-            for style in (entry.style, None):  # None: any, the canonical one first
-                own = entries.setdefault((style, entry.template.outline), {})
-                own.setdefault((entry.template, entry.rule.name), entry)
         object.__setattr__(self, "_rules", {key: tuple(own) for key, own in rules.items()})
-        object.__setattr__(self, "_entries", {key: tuple(own.values()) for key, own in entries.items()})
         limits = {own: _attempt(limit, self.values) for own, limit in self.limits.items()}
         object.__setattr__(self, "_limits", {own: limit for own, limit in limits.items() if limit is not None})
 
@@ -192,7 +188,7 @@ class Family:
         Raises FamilyError when it can be two parameters.
         """
         found: dict[str, Named] = {}
-        for entry in self._entries.get((style, outline(name)), ()):
+        for entry in self._stored_as(name, style):
             fields = entry.template.fields_in(name)
             if fields is not None and self._within(fields):
                 rule = entry.rule
@@ -205,7 +201,7 @@ class Family:
 
     def rules_of(self, name: str) -> tuple[Rule, ...]:
         """Rules that a stored name of any style can be of; several where only the rest of the model tells."""
-        entries = self._entries.get((None, outline(name)), ())
+        entries = self._stored_as(name, None)
         found = {own.rule.name: own.rule for own in entries if own.template.fields_in(name) is not None}
         return tuple(found.values())
 
@@ -247,6 +243,17 @@ class Family:
         """Templates of the names that a style writes for a rule; empty when it has none. Raises UsageError."""
         ways = sorted(self._aliases(rule, style), key=lambda own: self._holds(own.when) is False)
         return ways[0].names if ways else ()
+
+    def _stored_as(self, name: str, style: str | None) -> Sequence[Stored]:
+        """Entries whose templates may be that of a stored name; the table of them is made when it is first needed."""
+        if not self._entries and not self.abstract:
+            found: dict[tuple[str | None, str], dict[tuple[Template, Template], Stored]] = {}
+            for entry in self._stored_names():
+                for own in (entry.style, None):  # None: any, the canonical one first
+                    alike = found.setdefault((own, entry.template.outline), {})
+                    alike.setdefault((entry.template, entry.rule.name), entry)
+            self._entries.update((key, tuple(alike.values())) for key, alike in found.items())
+        return self._entries.get((style, outline(name)), ())
 
     def _stored_names(self) -> Iterable[Stored]:
         for rule in self.rules:

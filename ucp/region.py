@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from operator import add
 
 __all__ = ["Box", "Gap", "RegionPair", "compose", "flat_boxes", "intersect", "local_flat_pairs", "uncovered"]
 
@@ -47,7 +48,7 @@ class Box:
     @property
     def stops(self) -> tuple[int, ...]:
         """One past the last element, per dim."""
-        return tuple(o + n for o, n in zip(self.offsets, self.sizes, strict=True))
+        return tuple(map(add, self.offsets, self.sizes))
 
     def flat_start(self, shape: Sequence[int]) -> int:
         """Row-major position in `shape` of the first element."""

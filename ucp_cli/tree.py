@@ -68,7 +68,10 @@ def collapsed(leaves: Mapping[str, Leaf]) -> Iterator[Line[Leaf]]:
     for name, leaf in leaves.items():
         node = root
         for part in name.split("."):
-            node = node.below.setdefault(part, _Node())
+            below = node.below.get(part)
+            if below is None:
+                below = node.below[part] = _Node()
+            node = below
         node.leaf = leaf
     yield from _below(_folded(root, {}), 0, 1)
 
