@@ -27,8 +27,8 @@ are as long as they need to be and have no colours. What `--json` prints is desc
 | exit code | means |
 |---|---|
 | 0 | done; for `verify` and `diff`: nothing wrong, no difference |
-| 1 | failed, by the checkpoint or the machine: the message says why, and what to do; for `verify`: damage was found |
-| 2 | a mistake in the arguments: they mean nothing, or what cannot be had of this source, target or memory |
+| 1 | failed: what is at a path is missing, damaged, of another kind or in the way; for `verify`: damage was found |
+| 2 | a mistake in an option: it means nothing, or what cannot be had of this source, target or memory |
 | 3 | done, and differences were found: `diff`, `verify --against`, `patterns check` |
 | 130 | interrupted from the keyboard; `convert --resume` continues |
 | 143 | ended by SIGTERM (as a scheduler sends); `convert --resume` continues |

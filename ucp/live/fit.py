@@ -103,7 +103,7 @@ class Findings:
         lists = {
             ("tensor of the model is not", "tensors of the model are not", "in the checkpoint"): self.missing,
             ("tensor of the checkpoint is not", "tensors of the checkpoint are not", "in the model"): self.unexpected,
-            ("other thing does not fit", "other things do not fit", ""): self.problems,
+            ("thing does not fit", "things do not fit", ""): self.problems,
         }
         found = [
             f"{counted(len(lines), one, several)} {where}".rstrip() + f":\n{listed(lines)}"

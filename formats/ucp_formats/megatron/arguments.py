@@ -18,7 +18,7 @@ from ucp.inert import GlobalName, Stub
 from ucp.io.fields import described
 from ucp.topology import Topology
 
-__all__ = ["Arguments", "read_arguments"]
+__all__ = ["KNOWN", "Arguments", "read_arguments"]
 
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "tp": ("tensor_model_parallel_size", "model_parallel_size"),
@@ -55,6 +55,8 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "fp16": ("fp16",),
 }
 """Field to the names it had over the years, newest first (megatron/training/arguments.py)."""
+KNOWN = frozenset(key for keys in _KEYS.values() for key in keys)
+"""Names of all arguments that are read."""
 _FLAGS = {
     "gated",
     "grouped_queries",

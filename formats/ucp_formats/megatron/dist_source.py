@@ -220,4 +220,4 @@ def _layout_notes(states: DistStates, common: CommonState) -> Iterator[str]:
         yield "saved without an optimizer: every parameter counts as trained"
         return
     recorded = "" if common.sharding in (None, states.layout) else f" (recorded: {common.sharding})"
-    yield f"optimizer states laid out as {states.layout}{recorded}"
+    yield f"optimizer states laid out as {states.layout}{recorded} in the source"

@@ -27,7 +27,7 @@ from ucp_formats.megatron.dist_target import dist_places, plan_dist
 from ucp_formats.megatron.dist_target_keys import key_style
 from ucp_formats.megatron.legacy_target import legacy_places, plan_legacy
 from ucp_formats.megatron.names import RELEASE, TRACKER
-from ucp_formats.megatron.target_arguments import arguments_extra, relaid_arguments, settings_of
+from ucp_formats.megatron.target_arguments import arguments_extra, relaid_arguments
 from ucp_formats.megatron.target_derived import derived_arguments
 from ucp_formats.megatron.target_division import check_division
 from ucp_formats.megatron.target_extras import common_state, consumed_samples, extra_notes
@@ -35,6 +35,7 @@ from ucp_formats.megatron.target_groups import optimizer_chain
 from ucp_formats.megatron.target_lost import lost_lines, lost_states
 from ucp_formats.megatron.target_model import Model, check_layers, target_model
 from ucp_formats.megatron.target_run import TargetRun, check_topology, random_states
+from ucp_formats.megatron.target_settings import check_settings, settings_of
 
 __all__ = ["MegatronTarget"]
 
@@ -101,6 +102,7 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
     check_topology(topology)
     check_weights(index)
     native, asked = arguments_extra(index), settings_of(options.settings)
+    unknown = check_settings(asked, native)
     model = _model(index, {**native, **asked}, options)
     arguments = {**native, **asked} if native else _derived(index, model, asked)
     check_layers(model, alike=key_style(arguments).stacked)
@@ -130,7 +132,7 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
         random=random,
         dtypes=options.dtypes,
     )
-    return run, notes
+    return run, (*notes, *unknown)
 
 
 def _derived(index: Index, model: Model, asked: Mapping[str, object]) -> dict[str, object]:

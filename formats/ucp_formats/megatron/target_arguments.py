@@ -6,14 +6,13 @@ check_checkpoint_args). What a source of another framework lacks is found in `ta
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
 from ucp.atom import Index
 from ucp.inert import GlobalName, Stub
 from ucp.topology import Topology
 
-__all__ = ["arguments_extra", "namespace", "relaid_arguments", "settings_of"]
+__all__ = ["arguments_extra", "namespace", "relaid_arguments"]
 
 _NAMESPACE = GlobalName("argparse", "Namespace")
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
@@ -39,27 +38,6 @@ def arguments_extra(index: Index) -> Mapping[str, object]:
             if isinstance(state, dict):
                 return {key: value for key, value in state.items() if isinstance(key, str)}
     return {}
-
-
-def settings_of(texts: Mapping[str, str]) -> dict[str, object]:
-    """Values of arguments that a user wrote.
-
-    >>> settings_of({"num_attention_heads": "32", "swiglu": "true", "moe_layer_freq": "[0,1]"})
-    {'num_attention_heads': 32, 'swiglu': True, 'moe_layer_freq': [0, 1]}
-    """
-    return {name: _value_of(text) for name, text in texts.items()}
-
-
-def _value_of(text: str) -> object:
-    plain: Mapping[str, object] = {"true": True, "false": False, "none": None}
-    if text.lower() in plain:
-        return plain[text.lower()]
-    for kind in (int, float, json.loads):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def namespace(arguments: Mapping[str, object]) -> Stub:

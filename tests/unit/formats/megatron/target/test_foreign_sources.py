@@ -129,6 +129,20 @@ def test_settings_are_for_targets_that_ask(store, tmp_path):
         convert(store, tmp_path / "b", settings={"swiglu": "true"})
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_attention_heads": "4", "padded_vocab_sise": "64"}, r"padded_vocab_sise: did you mean padded_vocab_size"),
+        ({"num_attention_heads": "many"}, r"whole number for num_attention_heads in the arguments of --set.*'many'"),
+        ({"num_attention_heads": "4", "num_layers": "-1"}, r"num_layers: -1 is below 0"),
+    ],
+)
+def test_settings_that_no_model_has(store, tmp_path, settings, message):
+    with pytest.raises(UsageError, match=message):
+        convert(store, tmp_path / "b", to="megatron", topology="tp=1", settings=settings)
+    assert not (tmp_path / "b").exists()
+
+
 def test_a_part_of_a_joined_tensor_is_missing(store, tmp_path):
     with pytest.raises((MissingStateError, UnsupportedError), match="linear_qkv"):
         convert(
