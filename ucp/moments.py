@@ -20,7 +20,7 @@ from ucp.errors import MalformedError, SourceError
 from ucp.fragment import Fragment
 from ucp.io.probe import Prober
 from ucp.state import STEP, WEIGHT
-from ucp.tensor import Tensor, TensorRef
+from ucp.tensor import Tensor
 
 __all__ = ["ZeroMoments", "check_moments", "moments_note"]
 
@@ -51,9 +51,14 @@ def moments_note(index: Index) -> str | None:
     )
 
 
-def check_moments(index: Index, policy: ZeroMoments) -> None:
-    """Prove that some moment is not zero, where there are any and steps were taken. Raises MalformedError."""
-    if policy is ZeroMoments.KEEP:
+def check_moments(index: Index, policy: ZeroMoments, *, taken: Index | None = None) -> None:
+    """Prove that some moment is not zero, where there are any and steps were taken. Raises MalformedError.
+
+    `taken`: the part of `index` that is wanted; where it has no moments, nothing is to be proved. A part is judged by
+    the whole: experts that saw no token have moments of zero in the best of runs.
+    """
+    wanted = (taken or index).atoms.values()
+    if policy is ZeroMoments.KEEP or not any(True for atom in wanted for _ in _moments(atom)):
         return
     atoms = _stepped_with_zeros(index)
     with Prober() as prober:
@@ -97,19 +102,19 @@ def _pieces(atoms: Iterable[AtomIndex]) -> Iterator[Fragment]:
 
 
 def _has_stepped(atom: AtomIndex, index: Index, prober: Prober) -> bool:
-    """Whether the optimizer has stepped a parameter, as recorded with it or with its group."""
+    """Whether the optimizer has stepped a parameter, as recorded with it, with its group, or of the run."""
     if STEP in atom.states:
         ref = atom.states[STEP].fragments[0].ref
         return not _is_zero(ref, prober, whole=True)
     group = next((own for own in index.groups if atom.name in own.params), None)
     step = None if group is None else group.hyper.get(STEP)
+    if step is None:
+        step = index.step
     return isinstance(step, int | float) and step > 0
 
 
 def _is_zero(ref: Tensor, prober: Prober, *, whole: bool) -> bool:
     """Whether all elements are zero, or those of three windows; False where it cannot be told."""
-    if isinstance(ref, TensorRef) and ref.codec:
-        return False
     try:
         return all(_holds_nothing(prober.window(ref, start, stop)) for start, stop in _windows(ref.numel, whole=whole))
     except SourceError:

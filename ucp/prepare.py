@@ -150,10 +150,13 @@ def index_of(
     fmt, _ = recognise(path, unfinished=unfinished, options=source)
     index = fmt.read(path)
     check_cover(index)
-    return index if names is None or names == NameFilter() else _kept(index, names)
+    return index if names is None else _selected(index, names)
 
 
-def _kept(index: Index, names: NameFilter) -> Index:
+def _selected(index: Index, names: NameFilter) -> Index:
+    """What `names` keeps of `index`. Raises UsageError when a glob matches nothing, or nothing is kept."""
+    if names == NameFilter():
+        return index
     names.check_used((atom.name, state) for atom, state, _ in index.states())
     atoms: dict[str, AtomIndex] = {}
     for atom in index.atoms.values():
@@ -175,8 +178,9 @@ def _kept(index: Index, names: NameFilter) -> Index:
 def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None) -> Prepared:
     """Decide everything: writes nothing, and reads no tensor, unless copies that differ are to be settled."""
     chosen = target(options.to)
-    index = index_of(src, options.names, source=_of_source(src, options, chosen))
-    check_moments(index, options.zero_moments)
+    whole = index_of(src, source=_of_source(src, options, chosen))
+    index = _selected(whole, options.names)
+    check_moments(whole, options.zero_moments, taken=index)
     index = settle(index, options.drift, observer or Silent(), memory=options.memory)
     _check_dtypes(index, options.target.dtypes)
     _check_settings(chosen, options.target.settings)

@@ -3,8 +3,9 @@
 Sources (`tests.bench.sources`) are at least 2.5 GB of what real DeepSpeed and Megatron wrote on 4 ranks, made once and
 kept under .bench/. Every command is a whole process, started anew. The commands of a
 round run one after another, and rounds are repeated, so that a noisy moment hits all of them; medians are reported.
-Written files are removed between runs; sources are read from the page cache. A first round is not counted: memory that
-a virtual machine has not used before is slow to get, whoever asks for it first.
+Written files are removed between runs; sources are read from the page cache. A first round is not counted. Memory that
+a virtual machine gave back to its host, which it does seconds after it is freed, is slow to get again, for whoever
+asks first: so before every command that writes, a file of as many bytes is written to memory and removed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,8 @@ class Contestant:
     """Argument vector; its last element is the destination, if it writes one."""
     repeats: int = REPEATS
     """Runs."""
+    nbytes: int = 0
+    """Bytes that it writes, about."""
 
 
 def main() -> None:
@@ -73,7 +77,7 @@ def _contest(case: str, checkpoint: Path, medium: str, place: Path, asked: argpa
         src, dst = place / "src", place / "dst"
         shutil.copytree(checkpoint, src)
         nbytes = sum(path.stat().st_size for path in src.rglob("*") if path.is_file())
-        contestants = _ours(source, src, dst, asked.repeats)
+        contestants = _ours(source, src, dst, asked.repeats, nbytes)
         samples: dict[str, list[Sample]] = {c.name: [] for c in contestants}
         for contestant in contestants:
             _timed(contestant, dst)
@@ -81,7 +85,7 @@ def _contest(case: str, checkpoint: Path, medium: str, place: Path, asked: argpa
             for contestant in contestants:
                 samples[contestant.name].append(_timed(contestant, dst))
         if source.by_deepspeed and not asked.without_deepspeed:
-            samples.update(_deepspeed(src, dst))
+            samples.update(_deepspeed(src, dst, nbytes))
         rows = [_row(case, medium, name, nbytes, own) for name, own in samples.items()]
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -90,23 +94,23 @@ def _contest(case: str, checkpoint: Path, medium: str, place: Path, asked: argpa
     return rows
 
 
-def _ours(source: Source, src: Path, dst: Path, repeats: int) -> list[Contestant]:
+def _ours(source: Source, src: Path, dst: Path, repeats: int, nbytes: int) -> list[Contestant]:
     ucp = str(Path(sys.executable).parent / "ucp")
     inspect = Contestant("ucp inspect", (ucp, "inspect", str(src)), repeats)
     virtual = Contestant("ucp convert --virtual", (ucp, "convert", "-q", "--virtual", str(src), str(dst)), repeats)
     if source.only_index:
         return [inspect, virtual]
-    return [
-        Contestant("cp -r", ("cp", "-r", str(src), str(dst)), repeats),
-        Contestant("cp -r; sync", ("sh", "-c", 'cp -r "$0" "$1" && sync -f "$1"', str(src), str(dst)), repeats),
-        Contestant("ucp convert", (ucp, "convert", "-q", str(src), str(dst)), repeats),
-        Contestant("ucp convert --no-fsync", (ucp, "convert", "-q", "--no-fsync", str(src), str(dst)), repeats),
-        virtual,
-        inspect,
-    ]
+    places = (str(src), str(dst))
+    writing = {
+        "cp -r": ("cp", "-r", *places),
+        "cp -r; sync": ("sh", "-c", 'cp -r "$0" "$1" && sync -f "$1"', *places),
+        "ucp convert": (ucp, "convert", "-q", *places),
+        "ucp convert --no-fsync": (ucp, "convert", "-q", "--no-fsync", *places),
+    }
+    return [*(Contestant(name, command, repeats, nbytes) for name, command in writing.items()), virtual, inspect]
 
 
-def _deepspeed(src: Path, dst: Path) -> dict[str, list[Sample]]:
+def _deepspeed(src: Path, dst: Path, nbytes: int) -> dict[str, list[Sample]]:
     """DeepSpeed's converter: once with each worker count, then the best one again; the runs of the best."""
     (tag,) = (path for path in src.iterdir() if path.is_dir())
     tried: dict[Contestant, Sample] = {}
@@ -116,7 +120,7 @@ def _deepspeed(src: Path, dst: Path) -> dict[str, list[Sample]]:
             *("--num_extract_workers", str(workers), "--num_merge_workers", str(workers)),
             *("--input_folder", str(tag), "--output_folder", str(dst)),
         )
-        contestant = Contestant(f"ds_to_universal ({workers} workers)", command)
+        contestant = Contestant(f"ds_to_universal ({workers} workers)", command, nbytes=nbytes)
         try:
             tried[contestant] = _timed(contestant, dst)
         except CalledProcessError as error:
@@ -130,10 +134,19 @@ def _deepspeed(src: Path, dst: Path) -> dict[str, list[Sample]]:
 def _timed(contestant: Contestant, dst: Path) -> Sample:
     shutil.rmtree(dst, ignore_errors=True)
     env = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    _take_memory(contestant.nbytes)
     try:
         return run(contestant.command, env=env)
     finally:
         shutil.rmtree(dst, ignore_errors=True)
+
+
+def _take_memory(nbytes: int) -> None:
+    """Have the machine hold so many bytes of memory that nobody uses."""
+    if nbytes:
+        with tempfile.TemporaryFile(dir="/dev/shm" if os.path.ismount("/dev/shm") else None) as file:
+            for _ in range(nbytes >> 24):
+                file.write(bytes(1 << 24))
 
 
 def _row(case: str, medium: str, name: str, nbytes: int, samples: list[Sample]) -> Row:

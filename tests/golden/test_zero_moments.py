@@ -20,14 +20,14 @@ ROOT = Path(__file__).parents[2] / "fixtures"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def zeroed(value: Any, *, inside: bool = False) -> Any:
+def zeroed(value: Any, *, names: tuple[str, ...] = MOMENTS, inside: bool = False) -> Any:
     """`value` with every tensor under the name of a moment put to zero, in place."""
     if isinstance(value, torch.Tensor):
         return value.zero_() if inside else value
     if isinstance(value, dict):
-        return {key: zeroed(own, inside=inside or key in MOMENTS) for key, own in value.items()}
+        return {key: zeroed(own, names=names, inside=inside or key in names) for key, own in value.items()}
     if isinstance(value, list):
-        return [zeroed(own, inside=inside) for own in value]
+        return [zeroed(own, names=names, inside=inside) for own in value]
     return value
 
 
@@ -90,6 +90,29 @@ def test_and_with_zeros_when_asked(lost, tmp_path):
     names = [name for name, atom in found.atoms.items() if "exp_avg" in atom.states]
     assert names
     assert not any(found.read(name, state).any() for name in names for state in MOMENTS)
+
+
+def test_atoms_are_looked_at_like_any_source(lost, tmp_path):
+    ucp.convert(lost, tmp_path / "atoms", zero_moments="keep", compress=True, workers=1)
+    with pytest.raises(MalformedError, match="every element of exp_avg, exp_avg_sq"):
+        ucp.convert(tmp_path / "atoms", tmp_path / "out", workers=1)
+
+
+def test_experts_that_saw_no_token_are_no_lost_optimizer(tmp_path):
+    source = ROOT / "deepspeed" / "z1-ep2-dp4" / "checkpoint"
+    ucp.convert(source, tmp_path / "out", include=["*deepspeed_experts.3.*"], workers=1)
+    found = ucp.open(tmp_path / "out")
+    assert found.atoms
+    assert not any(found.read(name, "exp_avg").any() for name in found.atoms)
+
+
+def test_an_optimizer_that_counts_no_steps(tmp_path):
+    shutil.copytree(ROOT / "deepspeed" / "z1-dp2-sgd" / "checkpoint", tmp_path / "lost")
+    for path in tmp_path.glob("lost/global_step3/*_optim_states.pt"):
+        saved = torch.load(path, weights_only=False)
+        torch.save(zeroed(saved, names=("momentum_buffer",)), path)
+    with pytest.raises(MalformedError, match="every element of momentum_buffer"):
+        ucp.convert(tmp_path / "lost", tmp_path / "out", workers=1)
 
 
 def test_a_live_optimizer_does_not_take_them(tmp_path):

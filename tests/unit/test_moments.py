@@ -76,7 +76,6 @@ def test_what_no_window_saw_is_a_note_at_most(made):
     [
         {"step": 0, "exp_avg": ZEROS},
         {"step": 0.0, "exp_avg": ZEROS},
-        {"step": None, "exp_avg": ZEROS},
         {"step": None, "exp_avg": ZEROS, "group": ParamGroup(params=("a", "b"), hyper={"step": 0, "lr": 0.1})},
         {"exp_avg": ZEROS, "group": ParamGroup(params=("a", "b"), hyper={"lr": 0.0})},
         {"step": 3},
@@ -95,6 +94,24 @@ def test_steps_of_a_group(made):
     group = ParamGroup(params=("a", "b"), hyper={"step": 7, "lr": 0.1})
     with pytest.raises(MalformedError):
         check_moments(made(step=None, exp_avg=ZEROS, group=group), ZeroMoments.ERROR)
+
+
+def test_steps_of_the_run_where_no_other_is_recorded(made):
+    """SGD counts none."""
+    index = made(step=None, momentum_buffer=ZEROS)
+    for step in (0, None):
+        check_moments(replace(index, step=step), ZeroMoments.ERROR)
+    with pytest.raises(MalformedError, match="every element of momentum_buffer"):
+        check_moments(replace(index, step=4), ZeroMoments.ERROR)
+
+
+def test_a_part_is_judged_by_the_whole(made):
+    whole = made(exp_avg=ZEROS)
+    part = replace(whole, atoms={"a": whole.atoms["a"]})
+    with pytest.raises(MalformedError, match="all 2 trained parameters"):
+        check_moments(whole, ZeroMoments.ERROR, taken=part)
+    bare = {name: replace(atom, states={"weight": atom.states["weight"]}) for name, atom in whole.atoms.items()}
+    check_moments(whole, ZeroMoments.ERROR, taken=replace(whole, atoms=bare))
 
 
 def test_frozen_parameters_have_no_say(made):

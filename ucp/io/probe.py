@@ -16,7 +16,9 @@ from itertools import product
 from types import TracebackType
 from typing import Self
 
+from ucp.codec import decode
 from ucp.dtypes import DType
+from ucp.errors import CorruptError
 from ucp.io.source import SourceFile, open_source
 from ucp.region import flat_boxes
 from ucp.tensor import InlineTensor, Tensor, TensorRef
@@ -32,6 +34,7 @@ class Prober:
 
     def __init__(self) -> None:
         self._open: OrderedDict[str, SourceFile] = OrderedDict()
+        self._block: tuple[tuple[str, int], memoryview] | None = None
         self.nbytes_read = 0
         """Bytes read so far."""
 
@@ -41,7 +44,7 @@ class Prober:
         With a `dtype`, be it the tensor's own, whatever is no number is one and the same: so what was cast elsewhere
         compares equal (`cast_bits`).
 
-        Raises ValueError for a range outside the tensor or an encoded tensor, SourceError when it cannot be read.
+        Raises ValueError for a range outside the tensor, SourceError when it cannot be read.
         """
         if not 0 <= start <= stop <= tensor.numel:
             raise ValueError(f"elements {start}:{stop} of a tensor of {tensor.numel}")
@@ -76,10 +79,24 @@ class Prober:
         if isinstance(tensor, InlineTensor):
             return tensor.data[start * item : stop * item]
         if tensor.codec:
-            raise ValueError(f"a tensor encoded with {tensor.codec} cannot be probed")
+            return self._decoded(tensor)[start * item : stop * item]
         if tensor.is_contiguous:
             return self._read(tensor.path, tensor.offset + start * item, (stop - start) * item)
         return b"".join(self._read(tensor.path, offset, nbytes) for offset, nbytes in _runs(tensor, start, stop))
+
+    def _decoded(self, tensor: TensorRef) -> bytes:
+        """All bytes of an encoded tensor, which is a stretch of one block; the block read last is kept."""
+        key = (tensor.path, tensor.offset)
+        if self._block is None or self._block[0] != key:
+            self._block = None  # one block at a time in memory
+            self._block = key, decode(memoryview(self._read(*key, tensor.codec_nbytes)), tensor.codec)
+        stop = tensor.codec_start + tensor.numel * tensor.dtype.itemsize
+        if stop > self._block[1].nbytes:
+            raise CorruptError(
+                f"{tensor.path}: expected a compressed block of {stop} bytes or more at {tensor.offset}; got "
+                f"{self._block[1].nbytes}"
+            )
+        return bytes(self._block[1][tensor.codec_start : stop])
 
     def _read(self, path: str, offset: int, nbytes: int) -> bytes:
         file = self._open.get(path)

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ucp.codec import codec_name, encode
 from ucp.dtypes import DType
+from ucp.errors import CorruptError
 from ucp.io.probe import Prober, cast_bits
 from ucp.tensor import InlineTensor, TensorRef
 
@@ -44,10 +46,17 @@ def test_ranges_outside_are_refused(ref: TensorRef) -> None:
         prober.window(ref, 20, 25)
 
 
-def test_encoded_tensors_are_refused(ref: TensorRef) -> None:
-    own = TensorRef(path=ref.path, offset=2, dtype=DType.FLOAT32, shape=(2,), strides=(1,), codec="zstd")
-    with Prober() as prober, pytest.raises(ValueError, match="encoded with zstd"):
-        prober.window(own, 0, 1)
+def test_encoded_tensors_are_decoded(tmp_path: Path) -> None:
+    block = encode(memoryview(VALUES.numpy().tobytes()), 4)
+    path = tmp_path / "pack"
+    path.write_bytes(b"##" + block)
+    place = {"path": str(path), "offset": 2, "codec": codec_name(4), "codec_nbytes": len(block)}
+    own = TensorRef(**place, codec_start=16, dtype=DType.FLOAT32, shape=(5,), strides=(1,))
+    long = TensorRef(**place, codec_start=16, dtype=DType.FLOAT32, shape=(21,), strides=(1,))
+    with Prober() as prober:
+        assert prober.window(own, 1, 4) == VALUES.flatten()[5:8].numpy().tobytes()
+        with pytest.raises(CorruptError, match="block of 100 bytes or more at 2; got 96"):
+            prober.window(long, 0, 1)
 
 
 @pytest.mark.parametrize(("dtype", "to"), [(DType.BFLOAT16, torch.bfloat16), (DType.FLOAT16, torch.float16)])
