@@ -1,11 +1,9 @@
 """`make bench`: convert real checkpoints beside `cp -r` and DeepSpeed's own converter; write the table.
 
 Sources (`tests.bench.sources`) are at least 2.5 GB of what real DeepSpeed and Megatron wrote on 4 ranks, made once and
-kept under .bench/. Every command is a whole process, started anew. The commands of a
-round run one after another, and rounds are repeated, so that a noisy moment hits all of them; medians are reported.
-Written files are removed between runs; sources are read from the page cache. A first round is not counted. Memory that
-a virtual machine gave back to its host, which it does seconds after it is freed, is slow to get again, for whoever
-asks first: so before every command that writes, a file of as many bytes is written to memory and removed.
+kept under .bench/. Every command is a whole process, started anew. The commands of a round run one after another, in
+another order every round, so that neither a noisy moment nor what ran before (memory that was just freed is quick to
+get) favours one of them; medians are reported. Written files are removed between runs; sources are read from the page cache. A first round is not counted.
 """
 
 from __future__ import annotations
@@ -13,9 +11,9 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import random
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +39,6 @@ class Contestant:
     """Argument vector; its last element is the destination, if it writes one."""
     repeats: int = REPEATS
     """Runs."""
-    nbytes: int = 0
-    """Bytes that it writes, about."""
 
 
 def main() -> None:
@@ -77,15 +73,16 @@ def _contest(case: str, checkpoint: Path, medium: str, place: Path, asked: argpa
         src, dst = place / "src", place / "dst"
         shutil.copytree(checkpoint, src)
         nbytes = sum(path.stat().st_size for path in src.rglob("*") if path.is_file())
-        contestants = _ours(source, src, dst, asked.repeats, nbytes)
+        contestants = _ours(source, src, dst, asked.repeats)
         samples: dict[str, list[Sample]] = {c.name: [] for c in contestants}
         for contestant in contestants:
             _timed(contestant, dst)
+        order = random.Random(case + medium)
         for _ in range(asked.repeats):
-            for contestant in contestants:
+            for contestant in order.sample(contestants, len(contestants)):
                 samples[contestant.name].append(_timed(contestant, dst))
         if source.by_deepspeed and not asked.without_deepspeed:
-            samples.update(_deepspeed(src, dst, nbytes))
+            samples.update(_deepspeed(src, dst))
         rows = [_row(case, medium, name, nbytes, own) for name, own in samples.items()]
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -94,7 +91,7 @@ def _contest(case: str, checkpoint: Path, medium: str, place: Path, asked: argpa
     return rows
 
 
-def _ours(source: Source, src: Path, dst: Path, repeats: int, nbytes: int) -> list[Contestant]:
+def _ours(source: Source, src: Path, dst: Path, repeats: int) -> list[Contestant]:
     ucp = str(Path(sys.executable).parent / "ucp")
     inspect = Contestant("ucp inspect", (ucp, "inspect", str(src)), repeats)
     virtual = Contestant("ucp convert --virtual", (ucp, "convert", "-q", "--virtual", str(src), str(dst)), repeats)
@@ -107,10 +104,10 @@ def _ours(source: Source, src: Path, dst: Path, repeats: int, nbytes: int) -> li
         "ucp convert": (ucp, "convert", "-q", *places),
         "ucp convert --no-fsync": (ucp, "convert", "-q", "--no-fsync", *places),
     }
-    return [*(Contestant(name, command, repeats, nbytes) for name, command in writing.items()), virtual, inspect]
+    return [*(Contestant(name, command, repeats) for name, command in writing.items()), virtual, inspect]
 
 
-def _deepspeed(src: Path, dst: Path, nbytes: int) -> dict[str, list[Sample]]:
+def _deepspeed(src: Path, dst: Path) -> dict[str, list[Sample]]:
     """DeepSpeed's converter: once with each worker count, then the best one again; the runs of the best."""
     (tag,) = (path for path in src.iterdir() if path.is_dir())
     tried: dict[Contestant, Sample] = {}
@@ -120,7 +117,7 @@ def _deepspeed(src: Path, dst: Path, nbytes: int) -> dict[str, list[Sample]]:
             *("--num_extract_workers", str(workers), "--num_merge_workers", str(workers)),
             *("--input_folder", str(tag), "--output_folder", str(dst)),
         )
-        contestant = Contestant(f"ds_to_universal ({workers} workers)", command, nbytes=nbytes)
+        contestant = Contestant(f"ds_to_universal ({workers} workers)", command)
         try:
             tried[contestant] = _timed(contestant, dst)
         except CalledProcessError as error:
@@ -134,19 +131,10 @@ def _deepspeed(src: Path, dst: Path, nbytes: int) -> dict[str, list[Sample]]:
 def _timed(contestant: Contestant, dst: Path) -> Sample:
     shutil.rmtree(dst, ignore_errors=True)
     env = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    _take_memory(contestant.nbytes)
     try:
         return run(contestant.command, env=env)
     finally:
         shutil.rmtree(dst, ignore_errors=True)
-
-
-def _take_memory(nbytes: int) -> None:
-    """Have the machine hold so many bytes of memory that nobody uses."""
-    if nbytes:
-        with tempfile.TemporaryFile(dir="/dev/shm" if os.path.ismount("/dev/shm") else None) as file:
-            for _ in range(nbytes >> 24):
-                file.write(bytes(1 << 24))
 
 
 def _row(case: str, medium: str, name: str, nbytes: int, samples: list[Sample]) -> Row:
