@@ -3,7 +3,8 @@
 Sources (`tests.bench.sources`) are at least 2.5 GB of what real DeepSpeed and Megatron wrote on 4 ranks, made once and
 kept under .bench/. Every command is a whole process, started anew. The commands of a round run one after another, in
 another order every round, so that neither a noisy moment nor what ran before (memory that was just freed is quick to
-get) favours one of them; medians are reported. Written files are removed between runs; sources are read from the page cache. A first round is not counted.
+get) favours one of them; medians are reported. Written files are removed between runs; sources are read from the page
+cache. A first round is not counted.
 """
 
 from __future__ import annotations
