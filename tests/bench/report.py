@@ -46,8 +46,8 @@ def write_report(folder: Path, rows: Sequence[Row], *, machine: str, sources: Ma
         f"# Converting beside `cp -r` and DeepSpeed's converter\n\nMeasured by `make bench` on {day} ({machine}); "
         "medians over the runs, whole processes, page cache warm. Memory is the largest sum of proportional set sizes "
         "over the process tree. `ucp convert` waits until everything is on the disk, which `cp -r` does not: on a disk "
-        "`cp -r; sync` is what it compares with, and `--no-fsync` is what compares with `cp -r`. In RAM both copies do the same: "
-        "how far they lie apart is the noise of the machine.\n\nSources: "
+        "`cp -r; sync` is what it compares with, and `--no-fsync` is what compares with `cp -r`. In RAM both "
+        "copies do the same: how far they lie apart is the noise of the machine.\n\nSources: "
         f"{titles}.\n\n{table}\n![seconds per command](convert.svg)\n"
     )
     _plot(folder / "convert.svg", rows)
