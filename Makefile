@@ -64,4 +64,4 @@ bench: $(VENV)/.installed-bench $(VENV)/.installed-deepspeed
 	DS_ACCELERATOR=cpu $(BIN)/python -m tests.bench
 
 clean:
-	rm -rf $(VENV) .bench demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) $(VENV)-transformers .mcore .bench demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

@@ -38,8 +38,6 @@ class Contestant:
     """Label in the table."""
     command: tuple[str, ...]
     """Argument vector; its last element is the destination, if it writes one."""
-    repeats: int = REPEATS
-    """Runs."""
 
 
 def main() -> None:
@@ -74,7 +72,7 @@ def _contest(case: str, checkpoint: Path, medium: str, place: Path, asked: argpa
         src, dst = place / "src", place / "dst"
         shutil.copytree(checkpoint, src)
         nbytes = sum(path.stat().st_size for path in src.rglob("*") if path.is_file())
-        contestants = _ours(source, src, dst, asked.repeats)
+        contestants = _ours(source, src, dst)
         samples: dict[str, list[Sample]] = {c.name: [] for c in contestants}
         for contestant in contestants:
             _timed(contestant, dst)
@@ -92,10 +90,10 @@ def _contest(case: str, checkpoint: Path, medium: str, place: Path, asked: argpa
     return rows
 
 
-def _ours(source: Source, src: Path, dst: Path, repeats: int) -> list[Contestant]:
+def _ours(source: Source, src: Path, dst: Path) -> list[Contestant]:
     ucp = str(Path(sys.executable).parent / "ucp")
-    inspect = Contestant("ucp inspect", (ucp, "inspect", str(src)), repeats)
-    virtual = Contestant("ucp convert --virtual", (ucp, "convert", "-q", "--virtual", str(src), str(dst)), repeats)
+    inspect = Contestant("ucp inspect", (ucp, "inspect", str(src)))
+    virtual = Contestant("ucp convert --virtual", (ucp, "convert", "-q", "--virtual", str(src), str(dst)))
     if source.only_index:
         return [inspect, virtual]
     places = (str(src), str(dst))
@@ -105,7 +103,7 @@ def _ours(source: Source, src: Path, dst: Path, repeats: int) -> list[Contestant
         "ucp convert": (ucp, "convert", "-q", *places),
         "ucp convert --no-fsync": (ucp, "convert", "-q", "--no-fsync", *places),
     }
-    return [*(Contestant(name, command, repeats) for name, command in writing.items()), virtual, inspect]
+    return [*(Contestant(name, command) for name, command in writing.items()), virtual, inspect]
 
 
 def _deepspeed(src: Path, dst: Path) -> dict[str, list[Sample]]:

@@ -79,12 +79,12 @@ class Prober:
         if isinstance(tensor, InlineTensor):
             return tensor.data[start * item : stop * item]
         if tensor.codec:
-            return self._decoded(tensor)[start * item : stop * item]
+            return bytes(self._decoded(tensor)[start * item : stop * item])
         if tensor.is_contiguous:
             return self._read(tensor.path, tensor.offset + start * item, (stop - start) * item)
         return b"".join(self._read(tensor.path, offset, nbytes) for offset, nbytes in _runs(tensor, start, stop))
 
-    def _decoded(self, tensor: TensorRef) -> bytes:
+    def _decoded(self, tensor: TensorRef) -> memoryview:
         """All bytes of an encoded tensor, which is a stretch of one block; the block read last is kept."""
         key = (tensor.path, tensor.offset)
         if self._block is None or self._block[0] != key:
@@ -96,7 +96,7 @@ class Prober:
                 f"{tensor.path}: expected a compressed block of {stop} bytes or more at {tensor.offset}; got "
                 f"{self._block[1].nbytes}"
             )
-        return bytes(self._block[1][tensor.codec_start : stop])
+        return self._block[1][tensor.codec_start : stop]
 
     def _read(self, path: str, offset: int, nbytes: int) -> bytes:
         file = self._open.get(path)

@@ -71,12 +71,7 @@ def _near(name: str, known: Collection[str]) -> str:
 
 def _other_kind(value: object, recorded: object) -> str:
     """What is wrong with a value beside the one that was recorded; empty when nothing is."""
-    if value is None or recorded is None or type(value) is type(recorded):
+    if value is None or not isinstance(recorded, bool | int | float | str | list | tuple):
         return ""
-    if isinstance(recorded, float) and type(value) is int:
-        return ""
-    if isinstance(recorded, bool | int | float | str | list | tuple):
-        if isinstance(recorded, list | tuple) and isinstance(value, list):
-            return ""
-        return f"{value!r}, and the source has {recorded!r}"
-    return ""
+    alike = {float: (int, float), tuple: (list,)}.get(type(recorded), (type(recorded),))
+    return "" if type(value) in alike else f"{value!r}, and the source has {recorded!r}"
