@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ucp.errors import DestinationError, IncompleteError, counted, listed
+from ucp.errors import DestinationError, IncompleteError, OverlapError, counted, listed
 
 __all__ = ["MARK", "PARTIAL", "Making", "Staging", "check_apart", "check_destination", "refuse_partial"]
 
@@ -43,12 +43,12 @@ def refuse_partial(path: Path) -> None:
 
 
 def check_destination(src: Path, dst: Path) -> None:
-    """Raise DestinationError where writing `dst` could touch the source `src`."""
+    """Raise OverlapError where writing `dst` could touch the source `src`, DestinationError where it cannot be."""
     source, goal = src.resolve(), dst.resolve()
     if goal == source or source in goal.parents:
-        raise DestinationError(f"the destination {dst} is the source {src} or lies inside it; choose another folder")
+        raise OverlapError(f"the destination {dst} is the source {src} or lies inside it; choose another folder")
     if goal in source.parents:
-        raise DestinationError(f"the source {src} lies inside the destination {dst}; choose another folder")
+        raise OverlapError(f"the source {src} lies inside the destination {dst}; choose another folder")
     if os.path.ismount(goal):
         raise DestinationError(f"{dst} is a mount point: it cannot be put in place by a rename. Name a folder in it")
     if dst.exists() and not dst.is_dir():
@@ -69,7 +69,7 @@ def _holds_current_folder(goal: Path) -> bool:
 
 
 def check_apart(dst: Path, root: str, paths: Iterable[str]) -> None:
-    """Raise DestinationError where `dst` would lie in the source, or take the place of what it consists of.
+    """Raise OverlapError where `dst` would lie in the source, or take the place of what it consists of.
 
     `root`: what the source was resolved to (the tag folder that `latest` names, the store that a manifest is of);
     readers of it take what lies there for a part of it. Beside it, in the folder that it was saved to, there is room
@@ -78,13 +78,13 @@ def check_apart(dst: Path, root: str, paths: Iterable[str]) -> None:
     goal = dst.resolve()
     source = Path(root).resolve()
     if source.is_dir() and source in goal.parents:
-        raise DestinationError(
+        raise OverlapError(
             f"the destination {dst} lies inside the source {source}, whose readers would take it for a part of it; "
             "choose a folder beside it"
         )
     inside = [path for path in paths if goal in Path(path).resolve().parents]
     if inside:
-        raise DestinationError(
+        raise OverlapError(
             f"the source refers to {counted(len(inside), 'file')} in the destination {dst}, such as {inside[0]}; "
             "choose another folder"
         )

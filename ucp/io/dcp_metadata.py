@@ -138,7 +138,8 @@ def _read_root(path: str) -> object:
     at = data.rfind(_PLANS)
     if at > 0 and data.endswith(_STOP):
         try:
-            parsed = parse_pickle(data[:at] + _CLOSED + data[at + len(_CLOSED) :], where=path)
+            closed = data[:at] + _CLOSED + data[at + len(_CLOSED) :]
+            parsed = parse_pickle(closed, where=path, repetitive=True)
         except MalformedError:
             parsed = None
         if parsed is not None and parsed.end == at + len(_CLOSED) and _is_whole(parsed.value):

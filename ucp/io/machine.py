@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ucp.inert import GlobalName
+from ucp.io.repeats import Repeats
 
 __all__ = ["EndOfPickleError", "Machine", "PickleFaultError", "RefusedOpcodeError", "StopReachedError"]
 
@@ -46,15 +47,18 @@ class Machine:
 
     __slots__ = (
         "at",
+        "begun",
         "data",
         "instruction",
         "marks",
         "memo",
+        "more",
         "names",
         "persistent",
         "pop",
         "protocol",
         "push",
+        "repeats",
         "sizes",
         "stack",
     )
@@ -72,6 +76,20 @@ class Machine:
         self.memo: dict[int, object] = {}
         self.names: dict[tuple[str, str], GlobalName] = {}
         self.sizes: dict[bytes, tuple[int, ...]] = {}
+        self.repeats: Repeats | None = None
+        """Objects that are recognised by their bytes, where that is asked for."""
+        self.more = 0
+        """Entries of the memo that were counted and not kept (`Repeats.memoized`)."""
+        self.begun: list[tuple[int, int, int, GlobalName]] = []
+        """Objects whose instructions are to be learned: values on the stack, byte, entries of the memo, class."""
+
+    def put(self, index: int) -> None:
+        """Keep the top of the stack in the memo, under an index of the writer's choice: objects are no more learned."""
+        if self.repeats is not None:
+            if self.repeats.memoized:
+                raise PickleFaultError("a memo index of the writer's choice among others")
+            self.repeats = None
+        self.memo[index] = self.stack[-1]
 
     def take(self, nbytes: int) -> bytes:
         """The next `nbytes` bytes."""

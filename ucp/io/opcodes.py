@@ -75,22 +75,18 @@ def _put(m: Machine) -> None:
     index = int(m.line())
     if index < 0:
         raise PickleFaultError("a negative memo index")
-    m.memo[index] = m.stack[-1]
+    m.put(index)
 
 
 def _binput(m: Machine) -> None:
-    m.memo[m.data[m.at]] = m.stack[-1]
+    m.put(m.data[m.at])
     m.at += 1
 
 
 def _long_binput(m: Machine) -> None:
     (index,) = unpack_from("<I", m.data, m.at)
     m.at += 4
-    m.memo[index] = m.stack[-1]
-
-
-def _memoize(m: Machine) -> None:
-    m.memo[len(m.memo)] = m.stack[-1]
+    m.put(index)
 
 
 _STACK_OPCODES: dict[bytes, Callable[[Machine], None]] = {
@@ -106,7 +102,6 @@ _STACK_OPCODES: dict[bytes, Callable[[Machine], None]] = {
     b"q": _binput,
     b"r": _long_binput,
     b"\x80": _proto,
-    b"\x94": _memoize,
     b"\x95": _frame,
 }
 _BY_CODE = {**_STACK_OPCODES, **VALUE_OPCODES, **OBJECT_OPCODES}

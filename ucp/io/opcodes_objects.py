@@ -205,6 +205,17 @@ def _build(m: Machine) -> None:
         set_attributes(target, state)
     else:
         raise PickleFaultError(f"the state of an object given to a {type(target).__name__}")
+    if m.begun:
+        _learn(m)
+
+
+def _learn(m: Machine) -> None:
+    """Learn from the object that was begun last, when it is the one now finished."""
+    depth, start, known, name = m.begun[-1]
+    if depth >= len(m.stack):
+        m.begun.pop()
+        if depth == len(m.stack) and m.repeats is not None:
+            m.repeats.learn(name, m.data[start : m.at], known)
 
 
 def _persid(m: Machine) -> None:

@@ -11,7 +11,6 @@ length is checked against the bytes that are there.
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ from ucp.errors import MalformedError, UnsupportedError
 from ucp.inert import GlobalName, Stub, TorchSize
 from ucp.io.machine import EndOfPickleError, Machine, PickleFaultError, RefusedOpcodeError, StopReachedError
 from ucp.io.opcodes import OPERATIONS
+from ucp.io.recipes import SIZE, numbers_of
+from ucp.io.repeats import Repeats
 
 __all__ = ["Parsed", "TruncatedPickleError", "parse_pickle"]
 
@@ -30,13 +31,6 @@ _NEW_OBJECT = b")\x81\x94"
 """EMPTY_TUPLE NEWOBJ MEMOIZE."""
 _ATTRIBUTES = b"}\x94("
 """EMPTY_DICT MEMOIZE MARK."""
-_SIZE = re.compile(
-    rb"((?:(?:K.|M..|J...[\0-\x7f])(?=\x85)|(?:K.|M..|J...[\0-\x7f]){2}(?=\x86)|(?:K.|M..|J...[\0-\x7f]){3}(?=\x87)))"
-    rb"[\x85-\x87]\x94\x85\x94R\x94",
-    re.DOTALL,
-)
-"""One to three numbers (BININT1, BININT2, BININT), TUPLE1 to TUPLE3 MEMOIZE, TUPLE1 MEMOIZE REDUCE MEMOIZE."""
-_NUMBER_NBYTES = {ord("K"): 1, ord("M"): 2, ord("J"): 4}
 _MOST_MESSAGE = 500
 """Characters of an error that may quote the file."""
 _REMEDY = "The file is damaged or was not written by pickle; copy it again from its source"
@@ -57,7 +51,12 @@ class Parsed:
 
 
 def parse_pickle(
-    data: bytes, *, where: str, start: int = 0, persistent: Callable[[object], object] | None = None
+    data: bytes,
+    *,
+    where: str,
+    start: int = 0,
+    persistent: Callable[[object], object] | None = None,
+    repetitive: bool = False,
 ) -> Parsed:
     """Value of the pickle that begins at byte `start` of `data`.
 
@@ -67,6 +66,9 @@ def parse_pickle(
         File (and member) for error messages.
     persistent
         Value of a persistent id, without which one is an error. A ValueError from it is reported with the place.
+    repetitive
+        It holds a great many objects of few classes, which are to be recognised by their bytes (`ucp.io.repeats`):
+        faster, and equal objects inside of others may come out as one.
 
     Raises
     ------
@@ -77,7 +79,19 @@ def parse_pickle(
     UnsupportedError
         The pickle needs something outside itself (registered extensions, out-of-band buffers), or a later protocol.
     """
-    machine = Machine(data, start, persistent)
+    if repetitive:
+        machine = Machine(data, start, persistent)
+        machine.repeats = Repeats(machine.memo)
+        try:
+            return _parsed(machine, where)
+        except (MalformedError, UnsupportedError):
+            if machine.repeats is None or not machine.repeats.memoized:
+                raise
+    return _parsed(Machine(data, start, persistent), where)
+
+
+def _parsed(machine: Machine, where: str) -> Parsed:
+    data = machine.data
     try:
         _execute(machine)
     except StopReachedError:
@@ -107,15 +121,15 @@ def _execute(machine: Machine) -> NoReturn:
     """Carry out instructions until one of them raises (STOP does).
 
     The commonest instructions are carried out in place, exactly as their own functions in `ucp.io.opcodes` do, and so
-    are three sequences of them: an index of a distributed checkpoint consists of millions of these.
+    are sequences of them (`_after_name`): an index of a distributed checkpoint consists of millions of these.
     """
     data, stack, push, memo = machine.data, machine.stack, machine.push, machine.memo
-    at = machine.at
+    at, more = machine.at, 0
     try:
         while True:
             code = data[at]
             if code == _MEMOIZE:
-                memo[len(memo)] = stack[-1]
+                memo[len(memo) + more] = stack[-1]
                 at += 1
             elif code == _BINGET:
                 value = memo[data[at + 1]]
@@ -123,12 +137,14 @@ def _execute(machine: Machine) -> NoReturn:
                 at += 2
                 if type(value) is GlobalName:
                     at = _after_name(machine, value, at)
+                    more = machine.more
             elif code == _LONG_BINGET:
                 value = memo[_UINT32.unpack_from(data, at + 1)[0]]
                 push(value)
                 at += 5
                 if type(value) is GlobalName:
                     at = _after_name(machine, value, at)
+                    more = machine.more
             elif code == _BININT1:
                 push(data[at + 1])
                 at += 2
@@ -147,40 +163,40 @@ def _execute(machine: Machine) -> NoReturn:
 def _after_name(machine: Machine, name: GlobalName, at: int) -> int:
     """Carry out what often follows the name of a class, at byte `at`; the byte after it, or `at` when it is not there.
 
-    An object without arguments, and the beginning of its attributes; or a torch.Size of numbers.
+    A whole object of a kind that was met before; one without arguments, and the beginning of its attributes; or a
+    torch.Size of numbers.
     """
     data, memo = machine.data, machine.memo
     if data.startswith(_NEW_OBJECT, at):
-        memo[len(memo)] = machine.stack[-1] = Stub(name, ())
+        repeats = machine.repeats
+        if repeats is not None:
+            found = repeats.read(name, data, at)
+            if found is not None:
+                machine.stack[-1], at = found
+                machine.more = repeats.memoized
+                return at
+            if repeats.wants(name):
+                machine.begun.append((len(machine.stack), at, len(memo) + machine.more, name))
+        memo[len(memo) + machine.more] = machine.stack[-1] = Stub(name, ())
         at += len(_NEW_OBJECT)
         if data.startswith(_ATTRIBUTES, at):
             attributes: dict[object, object] = {}
-            memo[len(memo)] = attributes
+            memo[len(memo) + machine.more] = attributes
             machine.push(attributes)
             machine.marks.append(len(machine.stack))
             at += len(_ATTRIBUTES)
         return at
     if name.qualname == "Size" and name.module == "torch":
-        match = _SIZE.match(data, at)
+        match = SIZE.match(data, at)
         if match is not None:
             numbers = machine.sizes.get(match[1])
             if numbers is None:
-                numbers = machine.sizes[match[1]] = _numbers(match[1])
-            memo[len(memo)] = numbers
-            memo[len(memo)] = (numbers,)
-            memo[len(memo)] = machine.stack[-1] = TorchSize(numbers)
+                numbers = machine.sizes[match[1]] = numbers_of(match[1])
+            for value in (numbers, (numbers,), TorchSize(numbers)):
+                memo[len(memo) + machine.more] = value
+            machine.stack[-1] = value
             return match.end()
     return at
-
-
-def _numbers(data: bytes) -> tuple[int, ...]:
-    """The numbers that BININT1, BININT2 and BININT instructions push."""
-    found, at = [], 0
-    while at < len(data):
-        nbytes = _NUMBER_NBYTES[data[at]]
-        found.append(int.from_bytes(data[at + 1 : at + 1 + nbytes], "little"))
-        at += 1 + nbytes
-    return tuple(found)
 
 
 def _truncated(nbytes: int, where: str) -> TruncatedPickleError:
