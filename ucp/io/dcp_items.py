@@ -173,17 +173,22 @@ class _Ends:
         self._spans = list(_spans(items))
         self._starts = [start for start, _ in self._spans]
         self._held: OrderedDict[int, bytes] = OrderedDict()
+        self._last = (0, 0, b"")
 
     def find(self, offset: int) -> tuple[bytes, int]:
         """A buffer with the byte at `offset` of the file and what follows, and where in it that byte is."""
+        start, stop, buffer = self._last
+        if start <= offset < stop:
+            return buffer, offset - start
         number = bisect_right(self._starts, offset) - 1
-        buffer = self._held.get(number)
         start, stop = self._spans[number]
-        if buffer is None:
-            buffer = self._held[number] = self._file.read(start, stop - start)
+        held = self._held.get(number)
+        if held is None:
+            held = self._held[number] = self._file.read(start, stop - start)
             if len(self._held) > 2:
                 self._held.popitem(last=False)
-        return buffer, offset - start
+        self._last = (start, stop, held)
+        return held, offset - start
 
 
 def _spans(items: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

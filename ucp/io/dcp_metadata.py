@@ -56,8 +56,7 @@ class Chunk(NamedTuple):
     """Where it lies."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedTensor:
+class SavedTensor(NamedTuple):
     """A tensor that was saved in chunks."""
 
     key: str
@@ -215,7 +214,7 @@ class _Reader:
                 self._wrong.append(f"{key}: no place is recorded for its chunk at {list(offsets)}")
                 continue
             chunks.append(Chunk(offsets, sizes, place))
-        self.tensors[key] = SavedTensor(key=key, dtype=dtype, shape=shape, chunks=tuple(chunks))
+        self.tensors[key] = SavedTensor(key, dtype, shape, tuple(chunks))
 
     def _dtype(self, properties: Stub) -> DType | None:
         name = _first(properties)

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = [
     "PARTS",
@@ -73,8 +74,7 @@ _FUSED = {
 _PART = re.compile(r"(?P<whole>.+\.(?:weight|bias))(?P<part>_[wv]|\.[A-Za-z]+)")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelKey:
+class ModelKey(NamedTuple):
     """Key of a tensor of the model."""
 
     template: str
@@ -87,8 +87,7 @@ class ModelKey:
     """Suffix of the part of a fused tensor that it is; empty for a whole one."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateKey:
+class StateKey(NamedTuple):
     """Key of a state of a parameter, in the shape of the parameter."""
 
     chain: int | None

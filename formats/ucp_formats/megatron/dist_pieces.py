@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -52,6 +53,9 @@ class Whole:
     parts: tuple[int, ...] = ()
     """Lengths along dim 0 of the parts it was stored in, where it is a fused tensor stored apart."""
 
+
+_box = lru_cache(maxsize=1 << 12)(Box)
+"""Many tensors have the same shape: a box is made and checked once."""
 
 Flattened = Callable[[str], Shape | None]
 """Shape of the tensor saved under a key that was flattened to be saved; None for one that was not."""
@@ -125,7 +129,7 @@ def _lie_inside(whole: Whole) -> bool:
 
 def _as_saved(name: str, tensor: StoredTensor) -> Whole:
     """The tensor of one parameter that was saved alone."""
-    pieces = [Piece(Box(offsets, sizes), ref) for offsets, sizes, ref in tensor.chunks]
+    pieces = [Piece(_box(offsets, sizes), ref) for offsets, sizes, ref in tensor.chunks]
     return Whole(name=name, shape=tensor.saved.shape, dtype=tensor.saved.dtype, pieces=pieces)
 
 
@@ -235,7 +239,9 @@ def _joined(template: str, parts: dict[str, list[Whole]], problems: list[str]) -
     by_name = [{whole.name: whole for whole in parts[part]} for part in row]
     for name in by_name[0]:
         own = [wholes[name] for wholes in by_name if name in wholes]
-        if len(own) != len(row) or len({(whole.shape[1:], whole.dtype) for whole in own}) != 1:
+        if len(own) != len(row) or any(
+            whole.shape[1:] != own[0].shape[1:] or whole.dtype is not own[0].dtype for whole in own[1:]
+        ):
             problems.append(f"{name}: its parts {', '.join(row)} are not all there, or differ in shape")
             continue
         yield _fused(own)
@@ -248,7 +254,7 @@ def _fused(parts: Sequence[Whole]) -> Whole:
     before = 0
     for part, length in zip(parts, lengths, strict=True):
         for piece in part.pieces:
-            box = Box((piece.box.offsets[0] + before, *piece.box.offsets[1:]), piece.box.sizes)
+            box = _box((piece.box.offsets[0] + before, *piece.box.offsets[1:]), piece.box.sizes)
             whole.pieces.append(Piece(box, piece.ref))
         before += length
     return whole

@@ -160,11 +160,8 @@ def _states(dcp: Dcp, objects: SavedObjects, common: CommonState, model: _Model)
     """Optimizer states, by the layout that the keys show."""
     tensors = model.tensors
     if tensors.states:
-        keyed = {
-            StateKey(key.chain, key.state, key.model.removeprefix(tensors.prefix)): tensor
-            for key, tensor in tensors.states.items()
-        }
-        return from_state_keys(keyed, model.weights, model.names.understood, _original_shapes(dcp).get)
+        states = _without(tensors.prefix, tensors.states)
+        return from_state_keys(states, model.weights, model.names.understood, _original_shapes(dcp).get)
     buckets = stored_buckets(tensors.buckets) or gathered_buckets(objects.groups)
     if not buckets:
         return DistStates(layout="")
@@ -173,6 +170,12 @@ def _states(dcp: Dcp, objects: SavedObjects, common: CommonState, model: _Model)
         place_buckets(buckets, model.weights, model.names.orders(model.weights), _grid(common, model)),
         common.sharding or usual,
     )
+
+
+def _without(prefix: str, states: dict[StateKey, StoredTensor]) -> dict[StateKey, StoredTensor]:
+    if not prefix:
+        return states
+    return {key._replace(model=key.model.removeprefix(prefix)): tensor for key, tensor in states.items()}
 
 
 def _check_states(states: DistStates, model: _Model, where: str) -> None:

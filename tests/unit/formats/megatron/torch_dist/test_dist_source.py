@@ -251,5 +251,8 @@ def test_other_backends_are_named_and_refused(fake, read, tmp_path):
     with pytest.raises(UnsupportedError, match=r"zarr checkpoint .* save it with --ckpt-format torch_dist"):
         read(tmp_path)
     (root / "metadata.json").unlink()
+    with pytest.raises(MissingFileError, match="the rest of a torch_dist checkpoint is"):
+        read(tmp_path)
+    (root / "common.pt").unlink()
     with pytest.raises(UnsupportedError, match=r"fsdp_dtensor.* save it with --ckpt-format torch_dist"):
         read(tmp_path)
