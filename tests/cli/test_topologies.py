@@ -35,11 +35,21 @@ def test_what_no_run_can_have(ucp: Run, target: str, topology: str) -> None:
         (ZERO3, ["deepspeed", "dp=2,cp=2,zero=1"], "drop cp"),
         (ZERO3, ["deepspeed", "dp=2,etp=1,zero=1"], "drop vpp and etp"),
         (PIPELINE, ["deepspeed", "dp=2,pp=2,vpp=2,zero=1"], "drop vpp and etp"),
-        (PIPELINE, ["deepspeed", "pp=50,zero=1"], "50"),
+        (PIPELINE, ["deepspeed", "pp=50,zero=1"], "expected at most pp="),
+        ("deepspeed/z1-pp2-dp2", ["deepspeed", "pp=3,zero=1"], "would load the files and hang in the first step"),
+        (PIPELINE, ["deepspeed", "pp=2,zero=1", "--set", "stages=0,2,99"], "stages: 99 layers"),
+        ("deepspeed/z1-pp2-tp2-dp2-bf16", ["deepspeed", "tp=8,zero=1"], "all others that are cut: 1, 2, 4"),
         (PIPELINE, ["deepspeed", "pp=2,zero=3"], "no pipelines with ZeRO 2 or 3"),
         ("deepspeed/z1-tp2-dp2", ["deepspeed", "tp=3,zero=1"], "choose a degree that divides them"),
         (EXPERTS, ["deepspeed", "dp=3,ep=3,zero=1"], "expected ep to divide"),
         (EXPERTS, ["deepspeed", "dp=2,ep=2,zero=3"], "no native experts with ZeRO 3"),
+        (ZERO3, ["deepspeed-universal", "tp=2"], "expected universal_checkpoint_info"),
+        (ZERO3, ["deepspeed-universal", "pp=2"], "expected a source that was a pipeline of DeepSpeed for pp=2"),
+        (
+            "deepspeed/z1-tp2-dp2",
+            ["deepspeed-universal", "tp=3"],
+            "choose a degree that divides them, and all others that are cut: 1, 2, 4, 8",
+        ),
         (ZERO3, ["deepspeed-universal", "dp=2"], "Only tp and pp mean something here"),
         (ZERO3, ["deepspeed-universal", "zero=1"], "write native files for dp=1,zero=1 alone"),
         (ZERO3, ["deepspeed-universal", "pp=2,vpp=2"], "Only tp and pp mean something here"),
@@ -85,8 +95,9 @@ def test_what_leaving_out_means_holds(ucp: Run, zero3: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["tp=2", "pp=2", "tp=2,pp=2"])
-def test_a_universal_folder_takes_model_parallel_ranks(ucp: Run, zero3: Path, words: str) -> None:
+def test_a_universal_folder_takes_model_parallel_ranks(ucp: Run, words: str) -> None:
     """One model-states file of either kind per model-parallel rank, as DeepSpeed before 0.19.8 wants."""
-    document = json.loads(ucp("plan", zero3, "--to", "deepspeed-universal", "--topology", words, "--json").stdout)
+    source = FIXTURES / "deepspeed" / "z1-pp2-tp2-dp2-bf16" / "checkpoint"
+    document = json.loads(ucp("plan", source, "--to", "deepspeed-universal", "--topology", words, "--json").stdout)
     ranks = {"tp=2": 2, "pp=2": 2, "tp=2,pp=2": 4}[words]
     assert sum(file["path"].endswith("_model_states.pt") for file in document["files"]) == 2 * ranks

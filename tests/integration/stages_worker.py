@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 tests/integration/stages_worker.py JOBS.json
 
 `JOBS.json` is a list of the fields of `Job`. Each writes `OUT/truth*.safetensors` and `.json` as
-`fixtures/deepspeed_train.py` does: what each rank holds after the save or load, and the losses of the next steps.
+`fixtures/deepspeed_train.py` does: what each rank holds after the save or load, and the losses of the next steps. Or it
+takes a single step in which no rank waits for another stage, and `OUT/sums-RANK` is how often it would have.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Job:
     """Folder to load; None to train and save to OUT/checkpoint."""
     universal: bool = False
     """Whether the folder is a universal checkpoint."""
+    count_sums: bool = False
+    """Whether to count the sums over all stages that a step takes, in place of taking them."""
     out: str
     """Folder for the result."""
 
@@ -124,10 +127,33 @@ def _carry_out(job: Job) -> None:
     options = Namespace(
         out=Path(job.out), resume=job.load, tag=None, no_truth=False, steps_after=STEPS, unmanaged_from=None
     )
-    if job.load:
+    if job.load and job.count_sums:
+        _write_sums(run, job)
+    elif job.load:
         deepspeed_train._resume(case, run, options)  # the same steps as for the fixtures
     else:
         deepspeed_train._train_and_save(case, run, options)
+
+
+def _write_sums(run: Run, job: Job) -> None:
+    """Load, and count the calls of all_reduce over the ranks of a replica in one step; their results stay local."""
+    run.engine.load_checkpoint(job.load)
+    stages, real, calls = run.engine.grid.get_model_parallel_group(), deepspeed.comm.all_reduce, []
+
+    def counted(tensor: Tensor, *args: Any, **options: Any) -> object:
+        if options.get("group") is not stages:
+            return real(tensor, *args, **options)
+        calls.append(tensor)
+        return None
+
+    deepspeed.comm.all_reduce = counted
+    try:
+        run.step()
+    finally:
+        deepspeed.comm.all_reduce = real
+    path = Path(job.out) / f"sums-{deepspeed.comm.get_rank():02d}"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(str(len(calls)))
 
 
 def _started(case: Case, *, seed: int, universal: bool) -> Run:

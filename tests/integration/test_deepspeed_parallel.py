@@ -17,17 +17,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from safetensors import safe_open
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed; `make integration` installs it")
 
 import ucp
+from tests.integration.deepspeed_cuts import cut
 from tests.integration.matrix_page import write_section
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -36,7 +37,6 @@ FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d+)(\..*)")
 EXPERTS = 4
 """In the model of the fixtures."""
-Words = NDArray[Any]
 
 
 def autotp(degree: int) -> dict[str, Any]:
@@ -137,16 +137,6 @@ CELLS = (
 MAIN = ("z1-pp2-tp2-dp2-bf16", "z1-pp4-tied", "z1-ep2-dp4")
 """Sources that come first in the table."""
 
-DIM = (
-    (re.compile(r"tied_modules\.embed\."), 0, (1,)),
-    (re.compile(r"\d+\.qkv\."), 0, (2, 1, 1)),
-    (re.compile(r"\d+\.gate_up\."), 0, (1, 1)),
-    (re.compile(r"\d+\.(dense|down)\.weight"), 1, (1,)),
-    (re.compile(r"block\.(q|k|v|up)\."), 0, (1,)),
-    (re.compile(r"block\.(o|down)\.weight"), 1, (1,)),
-)
-"""Names, the dim they are cut along, and the relative lengths of blocks that are each cut on their own."""
-
 TOLERANCE = {"autotp": 1e-4, "pipeline": 1e-4, "3d": 2e-2, "moe": 1e-2}
 """Largest relative difference of a loss, by kind of model. The 3D model trains a scale on each rank, which a conversion
 averages; it mixes what a tensor-parallel rank has: at another degree it is another model, and no loss is compared.
@@ -155,17 +145,6 @@ An expert drops the tokens of a rank that are too many for it, so that losses de
 STAGE_0 = 3e-2
 """The same between a pipeline with and without ZeRO: 0.19.8 counts tied gradients twice in the norm that it clips by
 without ZeRO."""
-
-
-def cut(name: str, whole: Words, rank: int, tp: int) -> Words:
-    """What a tensor-parallel rank has of a tensor."""
-    found = next(((dim, blocks) for pattern, dim, blocks in DIM if pattern.match(name)), None)
-    if found is None or tp == 1:
-        return whole
-    dim, blocks = found
-    length = whole.shape[dim] // sum(blocks)
-    edges = [length * sum(blocks[:number]) for number in range(1, len(blocks))]
-    return np.concatenate([np.split(part, tp, axis=dim)[rank] for part in np.split(whole, edges, axis=dim)], axis=dim)
 
 
 @cache
@@ -212,6 +191,28 @@ def test_a_rank_holds_what_its_place_asks_for(cell: Cell, outcomes: dict[str, Ou
     assert set(seen) >= trained
     gap = check_run(cell, json.loads(truths[0].with_suffix(".json").read_text()))
     outcomes[cell.name] = Outcome(len(seen), gap)
+
+
+def test_what_is_not_recorded_to_be_cut_along_dim_1_is_cut_wrongly_without_a_word(tmp_path: Path) -> None:
+    """If this fails, DeepSpeed compares shapes now: a universal checkpoint can be written for tp=2 without a record."""
+    from deepspeed.checkpoint.universal_checkpoint import load_hp_checkpoint_state
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    path = FIXTURES / "deepspeed" / "z1-pp2-dp2" / "checkpoint"
+    with pytest.raises(ucp.errors.TopologyError, match="expected universal_checkpoint_info"):
+        ucp.convert(path, tmp_path / "refused", to="deepspeed-universal", topology="tp=2")
+    ucp.convert(path, tmp_path / "written", to="deepspeed-universal", workers=1)
+    whole = ucp.open(path).read("1.weight", "weight")
+    rows, columns = whole.shape
+    row_parallel = torch.nn.Parameter(torch.zeros(rows, columns // 2))
+    held = torch.zeros(rows * columns // 2)
+    row_parallel._hp_mapping = SimpleNamespace(  # as ZeRO attaches it
+        lp_fragment_address=fragment_address(numel=held.numel(), start=0), get_hp_fragment=lambda: held
+    )
+    folder = next((tmp_path / "written").glob("global_step*/zero/1.weight"))
+    load_hp_checkpoint_state(row_parallel, str(folder), 1, 2)
+    assert torch.equal(held, whole.chunk(2, dim=0)[1].flatten())
+    assert not torch.equal(held, whole.chunk(2, dim=1)[1].flatten())
 
 
 def written(cell: Cell, folder: Path) -> Path:

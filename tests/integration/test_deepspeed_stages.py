@@ -11,18 +11,16 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from safetensors import safe_open
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed; `make integration` installs it")
@@ -30,12 +28,13 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed; `make integration` ins
 from ucp_formats.deepspeed.stage_partition import balanced_bounds, uniform_bounds
 
 import ucp
+from tests.integration.deepspeed_cuts import Words, cut
+from ucp.errors import TopologyError
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 WORKER = Path(__file__).with_name("stages_worker.py")
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspeed"
-Words = NDArray[Any]
 Json = Mapping[str, Any]
 
 
@@ -75,6 +74,7 @@ class Cell:
 OWN: Mapping[str, Json] = {
     "chain-pp2": {"ranks": 4, "model_parallel_size": 2},
     "chain-pp1-fp16": {"ranks": 4, "model_parallel_size": 1, "dtype": "fp16"},
+    "chain-pp1-unclipped": {"ranks": 4, "model_parallel_size": 1, "config": {"gradient_clipping": 0.0}},
 }
 """Runs that are trained here, under DeepSpeed's default `partition_method`: name to fields of the worker's case."""
 UNNAMED: Json = {"optimizer": "client-adamw"}
@@ -90,7 +90,14 @@ CELLS = (
     Cell(source="z1-pp2-dp2", topology="dp=1,pp=4,zero=0", ranks=4, stages=4, case={"stage": 0}),
     Cell(source="z1-pp4-tied", topology="dp=1,pp=2,zero=1", ranks=2, stages=2),
     Cell(source="z0-pp2", topology="dp=1,pp=3,zero=0", ranks=3, stages=3, case=UNNAMED),
-    Cell(source="z0-pp2-bf16", topology="dp=1,pp=3,zero=1", ranks=3, stages=3, case=BF16_OPTIMIZER),
+    Cell(
+        source="z0-pp2-bf16",
+        topology="dp=1,pp=3,zero=1",
+        ranks=3,
+        stages=3,
+        settings={"norm": "unchecked"},  # the source's own configuration would not do
+        case=BF16_OPTIMIZER,
+    ),
     # other tensor-parallel degrees at once
     Cell(source="z1-pp4-tied", topology="dp=1,tp=2,pp=2,zero=1", ranks=4, stages=2, tp=2),
     Cell(
@@ -133,19 +140,38 @@ CELLS = (
     Cell(source="z1-pp2-tp2-dp2-bf16", topology="", ranks=2, stages=2),
 )
 
+NO_NORM: Json = {"config": {"gradient_clipping": 0.0, "zero_optimization": {"compute_grad_norm": False}}}
+
+
+def uneven(source: str, zero: int, case: Json) -> Cell:
+    """Three stages, one of which has parameters of one group, and the others of two."""
+    if source not in OWN:  # a layer of a norm alone
+        return Cell(source=source, topology=f"dp=1,pp=3,zero={zero}", ranks=3, stages=3, case=case)
+    bounds = [0, 5, 11, 13]  # the tied embedding alone, at the end
+    said, case = {"stages": ",".join(map(str, bounds))}, {"stage": zero, **case}
+    topology = f"dp=1,pp=3,zero={zero}"
+    return Cell(source=source, topology=topology, ranks=3, stages=3, settings=said, partition=bounds, case=case)
+
+
+SUMS = (
+    (uneven("z1-pp2-dp2", 1, {}), [2, 1, 2], True),
+    (uneven("z1-pp2-dp2", 0, {"stage": 0, **UNNAMED}), [1, 1, 1], False),
+    (uneven("z0-pp2-bf16", 1, {"stage": 1}), [3, 2, 3], True),
+    (uneven("z0-pp2-bf16", 1, BF16_OPTIMIZER), [1, 1, 1], True),
+    (uneven("chain-pp1-unclipped", 1, {}), [2, 2, 1], True),
+    (uneven("chain-pp1-unclipped", 1, NO_NORM), [0, 0, 0], True),
+    (uneven("chain-pp1-fp16", 1, {}), [3, 3, 2], True),
+    (uneven("chain-pp1-fp16", 0, {}), [3, 3, 2], True),
+)
+"""A conversion and load, the sums over all stages that a step takes on each of them, and whether `ucp` foresees that
+stages wait for each other: by the configuration of the source, which the run need not share. But for fp32 and
+BF16_Optimizer, one of the sums is for the overflow."""
+
 TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-3}
 """Largest relative difference of a loss, by type in which the model computes."""
 STAGE_0 = 1e-2
 """The same between a pipeline with and without ZeRO: 0.19.8 counts tied gradients twice in the norm that it clips by
 without ZeRO."""
-
-DIM = (
-    (re.compile(r"tied_modules\.embed\."), 0, (1,)),
-    (re.compile(r"\d+\.qkv\."), 0, (2, 1, 1)),
-    (re.compile(r"\d+\.gate_up\."), 0, (1, 1)),
-    (re.compile(r"\d+\.(dense|down)\.weight"), 1, (1,)),
-)
-"""Names, the dim they are cut along, and the relative lengths of blocks that are each cut on their own."""
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +179,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     """Folder of every source: `checkpoint`, and the truth about it."""
     out = tmp_path_factory.mktemp("sources")
     launch(4, [{"case": "chain", "overrides": own, "out": str(out / name)} for name, own in OWN.items()], out)
-    return {own.source: (out if own.source in OWN else FIXTURES) / own.source for own in CELLS}
+    names = [cell.source for cell in (*CELLS, *(cell for cell, _, _ in SUMS))]
+    return {name: (out if name in OWN else FIXTURES) / name for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -259,17 +286,6 @@ def wholes(source: Path) -> Mapping[str, Words]:
     return found
 
 
-def cut(name: str, whole: Words, rank: int, tp: int) -> Words:
-    """What a tensor-parallel rank has of a tensor."""
-    found = next(((dim, blocks) for pattern, dim, blocks in DIM if pattern.match(name)), None)
-    if found is None or tp == 1:
-        return whole
-    dim, blocks = found
-    length = whole.shape[dim] // sum(blocks)
-    edges = [length * sum(blocks[:number]) for number in range(1, len(blocks))]
-    return np.concatenate([np.split(part, tp, axis=dim)[rank] for part in np.split(whole, edges, axis=dim)], axis=dim)
-
-
 @cache
 def facts(folder: Path) -> dict[str, Any]:
     """What a run says of itself, on its first rank."""
@@ -322,6 +338,36 @@ def test_a_run_of_other_stages_fails_to_load(
     assert done.returncode != 0
     assert "in load_checkpoint" in done.stderr
     assert error in done.stderr
+
+
+@pytest.fixture(scope="module")
+def sums(sources: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """For each of `SUMS`, the sums over all stages that real DeepSpeed takes in a step, by stage."""
+    out = tmp_path_factory.mktemp("sums")
+    jobs = []
+    for number, (cell, _, _) in enumerate(SUMS):
+        unchecked = replace(cell, settings={**cell.settings, "norm": "unchecked"})
+        path = write(unchecked, sources[cell.source], out / f"written-{number}")
+        jobs.append({**job(cell, path, out), "out": str(out / str(number)), "count_sums": True})
+    launch(3, jobs, out)
+    folders = [out / str(number) for number in range(len(SUMS))]
+    return [[int(path.read_text()) for path in sorted(own.glob("sums-*"))] for own in folders]
+
+
+def test_stages_take_as_many_sums_as_they_have_groups(sums: list[list[int]]) -> None:
+    assert sums == [expected for _, expected, _ in SUMS]
+
+
+@pytest.mark.parametrize(("cell", "foreseen"), [(cell, foreseen) for cell, _, foreseen in SUMS])
+def test_stages_that_wait_for_each_other_are_refused(
+    cell: Cell, foreseen: bool, sources: Mapping[str, Path], tmp_path: Path
+) -> None:
+    if foreseen:
+        with pytest.raises(TopologyError, match="hang in the first step"):
+            write(cell, sources[cell.source], tmp_path / "written")
+        assert not (tmp_path / "written").exists()
+    else:
+        write(cell, sources[cell.source], tmp_path / "written")
 
 
 def test_layers_are_dealt_out_as_deepspeed_does() -> None:

@@ -10,14 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ucp.atom import AtomIndex, Index, Kind
-from ucp.errors import TopologyError
+from ucp.errors import TopologyError, listed
 from ucp.topology import Topology
 from ucp_formats.deepspeed.experts import Numbered
 from ucp_formats.deepspeed.run_config import Precision
 from ucp_formats.deepspeed.run_facts import RunFacts
-from ucp_formats.deepspeed.tensor_layout import TensorLayout
+from ucp_formats.deepspeed.source_stages import names_layers
+from ucp_formats.deepspeed.tensor_layout import TensorLayout, shared_divisors
 
-__all__ = ["check_degrees", "check_experts", "first_view", "narrowed", "rank_views"]
+__all__ = ["check_cuts", "check_degrees", "check_experts", "first_view", "narrowed", "rank_views"]
 
 
 def layouts_of(facts: RunFacts, tp: int) -> Mapping[str, TensorLayout]:
@@ -92,13 +93,14 @@ def check_degrees(facts: RunFacts, wanted: Topology, *, is_pipeline: bool) -> No
         raise TopologyError(
             f"a virtual pipeline and expert tensor parallelism are Megatron's: drop vpp and etp; got {wanted}"
         )
-    if wanted.tp > 1 and facts.rules is None:
-        raise TopologyError(
-            f"expected universal_checkpoint_info in {facts.index.path}, which says how parameters are cut over "
-            f"{wanted.tp} tensor-parallel ranks; there is none, only runs of DeepSpeed with tensor parallelism record "
-            "it. Write files for tp=1"
-        )
+    check_cuts(facts, wanted.tp)
     if not is_pipeline:
+        if wanted.pp > 1 and names_layers(facts.index.atoms):
+            raise TopologyError(
+                f"expected the files of the layers of a pipeline for {wanted}; {facts.index.path} has none, as of a "
+                "universal checkpoint, and which stage has a layer without parameters is not recorded. Convert from "
+                "the checkpoint that it was made of, or write files for pp=1"
+            )
         if wanted.pp > 1:
             raise TopologyError(
                 f"expected a source that was a pipeline of DeepSpeed for {wanted}; {facts.index.path} was none, so "
@@ -113,6 +115,16 @@ def check_degrees(facts: RunFacts, wanted: Topology, *, is_pipeline: bool) -> No
         )
 
 
+def check_cuts(facts: RunFacts, tp: int) -> None:
+    """Raise TopologyError where the source does not say how `tp` tensor-parallel ranks cut parameters."""
+    if tp > 1 and facts.rules is None:
+        raise TopologyError(
+            f"expected universal_checkpoint_info in {facts.index.path}, which says how parameters are cut over "
+            f"{tp} tensor-parallel ranks; there is none, only runs of DeepSpeed with tensor parallelism record it. "
+            "Write files for tp=1"
+        )
+
+
 def check_experts(facts: RunFacts, wanted: Topology, names: Iterable[str]) -> Numbered:
     """The experts of a source, found to fit `wanted`. Raises TopologyError."""
     numbered = Numbered.of(names)
@@ -123,11 +135,12 @@ def check_experts(facts: RunFacts, wanted: Topology, names: Iterable[str]) -> Nu
                 "there are none: drop ep. Experts of another framework are written as parameters like others"
             )
         return numbered
-    odd = [f"{start}*: {count}" for start, count in numbered.counts.items() if count % wanted.ep]
-    if odd or wanted.dp % wanted.ep:
+    odd = [f"{start}*: {count} experts" for start, count in numbered.counts.items() if count % wanted.ep]
+    odd += [f"dp={wanted.dp}"] if wanted.dp % wanted.ep else []
+    if odd:
         raise TopologyError(
-            f"expected ep to divide dp and the numbers of experts; got {wanted}, and "
-            f"{', '.join(odd) or 'numbers of experts that it divides'}"
+            f"expected ep to divide dp and the numbers of experts; got {wanted}, which does not divide\n{listed(odd)}\n"
+            f"choose ep among {shared_divisors(numbered.counts.values())}, and a dp that it divides"
         )
     if wanted.tp > 1 or wanted.pp > 1 or facts.stage == 3:
         raise TopologyError(

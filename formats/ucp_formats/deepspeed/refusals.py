@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ucp.errors import UnsupportedError, UsageError, listed
+from ucp.errors import IdleOptionError, UnsupportedError, listed
 from ucp.protocols import SourceOptions
 from ucp_formats.deepspeed.folder import TagFolder
 from ucp_formats.deepspeed.names import OFFLOADED
@@ -38,9 +38,9 @@ def refuse_contents(where: str, roots: Mapping[str, Mapping[object, object]]) ->
 
 
 def refuse_idle_options(options: SourceOptions, tp: int, where: str) -> None:
-    """Raise UsageError where a model family is named and there is nothing for it to say."""
+    """Raise IdleOptionError where a model family is named and there is nothing for it to say."""
     if options != SourceOptions() and tp == 1:
-        raise UsageError(
+        raise IdleOptionError(
             f"{where} has one tensor-parallel rank, so that every tensor is whole: drop --family and --patterns"
         )
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 from ucp.atom import ParamGroup
 from ucp_formats.deepspeed.run_facts import RunFacts
 
-__all__ = ["Pipeline", "layer_of", "pipeline_of", "stage_at", "tied_key"]
+__all__ = ["Pipeline", "layer_of", "names_layers", "pipeline_of", "stage_at", "tied_key"]
 
 _TIED = "tied_modules."
 
@@ -33,6 +33,11 @@ def tied_key(name: str) -> str | None:
     'embed'
     """
     return name.removeprefix(_TIED).partition(".")[0] if name.startswith(_TIED) else None
+
+
+def names_layers(names: Iterable[str]) -> bool:
+    """Whether the names are those of a PipelineModule."""
+    return all(layer_of(name) is not None or tied_key(name) is not None for name in names)
 
 
 def stage_at(bounds: Sequence[int], layer: int) -> int:

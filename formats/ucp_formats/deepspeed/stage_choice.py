@@ -9,23 +9,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from math import prod
 
 from ucp.atom import Kind
 from ucp.errors import TopologyError, UsageError, listed
 from ucp_formats.deepspeed.run_facts import RunFacts
 from ucp_formats.deepspeed.source_stages import Pipeline, layer_of, stage_at, tied_key
+from ucp_formats.deepspeed.stage_checks import check_settings
+from ucp_formats.deepspeed.stage_norms import Norms
 from ucp_formats.deepspeed.stage_partition import balanced_bounds, uniform_bounds
 from ucp_formats.deepspeed.stage_settings import Method, StageSettings
+from ucp_formats.deepspeed.stage_wording import layers_shown, numbers_shown
 from ucp_formats.deepspeed.tied_uses import Uses, possible_uses
 
 __all__ = ["Stages", "stages_of"]
 
 _MOST_TRIED = 200
 """Possibilities for layers without a file to try."""
+_NEAREST = 5
+"""How far from the number of stages that was asked for others are looked for."""
 _SAY = (
     "say how the run deals its layers out: --set stages=0,3,5,9 (the layer that each stage starts with, and the number "
     "of layers), or --set partition=parameters, uniform or type; or write --to deepspeed-universal, which loads at any "
@@ -48,8 +53,10 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
 
     Raises UsageError, and TopologyError where the source does not say enough or a stage comes out empty.
     """
-    if count == len(pipeline.stages) and settings.is_empty:
-        return _as_they_are(facts, pipeline)
+    chooser = _Chooser(facts, pipeline, settings, count)
+    if count == len(pipeline.stages) and not settings.deals:
+        places: list[Mapping[str, int]] = [*_as_they_are(facts, pipeline)]
+        return Stages(places, chooser.norm_notes(places))
     disorder = pipeline.disorder(facts.index.groups)
     if disorder is not None:
         raise TopologyError(
@@ -57,37 +64,25 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
             f"{facts.index.path} has {disorder[1]} after {disorder[0]}. How a run of other stages orders them is not "
             "recorded: write --to deepspeed-universal, which goes by names"
         )
-    chooser = _Chooser(facts, pipeline, settings, count)
     bounds, uses, notes = chooser.chosen()
-    places = list(chooser.places(bounds, uses))
-    bare = [number for number, own in enumerate(places) if not own.keys() & chooser.numels.keys()]
-    if bare and chooser.numels:
+    places = chooser.places(bounds, uses)
+    bare = chooser.bare(places)
+    if bare:
         raise TopologyError(
-            f"expected trained parameters in each of {count} stages, as DeepSpeed makes no optimizer without; stages "
-            f"{', '.join(map(str, bare))} of {_shown(bounds)} have none. Ask for fewer stages, or {_SAY}"
+            f"expected trained parameters in each of {count} stages, as DeepSpeed makes no optimizer without; "
+            f"{'stages' if len(bare) > 1 else 'stage'} {numbers_shown(bare)} of {layers_shown(bounds)} "
+            f"{'have' if len(bare) > 1 else 'has'} none. Ask for other stages:\n{listed(chooser.instead())}\nor {_SAY}"
         )
-    return Stages(places, (*notes, *_uneven_groups(facts, places)) if count > 1 else ())
+    return Stages(places, (*notes, *chooser.norm_notes(places)) if count > 1 else ())
 
 
-def _uneven_groups(facts: RunFacts, places: Sequence[Mapping[str, int]]) -> Iterator[str]:
-    """That stages have not as many groups each, where DeepSpeed cannot train so."""
-    counts = [sum(any(name in own for name in group.params) for group in facts.index.groups) for own in places]
-    zero = facts.stage > 0 and not facts.config.uses_bf16_optimizer(facts.precision)
-    if zero and len(set(counts)) > 1:
-        yield (
-            f"the stages have parameters of {', '.join(map(str, counts))} groups of the optimizer: DeepSpeed 0.19.8 "
-            "loads the files, but with ZeRO 1 waits for ever in the first step, whose norm is taken group by group "
-            "over all stages. Other stages (--set stages=...) may have some of every group"
-        )
-
-
-def _as_they_are(facts: RunFacts, pipeline: Pipeline) -> Stages:
+def _as_they_are(facts: RunFacts, pipeline: Pipeline) -> list[dict[str, int]]:
     owned = {name for names in pipeline.stages for name in names}
     places: list[dict[str, int]] = [{name: at for at, name in enumerate(names)} for names in pipeline.stages]
     for name in facts.index.atoms:
         for stage in () if name in owned else pipeline.stage_of(name):
             places[stage][name] = len(places[stage])
-    return Stages(places)
+    return places
 
 
 class _Chooser:
@@ -100,18 +95,13 @@ class _Chooser:
         self.count = count
         atoms = facts.index.atoms.values()
         self.numels = {atom.name: prod(atom.global_shape) for atom in atoms if atom.kind is Kind.PARAMETER}
-        self._check_layers()
+        check_settings(pipeline, settings, count, facts.index.path)
 
     def chosen(self) -> tuple[Sequence[int], Uses, tuple[str, ...]]:
         """Bounds, uses of tied layers, and what is to be said of them."""
         said = self.settings.bounds
-        layers = said[-1] if said else self.settings.layers
-        possible = list(islice(possible_uses(self.pipeline, self.settings.tied, layers), _MOST_TRIED))
-        if not possible:
-            raise UsageError(
-                f"expected more than {layers} layers in {self.facts.index.path}: a stage has a tied layer that none of "
-                "the files is of (forward_fn), and that comes after them"
-            )
+        possible = self._possible()
+        self._check_count(possible[0])
         if said is not None:
             return said, possible[0], self._notes(said, possible[0], "as --set stages says", ())
         asked = self.settings.method
@@ -124,13 +114,81 @@ class _Chooser:
         if len(self.pipeline.stages) > 1:
             why += f", {'as it does' if method in fitting else 'though not as they are'} in the source"
         others = {other: self._dealt(other, uses, self.count) for other in fitting if asked is None}
-        told = [f"{m} fits the source too: {_shown(own)}" for m, own in others.items() if list(own) != list(bounds)]
+        told = [
+            f"{m} fits the source too: {layers_shown(own)}" for m, own in others.items() if list(own) != list(bounds)
+        ]
         return bounds, uses, self._notes(bounds, uses, why, told)
 
-    def places(self, bounds: Sequence[int], uses: Uses) -> Iterator[Mapping[str, int]]:
+    def bare(self, places: Iterable[Mapping[str, int]]) -> list[int]:
+        """Stages without a trained parameter, where there are any trained ones."""
+        return [number for number, own in enumerate(places) if self.numels and not own.keys() & self.numels.keys()]
+
+    def norm_notes(self, places: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
+        """What is to be said of the first step. Raises TopologyError where DeepSpeed could not take it."""
+        return tuple(Norms(self.facts).notes(places, lambda: list(self.instead()), anyway=self.settings.any_norm))
+
+    def instead(self) -> Iterator[str]:
+        """Stages to ask for where DeepSpeed could not train those asked for."""
+        if self.pipeline.disorder(self.facts.index.groups) is not None:
+            return
+        norms = Norms(self.facts)
+        uses, fitting = self._fitting(self._possible())
+
+        def works(method: Method, count: int) -> bool:
+            places = self.places(self._dealt(method, uses, count), uses)
+            return not self.bare(places) and norms.fit(places)
+
+        for method in self._methods():
+            if works(method, self.count):
+                shown = layers_shown(self._dealt(method, uses, self.count))
+                yield f"--set partition={method!s}, for a run with that partition_method: {shown}"
+        method = self.settings.method or next(iter(fitting), Method.PARAMETERS)
+        found = bool(fitting) and not self.settings.deals  # so that it need not be said
+        by = f" (partition={method!s})" if found else f" and --set partition={method!s}"
+        fewer = [*range(self.count - 1, max(self.count - _NEAREST, 1), -1), 1]
+        for near in (fewer, range(self.count + 1, self.count + _NEAREST)):
+            count = next((count for count in near if count == 1 or works(method, count)), None)
+            if count is not None:
+                shown = layers_shown(self._dealt(method, uses, count))
+                yield f"--topology with pp={count}{f'{by}: {shown}' if count > 1 else ''}"
+
+    def _possible(self) -> Sequence[Uses]:
+        """Where layers without a file can stand, the likeliest first."""
+        layers = self.settings.bounds[-1] if self.settings.bounds else self.settings.layers
+        possible = list(islice(possible_uses(self.pipeline, self.settings.tied, layers), _MOST_TRIED))
+        if not possible:
+            raise UsageError(
+                f"expected more than {layers} layers in {self.facts.index.path}: a stage has a tied layer that none of "
+                "the files is of (forward_fn), and that comes after them"
+            )
+        return possible
+
+    def _check_count(self, uses: Uses) -> None:
+        """Prove that there can be so many stages."""
+        trained: set[int] = set()
+        for name in self.numels:
+            trained.update(self._layers_of(name, uses))
+        if trained and self.count > len(trained):
+            raise TopologyError(
+                f"expected at most pp={len(trained)} for {self.facts.index.path}, whose layers with trained parameters "
+                f"are {numbers_shown(trained)}; got pp={self.count}. DeepSpeed makes no optimizer for a stage without: "
+                "ask for fewer stages"
+            )
+
+    def _layers_of(self, name: str, uses: Uses) -> Sequence[int]:
+        """Layers that have a parameter."""
+        key, layer = tied_key(name), layer_of(name)
+        return uses.every.get(key, []) if key is not None else [] if layer is None else [layer]
+
+    def _methods(self) -> list[Method]:
+        """Methods under which it is known how layers are dealt out."""
+        return [method for method in Method if method is not Method.TYPE or self._matched()]
+
+    def places(self, bounds: Sequence[int], uses: Uses) -> list[Mapping[str, int]]:
         """Names of each stage, numbered by layer; tied layers come first, as a PipelineModule has them."""
         every = uses.every
-        for stage in range(self.count):
+        places: list[Mapping[str, int]] = []
+        for stage in range(len(bounds) - 1):
             own: dict[str, int] = {}
             for name in self.facts.index.atoms:
                 key, layer = tied_key(name), layer_of(name)
@@ -138,7 +196,8 @@ class _Chooser:
                 here = [at for at in layers if stage_at(bounds, at) == stage]
                 if here:
                     own[name] = here[0] if key is None else here[0] - uses.layers
-            yield own
+            places.append(own)
+        return places
 
     def _fitting(self, possible: Sequence[Uses]) -> tuple[Uses, Sequence[Method]]:
         """The first possibility that explains the source, and the methods that then deal layers out as it has them.
@@ -148,8 +207,7 @@ class _Chooser:
         explained: list[tuple[Uses, list[Method]]] = []
         for uses in possible:
             stages = len(self.pipeline.stages)
-            tried = [method for method in Method if method is not Method.TYPE or self._matched()]
-            found = [m for m in tried if self.pipeline.agrees(self._dealt(m, uses, stages), uses.every)]
+            found = [m for m in self._methods() if self.pipeline.agrees(self._dealt(m, uses, stages), uses.every)]
             if found:
                 explained.append((uses, found))
             if found and self.settings.method in (None, *found):
@@ -177,10 +235,8 @@ class _Chooser:
     def _weights(self, uses: Uses) -> list[int]:
         """Trained elements of each layer, as `_count_layer_params` counts them: tied ones wherever they are used."""
         weights = [0] * uses.layers
-        every = uses.every
         for name, numel in self.numels.items():
-            key, layer = tied_key(name), layer_of(name)
-            for at in every.get(key, []) if key is not None else [] if layer is None else [layer]:
+            for at in self._layers_of(name, uses):
                 weights[at] += numel
         return weights
 
@@ -199,32 +255,14 @@ class _Chooser:
             return frozenset()
         return frozenset(by_length[0])
 
-    def _check_layers(self) -> None:
-        """What the user says of layers fits the files."""
-        own, wrong = self.settings, []
-        said = own.bounds[-1] if own.bounds else own.layers
-        least = max([self.pipeline.free, *(layer + 1 for layers in own.tied.values() for layer in layers)])
-        if said is not None and said < least:
-            wrong.append(f"{said} layers: there are layers up to number {least - 1}")
-        if own.bounds is not None and len(own.bounds) != self.count + 1:
-            wrong.append(f"stages: {len(own.bounds) - 1} of them for pp={self.count}")
-        for key, layers in own.tied.items():
-            if key not in self.pipeline.tied_stages:
-                known = ", ".join(self.pipeline.tied_stages) or "none"
-                wrong.append(f"tied={key}: trained tied layers of the source are {known}")
-            wrong += [f"tied={key}:{layer}: this layer has a file" for layer in layers if layer in self.pipeline.layers]
-        if own.method is Method.TYPE and own.matched and max(own.matched) >= (said or max(own.matched) + 1):
-            wrong.append(f"type: layer {max(own.matched)} of {said}")
-        if wrong:
-            raise UsageError(f"--set does not fit the layers of {self.facts.index.path}:\n{listed(wrong)}")
-
     def _notes(self, bounds: Sequence[int], uses: Uses, why: str, others: Sequence[str]) -> tuple[str, ...]:
         hidden = [f"layer {layer} to use tied_modules.{key} again" for key, own in uses.hidden.items() for layer in own]
         taken = f" Taken, as no file says so: {', '.join(hidden)}." if hidden else ""
         told = "".join(f" {other}." for other in others)
         note = (
-            f"the stages have {_shown(bounds)}, {why}.{told}{taken} Files do not record it, and a run that deals its "
-            "layers out otherwise fails to load its optimizer: --set stages, partition, layers or tied say otherwise"
+            f"the stages have {layers_shown(bounds)}, {why}.{told}{taken} Files do not record it, and a run that deals "
+            "its layers out otherwise fails to load its optimizer: --set stages, partition, layers or tied say "
+            "otherwise"
         )
         return (note,)
 
@@ -236,10 +274,3 @@ class _Chooser:
             f"DeepSpeed 0.19.8 deals layers out; its optimizers have those of layers {shown}. For pp={self.count}, "
             f"{_SAY}"
         )
-
-
-def _shown(bounds: Sequence[int]) -> str:
-    """Layers of each stage, for a message."""
-    spans = [range(start, stop) for start, stop in pairwise(bounds)]
-    shown = (f"{own[0]}-{own[-1]}" if len(own) > 1 else str(own[0]) if own else "none" for own in spans)
-    return f"layers {' | '.join(shown)} (stages={','.join(map(str, bounds))})"

@@ -6,6 +6,7 @@ partition=uniform   `partition_method` of the run's PipelineModule: parameters, 
 partition=type:2-25 layers whose class the expression of `type:...` fits; without numbers, those that are alike
 layers=9            entries in the list of layers, where there are functions after the last layer with a file
 tied=embed:8        a layer without a file (`forward_fn`) that uses a tied layer again
+norm=unchecked      write stages over which the run, as far as the source tells, cannot take the norm of its gradients
 =================== ==================================================================================================
 """
 
@@ -51,11 +52,18 @@ class StageSettings:
     """Number of layers."""
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Key of a tied layer to layers without a file that use it."""
+    any_norm: bool = False
+    """Whether stages need not be such that DeepSpeed can take the norm of the gradients over them."""
 
     @property
     def is_empty(self) -> bool:
         """Whether the user says nothing."""
         return self == StageSettings()
+
+    @property
+    def deals(self) -> bool:
+        """Whether the user says how layers are dealt out."""
+        return not replace(self, any_norm=False).is_empty
 
 
 def stage_settings(texts: Mapping[str, str]) -> StageSettings:
@@ -76,8 +84,10 @@ def stage_settings(texts: Mapping[str, str]) -> StageSettings:
             found = read(found, text)
         except ValueError:
             wrong.append(f"{name}={text}: expected {expected}")
-    if found.bounds is not None and (found.method or found.layers):
-        wrong.append("partition and layers: stages says both; drop them")
+    if found.bounds is not None and found.method:
+        wrong.append("partition: stages says it; drop one of them")
+    if found.bounds is not None and found.layers not in (None, found.bounds[-1]):
+        wrong.append(f"layers={found.layers}: stages ends with {found.bounds[-1]}, the number of layers")
     if wrong:
         raise UsageError(
             f"the target deepspeed takes --set {', '.join(_READERS)}, for the stages of a pipeline; got\n"
@@ -126,6 +136,12 @@ def _with_tied(own: StageSettings, text: str) -> StageSettings:
     return replace(own, tied=tied)
 
 
+def _with_any_norm(own: StageSettings, text: str) -> StageSettings:
+    if text != "unchecked":
+        raise ValueError(text)
+    return replace(own, any_norm=True)
+
+
 _TYPES = (
     "parameters, uniform or type, as the run's partition_method; the classes that type:... speaks of are not in the "
     "files: write type for the layers that are alike, or their numbers, like type:2-25,27"
@@ -136,5 +152,6 @@ _READERS: Mapping[str, tuple[str, Callable[[StageSettings, str], StageSettings]]
     "partition": (_TYPES, _with_method),
     "layers": ("the number of entries in the list of layers", _with_layers),
     "tied": ("key and number of the layer that uses it again, like embed:8", _with_tied),
+    "norm": ("unchecked, to write stages whose norm of the gradients the run cannot take", _with_any_norm),
 }
 """Setting to what it is, for messages, and what reads it."""

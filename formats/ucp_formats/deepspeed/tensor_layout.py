@@ -7,10 +7,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 
+from ucp.errors import listed
 from ucp.fragment import Fragment
 from ucp.io.fields import Shape
 from ucp.layout import AxisLayout, Layout, Overlap, Pattern, local_shape
@@ -18,7 +19,25 @@ from ucp.region import Box, RegionPair, intersect
 from ucp.registry import pattern
 from ucp.tensor import TensorRef
 
-__all__ = ["MisfitError", "TensorLayout", "cut_layout", "equal_layout", "lifted"]
+__all__ = ["MisfitError", "TensorLayout", "cut_layout", "equal_layout", "lifted", "shared_divisors", "uneven_shown"]
+
+
+def shared_divisors(lengths: Iterable[int]) -> str:
+    """Degrees that divide all lengths, for a message.
+
+    >>> shared_divisors([8, 12])
+    '1, 2, 4'
+    """
+    most = gcd(*lengths)
+    return ", ".join(str(degree) for degree in range(1, most + 1) if most % degree == 0)
+
+
+def uneven_shown(parts: int, uneven: Sequence[str], lengths: Iterable[int]) -> str:
+    """That `uneven` tensors are not cut evenly by `parts` ranks; `lengths`: of the dims of all that are cut."""
+    return (
+        f"expected tensors that {parts} tensor-parallel ranks can cut evenly; got\n{listed(uneven)}\nchoose a degree "
+        f"that divides them, and all others that are cut: {shared_divisors(lengths)}"
+    )
 
 
 class MisfitError(ValueError):

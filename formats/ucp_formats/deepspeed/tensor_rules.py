@@ -28,7 +28,7 @@ from ucp.inert import GlobalName, Stub
 from ucp.io.fields import Shape, integer, mapping, sequence, text
 from ucp.layout import Overlap
 from ucp_formats.deepspeed.affine_pieces import AFFINE_VERSION, ScaledError, affine_layout
-from ucp_formats.deepspeed.tensor_layout import MisfitError, TensorLayout, cut_layout, equal_layout
+from ucp_formats.deepspeed.tensor_layout import MisfitError, TensorLayout, cut_layout, equal_layout, uneven_shown
 
 __all__ = ["TensorRules", "TensorShapes", "recorded_layouts"]
 
@@ -138,7 +138,8 @@ class TensorRules:
         """
         shapes: dict[str, TensorShapes] = {}
         rules = self._for(parts)
-        uneven = []
+        uneven: list[str] = []
+        lengths: list[int] = []
         found: dict[str, TensorLayout] = {}
         for name, (shape, declared) in wholes.items():
             own_layout = self._recorded(name, shape, parts)
@@ -146,6 +147,7 @@ class TensorRules:
                 found[name] = own_layout
                 continue
             dim = rules.cut_dim(name, declared=declared)
+            lengths += shape[dim : dim + 1] if dim is not None else ()
             if dim is None:
                 shapes[name] = TensorShapes(local=(shape,) * parts, declared=declared)
             elif dim >= len(shape) or shape[dim] % parts:
@@ -154,10 +156,7 @@ class TensorRules:
                 own = (*shape[:dim], shape[dim] // parts, *shape[dim + 1 :])
                 shapes[name] = TensorShapes(local=(own,) * parts, declared=declared)
         if uneven:
-            raise TopologyError(
-                f"expected tensors that {parts} tensor-parallel ranks can cut evenly; got\n{listed(uneven)}\nchoose a "
-                "degree that divides them"
-            )
+            raise TopologyError(uneven_shown(parts, uneven, lengths))
         return {**found, **rules.layouts(shapes)}
 
     def _recorded(self, name: str, shape: Shape, parts: int) -> TensorLayout | None:

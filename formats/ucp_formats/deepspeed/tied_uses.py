@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from itertools import groupby, permutations, product
 
 from ucp_formats.deepspeed.source_stages import Pipeline
+from ucp_formats.deepspeed.stage_checks import MOST_EXTRA
 
 __all__ = ["Uses", "possible_uses"]
 
-_MOST_EXTRA = 3
-"""Functions after the last layer that are reckoned with."""
 _AT_END = -1
 """A use after all layers with a file, in place of its layer."""
 
@@ -58,7 +57,7 @@ def possible_uses(pipeline: Pipeline, told: Mapping[str, Sequence[int]], layers:
     ways = sorted(product(*(options for _, options in needs)), key=_gaps)
     for _, alike in groupby(ways, key=_gaps):
         same = list(alike)
-        for extra in range(_MOST_EXTRA + 1) if layers is None else range(1):
+        for extra in range(MOST_EXTRA + 1) if layers is None else range(1):
             for way in same:
                 stop = free + extra + way.count(_AT_END) if layers is None else layers
                 yield from _placed(pipeline, told, [key for key, _ in needs], way, range(free, stop))

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ucp.atom import AtomIndex, Index, Kind
-from ucp.errors import MissingStateError, TopologyError, UsageError
+from ucp.errors import MissingStateError, TopologyError, UsageError, counted
 from ucp.io.draft import Drafted
 from ucp.state import STEP, WEIGHT
 from ucp.target import OutputFile, Receipt, TargetOptions, TargetPlan
@@ -28,8 +28,11 @@ from ucp_formats.deepspeed.missing_states import ANEW, lacking, shared_notes
 from ucp_formats.deepspeed.model_states import Module, frozen_shapes, model_state, module_tensors, shapes
 from ucp_formats.deepspeed.optimizer_groups import Group, check_flat, is_optimized, optimizer_groups, without_groups
 from ucp_formats.deepspeed.partition import flat_group
+from ucp_formats.deepspeed.rank_views import check_cuts
 from ucp_formats.deepspeed.run_config import Precision
 from ucp_formats.deepspeed.run_facts import EMULATED, RunFacts, run_facts, tag
+from ucp_formats.deepspeed.source_stages import names_layers
+from ucp_formats.deepspeed.stage_norms import waiting_notes
 from ucp_formats.deepspeed.state_values import clipping, common_keys, group_entry, scalar_value
 from ucp_formats.deepspeed.target_plan import group_notes, pointer_file, target_plan
 
@@ -69,6 +72,7 @@ class DeepSpeedUniversalTarget:
         stage = index.topology.zero
         facts = run_facts(index, options, ranks=index.topology.dp, stage=1 if stage is None else stage)
         facts = replace(facts, tp=wanted.tp, pp=wanted.pp)
+        _check_degrees(facts)
         groups = [group for group in optimizer_groups(index, options.dtypes) if group.params]
         check_flat(groups)
         drafted = [
@@ -86,6 +90,21 @@ class DeepSpeedUniversalTarget:
     ) -> tuple[OutputFile, ...]:
         """`latest`, then `latest_universal`, which makes the tag the one to load."""
         return (pointer_file("latest", tag(index)), pointer_file("latest_universal", tag(index)))
+
+
+def _check_degrees(facts: RunFacts) -> None:
+    """Raise TopologyError for a run that could not load the files: with tensors uncut, or without its layers."""
+    check_cuts(facts, facts.tp)
+    if facts.tp > 1 and facts.rules is not None:
+        atoms = facts.index.atoms.values()
+        cut = {own.name: (own.global_shape, own.kind is not Kind.BUFFER) for own in atoms if own.global_shape}
+        padded = {name for name, (shape, _) in cut.items() if facts.rules.padded_vocabulary(name, shape) is not None}
+        facts.rules.layouts_of({name: own for name, own in cut.items() if name not in padded}, facts.tp)
+    if facts.pp > 1 and not names_layers(facts.index.atoms):
+        raise TopologyError(
+            f"expected a source that was a pipeline of DeepSpeed for pp={facts.pp}, with parameters named by layers; "
+            f"{facts.index.path} was none: drop pp"
+        )
 
 
 def _model_files(facts: RunFacts, groups: Sequence[Group]) -> Iterator[Drafted]:
@@ -184,18 +203,22 @@ def _count(draft: AtomDraft, group: Group, atom: AtomIndex, state: str) -> objec
 
 def _limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
     """What DeepSpeed does not restore from a universal checkpoint, whatever is in it."""
-    yield f"DeepSpeed {EMULATED} loads universal checkpoints in ZeRO stages 1, 2 and 3; for stage 0 use --to deepspeed"
     index = facts.index
+    pipeline = names_layers(index.atoms)
+    stages = "stage 1 of ZeRO, as this is a pipeline" if pipeline else "ZeRO stages 1, 2 and 3"
+    yield f"DeepSpeed {EMULATED} loads universal checkpoints in {stages}; for stage 0 use --to deepspeed"
     buffers = sum(atom.kind is Kind.BUFFER for atom in index.atoms.values())
     frozen = sum(atom.kind is not Kind.BUFFER and not is_optimized(atom) for atom in index.atoms.values())
     if buffers or frozen:
+        frozen_ones = counted(frozen, "frozen parameter", "frozen parameters")
+        kinds = [own for own, count in ((frozen_ones, frozen), (counted(buffers, "buffer"), buffers)) if count]
         yield (
-            f"a universal load leaves {frozen} frozen parameters and {buffers} buffers as the model was built; they "
+            f"a universal load leaves {' and '.join(kinds)} as the model was built; they "
             f"lie in 'module' of {tag(index)}/mp_rank_00_model_states.pt. --to deepspeed restores them"
         )
     yield from _partial(groups)
     yield from _model_parallel(facts)
-    yield from _stage3_limits(facts, groups)
+    yield from waiting_notes(facts, groups) if pipeline else _stage3_limits(facts, groups)
     if any(keeps_whole(facts, group, state) for group in groups for state in group.elementwise):
         yield (
             "stages 1 and 2 read the momentum of Muon in shares but use it whole, so that the first step after a load "
@@ -208,8 +231,11 @@ def _limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
         )
     ranks = _first_empty(groups)
     if ranks:
+        which = "ZeRO 1" if pipeline else "stages 1 and 2"
+        part = "stages of the pipeline" if pipeline else "tensor-parallel ranks" if facts.rules is not None else ""
+        fewer = f", or already at fewer where {part} have a part of it each" if part else ""
         yield (
-            f"stages 1 and 2 cannot load it at {ranks} ranks: some rank would hold none of a group, and DeepSpeed "
+            f"{which} cannot load it at {ranks} ranks: some rank would hold none of a group{fewer}, and DeepSpeed "
             "fails with IndexError. --to deepspeed has no such limit"
         )
 
@@ -217,6 +243,12 @@ def _limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
 def _model_parallel(facts: RunFacts) -> Iterator[str]:
     """What a load at other tensor- and expert-parallel degrees does."""
     rules = facts.rules
+    if rules is None and facts.index.topology.tp > 1:
+        yield (
+            "how tensor-parallel ranks cut parameters is not in the files of this source: load it without tensor "
+            "parallelism, or with AutoTP, which cuts by records of its own. Another run with tp > 1 would get rows of "
+            "dim 0 of every parameter that it cuts, wrong ones in part, and DeepSpeed compares only how many elements"
+        )
     padded = [
         f"{name} of {atom.global_shape[0]} rows"
         for name, atom in facts.index.atoms.items()

@@ -12,14 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ucp.atom import Index, Kind, check_weights
 from ucp.dtypes import DType
 from ucp.errors import MissingStateError, UsageError, counted, listed
 from ucp.io.draft import Drafted
-from ucp.protocols import SourceOptions
-from ucp.registry import choose_family
 from ucp.state import STEP, WEIGHT
 from ucp.target import Literal, OutputFile, Receipt, TargetOptions, TargetPlan
 from ucp.topology import Topology
@@ -31,6 +28,7 @@ from ucp_formats.megatron.target_arguments import arguments_extra, relaid_argume
 from ucp_formats.megatron.target_derived import derived_arguments
 from ucp_formats.megatron.target_division import check_division
 from ucp_formats.megatron.target_extras import common_state, consumed_samples, extra_notes
+from ucp_formats.megatron.target_family import target_family
 from ucp_formats.megatron.target_groups import optimizer_chain
 from ucp_formats.megatron.target_lost import lost_lines, lost_states
 from ucp_formats.megatron.target_model import Model, check_layers, target_model
@@ -73,6 +71,7 @@ class MegatronTarget:
             lost=lost,
             dropped=lost_lines(run, lost, placements),
             topology=run.topology,
+            joined=run.model.joined,
         )
 
     def seal(self, index: Index, plan: TargetPlan, receipts: Sequence[Receipt]) -> tuple[OutputFile, ...]:
@@ -90,11 +89,8 @@ def _checked_layout(options: TargetOptions) -> str:
 
 
 def _model(index: Index, arguments: Mapping[str, object], options: TargetOptions) -> Model:
-    shapes = {atom.name: atom.global_shape for atom in index.atoms.values()}
-    said = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
-    family, _ = choose_family(names=shapes, shapes=shapes, arguments=arguments, options=said)
     weights = DType(options.dtypes[WEIGHT]) if WEIGHT in options.dtypes else None
-    return target_model(index, family, weights=weights)
+    return target_model(index, target_family(index, arguments, options), weights=weights)
 
 
 def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) -> tuple[TargetRun, tuple[str, ...]]:

@@ -22,8 +22,8 @@ EMB = "tied_modules.emb.weight"
 
 
 @cache
-def facts(name: str) -> RunFacts:
-    return run_facts(ucp.inspect(FIXTURES / name / "checkpoint"), TargetOptions(), ranks=1, stage=1)
+def facts(name: str, zero: int = 0) -> RunFacts:
+    return run_facts(ucp.inspect(FIXTURES / name / "checkpoint"), TargetOptions(), ranks=1, stage=zero)
 
 
 def pipeline(name: str) -> Pipeline:
@@ -32,8 +32,8 @@ def pipeline(name: str) -> Pipeline:
     return found
 
 
-def stages(name: str, count: int, settings: Mapping[str, str] | None = None) -> Stages:
-    return stages_of(facts(name), pipeline(name), stage_settings(settings or {}), count)
+def stages(name: str, count: int, settings: Mapping[str, str] | None = None, *, zero: int = 0) -> Stages:
+    return stages_of(facts(name, zero), pipeline(name), stage_settings(settings or {}), count)
 
 
 def layers(found: Stages) -> list[list[str]]:
@@ -55,7 +55,7 @@ def test_the_method_that_explains_the_source_is_taken() -> None:
 
 
 def test_of_several_methods_the_default_is_taken_and_the_others_named() -> None:
-    found = stages("z1-pp2-tp2-dp2-bf16", 4)
+    found = stages("z1-pp2-tp2-dp2-bf16", 4, zero=1)
     assert "(stages=0,2,3,4,6), as partition_method=parameters" in found.notes[0]
     assert "uniform fits the source too: layers 0-1 | 2-3 | 4 | 5 (stages=0,2,4,5,6)" in found.notes[0]
 
@@ -86,9 +86,45 @@ def test_tied_layers_come_first_then_layers_in_order() -> None:
     assert own["1.weight"] == own["1.bias"] < own["3.weight"] < own["4.weight"]
 
 
-def test_groups_that_stages_do_not_all_have_are_told() -> None:
-    assert any("waits for ever" in note for note in stages("z1-pp2-dp2", 3).notes)
-    assert not any("waits for ever" in note for note in stages("z1-pp4-tied", 3).notes)  # one group
+def test_stages_that_could_not_take_a_step_are_refused_with_others_that_could() -> None:
+    with pytest.raises(TopologyError) as error:
+        stages("z1-pp2-dp2", 3, zero=1)
+    text = str(error.value)
+    assert "  stages 0, 2 (layers 1, 4, tied emb): groups 0-1\n" in text
+    assert "  stage 1 (layer 3): group 1, nothing of 0 (tied_modules.emb.weight, ...)\n" in text
+    assert "DeepSpeed 0.19.8 would load the files and hang in the first step: ZeRO 1 (scaled_global_norm in" in text
+    assert "\n  --topology with pp=2 (partition=uniform): layers 0-2 | 3-5 (stages=0,3,6)\n" in text
+    for count, more in ((2, {}), (3, {"norm": "unchecked"})):  # what the message says to do
+        stages("z1-pp2-dp2", count, more, zero=1)
+    stages("z1-pp2-dp2", 3, zero=0)
+
+
+def test_a_stage_of_copies_alone_is_refused_and_another_method_offered() -> None:
+    name, wrong = "z1-pp2-tp2-dp2-bf16", {"partition": "uniform"}
+    with pytest.raises(TopologyError) as error:
+        stages(name, 4, wrong, zero=1)
+    text = str(error.value)
+    assert "stage 3 would train nothing else" in text
+    assert "fail in the first step: BF16_Optimizer leaves copies out" in text
+    assert "\n  --set partition=parameters, for a run with that partition_method: layers 0-1 | 2 | 3 | 4-5 (" in text
+    assert "\n  --topology with pp=3 and --set partition=uniform: layers 0-1 | 2-3 | 4-5 (" in text
+    stages(name, 4, {"partition": "parameters"}, zero=1)
+    stages(name, 3, wrong, zero=1)
+    notes = stages(name, 4, {**wrong, "norm": "unchecked"}, zero=1).notes
+    assert "Written as --set norm=unchecked says, for a run that takes no step" in notes[-1]
+
+
+def test_unchecked_stages_are_those_of_the_source_still() -> None:
+    own = stages("z1-pp2-dp2", 2, {"norm": "unchecked"}, zero=1)
+    assert [list(names) for names in own.places] == [list(names) for names in pipeline("z1-pp2-dp2").stages]
+
+
+def test_the_stages_of_the_source_are_looked_at_too() -> None:
+    own = pipeline("z1-pp2-dp2")
+    tied = [name for name in own.stages[1] if name == EMB]
+    moved = replace(own, stages=[[*own.stages[0], *(n for n in own.stages[1] if n != EMB)], tied])
+    with pytest.raises(TopologyError, match=r"stage 1 \(tied emb\): group 0, nothing of 1"):
+        stages_of(facts("z1-pp2-dp2", 1), moved, stage_settings({}), 2)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +132,9 @@ def test_groups_that_stages_do_not_all_have_are_told() -> None:
     [
         (3, {"stages": "0,3,6"}, "stages: 2 of them for pp=3"),
         (2, {"stages": "0,3,4"}, "4 layers: there are layers up to number 4"),
+        (2, {"stages": "0,2,99"}, "stages: 99 layers, 94 of them after the last with a file"),
+        (3, {"tied": "emb:70"}, "tied=emb: 71 layers, 66 of them after the last with a file"),
+        (3, {"partition": "type:1-9"}, "partition=type: 10 layers, 5 of them after the last with a file"),
         (3, {"partition": "uniform", "layers": "3"}, "3 layers: there are layers up to number 4"),
         (3, {"tied": "embd:5"}, "tied=embd: trained tied layers of the source are emb"),
         (3, {"tied": "emb:4"}, "tied=emb:4: this layer has a file"),
@@ -106,11 +145,31 @@ def test_settings_that_do_not_fit_the_files(count: int, settings: Mapping[str, s
     with pytest.raises(UsageError) as error:
         stages("z1-pp2-dp2", count, settings)
     assert message in str(error.value)
+    assert "which has files of layers 0-1, 3-4:" in str(error.value)
 
 
-def test_a_stage_without_trained_parameters_is_refused() -> None:
-    with pytest.raises(TopologyError, match=r"stages 1 of layers 0-1 \| 2 \| 3 \| 4 \| 5 .* have none"):
+def test_a_list_that_ends_with_many_functions_has_to_be_told() -> None:
+    assert layers(stages("z1-pp2-dp2", 2, {"stages": "0,2,9"})) == [["1", "emb"], ["3", "4", "emb"]]
+    found = stages("z1-pp2-dp2", 2, {"stages": "0,2,99", "layers": "99"})
+    assert layers(found) == [["1", "emb"], ["3", "4", "emb"]]
+
+
+def test_more_stages_than_layers_are_refused_in_one_line() -> None:
+    with pytest.raises(TopologyError) as error:
+        stages("z1-pp2-dp2", 50)
+    assert str(error.value).endswith(
+        "expected at most pp=5 for " + facts("z1-pp2-dp2").index.path + ", whose layers with trained parameters are "
+        "0-1, 3-5; got pp=50. DeepSpeed makes no optimizer for a stage without: ask for fewer stages"
+    )
+
+
+def test_a_stage_without_trained_parameters_is_refused_with_stages_that_have() -> None:
+    with pytest.raises(TopologyError, match=r"stage 1 of layers 0-1 \| 2 \| 3 \| 4 \| 5 .* has none") as error:
         stages("z1-pp2-dp2", 5)
+    assert "\n  --topology with pp=4 (partition=uniform): layers 0-1 | 2-3 | 4 | 5 (stages=0,2,4,5,6)\n" in str(
+        error.value
+    )
+    assert layers(stages("z1-pp2-dp2", 4)) == [["1", "emb"], ["3"], ["4"], ["emb"]]
 
 
 def test_stages_that_no_method_explains_are_asked_for() -> None:

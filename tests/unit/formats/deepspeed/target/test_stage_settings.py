@@ -16,6 +16,15 @@ def test_every_setting() -> None:
     found = stage_settings({"partition": "type:2-4,7", "layers": "9"})
     assert found == StageSettings(method=Method.TYPE, matched=frozenset({2, 3, 4, 7}), layers=9)
     assert stage_settings({"partition": "Uniform"}).method is Method.UNIFORM
+    assert stage_settings({"stages": "0,3,9", "layers": "9"}) == StageSettings(bounds=(0, 3, 9), layers=9)
+
+
+def test_what_is_not_checked_deals_nothing_out() -> None:
+    unchecked = stage_settings({"norm": "unchecked"})
+    assert unchecked.any_norm
+    assert not unchecked.is_empty
+    assert not unchecked.deals
+    assert stage_settings({"norm": "unchecked", "layers": "9"}).deals
 
 
 @pytest.mark.parametrize(
@@ -34,13 +43,14 @@ def test_every_setting() -> None:
         ("partition", "profile", "expected parameters, uniform or type"),
         ("layers", "0", "the number of entries in the list of layers"),
         ("tied", "8", "expected key and number of the layer"),
+        ("norm", "none", "norm=none: expected unchecked"),
     ],
 )
 def test_what_is_not_understood_is_refused_with_what_is(name: str, text: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
         stage_settings({name: text})
     assert message in str(error.value)
-    assert "--set stages, partition, layers, tied" in str(error.value)
+    assert "--set stages, partition, layers, tied, norm" in str(error.value)
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
@@ -50,5 +60,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 
 
 def test_stages_say_all() -> None:
-    with pytest.raises(UsageError, match="stages says both; drop them"):
-        stage_settings({"stages": "0,3", "layers": "3"})
+    with pytest.raises(UsageError) as error:
+        stage_settings({"stages": "0,3", "layers": "4", "partition": "uniform"})
+    assert "partition: stages says it; drop one of them" in str(error.value)
+    assert "layers=4: stages ends with 3, the number of layers" in str(error.value)

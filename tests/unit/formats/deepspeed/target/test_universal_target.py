@@ -94,7 +94,11 @@ def test_both_pointers_name_the_tag(source: Make, write: Make) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, "2 frozen parameters and 1 buffers"),
+        ({}, "leaves 2 frozen parameters and 1 buffer as the model was built"),
+        (
+            {"frozen": [], "shapes": {"w": (2, 7), "gate": (3,), "mean": (2,)}, "groups": [["w"], ["gate"]]},
+            "leaves 1 buffer as",
+        ),
         ({}, "(lr, weight_decay)"),
         ({}, "at 4 ranks"),
         ({}, "clone"),
@@ -103,6 +107,32 @@ def test_both_pointers_name_the_tag(source: Make, write: Make) -> None:
 )
 def test_limits_of_deepspeed_are_told(source: Make, write: Make, changes: dict[str, object], words: str) -> None:
     assert any(words in note for note in write(source(**changes), TARGET).plan.notes)
+
+
+def test_cuts_that_are_not_recorded_are_told_where_the_source_had_some(source: Make, write: Make) -> None:
+    told = [
+        any("how tensor-parallel ranks cut parameters is not in the files" in note for note in plan.notes)
+        for plan in (write(source(topology=Topology(dp=2, tp=tp)), TARGET).plan for tp in (1, 2))
+    ]
+    assert told == [False, True]
+
+
+PIPELINE = {"shapes": {"0.w": (5, 3), "1.b": (7,), "tied_modules.e.w": (4, 4)}, "frozen": [], "buffers": []}
+
+
+@pytest.mark.parametrize(
+    ("groups", "waits"),
+    [([["0.w", "tied_modules.e.w"], ["1.b"]], True), ([["0.w", "1.b", "tied_modules.e.w"]], False)],
+)
+def test_a_pipeline_has_limits_of_its_own(source: Make, write: Make, groups: list[list[str]], waits: bool) -> None:
+    hypers = [{"lr": 0.1 * number} for number in range(1, len(groups) + 1)]
+    own = source(
+        **PIPELINE, groups=groups, hypers=hypers, states=[["exp_avg"]] * len(groups), steps=[3.0] * len(groups)
+    )
+    notes = write(own, TARGET).plan.notes
+    assert any("in stage 1 of ZeRO, as this is a pipeline" in note for note in notes)
+    assert not any("stage 3" in note for note in notes)
+    assert any("hangs in the first step" in note for note in notes) == waits
 
 
 ADAM = {"betas": (0.9, 0.99), "eps": 1e-8}

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import ucp
 from tests.unit.formats.megatron.target.test_dist_target import tensors
-from ucp.api import convert
+from ucp.api import convert, diff, make_options, verify
 from ucp.atom import ParamGroup
-from ucp.convert import ConvertReport
-from ucp.errors import MissingStateError, UnsupportedError, UsageError
+from ucp.convert import ConvertReport, carry_out
+from ucp.errors import CorruptError, FamilyError, MissingStateError, UnsupportedError, UsageError
+from ucp.prepare import Silent
+from ucp.proof import prove_written
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
+FIXTURES = Path(__file__).parents[5] / "fixtures"
 HEADS, GROUPS, WIDTH, HIDDEN, FFN, VOCAB, LAYERS = 4, 2, 2, 8, 12, 16, 2
 
 
@@ -178,3 +184,70 @@ def test_a_family_may_be_named(model, store, tmp_path):
         convert(store, tmp_path / "c", family="lama", **options)
     with pytest.raises(UsageError, match="read without a model family"):
         convert(store, tmp_path / "c", family="llama", workers=1)
+
+
+def test_a_family_is_for_the_target_where_the_source_has_no_use_for_one(model, store, tmp_path):
+    """DeepSpeed's files of one tensor-parallel rank hold whole tensors: rules say nothing of how to read them."""
+    given = {key: str(value) for key, value in SAID.items()}
+    convert(store, tmp_path / "zero", to="deepspeed", topology="dp=2,zero=1", workers=1)
+    for layout in ("torch_dist", "torch"):
+        options = {"to": "megatron", "topology": "tp=2", "layout": layout, "settings": given, "workers": 1}
+        convert(tmp_path / "zero", tmp_path / layout, family="llama", verify=True, **options)
+        assert diff(tmp_path / layout, tmp_path / layout, family="llama").equal
+        assert verify(tmp_path / layout, family="llama").ok
+    with pytest.raises(UsageError, match="drop --family"):
+        convert(tmp_path / "zero", tmp_path / "atoms", family="llama", workers=1)
+
+
+def test_what_is_read_back_is_compared_under_megatrons_names(store, tmp_path):
+    options = make_options(to="megatron", topology="tp=2", settings={key: str(value) for key, value in SAID.items()})
+    prepared = ucp.plan(store, options=options)
+    carry_out(store, tmp_path / "b", options, Silent())
+    made = dict(prepared.job.target.joined)
+    assert len(made["decoder.layers.0.self_attention.linear_qkv.weight"]) == 3 * GROUPS
+    told = {"told": options.source, "observer": Silent(), "threads": 1}
+    prove_written(prepared.job, tmp_path / "b", **told)
+    one, other = (f"decoder.layers.{layer}.self_attention.linear_proj.weight" for layer in (0, 1))
+    made[one], made[other] = made[other], made[one]
+    wrong = replace(prepared.job, target=replace(prepared.job.target, joined=made))
+    with pytest.raises(CorruptError, match=rf"{one}/weight values") as caught:
+        prove_written(wrong, tmp_path / "b", **told)
+    assert str(caught.value).count("linear_proj") == 6
+    assert "linear_qkv" not in str(caught.value)
+
+
+def test_tensors_whose_dims_go_the_other_way_are_refused(tmp_path):
+    """GPT-2 keeps [in, out]; square ones would go unnoticed."""
+    made = json.loads((FIXTURES / "huggingface" / "names-5.23.0.json").read_text())["models"]["gpt2"]
+    shards = Shards(tmp_path / "store")
+    states = {(name, "weight"): shards.whole(torch.zeros(shape).numpy()) for name, shape in made["tensors"].items()}
+    write_checkpoint(make_index(tmp_path / "store", states))
+    with pytest.raises(UnsupportedError, match=r"16 do not, and ucp transposes nothing") as caught:
+        to_megatron(tmp_path / "store", tmp_path / "b", "tp=1", num_attention_heads=4)
+    assert "transformer.h.0.attn.c_proj.weight [20, 20]: decoder.layers.0.self_attention.linear_proj.weight" in str(
+        caught.value
+    )
+
+
+def test_names_that_several_parameters_have_go_by_what_stands_beside_them(tmp_path):
+    """Nemotron-H calls the norm of every layer `norm`; the names are those that transformers wrote."""
+    made = json.loads((FIXTURES / "huggingface" / "names-5.23.0.json").read_text())["models"]["nemotron-h"]
+    generator = torch.Generator().manual_seed(3)
+    model = {name: torch.randn(shape, generator=generator) for name, shape in made["tensors"].items()}
+    shards = Shards(tmp_path / "store")
+    states = {(name, "weight"): shards.whole(value.numpy()) for name, value in model.items()}
+    write_checkpoint(make_index(tmp_path / "store", states))
+    to_megatron(tmp_path / "store", tmp_path / "b", "tp=2", num_attention_heads=4, num_query_groups=2)
+    found = ucp.open(tmp_path / "b")
+    for layer, norm in enumerate(["norm", "input_layernorm", "norm", "pre_mlp_layernorm"]):
+        stored = model[f"backbone.layers.{layer}.norm.weight"].bfloat16()  # without an optimizer, what it computes in
+        assert torch.equal(found.read(f"decoder.layers.{layer}.{norm}.weight", "weight"), stored)
+    with pytest.raises(FamilyError, match=r"decoder.layers.0.mixer.in_proj.weight.*none of these is in the checkpoint"):
+        convert(
+            tmp_path / "store",
+            tmp_path / "c",
+            to="megatron",
+            topology="tp=1",
+            exclude=["backbone.layers.0.mixer.*"],
+            settings={"num_attention_heads": "4"},
+        )
