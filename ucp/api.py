@@ -94,7 +94,7 @@ def convert(
     patterns: type_path | None = None,
     drift: str = Drift.ERROR,
     zero_moments: str = ZeroMoments.ERROR,
-    workers: int = 0,
+    workers: int | None = None,
     memory: int = 1 << 30,
     resume: bool = False,
     overwrite: bool = False,
@@ -131,11 +131,11 @@ def convert(
     zero_moments
         Moments that are all zero although steps were taken, as where the optimizer was lost: "error" or "keep".
     workers
-        Processes; 0 for one per core.
+        Processes; by default one per core.
     memory
         Bytes for the whole run, beyond the interpreter's own.
     resume, overwrite
-        Continue an unfinished conversion; replace a destination that ucp wrote.
+        Continue an unfinished conversion; replace a destination that ucp wrote. Both: continue one that replaces.
     fsync
         Wait until everything is on the disk. Without it the system brings it there in its own time, as after `cp`: safe
         when a process is killed, not when the power fails soon after.
@@ -168,7 +168,7 @@ def convert(
         fsync=fsync,
     )
     watch = observer or Silent()
-    prove = partial(prove_written, observer=watch, threads=fit_threads(memory)) if verify else None
+    prove = partial(prove_written, told=options.source, observer=watch, threads=fit_threads(memory)) if verify else None
     return carry_out(Path(src), Path(dst), options, watch, prove=prove)
 
 
@@ -192,7 +192,7 @@ def make_options(
     patterns: type_path | None = None,
     drift: str = Drift.ERROR,
     zero_moments: str = ZeroMoments.ERROR,
-    workers: int = 0,
+    workers: int | None = None,
     memory: int = 1 << 30,
     resume: bool = False,
     overwrite: bool = False,
@@ -228,7 +228,7 @@ def make_options(
         source=source_options(family, patterns),
         drift=Drift(drift),
         zero_moments=ZeroMoments(zero_moments),
-        workers=workers,
+        workers=workers or 0,
         memory=memory,
         resume=resume,
         overwrite=overwrite,
@@ -241,17 +241,17 @@ def source_options(family: str | None, patterns: type_path | None) -> SourceOpti
     return SourceOptions.of(family, patterns)
 
 
-def _check_means(workers: int, memory: int) -> None:
-    if not isinstance(workers, int) or workers < 0:
-        raise UsageError(f"expected a number of workers, or 0 for the default; got {workers!r}")
+def _check_means(workers: int | None, memory: int) -> None:
+    if workers is not None and (not isinstance(workers, int) or workers < 1):
+        raise UsageError(f"expected a number of workers, 1 or more, or None for the default; got {workers!r}")
     if not isinstance(memory, int) or memory <= 0:
         raise UsageError(f"expected memory in bytes, a whole number above 0; got {memory!r}")
 
 
-def _threads(workers: int, memory: int) -> int:
+def _threads(workers: int | None, memory: int) -> int:
     """Threads that compare. Raises UsageError, MemoryBudgetError."""
     _check_means(workers, memory)
-    return fit_threads(memory, asked=workers)
+    return fit_threads(memory, asked=workers or 0)
 
 
 def _globs(asked: Iterable[str]) -> tuple[str, ...]:
@@ -265,7 +265,7 @@ def verify(
     against: type_path | None = None,
     family: str | None = None,
     patterns: type_path | None = None,
-    workers: int = 0,
+    workers: int | None = None,
     memory: int = 1 << 30,
     observer: Observer | None = None,
 ) -> VerifyReport:
@@ -273,8 +273,8 @@ def verify(
 
     Reads every byte that has a recorded checksum, compares copies that should be equal, and proves that pieces tile
     every tensor. Against another checkpoint a state of another dtype is compared after the cast. `family`, `patterns`:
-    see `convert`; they are about `against` where it is given, else about `path`. `workers`: threads, 0 for four;
-    `memory`: bytes for all of them, beyond the interpreter's own.
+    see `convert`; they are about both, as far as their formats have a use for them. `workers`: threads, by default
+    four; `memory`: bytes for all of them, beyond the interpreter's own.
     """
     return prove(
         Path(path),
@@ -286,7 +286,23 @@ def verify(
 
 
 def diff(
-    a: type_path, b: type_path, *, workers: int = 0, memory: int = 1 << 30, observer: Observer | None = None
+    a: type_path,
+    b: type_path,
+    *,
+    family: str | None = None,
+    patterns: type_path | None = None,
+    workers: int | None = None,
+    memory: int = 1 << 30,
+    observer: Observer | None = None,
 ) -> DiffReport:
-    """Every difference between two checkpoints of any formats, streamed. `workers`, `memory`: see `verify`."""
-    return differences(Path(a), Path(b), threads=_threads(workers, memory), observer=observer or Silent())
+    """Every difference between two checkpoints of any formats, streamed.
+
+    `family`, `patterns`, `workers`, `memory`: see `verify`.
+    """
+    return differences(
+        Path(a),
+        Path(b),
+        source=source_options(family, patterns),
+        threads=_threads(workers, memory),
+        observer=observer or Silent(),
+    )

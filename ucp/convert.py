@@ -75,6 +75,8 @@ class ConvertReport:
     """Source files read from that carry no checksums."""
     copies_checked: int
     """States of which the source held copies (replicas, the model's own weights) that were compared."""
+    warnings: tuple[str, ...]
+    """What keeps a run from resuming as it would from the source."""
     casts: tuple[str, ...]
     """Changes of dtype."""
     notes: tuple[str, ...]
@@ -89,11 +91,11 @@ def carry_out(
     options: ConvertOptions,
     observer: Observer,
     *,
-    prove: Callable[[Index, Path], None] | None = None,
+    prove: Callable[[Job, Path], None] | None = None,
 ) -> ConvertReport:
     """Convert `src` to `dst`. Raises UcpError; then `dst` is as it was.
 
-    `prove`: is given the source and the finished files before they are put in place; raises when they are not right.
+    `prove`: is given the work and the finished files before they are put in place; raises when they are not right.
     """
     check_destination(src, dst)
     prepared = prepare(src, options, observer)
@@ -116,7 +118,7 @@ def carry_out(
     try:
         written = _write(prepared, staging, lines, observer)
         if prove is not None:
-            prove(prepared.job.index, staging.data)
+            prove(prepared.job, staging.data)
         staging.commit(fsync=options.fsync)
     except OSError as error:
         staging.release()
@@ -264,6 +266,7 @@ def _mark(prepared: Prepared, files: Sequence[OutputFile]) -> OutputFile:
         "producer": producer(),
         "target": prepared.target.name,
         "source": {"path": index.path, "format": index.format, "producer": index.producer, "step": index.step},
+        "warnings": prepared.warnings,
         "casts": plan.casts,
         "notes": [*index.notes, *plan.notes],
         "dropped": index.dropped,
@@ -291,12 +294,13 @@ def _report(
         files_out=len(written.files),
         nbytes_last=sum(written.last),
         files_last=len(written.last),
-        references=0 if plan.placements else sum(len(state.fragments) for _, _, state in index.states()),
+        references=prepared.references,
         resumed_bytes=written.resumed,
         already_complete=already_complete,
         checked_bytes=sum(span.nbytes for span in written.spans),
         unchecked_files=() if already_complete or not plan.placements else tuple(sorted(read - tracked)),
         copies_checked=0 if already_complete else _copies(prepared.job),
+        warnings=prepared.warnings,
         casts=plan.casts,
         notes=(*index.notes, *plan.notes),
         dropped=index.dropped,

@@ -4,7 +4,9 @@ A message says what was expected, what was found, where, and what to do::
 
     UcpError
     ├── UsageError              a bad argument: option, topology, dtype, pattern of names   (exit code 2)
-    │   └── TopologyError           a layout of ranks that nothing, or this target or source, can have
+    │   ├── TopologyError           a layout of ranks that nothing, or this target or source, can have
+    │   ├── IdleOptionError         what is said of a source that has no use for it
+    │   └── OverlapError            the destination is, or lies in, or holds the source; a DestinationError too
     ├── NoSuchNameError         a checkpoint has no parameter or state of that name; a KeyError too
     ├── SourceError             the source cannot be read as it stands
     │   ├── UnknownFormatError      nothing here is recognised
@@ -35,6 +37,7 @@ __all__ = [
     "CoverError",
     "DestinationError",
     "FamilyError",
+    "IdleOptionError",
     "IncompleteError",
     "LoadError",
     "MalformedError",
@@ -42,6 +45,7 @@ __all__ = [
     "MissingFileError",
     "MissingStateError",
     "NoSuchNameError",
+    "OverlapError",
     "ReplicaError",
     "SourceError",
     "TopologyError",
@@ -66,6 +70,10 @@ class UsageError(UcpError):
 
 class TopologyError(UsageError):
     """A layout of ranks that nothing can have, or that this target cannot have of this source; another one can."""
+
+
+class IdleOptionError(UsageError):
+    """What is said of a source (a model family) is of no use to its reader."""
 
 
 class NoSuchNameError(UcpError, KeyError):
@@ -134,6 +142,10 @@ class MemoryBudgetError(UcpError):
 
 class DestinationError(UcpError):
     """The destination cannot be written as asked."""
+
+
+class OverlapError(UsageError, DestinationError):
+    """The destination is the source, lies in it, or holds what it consists of: another one must be named."""
 
 
 class WorkerDiedError(UcpError):

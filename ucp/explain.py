@@ -18,7 +18,10 @@ from ucp.registry import choose_family, recognise
 from ucp.rule import Rule
 from ucp.template import kind
 
-__all__ = ["Explained", "FamilyReport", "explain", "explain_index", "recorded_arguments"]
+__all__ = ["NO_RULE", "Explained", "FamilyReport", "explain", "explain_index", "recorded_arguments"]
+
+NO_RULE = "no rule"
+"""The problem of a name that falls under none."""
 
 _ARGUMENTS = ("args", "client_state/args")
 """Extras that hold the arguments of a run."""
@@ -46,6 +49,8 @@ class Explained:
     """How it lies over each axis at the degrees of the checkpoint, e.g. "tp: shard(dim=0)"."""
     problem: str
     """What is wrong; empty when nothing is."""
+    order: tuple[int, ...] = ()
+    """Dims of the stored tensor in the order of the rule's; empty when they agree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +159,7 @@ def _explained(atom: AtomIndex, family: Family, axes: Mapping[str, int]) -> Expl
     patterns: tuple[str, ...] = ()
     try:
         named = family.read(atom.name)
-        problem = "" if named else "no rule"
+        problem = "" if named else NO_RULE
         if named is not None:
             rule = named.rule
             if not named.stacked:
@@ -175,6 +180,7 @@ def _explained(atom: AtomIndex, family: Family, axes: Mapping[str, int]) -> Expl
         rule=rule,
         patterns=patterns or (tuple(map(str, rule.axes)) if rule else ()),
         problem=problem,
+        order=named.alias.order if named and named.alias else (),
     )
 
 

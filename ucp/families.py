@@ -59,8 +59,18 @@ class Library:
         return tuple(sorted(self.texts))
 
     def family(self, name: str) -> Family:
-        """The family of that name. Raises UsageError naming those there are, or the mistake in its file."""
+        """The family of that name, or the part of families. Raises UsageError, naming what a checkpoint can be of."""
         return self._family(name, ())
+
+    def chosen(self, name: str) -> Family:
+        """`family`, of which a checkpoint can be: raises UsageError for a mere part of families too."""
+        found = self.family(name)
+        if found.abstract:
+            raise UsageError(
+                f"expected one of the families {', '.join(self._choices())}; {name!r} is only a part of some, which no "
+                "checkpoint is of by itself"
+            )
+        return found
 
     def replaced(self, name: str) -> tuple[str, ...]:
         """Templates of the rules that family `name` has instead of rules, unlike them, of those that it extends."""
@@ -82,10 +92,14 @@ class Library:
     def _text(self, name: str, below: tuple[str, ...]) -> tuple[str, str]:
         if name in self.texts:
             return self.texts[name]
-        near = get_close_matches(name, self.texts, 1)
+        choices = self.names() if below else self._choices()
+        near = get_close_matches(name.lower(), choices, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         where = f" (extended by {below[-1]!r})" if below else ""
-        raise UsageError(f"expected one of the families {', '.join(self.names())}; got {name!r}{where}{hint}")
+        raise UsageError(f"expected one of the families {', '.join(choices)}; got {name!r}{where}{hint}")
+
+    def _choices(self) -> tuple[str, ...]:
+        return tuple(own.name for own in self.concrete())
 
     def concrete(self) -> tuple[Family, ...]:
         """Families that a checkpoint can be of."""
@@ -123,6 +137,7 @@ def choose(
     `names`: of the model's tensors, in any style. Raises UnknownFamilyError when none fits, or no fitting one is more
     special than all others.
     """
+    names = list(names)
     kinds = {kind(name): name for name in names}
     doubts: dict[str, list[str]] = {}
     unread: dict[str, int] = {}
@@ -137,7 +152,7 @@ def choose(
     general = {own for family in fitting.values() for own in _more_general(family, families)}
     best = [family for name, family in fitting.items() if name not in general]
     if len(best) == 1:
-        return best[0], _reasons(best[0], arguments)
+        return best[0].among(names), _reasons(best[0], arguments)
     nearest = min(doubts, key=lambda own: (unread[own], len(doubts[own])), default="")
     is_near = bool(doubts) and unread[nearest] < len(kinds)
     raise UnknownFamilyError(_undecided([family.name for family in best], nearest, doubts[nearest] if is_near else ()))

@@ -18,7 +18,7 @@ from itertools import product
 from ucp.errors import FamilyError, UsageError, counted, listed
 from ucp.expression import Expression, ExpressionError
 from ucp.match import Match
-from ucp.naming import CANONICAL, Evidence, Named, Stored, Style, Tied
+from ucp.naming import CANONICAL, Evidence, Named, Stored, Style, Tied, undecided
 from ucp.rule import Alias, Rule
 from ucp.template import MOST_SHIFT, Template, kind, outline
 
@@ -66,6 +66,8 @@ class Family:
     """Sizes and flags found by `bind`."""
     conflicts: tuple[str, ...] = ()
     """What the model that `bind` was given has otherwise than all models of the family."""
+    held: frozenset[str] = frozenset()
+    """Canonical names, among those that tell others apart, that the model has which `among` was given."""
     _rules: Mapping[str, tuple[Rule, ...]] = field(init=False, repr=False, compare=False)
     _entries: dict[tuple[str | None, str], tuple[Stored, ...]] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -115,6 +117,18 @@ class Family:
                 found.setdefault(key, set()).update(named.whole_shapes(shape))
         alike: dict[str, object] = {key: next(iter(own)) for key, own in found.items() if len(own) == 1}
         return alike | {f"has_{key}": int(key in found) for key in keys.values() if shapes}
+
+    def among(self, names: Iterable[str]) -> Family:
+        """This family, told all names of one model (any style): what stands beside a name of several rules decides."""
+        ways = [alias for rule in self.rules for own in rule.aliases.values() for alias in own]
+        telling = {template for alias in ways for template in alias.beside}
+        held = {
+            entry.rule.name.filled(fields)
+            for name in (names if telling else ())
+            for entry in self._stored_as(name, None)
+            if entry.rule.name.text in telling and (fields := entry.template.fields_in(name)) is not None
+        }
+        return replace(self, held=frozenset(held)) if telling else self
 
     def match(self, names: Iterable[str]) -> dict[str, Match]:
         """Rule of every canonical name, those that are ignored left out.
@@ -185,7 +199,7 @@ class Family:
     def read(self, name: str, style: str | None = None) -> Named | None:
         """What a stored name stands for; None when it is no name of that style (None: of any).
 
-        Raises FamilyError when it can be two parameters.
+        Raises FamilyError when it can be two parameters, and what is beside it does not tell (see `among`).
         """
         found: dict[str, Named] = {}
         for entry in self._stored_as(name, style):
@@ -196,7 +210,10 @@ class Family:
                 named = Named(rule, rule.name.filled(fields), fields, stacked, entry.part, entry.alias, entry.style)
                 found.setdefault(named.canonical, named)
         if len(found) > 1:
-            raise FamilyError(f"{name} can be {' or '.join(found)} in the family {self.name!r}; say which style it is")
+            told = [own for own in found.values() if self.held.intersection(own.beside)]
+            if len(told) != 1:
+                raise FamilyError(f"in the family {self.name!r}, {undecided(name, list(found.values()), told)}")
+            return told[0]
         return next(iter(found.values()), None)
 
     def rules_of(self, name: str) -> tuple[Rule, ...]:

@@ -42,7 +42,7 @@ _KEYS = frozenset(
 
 _RULE_KEYS = frozenset({"name", "when", "meaning", "buffer", "padded", "alias"})
 
-_ALIAS_KEYS = frozenset({"name", "names", "dim", "groups", "blocks", "view", "order", "when"})
+_ALIAS_KEYS = frozenset({"name", "names", "dim", "groups", "blocks", "view", "order", "when", "beside"})
 
 _AXES = ("pp", "ep", "etp", "tp", "cp", "dp")
 
@@ -223,6 +223,9 @@ def _alias(value: object, place: Place) -> Alias:
         view=tuple(_one_option(own, place.at("view")) for own in view),
         order=tuple(number_of(own, place.at("order")) for own in order),
         when=expression_of(table["when"], place.at("when")) if "when" in table else None,
+        beside=tuple(
+            template_of(own, place.at("beside")).text for own in items_of(table.get("beside", []), place.at("beside"))
+        ),
     )
 
 
@@ -298,6 +301,11 @@ def _checked(family: Family, place: Place) -> Family:
     for style in family.styles.values():
         if style.like not in (None, CANONICAL, *family.styles):
             raise place.at("style").at(style.name).wrong("a style that is described", style.like)
+    templates = {rule.name.text for rule in family.rules}
+    for rule in family.rules:
+        unknown = [own for ways in rule.aliases.values() for way in ways for own in way.beside if own not in templates]
+        if unknown:
+            raise place.wrong(f"templates of rules, beside which {rule.name} stands", unknown)
     names = {*family.sizes, *family.given, *_AXES, DIM}
     for rule in family.rules:
         own = [e for axis in rule.axes for e in axis.expressions] + ([rule.when] if rule.when else [])

@@ -18,7 +18,7 @@ from ucp.codec import decode
 from ucp.dtypes import DType
 from ucp.errors import CorruptError
 from ucp.io.source import SourceFile, open_source
-from ucp.numeric import assign, mean_dtype, numpy_dtype, strided, viewed
+from ucp.numeric import add, assign, enlarge, fraction_of, mean_dtype, numpy_dtype, strided, viewed
 from ucp.slice import Piece
 from ucp.tensor import InlineTensor, TensorRef
 
@@ -132,20 +132,38 @@ class Gatherer:
                 assign(_scatter(buffer, dtype, part), values)
 
     def _fill_mean(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece], terms: Sequence[int]) -> None:
-        """Mean over terms: summed in their order, then divided; in float32 (as DeepSpeed 0.19.8) or wider."""
+        """Mean over terms: summed in their order, then divided; in float32 (as DeepSpeed 0.19.8) or wider.
+
+        Where finite terms have a sum too large for that type, they are read once more and summed as fractions.
+        """
         import numpy as np
 
         wide = mean_dtype(piece.ref.dtype for piece in pieces)
         total = np.zeros(buffer.nbytes // dtype.itemsize, dtype=numpy_dtype(wide))
+        self._add_terms(total, wide, pieces, terms)
+        total /= len(terms)
+        mean = viewed(buffer, dtype)
+        assign(mean, total)
+        too_large = ~np.isfinite(total)
+        if not too_large.any():
+            return
+        fraction = fraction_of(len(terms))
+        total[:] = 0
+        self._add_terms(total, wide, pieces, terms, fraction=fraction)
+        total /= len(terms)
+        enlarge(total, by=1 / fraction)
+        mean[too_large] = total[too_large]
+
+    def _add_terms(
+        self, total: NDArray[Any], dtype: DType, pieces: Sequence[Piece], terms: Sequence[int], *, fraction: float = 1.0
+    ) -> None:
+        """Add that fraction of all terms to `total`, elements of `dtype`, in the order of the terms."""
         sums = total.data.cast("B")
         for term in terms:
             for piece in pieces:
                 if piece.term == term:
                     for part, values in self.values(piece):
-                        place = _scatter(sums, wide, part)
-                        np.add(place, values, out=place, dtype=place.dtype, casting="same_kind")
-        total /= len(terms)
-        assign(viewed(buffer, dtype), total)
+                        add(_scatter(sums, dtype, part), values, fraction=fraction)
 
     def values(self, piece: Piece) -> Iterator[tuple[Piece, NDArray[Any]]]:
         """The elements of a piece, in stretches of bounded size: (the part of the piece, its values)."""

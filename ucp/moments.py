@@ -16,9 +16,11 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
 from ucp.atom import AtomIndex, Index, Kind, StateIndex
+from ucp.dtypes import DType
 from ucp.errors import MalformedError, SourceError
 from ucp.fragment import Fragment
 from ucp.io.probe import Prober
+from ucp.numeric import viewed
 from ucp.state import STEP, WEIGHT
 from ucp.tensor import Tensor
 
@@ -116,13 +118,19 @@ def _has_stepped(atom: AtomIndex, index: Index, prober: Prober) -> bool:
 def _is_zero(ref: Tensor, prober: Prober, *, whole: bool) -> bool:
     """Whether all elements are zero, or those of three windows; False where it cannot be told."""
     try:
-        return all(_holds_nothing(prober.window(ref, start, stop)) for start, stop in _windows(ref.numel, whole=whole))
+        windows = _windows(ref.numel, whole=whole)
+        return all(_holds_nothing(prober.window(ref, start, stop), ref.dtype) for start, stop in windows)
     except SourceError:
         return False
 
 
-def _holds_nothing(data: bytes) -> bool:
-    return data.count(0) == len(data)
+def _holds_nothing(data: bytes, dtype: DType) -> bool:
+    """Whether every value is zero; of either sign, which bits tell apart and an optimizer does not."""
+    if data.count(0) == len(data):
+        return True
+    if not dtype.is_floating or data.translate(None, b"\0\x80"):  # a byte that no zero has
+        return False
+    return not viewed(memoryview(data), dtype).any()
 
 
 def _windows(numel: int, *, whole: bool) -> Iterator[tuple[int, int]]:

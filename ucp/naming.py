@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from ucp.expression import Expression
 from ucp.rule import Alias, Rule
 from ucp.template import Template
 
-__all__ = ["CANONICAL", "Evidence", "Named", "Stored", "Style", "Tied"]
+__all__ = ["CANONICAL", "Evidence", "Named", "Stored", "Style", "Tied", "undecided"]
 
 CANONICAL = "mcore"
 """The style of the names that rules are written in."""
@@ -76,6 +76,28 @@ class Named(NamedTuple):
         if alias is not None and (len(alias.names) > 1 or alias.view or alias.order):
             return []
         return [tuple(shape[len(self.stacked) :])]
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Canonical names of which the model has one where the stored name stands for this parameter and no other."""
+        return () if self.alias is None else tuple(Template(own).filled(self.fields) for own in self.alias.beside)
+
+
+def undecided(name: str, found: Sequence[Named], told: Sequence[Named]) -> str:
+    """Why it is open which of the parameters `found` a name stands for, and what to do.
+
+    `told`: those that other names of the checkpoint speak for.
+    """
+    ways = [own.canonical + (f" (beside {' or '.join(own.beside)})" if own.beside else "") for own in found]
+    rules = "give the name to one of them in a rules file of your own (--patterns)"
+    if not any(own.beside for own in found):
+        either = " or ".join(ways)
+        return f"{name} can be {either}, and nothing tells which. Choose another family with --family, or {rules}"
+    seen = f"what speaks for {' and for '.join(own.canonical for own in told)} is" if told else "none of these is"
+    return (
+        f"{name} can be {', or '.join(ways)}; {seen} in the checkpoint. Take the whole model, without --include and "
+        f"--exclude, or {rules}"
+    )
 
 
 class Stored(NamedTuple):

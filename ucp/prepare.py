@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import xxhash
 
 from ucp.atom import AtomIndex, Index, SourceFile, check_cover
-from ucp.errors import UsageError, counted
+from ucp.errors import IdleOptionError, UsageError, counted
 from ucp.identity import producer
 from ucp.moments import ZeroMoments, check_moments
 from ucp.plan import BLOCK, Job, fit_workers, make_job
-from ucp.protocols import Configurable, Observer, SourceOptions, Target
+from ucp.protocols import Observer, SourceOptions, Target
 from ucp.registry import recognise, target
 from ucp.settle import Drift, settle
 from ucp.state import NameFilter
 from ucp.target import TargetOptions, TargetPlan
 from ucp.topology import Topology
 
-__all__ = ["ConvertOptions", "Prepared", "Silent", "Survey", "index_of", "prepare", "survey"]
+__all__ = ["ConvertOptions", "Prepared", "Silent", "Survey", "index_as_told", "index_of", "prepare", "survey"]
+
+
+_SELECTION = ": left out by --include/--exclude"
+"""End of the line that says what a selection left out, also in a store that was made of one."""
+
+_PART = re.compile(rf"[\d,]+ parameters? .*{_SELECTION}")
+"""Such a line, where it is whole parameters. Example: 14 parameters of 16: left out by --include/--exclude."""
 
 
 class Silent:
@@ -84,6 +92,8 @@ class Prepared:
     """Digest of source files, options and target: two conversions of the same fingerprint write the same bytes."""
     facts: Mapping[str, str]
     """What that digest is of, by name, as messages tell it; what was not asked for is left out."""
+    warnings: tuple[str, ...] = ()
+    """What keeps a run from resuming as it would from the source."""
 
     @property
     def nbytes_out(self) -> int:
@@ -92,6 +102,12 @@ class Prepared:
         Those that are written last, and say what the others hold, are not counted.
         """
         return sum(file.nbytes for file in self.job.target.files)
+
+    @property
+    def references(self) -> int:
+        """Pieces in files of the source that a virtual destination refers to; 0 for any other."""
+        held = () if self.job.target.placements else self.job.index.states()
+        return sum(len(state.fragments) for _, _, state in held)
 
     @property
     def projected_bytes(self) -> int:
@@ -153,6 +169,14 @@ def index_of(
     return index if names is None else _selected(index, names)
 
 
+def index_as_told(path: Path, *, source: SourceOptions, unfinished: bool = False) -> Index:
+    """`index_of`; what the user says may be for another, and is left aside where the reader has no use for it."""
+    try:
+        return index_of(path, source=source, unfinished=unfinished)
+    except IdleOptionError:
+        return index_of(path, unfinished=unfinished)
+
+
 def _selected(index: Index, names: NameFilter) -> Index:
     """What `names` keeps of `index`. Raises UsageError when a glob matches nothing, or nothing is kept."""
     if names == NameFilter():
@@ -167,19 +191,49 @@ def _selected(index: Index, names: NameFilter) -> Index:
         raise UsageError("--include and --exclude together leave nothing; `ucp plan` shows what a selection holds")
     groups = tuple(replace(g, params=tuple(p for p in g.params if p in atoms)) for g in index.groups)
     aliases = {alias: name for alias, name in index.aliases.items() if name in atoms}
-    left = sum(len(atom.states) for atom in index.atoms.values()) - sum(len(atom.states) for atom in atoms.values())
-    dropped = (
-        *index.dropped,
-        f"{counted(left, 'state of parameters')}: left out by --include/--exclude",
-    )
+    left = _left_out(index, atoms)
+    dropped = (*index.dropped, f"{left}{_SELECTION}") if left else index.dropped
     return replace(index, atoms=atoms, groups=groups, aliases=aliases, dropped=dropped)
+
+
+def _left_out(index: Index, kept: Mapping[str, AtomIndex]) -> str:
+    """How much of `index` is not kept, in words; empty for nothing."""
+    whole = [atom for name, atom in index.atoms.items() if name not in kept]
+    states = sum(len(index.atoms[name].states) - len(atom.states) for name, atom in kept.items())
+    parts = [
+        f"{counted(len(whole), 'parameter')} of {len(index.atoms):,}" if whole else "",
+        f"{counted(states, 'state')} of {'the others' if whole else 'parameters'}" if states else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _part_warnings(whole: Index, index: Index) -> Iterator[str]:
+    """What a framework will make of `index`, which was selected of `whole`, where it is a part of a model."""
+    parts = [line for line in index.dropped if _PART.match(line)]
+    if parts:
+        yield (
+            f"a part of the model is written: {'; '.join(parts)}. A run of the whole model does not resume from it: "
+            "what is left out is missing when it loads, or stays as it was initialised. Drop --include and --exclude; "
+            "a part is kept as atoms (--to ucp)"
+        )
+    for state in dict.fromkeys(name for _, name, _ in index.states()):
+        had = [name for name in index.atoms if state in whole.atoms[name].states]
+        lacking = [name for name in had if state not in index.atoms[name].states]
+        if lacking:
+            yield (
+                f"{state} is left out of {counted(len(lacking), 'parameter')} and kept of {len(had) - len(lacking):,}: "
+                f"the optimizer starts anew for {lacking[0]}{', ...' if len(lacking) > 1 else ''} and goes on for the "
+                "others. Leave it out of all (--exclude '*/" + state + "'), or of none"
+            )
 
 
 def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None) -> Prepared:
     """Decide everything: writes nothing, and reads no tensor, unless copies that differ are to be settled."""
     chosen = target(options.to)
-    whole = index_of(src, source=_of_source(src, options, chosen))
+    read = index_as_told if getattr(chosen, "takes_family", False) else index_of
+    whole = read(src, source=options.source)
     index = _selected(whole, options.names)
+    warnings = () if getattr(chosen, "takes_parts", False) else tuple(_part_warnings(whole, index))
     check_moments(whole, options.zero_moments, taken=index)
     index = settle(index, options.drift, observer or Silent(), memory=options.memory)
     _check_dtypes(index, options.target.dtypes)
@@ -196,6 +250,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         threads=threads,
         fingerprint=_fingerprint(index, options),
         facts=_facts(job, options),
+        warnings=warnings,
     )
 
 
@@ -218,14 +273,6 @@ def _check_dtypes(index: Index, dtypes: Mapping[str, str]) -> None:
     unknown = [state for state in dtypes if state not in known]
     if unknown:
         raise UsageError(f"no parameter has a state {', '.join(unknown)} to cast; there are {', '.join(known)}")
-
-
-def _of_source(src: Path, options: ConvertOptions, chosen: Target) -> SourceOptions | None:
-    """What is said of the source to its reader; a family may be for a target that knows families alone."""
-    if options.source == SourceOptions() or not getattr(chosen, "takes_family", False):
-        return options.source
-    fmt, _ = recognise(src)
-    return options.source if isinstance(fmt, Configurable) else None
 
 
 def _check_settings(chosen: Target, settings: Mapping[str, str]) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ucp.atom import Index, check_cover
+from ucp.atom import Index
 from ucp.compare import Change, casts_between, checked_bytes, compare, compare_copies, scan_digests, scan_records
 from ucp.convert import owners
-from ucp.errors import ChangedError, CorruptError, CoverError, MalformedError, MissingFileError, listed
-from ucp.prepare import index_of
+from ucp.errors import ChangedError, CorruptError, CoverError, IdleOptionError, MalformedError, MissingFileError, listed
+from ucp.joined import joined
+from ucp.plan import Job
+from ucp.prepare import index_as_told, index_of
 from ucp.protocols import Observer, SourceOptions
 from ucp.registry import recognise
 
@@ -37,6 +39,8 @@ class VerifyReport:
     """Those of `problems` that are copies which differ: every byte of them may be as it was written."""
     casts: tuple[str, ...] = ()
     """Changes of dtype after which states of `against` were compared; empty when it was bit for bit."""
+    notes: tuple[str, ...] = ()
+    """What explains the differences as a whole."""
 
     @property
     def ok(self) -> bool:
@@ -53,11 +57,15 @@ class DiffReport:
     b: str
     """The second."""
     compared: int
-    """States that both have."""
+    """States that both have in one shape."""
     nbytes: int
+    """Bytes of all states of the first."""
+    nbytes_compared: int
     """Bytes of them in the first."""
     changes: tuple[Change, ...]
     """Differences; empty when equal bit for bit."""
+    notes: tuple[str, ...] = ()
+    """What explains them as a whole."""
 
     @property
     def equal(self) -> bool:
@@ -66,23 +74,25 @@ class DiffReport:
 
 
 def prove(path: Path, *, against: Path | None, source: SourceOptions, threads: int, observer: Observer) -> VerifyReport:
-    """What `ucp.verify` finds. `source`: about `against` where it is given, else about `path`."""
-    fmt, _ = recognise(path, options=source if against is None else None)
-    other = None if against is None else index_of(against, source=source)
+    """What `ucp.verify` finds. `source`: about both, as far as their formats have a use for it. Raises UsageError."""
+    recognise(path)
+    told = _Told(source)
+    other = None if against is None else told.index_of(against)
     changes: list[Change] = []
     drift: list[str] = []
     casts: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     checked = 0
     try:
-        index = fmt.read(path)
-        check_cover(index)
+        index = told.index_of(path)
+        told.check_used()
         problems = _damage(index, observer, threads)
         drift = _drift(index, observer, threads)
         problems += drift
         checked = checked_bytes(index)
         if other is not None and not problems:
             changes = compare(other, index, observer, cast=True, threads=threads)
-            casts = casts_between(other, index)
+            casts, notes = casts_between(other, index), _strangers(other, index)
     except _DAMAGE as error:
         problems = [str(error)]
     return VerifyReport(
@@ -93,25 +103,77 @@ def prove(path: Path, *, against: Path | None, source: SourceOptions, threads: i
         changes=tuple(changes),
         drift=tuple(drift),
         casts=casts,
+        notes=notes,
     )
 
 
-def differences(a: Path, b: Path, *, threads: int, observer: Observer) -> DiffReport:
-    """What `ucp.diff` finds."""
-    left, right = index_of(a), index_of(b)
-    shared = [(s, right.atoms[atom.name].states) for atom, s, _ in left.states() if atom.name in right.atoms]
+def differences(a: Path, b: Path, *, source: SourceOptions, threads: int, observer: Observer) -> DiffReport:
+    """What `ucp.diff` finds. `source`: about both, as far as their formats have a use for it. Raises UsageError."""
+    told = _Told(source)
+    left, right = told.index_of(a), told.index_of(b)
+    told.check_used()
+    both = [
+        state
+        for atom, name, state in left.states()
+        if atom.name in right.atoms and name in right.atoms[atom.name].states
+        if right.atoms[atom.name].states[name].global_shape == state.global_shape
+    ]
     return DiffReport(
         a=str(a),
         b=str(b),
-        compared=sum(state in states for state, states in shared),
+        compared=len(both),
         nbytes=left.nbytes,
+        nbytes_compared=sum(state.nbytes for state in both),
         changes=tuple(compare(left, right, observer, threads=threads)),
+        notes=_strangers(left, right),
     )
 
 
-def prove_written(source: Index, written: Path, *, observer: Observer, threads: int) -> None:
-    """Read back what was written, before it is put in place, and compare it with the source. Raises CorruptError."""
-    index = index_of(written, unfinished=True)
+def _strangers(a: Index, b: Index) -> tuple[str, ...]:
+    """What to say where two checkpoints have no name in common."""
+    if not a.atoms or not b.atoms or a.atoms.keys() & b.atoms.keys():
+        return ()
+    note = (
+        f"not one parameter has the same name in both ({next(iter(a.atoms))} in one, {next(iter(b.atoms))} in the "
+        "other): they are of other models, or name the modules of one in other ways. What a conversion renames, "
+        "`ucp convert --verify` compares under the new names"
+    )
+    return (note,)
+
+
+class _Told:
+    """What the user says of several checkpoints: each takes it that has a use for it, and one of them must."""
+
+    def __init__(self, source: SourceOptions) -> None:
+        self._source = source
+        self._idle: IdleOptionError | None = None
+        self._is_used = False
+
+    def index_of(self, path: Path) -> Index:
+        """Index of one of them."""
+        try:
+            index = index_of(path, source=self._source)
+        except IdleOptionError as error:
+            self._idle = self._idle or error
+            return index_of(path)
+        self._is_used = True
+        return index
+
+    def check_used(self) -> None:
+        """Raise IdleOptionError where none had a use for it."""
+        if self._idle is not None and not self._is_used:
+            raise self._idle
+
+
+def prove_written(job: Job, written: Path, *, told: SourceOptions, observer: Observer, threads: int) -> None:
+    """Read back what was written, before it is put in place, and compare it with the source. Raises CorruptError.
+
+    Where the target has names of its own, the source is looked at under these; groups and tied names are not compared
+    then. `told`: what the user says of the source, or of a target that knows families alone.
+    """
+    source, index = job.index, index_as_told(written, source=told, unfinished=True)
+    if job.target.joined:
+        source, index = joined(source, job.target.joined), replace(index, groups=(), aliases={})
     changes = compare(source, index, observer, cast=True, threads=threads)
     lines = [
         *_damage(index, observer, threads),

@@ -117,7 +117,11 @@ class Sharded(Protocol):
 
 
 class Target(Protocol):
-    """Lays a checkpoint out as files of one kind."""
+    """Lays a checkpoint out as files of one kind.
+
+    It may have, set to true, `takes_settings` (--set), `takes_family` (--family and --patterns are for it where the
+    source has no use for them) and `takes_parts` (a part of a model is of use there: no warning of one).
+    """
 
     name: str
     """Name on the command line, e.g. "deepspeed-universal"."""

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ucp.errors import FamilyError, UcpError, UnknownFormatError, UsageError
+from ucp.errors import FamilyError, IdleOptionError, UcpError, UnknownFormatError, UsageError
 from ucp.io.commit import refuse_partial
 from ucp.protocols import Configurable, Engine, Evidence, Format, Pattern, SourceOptions, Target
 
@@ -122,13 +122,13 @@ def choose_family(
                 "joins the wrong rows, and nothing that is read by the same rules can tell"
             )
     if name is not None:
-        bound = found.family(name).bind(arguments=arguments, shapes=shapes, axes=axes)
+        bound = found.chosen(name).bind(arguments=arguments, shapes=shapes, axes=axes)
         if bound.conflicts and (options is None or options.patterns is None):
             raise FamilyError(
                 f"the model is none of the family {name!r}: {'; '.join(bound.conflicts)}. Drop --family to see which "
                 "it is; where the checkpoint is wrong, say so under [given] in a rules file of your own (--patterns)"
             )
-        return bound, (why,)
+        return bound.among(names), (why,)
     from ucp.families import choose
 
     return choose(found.concrete(), names=list(names), shapes=shapes or {}, arguments=arguments or {}, axes=axes or {})
@@ -138,7 +138,7 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
     """The one format that `path` is of; `unfinished`: even when it is the growing part of a conversion.
 
     `options`: what the user says of the source. Raises UnknownFormatError when none or several formats recognise it,
-    IncompleteError for an unfinished conversion, UsageError for options that the format has no use for.
+    IncompleteError for an unfinished conversion, IdleOptionError for options that the format has no use for.
     """
     if not path.exists():
         raise UnknownFormatError(f"expected a checkpoint at {path}; nothing is there. Check the path")
@@ -162,7 +162,7 @@ def _configured(fmt: Format, options: SourceOptions) -> Format:
     if options == SourceOptions():
         return fmt
     if not isinstance(fmt, Configurable):
-        raise UsageError(f"{fmt.name} checkpoints are read without a model family: drop --family and --patterns")
+        raise IdleOptionError(f"{fmt.name} checkpoints are read without a model family: drop --family and --patterns")
     return fmt.configured(options)
 
 

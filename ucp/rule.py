@@ -108,6 +108,9 @@ class Alias:
     """Dims of the stored tensor (or view) in the order of stacked fields and rule; empty when they agree."""
     when: Expression | None = None
     """Condition on the model for writing it so; it is read in any case. None for always."""
+    beside: tuple[str, ...] = ()
+    """Templates of parameters; where several rules have one name, it is that of the rule beside which the model has one
+    of these, with the same numbers."""
 
     def elements(self, shape: tuple[int, ...], values: Mapping[str, object]) -> Elements:
         """The stored tensor of that shape as the rule sees it: stacked dims first. Raises ValueError.

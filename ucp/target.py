@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ucp.joined import Stretch
 from ucp.slice import Slice
 from ucp.tensor import TensorRef
 from ucp.topology import Topology
@@ -104,6 +105,8 @@ class TargetPlan:
     """Placements are written as encoded blocks, one pack per file, whose sizes are known only afterwards."""
     topology: Topology | None = None
     """Layout of the run that loads the files; None where they fit any."""
+    joined: Mapping[str, tuple[Stretch, ...]] = field(default_factory=dict)
+    """Name in what is written to the stretches of atoms it is made of; empty where the names are the source's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,6 +68,7 @@ def change_tables(changes: Sequence[Change], *, a: str, b: str) -> RenderableTyp
     hyper = [change for change in changes if change.what == "group"]
     others = [change for change in changes if change.what not in {"values", "group"}]
     return stacked(
+        Text(""),
         facts([("a", a), ("b", b)]),
         table("Structure", ("parameter", ">", "state", "differs in", "a", "b"), _structure(others)),
         table("Hyper-parameters", ("name", "a", "b", "of"), _hyper(hyper)),

@@ -32,8 +32,12 @@ __all__ = ["command"]
 @click.argument("src", type=PATH)
 @click.argument("dst", type=PATH)
 @convert_options
-@click.option("--resume", is_flag=True, help="Continue a conversion that was interrupted.")
-@click.option("--overwrite", is_flag=True, help="Replace a DST that ucp wrote.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Continue a conversion that was interrupted; one with --overwrite too, if both are given.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace a DST that ucp wrote, once the new one is whole.")
 @click.option(
     "--no-fsync",
     is_flag=True,
@@ -80,6 +84,7 @@ def command(
     elif not quiet:
         write(
             facts(_facts(report, seconds, verified=verify)),
+            lines("Warnings", report.warnings, style="bold red"),
             lines("Casts", report.casts, style="yellow"),
             lines("Notes", report.notes),
             lines("Left behind", report.dropped, style="yellow"),

@@ -11,9 +11,9 @@ from ucp import api
 from ucp_cli.changes import change_tables
 from ucp_cli.documents import diff_document
 from ucp_cli.exits import DIFFERENT
-from ucp_cli.options import PATH, as_json, compare_options, example, progress
+from ucp_cli.options import PATH, as_json, compare_options, example, progress, source_options
 from ucp_cli.progress import watch
-from ucp_cli.render import write, write_json
+from ucp_cli.render import lines, write, write_json
 from ucp_cli.units import nbytes_text, plural
 
 __all__ = ["command"]
@@ -22,24 +22,38 @@ __all__ = ["command"]
 @click.command("diff", epilog=example("ucp diff checkpoints/global_step1000 atoms/"))
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
+@source_options
 @compare_options
 @progress
 @as_json
 @click.pass_context
 def command(
-    ctx: click.Context, *, a: Path, b: Path, workers: int, memory: int, progress: str, quiet: bool, as_json: bool
+    ctx: click.Context,
+    *,
+    a: Path,
+    b: Path,
+    family: str | None,
+    patterns: Path | None,
+    workers: int | None,
+    memory: int,
+    progress: str,
+    quiet: bool,
+    as_json: bool,
 ) -> None:
     """Compare two checkpoints of any formats.
 
-    Parameters, states, dtypes, hyper-parameters and every element are compared, bit for bit, whatever the layout.
-    Exit code 0 when they are equal, 3 when they differ.
+    Parameters, states, dtypes, hyper-parameters and every element are compared, bit for bit, whatever the layout; not
+    what is no parameter (schedulers, random states, arguments). Exit code 0 when they are equal, 3 when they differ.
+    --family and --patterns are about both, and are left aside for one that is read without a family, such as atoms.
     """
-    report = api.diff(a, b, workers=workers, memory=memory, observer=watch(progress, quiet=quiet))
+    observer = watch(progress, quiet=quiet)
+    report = api.diff(a, b, family=family, patterns=patterns, workers=workers, memory=memory, observer=observer)
     if as_json:
         write_json(diff_document(report))
     elif not quiet:
-        shared = f"{plural(report.compared, 'state')} of {nbytes_text(report.nbytes)} compared"
+        shared = f"{plural(report.compared, 'state')} of {nbytes_text(report.nbytes_compared)} compared"
         verdict = "equal" if report.equal else plural(len(report.changes), "difference")
-        write(Text(f"{verdict}; {shared}"), change_tables(report.changes, a=report.a, b=report.b))
+        tables = change_tables(report.changes, a=report.a, b=report.b)
+        write(Text(f"{verdict}; {shared}"), tables, lines("Notes", report.notes))
     if not report.equal:
         ctx.exit(DIFFERENT)

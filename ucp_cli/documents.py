@@ -70,12 +70,14 @@ def plan_document(prepared: Prepared, options: ConvertOptions) -> dict[str, obje
         "files": [{"path": file.path, "nbytes": file.nbytes} for file in target.files],
         "nbytes_written": prepared.job.nbytes,
         "nbytes_out": prepared.nbytes_out,
+        "references": prepared.references,
         "tasks": len(prepared.job.tasks),
         "workers": prepared.workers,
         "threads": prepared.threads,
         "memory": options.memory,
         "projected_bytes": prepared.projected_bytes,
         "patterns": count_patterns(index),
+        "warnings": list(prepared.warnings),
         "casts": list(target.casts),
         "notes": [*index.notes, *target.notes],
         "dropped": list(index.dropped),
@@ -99,6 +101,7 @@ def verify_document(report: VerifyReport) -> dict[str, object]:
         "drift": list(report.drift),
         "changes": [_change(change) for change in report.changes],
         "casts": list(report.casts),
+        "notes": list(report.notes),
     }
 
 
@@ -111,7 +114,9 @@ def diff_document(report: DiffReport) -> dict[str, object]:
         "b": report.b,
         "compared": report.compared,
         "nbytes": report.nbytes,
+        "nbytes_compared": report.nbytes_compared,
         "changes": [_change(change) for change in report.changes],
+        "notes": list(report.notes),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import IO, Any
 
 import click
@@ -21,7 +22,7 @@ class Failure(click.ClickException):
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the message, to stderr unless told otherwise."""
-        head = click.style("Error:", fg="red", bold=True)
+        head = click.style("Error:", fg=None if os.environ.get("NO_COLOR") else "red", bold=True)
         click.echo(f"{head} {printable(self.message)}", file=file, err=file is None)
 
 

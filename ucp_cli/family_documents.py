@@ -87,6 +87,7 @@ def _explained(own: Explained) -> dict[str, object]:
         "style": own.style or None,
         "template": own.template or None,
         "part": own.part,
+        "order": list(own.order),
         "rule": None if own.rule is None else str(own.rule.name),
         "meaning": None if own.rule is None else own.rule.meaning,
         "patterns": list(own.patterns),
@@ -118,6 +119,8 @@ def _alias(alias: Alias) -> dict[str, object]:
         "blocks": _plain(alias.blocks),
         "view": _plain(alias.view),
         "order": list(alias.order),
+        "when": None if alias.when is None else str(alias.when),
+        "beside": list(alias.beside),
     }
 
 

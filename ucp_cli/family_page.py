@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from ucp.explain import Explained, FamilyReport
+from ucp.explain import NO_RULE, Explained, FamilyReport
 from ucp.family import CANONICAL, Family
 from ucp.rule import Rule
 from ucp_cli.render import facts, lines, table
@@ -65,7 +65,8 @@ def report_page(report: FamilyReport) -> Iterator[RenderableType | None]:
         yield from _recorded_page(report)
         return
     wrong = [own for own in report.parameters if own.problem]
-    without = [own for own in wrong if own.rule is None]
+    without = [own for own in wrong if own.problem == NO_RULE]
+    undecided = [own for own in wrong if own.rule is None and own.problem != NO_RULE]
     verdict = "every parameter has a rule and fits it" if report.ok else f"{len(wrong)} do not fit"
     yield Text(f"{report.path}: {plural(len(report.parameters), 'parameter')}, {verdict}")
     yield facts(
@@ -78,6 +79,7 @@ def report_page(report: FamilyReport) -> Iterator[RenderableType | None]:
     )
     yield table("Parameters", ("name", ">tensors", "shape", "lies", "meaning"), list(_parameter_rows(report)))
     yield lines("Without a rule", _some(f"{own.name} {shape_text(own.global_shape)}" for own in without), style="red")
+    yield lines("Of several rules", _some(own.problem for own in undecided), style="red")
     yield lines("Not as their rule says", _some(own.problem for own in wrong if own.rule is not None), style="red")
     yield lines("Rules that matched nothing", list(dict.fromkeys(str(rule.name) for rule in report.unused)))
 
@@ -117,7 +119,8 @@ def _meaning(own: Explained) -> str:
     if own.rule is None or own.style == CANONICAL:
         return own.rule.meaning if own.rule else ""
     part = "" if own.part is None else f" (part {own.part + 1})"
-    return f"{own.rule.name}{part}: {own.rule.meaning}"
+    turned = f" (dims in the order {list(own.order)})" if own.order else ""
+    return f"{own.rule.name}{part}{turned}: {own.rule.meaning}"
 
 
 def _some(texts: Iterable[str]) -> Sequence[str]:

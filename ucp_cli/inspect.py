@@ -8,7 +8,7 @@ import click
 
 from ucp import api
 from ucp.atom import Index, check_cover
-from ucp.errors import CorruptError, CoverError, SourceError
+from ucp.errors import CorruptError, CoverError, FamilyError, SourceError
 from ucp.state import NameFilter
 from ucp_cli.detail import detail
 from ucp_cli.documents import index_document, survey_document
@@ -53,6 +53,8 @@ def command(
     try:
         index = api.inspect(path, family=family, patterns=patterns)
     except (SourceError, CorruptError) as error:
+        if isinstance(error, FamilyError) and (family or patterns):
+            raise  # the family is wrong, or its rules are: that tells nothing of the checkpoint
         _show_remains(path, str(error), files=files, as_json=as_json)
         raise
     wanted = _named(index, params)

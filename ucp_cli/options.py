@@ -21,6 +21,7 @@ __all__ = [
     "as_json",
     "compare_options",
     "convert_options",
+    "count_of",
     "example",
     "nbytes_of",
     "progress",
@@ -72,7 +73,7 @@ class ConvertArguments(TypedDict):
     patterns: Path | None
     drift: str
     zero_moments: str
-    workers: int
+    workers: int | None
     memory: int
 
 
@@ -88,6 +89,13 @@ def nbytes_of(text: str) -> int:
     number, prefix, unit = match.groups()
     base = 1000 if unit in {"B", "b"} else 1024
     return int(float(number) * base ** _EXPONENTS[prefix.upper()])
+
+
+def count_of(text: str) -> int:
+    """A number of workers. Raises BadParameter for what is not a whole number above 0."""
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise click.BadParameter(f"expected a number of workers, 1 or more; got {text!r}")
+    return int(text)
 
 
 def topology_of(text: str) -> Topology:
@@ -209,7 +217,7 @@ _CONVERT_OPTIONS = (
         show_default=True,
         help="Moments that are all zero although steps were taken (the optimizer was lost): stop, or keep them.",
     ),
-    click.option("--workers", type=int, default=0, metavar="N", help="Processes.  [default: one per core]"),
+    click.option("--workers", type=count_of, metavar="N", help="Processes.  [default: one per core]"),
     _MEMORY_OPTION,
 )
 
@@ -230,9 +238,7 @@ def source_options(command: F) -> F:
 
 def compare_options(command: F) -> F:
     """Add --workers and --memory of a verb that reads and compares, passed as `workers` and `memory`."""
-    workers = click.option(
-        "--workers", type=int, default=0, metavar="N", help="Threads that read and compare.  [default: 4]"
-    )
+    workers = click.option("--workers", type=count_of, metavar="N", help="Threads that read and compare.  [default: 4]")
     return workers(_MEMORY_OPTION(command))
 
 
@@ -250,7 +256,9 @@ def progress(command: F) -> F:
         show_default=True,
         help="On stderr: a bar (auto: on a terminal only), or one JSON event per line.",
     )
-    silent = click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors, and what --progress asks for.")
+    silent = click.option(
+        "-q", "--quiet", is_flag=True, help="Print nothing but errors, and what --json or --progress asks for."
+    )
     return shown(silent(command))
 
 

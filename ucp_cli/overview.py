@@ -45,14 +45,15 @@ def source_facts(index: Index) -> Iterator[tuple[str, str]]:
 
 
 def _size_facts(index: Index) -> Iterator[tuple[str, str]]:
-    words = {Kind.PARAMETER: "trained", Kind.FROZEN: "frozen", Kind.BUFFER: "buffers"}
-    kinds = [tally for tally in count_kinds(index) if tally.tensors]
-    yield (
-        "parameters",
-        ", ".join(f"{count_text(t.tensors)} {words[t.kind]} of {count_text(t.numel)}" for t in kinds) + " elements",
-    )
+    words = {Kind.PARAMETER: "trained", Kind.FROZEN: "frozen"}
+    kinds = [
+        (count_text(own.tensors) + f" {words[own.kind]}" if own.kind in words else plural(own.tensors, "buffer"), own)
+        for own in count_kinds(index)
+        if own.tensors
+    ]
+    yield "parameters", ", ".join(f"{many} of {count_text(own.numel)}" for many, own in kinds) + " elements"
     low = Counter(atom.model_dtype for atom in index.atoms.values() if atom.model_dtype is not None)
-    yield "computes in", ", ".join(f"{dtype} ({count_text(count)} tensors)" for dtype, count in low.items())
+    yield "computes in", ", ".join(f"{dtype} ({plural(count, 'tensor')})" for dtype, count in low.items())
     stored = sum(file.nbytes for file in index.files)
     yield (
         "bytes",

@@ -60,6 +60,8 @@ def show_command(*, family: str, style: str | None, as_json: bool) -> None:
     That is how the parameters of FAMILY lie over the mesh, what they are, and what other naming styles call them.
     """
     found = registry.library().family(family)
+    if style is not None and found.rules:
+        found.written(found.rules[0], style)  # raises for a style that there is not, with --json too
     if as_json:
         write_json(family_document(found))
     else:
@@ -82,7 +84,7 @@ def check_command(ctx: click.Context, *, path: Path, family: str | None, pattern
     Exit code 3 when a name has no rule, no family fits where one is needed, or a shape does not fit.
     """
     try:
-        report = explain(path, SourceOptions(family=family, patterns=patterns))
+        report = explain(path, SourceOptions.of(family, patterns))
     except UnknownFamilyError as error:
         raise Unfitting(str(error)) from error
     if as_json:

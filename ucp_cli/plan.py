@@ -37,7 +37,8 @@ _DISK = 1 << 30
 def command(*, src: Path, as_json: bool, **asked: Unpack[ConvertArguments]) -> None:
     """Show what a conversion would do.
 
-    Takes the options of `ucp convert`, reads indexes only, and writes nothing.
+    Takes the options of `ucp convert`, writes nothing, and reads indexes only; with --drift first or mean, copies of
+    tensors too.
     """
     options = api.make_options(**asked)
     prepared = api.plan(src, options=options)
@@ -49,6 +50,7 @@ def command(*, src: Path, as_json: bool, **asked: Unpack[ConvertArguments]) -> N
         facts(source_facts(index)),
         heading("Conversion"),
         facts(_facts(prepared, options)),
+        lines("Warnings", prepared.warnings, style="bold red"),
         lines("Layout of the source", [f"{p}: {plural(n, 'tensor')}" for p, n in count_patterns(index).items()]),
         lines("Casts", target.casts, style="yellow"),
         lines("Notes", (*index.notes, *target.notes)),
@@ -77,6 +79,6 @@ def _tensors(prepared: Prepared, read: int) -> str:
     index, target = prepared.job.index, prepared.job.target
     whose = f"of {plural(len(index.atoms), 'parameter')}"
     if not target.placements:
-        pieces = sum(len(state.fragments) for _, _, state in index.states())
-        return f"{nbytes_text(index.nbytes)} {whose}: {plural(pieces, 'reference')} into the source, nothing copied"
+        references = plural(prepared.references, "reference")
+        return f"{nbytes_text(index.nbytes)} {whose}: {references} into the source, nothing copied"
     return f"{nbytes_text(read)} to read, {nbytes_text(prepared.job.nbytes)} to write, {whose}"

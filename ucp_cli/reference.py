@@ -28,7 +28,7 @@ are as long as they need to be and have no colours. What `--json` prints is desc
 |---|---|
 | 0 | done; for `verify` and `diff`: nothing wrong, no difference |
 | 1 | failed: what is at a path is missing, damaged, of another kind or in the way; for `verify`: damage was found |
-| 2 | a mistake in an option: it means nothing, or what cannot be had of this source, target or memory |
+| 2 | a mistake in an argument: it means nothing (DST lies in SRC), or what this source, target or memory cannot do |
 | 3 | done, and differences were found: `diff`, `verify --against`, `patterns check` |
 | 130 | interrupted from the keyboard; `convert --resume` continues |
 | 143 | ended by SIGTERM (as a scheduler sends); `convert --resume` continues |

@@ -36,7 +36,7 @@ def command(
     against: Path | None,
     family: str | None,
     patterns: Path | None,
-    workers: int,
+    workers: int | None,
     memory: int,
     progress: str,
     quiet: bool,
@@ -45,8 +45,8 @@ def command(
     """Prove that a checkpoint is whole and undamaged.
 
     Pieces must tile every tensor, bytes must have the checksums that were recorded, copies must be equal. Exit code
-    1 when PATH is damaged, 3 when it is not and differs from SRC. --family and --patterns are about SRC where
-    --against is given, else about PATH.
+    1 when PATH is damaged, 3 when it is not and differs from SRC. --family and --patterns are about both, and are left
+    aside for one that is read without a family, such as atoms.
     """
     observer = watch(progress, quiet=quiet)
     report = api.verify(
@@ -95,5 +95,6 @@ def _parts(report: VerifyReport) -> list[RenderableType | None]:
         lines("Compared after these casts", report.casts, style="yellow"),
         lines("Damage", [line for line in report.problems if line not in report.drift], style="red"),
         lines("Copies that differ", report.drift, style="red"),
+        lines("Notes", report.notes),
         change_tables(report.changes, a=report.against or "", b=report.path),
     ]

@@ -31,6 +31,7 @@ KEYS = {
     "checked_bytes",
     "unchecked_files",
     "copies_checked",
+    "warnings",
     "casts",
     "notes",
     "dropped",
@@ -147,7 +148,7 @@ def test_there_is_room_beside_a_tag_folder_but_not_in_it(ucp: Run, copy: Path, w
 
 
 def test_a_destination_in_what_the_source_resolves_to_is_refused(ucp: Run, atoms: Path) -> None:
-    assert "lies inside the source" in ucp("convert", atoms / "ucp.json", atoms / "copy", code=1).stderr
+    assert "lies inside the source" in ucp("convert", atoms / "ucp.json", atoms / "copy", code=2).stderr
     assert not (atoms / "copy").exists()
 
 
@@ -165,8 +166,29 @@ def test_a_destination_that_is_there_is_not_touched(ucp: Run, zero3: Path, atoms
     assert "was complete already" in ucp("convert", zero3, atoms, "--resume").stdout
 
 
-def test_the_source_as_destination_is_refused(ucp: Run, copy: Path) -> None:
-    assert "lies inside" in ucp("convert", copy, copy / "atoms", code=1).stderr
+def test_a_destination_that_is_not_apart_from_the_source_is_wrong_usage(
+    ucp: Run, copy: Path, atoms: Path, tmp_path: Path
+) -> None:
+    assert "is the source" in ucp("convert", copy, copy, code=2).stderr
+    assert "lies inside" in ucp("convert", copy, copy / "atoms", code=2).stderr
+    assert "lies inside the destination" in ucp("convert", copy, copy.parent, code=2).stderr
+    ucp("convert", atoms, tmp_path / "virtual", "--virtual", "-q")
+    assert "refers to" in ucp("convert", tmp_path / "virtual", atoms, "--overwrite", code=2).stderr
+
+
+def test_an_interrupted_replacement_is_continued_with_both_options(
+    ucp: Run, zero3: Path, atoms: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("convert", zero3, atoms, "--layout", "per-parameter", "--overwrite")
+    monkeypatch.setattr(CONVERSION, "seal_checksums", stop)
+    assert "the same command with --resume continues" in ucp(*words, code=130).stderr
+    monkeypatch.undo()
+    assert "made differently" in ucp(*words[:-1], "--resume", code=1).stderr
+    other = ucp("convert", zero3, atoms, "--overwrite", "--resume", "--compress", code=1).stderr
+    assert "Start over with --overwrite, without --resume" in other
+    assert json.loads(ucp(*words, "--resume", "--json").stdout)["resumed_bytes"] > 0
+    assert (atoms / "ucp.json").exists()
+    assert not (atoms / "packs").exists()
 
 
 CONVERSION = import_module("ucp.convert")  # `ucp.convert` is the function
@@ -234,6 +256,7 @@ def test_a_virtual_store_says_what_it_refers_to(ucp: Run, zero3: Path, tmp_path:
     out = tmp_path / "out"
     document = json.loads(ucp("convert", zero3, out, "--virtual", "--json").stdout)
     pieces = json.loads(ucp("inspect", out, "--param", "*", "--json").stdout)["atoms"].values()
+    assert document["references"] == json.loads(ucp("plan", zero3, "--virtual", "--json").stdout)["references"]
     assert document["references"] == sum(len(s["pieces"]) for atom in pieces for s in atom["states"].values())
     page = ucp("convert", zero3, out, "--virtual", "--overwrite").stdout
     assert "278 references into the source, of 16 parameters; nothing copied" in page

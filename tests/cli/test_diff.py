@@ -3,9 +3,39 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
+import torch
+
 from tests.cli.conftest import Run
+
+RULES = """
+name = "mine"
+[[rule]]
+name = "layers.{layer}.up.weight"
+tp = { pattern = "shard", dim = 0 }
+[[rule]]
+name = "layers.{layer}.down.weight"
+tp = { pattern = "shard", dim = 1 }
+"""
+
+
+def unknown_model(folder: Path) -> tuple[Path, Path]:
+    """Megatron's files of two tensor-parallel ranks, of a model that no family knows, and rules for it."""
+    arguments = Namespace(tensor_model_parallel_size=2, pipeline_model_parallel_size=1, world_size=2, iteration=3)
+    for rank in range(2):
+        model = {
+            "layers.0.up.weight": torch.arange(12.0).reshape(4, 3) + rank,
+            "layers.0.down.weight": torch.arange(12.0).reshape(3, 4) - rank,
+        }
+        place = folder / "run" / "iter_0000003" / f"mp_rank_{rank:02}"
+        place.mkdir(parents=True)
+        root = {"args": arguments, "checkpoint_version": 3.0, "iteration": 3, "model": model}
+        torch.save(root, place / "model_optim_rng.pt")
+    (folder / "run" / "latest_checkpointed_iteration.txt").write_text("3")
+    (folder / "rules.toml").write_text(RULES)
+    return folder / "run", folder / "rules.toml"
 
 
 def test_a_checkpoint_equals_itself_in_another_format(ucp: Run, zero3: Path, atoms: Path) -> None:
@@ -25,13 +55,33 @@ def test_memory_and_workers_bound_it(ucp: Run, zero3: Path, atoms: Path) -> None
     for words in (["diff", zero3, atoms], ["verify", atoms, "--against", zero3]):
         ucp(*words, "--memory", "40MiB", "--workers", "1")
         assert "at least 40 MiB, the need of one thread; got 8 MiB" in ucp(*words, "--memory", "8M", code=2).stderr
-        assert "number of workers" in ucp(*words, "--workers", "-1", code=2).stderr
+        assert "number of workers" in ucp(*words, "--workers", "0", code=2).stderr
+
+
+def test_a_family_is_for_whichever_needs_one(ucp: Run, zero3: Path, atoms: Path, tmp_path: Path) -> None:
+    """Rules of one's own, of which no evidence tells: without them the Megatron side cannot be read."""
+    source, rules = unknown_model(tmp_path)
+    needed = ["--patterns", rules]
+    store = tmp_path / "store"
+    ucp("convert", source, store, *needed, "-q")
+    assert "no model family fits" in ucp("diff", source, store, code=1).stderr
+    for words in ([source, store], [store, source], [source, source]):
+        assert ucp("diff", *words, *needed).stdout.startswith("equal; ")
+        assert "equal to" in ucp("verify", words[0], "--against", words[1], *needed).stdout
+    assert "; 0 states of 0 B compared\n" in ucp("diff", source, zero3, *needed, code=3).stdout
+    for words in (["diff", source, zero3], ["verify", source, "--against", zero3]):
+        assert "not one parameter has the same name in both (" in ucp(*words, *needed, code=3).stdout
+    for words in (["diff", atoms, zero3], ["diff", atoms, atoms], ["verify", atoms, "--against", atoms]):
+        assert "drop --family and --patterns" in ucp(*words, "--family", "llama", code=2).stderr
+    assert "by name (--family) or by file (--patterns); got both" in (
+        ucp("diff", source, store, *needed, "--family", "llama", code=2).stderr
+    )
 
 
 def test_json_has_the_keys_of_its_schema(ucp: Run, zero3: Path, mixed: Path) -> None:
     document = json.loads(ucp("diff", zero3, mixed, "--json", code=3).stdout)
     assert document["schema"] == "ucp.diff/1"
-    assert set(document) == {"schema", "equal", "a", "b", "compared", "nbytes", "changes"}
+    assert set(document) == {"schema", "equal", "a", "b", "compared", "nbytes", "nbytes_compared", "changes", "notes"}
     assert document["equal"] is False
     assert {key for change in document["changes"] for key in change} == {
         "param",

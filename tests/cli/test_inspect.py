@@ -240,3 +240,10 @@ def test_the_signs_of_the_tree_are_explained_where_they_occur(ucp: Run, zero3: P
     assert "layers.#  [0-3]" in tree
     assert tree.splitlines()[-1] == "  #  [0-3]: the same below each of these numbers; ×N: N such tensors"
     assert "the same below each" not in ucp("inspect", zero3).stdout
+
+
+def test_a_family_that_does_not_fit_says_nothing_of_the_checkpoint(ucp: Run) -> None:
+    source = FIXTURES / "z1-tp2-dp2" / "checkpoint"
+    result = ucp("inspect", source, "--family", "llama", code=1)
+    assert "18 names have no rule in the family 'llama'" in result.stderr
+    assert result.stdout == ""

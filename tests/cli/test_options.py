@@ -39,7 +39,9 @@ def test_what_is_no_amount_of_memory(text: str) -> None:
     [
         (["--memory", "many"], "expected an amount of memory"),
         (["--memory", "0"], "expected memory in bytes"),
-        (["--workers", "-1"], "expected a number of workers"),
+        (["--workers", "-1"], "expected a number of workers, 1 or more"),
+        (["--workers", "0"], "expected a number of workers, 1 or more"),
+        (["--workers", "two"], "expected a number of workers, 1 or more"),
         (["--topology", "dp=x"], "expected axis=degree"),
         (["--topology", "dp=2"], "atoms know nothing of ranks"),
         (["--dtype", "weight"], "expected STATE=DTYPE"),

@@ -77,6 +77,8 @@ def test_show_explains_every_rule(ucp: Run) -> None:
     [
         (("show", "lama"), "did you mean 'llama'?"),
         (("show", "llama", "--style", "bert"), "expected one of the naming styles"),
+        (("show", "llama", "--style", "bert", "--json"), "expected one of the naming styles"),
+        (("check", "x", "--family", "llama", "--patterns", "my.toml"), "by name (--family) or by file (--patterns)"),
     ],
 )
 def test_what_is_not_there_is_wrong_usage(ucp: Run, words: tuple[str, ...], message: str) -> None:
@@ -98,6 +100,22 @@ def test_check_of_every_name_as_json(ucp: Run, llama: Path) -> None:
     assert set(document["parameters"]) == set(LLAMA)
     own = document["parameters"]["model.layers.1.mlp.up_proj.weight"]
     assert (own["canonical"], own["part"], own["style"]) == ("decoder.layers.1.mlp.linear_fc1.weight", 1, "huggingface")
+
+
+def test_a_name_of_several_rules_is_told_with_what_would_decide(ucp: Run, tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "norms", {"backbone.layers.0.norm.weight": (4,), "backbone.norm_f.weight": (4,)})
+    page = ucp("patterns", "check", source, "--family", "mcore-hybrid", code=3).stdout
+    assert "Of several rules\n  - in the family 'mcore-hybrid', backbone.layers.0.norm.weight can be " in page
+    assert "(beside decoder.layers.0.mixer.in_proj.weight)" in page
+    assert "Without a rule" not in page
+
+
+def test_tensors_whose_dims_go_another_way_are_marked(ucp: Run, tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "gpt2", {"transformer.h.0.mlp.c_fc.weight": (4, 6)})
+    page = ucp("patterns", "check", source, "--family", "gpt").stdout
+    assert "decoder.layers.{layer}.mlp.linear_fc1.weight (dims in the order [1, 0]): " in page
+    document = json.loads(ucp("patterns", "check", source, "--family", "gpt", "--json").stdout)
+    assert document["parameters"]["transformer.h.0.mlp.c_fc.weight"]["order"] == [1, 0]
 
 
 def test_a_wrong_family_says_which_names_do_not_fit(ucp: Run, llama: Path) -> None:

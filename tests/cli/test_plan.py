@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import Run
 
 KEYS = {
@@ -17,12 +19,14 @@ KEYS = {
     "files",
     "nbytes_written",
     "nbytes_out",
+    "references",
     "tasks",
     "workers",
     "threads",
     "memory",
     "projected_bytes",
     "patterns",
+    "warnings",
     "casts",
     "notes",
     "dropped",
@@ -63,6 +67,41 @@ def test_a_target_with_ranks(ucp: Run, zero3: Path) -> None:
     assert document["topology"] == {"dp": 2, "tp": 1, "pp": 1, "ep": 1, "cp": 1, "zero": 1, "vpp": 1, "etp": None}
     names = [Path(file["path"]).name for file in document["files"]]
     assert "zero_pp_rank_1_mp_rank_00_optim_states.pt" in names
+
+
+FRAMEWORKS = [["--to", "deepspeed"], ["--to", "deepspeed-universal"]]
+
+
+@pytest.mark.parametrize("words", FRAMEWORKS)
+def test_a_part_of_a_model_is_warned_of(ucp: Run, zero3: Path, tmp_path: Path, words: list[str]) -> None:
+    """Whether it is selected here or was when the store was made; not where it is of use, nor for whole parameters."""
+    said = "a part of the model is written: 14 parameters of 16: left out by --include/--exclude. A run of the whole"
+    assert said in warnings_of(ucp("plan", zero3, *words, "--include", "l1.*").stdout)
+    page = ucp("convert", zero3, tmp_path / "framework", *words, "--include", "l1.*").stdout
+    assert said in warnings_of(page)
+    assert page.index("Warnings") < page.index("Left behind")
+    made = json.loads((tmp_path / "framework" / "ucp-conversion.json").read_text())
+    assert made["warnings"] == json.loads(ucp("plan", zero3, *words, "--include", "l1.*", "--json").stdout)["warnings"]
+    store = ucp("convert", zero3, tmp_path / "store", "--include", "l1.*").stdout
+    assert "Warnings" not in store
+    assert "14 parameters of 16: left out" in store
+    assert said in warnings_of(ucp("plan", tmp_path / "store", *words).stdout)
+    assert warnings_of(ucp("plan", zero3, *words, "--include", "*/weight").stdout) == ""
+
+
+@pytest.mark.parametrize("words", FRAMEWORKS)
+def test_a_moment_of_some_parameters_alone_is_warned_of(ucp: Run, zero3: Path, words: list[str]) -> None:
+    found = json.loads(ucp("plan", zero3, *words, "--exclude", "l1.weight/exp_avg", "--json").stdout)
+    (warning,) = found["warnings"]
+    assert warning.startswith(
+        "exp_avg is left out of 1 parameter and kept of 11: the optimizer starts anew for l1.weight"
+    )
+    assert found["dropped"] == ["1 state of parameters: left out by --include/--exclude"]
+
+
+def warnings_of(page: str) -> str:
+    """What stands under the title."""
+    return page.partition("\nWarnings\n")[2].partition("\n\n")[0]
 
 
 def test_nothing_is_written(ucp: Run, copy: Path) -> None:

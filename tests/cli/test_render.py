@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,11 +38,12 @@ def test_empty_parts_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "a  1\n"
 
 
-def _on_a_terminal(words: list[str], columns: int) -> str:
-    """What a process prints on a terminal of so many columns."""
+def _on_a_terminal(words: list[str], columns: int, *, code: int = 0, **variables: str) -> str:
+    """What a process prints on a terminal of so many columns, with these variables of the environment."""
     parent, child = pty.openpty()
     environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm-256color"}
     environment.pop("NO_COLOR", None)
+    environment |= variables
     with subprocess.Popen(words, stdin=child, stdout=child, stderr=child, env=environment) as process:
         os.close(child)
         data = b""
@@ -51,7 +53,7 @@ def _on_a_terminal(words: list[str], columns: int) -> str:
         except OSError:  # Linux says so when the last writer has gone
             pass
         os.close(parent)
-    assert process.returncode == 0, data
+    assert process.returncode == code, data
     return data.decode()
 
 
@@ -61,3 +63,12 @@ def test_on_a_terminal_lines_are_folded_and_coloured(zero3: Path) -> None:
     assert "\x1b[" in out
     assert "…" not in out
     assert all(len(line) < 90 for line in out.splitlines())
+
+
+@pytest.mark.parametrize(("words", "code"), [(["plan"], 0), (["inspect", "--param", "nothing"], 2)])
+def test_without_colours_there_are_none(zero3: Path, words: list[str], code: int) -> None:
+    """Bold type stays, on stdout and on stderr."""
+    command = [sys.executable, "-m", "ucp_cli.main", *words, str(zero3)]
+    coloured = re.compile(r"\x1b\[[0-9;]*3[0-7]m")
+    assert coloured.search(_on_a_terminal(command, 80, code=code))
+    assert not coloured.search(_on_a_terminal(command, 80, code=code, NO_COLOR="1"))

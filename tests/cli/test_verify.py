@@ -110,6 +110,7 @@ def test_json_has_the_keys_of_its_schema(ucp: Run, atoms: Path) -> None:
         "drift",
         "changes",
         "casts",
+        "notes",
     }
 
 

@@ -19,7 +19,16 @@ import ucp
 from tests.unit.conftest import sample_arrays
 from ucp.atom import StateIndex
 from ucp.dtypes import DType
-from ucp.errors import CorruptError, CoverError, DestinationError, MissingFileError, ReplicaError, UcpError, UsageError
+from ucp.errors import (
+    CorruptError,
+    CoverError,
+    DestinationError,
+    MissingFileError,
+    OverlapError,
+    ReplicaError,
+    UcpError,
+    UsageError,
+)
 from ucp.fragment import Fragment
 from ucp.layout import Overlap
 from ucp.prepare import index_of
@@ -53,12 +62,12 @@ class TestDestination:
     def test_the_source_and_what_lies_in_it_are_refused(self, source, tmp_path, place):
         (tmp_path / "link").symlink_to(source)
         before = look(source)
-        with pytest.raises(DestinationError, match="is the source"):
+        with pytest.raises(OverlapError, match="is the source"):
             ucp.convert(source, source / place, overwrite=True)
         assert look(source) == before
 
     def test_a_folder_around_the_source_is_refused(self, source, tmp_path):
-        with pytest.raises(DestinationError, match="lies inside the destination"):
+        with pytest.raises(OverlapError, match="lies inside the destination"):
             ucp.convert(source, tmp_path, overwrite=True)
 
     def test_files_that_the_source_refers_to_are_not_overwritten(self, source, tmp_path):

@@ -110,8 +110,18 @@ class TestLibrary:
         assert "mcore-frame" not in families()
 
     def test_a_name_that_is_not_there(self):
-        with pytest.raises(UsageError, match=r"expected one of the families .*; got 'lama'; did you mean 'llama'\?"):
-            family("lama")
+        with pytest.raises(
+            UsageError, match=r"expected one of the families .*; got 'LLaMa'; did you mean 'llama'\?"
+        ) as c:
+            family("LLaMa")
+        assert str(c.value).partition("; got")[0].removeprefix("expected one of the families ") == ", ".join(families())
+
+    def test_a_part_of_families_cannot_be_chosen(self):
+        assert library().family("mcore-mla").abstract
+        with pytest.raises(UsageError, match="'mcore-mla' is only a part of some"):
+            library().chosen("mcore-mla")
+        with pytest.raises(UsageError, match="is only a part of some"):
+            choose_family(names=["a"], options=SourceOptions(family="mcore-mla"))
 
     def test_what_is_extended_must_be_there(self):
         with pytest.raises(UsageError, match=r"got 'b' \(extended by 'a'\)"):

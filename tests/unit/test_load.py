@@ -302,8 +302,12 @@ def test_what_does_not_fit_may_be_left_as_it_is(saved):
 
 
 def test_a_checkpoint_of_something_else_is_refused_even_so(saved):
-    with pytest.raises(LoadError, match="not one name of the model is in"):
+    with pytest.raises(LoadError, match=r"has a name of the model, nothing was loaded:(.*\n)+pass rename=FUNCTION"):
         load_into(nn.Linear(3, 3), checkpoint=saved.path, strict=False)
+    net = nn.Module()
+    net.turned = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(LoadError, match=r"fits the model(.*\n)+.*turned has shape \[4, 4\] in the model and \[3, 5\]"):
+        load_into(net, checkpoint=saved.path, strict=False)
 
 
 def test_names_may_be_mapped(saved):

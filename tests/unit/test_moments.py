@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from ucp.atom import Index, Kind, ParamGroup
+from ucp.dtypes import DType
 from ucp.errors import MalformedError
 from ucp.io.scalars import number_state
 from ucp.moments import ZeroMoments, check_moments, moments_note
+from ucp.numeric import numpy_dtype
 from ucp.testing.handmade import Shards, make_index
 
 Made = Callable[..., Index]
@@ -62,6 +64,29 @@ def test_and_kept_when_asked(made):
 @pytest.mark.parametrize("at", [0, 5, 200, 499, 777, 999])
 def test_a_single_element_anywhere_is_enough(at, made):
     check_moments(made(exp_avg=ZEROS, exp_avg_sq=spike(at)), ZeroMoments.ERROR)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, "bfloat16", "float8_e5m2"])
+def test_zeros_of_either_sign_are_zeros(dtype, made):
+    zeros = ZEROS.astype(numpy_dtype(DType(dtype)) if isinstance(dtype, str) else dtype)
+    mixed = zeros.copy()
+    mixed[::3] = -0.0
+    assert mixed.tobytes() != zeros.tobytes()
+    index = made(exp_avg=mixed, exp_avg_sq=-zeros)
+    assert moments_note(index) is not None
+    with pytest.raises(MalformedError, match="exp_avg, exp_avg_sq"):
+        check_moments(index, ZeroMoments.ERROR)
+    least = mixed.copy()
+    least.view(np.uint8)[499 * least.itemsize] = 1
+    check_moments(made(exp_avg=least), ZeroMoments.ERROR)
+
+
+def test_a_byte_of_a_sign_in_another_place_is_a_value(made):
+    """0x00000080 is a number, if a very small one."""
+    tiny = np.full(1000, 0x80, dtype=np.uint32).view(np.float32)
+    assert 0 < tiny[0] < 1e-40
+    check_moments(made(exp_avg=tiny), ZeroMoments.ERROR)
+    assert moments_note(made(exp_avg=tiny)) is None
 
 
 def test_what_no_window_saw_is_a_note_at_most(made):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import ucp
+from ucp.api import make_options
 from ucp.errors import MemoryBudgetError, UsageError
 from ucp.prepare import ConvertOptions, prepare
 from ucp.state import NameFilter
@@ -28,6 +29,16 @@ def test_the_projected_memory_is_within_the_budget(source, memory, workers):
     assert 0 < prepared.projected_bytes <= memory
     assert prepared.workers >= 1
     assert prepared.threads >= 1
+
+
+def test_a_number_of_workers_is_one_or_more_or_not_said(source, tmp_path):
+    assert ucp.plan(source, options=make_options(workers=1)).workers == 1
+    assert ucp.plan(source, options=make_options()).workers >= 1
+    for wrong in (0, -1, 1.5):
+        with pytest.raises(UsageError, match="1 or more, or None for the default"):
+            make_options(workers=wrong)
+        with pytest.raises(UsageError, match="1 or more, or None for the default"):
+            ucp.verify(source, workers=wrong)
 
 
 def test_too_little_memory_names_the_flag(source):

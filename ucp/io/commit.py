@@ -156,7 +156,7 @@ class Staging:
         if lines and lines[0].get("fingerprint") != making.fingerprint:
             raise DestinationError(
                 f"{self.folder} was begun from another source, another version of it, or with other options"
-                f"{_told(making.differences(lines[0]))}Start over with --overwrite"
+                f"{_told(making.differences(lines[0]))}Start over with --overwrite, without --resume"
             )
         if not lines:
             shutil.rmtree(self.data, ignore_errors=True)

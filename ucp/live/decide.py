@@ -87,7 +87,7 @@ def decide(
     if strict:
         findings.check(index.path)
     if not matched and live.tensors:
-        raise LoadError(f"not one name of the model is in {index.path}; `ucp inspect` lists those that are")
+        raise findings.nothing(index.path)
     order = {state: at for at, state in enumerate(dict.fromkeys(want.state for want in wants))}
     return Decision(
         index=index,

@@ -31,6 +31,9 @@ __all__ = [
     "want_weights",
 ]
 
+_MOST_WAYS = 3
+"""Ways to rename that are named."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveTensor:
@@ -100,6 +103,19 @@ class Findings:
 
     def check(self, path: str) -> None:
         """Raise one LoadError that lists everything that does not fit."""
+        found = self._told()
+        if found:
+            cure = "; ".join([*self.hints, "strict=False loads what fits and reports the rest"])
+            raise LoadError(f"the model and the checkpoint {path} do not fit, nothing was loaded:\n{found}\n{cure}")
+
+    def nothing(self, path: str) -> LoadError:
+        """The error for a checkpoint of which not one tensor goes into the model."""
+        what = "fits the model" if self.problems else "has a name of the model"
+        cure = self.hints or ["`ucp inspect` lists the names and shapes there"]
+        return LoadError(f"nothing in {path} {what}, nothing was loaded:\n{self._told()}\n{'; '.join(cure)}")
+
+    def _told(self) -> str:
+        """Everything that does not fit, kind by kind."""
         lists = {
             ("tensor of the model is not", "tensors of the model are not", "in the checkpoint"): self.missing,
             ("tensor of the checkpoint is not", "tensors of the checkpoint are not", "in the model"): self.unexpected,
@@ -110,10 +126,7 @@ class Findings:
             for (one, several, where), lines in lists.items()
             if lines
         ]
-        if found:
-            cure = "; ".join([*self.hints, "strict=False loads what fits and reports the rest"])
-            text = "\n".join(found)
-            raise LoadError(f"the model and the checkpoint {path} do not fit, nothing was loaded:\n{text}\n{cure}")
+        return "\n".join(found)
 
 
 def match_tensors(
@@ -146,7 +159,7 @@ def match_tensors(
     used = set(matched.values())
     findings.unexpected.extend(name for name in index.atoms if name not in used)
     if findings.missing and findings.unexpected:
-        _hint_prefix([own.name for own in tensors], index, findings)
+        _hint_names([own.name for own in tensors], index, findings, is_any_held=bool(matched))
     _note_untied(matched, findings)
     fitting = [own for own in tensors if own.name in matched and _fits(own, matched, index, findings)]
     return {own.name: matched[own.name] for own in fitting}
@@ -161,18 +174,23 @@ def _told(name: str, called: str) -> str:
     return name if name == called else f"{name} (renamed {called})"
 
 
-def _hint_prefix(names: Sequence[str], index: Index, findings: Findings) -> None:
-    """Name the prefix by which all names differ, if there is one."""
+def _hint_names(names: Sequence[str], index: Index, findings: Findings, *, is_any_held: bool) -> None:
+    """Name the prefixes by which all names may differ, if there are any; else say how to map them where none agrees."""
     held = {*index.atoms, *index.aliases}
+    ways: list[str] = []
     first = names[0]
     longer = [name.removesuffix(first) for name in held if name.endswith(f".{first}")]
     for prefix in sorted(longer):
         if all(f"{prefix}{name}" in held for name in names):
-            findings.hints.append(f"pass rename=lambda name: {prefix!r} + name")
+            ways.append(f"rename=lambda name: {prefix!r} + name")
     shorter = [first.removesuffix(name) for name in held if first.endswith(f".{name}")]
     for prefix in sorted(shorter):
         if all(name.startswith(prefix) and name.removeprefix(prefix) in held for name in names):
-            findings.hints.append(f"pass rename=lambda name: name.removeprefix({prefix!r})")
+            ways.append(f"rename=lambda name: name.removeprefix({prefix!r})")
+    if not ways and not is_any_held:
+        ways.append("rename=FUNCTION, from a name in the model to the name in the checkpoint")
+    if ways:
+        findings.hints.append(f"pass {', or '.join(ways[:_MOST_WAYS])}")
 
 
 def _note_untied(matched: Mapping[str, str], findings: Findings) -> None:

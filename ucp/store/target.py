@@ -42,6 +42,8 @@ class StoreTarget:
     """Writes atom stores."""
 
     name = "ucp"
+    takes_parts = True
+    """Atoms of a part of a model are of use; a framework loads all of it."""
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Packs and extras. Raises UsageError for options that do not go together."""

@@ -15,6 +15,7 @@ from ucp.dtypes import DType
 from ucp.errors import FamilyError, MissingStateError, TopologyError, UnsupportedError, listed
 from ucp.family import Family, Match, Named
 from ucp.io.draft import Part
+from ucp.joined import Stretch
 from ucp.region import Box, RegionPair, intersect
 from ucp.slice import Slice
 from ucp.state import STEP, WEIGHT
@@ -134,6 +135,15 @@ class Model:
         return frozenset(own.layer for own in self.tensors if own.expert is not None and own.layer is not None)
 
     @property
+    def joined(self) -> dict[str, tuple[Stretch, ...]]:
+        """Tensor to the stretches of atoms that it is made of; empty where every atom is one under its own name."""
+        found = {
+            own.name: tuple(Stretch(atom=piece.atom, whole=piece.whole, local=piece.local) for piece in own.pieces)
+            for own in self.tensors
+        }
+        return {} if all(own.pieces[0].atom == own.name for own in self.tensors) else found
+
+    @property
     def expert_atoms(self) -> frozenset[str]:
         """Names of the atoms of routed experts."""
         return frozenset(piece.atom for own in self.tensors if own.expert is not None for piece in own.pieces)
@@ -211,7 +221,25 @@ def _named(index: Index, family: Family) -> list[tuple[AtomIndex, Named]]:
             f"expected one atom per layer and expert; got\n{listed(stacked)}\n"
             "Convert the checkpoint that they come from with ucp again"
         )
+    _check_order(found)
     return found
+
+
+def _check_order(found: Iterable[tuple[AtomIndex, Named]]) -> None:
+    """Raise UnsupportedError for atoms whose elements go in another order than Megatron's."""
+    turned = [
+        f"{atom.name} {list(atom.global_shape)}: {own.canonical}, dims in the order {list(own.alias.order)}"
+        if own.alias.order
+        else f"{atom.name} {list(atom.global_shape)}: {own.canonical}, looked at in another shape"
+        for atom, own in found
+        if own.alias is not None and (own.alias.order or own.alias.view)
+    ]
+    if turned:
+        raise UnsupportedError(
+            f"expected tensors whose dims go as Megatron's, [out, in]; {len(turned):,} do not, and ucp transposes "
+            f"nothing yet:\n{listed(turned)}\nTranspose them where the model was trained, under names of modules that "
+            "keep [out, in] (GPT-2's Conv1D keeps [in, out]), and save again"
+        )
 
 
 def _tensor(
@@ -226,12 +254,11 @@ def _tensor(
             f"expected {wanted} tensors that make {match.name}; got {', '.join(atom.name for atom, _ in ordered)}. "
             "Take the whole model, or choose another family with --family"
         )
-    if wanted == 1:
+    if own.alias is None or (wanted == 1 and own.alias.groups is None):
         whole = Box.whole(shapes[0])
         pieces: tuple[ModelPiece, ...] = (ModelPiece(atom=first.name, whole=whole, local=whole),)
         shape = shapes[0]
     else:
-        assert own.alias is not None
         pairs = own.alias.pieces(shapes, family.values)
         pieces = tuple(
             ModelPiece(atom=ordered[pair.copy][0].name, whole=pair.whole, local=pair.local) for pair in pairs

@@ -98,13 +98,38 @@ def test_rename_maps_names_of_the_model():
     [
         (["a.w", "b"], ["model.a.w", "model.b"], "pass rename=lambda name: 'model.' + name"),
         (["net.a.w", "net.b"], ["a.w", "b"], "pass rename=lambda name: name.removeprefix('net.')"),
-        (["a.w", "c"], ["model.a.w", "model.b"], None),
-        (["net.a.w", "b"], ["a.w", "c"], None),
+        (
+            ["a.w", "c"],
+            ["model.a.w", "model.b"],
+            "pass rename=FUNCTION, from a name in the model to the name in the checkpoint",
+        ),
+        (["net.a.w", "a.w"], ["a.w", "c"], None),
+        (
+            ["w"],
+            ["a.w", "b.w", "c.w", "d.w"],
+            "pass " + ", or ".join(f"rename=lambda name: '{own}.' + name" for own in "abc"),
+        ),
     ],
 )
 def test_a_common_prefix_is_named(names, held, hint):
     _, findings = matched([live(name) for name in names], index(*map(atom, held)))
     assert findings.hints == ([hint] if hint else [])
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (live("net.a"), "has a name of the model, nothing was loaded:\n1 tensor of the model is not in the checkpoint"),
+        (live("a", shape=(3,)), "fits the model, nothing was loaded:\n1 thing does not fit:\n  a has shape [3]"),
+    ],
+)
+def test_where_nothing_goes_into_the_model_it_is_said_why(own, said):
+    _, findings = matched([own], index(atom("a")))
+    message = str(findings.nothing("/ckpt"))
+    assert message.startswith(f"nothing in /ckpt {said}")
+    assert "strict=False" not in message
+    cure = "name.removeprefix('net.')" if own.name == "net.a" else "`ucp inspect` lists"
+    assert cure in message.splitlines()[-1]
 
 
 def test_types_are_cast_among_floats_only():
