@@ -6,7 +6,19 @@ framework; `ucp.load_into` brings one into a live model. Importing this package 
 
 from typing import TYPE_CHECKING
 
-from ucp.api import Atom, Checkpoint, DiffReport, VerifyReport, convert, diff, inspect, open, plan, verify  # noqa: A004
+from ucp.api import (  # ucp.open is the name users look for
+    Atom,
+    Checkpoint,
+    DiffReport,
+    PlanReport,
+    VerifyReport,
+    convert,
+    diff,
+    inspect,
+    open,  # noqa: A004  # ucp.open is the name users look for
+    plan,
+    verify,
+)
 from ucp.convert import ConvertReport
 from ucp.errors import UcpError
 from ucp.region import Box
@@ -32,6 +44,7 @@ __all__ = [
     "ConvertReport",
     "DiffReport",
     "LoadReport",
+    "PlanReport",
     "Topology",
     "UcpError",
     "VerifyReport",
@@ -43,3 +56,8 @@ __all__ = [
     "plan",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, those too that are imported when they are first asked for (PEP 562)."""
+    return __all__

@@ -21,7 +21,8 @@ from ucp.dtypes import DType
 from ucp.errors import UsageError
 from ucp.io.commit import Staging
 from ucp.moments import ZeroMoments, moments_note
-from ucp.prepare import ConvertOptions, Prepared, Silent, Survey, index_of, prepare, survey
+from ucp.prepare import ConvertOptions, Silent, Survey, index_of, survey
+from ucp.preview import PlanReport, preview
 from ucp.proof import DiffReport, VerifyReport, differences, prove, prove_written
 from ucp.protocols import Observer, SourceOptions
 from ucp.registry import recognise
@@ -34,6 +35,7 @@ __all__ = [
     "Atom",
     "Checkpoint",
     "DiffReport",
+    "PlanReport",
     "Survey",
     "VerifyReport",
     "convert",
@@ -72,9 +74,48 @@ def inspect(path: type_path, *, family: str | None = None, patterns: type_path |
     return index if note is None else replace(index, notes=(*index.notes, note))
 
 
-def plan(src: type_path, *, options: ConvertOptions | None = None) -> Prepared:
-    """What a conversion would do; writes nothing."""
-    return prepare(Path(src), options or ConvertOptions())
+def plan(
+    src: type_path,
+    *,
+    to: str = "ucp",
+    topology: Topology | str | None = None,
+    layout: str = "",
+    virtual: bool = False,
+    compress: bool = False,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    dtypes: Mapping[str, str] | None = None,
+    settings: Mapping[str, str | int | float] | None = None,
+    family: str | None = None,
+    patterns: type_path | None = None,
+    drift: str = Drift.ERROR,
+    zero_moments: str = ZeroMoments.ERROR,
+    workers: int | None = None,
+    memory: int = 1 << 30,
+) -> PlanReport:
+    """What `convert` would do with the same arguments: files, bytes, memory, casts, and what is left behind.
+
+    Writes nothing and reads indexes only; with `drift` "first" or "mean", copies of tensors too. Raises UcpError where
+    `convert` would before it writes.
+    """
+    options = make_options(
+        to=to,
+        topology=topology,
+        layout=layout,
+        virtual=virtual,
+        compress=compress,
+        include=include,
+        exclude=exclude,
+        dtypes=dtypes,
+        settings=settings,
+        family=family,
+        patterns=patterns,
+        drift=drift,
+        zero_moments=zero_moments,
+        workers=workers,
+        memory=memory,
+    )
+    return preview(Path(src), options)
 
 
 def convert(
@@ -89,7 +130,7 @@ def convert(
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
     dtypes: Mapping[str, str] | None = None,
-    settings: Mapping[str, str] | None = None,
+    settings: Mapping[str, str | int | float] | None = None,
     family: str | None = None,
     patterns: type_path | None = None,
     drift: str = Drift.ERROR,
@@ -121,7 +162,7 @@ def convert(
     dtypes
         State to dtype, e.g. {"weight": "bfloat16"}.
     settings
-        What the source does not record and the target needs, e.g. {"num_attention_heads": "32"} for megatron.
+        What the source does not record and the target needs, e.g. {"num_attention_heads": 32} for megatron.
     family
         Model family whose rules say how `src` is sharded, instead of the one chosen by evidence.
     patterns
@@ -187,7 +228,7 @@ def make_options(
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
     dtypes: Mapping[str, str] | None = None,
-    settings: Mapping[str, str] | None = None,
+    settings: Mapping[str, str | int | float] | None = None,
     family: str | None = None,
     patterns: type_path | None = None,
     drift: str = Drift.ERROR,
@@ -202,10 +243,9 @@ def make_options(
     if virtual and (to != "ucp" or layout not in ("", "virtual")):
         other = f"--layout {layout}" if to == "ucp" else f"--to {to}"
         raise UsageError(f"--virtual makes a store of atoms that are references: it does not go with {other}")
-    for state, name in (dtypes or {}).items():
-        if name not in {member.value for member in DType} or not DType(name).is_floating:
-            known = ", ".join(member.value for member in DType if member.is_floating)
-            raise UsageError(f"expected STATE=DTYPE with a dtype of {known}; got {state}={name}")
+    for argument, text in {"to": to, "layout": layout}.items():
+        if not isinstance(text, str):
+            raise UsageError(f"expected {argument} as text; got {text!r}")
     if not isinstance(topology, Topology | str | None):
         raise UsageError(f"expected a topology as ucp.Topology or as text like dp=4,zero=3; got {topology!r}")
     if drift not in set(Drift):
@@ -219,10 +259,10 @@ def make_options(
         to=to,
         topology=Topology.parse(topology) if isinstance(topology, str) else topology,
         target=TargetOptions(
-            dtypes=dict(dtypes or {}),
+            dtypes=_dtypes(dtypes or {}),
             layout="virtual" if virtual else layout,
             compress=compress,
-            settings=dict(settings or {}),
+            settings=_settings(settings or {}),
         ),
         names=NameFilter(include=_globs(include), exclude=_globs(exclude)),
         source=source_options(family, patterns),
@@ -254,9 +294,34 @@ def _threads(workers: int | None, memory: int) -> int:
     return fit_threads(memory, asked=workers or 0)
 
 
+def _dtypes(asked: Mapping[str, str]) -> dict[str, str]:
+    """State to dtype. Raises UsageError."""
+    if not isinstance(asked, Mapping):
+        raise UsageError(f"expected dtypes by state, as in {{'weight': 'bfloat16'}}; got {asked!r}")
+    for state, name in asked.items():
+        if name not in {member.value for member in DType} or not DType(name).is_floating:
+            known = ", ".join(member.value for member in DType if member.is_floating)
+            raise UsageError(f"expected STATE=DTYPE with a dtype of {known}; got {state}={name}")
+    return dict(asked)
+
+
+def _settings(asked: Mapping[str, str | int | float]) -> dict[str, str]:
+    """Name to value as text, as the command line has it. Raises UsageError."""
+    if not isinstance(asked, Mapping) or not all(isinstance(value, str | int | float) for value in asked.values()):
+        raise UsageError(
+            f"expected settings by name, as in {{'num_attention_heads': 32}}, each a text or a number; got {asked!r}"
+        )
+    return {name: str(value) for name, value in asked.items()}
+
+
 def _globs(asked: Iterable[str]) -> tuple[str, ...]:
-    """Several globs, or one."""
-    return (asked,) if isinstance(asked, str) else tuple(asked)
+    """Several globs, or one. Raises UsageError."""
+    if isinstance(asked, str):
+        return (asked,)
+    globs = tuple(asked) if isinstance(asked, Iterable) else (asked,)
+    if not all(isinstance(own, str) for own in globs):
+        raise UsageError(f"expected globs over names as text, as in ['*/weight']; got {asked!r}")
+    return globs
 
 
 def verify(

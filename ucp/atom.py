@@ -5,7 +5,7 @@ An `Index` is what a format gives for a path: names, shapes and places, no tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
@@ -170,6 +170,17 @@ class Index:
         for atom in self.atoms.values():
             for name, state in atom.states.items():
                 yield atom, name, state
+
+    def reasons(self, params: Collection[str]) -> tuple[str, ...]:
+        """What `dropped` says of states that some of `params` lack: the entries that list one of them by name.
+
+        Such an entry has a line `  name: ...` for each, under the reason.
+        """
+        return tuple(
+            entry
+            for entry in self.dropped
+            if any(line.strip().partition(": ")[0] in params for line in entry.split("\n")[1:])
+        )
 
     @property
     def nbytes(self) -> int:

@@ -18,7 +18,7 @@ from ucp.atom import Index, StateIndex
 from ucp.checksums import mismatches
 from ucp.errors import CorruptError, SourceError, counted
 from ucp.gather import Gatherer, Sources, Span
-from ucp.numeric import differing, viewed, without_payloads
+from ucp.numeric import differing, viewed, widened, without_payloads
 from ucp.plan import BLOCK, fit_workers
 from ucp.protocols import Observer
 from ucp.slice import Locator, Slice, block_ranges, resolve, whole_slice
@@ -67,6 +67,12 @@ class Change:
     """Elements that differ."""
     largest: float = 0.0
     """Largest absolute difference."""
+
+    def __str__(self) -> str:
+        whose = "/".join(filter(None, [self.param, self.state]))
+        both = self.a if self.a == self.b else f"{self.a} and {self.b}"
+        most = f" differ, by {self.largest:g} at most" if self.numel else ""
+        return f"{whose}{': ' if whose else ''}{self.what}: {both}{most}"
 
 
 def fit_threads(memory: int, *, asked: int = 0) -> int:
@@ -251,7 +257,7 @@ class _Pair:
         right = viewed(_read(self._other, self._b, low, high), self._other.dtype)
         if left.dtype != right.dtype:
             wide = "complex128" if "c" in (left.dtype.kind, right.dtype.kind) else "float64"
-            left, right = left.astype(wide), right.astype(wide)
+            left, right = widened(left, wide), widened(right, wide)
         found = differing(left, right)
         if found and self._is_cast:  # casts need not agree in the payload of a NaN
             found = differing(without_payloads(left, right), right)
@@ -337,9 +343,13 @@ def _groups(a: Index, b: Index) -> Iterator[Change]:
     left, right = _hyper(a), _hyper(b)
     for name in sorted(set(left) & set(right)):
         for key in sorted(set(left[name]) | set(right[name])):
-            own, other = left[name].get(key, "-"), right[name].get(key, "-")
+            own, other = (side[name].get(key, _IMPLIED.get(key, "-")) for side in (left, right))
             if own != other:
                 yield Change(param=name, state=key, what="group", a=own, b=other)
+
+
+_IMPLIED = {"bias_correction": "True"}
+"""Hyper-parameters that mean the same where they are not there: an Adam without this one always corrects."""
 
 
 def _hyper(index: Index) -> dict[str, dict[str, str]]:

@@ -24,6 +24,7 @@ from ucp.finish import create, seal_checksums
 from ucp.gather import Gatherer, Sources, Span
 from ucp.identity import producer
 from ucp.io.commit import MARK, Making, Staging, check_apart, check_destination
+from ucp.io.named_paths import check_fits
 from ucp.journal import line_of, trusted
 from ucp.plan import BLOCK, Job, Task
 from ucp.prepare import ConvertOptions, Prepared, prepare
@@ -84,6 +85,22 @@ class ConvertReport:
     dropped: tuple[str, ...]
     """What was not carried over, with the reasons."""
 
+    def __str__(self) -> str:
+        what = ", ".join(filter(None, [self.to, self.layout, str(self.topology or "")]))
+        refers = f"{counted(self.references, 'reference')} into the source, nothing copied"
+        copied = f"{self.nbytes_written:,} bytes of tensors written"
+        files = f"{counted(self.files_out, 'file')} of {self.nbytes_out:,} bytes"
+        last = f"{counted(self.files_last, 'file')} of {self.nbytes_last:,} bytes"
+        copies = f"{counted(self.copies_checked, 'state')} against copies"
+        text = [f"{self.dst} ({what}), from {self.format}: {counted(self.atoms, 'parameter')}"]
+        if self.already_complete:
+            text.append("was complete already: nothing was written")
+        else:
+            text.append(f"{refers if self.references else copied}; {files}, and the index: {last}")
+            text.append(f"{self.checked_bytes:,} bytes of the source checked against checksums, {copies}")
+        told = {"warning": self.warnings, "cast": self.casts, "note": self.notes, "dropped": self.dropped}
+        return "\n".join([*text, *(f"{kind}: {line}" for kind, lines in told.items() for line in lines)])
+
 
 def carry_out(
     src: Path,
@@ -97,10 +114,12 @@ def carry_out(
 
     `prove`: is given the work and the finished files before they are put in place; raises when they are not right.
     """
+    staging = Staging(dst.resolve())
+    check_fits(staging.data, ())
     check_destination(src, dst)
     prepared = prepare(src, options, observer)
     check_apart(dst, prepared.job.index.path, (file.path for file in prepared.job.index.files))
-    staging = Staging(dst.resolve())
+    check_fits(staging.data, (file.path for file in prepared.job.target.files))
     if options.resume and staging.is_complete(prepared.fingerprint):
         staging.sweep()
         return _report(prepared, dst, options, _Written(), already_complete=True)

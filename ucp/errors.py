@@ -29,9 +29,11 @@ A message says what was expected, what was found, where, and what to do::
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 __all__ = [
+    "ARGUMENTS",
     "ChangedError",
     "CorruptError",
     "CoverError",
@@ -60,8 +62,33 @@ __all__ = [
 ]
 
 
+ARGUMENTS = {
+    **{f"--{name}": f"{name}=..." for name in ("to", "topology", "layout", "include", "exclude", "family", "patterns")},
+    **{f"--{name}": f"{name}=..." for name in ("drift", "workers", "memory", "against")},
+    **{f"--{name}": f"{name}=True" for name in ("virtual", "compress", "resume", "overwrite", "verify")},
+    "--dtype": "dtypes={...}",
+    "--set": "settings={...}",
+    "--zero-moments": "zero_moments=...",
+    "--no-fsync": "fsync=False",
+}
+"""Options that messages name, and what they are called in Python."""
+
+_OPTION = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*")
+"""Example: --zero-moments."""
+
+
 class UcpError(Exception):
-    """Root of every expected failure; the command line prints it without a traceback."""
+    """Root of every expected failure; the command line prints it without a traceback.
+
+    Messages name options as the command line spells them; a note, which Python shows below the message, has the
+    arguments of the functions.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        named = dict.fromkeys(option for text in args for option in _OPTION.findall(str(text)) if option in ARGUMENTS)
+        if named:
+            self.add_note(f"In Python: {', '.join(f'{option} is {ARGUMENTS[option]}' for option in named)}")
 
 
 class UsageError(UcpError):

@@ -158,6 +158,43 @@ def choose(
     raise UnknownFamilyError(_undecided([family.name for family in best], nearest, doubts[nearest] if is_near else ()))
 
 
+def contradictions(
+    family: Family, *, arguments: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, ...]:
+    """Sizes and flags of a model for which its recorded arguments give one value and its tensors another.
+
+    `shapes`: name (any style) to the shape of the whole. A size under [given] of the family counts as said, and is not
+    compared; nor is one that differs from layer to layer.
+    """
+    few = distinct_shapes(shapes)
+    said, seen = family.bind(arguments=arguments).values, family.bind(shapes=few).values
+    return tuple(
+        _contradiction(family, name, arguments, few)
+        for name, value in said.items()
+        if name not in family.given and seen.get(name, value) != value
+    )
+
+
+def _contradiction(
+    family: Family, size: str, arguments: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
+) -> str:
+    """One of `contradictions`, e.g. "hidden: hidden_size = 40, and embedding.word_embeddings.weight is [64, 20]"."""
+    names: list[str] = []
+    waiting = [size]
+    while waiting:
+        own = waiting.pop(0)
+        names.append(own)
+        waiting += sorted(other for way in family.sizes.get(own, ()) for other in way.names if other not in names)
+    recorded = (f"{own} = {arguments[own]!r}" for own in dict.fromkeys(names) if arguments.get(own) is not None)
+    templates = {family.tensors[own].text for own in names if own in family.tensors}
+    found: dict[str, str] = {}
+    for name, shape in shapes.items():
+        for rule in family.rules_of(name):
+            if rule.name.text in templates:
+                found.setdefault(rule.name.text, f"{name} is {list(shape)}")
+    return f"{size}: the arguments say {', '.join(recorded)}; {', '.join(found.values())}"
+
+
 def _doubts(family: Family, names: Iterable[str], arguments: Mapping[str, object]) -> list[str]:
     """What speaks against a family. `names`: one of each kind, for those of other layers fall under the same rules."""
     held: set[str] = set()

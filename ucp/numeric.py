@@ -26,6 +26,7 @@ __all__ = [
     "numpy_dtype",
     "strided",
     "viewed",
+    "widened",
     "without_payloads",
 ]
 
@@ -61,6 +62,14 @@ def strided(
     import numpy as np
 
     return np.ndarray(sizes, dtype=numpy_dtype(dtype), buffer=data, offset=offset, strides=strides)
+
+
+def widened(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """The values in a wider type; NaNs of any kind stay NaNs, without a warning."""
+    import numpy as np
+
+    with np.errstate(invalid="ignore"):
+        return values.astype(dtype)
 
 
 def assign(target: NDArray[Any], values: NDArray[Any]) -> None:

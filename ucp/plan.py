@@ -14,13 +14,16 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from struct import unpack
 
-from ucp.atom import Index
+from ucp.atom import Index, StateIndex
 from ucp.balance import bundle
+from ucp.dtypes import DType
 from ucp.errors import CoverError, MemoryBudgetError, MissingStateError, UsageError, listed
 from ucp.region import RegionPair, intersect
 from ucp.slice import Slice, block_ranges
 from ucp.target import Placement, TargetPlan
+from ucp.tensor import InlineTensor
 
 __all__ = [
     "BLOCK",
@@ -44,6 +47,9 @@ TASK = 4 * BLOCK
 
 SCRATCH = 3 * BLOCK
 """Bytes beside the block itself that a thread may need: a strided, cast, compared or encoded block."""
+
+_EXACT = 1 << 24
+"""Whole numbers up to it are the same in float32."""
 
 
 _Claims = dict[tuple[RegionPair, ...], list[tuple[int, int]]]
@@ -213,9 +219,21 @@ def check_target(index: Index, target: TargetPlan) -> None:
     for placement in target.placements:
         own = placement.slice
         source = index.atoms[own.param].states[own.state]
-        if own.dtype is not source.dtype and not (own.dtype.is_floating and source.dtype.is_floating):
+        is_usual = own.dtype is source.dtype or (own.dtype.is_floating and source.dtype.is_floating)
+        if not is_usual and not _is_whole_number(source):
             raise UsageError(f"{own.param}/{own.state} is {source.dtype}: it cannot be cast to {own.dtype}")
     _check_disjoint(target)
+
+
+def _is_whole_number(state: StateIndex) -> bool:
+    """Whether a state is a count that every type of numbers holds: a plain whole number below 2**24."""
+    ref = state.fragments[0].ref
+    if not isinstance(ref, InlineTensor) or ref.shape:
+        return False
+    if ref.dtype is DType.FLOAT64:
+        (number,) = unpack("<d", ref.data)
+        return bool(number.is_integer() and abs(number) < _EXACT)
+    return ref.dtype is DType.INT64 and abs(int.from_bytes(ref.data, "little", signed=True)) < _EXACT
 
 
 def _held(index: Index, own: Slice) -> bool:

@@ -238,7 +238,12 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     index = settle(index, options.drift, observer or Silent(), memory=options.memory)
     _check_dtypes(index, options.target.dtypes)
     _check_settings(chosen, options.target.settings)
-    own = replace(options.target, family=options.source.family or "", patterns=str(options.source.patterns or ""))
+    own = replace(
+        options.target,
+        family=options.source.family or "",
+        patterns=str(options.source.patterns or ""),
+        keeps_zeros=options.zero_moments is ZeroMoments.KEEP,
+    )
     plan = chosen.plan(index, options.topology, own)
     index = _without(index, plan)
     job = replace(make_job(index, plan), fsync=options.fsync)

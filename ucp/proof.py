@@ -8,7 +8,16 @@ from pathlib import Path
 from ucp.atom import Index
 from ucp.compare import Change, casts_between, checked_bytes, compare, compare_copies, scan_digests, scan_records
 from ucp.convert import owners
-from ucp.errors import ChangedError, CorruptError, CoverError, IdleOptionError, MalformedError, MissingFileError, listed
+from ucp.errors import (
+    ChangedError,
+    CorruptError,
+    CoverError,
+    IdleOptionError,
+    MalformedError,
+    MissingFileError,
+    counted,
+    listed,
+)
 from ucp.joined import joined
 from ucp.plan import Job
 from ucp.prepare import index_as_told, index_of
@@ -47,6 +56,16 @@ class VerifyReport:
         """Whether nothing is wrong."""
         return not self.problems and not self.changes
 
+    def __str__(self) -> str:
+        equal = f", equal to {self.against}" if self.against and not self.changes else ""
+        verdict = f"{counted(len(self.problems), 'problem')}" if self.problems else f"whole and undamaged{equal}"
+        text = [f"{self.path}: {verdict}; {self.checked_bytes:,} bytes checked against checksums"]
+        text += [f"problem: {line}" for line in self.problems]
+        text += [f"compared after a cast: {line}" for line in self.casts]
+        if self.changes:
+            text += [f"{counted(len(self.changes), 'difference')} from {self.against}:", listed(map(str, self.changes))]
+        return "\n".join([*text, *(f"note: {line}" for line in self.notes)])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffReport:
@@ -71,6 +90,13 @@ class DiffReport:
     def equal(self) -> bool:
         """Whether there is no difference."""
         return not self.changes
+
+    def __str__(self) -> str:
+        verdict = "equal" if self.equal else counted(len(self.changes), "difference")
+        shared = f"{counted(self.compared, 'state')} of {self.nbytes_compared:,} bytes compared"
+        text = [f"{self.a} and {self.b}: {verdict}; {shared}"]
+        text += [listed(map(str, self.changes))] if self.changes else []
+        return "\n".join([*text, *(f"note: {line}" for line in self.notes)])
 
 
 def prove(path: Path, *, against: Path | None, source: SourceOptions, threads: int, observer: Observer) -> VerifyReport:
@@ -178,7 +204,11 @@ def prove_written(job: Job, written: Path, *, told: SourceOptions, observer: Obs
     lines = [
         *_damage(index, observer, threads),
         *_drift(index, observer, threads),
-        *(f"{c.param}/{c.state} {c.what}: {c.a} in the source, {c.b} written" for c in changes),
+        *(
+            f"{c.param}/{c.state} {c.what}: {c.a} in the source, {c.b} written"
+            for c in changes
+            if c.what != "missing" or c.state not in job.target.zeros.get(c.param, ())
+        ),
     ]
     if lines:
         raise CorruptError(f"what was written does not read back as the source; it is removed:\n{listed(lines)}")

@@ -101,6 +101,8 @@ class TargetPlan:
     """What of the source's tensors the target does not hold, with the reasons, for the user."""
     lost: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Parameter to its states that are not held at all: what is written is not compared with these."""
+    zeros: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Parameter to states that the source lacks and the target has nonetheless: they are not compared with it."""
     compress: bool = False
     """Placements are written as encoded blocks, one pack per file, whose sizes are known only afterwards."""
     topology: Topology | None = None
@@ -125,6 +127,8 @@ class TargetOptions:
     """Model family whose rules the target goes by, where the user named one."""
     patterns: str = ""
     """File with a family of the user's own, where there is one."""
+    keeps_zeros: bool = False
+    """Moments that were lost may be zero (--zero-moments keep)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

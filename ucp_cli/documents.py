@@ -9,12 +9,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 
-from ucp.api import DiffReport, Survey, VerifyReport
+from ucp.api import DiffReport, PlanReport, Survey, VerifyReport
 from ucp.atom import AtomIndex, Extra, Index, StateIndex
 from ucp.compare import Change
 from ucp.convert import ConvertReport
 from ucp.fragment import Fragment
-from ucp.prepare import ConvertOptions, Prepared
 from ucp.tensor import TensorRef
 from ucp.topology import Topology
 from ucp_cli.tally import count_kinds, count_patterns, count_states
@@ -56,31 +55,29 @@ def survey_document(survey: Survey, problem: str) -> dict[str, object]:
     return {"schema": "ucp.inspect.partial/1", **asdict(survey), "problems": [problem]}
 
 
-def plan_document(prepared: Prepared, options: ConvertOptions) -> dict[str, object]:
+def plan_document(report: PlanReport) -> dict[str, object]:
     """What `ucp plan` decided."""
-    index, target = prepared.job.index, prepared.job.target
-    topology = target.topology or options.topology
     return {
         "schema": "ucp.plan/1",
-        "source": _source(index),
-        "to": options.to,
-        "topology": None if topology is None else _topology(topology),
-        "atoms": len(index.atoms),
-        "nbytes": index.nbytes,
-        "files": [{"path": file.path, "nbytes": file.nbytes} for file in target.files],
-        "nbytes_written": prepared.job.nbytes,
-        "nbytes_out": prepared.nbytes_out,
-        "references": prepared.references,
-        "tasks": len(prepared.job.tasks),
-        "workers": prepared.workers,
-        "threads": prepared.threads,
-        "memory": options.memory,
-        "projected_bytes": prepared.projected_bytes,
-        "patterns": count_patterns(index),
-        "warnings": list(prepared.warnings),
-        "casts": list(target.casts),
-        "notes": [*index.notes, *target.notes],
-        "dropped": list(index.dropped),
+        "source": _source(report.source),
+        "to": report.to,
+        "topology": None if report.topology is None else _topology(report.topology),
+        "atoms": report.atoms,
+        "nbytes": report.nbytes,
+        "files": [{"path": path, "nbytes": nbytes} for path, nbytes in report.files.items()],
+        "nbytes_written": report.nbytes_written,
+        "nbytes_out": report.nbytes_out,
+        "references": report.references,
+        "tasks": report.tasks,
+        "workers": report.workers,
+        "threads": report.threads,
+        "memory": report.memory,
+        "projected_bytes": report.projected_bytes,
+        "patterns": count_patterns(report.source),
+        "warnings": list(report.warnings),
+        "casts": list(report.casts),
+        "notes": list(report.notes),
+        "dropped": list(report.dropped),
     }
 
 

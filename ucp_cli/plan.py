@@ -9,7 +9,7 @@ from typing import Unpack
 import click
 
 from ucp import api
-from ucp.prepare import ConvertOptions, Prepared
+from ucp.api import PlanReport
 from ucp_cli.documents import plan_document
 from ucp_cli.options import PATH, ConvertArguments, as_json, convert_options, example
 from ucp_cli.overview import source_facts
@@ -40,45 +40,40 @@ def command(*, src: Path, as_json: bool, **asked: Unpack[ConvertArguments]) -> N
     Takes the options of `ucp convert`, writes nothing, and reads indexes only; with --drift first or mean, copies of
     tensors too.
     """
-    options = api.make_options(**asked)
-    prepared = api.plan(src, options=options)
+    report = api.plan(src, **asked)
     if as_json:
-        write_json(plan_document(prepared, options))
+        write_json(plan_document(report))
         return
-    index, target = prepared.job.index, prepared.job.target
+    patterns = count_patterns(report.source)
     write(
-        facts(source_facts(index)),
+        facts(source_facts(report.source)),
         heading("Conversion"),
-        facts(_facts(prepared, options)),
-        lines("Warnings", prepared.warnings, style="bold red"),
-        lines("Layout of the source", [f"{p}: {plural(n, 'tensor')}" for p, n in count_patterns(index).items()]),
-        lines("Casts", target.casts, style="yellow"),
-        lines("Notes", (*index.notes, *target.notes)),
-        lines("Left behind", index.dropped, style="yellow"),
+        facts(_facts(report)),
+        lines("Warnings", report.warnings, style="bold red"),
+        lines("Layout of the source", [f"{name}: {plural(count, 'tensor')}" for name, count in patterns.items()]),
+        lines("Casts", report.casts, style="yellow"),
+        lines("Notes", report.notes),
+        lines("Left behind", report.dropped, style="yellow"),
     )
 
 
-def _facts(prepared: Prepared, options: ConvertOptions) -> Iterator[tuple[str, str]]:
-    index, target, wide = prepared.job.index, prepared.job.target, prepared.threads
-    variant = options.target.layout or ("compressed" if options.target.compress else "")
-    yield "to", " ".join(filter(None, [options.to, variant, str(target.topology or options.topology or "")]))
-    read = index.nbytes if target.placements else 0
-    yield "tensors", _tensors(prepared, read)
-    packs = "what the tensors compress to, and " if target.compress else ""
-    files = f"{plural(len(target.files), 'file')} of {packs}{nbytes_text(prepared.nbytes_out)}"
+def _facts(report: PlanReport) -> Iterator[tuple[str, str]]:
+    yield "to", " ".join(filter(None, [report.to, report.layout, str(report.topology or "")]))
+    yield "tensors", _tensors(report)
+    packs = "what the tensors compress to, and " if report.compressed else ""
+    files = f"{plural(len(report.files), 'file')} of {packs}{nbytes_text(report.nbytes_out)}"
     yield "files", f"{files}, and the index"
-    at_best = seconds_text((read + prepared.nbytes_out) / _DISK)
+    at_best = seconds_text((report.nbytes_read + report.nbytes_out) / _DISK)
     yield "time", f"{at_best} or more, where the disk reads and writes 1 GiB/s"
-    workers = f"{plural(prepared.workers, 'worker')} of {plural(wide, 'thread')}"
-    yield "work", f"{plural(len(prepared.job.tasks), 'task')} by {workers}"
-    yield "memory", f"{nbytes_text(prepared.projected_bytes)} at most, of {nbytes_text(options.memory)} allowed"
+    workers = f"{plural(report.workers, 'worker')} of {plural(report.threads, 'thread')}"
+    yield "work", f"{plural(report.tasks, 'task')} by {workers}"
+    yield "memory", f"{nbytes_text(report.projected_bytes)} at most, of {nbytes_text(report.memory)} allowed"
 
 
-def _tensors(prepared: Prepared, read: int) -> str:
+def _tensors(report: PlanReport) -> str:
     """What is done with the bytes of tensors."""
-    index, target = prepared.job.index, prepared.job.target
-    whose = f"of {plural(len(index.atoms), 'parameter')}"
-    if not target.placements:
-        references = plural(prepared.references, "reference")
-        return f"{nbytes_text(index.nbytes)} {whose}: {references} into the source, nothing copied"
-    return f"{nbytes_text(read)} to read, {nbytes_text(prepared.job.nbytes)} to write, {whose}"
+    whose = f"of {plural(report.atoms, 'parameter')}"
+    if report.references:
+        references = plural(report.references, "reference")
+        return f"{nbytes_text(report.nbytes)} {whose}: {references} into the source, nothing copied"
+    return f"{nbytes_text(report.nbytes_read)} to read, {nbytes_text(report.nbytes_written)} to write, {whose}"

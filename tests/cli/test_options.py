@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 
 import click
 import pytest
 
 from tests.cli.conftest import Run
+from ucp import api
+from ucp.errors import ARGUMENTS
+from ucp_cli import convert, verify
 from ucp_cli.options import nbytes_of
 
 
@@ -72,3 +77,13 @@ def test_too_little_memory_is_told_in_its_own_unit(ucp: Run, zero3: Path) -> Non
 )
 def test_an_empty_path_is_wrong_usage(ucp: Run, words: list[str]) -> None:
     assert "expected a path; got ''" in ucp(*words, code=2).stderr
+
+
+@pytest.mark.parametrize(("verb", "called"), [(convert.command, api.convert), (verify.command, api.verify)])
+def test_an_option_is_told_as_the_argument_it_is(verb: click.Command, called: Callable[..., object]) -> None:
+    """What a note of an error calls it in Python: see `ucp.errors.ARGUMENTS`."""
+    accepted = signature(called).parameters
+    options = {param.opts[0]: param.name for param in verb.params if isinstance(param, click.Option)}
+    told = {option: name for option, name in options.items() if name in accepted}
+    assert len(told) > 3
+    assert {option: ARGUMENTS[option].partition("=")[0] for option in told} == told

@@ -24,7 +24,7 @@ sys.path.insert(0, str(FIXTURES))
 from megatron_cases import CASES  # noqa: E402
 from megatron_versions import environment  # noqa: E402
 
-__all__ = ["FIXTURES", "Load", "Loaded", "load_all", "make_sources"]
+__all__ = ["FIXTURES", "Load", "Loaded", "environment", "load_all", "make_sources"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,10 +29,13 @@ def test_a_walk_undoes_a_simulation(data: st.DataObject, numels: list[int]) -> N
     for number, start in enumerate(layout.starts):
         contents[start : start + numels[number]] = [number] * numels[number]
 
-    def holds(number: int, place: Place) -> bool:
-        return contents[place.start : place.start + numels[number]] == [number] * numels[number]
+    def fitting(place: Place) -> list[int]:
+        stretches = [contents[place.start : place.start + numel] for numel in numels]
+        return [number for number, own in enumerate(stretches) if own == [number] * numels[number]]
 
-    assert walk(numels, [layout.numel], holds) == tuple(Place(0, start) for start in layout.starts)
+    expected = tuple(Place(0, start) for start in layout.starts)
+    assert walk(numels, [layout.numel], fitting) == expected
+    assert walk(numels, [layout.numel], fitting, last=True) == expected
 
 
 @given(st.data(), NUMELS)
@@ -51,5 +54,6 @@ def test_parameters_that_are_not_trained_are_passed_over(data: st.DataObject, nu
     trained = [number for number in range(len(numels)) if data.draw(st.booleans())]
     layout = simulate([numels[number] for number in trained], BufferRule()) if trained else None
     starts = dict(zip(trained, layout.starts, strict=True)) if layout else {}
-    found = walk(numels, [layout.numel if layout else 0], lambda n, place: n in starts and place == Place(0, starts[n]))
+    total = layout.numel if layout else 0
+    found = walk(numels, [total], lambda place: [n for n, start in starts.items() if place == Place(0, start)])
     assert found == tuple(Place(0, starts[n]) if n in starts else None for n in range(len(numels)))

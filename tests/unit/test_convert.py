@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import subprocess
@@ -66,6 +67,12 @@ class TestDestination:
             ucp.convert(source, source / place, overwrite=True)
         assert look(source) == before
 
+    @pytest.mark.parametrize("nbytes", [250, 255, 300])
+    def test_a_name_that_leaves_no_room_for_what_grows_beside_it(self, source, tmp_path, nbytes):
+        with pytest.raises(DestinationError, match="shorter name"):
+            ucp.convert(source, tmp_path / ("d" * nbytes))
+        assert [path.name for path in tmp_path.iterdir()] == [source.name]
+
     def test_a_folder_around_the_source_is_refused(self, source, tmp_path):
         with pytest.raises(OverlapError, match="lies inside the destination"):
             ucp.convert(source, tmp_path, overwrite=True)
@@ -120,6 +127,24 @@ class TestDestination:
         assert not (tmp_path / "out" / "atoms").exists()
         assert ucp.diff(source, tmp_path / "out").equal
         assert not partial(tmp_path / "out").exists()
+
+    def test_what_can_never_be_finished_is_discarded_when_asked(self, source, tmp_path):
+        """What an older version left of a conversion that it could not carry out blocks nothing for good."""
+        left = partial(tmp_path / "out")
+        (left / "data" / "atoms").mkdir(parents=True)
+        (left / "data" / "atoms" / "half").write_bytes(b"half")
+        begun = {"fingerprint": "another", "made": {"target": "ucp", "layout": "per-parameter"}}
+        (left / "journal.jsonl").write_text(json.dumps(begun) + "\n")
+        before = tree(left)
+        with pytest.raises(DestinationError, match="with --resume, or discard it and start over with --overwrite"):
+            ucp.convert(source, tmp_path / "out")
+        with pytest.raises(DestinationError, match=r"(?s)layout: per-parameter there, none asked for.*Start over with"):
+            ucp.convert(source, tmp_path / "out", resume=True)
+        assert {path: data for path, data in tree(left).items() if path != "lock"} == before
+        ucp.convert(source, tmp_path / "out", overwrite=True)
+        assert not left.exists()
+        assert "atoms/half" not in tree(tmp_path / "out")
+        assert ucp.diff(source, tmp_path / "out").equal
 
     def test_relative_paths(self, source, tmp_path, monkeypatch):
         (tmp_path / "here").mkdir()

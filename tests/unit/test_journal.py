@@ -4,16 +4,16 @@ import json
 
 import pytest
 
-import ucp
 from ucp.engine.serial import SerialEngine
 from ucp.finish import create
 from ucp.journal import line_of, trusted
+from ucp.prepare import ConvertOptions, prepare
 
 
 @pytest.fixture
 def run(source, tmp_path, small_blocks):
     """A job, its folder, and the journal of all its tasks."""
-    job = ucp.plan(source).job
+    job = prepare(source, ConvertOptions()).job
     root = tmp_path / "data"
     for file in job.target.files:
         create(root, file)

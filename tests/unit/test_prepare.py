@@ -16,7 +16,7 @@ from ucp.topology import Topology
 
 def test_planning_writes_nothing(source, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    prepared = ucp.plan(source)
+    prepared = prepare(source, ConvertOptions())
     assert prepared.job.nbytes == sum(own.nbytes for own in prepared.job.index.atoms.values())
     assert prepared.nbytes_out > prepared.job.nbytes
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
@@ -32,8 +32,8 @@ def test_the_projected_memory_is_within_the_budget(source, memory, workers):
 
 
 def test_a_number_of_workers_is_one_or_more_or_not_said(source, tmp_path):
-    assert ucp.plan(source, options=make_options(workers=1)).workers == 1
-    assert ucp.plan(source, options=make_options()).workers >= 1
+    assert ucp.plan(source, workers=1).workers == 1
+    assert ucp.plan(source).workers >= 1
     for wrong in (0, -1, 1.5):
         with pytest.raises(UsageError, match="1 or more, or None for the default"):
             make_options(workers=wrong)

@@ -15,7 +15,7 @@ import ucp
 from ucp.atom import Extra, Index, Kind, StateIndex
 from ucp.compare import compare
 from ucp.dtypes import DType
-from ucp.errors import ChangedError, CorruptError, MalformedError, MissingFileError, UsageError
+from ucp.errors import ChangedError, CorruptError, DestinationError, MalformedError, MissingFileError, UsageError
 from ucp.fragment import Fragment
 from ucp.gather import Gatherer, Sources
 from ucp.inert import GlobalName, Stub, TorchSize
@@ -26,7 +26,7 @@ from ucp.region import Box
 from ucp.slice import Locator, resolve, whole_slice
 from ucp.store.format import StoreFormat
 from ucp.tensor import TensorRef
-from ucp.testing.handmade import Shards, inline, make_index
+from ucp.testing.handmade import Shards, inline, make_index, write_checkpoint
 from ucp.topology import Topology
 
 LAYOUTS = [{}, {"layout": "packed"}, {"layout": "per-parameter"}, {"compress": True}, {"virtual": True}]
@@ -154,12 +154,59 @@ def test_plain_numbers_stay_plain(tmp_path, memory_format, options):
 def test_any_name_is_a_folder(tmp_path, name):
     shards = Shards(tmp_path / "source")
     index = make_index(shards.folder, {(name, "weight"): shards.whole(np.arange(3, dtype="int32"))})
-    from ucp.testing.handmade import write_checkpoint
-
     write_checkpoint(index)
     ucp.convert(shards.folder, tmp_path / "out", layout="per-parameter")
     assert elements(index_of(tmp_path / "out"), name, "weight").tolist() == [0, 1, 2]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
+
+
+LONG = {"long": "x" * 256, "wide": "\u00e4" * 43, "deep": "/".join(["y" * 200] * 25)}
+"""Names whose folder would have more than 255 bytes; a letter of two bytes is written as six."""
+
+
+@pytest.mark.parametrize("name", LONG.values(), ids=LONG)
+def test_a_name_too_long_for_a_folder_is_refused_before_anything_is_written(tmp_path, name):
+    shards = Shards(tmp_path / "source")
+    states = {(own, "weight"): shards.whole(np.arange(3, dtype="int32")) for own in ("short", name)}
+    write_checkpoint(make_index(shards.folder, states))
+    with pytest.raises(DestinationError, match=r"(?s)got 1 that cannot:.*drop --layout per-parameter"):
+        ucp.convert(shards.folder, tmp_path / "out", layout="per-parameter")
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+    ucp.convert(shards.folder, tmp_path / "out")
+    assert elements(index_of(tmp_path / "out"), name, "weight").tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=LABELS)
+@pytest.mark.parametrize("where", ["parameter", "state", "alias"])
+def test_names_that_are_no_text_are_refused_together(tmp_path, memory_format, options, where):
+    """JSON would join two lone surrogates to one character; torch pickles keep both."""
+    shards = Shards(tmp_path / "source")
+    one, two = "a\ud800b", "\ud83d\ude00"
+    names = {"parameter": [(one, "weight"), (two, "weight")], "state": [("w", one), ("w", two)]}
+    states = {own: shards.whole(np.arange(3, dtype="int32")) for own in names.get(where, [("w", "weight")])}
+    index = make_index(shards.folder, states)
+    memory_format.index = replace(index, aliases={one: "w", two: "w"}) if where == "alias" else index
+    with pytest.raises(DestinationError, match=r"got 2 names with lone surrogates") as caught:
+        ucp.convert(shards.folder, tmp_path / "out", **options)
+    str(caught.value).encode()
+    assert "'a\\ud800b'" in str(caught.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=LABELS)
+def test_names_that_are_one_when_joined_are_told_apart_or_refused(tmp_path, options):
+    shards = Shards(tmp_path / "source")
+    names = [("a/b", "weight"), ("a/b", "c"), ("a", "weight"), ("a", "b/c")]
+    states = {own: shards.whole(np.full(3, at, dtype="int32")) for at, own in enumerate(names)}
+    write_checkpoint(make_index(shards.folder, states))
+    if options in ({}, {"layout": "packed"}):
+        with pytest.raises(DestinationError, match=r"(?s)got 1 name for several:\n  'a/b/c'\n.*--layout per-parameter"):
+            ucp.convert(shards.folder, tmp_path / "out", **options)
+        assert [p.name for p in tmp_path.iterdir()] == ["source"]
+    else:
+        ucp.convert(shards.folder, tmp_path / "out", **options)
+        index = index_of(tmp_path / "out")
+        assert [elements(index, *own)[0] for own in names] == [0, 1, 2, 3]
 
 
 EXTRAS = {

@@ -135,8 +135,8 @@ class Staging:
         self._check_goal(making, resume=resume, overwrite=overwrite)
         if self.folder.exists() and not (resume or overwrite):
             raise DestinationError(
-                f"an unfinished conversion lies at {self.folder}; continue it with --resume, or start over with "
-                "--overwrite"
+                f"an unfinished conversion lies at {self.folder}; continue it with --resume, or discard it and start "
+                "over with --overwrite"
             )
         self._take_lock()
         try:

@@ -17,8 +17,9 @@ from urllib.parse import quote
 from ucp.atom import Extra, Index, Kind
 from ucp.codec import codec_name
 from ucp.dtypes import DType
-from ucp.errors import UsageError, counted
+from ucp.errors import DestinationError, UsageError, counted, listed
 from ucp.identity import identity_of, producer
+from ucp.io.named_paths import check_named, is_text
 from ucp.io.safetensors import layout_safetensors
 from ucp.plan import BLOCK
 from ucp.slice import Slice, whole_slice
@@ -49,6 +50,7 @@ class StoreTarget:
         """Packs and extras. Raises UsageError for options that do not go together."""
         layout = options.layout or LAYOUTS[0]
         _check_options(layout, topology, options)
+        _check_names(index)
         slices = [] if layout == "virtual" else list(_slices(index, options))
         files, placements = _LAID_OUT[layout if not options.compress else "compressed"](slices)
         extras = list(_laid(index.extras))
@@ -88,6 +90,20 @@ def _check_options(layout: str, topology: Topology | None, options: TargetOption
         raise UsageError("a virtual store refers to the source's bytes as they are: --dtype needs a copy")
 
 
+def _check_names(index: Index) -> None:
+    """Raise DestinationError for names that the manifest and the headers of packs, which are text, cannot keep.
+
+    JSON could escape a lone surrogate; but readers of safetensors refuse it, and two in a row come back as one.
+    """
+    names = dict.fromkeys((*index.atoms, *index.aliases, *(name for _, name, _ in index.states())))
+    wrong = [name for name in names if not is_text(name)]
+    if wrong:
+        raise DestinationError(
+            f"expected names that are text; got {counted(len(wrong), 'name')} with lone surrogates, which have no "
+            f"UTF-8:\n{listed(map(repr, wrong))}\nrename them in the model, or leave them out with --exclude"
+        )
+
+
 def _slices(index: Index, options: TargetOptions) -> Iterator[Slice]:
     wanted = {state: DType(name) for state, name in options.dtypes.items()}
     for atom, name, state in index.states():
@@ -124,6 +140,13 @@ def _packs(slices: Sequence[Slice], limit: int) -> Iterator[list[Slice]]:
 
 
 def _packed(slices: Sequence[Slice]) -> tuple[list[OutputFile], list[Placement]]:
+    twice = [name for name, count in Counter(f"{own.param}/{own.state}" for own in slices).items() if count > 1]
+    if twice:
+        raise DestinationError(
+            "expected parameters and states whose names differ when they are joined by '/', as tensors of packs are "
+            f"named; got {counted(len(twice), 'name')} for several:\n{listed(map(repr, twice))}\n"
+            "rename them in the model, or use --layout per-parameter or --compress, which keep them apart"
+        )
     files, placements = [], []
     for number, pack in enumerate(_packs(slices, PACK)):
         file, own = _safetensors(f"packs/{number:05d}.safetensors", pack)
@@ -133,9 +156,16 @@ def _packed(slices: Sequence[Slice]) -> tuple[list[OutputFile], list[Placement]]
 
 
 def _per_parameter(slices: Sequence[Slice]) -> tuple[list[OutputFile], list[Placement]]:
+    paths = [f"atoms/{_folder(own.param)}/{_folder(own.state)}.safetensors" for own in slices]
+    check_named(
+        zip((own.param for own in slices), paths, strict=True),
+        expected="names that can be those of files (atoms/<parameter>/<state>.safetensors, characters but letters, "
+        "digits and _.-~ as %XX)",
+        remedy="keep them in packs, which have no such bound: drop --layout per-parameter",
+    )
     files, placements = [], []
-    for own in slices:
-        file, placed = _safetensors(f"atoms/{_folder(own.param)}/{_folder(own.state)}.safetensors", [own])
+    for own, path in zip(slices, paths, strict=True):
+        file, placed = _safetensors(path, [own])
         files.append(file)
         placements.extend(placed)
     return files, placements

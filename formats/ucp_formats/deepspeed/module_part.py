@@ -281,4 +281,7 @@ def _note_excluded(file: SavedFile, part: ModulePart) -> None:
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     stage = zero.get("stage") if isinstance(zero, dict) else None
     if stage in (2, 3) and "frozen_param_shapes" in file.root and file.root["frozen_param_shapes"] is None:
-        part.notes.append("saved with exclude_frozen_parameters: frozen parameters are not in this checkpoint")
+        part.notes.append(
+            "no frozen parameters are in this checkpoint: the model had none, or they were left out "
+            "(exclude_frozen_parameters)"
+        )

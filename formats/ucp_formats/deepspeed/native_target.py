@@ -25,6 +25,7 @@ from ucp.state import WEIGHT
 from ucp.target import OutputFile, Receipt, TargetOptions, TargetPlan
 from ucp.topology import Topology
 from ucp_formats.deepspeed.experts import Numbered
+from ucp_formats.deepspeed.lost_states import check_stepped, filled_with_zeros
 from ucp_formats.deepspeed.missing_states import native_notes
 from ucp_formats.deepspeed.optimizer_groups import without_groups
 from ucp_formats.deepspeed.pipeline_target import layer_files
@@ -34,6 +35,7 @@ from ucp_formats.deepspeed.run_facts import RunFacts, run_facts, tag
 from ucp_formats.deepspeed.source_stages import pipeline_of
 from ucp_formats.deepspeed.stage_choice import stages_of
 from ucp_formats.deepspeed.stage_settings import StageSettings, stage_settings
+from ucp_formats.deepspeed.step_notes import step_casts
 from ucp_formats.deepspeed.target_plan import pointer_file, target_plan
 
 __all__ = ["DeepSpeedTarget"]
@@ -58,9 +60,12 @@ class DeepSpeedTarget:
                 f"{without_groups(index)}. Write stage-0 model files (--topology zero=0), to load with "
                 "load_module_only=True"
             )
+        check_stepped(facts, groups, flat=stage > 0)
         drafted, notes = _files(facts, wanted, stage_settings(options.settings))
         lost = native_notes(groups, stage=stage, precision=facts.precision)
         plan = target_plan(index, list(drafted), notes=(*facts.extras.notes(), *notes, *lost), topology=wanted)
+        zeros = filled_with_zeros(groups) if stage else {}
+        plan = replace(plan, casts=(*plan.casts, *step_casts(groups)), zeros=zeros)
         return plan if groups else _without_states(plan, index)
 
     def seal(

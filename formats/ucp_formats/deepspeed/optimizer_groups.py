@@ -14,8 +14,9 @@ from ucp.atom import AtomIndex, Index, Kind, check_weights
 from ucp.dtypes import DType
 from ucp.errors import MissingStateError, UnsupportedError, listed
 from ucp.io.sameness import Checksums
-from ucp.state import WEIGHT
+from ucp.state import STEP, WEIGHT
 from ucp.tensor import InlineTensor, Tensor, TensorRef
+from ucp_formats.deepspeed.step_forms import StepForm, from_elsewhere
 
 __all__ = [
     "Group",
@@ -55,6 +56,10 @@ class Group:
     """States with one value per parameter."""
     checksums: Checksums = field(repr=False)
     """Recorded checksums of the source, to compare counts that are tensors."""
+    steps: StepForm = StepForm.FOUND
+    """How the files keep its steps."""
+    from_elsewhere: bool = False
+    """Whether its hyper-parameters are those of another framework."""
 
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
@@ -138,7 +143,7 @@ def without_groups(index: Index) -> str:
     return f"has {', '.join(states)}, and no optimizer groups to take them with" if states else "holds weights only"
 
 
-def optimizer_groups(index: Index, dtypes: Mapping[str, str]) -> tuple[Group, ...]:
+def optimizer_groups(index: Index, dtypes: Mapping[str, str], steps: StepForm = StepForm.FOUND) -> tuple[Group, ...]:
     """Groups of the source, their parameters narrowed to those an optimizer owns. Groups may come out empty.
 
     Raises MissingStateError for a trained parameter without a group, or without a weight.
@@ -151,7 +156,15 @@ def optimizer_groups(index: Index, dtypes: Mapping[str, str]) -> tuple[Group, ..
         hyper = {key: value for key, value in group.hyper.items() if key != "params"}
         elementwise, scalars = _states(params, dtypes)
         groups.append(
-            Group(params=tuple(params), hyper=hyper, elementwise=elementwise, scalars=scalars, checksums=checksums)
+            Group(
+                params=tuple(params),
+                hyper=hyper,
+                elementwise=elementwise,
+                scalars=scalars,
+                checksums=checksums,
+                steps=_form(params, steps),
+                from_elsewhere=from_elsewhere(index),
+            )
         )
     return tuple(groups)
 
@@ -176,9 +189,10 @@ def _check_complete(index: Index) -> None:
     grouped = {name for group in index.groups for name in group.params}
     lost = [atom.name for atom in index.atoms.values() if is_optimized(atom) and atom.name not in grouped]
     if lost:
+        whole = f"{listed(lost)}\nconvert from a checkpoint with the whole optimizer"
         raise MissingStateError(
             f"expected every trained parameter in an optimizer group; {index.path} has {len(lost)} in none:\n"
-            f"{listed(lost)}\nconvert from a checkpoint with the whole optimizer"
+            + ("\n".join(index.reasons(lost)) or whole)
         )
     check_weights(index)
 
@@ -195,6 +209,15 @@ def _states(params: Sequence[AtomIndex], dtypes: Mapping[str, str]) -> tuple[dic
             continue
         elementwise[name] = _common(stored_dtype(atom, name, dtypes) for atom in holders)
     return elementwise, tuple(scalars)
+
+
+def _form(params: Sequence[AtomIndex], wanted: StepForm) -> StepForm:
+    """Form in which steps can be written: a tensor, whose value is not known yet, only becomes one of another float."""
+    holders = [atom for atom in params if STEP in atom.states]
+    if all(inline_number(atom, STEP) is not None for atom in holders):
+        return wanted
+    floating = all(atom.states[STEP].dtype.is_floating for atom in holders)
+    return wanted if wanted is StepForm.FLOATING and floating else StepForm.FOUND
 
 
 def _is_scalar(name: str, holders: Sequence[AtomIndex]) -> bool:

@@ -1,7 +1,8 @@
 """`zero/` of a universal checkpoint: a folder per parameter with a file per state.
 
-A file holds a dict with the tensor under `param` (ZeRO up to stage 2), a bare flat tensor whose shape is known
-elsewhere (ZeRO-3), or for `step` a bare number (checkpoint/ds_to_universal.py, 0.19.8).
+A parameter with "/" in its name lies in a folder of a folder, as DeepSpeed joins the two to a path. A file holds a dict
+with the tensor under `param` (ZeRO up to stage 2), a bare flat tensor whose shape is known elsewhere (ZeRO-3), or for
+`step` a bare number (checkpoint/ds_to_universal.py, 0.19.8).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ucp.region import Box
 from ucp.state import STEP, WEIGHT
 from ucp.tensor import Record, TensorRef, contiguous_strides
 from ucp_formats.deepspeed.buckets import scalar_state
+from ucp_formats.deepspeed.universal_paths import GLOBALS
 
 __all__ = ["ParameterFolders", "read_parameter_folders"]
 
@@ -47,33 +49,62 @@ class ParameterFolders:
 def read_parameter_folders(zero: Path, shapes: Mapping[str, Shape], problems: Problems) -> ParameterFolders:
     """Read every folder of `zero`; files that cannot be read go to `problems`.
 
-    `shapes`: shape of a parameter where the model-states files say it; flat tensors are given that shape.
+    `shapes`: shape of a parameter where the model-states files say it; flat tensors are given that shape. A folder in
+    that of a parameter is a parameter only if it is one of these.
     """
     found = ParameterFolders()
-    for folder in sorted(zero.iterdir(), key=lambda path: path.name):
-        if not folder.is_dir():
-            if folder.name != "optimizer_state.pt":
-                found.strays.append(folder.name)
-            continue
-        names = [name for name in sorted(os.listdir(folder)) if name.endswith(".pt")]
-        found.strays += [f"{folder.name}/{name}" for name in sorted(os.listdir(folder)) if name not in names]
-        if "fp32.pt" not in names:
+    for folder in _folders(zero, "", shapes, found):
+        if "fp32.pt" not in folder.files:
             problems.missing.append(f"zero/{folder.name}/fp32.pt")
-        own = dict(_read_folder(folder, names, shapes.get(folder.name), found, problems))
+        own = dict(_read_folder(folder, shapes.get(folder.name), found, problems))
         found.states[folder.name] = {name: own[name] for name in sorted(own, key=lambda name: name != WEIGHT)}
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """The folder of a parameter."""
+
+    path: Path
+    """Where it is."""
+    name: str
+    """Name of the parameter."""
+    files: tuple[str, ...]
+    """Names of its files, in order."""
+
+
+def _folders(folder: Path, name: str, shapes: Mapping[str, Shape], found: ParameterFolders) -> Iterator[_Folder]:
+    """The parameters in the folder `name` of `zero` (empty for itself), in order; what is none goes to the strays."""
+    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    inner = [entry.name for entry in entries if entry.is_dir(follow_symlinks=not name)]
+    files = tuple(own.name for own in entries if own.name not in inner and own.name.endswith(".pt") and name)
+    is_parameter = bool(files) or name in shapes
+    below = [f"{name}/{own}" if name else own for own in inner]
+    nested = [own for own in below if not is_parameter or _holds_any(own, shapes)]
+    if is_parameter or (name and not nested):
+        yield _Folder(folder, name, files)
+    strays = [own.name for own in entries if own.name not in inner and own.name not in files]
+    found.strays += [f"{name}/{own}" if name else own for own in strays if name or own != GLOBALS]
+    found.strays += [own for own in below if own not in nested]
+    for own in nested:
+        yield from _folders(folder / own.rpartition("/")[2], own, shapes, found)
+
+
+def _holds_any(name: str, shapes: Mapping[str, Shape]) -> bool:
+    """Whether a folder is that of a parameter which is known, or holds one."""
+    return any(own == name or own.startswith(f"{name}/") for own in shapes)
+
+
 def _read_folder(
-    folder: Path, names: list[str], shape: Shape | None, found: ParameterFolders, problems: Problems
+    folder: _Folder, shape: Shape | None, found: ParameterFolders, problems: Problems
 ) -> Iterator[tuple[str, StateIndex]]:
-    for name in names:
-        path = folder / name
+    for name in folder.files:
+        path = folder.path / name
         where = f"zero/{folder.name}/{name}"
         try:
             archive = read_archive(str(path))
         except (SourceError, CorruptError) as error:
-            problems.wrong.append(f"{where}: {str(error).replace(f'{folder}/', '')}")
+            problems.wrong.append(f"{where}: {str(error).replace(f'{folder.path}/', '')}")
             continue
         state = _STATES.get(path.stem, path.stem)
         value = archive.root

@@ -25,6 +25,7 @@ from ucp_formats.deepspeed.model_states import (
 from ucp_formats.deepspeed.optimizer_groups import Group, check_flat, optimizer_groups, without_groups
 from ucp_formats.deepspeed.run_config import Precision
 from ucp_formats.deepspeed.run_facts import EMULATED, RunFacts, tag
+from ucp_formats.deepspeed.step_forms import native_form
 from ucp_formats.deepspeed.target_plan import group_notes
 
 __all__ = ["RankFiles", "groups_of"]
@@ -32,7 +33,8 @@ __all__ = ["RankFiles", "groups_of"]
 
 def groups_of(facts: RunFacts) -> Sequence[Group]:
     """Optimizer groups; none at all where no parameter has a trained one."""
-    groups = optimizer_groups(facts.index, facts.dtypes) if facts.index.groups else ()
+    index = facts.index
+    groups = optimizer_groups(index, facts.dtypes, native_form(index)) if index.groups else ()
     return groups if any(group.params for group in groups) else ()
 
 

@@ -42,6 +42,8 @@ class RunFacts:
     """ZeRO stage of the target."""
     rules: TensorRules | None
     """How parameters lie over tensor-parallel ranks, where the source says so."""
+    keeps_zeros: bool = False
+    """Whether moments that were lost are to be zero."""
     tp: int = 1
     """Tensor-parallel ranks of the target."""
     pp: int = 1
@@ -77,6 +79,7 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int) -
         ranks=ranks,
         stage=stage,
         rules=TensorRules(info, index.path) if isinstance(info, dict) else None,
+        keeps_zeros=options.keeps_zeros,
     )
 
 

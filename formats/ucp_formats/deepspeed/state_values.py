@@ -4,29 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ucp.atom import AtomIndex
+from ucp.dtypes import DType
+from ucp.state import STEP
 from ucp_formats.deepspeed.atom_draft import AtomDraft
 from ucp_formats.deepspeed.loss_scaling import plain_scaler, read_loss_scale, scaler_object
-from ucp_formats.deepspeed.optimizer_groups import Group
+from ucp_formats.deepspeed.optimizer_groups import Group, inline_number
 from ucp_formats.deepspeed.run_config import Precision
 from ucp_formats.deepspeed.run_facts import RunFacts
+from ucp_formats.deepspeed.step_forms import StepForm
 
-__all__ = ["clipping", "common_keys", "group_entry", "scalar_value"]
+__all__ = ["clipping", "common_keys", "count_of", "group_entry", "scalar_value"]
+
+_TENSORS = {StepForm.FLOATING: DType.FLOAT32}
+"""Form of a step to the type of the tensor that it is written as."""
 
 
 def scalar_value(draft: AtomDraft, group: Group, state: str, params: Iterable[str] | None = None) -> object:
-    """The count that `params` share: a Python number if it was one, else a 0-d tensor of this file."""
+    """The count that `params` share: a Python number or a 0-d tensor of this file, as found or as `group` has it."""
     found = group.scalar(state, params)
-    if found.number is not None:
-        return found.number
-    holder = next(atom for atom in group.params if atom.name == found.param)
-    return draft.whole(found.param, state, holder.states[state].dtype)
+    return count_of(draft, next(atom for atom in group.params if atom.name == found.param), state, group.steps)
+
+
+def count_of(draft: AtomDraft, atom: AtomIndex, state: str, steps: StepForm) -> object:
+    """A count of one parameter; `steps`: the form, if it is its steps."""
+    number = inline_number(atom, state)
+    form = steps if state == STEP else StepForm.FOUND
+    if form in _TENSORS:
+        return draft.whole(atom.name, state, _TENSORS[form])
+    if number is None:
+        return draft.whole(atom.name, state, atom.states[state].dtype)
+    return int(number) if form is StepForm.NUMBER and number == int(number) else number
 
 
 def group_entry(draft: AtomDraft, group: Group, numbers: Iterable[int]) -> dict[object, object]:
     """A parameter group of a torch optimizer; `numbers`: of its parameters."""
     hyper = draft.carried(dict(group.hyper))
     assert isinstance(hyper, dict)
-    return {**hyper, "params": list(numbers)}
+    # Adam of torch and of Megatron always corrects; FusedAdam and DeepSpeedCPUAdam look the key up in every step.
+    is_foreign_adam = group.from_elsewhere and {"betas", "eps"} <= hyper.keys()
+    own = {"bias_correction": True, **hyper} if is_foreign_adam else hyper
+    return {**own, "params": list(numbers)}
 
 
 def common_keys(facts: RunFacts, rank: int) -> dict[str, object]:

@@ -33,6 +33,7 @@ def _casts(index: Index, drafted: Sequence[Drafted]) -> tuple[str, ...]:
     """One line per state and change of type, with the number of parameters concerned.
 
     The weights that the model computes with stand beside their masters, rounded: that loses nothing, and is no cast.
+    A master that is made of such a weight, wider than the source has it, is one.
     """
     changed: dict[tuple[str, str, str], set[str]] = {}
     masters = {(p.slice.param, p.slice.dtype) for own in drafted for p in own.placements if p.slice.state == WEIGHT}
@@ -40,7 +41,8 @@ def _casts(index: Index, drafted: Sequence[Drafted]) -> tuple[str, ...]:
         for place in own.placements:
             state = place.slice.state
             source = index.atoms[place.slice.param].states[state].dtype
-            beside = state == WEIGHT and (place.slice.param, source) in masters
+            is_wider = place.slice.dtype.itemsize > source.itemsize
+            beside = state == WEIGHT and (place.slice.param, source) in masters and not is_wider
             if source is not place.slice.dtype and not beside:
                 changed.setdefault((state, source.value, place.slice.dtype.value), set()).add(place.slice.param)
     return tuple(
@@ -57,7 +59,7 @@ def group_notes(groups: Sequence[Group]) -> tuple[str, ...]:
         lines.append(
             f"{counted(len(missing), 'parameter lacks', 'parameters lack')} "
             f"states that others of their group have ({missing[0]}, ...): those are "
-            "zero, and the step count is the group's, as for a parameter that was never stepped"
+            "zero, and the step count is the group's, as DeepSpeed has it for a parameter that was never stepped"
         )
     unsure = sorted({name for group in groups for name in group.scalars if not group.scalar(name).certain})
     if unsure:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 from ucp.atom import Extra, Index, Kind, ParamGroup, StateIndex
-from ucp.errors import MissingFileError, UnsupportedError
+from ucp.errors import MissingFileError, UnsupportedError, counted, listed
 from ucp.io.fields import Shape, integer, mapping, sequence
 from ucp.io.problems import Problems
 from ucp.io.sameness import Checksums
@@ -36,11 +37,10 @@ from ucp_formats.deepspeed.parameter_folders import ParameterFolders, read_param
 from ucp_formats.deepspeed.refusals import refuse_contents, refuse_idle_options, refuse_names
 from ucp_formats.deepspeed.run_config import RunConfig
 from ucp_formats.deepspeed.saved_run import SavedFile, source_files, try_read
+from ucp_formats.deepspeed.universal_paths import GLOBALS
 from ucp_formats.deepspeed.universal_ranks import UniversalRanks, universal_ranks
 
 __all__ = ["read_universal"]
-
-_GLOBALS = "optimizer_state.pt"
 
 
 def read_universal(located: Located, name: str, options: SourceOptions) -> Index:
@@ -54,11 +54,17 @@ def read_universal(located: Located, name: str, options: SourceOptions) -> Index
     ranks = universal_ranks(files, str(folder.path), problems, options)
     refuse_idle_options(options, ranks.tp, str(folder.path))
     found = read_parameter_folders(folder.path / UNIVERSAL, ranks.known_shapes(), problems)
-    shared = try_read(folder.path / UNIVERSAL, FileName(role=Role.OPTIMIZER, name=_GLOBALS), problems)
+    shared = try_read(folder.path / UNIVERSAL, FileName(role=Role.OPTIMIZER, name=GLOBALS), problems)
     problems.raise_any(str(folder.path), "universal")
     if shared is None:
-        raise MissingFileError(f"expected {UNIVERSAL}/{_GLOBALS} in {folder.path}; copy it from where it was saved")
+        raise MissingFileError(f"expected {UNIVERSAL}/{GLOBALS} in {folder.path}; copy it from where it was saved")
     universal = _Universal(ranks=ranks, shared=shared, found=found)
+    lost = universal.without_folder()
+    if lost:
+        raise MissingFileError(
+            f"expected a folder in {folder.path / UNIVERSAL} for every trained parameter of the model-states files; "
+            f"none is there for {counted(len(lost), 'parameter')}:\n{listed(lost)}\ncopy what was saved"
+        )
     return universal.index(name, located.reasons, folder_notes(located.root, folder), tuple(files))
 
 
@@ -82,6 +88,11 @@ class _Universal:
     def buffers(self) -> tuple[dict[str, Shape], ...]:
         """`param_shapes`, those of all pipeline stages together."""
         return self.ranks.groups
+
+    def without_folder(self) -> list[str]:
+        """Trained parameters that have elements and no folder in `zero/`."""
+        shapes = {param: shape for own in self.buffers for param, shape in own.items()}
+        return [param for param, shape in shapes.items() if prod(shape) and param not in self.found.states]
 
     def index(self, name: str, evidence: tuple[str, ...], notes: Sequence[str], files: Sequence[SavedFile]) -> Index:
         """The index."""

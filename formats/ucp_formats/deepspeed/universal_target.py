@@ -24,6 +24,7 @@ from ucp.topology import Topology
 from ucp_formats.deepspeed.atom_draft import AtomDraft
 from ucp_formats.deepspeed.experts import is_expert
 from ucp_formats.deepspeed.flat_optimizer import keeps_whole
+from ucp_formats.deepspeed.lost_states import check_stepped, filled_with_zeros
 from ucp_formats.deepspeed.missing_states import ANEW, lacking, shared_notes
 from ucp_formats.deepspeed.model_states import Module, frozen_shapes, model_state, module_tensors, shapes
 from ucp_formats.deepspeed.optimizer_groups import Group, check_flat, is_optimized, optimizer_groups, without_groups
@@ -34,7 +35,10 @@ from ucp_formats.deepspeed.run_facts import EMULATED, RunFacts, run_facts, tag
 from ucp_formats.deepspeed.source_stages import names_layers
 from ucp_formats.deepspeed.stage_norms import waiting_notes
 from ucp_formats.deepspeed.state_values import clipping, common_keys, group_entry, scalar_value
+from ucp_formats.deepspeed.step_forms import universal_form
+from ucp_formats.deepspeed.step_notes import check_steps, step_casts, step_is_tensor, step_notes
 from ucp_formats.deepspeed.target_plan import group_notes, pointer_file, target_plan
+from ucp_formats.deepspeed.universal_paths import check_places, state_path
 
 __all__ = ["DeepSpeedUniversalTarget"]
 
@@ -46,12 +50,16 @@ _STAGE3_STATES = ("exp_avg", "exp_avg_sq")
 
 _MOST_RANKS = 1024
 """Numbers of ranks that are tried for the loader of stages 1 and 2."""
+_MOST_SPANS = 6
+"""Stretches of such numbers that are told."""
 
 
 class DeepSpeedUniversalTarget:
     """Target `deepspeed-universal`."""
 
     name = "deepspeed-universal"
+    takes_settings = True
+    """Whose optimizer loads it (`step_forms`)."""
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files for every stage and number of ranks. Raises UsageError for a `topology`, MissingStateError."""
@@ -73,14 +81,21 @@ class DeepSpeedUniversalTarget:
         facts = run_facts(index, options, ranks=index.topology.dp, stage=1 if stage is None else stage)
         facts = replace(facts, tp=wanted.tp, pp=wanted.pp)
         _check_degrees(facts)
-        groups = [group for group in optimizer_groups(index, options.dtypes) if group.params]
+        steps = universal_form(index, options.settings)
+        groups = [group for group in optimizer_groups(index, options.dtypes, steps) if group.params]
+        if options.settings:
+            check_steps(groups, steps)
+        check_stepped(facts, groups)
         check_flat(groups)
+        check_places(tag(index), {atom.name: _stems(group) for group in groups for atom in group.params})
         drafted = [
             *_model_files(facts, groups),
             _globals(facts, groups),
             *(file for group in groups for atom in group.params for file in _parameter_files(facts, group, atom)),
         ]
-        return target_plan(index, drafted, notes=(*facts.extras.notes(), *group_notes(groups), *_limits(facts, groups)))
+        notes = (*facts.extras.notes(), *group_notes(groups), *step_notes(groups), *_limits(facts, groups))
+        plan = target_plan(index, drafted, notes=notes)
+        return replace(plan, casts=(*plan.casts, *step_casts(groups)), zeros=filled_with_zeros(groups))
 
     def seal(
         self,
@@ -182,9 +197,8 @@ def _shared_by_all(entries: Sequence[dict[object, object]]) -> dict[object, obje
 
 def _parameter_files(facts: RunFacts, group: Group, atom: AtomIndex) -> Iterator[Drafted]:
     """One file per state; no others, as stages 1 and 2 take every `.pt` file of the folder for a state."""
-    folder = f"{tag(facts.index)}/zero/{atom.name}"
-    for state in (WEIGHT, *group.state_names):
-        draft = AtomDraft(f"{folder}/{_FILE_NAMES.get(state, state)}.pt", facts.index)
+    for state, stem in zip((WEIGHT, *group.state_names), _stems(group), strict=True):
+        draft = AtomDraft(state_path(tag(facts.index), atom.name, stem), facts.index)
         if state in group.scalars:
             yield draft.finish(_count(draft, group, atom, state))
             continue
@@ -194,6 +208,11 @@ def _parameter_files(facts: RunFacts, group: Group, atom: AtomIndex) -> Iterator
         held = state in atom.states
         tensor = draft.whole(atom.name, state, dtype, shape=shape) if held else draft.zeros(dtype, shape)
         yield draft.finish({**keys, "param": tensor})
+
+
+def _stems(group: Group) -> tuple[str, ...]:
+    """Stems of the files of each parameter of a group: of its weight, then of its other states."""
+    return tuple(_FILE_NAMES.get(state, state) for state in (WEIGHT, *group.state_names))
 
 
 def _count(draft: AtomDraft, group: Group, atom: AtomIndex, state: str) -> object:
@@ -229,7 +248,7 @@ def _limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
             "stages 1 and 2 with round_robin_gradients put what they load in wrong places, without a word; load it "
             "with that off, or use --to deepspeed"
         )
-    ranks = _first_empty(groups)
+    ranks = _empty_at(groups)
     if ranks:
         which = "ZeRO 1" if pipeline else "stages 1 and 2"
         part = "stages of the pipeline" if pipeline else "tensor-parallel ranks" if facts.rules is not None else ""
@@ -299,18 +318,25 @@ def _stage3_limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
     others = sorted({state for group in groups for state in group.elementwise if state not in _STAGE3_STATES})
     if others:
         yield f"stage 3 leaves out {', '.join(others)}: it loads exp_avg, exp_avg_sq and step only"
-    if any(STEP in group.scalars and group.scalar(STEP).number is None for group in groups):
+    if any(STEP in group.scalars and step_is_tensor(group) for group in groups):
         yield (
-            "stage 3 shares one step tensor between all its sub-groups, so that a torch optimizer counts it once for "
-            "each; after loading, replace optimizer.state[p]['step'] by its clone for every p, or use --to deepspeed"
+            "stage 3 shares one step tensor between all its sub-groups, so that an optimizer counts it once for each; "
+            "after loading, replace optimizer.state[p]['step'] by its clone for every p, or use --to deepspeed (or "
+            "--set optimizer=deepspeed for an optimizer of DeepSpeed, which counts a number)"
         )
 
 
-def _first_empty(groups: Sequence[Group]) -> int | None:
-    """Smallest number of ranks at which a rank would hold no element of some group."""
-    for ranks in range(2, _MOST_RANKS + 1):
-        for group in groups:
-            flat = flat_group(group.sizes, ranks=ranks)
-            if (ranks - 1) * flat.partition >= flat.used:
-                return ranks
-    return None
+def _empty_at(groups: Sequence[Group]) -> str:
+    """Numbers of ranks at which a rank would hold no element of some group, in words; empty for none."""
+    found = [
+        ranks
+        for ranks in range(2, _MOST_RANKS + 1)
+        if any((ranks - 1) * flat.partition >= flat.used for flat in (flat_group(g.sizes, ranks=ranks) for g in groups))
+    ]
+    starts = [ranks for ranks in found if ranks - 1 not in found]
+    stops = [ranks for ranks in found if ranks + 1 not in found]
+    spans = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, stops, strict=True)]
+    if found and found[-1] == _MOST_RANKS:
+        spans[-1] = f"{starts[-1]} and all more"
+    shown = spans if len(spans) <= _MOST_SPANS else [*spans[: _MOST_SPANS - 1], "...", spans[-1]]
+    return ", ".join(shown)

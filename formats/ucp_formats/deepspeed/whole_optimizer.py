@@ -23,7 +23,8 @@ from ucp_formats.deepspeed.loss_scaling import LossScale, read_loss_scale, scale
 from ucp_formats.deepspeed.optimizer_groups import Group, inline_number, stored_dtype
 from ucp_formats.deepspeed.run_config import Precision
 from ucp_formats.deepspeed.run_facts import RunFacts
-from ucp_formats.deepspeed.state_values import clipping, group_entry, scalar_value
+from ucp_formats.deepspeed.state_values import clipping, count_of, group_entry, scalar_value
+from ucp_formats.deepspeed.step_forms import StepForm
 
 __all__ = ["Members", "Wrapper", "members", "optimizer_state", "wrapper"]
 
@@ -49,7 +50,8 @@ def wrapper(facts: RunFacts, groups: Sequence[Group]) -> Wrapper:
         return Wrapper.PLAIN
     fused = facts.config.names_fused_adam
     if not facts.config.names_optimizer:
-        fused = bool(groups) and "bias_correction" in groups[0].hyper
+        unfused = facts.extras.mapping("optimizer").get("class") == "FP16_UnfusedOptimizer"
+        fused = bool(groups) and "bias_correction" in groups[0].hyper and not unfused
     return Wrapper.FUSED if fused else Wrapper.UNFUSED
 
 
@@ -88,16 +90,17 @@ def _per_parameter(draft: AtomDraft, facts: RunFacts, counted: Members) -> dict[
     for group, atoms in counted:
         entries.append(group_entry(draft, group, range(number, number + len(atoms))))
         for atom in atoms:
-            own = {name: _own_value(draft, facts, atom, name) for name in atom.states if name != WEIGHT}
+            own = {name: _own_value(draft, facts, atom, name, group.steps) for name in atom.states if name != WEIGHT}
             if own:
                 state[number] = own
             number += 1
     return {"state": state, "param_groups": entries}
 
 
-def _own_value(draft: AtomDraft, facts: RunFacts, atom: AtomIndex, state: str) -> object:
-    number = inline_number(atom, state)
-    return draft.whole(atom.name, state, stored_dtype(atom, state, facts.dtypes)) if number is None else number
+def _own_value(draft: AtomDraft, facts: RunFacts, atom: AtomIndex, state: str, steps: StepForm) -> object:
+    if inline_number(atom, state) is not None:
+        return count_of(draft, atom, state, steps)
+    return draft.whole(atom.name, state, stored_dtype(atom, state, facts.dtypes))
 
 
 def _master(draft: AtomDraft, facts: RunFacts, atom: AtomIndex) -> NewTensor:

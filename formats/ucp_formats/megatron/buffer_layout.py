@@ -7,7 +7,8 @@ leave out the padding at the ends of buckets, so a parameter that opens a bucket
 
 What a file does not say is the size of the buckets, and before 2024-07 nothing was aligned. So a layout is *walked*:
 after a parameter the next one starts at the next multiple of 64 of its bucket, or right away. Which of the two it is,
-the contents tell: `holds(parameter, place)`.
+the contents tell: `fitting(place)`. Parameters that are not trained are passed over. The first and the last walk in the
+order of choices are the same only where there is no other (`ties`).
 
 >>> rule = BufferRule(bucket_numel=100, bucket_multiple=128, alignment=64)
 >>> simulate([70, 60, 10], rule)
@@ -16,7 +17,7 @@ BufferLayout(starts=(124, 64, 0), numel=194)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import NamedTuple
@@ -116,7 +117,7 @@ class _State(NamedTuple):
     """How far a walk has come."""
 
     number: int
-    """Parameter that was placed last; all after it are placed, too."""
+    """Parameter that was placed last; all after it are placed, or passed over."""
     segment: int
     """Segment of its end."""
     end: int
@@ -125,12 +126,70 @@ class _State(NamedTuple):
     """First element of its bucket."""
 
 
+class _Step(NamedTuple):
+    """A parameter put in a place, or (without one) the end of the walk."""
+
+    place: Place | None
+    state: _State
+    """How far the walk has come after it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ground:
+    """What a walk goes over."""
+
+    numels: Sequence[int]
+    segments: Sequence[int]
+    fitting: Callable[[Place], Iterable[int]]
+    slack: int
+    zeros: Container[int]
+    """As in `walk`."""
+
+    def steps(self, state: _State, *, last: bool) -> Iterator[_Step]:
+        """Ways to go on: the parameter that is registered right before, first; with `last`, in the reverse order.
+
+        What fits a parameter is taken for padding, at the end of a segment, only when nothing else leads to an end.
+        """
+        own = [at for at in self._starts(state) if at[0] == state.segment]
+        following = [at for at in self._starts(state) if at[0] != state.segment]
+        for starts in (own, following):
+            found = [step for at in starts for step in self._placed(state, at)]
+            yield from reversed(found) if last else found
+        if state.segment >= len(self.segments) - 1 and sum(self.segments[state.segment :]) - state.end <= self.slack:
+            yield _Step(None, state)
+
+    def _placed(self, state: _State, at: tuple[int, int, int]) -> Iterator[_Step]:
+        segment, start, begin = at
+        if segment < len(self.segments):
+            fits = [number for number in self.fitting(Place(segment, start)) if number < state.number]
+            for number in sorted(fits, reverse=True):
+                stop = start + self.numels[number]
+                if stop <= self.segments[segment]:
+                    yield _Step(Place(segment, start), _State(number, segment, stop, begin))
+
+    def _starts(self, state: _State) -> Iterator[tuple[int, int, int]]:
+        """Segment, start and begin of the bucket for what comes next.
+
+        Padding is zeros: it does not start where a parameter of other contents stands.
+        """
+        aligned = state.begin + _padded(state.end - state.begin, ALIGNMENT)
+        at_end = self.fitting(Place(state.segment, state.end)) if state.segment < len(self.segments) else ()
+        if aligned == state.end or all(own in self.zeros for own in at_end if own < state.number):
+            yield state.segment, aligned, state.begin
+        if aligned != state.end:
+            yield state.segment, state.end, state.end
+        if self.segments and self.segments[state.segment] - state.end <= self.slack:
+            yield state.segment + 1, 0, 0
+
+
 def walk(
     numels: Sequence[int],
     segments: Sequence[int],
-    holds: Callable[[int, Place], bool],
+    fitting: Callable[[Place], Iterable[int]],
     *,
     slack: int = 0,
+    zeros: Container[int] = (),
+    last: bool = False,
 ) -> tuple[Place | None, ...] | None:
     """Where every parameter starts, or None when there is no such layout.
 
@@ -140,71 +199,37 @@ def walk(
         Elements of the parameters, in registration order.
     segments
         Elements of the tensors that the buffer is stored in: one, or (2023-10 to 2024-04) one per bucket.
-    holds
-        Whether the elements at a place are those of a parameter. Asked for places that lie within a segment.
+    fitting
+        Parameters whose elements stand at a place, by number.
     slack
         Elements that may be left over at the end of a segment, which is padding.
+    zeros
+        Parameters that are zero, as padding is.
+    last
+        Give the last walk in the order of choices, not the first. There is another layout where they differ.
 
-    A parameter that is found neither where it must be is not in the buffer (it is not trained): its place is None.
+    A parameter that is passed over is not in the buffer (it is not trained): its place is None.
     """
-    # depth first: two candidates seldom both hold, and a wrong one ends soon
-    steps: list[tuple[_State, Iterator[tuple[Place | None, _State]]]] = []
+    ground = _Ground(numels=numels, segments=segments, fitting=fitting, slack=slack, zeros=zeros)
     begun = _State(len(numels), 0, 0, 0)
-    steps.append((begun, _next(begun, numels, segments, holds, slack)))
-    places: list[Place | None] = []
+    ways: list[Iterator[_Step]] = [ground.steps(begun, last=last)]
+    trail: list[_Step] = []
     dead: set[tuple[int, int, int, int]] = set()
-    while steps:
-        state, options = steps[-1]
-        if state.number == 0 and _is_full(state, segments, slack):
-            return tuple(reversed(places))
-        for place, following in options:
-            if _key(following) not in dead:
-                places.append(place)
-                steps.append((following, _next(following, numels, segments, holds, slack)))
-                break
+    while ways:  # depth first: two candidates seldom both hold, and a wrong one ends soon
+        step = next((own for own in ways[-1] if own.place is None or _key(own.state) not in dead), None)
+        if step is None:
+            dead.add(_key(trail[-1].state if trail else begun))
+            ways.pop()
+            trail = trail[: max(len(ways) - 1, 0)]
+        elif step.place is None:
+            placed = {own.state.number: own.place for own in trail}
+            return tuple(placed.get(number) for number in range(len(numels)))
         else:
-            dead.add(_key(state))
-            steps.pop()
-            if places:
-                places.pop()
+            trail.append(step)
+            ways.append(ground.steps(step.state, last=last))
     return None
 
 
 def _key(state: _State) -> tuple[int, int, int, int]:
     """What the rest of a walk depends on: only the phase of a bucket counts, not where it began."""
-    return (state.number, state.segment, state.end, state.begin % ALIGNMENT)
-
-
-def _is_full(state: _State, segments: Sequence[int], slack: int) -> bool:
-    return state.segment >= len(segments) - 1 and sum(segments[state.segment :]) - state.end <= slack
-
-
-def _next(
-    state: _State,
-    numels: Sequence[int],
-    segments: Sequence[int],
-    holds: Callable[[int, Place], bool],
-    slack: int,
-) -> Iterator[tuple[Place | None, _State]]:
-    """Places that the parameter before can have, most likely first; last, that it is not there."""
-    if state.number == 0:
-        return
-    number = state.number - 1
-    found = False
-    for segment, start, begin in _candidates(state, segments, slack):
-        stop = start + numels[number]
-        if segment < len(segments) and stop <= segments[segment] and holds(number, Place(segment, start)):
-            found = True
-            yield Place(segment, start), _State(number, segment, stop, begin)
-    if not found:
-        yield None, state._replace(number=number)
-
-
-def _candidates(state: _State, segments: Sequence[int], slack: int) -> Iterator[tuple[int, int, int]]:
-    """Segment, start and begin of the bucket for what comes next."""
-    aligned = state.begin + _padded(state.end - state.begin, ALIGNMENT)
-    yield state.segment, aligned, state.begin
-    if aligned != state.end:
-        yield state.segment, state.end, state.end
-    if segments and segments[state.segment] - state.end <= slack:
-        yield state.segment + 1, 0, 0
+    return (state.number, state.segment, state.end, (state.end - state.begin) % ALIGNMENT)

@@ -7,7 +7,7 @@ whose contents are arbitrary and which may reach past the bucket. So a parameter
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
@@ -20,7 +20,7 @@ from ucp_formats.megatron.dist_local import local_tensor
 from ucp_formats.megatron.dist_pieces import Whole
 from ucp_formats.megatron.flat_buffer import Candidate, FlatBuffer, Stretch, fragments_of
 from ucp_formats.megatron.group_rules import expert_numbers, is_expert
-from ucp_formats.megatron.placement import Fingerprints, Placement, Recogniser
+from ucp_formats.megatron.placement import Fingerprints, Found, Placement, Recogniser
 
 __all__ = ["MASTER", "Bucket", "BucketStates", "Grid", "place_buckets", "stored_buckets", "where_is"]
 
@@ -86,17 +86,56 @@ def place_buckets(
     with Prober() as prober:
         ranks = _Ranks(weights, orders, grid, prober)
         seen: dict[tuple[object, ...], int] = {}
-        for bucket in sorted(buckets, key=_position):
-            recogniser, candidates = ranks.of_group(bucket.key.group)
-            master = bucket.states.get(MASTER)
-            if master is None:
-                raise MalformedError(f"{where_is(bucket.key)}: expected masters, the state {MASTER!r}; there are none")
-            starts = master.starts if bucket.in_chunks else None
-            placement = recogniser.place(master, starts=starts, unexpected=ranks.elsewhere(bucket.key.group))
-            found.gaps += [f"{master.where}: elements {low}:{high} of {master.numel}" for low, high in placement.gaps]
+        for bucket, placement in sorted(_placed(buckets, ranks, weights), key=lambda own: _position(own[0])):
+            _, candidates = ranks.of_group(bucket.key.group)
+            found.gaps += _gaps(bucket, placement.gaps)
             _take(found, bucket, placement, candidates, seen)
     _check_gaps(found.gaps, [name for name in weights if name not in found.fragments])
     return found
+
+
+def _placed(buckets: Iterable[Bucket], ranks: _Ranks, names: Iterable[str]) -> Iterator[tuple[Bucket, Placement]]:
+    """Buckets and where parameters are in them; those of all stages of a pipeline are told apart together."""
+    found = [(bucket, ranks.find(bucket)) for bucket in sorted(buckets, key=_position)]
+    fits = {held.name for _, own in found for place in own.places for held in place.fits}
+    _check_gaps([gap for bucket, own in found for gap in _gaps(bucket, own.gaps)], [n for n in names if n not in fits])
+    chains: dict[int | None, list[Found]] = {}
+    for bucket, own in found:
+        chains.setdefault(bucket.key.chain, []).append(own)
+    of_stage = {number: ranks.of_stage(own) for number, own in chains.items()}
+    runs: dict[tuple[object, ...], list[tuple[Bucket, Found]]] = {}
+    for bucket, own in found:
+        key = bucket.key
+        runs.setdefault((key.chain, key.dtype, key.group % of_stage[key.chain]), []).append((bucket, own))
+    for members in runs.values():
+        turned = _backwards(members)
+        recogniser, _ = ranks.of_group(turned[0][0].key.group)
+        placements = recogniser.settled([own for _, own in turned])
+        yield from zip((bucket for bucket, _ in turned), placements, strict=True)
+
+
+def _gaps(bucket: Bucket, gaps: Sequence[tuple[int, int]]) -> list[str]:
+    master = bucket.states[MASTER]
+    return [f"{master.where}: elements {low}:{high} of {master.numel}" for low, high in gaps]
+
+
+def _backwards(members: Sequence[tuple[Bucket, Found]]) -> list[tuple[Bucket, Found]]:
+    """Buckets from the end of the model to its start.
+
+    Layers are in chunks; each stage has one of each. In a chunk, the last stage has the last layers. A buffer is of one
+    chunk, and its first bucket holds what was registered last.
+    """
+    buffers: dict[int, list[int]] = {}
+    for bucket, _ in members:
+        numbers = buffers.setdefault(bucket.key.group, [])
+        if bucket.key.buffer not in numbers:
+            numbers.append(bucket.key.buffer)
+
+    def order(member: tuple[Bucket, Found]) -> tuple[int, int, int]:
+        key = member[0].key
+        return -sorted(buffers[key.group]).index(key.buffer), -key.group, key.bucket
+
+    return sorted(members, key=order)
 
 
 def _take(
@@ -145,6 +184,22 @@ class _Ranks:
             candidates = self._candidates(rank, experts=experts)
             self._parts[experts, rank] = Fingerprints(list(candidates.values()), self._prober), candidates
         return self._parts[experts, rank]
+
+    def find(self, bucket: Bucket) -> Found:
+        """Places of parameters in a bucket, and what fits them. Raises MalformedError."""
+        recogniser, _ = self.of_group(bucket.key.group)
+        master = bucket.states.get(MASTER)
+        if master is None:
+            raise MalformedError(f"{where_is(bucket.key)}: expected masters, the state {MASTER!r}; there are none")
+        starts = master.starts if bucket.in_chunks else None
+        return recogniser.find(master, starts=starts, unexpected=self.elsewhere(bucket.key.group))
+
+    def of_stage(self, found: Sequence[Found]) -> int:
+        """Ranks of a stage that have such buffers, all of one optimizer: dense parameters, or experts apart."""
+        places = [place for own in found for place in own.places]
+        certain = {place.fits[0].kind for place in places if len(place.fits) == 1}
+        kinds = certain or {own.kind for place in places for own in place.fits}
+        return self._grid.expert_tp * self._grid.ep if kinds == {"expert"} else self._grid.tp
 
     def elsewhere(self, group: int) -> frozenset[str]:
         """Experts that other expert-parallel ranks hold, by the number of the data-parallel group."""

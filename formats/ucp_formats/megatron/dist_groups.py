@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ucp.atom import ParamGroup, StateIndex
-from ucp.errors import counted
 from ucp.io.fields import mapping
 from ucp.io.sameness import Checksums
 from ucp.io.scalars import scalar_state
 from ucp.state import STEP
 from ucp_formats.megatron.dist_common import CommonState, SavedObjects, as_list, optimizer_dicts
-from ucp_formats.megatron.group_rules import SavedGroup, dealt_out, rank_free
+from ucp_formats.megatron.group_rules import SavedGroup, agreed_step, dealt_out, inferred, left_open, rank_free
+from ucp_formats.megatron.group_settings import group_rule
 
 __all__ = ["DistGroups", "read_groups"]
 
@@ -31,6 +31,8 @@ class DistGroups:
     """Parameter to its step."""
     notes: list[str] = field(default_factory=list)
     """What was inferred."""
+    dropped: list[str] = field(default_factory=list)
+    """What is not known, and of which parameters."""
 
 
 def read_groups(
@@ -44,23 +46,18 @@ def read_groups(
     saved = list(_saved_groups(common, objects, found))
     if not saved or not shapes:
         return found
-    found.groups, left = dealt_out(saved, shapes, chains)
-    found.notes.append(
-        "which parameters are in which optimizer group is not recorded: taken from Megatron's rule (biases and tensors "
-        "of one dim are not decayed)"
-    )
-    if left:
-        found.notes.append(
-            f"{counted(len(left), 'parameter is', 'parameters are')} "
-            f"in no group, or in several, by that rule: {', '.join(left[:4])}"
-        )
+    rule = group_rule(common.arguments.raw, [group.hyper for group in saved])
+    found.groups, left = dealt_out(saved, shapes, chains, rule)
+    found.notes.append(inferred(rule))
+    found.dropped += left_open(rule, left, shapes)
     shared = _common_step(common)
     for group in found.groups:
         step = scalar_state(group.hyper.get(STEP)) or shared
         if step is not None:
             found.steps |= dict.fromkeys(group.params, step)
-    if shared is not None:
-        found.steps |= dict.fromkeys(left, shared)
+    agreed = shared or scalar_state(agreed_step(saved))
+    if agreed is not None:
+        found.steps |= dict.fromkeys(left, agreed)
     found.groups = tuple(rank_free(group, found.steps) for group in found.groups)
     if not found.steps:
         found.notes.append("no step is recorded")

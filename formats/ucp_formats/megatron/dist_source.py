@@ -35,6 +35,7 @@ from ucp_formats.megatron.family_choice import ChooseFamily
 from ucp_formats.megatron.folder import Located
 from ucp_formats.megatron.names import METADATA as BACKEND
 from ucp_formats.megatron.names import parse_iteration
+from ucp_formats.megatron.recorded_sizes import check_recorded
 from ucp_formats.megatron.state_gaps import check_gaps, gaps
 
 __all__ = ["read_dist"]
@@ -88,7 +89,7 @@ def _read(located: Located, name: str, choose: ChooseFamily) -> Index:
     dcp = read_folder(os.path.abspath(located.root))
     objects = read_objects(dcp)
     common = read_common(dcp, objects)
-    model = _model(_sorted_out(dcp), common, choose)
+    model = _model(_sorted_out(dcp), common, choose, dcp.folder)
     states = _states(dcp, objects, common, model)
     _check_states(states, model, dcp.folder)
     trained = {own: whole.shape for own, whole in model.weights.items() if own in states.fragments}
@@ -117,14 +118,17 @@ def _read(located: Located, name: str, choose: ChooseFamily) -> Index:
             *groups.notes,
             *checked.notes,
         ),
-        dropped=checked.dropped,
+        dropped=(*checked.dropped, *groups.dropped),
     )
 
 
-def _model(tensors: _Tensors, common: CommonState, choose: ChooseFamily) -> _Model:
+def _model(tensors: _Tensors, common: CommonState, choose: ChooseFamily, where: str) -> _Model:
     shapes = {key: tensor.saved.shape for key, tensor in tensors.model.items()}
     names = names_of(shapes, common.arguments.raw, choose)
     weights = taken_apart(tensors.model.items(), names.understood, lambda _: None)
+    if names.family is not None:
+        wholes = {own: whole.shape for own, whole in weights.items()}
+        check_recorded(names.family, common.arguments.raw, wholes, where, pads_on_load=True)
     return _Model(tensors, names, {own: weights[own] for own in names.in_order(weights)})
 
 

@@ -1,8 +1,8 @@
-"""Which parameters are in which optimizer group: Megatron's rule, because names are not recorded.
+"""Which parameters are in which optimizer group: names are not recorded, what sets groups apart is.
 
-Biases and tensors of one dim are not decayed (`wd_mult` 0). Experts have groups of their own where they are parallel
-(`is_expert_parallel`), and so have embedding and output layer where their learning rate is (`is_decoupled_lr`).
-(megatron-core 0.16 core/optimizer/__init__.py: _get_param_groups.)
+`group_settings` says what a parameter's group has to look like; here the groups that were saved are compared with that.
+Learning rates decide only where flags leave several groups: a run resumed with other rates keeps those of its first
+groups. (megatron-core core/optimizer/__init__.py: _get_param_groups.)
 """
 
 from __future__ import annotations
@@ -12,12 +12,22 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ucp.atom import ParamGroup
+from ucp.errors import counted
 from ucp.state import STEP
+from ucp_formats.megatron.group_settings import USUAL, Expected, GroupRule, is_expert
 
-__all__ = ["SavedGroup", "dealt_out", "expert_numbers", "is_expert", "rank_free"]
+__all__ = [
+    "SavedGroup",
+    "agreed_step",
+    "dealt_out",
+    "expert_numbers",
+    "inferred",
+    "is_expert",
+    "left_open",
+    "rank_free",
+]
 
 _EXPERT = re.compile(r"(?P<layer>.+\.local_experts)\.(?P<number>\d+)\.(?P<rest>.+)")
-_DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +52,6 @@ class SavedGroup:
         return bool(self.hyper.get(name, False))
 
 
-def is_expert(name: str) -> bool:
-    """Whether a parameter belongs to one expert of many.
-
-    >>> is_expert("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight"), is_expert("mlp.shared_experts.x")
-    (True, False)
-    """
-    return ".experts." in name
-
-
 def expert_numbers(names: Iterable[str]) -> dict[str, tuple[int, int]]:
     """Parameter of an expert to the number of the expert, and how many experts its layer has.
 
@@ -66,22 +67,25 @@ def expert_numbers(names: Iterable[str]) -> dict[str, tuple[int, int]]:
 
 
 def dealt_out(
-    groups: Sequence[SavedGroup], shapes: Mapping[str, tuple[int, ...]], chains: Mapping[str, int | None]
+    groups: Sequence[SavedGroup],
+    shapes: Mapping[str, tuple[int, ...]],
+    chains: Mapping[str, int | None],
+    rule: GroupRule = USUAL,
 ) -> tuple[tuple[ParamGroup, ...], list[str]]:
     """The groups with the names of their parameters, and the parameters that the rule puts in none, or in several.
 
+    Groups that say the same are one: the first of them takes the parameters.
+
     `shapes`: trained parameter to its shape, in the order of registration. `chains`: which of several optimizers a
-    parameter belongs to, where that is known.
+    parameter belongs to, where that is known. `rule`: of the run.
     """
     members: list[list[str]] = [[] for _ in groups]
     left = []
     for name, shape in shapes.items():
-        fits = [number for number, group in enumerate(groups) if _fits(group, name, shape, groups)]
-        if name in chains:
+        fits = range(len(groups)) if len(groups) == 1 else _fitting(groups, rule.expected(name, shape))
+        if name in chains and len(groups) > 1:
             fits = [number for number in fits if groups[number].chain == chains[name]]
-        if len(groups) == 1:
-            fits = [0]
-        if len(fits) == 1:
+        if fits and all(groups[number].hyper == groups[fits[0]].hyper for number in fits):
             members[fits[0]].append(name)
         else:
             left.append(name)
@@ -89,15 +93,52 @@ def dealt_out(
     return tuple(made), left
 
 
-def _fits(group: SavedGroup, name: str, shape: tuple[int, ...], groups: Sequence[SavedGroup]) -> bool:
-    decays = not (len(shape) == 1 or name.endswith(".bias"))
-    if group.decays is not None and any(other.decays != group.decays for other in groups) and group.decays != decays:
+def agreed_step(groups: Iterable[SavedGroup]) -> object:
+    """The step that all groups record, of those that record one; None where they differ, or where none does."""
+    found = [group.hyper[STEP] for group in groups if group.hyper.get(STEP) is not None]
+    return found[0] if found and all(type(own) is type(found[0]) and own == found[0] for own in found) else None
+
+
+def inferred(rule: GroupRule) -> str:
+    """How parameters came into their groups, for the user."""
+    return (
+        "which parameters are in which optimizer group is not recorded: taken from Megatron's rule and the arguments "
+        f"({rule.told()}); a no_weight_decay_cond or config_overrides of the run's own would not show"
+    )
+
+
+def left_open(rule: GroupRule, left: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """What is not known of the groups of parameters `left`, as an entry of `Index.dropped`; nothing for none."""
+    if not left:
+        return []
+    lines = "\n".join(f"  {name}: {list(shapes[name])}" for name in left)
+    entry = (
+        f"the optimizer group of {counted(len(left), 'parameter')}, which is not recorded: {rule.open()}. Megatron "
+        f"records it with --ckpt-format torch and without --use-distributed-optimizer: save the run so\n{lines}"
+    )
+    return [entry]
+
+
+def _fitting(groups: Sequence[SavedGroup], expected: Expected) -> Sequence[int]:
+    """Numbers of the groups that a parameter may be in."""
+    fits = [number for number, group in enumerate(groups) if _fits(group, expected, groups)]
+    for key, value in expected.rates.items():
+        near = [number for number in fits if groups[number].hyper.get(key) == value]
+        fits = near or fits
+    return fits
+
+
+def _fits(group: SavedGroup, expected: Expected, groups: Sequence[SavedGroup]) -> bool:
+    told = expected.decays is not None and group.decays is not None
+    if told and group.decays != expected.decays and any(other.decays != group.decays for other in groups):
         return False
-    apart = any(other.flag("is_expert_parallel") for other in groups)
-    if apart and group.flag("is_expert_parallel") != is_expert(name):
-        return False
-    decoupled = any(other.flag("is_decoupled_lr") for other in groups)
-    return not decoupled or group.flag("is_decoupled_lr") == (name in _DECOUPLED)
+    for key, value in expected.flags.items():
+        if any(other.flag(key) for other in groups) and group.flag(key) != value:
+            return False
+    default = [other.hyper.get("default_config") for other in groups]
+    if expected.default_rate is None or None in default or len(set(map(bool, default))) == 1:
+        return True
+    return bool(group.hyper["default_config"]) == expected.default_rate
 
 
 def rank_free(group: ParamGroup, counted: Container[str]) -> ParamGroup:

@@ -14,8 +14,9 @@ is proved by the contents (`buffer_layout`). Where the order is another, content
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from ucp.dtypes import DType
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
@@ -28,9 +29,10 @@ from ucp.tensor import TensorRef, contiguous_strides
 from ucp_formats.megatron.buffer_layout import Place, bucket_multiple, walk
 from ucp_formats.megatron.flat_buffer import Candidate, FlatBuffer, Stretch
 from ucp_formats.megatron.legacy_model import Held
-from ucp_formats.megatron.legacy_proof import is_master_of
+from ucp_formats.megatron.legacy_proof import WINDOW, is_master_of
 from ucp_formats.megatron.legacy_states import LegacyStates, Population
 from ucp_formats.megatron.placement import Fingerprints, Recogniser
+from ucp_formats.megatron.ties import ambiguous
 
 __all__ = ["Buffer", "add_buffers", "read_buffers"]
 
@@ -114,7 +116,11 @@ def add_buffers(
     left = {held.slot: held for held in population.held}
     problems: list[str] = []
     for buffer in buffers:
-        found = _placed(buffer, list(left.values()), buffers, dp, prober)
+        chunks = {held.slot.chunk for held in population.held if buffer.dtype in (None, held.ref.dtype)}
+        guesses = _guesses(buffer, list(left.values()), buffers)
+        each_has_one = [own.dtype for own in buffers].count(buffer.dtype) == len(chunks)
+        slack = bucket_multiple(dp) - 1 if buffer.is_padded else 0
+        found = _placed(buffer, guesses, slack, prober, only_first=each_has_one)
         if found is None:
             found, unplaced = _by_contents(buffer, list(left.values()), states, prober)
             problems += unplaced
@@ -138,22 +144,84 @@ def add_buffers(
 
 
 def _placed(
-    buffer: Buffer, left: Sequence[Held], buffers: Sequence[Buffer], dp: int, prober: Prober
+    buffer: Buffer, guesses: Iterable[Sequence[Held]], slack: int, prober: Prober, *, only_first: bool
 ) -> list[tuple[Held, Place]] | None:
-    """Parameters of the buffer in the order of the model, each proved; None when there is no such layout."""
+    """Parameters of the buffer in the order of the model, each proved; None when there is no such layout.
+
+    `only_first`: the first guess that holds is right, because every chunk has a buffer. Raises MalformedError where
+    several guesses hold else, or several layouts of one.
+    """
+    found: list[list[tuple[Held, Place]]] = []
+    for candidates in guesses:
+        found += _layouts(buffer, candidates, slack, prober)
+        if found and only_first:
+            break
+    if len(found) > 1:
+        raise ambiguous(f"{buffer.where}: ", _differences(found))
+    return found[0] if found else None
+
+
+def _layouts(buffer: Buffer, candidates: Sequence[Held], slack: int, prober: Prober) -> list[list[tuple[Held, Place]]]:
+    """The first and the last layout that order and contents allow; one when they are the same, none, or two."""
+    numels = [own.ref.numel for own in candidates]
     segments = [ref.numel for ref in buffer.masters]
-    for candidates in _guesses(buffer, left, buffers):
+    contents = _Contents(buffer, candidates, prober)
+    first = walk(numels, segments, contents.fitting, slack=slack, zeros=contents.zeros)
+    if first is None or all(place is None for place in first):
+        return []
+    last = walk(numels, segments, contents.fitting, slack=slack, zeros=contents.zeros, last=True)
+    return [
+        [(own, place) for own, place in zip(candidates, places, strict=True) if place is not None]
+        for places in dict.fromkeys((first, last))
+        if places is not None
+    ]
 
-        def holds(number: int, place: Place, held: Sequence[Held] = candidates) -> bool:
-            own = held[number]
-            part = _part(buffer.masters[place.segment], place.start, own.ref.shape)
-            return is_master_of(part, own.ref, prober)
 
-        slack = bucket_multiple(dp) - 1 if buffer.is_padded else 0
-        places = walk([own.ref.numel for own in candidates], segments, holds, slack=slack)
-        if places is not None and any(place is not None for place in places):
-            return [(own, place) for own, place in zip(candidates, places, strict=True) if place is not None]
-    return None
+def _differences(layouts: Sequence[Sequence[tuple[Held, Place]]]) -> list[str]:
+    """Places that hold another parameter in one layout than in the next, with what they may hold."""
+    at: dict[Place, list[str]] = {}
+    for held, place in chain.from_iterable(layouts):
+        at.setdefault(place, []).append(f"{held.name} {list(held.ref.shape)}")
+    named = {place: list(dict.fromkeys(names)) for place, names in sorted(at.items())}
+    sure = {place for place, names in at.items() if len(names) == len(layouts) and len(named[place]) == 1}
+    return [f"element {place.start}: {', '.join(names)}" for place, names in named.items() if place not in sure]
+
+
+class _Contents:
+    """Which parameters stand where in a buffer: by their first elements, confirmed in windows."""
+
+    def __init__(self, buffer: Buffer, candidates: Sequence[Held], prober: Prober) -> None:
+        self._masters = buffer.masters
+        self._candidates = candidates
+        self._prober = prober
+        self._by_first: dict[tuple[int, DType, bytes], list[int]] = {}
+        self._known: dict[Place, tuple[int, ...]] = {}
+        self.zeros: set[int] = set()
+        """Numbers of the parameters that start with zeros."""
+        for number, held in enumerate(candidates):
+            length = min(held.ref.numel, WINDOW)
+            first = prober.window(held.ref, 0, length, dtype=held.ref.dtype)
+            self._by_first.setdefault((length, held.ref.dtype, first), []).append(number)
+            if not any(first):
+                self.zeros.add(number)
+        self._lengths = {(length, dtype) for length, dtype, _ in self._by_first}
+
+    def fitting(self, place: Place) -> tuple[int, ...]:
+        """Numbers of the parameters whose contents stand there."""
+        if place not in self._known:
+            self._known[place] = tuple(self._found(place))
+        return self._known[place]
+
+    def _found(self, place: Place) -> Iterator[int]:
+        flat = self._masters[place.segment]
+        for length, dtype in self._lengths:
+            if place.start + length <= flat.numel:
+                first = self._prober.window(flat, place.start, place.start + length, dtype=dtype)
+                for number in self._by_first.get((length, dtype, first), ()):
+                    weight = self._candidates[number].ref
+                    inside = place.start + weight.numel <= flat.numel
+                    if inside and is_master_of(_part(flat, place.start, weight.shape), weight, self._prober):
+                        yield number
 
 
 def _guesses(buffer: Buffer, left: Sequence[Held], buffers: Sequence[Buffer]) -> Iterator[list[Held]]:

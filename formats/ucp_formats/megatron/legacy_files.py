@@ -4,7 +4,8 @@
 2. What the run was: its arguments, from the first file that was read.
 3. The grid: every rank that must have saved did, and no rank is there that cannot be.
 4. The same run: iteration, version and degrees of parallelism are equal everywhere.
-5. Raise all problems together.
+5. The right places: no file was saved by another rank than its folder says.
+6. Raise all problems together.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ucp.io.problems import Problems
 from ucp.tensor import Record
 from ucp_formats.megatron.arguments import Arguments, read_arguments
 from ucp_formats.megatron.legacy_grid import Grid
+from ucp_formats.megatron.legacy_ranks import misplaced
 from ucp_formats.megatron.names import (
     DISTRIBUTED_OPTIMIZER,
     MODEL,
@@ -126,7 +128,11 @@ def read_run(folder: Path) -> LegacyRun:
     arguments = arguments or Arguments(raw={})
     grid = Grid.of(arguments, folders)
     _check_grid(grid, folders, problems)
+    _explain_unsaved(grid, problems)
+    if read and all((folder / name / DISTRIBUTED_OPTIMIZER).is_file() for name in read):
+        problems.missing = [line for own in problems.missing for line in _with_buffers(folder, own)]
     _check_same_run(roots, problems)
+    _check_ranks(grid, folders, arguments, roots, problems)
     problems.raise_any(str(folder), f"Megatron, {grid}")
     ranks = [
         SavedRank(
@@ -228,6 +234,28 @@ def _check_grid(grid: Grid, folders: tuple[RankFolder, ...], problems: Problems)
     ]
 
 
+def _explain_unsaved(grid: Grid, problems: Problems) -> None:
+    """Say of files that no rank ever saved that they are not lost copies."""
+    names = [rank_folder_name(own, pipelined=grid.pp > 1, experts=grid.ep > 1) for own in grid.unsaved()]
+    lines = [line for line in problems.missing if line.startswith(tuple(f"{name}/{MODEL}" for name in names))]
+    if lines and len(lines) == len(names):
+        problems.missing = [line for line in problems.missing if line not in lines]
+        problems.unsupported.append(
+            f"tp={grid.tp}, ep={grid.ep}, etp={grid.etp}: no {MODEL} in {', '.join(names)}. Megatron let only the "
+            "first rank of every data-parallel group of experts save its model, and these are others: unless a newer "
+            "version saved them and they were lost since, their parts of the model were never written. Save once "
+            "more with --ckpt-format torch_dist, or with a version that saves the first rank of every dense group, too"
+        )
+
+
+def _with_buffers(folder: Path, line: str) -> Iterator[str]:
+    """A line of a missing file, and one of the distributed optimizer's where it is that of a model and lacks, too."""
+    yield line
+    name, _, rest = line.partition("/")
+    if rest.startswith(MODEL) and not (folder / name / DISTRIBUTED_OPTIMIZER).is_file():
+        yield f"{name}/{DISTRIBUTED_OPTIMIZER}{rest.removeprefix(MODEL)}"
+
+
 def _check_same_run(roots: Mapping[str, Mapping[object, object]], problems: Problems) -> None:
     for key in ("iteration", "total_iters", "checkpoint_version"):
         problems.agree(key, {name: root.get(key) for name, root in roots.items()})
@@ -236,6 +264,17 @@ def _check_same_run(roots: Mapping[str, Mapping[object, object]], problems: Prob
         problems.agree(key, {name: own.get(key) for name, own in saved.items()})
     has_optimizer = {name: "optimizer" in root for name, root in roots.items()}
     problems.agree("whether it has an optimizer", has_optimizer)
+
+
+def _check_ranks(
+    grid: Grid,
+    folders: tuple[RankFolder, ...],
+    arguments: Arguments,
+    roots: Mapping[str, Mapping[object, object]],
+    problems: Problems,
+) -> None:
+    saved = {name: read_arguments(root.get("args"), name).raw.get("rank") for name, root in roots.items()}
+    problems.wrong += misplaced(grid, folders, arguments, saved)
 
 
 def _strays(folder: Path, folders: Iterable[RankFolder]) -> Iterator[str]:

@@ -68,6 +68,14 @@ class Grid:
         named = {(rank % self.tp, rank // self.etp % self.ep): None for rank in range(count)}
         return tuple(GridPlace(tp=tp, pp=pp, ep=ep) for pp in range(self.pp) for tp, ep in named)
 
+    def unsaved(self) -> tuple[GridPlace, ...]:
+        """Ranks that saved nothing while Megatron let only the first of an expert data-parallel group save.
+
+        Newer versions let the first of a dense one save as well (checkpointing.py: save_checkpoint).
+        """
+        saved = {(rank % self.tp, rank // self.etp % self.ep) for rank in range(self.etp * self.ep)}
+        return tuple(place for place in self.places() if (place.tp, place.ep) not in saved)
+
     def contains(self, place: GridPlace) -> bool:
         """Whether a rank lies in the grid at all."""
         return place.tp < self.tp and place.pp < self.pp and place.ep < self.ep

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from ucp.template import Template
 from ucp.tensor import TensorRef
 from ucp_formats.megatron.family_choice import ChooseFamily
 from ucp_formats.megatron.legacy_files import LegacyRun, SavedRank
-from ucp_formats.megatron.legacy_numbers import LayerNumbers, count_layers
+from ucp_formats.megatron.legacy_numbers import Chunk, LayerNumbers, count_layers
 from ucp_formats.megatron.legacy_views import View, experts_in_one, old_attention_rows, plain
 
 __all__ = ["Held", "LegacyModel", "Slot", "Stored", "read_model"]
@@ -32,6 +33,8 @@ _STYLES = ("te", "grouped", "legacy")
 """Naming styles of modules, besides the canonical one."""
 _ATTENTION = {"query_key_value": 3, "key_value": 2}
 """Fused projections whose rows had other orders, and the parts they fuse."""
+_LAYER = re.compile(r"\blayers\.(?P<number>\d+)\.")
+"""Example: layers.12."""
 
 
 class Slot(NamedTuple):
@@ -166,15 +169,17 @@ def _layer_numbers(run: LegacyRun, stored: list[Stored], named: Mapping[str, Nam
     by_chunk: dict[tuple[int, int], list[str]] = {chunk: [] for chunk in chunks}
     for own in stored:
         name = named.get(own.slot.key)
-        if name is not None:
-            by_chunk[run.ranks[own.slot.rank].place.pp, own.slot.chunk].append(name.canonical)
+        if own.slot.key in named:  # layers beyond num_layers have no name, and are to be counted all the same
+            read = own.slot.key if name is None else name.canonical
+            by_chunk[run.ranks[own.slot.rank].place.pp, own.slot.chunk].append(read)
     return count_layers(by_chunk, num_layers=run.arguments.num_layers)
 
 
 def _held(own: Stored, named: Named | None, run: LegacyRun, numbers: LayerNumbers, family: Family) -> Iterator[Held]:
-    """Parameters in a stored tensor; one without a rule keeps its key, for `Family.match` to report."""
+    """Parameters in a stored tensor; one without a rule has its key, for `Family.match` to report."""
     if named is None:
-        yield Held(slot=own.slot, name=own.slot.key, ref=own.ref, view=plain(own.ref.shape))
+        name = _told(own.slot.key, (run.ranks[own.slot.rank].place.pp, own.slot.chunk), numbers)
+        yield Held(slot=own.slot, name=name, ref=own.ref, view=plain(own.ref.shape))
         return
     place = run.ranks[own.slot.rank].place
     views = _views(own, named, run, family)
@@ -184,6 +189,14 @@ def _held(own: Stored, named: Named | None, run: LegacyRun, numbers: LayerNumber
         name = numbers.renamed(local, (place.pp, own.slot.chunk), first_expert=first)
         name = family.tied_to(name) or name
         yield Held(slot=own.slot, name=name, ref=own.ref, view=view)
+
+
+def _told(key: str, chunk: Chunk, numbers: LayerNumbers) -> str:
+    """A key without a rule, with the number its layer has in the model where that is known: stages have keys alike."""
+    firsts = [first for (_, own), first in numbers.firsts.items() if own == chunk]
+    if len(firsts) != 1:
+        return key
+    return _LAYER.sub(lambda found: f"layers.{int(found['number']) + firsts[0]}.", key, count=1)
 
 
 def _experts_per_rank(run: LegacyRun, found: int | None) -> int:

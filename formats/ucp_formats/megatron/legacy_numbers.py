@@ -21,6 +21,8 @@ from ucp.errors import MalformedError, listed
 
 __all__ = ["Chunk", "LayerNumbers", "count_layers", "expert_of"]
 
+_EMBEDDING = "embedding.word_embeddings.weight"
+
 Chunk = tuple[int, int]
 """Pipeline stage, and the chunk of the model on it."""
 
@@ -64,8 +66,10 @@ def count_layers(names: Mapping[Chunk, Iterable[str]], *, num_layers: int | None
     Raises
     ------
     MalformedError
-        A chunk lacks a layer in between, or there are more or fewer layers than the model has.
+        A chunk lacks a layer in between, there are more or fewer layers than the model has, or the token embedding
+        is on later stages only.
     """
+    _check_embedding(names)
     there: dict[str, dict[Chunk, set[int]]] = {}
     for chunk, own in names.items():
         for name in own:
@@ -82,6 +86,17 @@ def count_layers(names: Mapping[Chunk, Iterable[str]], *, num_layers: int | None
         begins = accumulate(counts, initial=0)
         firsts |= {(stack, chunk): first for chunk, first in zip(order, begins, strict=False)}
     return LayerNumbers(firsts)
+
+
+def _check_embedding(names: Mapping[Chunk, Iterable[str]]) -> None:
+    """Refuse stages of which a later one has the token embedding and the first has none: they were swapped."""
+    having = [chunk for chunk, own in names.items() if _EMBEDDING in own]
+    if having and (0, 0) not in having:
+        shown = " and ".join(f"stage {pp}, chunk {vp}" for pp, vp in having)
+        raise MalformedError(
+            f"expected {_EMBEDDING} on stage 0, chunk 0, where every model begins; it is on {shown} only. Folders of "
+            "stages were renamed or swapped: copy them again under their own names"
+        )
 
 
 def _check_dense(stack: str, by_chunk: Mapping[Chunk, set[int]]) -> None:

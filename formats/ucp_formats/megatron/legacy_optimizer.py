@@ -14,7 +14,8 @@ from ucp.io.fields import described, mapping
 from ucp.io.probe import Prober
 from ucp.io.sameness import Checksums
 from ucp.state import STEP
-from ucp_formats.megatron.group_rules import SavedGroup, dealt_out, is_expert
+from ucp_formats.megatron.group_rules import SavedGroup, agreed_step, dealt_out, inferred, is_expert, left_open
+from ucp_formats.megatron.group_settings import group_rule
 from ucp_formats.megatron.legacy_buffers import Buffer, add_buffers, read_buffers
 from ucp_formats.megatron.legacy_extras import ranks_extras
 from ucp_formats.megatron.legacy_files import LegacyRun, SavedRank
@@ -26,10 +27,6 @@ from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER
 __all__ = ["read_optimizer"]
 
 _KNOWN = ("optimizer", "fp32_from_fp16_params", "state", "param_groups")
-_RULE = (
-    "which parameters are in which optimizer group is not recorded: taken from Megatron's rule (biases and tensors of "
-    "one dim are not decayed)"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +62,7 @@ def read_optimizer(run: LegacyRun, model: LegacyModel, checksums: Checksums) -> 
     for name, values in rest.items():
         states.extras += ranks_extras(run, name, values, checksums)
     states.notes = list(dict.fromkeys(states.notes))
+    states.dropped = list(dict.fromkeys(states.dropped))
     return states
 
 
@@ -87,7 +85,7 @@ def _members(run: LegacyRun, rank: SavedRank, held: Sequence[Held]) -> list[_Mem
     if saved is None:
         return []
     if not isinstance(saved, list):
-        only = Population(where=where, held=tuple(held))
+        only = Population(where=where, held=tuple(held), arguments=run.arguments.raw)
         return [_Member(chain=None, saved=mapping(saved, where), population=only)]
     dicts = [mapping(own if own is not None else {}, where) for own in saved]
     members = []
@@ -95,7 +93,8 @@ def _members(run: LegacyRun, rank: SavedRank, held: Sequence[Held]) -> list[_Mem
         experts = _is_of_experts(own, chain, dicts, run)
         chosen = tuple(one for one in held if len(dicts) == 1 or is_expert(one.name) == experts)
         label = f"{where} ({'experts' if experts else 'dense parameters'})"
-        members.append(_Member(chain=chain, saved=own, population=Population(where=label, held=chosen)))
+        population = Population(where=label, held=chosen, arguments=run.arguments.raw)
+        members.append(_Member(chain=chain, saved=own, population=population))
     return members
 
 
@@ -156,7 +155,9 @@ def _add_groups(member: _Member, states: LegacyStates) -> None:
         raise UnsupportedError(f"expected param_groups in {member.population.where}; got {described(inner)}")
     groups: list[SavedGroup] = [own for own, _ in groups_of(saved, member.population.where, chain=None)]
     placed = {own.name: own for own in member.population.held if own.slot in states.tensors}
-    dealt, left = dealt_out(groups, {name: own.ref.shape for name, own in placed.items()}, {})
+    rule = group_rule(member.population.arguments, [own.hyper for own in groups])
+    shapes = {name: own.ref.shape for name, own in placed.items()}
+    dealt, left = dealt_out(groups, shapes, {}, rule)
     for group, params in zip(groups, dealt, strict=True):
         number = states.group(group)
         for name in params.params:
@@ -164,12 +165,11 @@ def _add_groups(member: _Member, states: LegacyStates) -> None:
             states.group_of[slot] = number
             if group.hyper.get(STEP) is not None:
                 states.numbers[slot] = {STEP: group.hyper[STEP]}
-    states.notes.append(_RULE)
-    if left:
-        states.notes.append(
-            f"{counted(len(left), 'parameter is', 'parameters are')} "
-            f"in no group, or in several, by that rule: {', '.join(left[:4])}"
-        )
+    agreed = agreed_step(groups)
+    for name in left if agreed is not None else ():
+        states.numbers[placed[name].slot] = {STEP: agreed}
+    states.notes.append(inferred(rule))
+    states.dropped += left_open(rule, left, shapes)
 
 
 def _rest(member: _Member) -> dict[str, object]:

@@ -5,12 +5,13 @@ Three windows are compared, at both ends and in the middle; all elements are, la
 
 from __future__ import annotations
 
+from ucp.dtypes import DType
 from ucp.io.probe import Prober
 from ucp.tensor import TensorRef
 
-__all__ = ["is_master_of"]
+__all__ = ["WINDOW", "is_master_of", "mark"]
 
-_WINDOW = 64
+WINDOW = 64
 """Elements compared at once."""
 
 
@@ -19,13 +20,19 @@ def is_master_of(master: TensorRef, weight: TensorRef, prober: Prober) -> bool:
     if master.numel != weight.numel:
         return False
     for start in _starts(weight.numel):
-        stop = min(start + _WINDOW, weight.numel)
+        stop = min(start + WINDOW, weight.numel)
         held = prober.window(master, start, stop, dtype=weight.dtype)
         if held != prober.window(weight, start, stop, dtype=weight.dtype):
             return False
     return True
 
 
+def mark(tensor: TensorRef, dtype: DType, prober: Prober) -> bytes:
+    """What is compared of a tensor, cast to `dtype`: equal for a master and its weight."""
+    windows = ((start, min(start + WINDOW, tensor.numel)) for start in _starts(tensor.numel))
+    return b"".join(prober.window(tensor, start, stop, dtype=dtype) for start, stop in windows)
+
+
 def _starts(numel: int) -> list[int]:
-    last = max(numel - _WINDOW, 0)
+    last = max(numel - WINDOW, 0)
     return sorted({0, last // 2, last})

@@ -24,6 +24,7 @@ from ucp_formats.megatron.legacy_files import LegacyRun, read_run, source_files
 from ucp_formats.megatron.legacy_model import LegacyModel, read_model
 from ucp_formats.megatron.legacy_optimizer import read_optimizer
 from ucp_formats.megatron.legacy_states import LegacyStates
+from ucp_formats.megatron.recorded_sizes import check_recorded
 from ucp_formats.megatron.state_gaps import check_gaps, gaps
 
 __all__ = ["read_legacy"]
@@ -40,6 +41,8 @@ def read_legacy(located: Located, name: str, choose: ChooseFamily) -> Index:
     states = read_optimizer(run, model, checksums)
     _check_states(run, model, states)
     atoms = atoms_of(run, model, states)
+    shapes = {own: atom.global_shape for own, atom in atoms.items()}
+    check_recorded(model.family, run.arguments.raw, shapes, str(run.folder), pads_on_load=False)
     extras, dropped = run_extras(run, checksums)
     return Index(
         path=str(run.folder),

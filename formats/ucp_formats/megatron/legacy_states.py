@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ucp.atom import Extra
@@ -22,6 +22,8 @@ class Population:
     """The optimizer, for messages."""
     held: tuple[Held, ...]
     """Parameters of one rank, one per stored tensor; buffers left out."""
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    """Arguments of the run, which decide on groups; empty where they were not saved."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 `Float16OptimizerWithFloat16Params` saves its masters in the order of its groups; torch's own state goes by number.
 Names follow from the order in which the model registers its parameters, split by the rule of the groups. Masters prove
-it: cast, they equal the weights. Where the order is another, every master is looked for by its contents.
+it: cast, they equal the weights. What is frozen is in no group: then contents say who fits, and the order who it is of
+those (`ties`). Where the order is another, every master is looked for by its contents alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+from ucp.atom import ParamGroup
 from ucp.dtypes import DType
 from ucp.errors import MalformedError, listed
 from ucp.io.fields import integer, mapping, sequence, tensor
@@ -18,13 +20,17 @@ from ucp.io.probe import Prober
 from ucp.state import STEP, WEIGHT
 from ucp.tensor import TensorRef
 from ucp_formats.megatron.group_rules import SavedGroup, dealt_out
+from ucp_formats.megatron.group_settings import USUAL, group_rule
 from ucp_formats.megatron.legacy_model import Held
-from ucp_formats.megatron.legacy_proof import is_master_of
+from ucp_formats.megatron.legacy_proof import is_master_of, mark
 from ucp_formats.megatron.legacy_states import LegacyStates, Population, groups_of
+from ucp_formats.megatron.ties import ambiguous, in_groups, without_order
 
 __all__ = ["add_whole_optimizer", "is_whole"]
 
 _HALF = (DType.BFLOAT16, DType.FLOAT16)
+_Row = list[list[int]]
+"""For every entry of a group, the numbers of the parameters that it can be."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,9 +76,7 @@ def add_whole_optimizer(
 ) -> None:
     """Add the states of one optimizer to `states`. Raises MalformedError naming every parameter that stays open."""
     groups = _read(saved, population.where)
-    by_rule = _by_rule(groups, population, prober)
-    if not by_rule:
-        _by_contents(groups, population, prober)
+    if not _by_rule(groups, population, prober) and not _matched(groups, population, prober):
         states.notes.append(f"{population.where}: parameters are not in the usual order; found by their contents")
     elif all(own.masters is None for own in groups):
         states.notes.append(f"{population.where} has no masters that prove the order of its parameters")
@@ -103,18 +107,25 @@ def _read(saved: Mapping[object, object], where: str) -> list[_Grouped]:
 def _by_rule(groups: Sequence[_Grouped], population: Population, prober: Prober) -> bool:
     """Name the entries by the order of the model; whether shapes and masters bear it out."""
     by_name = {held.name: held for held in population.held}
-    shapes = {name: held.ref.shape for name, held in by_name.items()}
-    split, left = dealt_out([own.saved for own in groups], shapes, {})
+    split, left = _dealt_out(groups, population)
     if left:
         return False
-    for own, dealt in zip(groups, split, strict=True):
-        named = [by_name[name] for name in dealt.params]
+    dealt_names = [[by_name[name] for name in dealt.params] for dealt in split]
+    for own, named in zip(groups, dealt_names, strict=True):
         if len(named) != len(own.entries) or not _give_masters(own, [held.ref.dtype in _HALF for held in named]):
             return False
         if not all(_fits(entry, held, prober) for entry, held in zip(own.entries, named, strict=True)):
             return False
+    for own, named in zip(groups, dealt_names, strict=True):
         own.named = named
     return True
+
+
+def _dealt_out(groups: Sequence[_Grouped], population: Population) -> tuple[tuple[ParamGroup, ...], list[str]]:
+    """Parameters by group, and those left: by the usual rule where arguments were not saved, for contents prove it."""
+    saved = [own.saved for own in groups]
+    rule = group_rule(population.arguments, [own.hyper for own in saved]) if population.arguments else USUAL
+    return dealt_out(saved, {held.name: held.ref.shape for held in population.held}, {}, rule)
 
 
 def _give_masters(group: _Grouped, is_half: Sequence[bool]) -> bool:
@@ -136,20 +147,73 @@ def _fits(entry: _Entry, held: Held, prober: Prober) -> bool:
     return entry.master is None or is_master_of(entry.master, held.ref, prober)
 
 
-def _by_contents(groups: Sequence[_Grouped], population: Population, prober: Prober) -> None:
-    """Name the entries by their masters."""
-    left = list(population.held)
+def _matched(groups: Sequence[_Grouped], population: Population, prober: Prober) -> bool:
+    """Name the entries where not all parameters are trained, or not in the usual order; whether they are in order.
+
+    Raises MalformedError when an entry is of no parameter, or may be of several.
+    """
     for own in groups:
-        everyone = len(own.masters or ()) == len(own.entries)
-        if not everyone or not _give_masters(own, [True] * len(own.entries)):
+        if own.masters and (len(own.masters) != len(own.entries) or not _give_masters(own, [True] * len(own.entries))):
             raise MalformedError(_refusal(groups, population, "not every parameter of it has a master", prober))
-        for entry in own.entries:
-            found = next((held for held in left if _fits(entry, held, prober)), None)
-            if found is None:
+    contents = _Contents(population.held, prober)
+    fits = [[contents.fitting(entry, bare=own.masters is None) for entry in own.entries] for own in groups]
+    for own, row in zip(groups, fits, strict=True):
+        for entry, numbers in zip(own.entries, row, strict=True):
+            if not numbers:
                 why = f"one of shape {entry.shape} fits none of them"
                 raise MalformedError(_refusal(groups, population, why, prober))
-            left.remove(found)
-            own.named.append(found)
+    chosen = in_groups(_ruled(groups, population, fits)) or in_groups(fits)
+    found = chosen or without_order(fits)
+    if any(not numbers for row in found for numbers in row):
+        raise MalformedError(_refusal(groups, population, "there are more of the same contents", prober))
+    _check_one_way(groups, population, found)
+    for own, row in zip(groups, found, strict=True):
+        own.named = [population.held[numbers[0]] for numbers in row]
+    return chosen is not None
+
+
+def _ruled(groups: Sequence[_Grouped], population: Population, fits: Sequence[_Row]) -> list[_Row]:
+    """`fits` without parameters that the rule puts in another group."""
+    numbers = {held.name: number for number, held in enumerate(population.held)}
+    dealt, _ = _dealt_out(groups, population)
+    inside = [{numbers[name] for name in own.params} for own in dealt]
+    return [[[n for n in own if n in of_rule] for own in row] for of_rule, row in zip(inside, fits, strict=True)]
+
+
+def _check_one_way(groups: Sequence[_Grouped], population: Population, found: Sequence[_Row]) -> None:
+    """Raise MalformedError naming every entry that may be of several parameters."""
+    several = [
+        f"parameter {position} of group {number}: "
+        + ", ".join(f"{population.held[n].name} {list(population.held[n].ref.shape)}" for n in numbers[:4])
+        for number, row in enumerate(found)
+        for position, numbers in enumerate(row)
+        if len(numbers) != 1
+    ]
+    if several:
+        raise ambiguous(f"{population.where}: ", several)
+
+
+class _Contents:
+    """Which parameters an entry can be: by shape, and by contents where it has a master."""
+
+    def __init__(self, held: Sequence[Held], prober: Prober) -> None:
+        self._held = held
+        self._prober = prober
+        self._marks: dict[tuple[tuple[int, ...], DType, bytes], list[int]] = {}
+        for number, own in enumerate(held):
+            key = (own.ref.shape, own.ref.dtype, mark(own.ref, own.ref.dtype, prober))
+            self._marks.setdefault(key, []).append(number)
+
+    def fitting(self, entry: _Entry, *, bare: bool) -> list[int]:
+        """Their numbers. `bare`: no parameter of the optimizer has a master, so that shapes alone say."""
+        if entry.master is None:
+            return [
+                number
+                for number, own in enumerate(self._held)
+                if entry.shape in (None, own.ref.shape) and (bare or own.ref.dtype not in _HALF)
+            ]
+        keys = [(entry.master.shape, dtype, mark(entry.master, dtype, self._prober)) for dtype in _HALF]
+        return sorted(chain.from_iterable(self._marks.get(key, ()) for key in keys))
 
 
 def _refusal(groups: Sequence[_Grouped], population: Population, why: str, prober: Prober) -> str:
@@ -161,7 +225,7 @@ def _refusal(groups: Sequence[_Grouped], population: Population, why: str, probe
 def _changed_masters(groups: Sequence[_Grouped], population: Population, prober: Prober) -> list[Held]:
     """Parameters whose master is not the weight, where the order of the model holds for most; else none."""
     by_name = {held.name: held for held in population.held}
-    split, left = dealt_out([own.saved for own in groups], {name: own.ref.shape for name, own in by_name.items()}, {})
+    split, left = _dealt_out(groups, population)
     pairs: list[tuple[_Entry, Held]] = []
     for own, dealt in zip(groups, split, strict=True):
         named = [by_name[name] for name in dealt.params]

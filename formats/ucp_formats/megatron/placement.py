@@ -4,8 +4,8 @@ The masters are kept in fp32, and the model's weights are the masters cast to th
 first elements at a place of the buffer, cast, tell the parameter that starts there; further windows confirm it.
 
 1. Walk over the places where a parameter can start, and find for each the parameters that fit it.
-2. A place that one parameter fits is an *anchor*. Between anchors, places that several fit (norms that are all one,
-   biases that are all zero) are dealt out in the order of the buffer, which is that of registration, reversed.
+2. A place that one parameter fits is known. Places that several fit (norms that are all one, biases that are all zero)
+   are matched in the order of the buffer, which is that of registration, reversed (`ties`).
 3. What no parameter fits is named; nothing is filled in by guessing.
 
 (megatron-core 0.16 core/distributed/param_and_grad_buffer.py lays the buffers out.)
@@ -22,7 +22,7 @@ from ucp.io.probe import Prober
 from ucp_formats.megatron.flat_buffer import Candidate, FlatBuffer
 from ucp_formats.megatron.ties import Place, settle
 
-__all__ = ["ALIGNMENT", "Fingerprints", "Placement", "Recogniser"]
+__all__ = ["ALIGNMENT", "Fingerprints", "Found", "Placement", "Recogniser"]
 
 ALIGNMENT = 64
 """Elements to which the start of a parameter is aligned in its bucket, since 2024-07."""
@@ -42,6 +42,20 @@ class Placement:
     """Elements (first, one past the last) that no parameter fits and that are no padding."""
     ties: list[str] = field(default_factory=list)
     """Parameters told from others of equal contents by their order alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What stands in a buffer, before parameters of equal contents are told apart."""
+
+    buffer: FlatBuffer
+    """The buffer."""
+    places: list[Place]
+    """Places where parameters start, in its order."""
+    gaps: list[tuple[int, int]]
+    """Elements (first, one past the last) that no parameter fits and that are no padding."""
+    narrowed: list[str]
+    """Parameters that are there because the others that fit are not expected."""
 
 
 class Fingerprints:
@@ -84,7 +98,18 @@ class Recogniser:
         alignment: int = ALIGNMENT,
         unexpected: Collection[str] = frozenset(),
     ) -> Placement:
-        """Where the parameters in `buffer` are.
+        """Where the parameters in `buffer` are. Parameters and errors: those of `find` and `settled`."""
+        return self.settled([self.find(buffer, starts=starts, alignment=alignment, unexpected=unexpected)])[0]
+
+    def find(
+        self,
+        buffer: FlatBuffer,
+        *,
+        starts: Iterable[int] | None = None,
+        alignment: int = ALIGNMENT,
+        unexpected: Collection[str] = frozenset(),
+    ) -> Found:
+        """Places of parameters in `buffer`, and what fits them.
 
         Parameters
         ----------
@@ -96,20 +121,28 @@ class Recogniser:
         unexpected
             Parameters that the rank does not hold by the rules of the grid: where others fit too, it is not these.
 
-        Raises
-        ------
-        MalformedError
-            Parameters of equal contents cannot be told apart by their order either; all are named.
+        Raises MalformedError when the lengths of what fits differ and nothing tells which is right.
         """
         walk = _Walk(buffer, self, None if starts is None else sorted(set(starts)), alignment)
         places, gaps = walk.places()
-        placement = Placement(gaps=gaps)
-        for place in places:
-            _narrow(place, unexpected, placement)
-        settled = settle(places, self._orders(places), buffer.where)
-        placement.ties += [own.name for place, own in zip(places, settled, strict=True) if len(place.fits) > 1]
-        _fill(placement, buffer, [(place.start, own) for place, own in zip(places, settled, strict=True)])
-        return placement
+        narrowed = [name for place in places for name in _narrow(place, unexpected)]
+        return Found(buffer=buffer, places=places, gaps=gaps, narrowed=narrowed)
+
+    def settled(self, found: Sequence[Found]) -> list[Placement]:
+        """Where the parameters are in buffers that follow one another in the order of the model, last layers first.
+
+        Raises MalformedError when parameters of equal contents cannot be told apart by their order either, or one of
+        them is in a buffer twice; all are named.
+        """
+        chosen = iter(settle([own.places for own in found], self._orders([p for own in found for p in own.places])))
+        placements = []
+        for own in found:
+            placement = Placement(gaps=own.gaps, ties=list(own.narrowed))
+            placed = [(place, next(chosen)) for place in own.places]
+            placement.ties += [held.name for place, held in placed if len(place.fits) > 1]
+            _fill(placement, own.buffer, [(place.start, held) for place, held in placed])
+            placements.append(placement)
+        return placements
 
     def _orders(self, places: Sequence[Place]) -> list[list[str]]:
         """Possible orders of the buffer, without kinds of parameters that are not in it; none without ties."""
@@ -165,13 +198,13 @@ def _fill(placement: Placement, buffer: FlatBuffer, placed: Sequence[tuple[int, 
         )
 
 
-def _narrow(place: Place, unexpected: Collection[str], placement: Placement) -> None:
-    """Leave out candidates that are not expected, where others are left."""
+def _narrow(place: Place, unexpected: Collection[str]) -> Iterator[str]:
+    """Leave out candidates that are not expected, where others are left; gives the one that is left alone."""
     expected = [own for own in place.fits if own.name not in unexpected]
     if expected and len(expected) < len(place.fits):
         place.fits = expected
         if len(expected) == 1:
-            placement.ties.append(expected[0].name)
+            yield expected[0].name
 
 
 class _Walk:
@@ -197,7 +230,7 @@ class _Walk:
                 continue
             fits = self._of_one_length(start, self._recogniser.fitting(self._buffer, start), edges)
             if fits:
-                places.append(Place(start, fits))
+                places.append(Place(where=self._buffer.where, start=start, fits=fits))
                 end = start + fits[0].numel
         return places, list(self._between(places))
 
@@ -235,7 +268,7 @@ class _Walk:
                 fits = self._of_one_length(start, self._recogniser.fitting(self._buffer, start), None)
                 if fits:
                     bucket = bucket if start == aligned else start
-                    places.append(Place(start, fits))
+                    places.append(Place(where=self._buffer.where, start=start, fits=fits))
                     end = start + fits[0].numel
                     break
             else:

@@ -25,11 +25,12 @@ from ucp_formats.megatron.dist_target_keys import key_style
 from ucp_formats.megatron.legacy_target import legacy_places, plan_legacy
 from ucp_formats.megatron.names import RELEASE, TRACKER
 from ucp_formats.megatron.target_arguments import arguments_extra, relaid_arguments
+from ucp_formats.megatron.target_asked import check_asked
 from ucp_formats.megatron.target_derived import derived_arguments
 from ucp_formats.megatron.target_division import check_division
 from ucp_formats.megatron.target_extras import common_state, consumed_samples, extra_notes
 from ucp_formats.megatron.target_family import target_family
-from ucp_formats.megatron.target_groups import optimizer_chain
+from ucp_formats.megatron.target_groups import check_members, optimizer_chain
 from ucp_formats.megatron.target_lost import lost_lines, lost_states
 from ucp_formats.megatron.target_model import Model, check_layers, target_model
 from ucp_formats.megatron.target_run import TargetRun, check_topology, random_states
@@ -58,6 +59,8 @@ class MegatronTarget:
         layout = _checked_layout(options)
         run, notes = _run(index, topology or replace(index.topology, zero=None), layout, options)
         check_division(run)
+        asked = settings_of(options.settings)
+        check_asked(asked, run.model, before=arguments_extra(index), written=run.arguments)
         write = plan_legacy if layout == "torch" else plan_dist
         drafted = write(run, _folder(index))
         placements = tuple(place for own in drafted for place in own.placements)
@@ -106,6 +109,10 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
     if chain and _is_without_moments(model, arguments):
         chain, notes = (), (_ANEW,)
     _check_states(index, model, chain=bool(chain))
+    if chain and layout == "torch" and not arguments.get("use_distributed_optimizer", True):
+        check_members(index, index.atoms)
+    elif len(chain) > 1:
+        check_members(index, model.expert_atoms)
     places = legacy_places(topology) if layout == "torch" else dist_places(topology)
     samples = consumed_samples(index, arguments)
     if samples is not None:
@@ -165,9 +172,13 @@ def _check_states(index: Index, model: Model, *, chain: bool) -> None:
         if own.kind is Kind.PARAMETER and not wanted.keys() <= own.states.keys()
     ]
     if lacking:
+        reasons = index.reasons({line.partition(": ")[0] for line in lacking})
+        never = (
+            "Megatron has no place for a parameter that was never stepped; train one step more, or write weights only"
+        )
         raise MissingStateError(
             f"expected the same optimizer states of all trained parameters; {index.path} lacks\n{listed(lacking)}\n"
-            "Megatron has no place for a parameter that was never stepped; train one step more, or write weights only"
+            + ("\n".join(reasons) or never)
         )
 
 

@@ -8,18 +8,18 @@ expert-parallel degree asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from struct import unpack
 
 from ucp.atom import AtomIndex, Index, ParamGroup
 from ucp.dtypes import DType
-from ucp.errors import UnsupportedError, listed
+from ucp.errors import MissingStateError, UnsupportedError, counted, listed
 from ucp.io.probe import Prober, cast_bits
-from ucp.state import STEP
+from ucp.state import STEP, WEIGHT
 from ucp.tensor import InlineTensor, Tensor, TensorRef
 
-__all__ = ["OptimizerGroup", "optimizer_chain"]
+__all__ = ["OptimizerGroup", "check_members", "optimizer_chain"]
 
 _EXPERT = "is_expert_parallel"
 _FROM_RUN = {"params", "step", "param_names"}
@@ -84,6 +84,26 @@ def optimizer_chain(
         return (dense,), notes
     own = _part(merged, steps, keep=lambda name: name in experts, expert=True, **kinds)
     return (dense, tuple(group for group in own if group.params)), notes
+
+
+def check_members(index: Index, params: Collection[str]) -> None:
+    """Raise MissingStateError for trained parameters among `params` that are in no group of the source.
+
+    For files that list the parameters of a group, or have an optimizer of experts alone: these would lose their states.
+    """
+    grouped = {name for group in index.groups for name in group.params}
+    lost = [
+        name
+        for name in params
+        if name in index.atoms and name not in grouped and index.atoms[name].states.keys() - {WEIGHT}
+    ]
+    if lost:
+        reasons = index.reasons(lost) or (listed(lost),)
+        raise MissingStateError(
+            f"expected every trained parameter in an optimizer group, as these files record it; {index.path} has "
+            f"{counted(len(lost), 'parameter')} in none:\n" + "\n".join(reasons) + "\nFiles of torch_dist, or of the "
+            "distributed optimizer, record no parameters of groups: write those (--set use_distributed_optimizer=true)"
+        )
 
 
 def _part(

@@ -1,122 +1,148 @@
 """Which of several parameters of equal contents is where, by the order in which the model registers its parameters.
 
-Norms that are all one and biases that are all zero have the same contents in every layer. A buffer holds parameters
-in the reverse of registration order, so a place between two known ones is one of those registered between them. In
-which order modules register theirs depends on their implementation, so several orders may be given: one that
-contradicts the known places is put aside, and two that lead to different answers are an error.
+Norms that are all one and biases that are all zero have the same contents in every layer. Optimizers keep their
+parameters in the order of registration, or in its reverse, and leave out what is frozen. So parameters are matched with
+places in order: contents say what fits a place, and from place to place the order goes on, over as many parameters as
+may be frozen or on other ranks. Matched from the front, every place gets the earliest parameter that it can have; from
+the back, the latest. Where both are the same there is no other way; else the checkpoint does not say: an error.
+
+>>> matched([[0, 1], [2], [1, 3]]), matched([[1], [0]])
+(([0, 2, 3], [1, 2, 3]), None)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain
 
 from ucp.errors import MalformedError, counted, listed
 from ucp_formats.megatron.flat_buffer import Candidate
 
-__all__ = ["Place", "settle"]
+__all__ = ["Place", "ambiguous", "in_groups", "matched", "settle", "without_order"]
+
+_REMEDY = (
+    "Which of them is trained, and which frozen, is recorded nowhere, so that their states would be guessed. Take the "
+    "checkpoint of a later step, where their contents differ, or load this one in Megatron and save it with "
+    "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, which records names. Where the states are not "
+    "needed, save it with --no-save-optim: the weights are read without them"
+)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Place:
     """A place where a parameter starts."""
 
+    where: str
+    """The buffer, for messages."""
     start: int
     """Its first element."""
     fits: list[Candidate]
     """Parameters whose contents stand there."""
 
 
-def settle(places: Sequence[Place], orders: Sequence[Sequence[str]], where: str) -> list[Candidate]:
-    """The parameter at every place.
+def matched(fits: Sequence[Sequence[int]]) -> tuple[list[int], list[int]] | None:
+    """The earliest and the latest number at every place, when they increase from place to place; None where none do.
 
-    `orders`: names in the order of the buffer, as they may be. `where`: the buffer, for messages. Raises MalformedError
-    naming all places that stay open.
+    `fits`: numbers that a place can have. Every matching lies between the two.
     """
-    known = [place.fits[0] for place in places if len(place.fits) == 1]
-    if len(known) == len(places):
-        return known
-    attempts = [_Attempt(places, order).settled() for order in orders if _agrees(known, order)]
-    whole = [[own for own in attempt if own is not None] for attempt in attempts if None not in attempt]
-    answers = {tuple(own.name for own in answer): answer for answer in whole}
-    if len(answers) == 1:
-        return next(iter(answers.values()))
-    names = [{own.name for own in answer if own is not None} for answer in zip(*attempts, strict=True)]
-    open_ = [
-        f"element {place.start}: {', '.join(own.name for own in place.fits[:4])}"
-        for number, place in enumerate(places)
-        if len(place.fits) > 1 and (not whole or len(names[number]) != 1)
-    ]
-    raise MalformedError(
-        f"{where}: {counted(len(open_), 'parameter has', 'parameters have')} "
-        f"the same contents as others, and their order does not tell them "
-        f"apart:\n{listed(open_)}\nSave the checkpoint with --dist-ckpt-optim-fully-reshardable"
+    first = _earliest(fits)
+    last = _earliest([[-number for number in own] for own in reversed(fits)])
+    return None if first is None or last is None else (first, [-number for number in reversed(last)])
+
+
+def in_groups(fits: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]] | None:
+    """Numbers that every place of every group can have, as they increase within a group and are in one group only.
+
+    `fits`: numbers that contents allow. One number is left where there is no other way; None where there is none.
+    """
+    left = [[list(own) for own in row] for row in fits]
+    while True:
+        for row in left:
+            extremes = matched(row)
+            if extremes is None:
+                return None
+            for own, low, high in zip(row, *extremes, strict=True):
+                own[:] = [number for number in own if low <= number <= high]
+        if not _give_way([own for row in left for own in row]):
+            return left
+
+
+def without_order(fits: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
+    """Numbers that every place of every group can have, in whatever order; one number where there is no other way."""
+    left = [[list(own) for own in row] for row in fits]
+    while _give_way([own for row in left for own in row]):
+        pass
+    return left
+
+
+def _give_way(places: Sequence[list[int]]) -> bool:
+    """Take numbers that one place has for sure from all others; whether any was."""
+    sure = {own[0]: number for number, own in enumerate(places) if len(own) == 1}
+    changed = False
+    for number, own in enumerate(places):
+        kept = [n for n in own if sure.get(n, number) == number]
+        changed = changed or len(kept) < len(own)
+        own[:] = kept
+    return changed
+
+
+def _earliest(fits: Iterable[Sequence[int]]) -> list[int] | None:
+    found: list[int] = []
+    for own in fits:
+        number = min((number for number in own if not found or number > found[-1]), default=None)
+        if number is None:
+            return None
+        found.append(number)
+    return found
+
+
+def ambiguous(where: str, places: Sequence[str]) -> MalformedError:
+    """The error that names places which several parameters of equal contents can have."""
+    return MalformedError(
+        f"{where}{counted(len(places), 'parameter has', 'parameters have')} the same contents as others, and their "
+        f"order does not tell them apart:\n{listed(places)}\n{_REMEDY}"
     )
 
 
-def _agrees(known: Sequence[Candidate], order: Sequence[str]) -> bool:
-    """Whether known parameters stand in that order."""
+def settle(runs: Sequence[Sequence[Place]], orders: Sequence[Sequence[str]]) -> list[Candidate]:
+    """The parameter at every place of `runs`, one after the other.
+
+    `runs`: places of buffers, each in its order; the buffers in that of the model, where that is known. `orders`: names
+    in the order of the buffers, as they may be. Raises MalformedError naming all places that stay open.
+    """
+    places = list(chain.from_iterable(runs))
+    if all(len(place.fits) == 1 for place in places):
+        return [place.fits[0] for place in places]
+    answers = [answer for order in orders for answer in _answers(places, order)]
+    if not answers and len(runs) > 1:  # buffers are not in the order of the model: each by itself
+        return [own for run in runs for own in settle([run], orders)]
+    names = [{answer[number].name for answer in answers} for number in range(len(places))]
+    open_ = [
+        f"{place.where}, element {place.start}: {', '.join(own.name for own in place.fits[:4])}"
+        for place, found in zip(places, names, strict=True)
+        if len(place.fits) > 1 and len(found) != 1
+    ]
+    if open_:
+        raise ambiguous("", open_)
+    return answers[0]
+
+
+def _answers(places: Sequence[Place], order: Sequence[str]) -> list[list[Candidate]]:
+    """The earliest and the latest answer that an order allows; none where known places contradict it."""
     ranks = {name: number for number, name in enumerate(order)}
-    found = [ranks[own.name] for own in known if own.name in ranks]
-    return len(found) == len(known) and all(a < b for a, b in pairwise(found))
+    known = Counter(place.fits[0].name for place in places if len(place.fits) == 1)
+    bound = [place for place in places if len(place.fits) > 1 or known[place.fits[0].name] == 1]  # no copies
+    found = matched([[ranks[own.name] for own in place.fits if own.name in ranks] for place in bound])
+    if found is None:
+        return []
+    answers = []
+    for numbers in found:
+        chosen = {id(place): order[number] for place, number in zip(bound, numbers, strict=True)}
+        answers.append([_named(place, chosen.get(id(place))) for place in places])
+    return answers
 
 
-class _Attempt:
-    """One order, followed as far as it leads."""
-
-    def __init__(self, places: Sequence[Place], order: Sequence[str]) -> None:
-        self._places = places
-        self._order = order
-        self._rank = {name: number for number, name in enumerate(order)}
-        self._settled = [place.fits[0] if len(place.fits) == 1 else None for place in places]
-        self._taken = {own.name for own in self._settled if own is not None}
-
-    def settled(self) -> list[Candidate | None]:
-        """The parameter at every place, None where the order does not tell."""
-        count = len(self._places)
-        self._follow(range(count), step=1)
-        self._follow(range(count - 1, -1, -1), step=-1)
-        first = 0
-        while first < count:
-            stop = first + 1
-            if self._settled[first] is None:
-                while stop < count and self._settled[stop] is None:
-                    stop += 1
-                self._deal(first, stop)
-            first = stop
-        return self._settled
-
-    def _follow(self, numbers: range, *, step: int) -> None:
-        """Take the one that comes next to a known neighbour, where it fits."""
-        before: Candidate | None = None
-        for number in numbers:
-            if self._settled[number] is None and before is not None:
-                expected = self._next_to(before, step)
-                own = next((fit for fit in self._places[number].fits if fit.name == expected), None)
-                if own is not None:
-                    self._take(number, own)
-            before = self._settled[number]
-
-    def _next_to(self, own: Candidate, step: int) -> str | None:
-        at = self._rank[own.name] + step
-        inside = 0 <= at < len(self._order) and self._order[at] not in self._taken
-        return self._order[at] if inside else None
-
-    def _take(self, number: int, own: Candidate) -> None:
-        self._settled[number] = own
-        self._taken.add(own.name)
-
-    def _deal(self, first: int, stop: int) -> None:
-        """Deal out a run of places that as many fit as there are places, in their order."""
-        before = self._settled[first - 1] if first else None
-        after = self._settled[stop] if stop < len(self._settled) else None
-        low = -1 if before is None else self._rank[before.name]
-        high = len(self._order) if after is None else self._rank[after.name]
-        for number in range(first, stop):
-            own_names = [own.name for own in self._places[number].fits]
-            fits = [own for own in self._places[number].fits if low < self._rank.get(own.name, -1) < high]
-            fits = [own for own in fits if own.name not in self._taken]
-            alike = [later for later in range(number, stop) if own_names == [o.name for o in self._places[later].fits]]
-            if fits and len(fits) == len(alike):
-                self._take(number, min(fits, key=lambda fit: self._rank[fit.name]))
+def _named(place: Place, name: str | None) -> Candidate:
+    return next((own for own in place.fits if own.name == name), place.fits[0])

@@ -288,6 +288,19 @@ def test_an_expert_in_two_files(copied) -> None:
         read(tag)
 
 
+@pytest.mark.parametrize("case", ["z0-ep2-dp4", "z1-ep2-dp4", "z2-ep2-dp4-contiguous"])
+def test_files_of_experts_that_were_swapped(copied, case: str) -> None:
+    tag = copied(case)
+    one, other = (tag / f"layer_0_expert_{number}_mp_rank_00_model_states.pt" for number in (0, 3))
+    one.rename(tag / "aside")
+    other.rename(one)
+    (tag / "aside").rename(other)
+    with pytest.raises(MalformedError, match="2 problems") as caught:
+        read(tag)
+    assert f"{one.name}: expected parameters of expert 0; got those of expert 3" in str(caught.value)
+    assert f"{other.name}: expected parameters of expert 3; got those of expert 0" in str(caught.value)
+
+
 def test_a_lost_optimizer_of_experts_without_zero(copied) -> None:
     tag = copied("z0-ep2-dp4")
     for path in tag.glob("expp_rank_*"):

@@ -165,6 +165,52 @@ def test_strays_are_noted(tmp_path: Path, fake_run) -> None:
     assert "zero/README" in notes
 
 
+@pytest.mark.parametrize(("stage", "form"), [(1, "dict"), (3, "flat")])
+def test_names_with_slashes_lie_in_folders_of_folders(tmp_path: Path, fake_run, stage: int, form: str) -> None:
+    shapes = ({"a": (4,), "a/b": (2, 3), "x/y/z.w": (5,)},)
+    path = save_universal(fake_run(stage, 2, groups=shapes), tmp_path, form=form)
+    index = read(path)
+    assert {name: index.atoms[name].global_shape for name in shapes[0]} == shapes[0]
+    assert index.groups[0].params == tuple(shapes[0])
+    assert not any("left alone" in note for note in index.notes)
+    fragment = index.atoms["x/y/z.w"].states["exp_avg"].fragments[0]
+    assert fragment.path.endswith("zero/x/y/z.w/exp_avg.pt")
+
+
+def test_a_nested_parameter_without_its_weights(tmp_path: Path, fake_run) -> None:
+    path = save_universal(fake_run(1, 2, groups=({"a": (4,), "a/b": (4,), "x/y": (4,)},)), tmp_path)
+    zero = path / "step7_universal" / "zero"
+    (zero / "a/b/fp32.pt").unlink()
+    for file in (zero / "x/y").iterdir():
+        file.unlink()
+    with pytest.raises(MissingFileError) as caught:
+        read(path)
+    assert "zero/a/b/fp32.pt" in str(caught.value)
+    assert "zero/x/y/fp32.pt" in str(caught.value)
+
+
+def test_a_trained_parameter_whose_folder_is_gone(tmp_path: Path, fake_run) -> None:
+    """Its weights may be in the module, in a lesser type; its moments are nowhere."""
+    path = save_universal(fake_run(1, 2), tmp_path)
+    for name in ("a.bias", "b.weight"):
+        shutil.rmtree(path / "step7_universal" / "zero" / name)
+    with pytest.raises(MissingFileError, match=r"(?s)for 2 parameters:\n  b.weight\n  a.bias\n"):
+        read(path)
+
+
+def test_a_folder_in_that_of_a_parameter_is_none_unless_it_is_known(tmp_path: Path, fake_run) -> None:
+    """A copy that somebody put aside there is not taken for a parameter, nor is what a link leads to."""
+    path = save_universal(fake_run(1, 2), tmp_path)
+    zero = path / "step7_universal" / "zero"
+    shutil.copytree(zero / "a.bias", zero / "a.bias" / "old")
+    (zero / "a.bias" / "again").symlink_to(zero / "a.bias")
+    index = read(path)
+    assert list(index.atoms) == ["a.weight", "b.weight", "a.bias", "b.bias", "frozen", "mean"]
+    notes = "\n".join(index.notes)
+    assert "zero/a.bias/old" in notes
+    assert "zero/a.bias/again" in notes
+
+
 @pytest.mark.parametrize("case", ["z1-dp4-fp32", "z3-dp4-fp32"])
 def test_it_is_the_checkpoint_that_it_was_made_from(case: str) -> None:
     native = DeepSpeedFormat().read(FIXTURES / case / "checkpoint")

@@ -43,6 +43,8 @@ class FakeLegacy:
     """How keys are written: "mcore", "te", "grouped" or "legacy"."""
     dtype: torch.dtype = torch.bfloat16
     frozen: tuple[str, ...] = ()
+    plain_norms: bool = False
+    """Whether norms are all one."""
     per_layer: tuple[int, ...] = ()
     """Layers per chunk, in the order of the model; even when empty."""
     masters: Tensors = field(default_factory=dict)
@@ -54,7 +56,8 @@ class FakeLegacy:
         self.etp = self.etp or self.tp
         generator = torch.Generator().manual_seed(7)
         for name, shape in _shapes(self).items():
-            self.masters[name] = torch.randn(shape, generator=generator)
+            noise = torch.randn(shape, generator=generator)
+            self.masters[name] = torch.ones(shape) if self.plain_norms and "norm.weight" in name else noise
         for key in ("exp_avg", "exp_avg_sq"):
             self.moments[key] = {n: torch.randn(m.shape, generator=generator) for n, m in self.masters.items()}
         if self.optimizer == "fp32":

@@ -37,11 +37,58 @@ def test_missing_ranks_are_named_together(fake_legacy, tmp_path: Path) -> None:
     assert "mp_rank_00_001/model_optim_rng.pt" in str(caught.value)
 
 
+def test_every_file_of_a_missing_rank_is_named(fake_legacy, tmp_path: Path) -> None:
+    """Also where its folder is there: what the other ranks have of the distributed optimizer, it lacks."""
+    there = fake_legacy(kind="llama", tp=2, pp=2, optimizer="L3a").save(tmp_path) / "iter_0000010"
+    shutil.rmtree(there / "mp_rank_01_001")
+    (there / "mp_rank_00_001" / "model_optim_rng.pt").unlink()
+    (there / "mp_rank_01_000" / "model_optim_rng.pt").unlink()
+    (there / "mp_rank_01_000" / "distrib_optim.pt").unlink()
+    with pytest.raises(MissingFileError, match="5 problems") as caught:
+        read(there.parent)
+    told = [line.split()[1] for line in str(caught.value).splitlines() if "missing: " in line]
+    assert sorted(told) == [
+        "mp_rank_00_001/model_optim_rng.pt",
+        "mp_rank_01_000/distrib_optim.pt",
+        "mp_rank_01_000/model_optim_rng.pt",
+        "mp_rank_01_001/distrib_optim.pt",
+        "mp_rank_01_001/model_optim_rng.pt",
+    ]
+
+
 def test_a_sparse_grid_lacks_nothing(fake_legacy, tmp_path: Path) -> None:
     folder = fake_legacy(kind="mixtral", tp=2, ep=2, etp=1, dp=1).save(tmp_path)
     assert sorted(own.name for own in (folder / "iter_0000010").iterdir()) == ["mp_rank_00_000", "mp_rank_01_001"]
     shutil.rmtree(folder / "iter_0000010" / "mp_rank_01_001")
     with pytest.raises(MissingFileError, match="mp_rank_01_001"):
+        read(folder)
+
+
+def test_files_that_no_rank_saved_are_no_lost_copies(fake_legacy, tmp_path: Path) -> None:
+    folder = fake_legacy(kind="mixtral", tp=4, ep=2, etp=1, dp=1).save(tmp_path)
+    there = folder / "iter_0000010"
+    read(folder)  # as versions save it that let the first of every dense group save, too
+    for name in ("mp_rank_02_000", "mp_rank_03_001"):
+        (there / name / "model_optim_rng.pt").unlink()
+    with pytest.raises(UnsupportedError, match=r"no model_optim_rng.pt in mp_rank_02_000, mp_rank_03_001") as caught:
+        read(folder)
+    assert "opy what is missing" not in str(caught.value)
+    (there / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
+    with pytest.raises(MissingFileError, match=r"missing: mp_rank_01_001"):
+        read(folder)
+
+
+def test_stages_of_which_a_later_one_begins_the_model(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="llama", pp=2, optimizer="none")
+    for root in run.roots.values():
+        del root["args"].rank
+    folder = run.save(tmp_path)
+    read(folder)
+    there = folder / "iter_0000010"
+    (there / "mp_rank_00_000").rename(there / "aside")
+    (there / "mp_rank_00_001").rename(there / "mp_rank_00_000")
+    (there / "aside").rename(there / "mp_rank_00_001")
+    with pytest.raises(MalformedError, match=r"on stage 0, chunk 0, .*; it is on stage 1, chunk 0 only"):
         read(folder)
 
 
@@ -88,6 +135,15 @@ def test_the_layout_of_2022_is_refused_by_name(fake_legacy, tmp_path: Path, name
         read(folder)
 
 
+@pytest.mark.parametrize(("pp", "said"), [(1, 3), (1, 0), (2, 0), (2, 1)])
+def test_layers_beyond_those_that_the_arguments_say(fake_legacy, tmp_path: Path, pp: int, said: int) -> None:
+    run = fake_legacy(kind="llama", pp=pp, optimizer="none")
+    for root in run.roots.values():
+        root["args"].num_layers = said
+    with pytest.raises(MalformedError, match=rf"expected {said} layers.*there are 4"):
+        read(run.save(tmp_path))
+
+
 def test_layers_that_do_not_add_up(fake_legacy, tmp_path: Path) -> None:
     run = fake_legacy(kind="llama", pp=2, optimizer="none")
     for root in run.roots.values():
@@ -111,6 +167,20 @@ def test_names_without_a_rule_are_listed_together(fake_legacy, tmp_path: Path) -
         read_legacy(locate(folder), "megatron", llama)
     assert "my.adapter.weight" in str(caught.value)
     assert "my.gate" in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 4}])
+def test_names_without_a_rule_are_those_of_all_stages(fake_legacy, tmp_path: Path, options: dict[str, int]) -> None:
+    """The keys of every stage begin at 0; the numbers told are those of the model, each once."""
+    folder = fake_legacy(kind="llama", optimizer="none", **options).save(tmp_path)
+
+    def mixtral(shapes, arguments, axes):
+        return registry.family("mixtral").bind(shapes=shapes, arguments=arguments, axes=axes), ("asked for",)
+
+    with pytest.raises(FamilyError, match="8 names have no rule in the family 'mixtral'") as caught:
+        read_legacy(locate(folder), "megatron", mixtral)
+    told = [line.strip() for line in str(caught.value).splitlines() if line.startswith("  ")]
+    assert sorted(told) == [f"decoder.layers.{n}.mlp.linear_fc{part}.weight" for n in range(4) for part in (1, 2)]
 
 
 def test_names_with_two_rules_are_listed_together(fake_legacy, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from ucp_formats.megatron.source import MegatronFormat
 
 from ucp.atom import Kind, check_cover
+from ucp.errors import MalformedError
 
 
 def reorder(run) -> None:
@@ -111,3 +112,68 @@ def test_the_scale_of_the_loss_is_kept_once(fake_legacy, tmp_path: Path) -> None
         "optimizer/grad_scaler/pp0.tp0",
         "optimizer/grad_scaler/pp0.tp1",
     ]
+
+
+NORM = "decoder.layers.{}.{}_layernorm.weight"
+
+
+@pytest.mark.parametrize("optimizer", ["whole", "L1", "L2", "L3", "L3a"])
+def test_equal_norms_that_are_all_trained_go_by_order(fake_legacy, tmp_path: Path, optimizer: str) -> None:
+    run = fake_legacy(kind="llama", tp=2, optimizer=optimizer, plain_norms=True)
+    index = MegatronFormat().read(run.save(tmp_path))
+    check_cover(index)
+    for name, atom in index.atoms.items():
+        if "norm" in name:
+            ref = atom.states["exp_avg"].fragments[0].ref
+            with open(ref.path, "rb") as file:
+                file.seek(ref.offset)
+                data = bytearray(file.read(ref.nbytes))
+            assert torch.equal(torch.frombuffer(data, dtype=torch.float32), run.moments["exp_avg"][name])
+
+
+@pytest.mark.parametrize("optimizer", ["whole", "L3", "L3a"])
+def test_equal_norms_between_trained_weights_are_known(fake_legacy, tmp_path: Path, optimizer: str) -> None:
+    """Frozen weights leave no doubt: as many norms are trained as there are."""
+    frozen = ("decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.2.self_attention.linear_qkv.weight")
+    run = fake_legacy(kind="llama", optimizer=optimizer, plain_norms=True, frozen=frozen)
+    index = MegatronFormat().read(run.save(tmp_path))
+    assert {name for name, atom in index.atoms.items() if atom.kind is Kind.FROZEN} == set(frozen)
+
+
+@pytest.mark.parametrize("optimizer", ["whole", "fp32", "L2", "L3", "L3a"])
+def test_equal_norms_of_which_some_are_frozen_are_refused(fake_legacy, tmp_path: Path, optimizer: str) -> None:
+    """Of a frozen norm and its neighbour either may be trained: nothing in the files tells."""
+    layer = tuple(name for name in fake_legacy(kind="llama").masters if name.startswith("decoder.layers.1."))
+    kept = NORM.format(1, "pre_mlp")
+    frozen = tuple(name for name in layer if name != kept)
+    run = fake_legacy(kind="llama", optimizer=optimizer, plain_norms=True, frozen=frozen)
+    with pytest.raises(MalformedError, match="order does not tell them apart") as caught:
+        MegatronFormat().read(run.save(tmp_path))
+    assert kept in str(caught.value)
+    assert NORM.format(1, "input") in str(caught.value)
+    assert "--no-save-optim" in str(caught.value)
+
+
+def test_a_frozen_norm_of_a_whole_optimizer(fake_legacy, tmp_path: Path) -> None:
+    """Groups are listed apart from weights, so that norms between weights are not between them there."""
+    run = fake_legacy(kind="llama", optimizer="whole", plain_norms=True, frozen=(NORM.format(0, "input"),))
+    with pytest.raises(MalformedError, match="8 parameters have the same contents"):
+        MegatronFormat().read(run.save(tmp_path))
+
+
+def test_contents_tell_frozen_norms_of_a_whole_optimizer(fake_legacy, tmp_path: Path) -> None:
+    frozen = (NORM.format(0, "input"), "embedding.word_embeddings.weight")
+    run = fake_legacy(kind="llama", tp=2, optimizer="whole", frozen=frozen)
+    index = MegatronFormat().read(run.save(tmp_path))
+    check_cover(index)
+    assert {name for name, atom in index.atoms.items() if atom.kind is Kind.FROZEN} == set(frozen)
+    assert not [note for note in index.notes if "usual order" in note]
+
+
+def test_equal_norms_in_an_unusual_order_are_refused(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="llama", optimizer="whole", plain_norms=True)
+    root = run.roots["mp_rank_00"]
+    rows = root["optimizer"]["fp32_from_fp16_params"]
+    rows[0].reverse()
+    with pytest.raises(MalformedError, match="order does not tell them apart"):
+        MegatronFormat().read(run.save(tmp_path))

@@ -120,13 +120,52 @@ def test_equal_parameters_follow_their_neighbours(tmp_path):
     assert set(found.ties) == {"n0", "n1", "last"}
 
 
-def test_a_stage_that_holds_some_of_equal_parameters(tmp_path):
+def layers(folder):
+    """Four layers of a norm that is all one and a weight."""
     ones = np.ones(64)
     masters = {f"{kind}{layer}": ones if kind == "n" else noise(64, seed=layer) for layer in range(4) for kind in "nw"}
-    own = Rank(tmp_path, masters)
-    buffer, starts, _ = own.buffer(["w2", "n2", "w1", "n1"])
+    return Rank(folder, masters)
+
+
+def test_stages_tell_each_other_which_of_equal_parameters_they_hold(tmp_path):
+    own = layers(tmp_path)
+    stages = [own.buffer(order) for order in (["w3", "n3", "w2", "n2"], ["w1", "n1", "w0", "n0"])]
+    with Prober() as prober:
+        finder = recogniser(own.candidates, prober)
+        found = finder.settled([finder.find(buffer) for buffer, _, _ in stages])
+    assert [placement.starts for placement in found] == [starts for _, starts, _ in stages]
+
+
+def test_a_stage_alone_does_not_tell_whether_its_first_layer_is_frozen(tmp_path):
+    own = layers(tmp_path)
+    buffer, _, _ = own.buffer(["w2", "n2", "w1", "n1"])
+    with Prober() as prober, pytest.raises(MalformedError, match=r"(?s)1 parameter has.*b, element 192: n0, n1, n2"):
+        recogniser(own.candidates, prober).place(buffer)
+
+
+@pytest.mark.parametrize("trained", ["q", "k"])
+def test_one_of_two_equal_neighbours_is_frozen(tmp_path, trained):
+    """Norms of queries and keys are all one; whichever is frozen, the buffer looks the same."""
+    own = Rank(tmp_path, {"w": noise(64), "q": np.ones(64), "k": np.ones(64), "v": noise(64, seed=1)})
+    buffer, _, _ = own.buffer(["v", trained, "w"])
+    with Prober() as prober, pytest.raises(MalformedError, match=r"(?s)element 64: q, k.*fully-reshardable"):
+        recogniser(own.candidates, prober).place(buffer)
+
+
+def test_a_frozen_parameter_between_others_is_passed_over(tmp_path):
+    own = layers(tmp_path)
+    buffer, starts, _ = own.buffer(["w3", "n3", "w2", "w1", "n1", "w0", "n0"])
     with Prober() as prober:
         assert recogniser(own.candidates, prober).place(buffer).starts == starts
+
+
+def test_buffers_out_of_order_are_settled_each_by_itself(tmp_path):
+    own = layers(tmp_path)
+    stages = [own.buffer(order) for order in (["w1", "n1", "w0", "n0"], ["w3", "n3", "w2"])]
+    with Prober() as prober:
+        finder = recogniser(own.candidates, prober)
+        found = finder.settled([finder.find(buffer) for buffer, _, _ in stages])
+    assert [placement.starts for placement in found] == [starts for _, starts, _ in stages]
 
 
 def test_parameters_of_a_kind_that_is_not_there_do_not_stand_between(tmp_path):

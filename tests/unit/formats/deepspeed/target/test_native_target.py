@@ -239,11 +239,35 @@ def test_stage_0_of_fused_adam_is_flat_without_padding(
 def test_a_parameter_that_was_never_stepped_has_zeros_in_a_flat_group(source: Make, write: Make) -> None:
     made = source()
     del made.arrays["w/exp_avg"], made.arrays["w/exp_avg_sq"]
+    index = made.index()
+    del index.atoms["w"].states["step"]
+    made.index = lambda: index
     written = write(made, TARGET, Topology(dp=1, zero=1))
     share = written.load(optim(0))["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"]
     assert share[:15].tolist() == flat(made, ["emb"], "exp_avg")
     assert not share[15:].any()
     assert "1 parameter lacks states that others of their group have (w, ...): those are zero" in written.plan.notes[0]
+    assert written.plan.zeros == {"w": {"exp_avg", "exp_avg_sq", "step"}}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_parameter_that_was_stepped_and_lost_its_moments_is_refused(source: Make, stage: int) -> None:
+    made = source()
+    del made.arrays["w/exp_avg"], made.arrays["w/exp_avg_sq"]
+    with pytest.raises(MissingStateError, match=r"w: exp_avg, exp_avg_sq, and has step\n.*--zero-moments keep"):
+        TARGET.plan(made.index(), Topology(dp=1, zero=stage), TargetOptions())
+    plan = TARGET.plan(made.index(), Topology(dp=1, zero=stage), TargetOptions(keeps_zeros=True))
+    assert plan.zeros == {"w": {"exp_avg", "exp_avg_sq"}}
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_states_that_the_reader_left_out_are_refused_with_its_reason(source: Make, stage: int) -> None:
+    made = source()
+    del made.arrays["w/exp_avg"], made.arrays["w/exp_avg_sq"]
+    index = replace(made.index(), dropped=("written shifted, and left out:\n  w: by 64 elements\nsave again",))
+    del index.atoms["w"].states["step"]
+    with pytest.raises(MissingStateError, match=r"written shifted, and left out:\n  w: by 64 elements\nsave again"):
+        TARGET.plan(index, Topology(dp=1, zero=stage), TargetOptions())
 
 
 def test_different_steps_in_a_flat_group_are_refused(source: Make, write: Make) -> None:
@@ -601,7 +625,7 @@ def test_dtypes_asked_for_reach_masters_and_moments(source: Make, write: Make) -
     assert written.plan.casts == ("exp_avg: float32 -> bfloat16 in 5 parameters",)
 
 
-def test_a_step_that_was_a_python_float_is_one_again(source: Make, write: Make) -> None:
+def test_a_step_that_was_a_python_float_is_a_whole_number(source: Make, write: Make) -> None:
     made = source()
     index = made.index()
     ref = InlineTensor(data=struct.pack("<d", 3.0), dtype=DType.FLOAT64)
@@ -610,4 +634,4 @@ def test_a_step_that_was_a_python_float_is_one_again(source: Make, write: Make) 
         index.atoms[name].states["step"] = step
     made.index = lambda: index
     state = write(made, TARGET, Topology(dp=1, zero=1)).load(optim(0))["optimizer_state_dict"]["base_optimizer_state"]
-    assert type(state["state"][0]["step"]) is float
+    assert type(state["state"][0]["step"]) is int

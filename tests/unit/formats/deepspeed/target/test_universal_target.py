@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ucp_formats.deepspeed.universal_source import DeepSpeedUniversalFormat
 from ucp_formats.deepspeed.universal_target import DeepSpeedUniversalTarget
 
-from ucp.atom import Extra
+from ucp.atom import Extra, check_cover
 from ucp.dtypes import DType
-from ucp.errors import MissingStateError, UsageError
+from ucp.errors import DestinationError, MissingStateError, UsageError
 from ucp.target import TargetOptions
 from ucp.topology import Topology
 
@@ -37,6 +38,36 @@ def test_every_trained_parameter_has_a_folder_with_its_states_and_nothing_else(s
     }
 
 
+NESTED = {"shapes": {"a": (2, 3), "a/b": (4,), "x/y/z.w": (5,)}, "groups": [["a"], ["a/b", "x/y/z.w"]], "frozen": []}
+
+
+def test_names_with_slashes_are_folders_in_folders_and_read_back(source: Make, write: Make) -> None:
+    made = source(**NESTED, buffers=[])
+    written = write(made, TARGET)
+    for name in made.shapes:
+        value = written.load(f"{TAG}/zero/{name}/exp_avg.pt")
+        assert np.array_equal(value["param"], made.arrays[f"{name}/exp_avg"])
+    read = DeepSpeedUniversalFormat().read(written.root)
+    check_cover(read)
+    assert {name: (atom.global_shape, set(atom.states)) for name, atom in read.atoms.items()} == {
+        name: (shape, {"weight", "exp_avg", "exp_avg_sq", "step"}) for name, shape in made.shapes.items()
+    }
+    assert [group.params for group in read.groups] == [("a",), ("a/b", "x/y/z.w")]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../../evil", "/abs", "a//b", "a\0b", "a\ud800b", "x" * 300])
+def test_names_that_no_folder_can_have_are_refused_before_anything_is_written(source: Make, name: str) -> None:
+    made = source(shapes={"w": (2, 7), name: (3,)}, groups=[["w"], [name]], frozen=[], buffers=[])
+    with pytest.raises(DestinationError, match="expected names of parameters that can be folders"):
+        TARGET.plan(made.index(), None, TargetOptions())
+
+
+def test_frozen_parameters_have_no_folder_and_any_name(source: Make, write: Make) -> None:
+    made = source(shapes={"w": (2, 7), "gate": (3,), "..": (2,)}, groups=[["w"], ["gate"]], frozen=[".."], buffers=[])
+    module = write(made, TARGET).load(f"{TAG}/mp_rank_00_model_states.pt")["module"]
+    assert np.array_equal(module[".."], made.arrays["../weight"])
+
+
 def test_states_are_whole_in_dict_form(source: Make, write: Make) -> None:
     made = source()
     written = write(made, TARGET)
@@ -52,10 +83,40 @@ def test_a_0d_parameter_has_one_dim_as_the_loader_cannot_chunk_it_otherwise(sour
     assert write(source(), TARGET).load(f"{TAG}/zero/scalar/fp32.pt")["param"].shape == (1,)
 
 
-def test_steps_that_were_numbers_are_numbers(source: Make, write: Make) -> None:
-    written = write(source(steps=[3, 3]), TARGET)
+def test_steps_of_an_engine_stay_numbers(source: Make, write: Make) -> None:
+    made = source(steps=[3, 3])
+    made.extras = (*made.extras, Extra(name="engine", value={}))
+    written = write(made, TARGET)
     assert type(written.load(f"{TAG}/zero/gate/step.pt")) is int
     assert written.load(f"{TAG}/zero/optimizer_state.pt")["optimizer_state_dict"]["state"][0] == {"step": 3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "told"),
+    [
+        ({}, np.dtype("float32"), "shares one step tensor"),
+        ({"optimizer": "torch"}, np.dtype("float32"), "shares one step tensor"),
+        ({"optimizer": "deepspeed"}, None, "step is written as a whole number"),
+    ],
+)
+def test_steps_from_elsewhere_take_the_form_that_is_asked_for(
+    source: Make, write: Make, settings: dict[str, str], dtype: np.dtype[Any] | None, told: str
+) -> None:
+    written = write(source(steps=[3, 3]), TARGET, options=TargetOptions(settings=settings))
+    shared = written.load(f"{TAG}/zero/optimizer_state.pt")["optimizer_state_dict"]["state"][0]["step"]
+    for step in (written.load(f"{TAG}/zero/gate/step.pt"), shared):
+        assert step == 3 if dtype is None else (step.dtype, step.shape) == (dtype, ())
+    assert any(told in note for note in written.plan.notes)
+
+
+def test_steps_that_are_tensors_do_not_become_numbers(source: Make) -> None:
+    with pytest.raises(UsageError, match=r"expected steps that are plain numbers"):
+        TARGET.plan(source().index(), None, TargetOptions(settings={"optimizer": "deepspeed"}))
+
+
+def test_other_settings_are_refused(source: Make) -> None:
+    with pytest.raises(UsageError, match=r"(?s)optimizer=adam\n.*step=int"):
+        TARGET.plan(source().index(), None, TargetOptions(settings={"optimizer": "adam", "step": "int"}))
 
 
 def test_global_state_serves_both_loaders(source: Make, write: Make) -> None:
@@ -100,7 +161,7 @@ def test_both_pointers_name_the_tag(source: Make, write: Make) -> None:
             "leaves 1 buffer as",
         ),
         ({}, "(lr, weight_decay)"),
-        ({}, "at 4 ranks"),
+        ({}, "cannot load it at 4 and all more ranks"),
         ({}, "clone"),
         ({"states": [["exp_avg", "exp_avg_sq", "extra"]] * 2}, "stage 3 leaves out extra"),
     ],
@@ -184,7 +245,10 @@ def test_a_loss_scale_is_carried_for_fp16_only(source: Make, write: Make) -> Non
 
 def test_a_parameter_that_was_never_stepped_gets_zeros(source: Make, write: Make) -> None:
     made = source()
-    del made.arrays["w/exp_avg"]
+    del made.arrays["w/exp_avg"], made.arrays["w/exp_avg_sq"]
+    index = made.index()
+    del index.atoms["w"].states["step"]
+    made.index = lambda: index
     assert not write(made, TARGET).load(f"{TAG}/zero/w/exp_avg.pt")["param"].any()
 
 

@@ -16,7 +16,7 @@ from ucp.api import convert, diff, make_options, verify
 from ucp.atom import ParamGroup
 from ucp.convert import ConvertReport, carry_out
 from ucp.errors import CorruptError, FamilyError, MissingStateError, UnsupportedError, UsageError
-from ucp.prepare import Silent
+from ucp.prepare import Silent, prepare
 from ucp.proof import prove_written
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
@@ -201,7 +201,7 @@ def test_a_family_is_for_the_target_where_the_source_has_no_use_for_one(model, s
 
 def test_what_is_read_back_is_compared_under_megatrons_names(store, tmp_path):
     options = make_options(to="megatron", topology="tp=2", settings={key: str(value) for key, value in SAID.items()})
-    prepared = ucp.plan(store, options=options)
+    prepared = prepare(store, options)
     carry_out(store, tmp_path / "b", options, Silent())
     made = dict(prepared.job.target.joined)
     assert len(made["decoder.layers.0.self_attention.linear_qkv.weight"]) == 3 * GROUPS

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from ucp_formats.megatron.target_groups import optimizer_chain
+from ucp_formats.megatron.target_groups import check_members, optimizer_chain
 
 from ucp.atom import Index, ParamGroup
-from ucp.errors import UnsupportedError
+from ucp.errors import MissingStateError, UnsupportedError
 from ucp.io.scalars import number_state
 from ucp.testing.handmade import Shards, make_index
 
@@ -100,3 +102,22 @@ def test_steps_that_differ_are_named(index, tmp_path):
     source = make_index(tmp_path, states, groups=[native((DENSE, NORM), wd=1.0)])
     with pytest.raises(UnsupportedError, match=r"(?s)dense: 0.*norm: 1"):
         optimizer_chain(source, frozenset(), split=False)
+
+
+def test_files_that_list_parameters_of_groups_refuse_those_in_none(index):
+    source = index(native((DENSE, NORM), wd=1.0))
+    check_members(source, (DENSE, NORM, "elsewhere"))
+    with pytest.raises(
+        MissingStateError, match=r"has 1 parameter in none:\n  expert\n.*use_distributed_optimizer=true"
+    ):
+        check_members(source, source.atoms)
+
+
+def test_with_the_reason_of_the_source(index):
+    source = replace(index(native((DENSE, NORM), wd=1.0)), dropped=(f"its group is not recorded\n  {EXPERT}: [2]",))
+    with pytest.raises(MissingStateError, match=r"in none:\nits group is not recorded\n  expert: \[2\]\n"):
+        check_members(source, source.atoms)
+
+
+def test_parameters_without_states_need_no_group(index):
+    check_members(index(native((DENSE,), wd=1.0), step=None), (DENSE, EXPERT, NORM))

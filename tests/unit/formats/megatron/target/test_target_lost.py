@@ -68,10 +68,9 @@ def test_moments_without_groups_are_told(without_groups, tmp_path, layout):
 
 
 def test_a_plan_tells_it_too(llama):
-    options = ucp.api.make_options(to="megatron", topology="tp=2", exclude=["*/exp_avg*"], settings={})
-    prepared = ucp.api.plan(llama, options=options)
-    assert any(line.startswith("step of ") for line in prepared.job.index.dropped)
-    assert all(STEP not in atom.states for atom in prepared.job.index.atoms.values())
+    report = ucp.plan(llama, to="megatron", topology="tp=2", exclude=["*/exp_avg*"])
+    assert any(line.startswith("step of ") for line in report.dropped)
+    assert all(STEP not in atom.states for atom in report.source.atoms.values())
 
 
 def test_deepspeed_does_not_call_them_weights_only(without_groups, tmp_path):

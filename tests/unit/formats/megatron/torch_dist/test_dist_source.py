@@ -34,6 +34,14 @@ def same(found, run):
         assert torch.equal(found[name], tensor), name
 
 
+def test_sizes_that_the_arguments_contradict(fake, read, tmp_path):
+    run = filled(fake(tp=2), "full")
+    run.common["args"].swiglu = False
+    run.common["args"].hidden_size = 12
+    with pytest.raises(MalformedError, match=r"(?s)swiglu = False; .*hidden_size = 12; .*linear_fc2"):
+        read(run.save(tmp_path))
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_same_atoms(fake, read, contents, tmp_path, layout, tp):

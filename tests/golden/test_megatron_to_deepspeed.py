@@ -1,0 +1,70 @@
+"""What real Megatron wrote, in DeepSpeed's files: the form of steps and groups, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ucp
+from ucp.errors import MissingStateError
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "megatron"
+LLAMA = FIXTURES / "llama-tp2-pp2-dp2-full" / "checkpoint"
+SHIFTED = FIXTURES / "gpt-tp2-pp2-dp2-full" / "checkpoint"
+"""Its tied embedding has a master and moments that megatron-core wrote shifted."""
+TAG = "global_step10"
+NORM = "decoder.final_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected", "cast"),
+    [
+        ({}, torch.tensor(10.0), "step: float64 -> float32 in 27 parameters"),
+        ({"optimizer": "torch"}, torch.tensor(10.0), "step: float64 -> float32 in 27 parameters"),
+        ({"optimizer": "deepspeed"}, 10, "step: float64 -> int64, a whole number, in 27 parameters"),
+    ],
+)
+def test_universal_steps_are_of_the_form_that_is_asked_for(
+    tmp_path: Path, settings: dict[str, str], expected: object, cast: str
+) -> None:
+    report = ucp.convert(LLAMA, tmp_path / "to", to="deepspeed-universal", settings=settings, workers=1, verify=True)
+    assert cast in report.casts
+    zero = tmp_path / "to" / TAG / "zero"
+    shared = torch.load(zero / "optimizer_state.pt")
+    for step in (torch.load(zero / NORM / "step.pt"), shared["optimizer_state_dict"]["state"][0]["step"]):
+        assert type(step) is type(expected)
+        assert step == expected
+        assert not isinstance(expected, torch.Tensor) or step.dtype is expected.dtype
+    assert [group["bias_correction"] for group in shared["param_groups"]] == [True, True]
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_native_files_are_equal_to_the_source(tmp_path: Path, zero: int) -> None:
+    report = ucp.convert(LLAMA, tmp_path / "to", to="deepspeed", topology=f"dp=2,zero={zero}", workers=1, verify=True)
+    assert "step: float64 -> int64, a whole number, in 27 parameters" in report.casts
+    groups = ucp.inspect(tmp_path / "to").groups
+    assert [group.hyper["bias_correction"] for group in groups] == [True, True]
+
+
+@pytest.mark.parametrize("to", ["deepspeed-universal", *(f"dp=2,zero={stage}" for stage in range(4))])
+def test_moments_that_megatron_lost_are_refused_with_the_reason(tmp_path: Path, to: str) -> None:
+    target = {"to": to} if "=" not in to else {"to": "deepspeed", "topology": to}
+    with pytest.raises(MissingStateError, match=r"(?s)wrote the states of these parameters shifted.*by 64 elements"):
+        ucp.convert(SHIFTED, tmp_path / "to", workers=1, **target)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("to", ["deepspeed-universal", "dp=2,zero=1", "dp=2,zero=3"])
+def test_they_are_zeros_where_that_is_asked_for(tmp_path: Path, to: str) -> None:
+    target = {"to": to} if "=" not in to else {"to": "deepspeed", "topology": to}
+    report = ucp.convert(SHIFTED, tmp_path / "to", workers=1, zero_moments="keep", verify=True, **target)
+    assert "weight: bfloat16 -> float32 in 1 parameter" in report.casts
+    assert not ucp.open(tmp_path / "to").read("embedding.word_embeddings.weight", "exp_avg").any()
+
+
+def test_megatron_refuses_them_with_the_reason_too(tmp_path: Path) -> None:
+    with pytest.raises(MissingStateError, match=r"(?s)embedding.word_embeddings.weight: exp_avg.*shifted") as caught:
+        ucp.convert(SHIFTED, tmp_path / "to", to="megatron", topology="tp=1", workers=1)
+    assert "never stepped" not in str(caught.value)

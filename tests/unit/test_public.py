@@ -1,0 +1,130 @@
+"""What `import ucp` gives."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import ucp
+from ucp.api import make_options
+from ucp.errors import UcpError, UsageError
+from ucp.prepare import ConvertOptions, prepare
+
+ZERO1 = {"to": "deepspeed", "topology": "dp=2,zero=1", "exclude": ["counter"]}
+"""Asked of `source`, whose counter no optimizer group has."""
+ONCE_BYTES_MOVE = {"resume", "overwrite", "fsync", "verify", "observer"}
+
+
+def test_the_names_are_those_promised():
+    assert dir(ucp) == sorted(ucp.__all__)
+    assert all(getattr(ucp, name) is not None for name in ucp.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'loads'"):
+        _ = ucp.loads
+
+
+def test_a_plan_is_asked_for_as_a_conversion_is():
+    """With the same names, defaults and types, all of which become options in one place."""
+    plan, convert, options = (inspect.signature(own).parameters for own in (ucp.plan, ucp.convert, make_options))
+    assert list(plan) == [name for name in convert if name != "dst" and name not in ONCE_BYTES_MOVE]
+    assert all(convert[name] == own == options.get(name, own) for name, own in plan.items())
+    assert set(convert) - set(options) == {"src", "dst", "verify", "observer"}
+
+
+def test_a_plan_is_what_a_conversion_does(source, tmp_path):
+    asked = {**ZERO1, "dtypes": {"exp_avg": "bfloat16"}}
+    report = ucp.plan(source, **asked)
+    done = ucp.convert(source, tmp_path / "out", **asked)
+    alike = ("format", "to", "topology", "layout", "atoms", "nbytes_written", "nbytes_out", "references")
+    alike += ("warnings", "casts", "notes", "dropped")
+    assert {name: getattr(report, name) for name in alike} == {name: getattr(done, name) for name in alike}
+    assert len(report.files) == done.files_out
+    assert {path: (tmp_path / "out" / path).stat().st_size for path in report.files} == report.files
+
+
+def test_a_plan_is_readable(source):
+    report = ucp.plan(source, **ZERO1, dtypes={"exp_avg": "bfloat16"}, memory=64 << 20, workers=1)
+    first, tensors, files, work, *told = str(report).splitlines()
+    assert first.endswith("to deepspeed, dp=2,zero=1")
+    assert f"{report.nbytes:,} bytes to read, {report.nbytes_written:,} to write, of 5 parameters" == tensors
+    assert files == f"{len(report.files)} files of {report.nbytes_out:,} bytes, and the index"
+    assert work.startswith("1 task by 1 worker of ")
+    assert [line.partition(":")[0] for line in told] == ["warning", "cast", "note", "dropped"]
+    assert told[1].startswith("cast: exp_avg: float32 -> bfloat16")
+    assert len(repr(report)) < 2000, "neither the index nor the files are in it"
+
+
+def test_references_are_not_called_bytes_to_read(source):
+    report = ucp.plan(source, virtual=True)
+    assert report.nbytes_read == 0
+    assert f"{report.references} references into the source, nothing copied, of 6 parameters" in str(report)
+    assert "what the tensors compress to" in str(ucp.plan(source, compress=True))
+
+
+def test_what_is_refused_is_refused_before(source, tmp_path):
+    for asked in ({"to": "deepspeed", "topology": "tp=2,zero=1"}, {"include": "nothing"}, {"family": "llama"}):
+        with pytest.raises(UcpError) as early:
+            ucp.plan(source, **asked)
+        with pytest.raises(type(early.value)) as late:
+            ucp.convert(source, tmp_path / "out", **asked)
+        assert str(early.value) == str(late.value)
+
+
+def test_what_is_planned_is_what_is_prepared(source):
+    report, prepared = ucp.plan(source, workers=1), prepare(source, ConvertOptions(workers=1))
+    assert report.source == prepared.job.index
+    assert (report.tasks, report.workers, report.threads) == (len(prepared.job.tasks), 1, prepared.threads)
+    assert report.projected_bytes == prepared.projected_bytes <= report.memory
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"to": None}, "expected to as text; got None"),
+        ({"layout": None}, "expected layout as text; got None"),
+        ({"dtypes": "weight=bfloat16"}, r"expected dtypes by state, as in \{'weight': 'bfloat16'\}; got 'weight=bf"),
+        ({"dtypes": {"weight": float}}, "expected STATE=DTYPE with a dtype of float64, "),
+        ({"settings": ["a=b"]}, r"expected settings by name, .* each a text or a number; got \['a=b'\]"),
+        ({"settings": {"moe_layer_freq": [0, 1]}}, r"expected settings by name, .* got \{'moe_layer_freq': \[0, 1"),
+        ({"include": None}, r"expected globs over names as text, as in \['\*/weight'\]; got None"),
+        ({"exclude": [1]}, r"expected globs over names as text, as in \['\*/weight'\]; got \[1\]"),
+    ],
+)
+def test_arguments_of_another_type_are_told(source, asked, said):
+    with pytest.raises(UsageError, match=said):
+        ucp.plan(source, **asked)
+
+
+def test_settings_may_be_numbers():
+    """As they are where they are known in Python; the command line has text."""
+    options = make_options(to="megatron", settings={"heads": 32, "eps": 1e-06, "swiglu": True, "name": "x"})
+    assert options.target.settings == {"heads": "32", "eps": "1e-06", "swiglu": "True", "name": "x"}
+
+
+def test_every_report_prints_as_a_few_lines(source, tmp_path):
+    done = ucp.convert(source, tmp_path / "out", dtypes={"exp_avg": "bfloat16"}, workers=1)
+    first, written, checked, cast, *_ = str(done).splitlines()
+    assert first == f"{tmp_path / 'out'} (ucp), from ucp: 6 parameters"
+    assert written.startswith(f"{done.nbytes_written:,} bytes of tensors written; {done.files_out} file")
+    assert checked.startswith(f"{done.checked_bytes:,} bytes of the source checked against checksums")
+    assert cast.startswith("cast: exp_avg: float32 -> bfloat16")
+    again = str(ucp.convert(source, tmp_path / "out", dtypes={"exp_avg": "bfloat16"}, workers=1, resume=True))
+    assert again.splitlines()[:2] == [first, "was complete already: nothing was written"]
+    assert "references into the source, nothing copied; " in str(ucp.convert(source, tmp_path / "v", virtual=True))
+
+    found = ucp.diff(source, tmp_path / "out")
+    assert f": {len(found.changes)} differences; {found.compared} states of {found.nbytes_compared:,} " in str(found)
+    assert "\n  embed/exp_avg: dtype: float32 and bfloat16" in str(found)
+    assert ": equal; " in str(ucp.diff(source, source))
+    assert str(ucp.verify(source, against=source)).startswith(f"{source}: whole and undamaged, equal to {source}; ")
+
+
+def test_damage_prints_with_the_report(source, tmp_path):
+    ucp.convert(source, tmp_path / "out", workers=1)
+    pack = next((tmp_path / "out" / "packs").iterdir())
+    pack.write_bytes(pack.read_bytes()[:-8] + bytes(8))
+    report = ucp.verify(tmp_path / "out", against=source)
+    first, *rest = str(report).splitlines()
+    assert first.startswith(f"{tmp_path / 'out'}: {len(report.problems)} problem")
+    assert rest == [f"problem: {line}" for line in report.problems]
+    assert "equal to" not in first

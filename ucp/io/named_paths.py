@@ -1,0 +1,137 @@
+"""Files that are named after parameters: which names make no path, told together and before anything is written.
+
+>>> check_named([("a/b", "zero/a/b/fp32.pt")], expected="names that can be folders", remedy="rename them")
+>>> check_named([("..", "zero/../fp32.pt")], expected="names that can be folders", remedy="rename them")
+Traceback (most recent call last):
+ucp.errors.DestinationError: expected names that can be folders; got 1 that cannot:
+  '..': its part '..' names no folder of its own
+rename them
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+
+from ucp.errors import DestinationError, counted, listed
+
+__all__ = ["check_fits", "check_named", "is_text"]
+
+_MOST_COMPONENT = 255
+"""Bytes of one part of a path that file systems of POSIX allow (NAME_MAX of Linux)."""
+_MOST_PATH = 4095
+"""Bytes of a path that Linux takes (PATH_MAX counts the NUL at its end)."""
+_NO_LIMIT = 1 << 31
+"""Bytes that no path has."""
+_SHOWN = 80
+"""Characters of a name that a message shows."""
+
+
+def check_named(
+    paths: Iterable[tuple[str, str]],
+    *,
+    expected: str,
+    remedy: str,
+    taken: Iterable[str] = (),
+    faults: Iterable[tuple[str, str]] = (),
+) -> None:
+    """Raise DestinationError for names whose path cannot be a file, or meets another's.
+
+    `paths`: name, and a path relative to the destination that is made of it. `taken`: paths of other files. `faults`:
+    name, and what else is wrong with it. `expected`, `remedy`: of the message.
+    """
+    named = list(paths)
+    found: dict[str, str] = {}
+    for name, path in named:
+        fault = _fault(path)
+        if fault:
+            found.setdefault(name, fault)
+    for name, fault in (*faults, *_meeting([own for own in named if own[0] not in found], taken)):
+        found.setdefault(name, fault)
+    if found:
+        lines = listed(f"{_shown(name)}: {fault}" for name, fault in found.items())
+        raise DestinationError(f"expected {expected}; got {len(found):,} that cannot:\n{lines}\n{remedy}")
+
+
+def check_fits(folder: Path, paths: Iterable[str]) -> None:
+    """Raise DestinationError for files whose path below `folder` is too long for the file system there."""
+    parent = folder
+    while not _is_there(parent):
+        parent = parent.parent
+    most_component, most_path = _limit(parent, "PC_NAME_MAX"), _limit(parent, "PC_PATH_MAX") - 1
+    own = [len(os.fsencode(part)) for part in folder.parts[len(parent.parts) :]]
+    if max(own, default=0) > most_component:
+        raise DestinationError(
+            f"expected a destination whose name takes at most {most_component} bytes with all that is put beside it; "
+            f"got {max(own)} bytes in {_shown(str(folder))}. Choose a shorter name"
+        )
+    room = most_path - len(os.fsencode(folder)) - 1
+    lengths = ((path, len(os.fsencode(path)), _longest(path)) for path in paths)
+    long = [path for path, nbytes, component in lengths if nbytes > room or component > most_component]
+    if long:
+        raise DestinationError(
+            f"expected paths of at most {most_path} bytes, and {most_component} for each part, below {folder}; got "
+            f"{counted(len(long), 'longer one')}:\n{listed(map(_shown, long))}\nchoose a shorter destination, or a "
+            "layout or target that makes no files of names"
+        )
+
+
+def is_text(name: str) -> bool:
+    """Whether `name` can be written as UTF-8: lone surrogates, which pickles may hold, cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in name)
+
+
+def _fault(path: str) -> str:
+    """What keeps `path` from being that of a file below the destination; empty for nothing."""
+    if "\0" in path:
+        return "it holds a NUL character, which ends a path"
+    if not is_text(path):
+        return "it holds lone surrogates, which are no text and have no UTF-8"
+    wrong = [part for part in path.split("/") if part in ("", ".", "..")]
+    if wrong:
+        return f"its part {wrong[0]!r} names no folder of its own"
+    if _longest(path) > _MOST_COMPONENT:
+        return f"a part of its path takes {_longest(path):,} bytes; a file system allows {_MOST_COMPONENT}"
+    nbytes = len(path.encode())
+    return f"its path takes {nbytes:,} bytes; a system allows {_MOST_PATH:,}" if nbytes > _MOST_PATH else ""
+
+
+def _meeting(named: Iterable[tuple[str, str]], taken: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Names whose path is another's, or a folder where another has a file."""
+    owners = dict.fromkeys(taken, "the checkpoint itself")
+    for name, path in named:
+        if path in owners:
+            yield name, f"{path} would be a file of {owners[path]} too"
+        owners.setdefault(path, _shown(name))
+    for name, path in named:
+        for folder in PurePosixPath(path).parents:
+            owner = owners.get(str(folder))
+            if owner is not None:
+                yield name, f"{folder} would be a folder of it and a file of {owner}"
+
+
+def _longest(path: str) -> int:
+    """Bytes of its longest part."""
+    return max(len(os.fsencode(part)) for part in path.split("/"))
+
+
+def _limit(folder: Path, name: str) -> int:
+    """A limit of the file system at `folder`; where it has none, one that nothing reaches."""
+    try:
+        limit = os.pathconf(folder, name)
+    except (OSError, ValueError):
+        return _NO_LIMIT
+    return limit if limit > 0 else _NO_LIMIT
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long
+        return False
+
+
+def _shown(name: str) -> str:
+    """A name between quotes, long ones cut."""
+    return repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}...")
