@@ -95,8 +95,8 @@ def plan(
 ) -> PlanReport:
     """What `convert` would do with the same arguments: files, bytes, memory, casts, and what is left behind.
 
-    Writes nothing and reads indexes only; with `drift` "first" or "mean", copies of tensors too. Raises UcpError where
-    `convert` would before it writes.
+    Writes nothing. Reads indexes and windows of a few moments (the whole of those that are zero there); with `drift`
+    "first" or "mean", copies of tensors too. Raises UcpError where `convert` would before it writes.
     """
     options = make_options(
         to=to,

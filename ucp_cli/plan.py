@@ -37,8 +37,8 @@ _DISK = 1 << 30
 def command(*, src: Path, as_json: bool, **asked: Unpack[ConvertArguments]) -> None:
     """Show what a conversion would do.
 
-    Takes the options of `ucp convert`, writes nothing, and reads indexes only; with --drift first or mean, copies of
-    tensors too.
+    Takes the options of `ucp convert` and writes nothing. Reads indexes and windows of a few moments (the whole of
+    those that are zero there); with --drift first or mean, copies of tensors too.
     """
     report = api.plan(src, **asked)
     if as_json:

@@ -164,6 +164,14 @@ def _object(template: ObjectTemplate, ends: _Ends, start: int, nbytes: int) -> I
     return Item(template.root, ()) if template.pattern.fullmatch(buffer, at, at + nbytes) else None
 
 
+class _Span(NamedTuple):
+    """A stretch of a file that was read."""
+
+    start: int
+    stop: int
+    data: bytes
+
+
 class _Ends:
     """Both ends of the items of one file, read in few reads as they are asked for in order."""
 
@@ -173,7 +181,7 @@ class _Ends:
         self._spans = list(_spans(items))
         self._starts = [start for start, _ in self._spans]
         self._held: OrderedDict[int, bytes] = OrderedDict()
-        self._last = (0, 0, b"")
+        self._last = _Span(0, 0, b"")
 
     def find(self, offset: int) -> tuple[bytes, int]:
         """A buffer with the byte at `offset` of the file and what follows, and where in it that byte is."""
@@ -187,7 +195,7 @@ class _Ends:
             held = self._held[number] = self._file.read(start, stop - start)
             if len(self._held) > 2:
                 self._held.popitem(last=False)
-        self._last = (start, stop, held)
+        self._last = _Span(start, stop, held)
         return held, offset - start
 
 

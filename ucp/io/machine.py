@@ -6,11 +6,12 @@ Lengths are checked before bytes are taken, so that a short file ends in `EndOfP
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ucp.inert import GlobalName
 from ucp.io.repeats import Repeats
 
-__all__ = ["EndOfPickleError", "Machine", "PickleFaultError", "RefusedOpcodeError", "StopReachedError"]
+__all__ = ["Begun", "EndOfPickleError", "Machine", "PickleFaultError", "RefusedOpcodeError", "StopReachedError"]
 
 _PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "exceptions": "builtins"}
 """Modules that moved in Python 3; protocols 0 to 2 use the old names (CPython 3.11 Lib/_compat_pickle.py)."""
@@ -40,6 +41,19 @@ class RefusedOpcodeError(PickleFaultError):
 
 class StopReachedError(Exception):
     """The STOP instruction."""
+
+
+class Begun(NamedTuple):
+    """An object that is not finished."""
+
+    depth: int
+    """Values on the stack, with it."""
+    start: int
+    """Byte after the name of its class."""
+    memoized: int
+    """Entries of the memo before it."""
+    made_by: GlobalName
+    """Its class."""
 
 
 class Machine:
@@ -80,8 +94,8 @@ class Machine:
         """Objects that are recognised by their bytes, where that is asked for."""
         self.more = 0
         """Entries of the memo that were counted and not kept (`Repeats.memoized`)."""
-        self.begun: list[tuple[int, int, int, GlobalName]] = []
-        """Objects whose instructions are to be learned: values on the stack, byte, entries of the memo, class."""
+        self.begun: list[Begun] = []
+        """Objects whose instructions are to be learned."""
 
     def put(self, index: int) -> None:
         """Keep the top of the stack in the memo, under an index of the writer's choice: objects are no more learned."""

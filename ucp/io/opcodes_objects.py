@@ -211,11 +211,11 @@ def _build(m: Machine) -> None:
 
 def _learn(m: Machine) -> None:
     """Learn from the object that was begun last, when it is the one now finished."""
-    depth, start, known, name = m.begun[-1]
-    if depth >= len(m.stack):
+    begun = m.begun[-1]
+    if begun.depth >= len(m.stack):
         m.begun.pop()
-        if depth == len(m.stack) and m.repeats is not None:
-            m.repeats.learn(name, m.data[start : m.at], known)
+        if begun.depth == len(m.stack) and m.repeats is not None:
+            m.repeats.learn(begun.made_by, m.data[begun.start : m.at], begun.memoized)
 
 
 def _persid(m: Machine) -> None:

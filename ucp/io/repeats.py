@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from ucp.inert import GlobalName
 from ucp.io.recipes import Known
-from ucp.io.trace import Kind, NotRepeatedError, kind_of
+from ucp.io.trace import NotRepeatedError, Repeat, repeat_of
 
 __all__ = ["Repeats"]
 
@@ -34,7 +34,7 @@ class _Class:
     def __init__(self, made_by: GlobalName) -> None:
         self.made_by = made_by
         """Its name; held, so that no other name comes to have its identity."""
-        self.kinds: list[Kind] = []
+        self.kinds: list[Repeat] = []
         """Kinds, the one met last first."""
         self.met = 0
         """Objects that were of none of them."""
@@ -92,6 +92,6 @@ class Repeats:
         known.tries += 1
         if len(known.kinds) < _MOST_KINDS and len(instructions) <= _MOST_NBYTES:
             try:
-                known.kinds.insert(0, kind_of(made_by, instructions, known=self._known, memoized=memoized))
+                known.kinds.insert(0, repeat_of(made_by, instructions, known=self._known, memoized=memoized))
             except NotRepeatedError:
                 return

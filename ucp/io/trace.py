@@ -30,12 +30,13 @@ from ucp.io.recipes import (
     shared,
 )
 
-__all__ = ["Kind", "NotRepeatedError", "kind_of"]
+__all__ = ["NotRepeatedError", "Repeat", "Text", "repeat_of"]
 
 _NEW_OBJECT = b")\x81"
 """EMPTY_TUPLE NEWOBJ."""
 _SIZE_OF_NONE = b")\x85\x94R\x94"
 """What follows the name torch.Size for one without dims."""
+_MEMOIZE = b"\x94"
 _CONSTANTS: dict[bytes, object] = {b"N": None, b"\x88": True, b"\x89": False}
 _TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
 _EMPTY: dict[bytes, Callable[[], Node]] = {
@@ -43,6 +44,8 @@ _EMPTY: dict[bytes, Callable[[], Node]] = {
     b"]": recipe_of_list,
     b"}": recipe_of_dict,
 }
+_MOST_STEPS = 128
+"""Instructions but MEMOIZE; recipes lie in each other no deeper than that, and are called so."""
 _Fixed = TypeVar("_Fixed")
 
 
@@ -59,7 +62,7 @@ class Text(NamedTuple):
     """Which of the bytes that differ."""
 
 
-class Kind(NamedTuple):
+class Repeat(NamedTuple):
     """Objects whose instructions differ in numbers, texts, references and sizes only."""
 
     pattern: re.Pattern[bytes]
@@ -72,13 +75,13 @@ class Kind(NamedTuple):
     """Texts among these."""
 
 
-def kind_of(made_by: GlobalName, instructions: bytes, *, known: Known, memoized: int) -> Kind:
-    """The kind that the object with these `instructions`, which follow the name of its class, is an example of.
+def repeat_of(made_by: GlobalName, instructions: bytes, *, known: Known, memoized: int) -> Repeat:
+    """What the object with these `instructions`, which follow the name of its class, is an example of.
 
     `memoized`: entries of the memo before them. Raises NotRepeatedError.
     """
     try:
-        return _Trace(instructions, known, memoized).kind(made_by)
+        return _Trace(instructions, known, memoized).repeat(made_by)
     except LookupError as error:
         raise NotRepeatedError from error
 
@@ -97,10 +100,15 @@ class _Trace:
         self._memoized = 0
         self._texts: list[tuple[int, Hole]] = []
 
-    def kind(self, made_by: GlobalName) -> Kind:
+    def repeat(self, made_by: GlobalName) -> Repeat:
         self._stack.append(Node(lambda _: made_by, reference=Hole(b"", b"", made_by)))
+        steps = 0
         while self._at < len(self._data):
-            self._step(self._data[self._at : self._at + 1])
+            code = self._data[self._at : self._at + 1]
+            steps += code != _MEMOIZE
+            if steps > _MOST_STEPS:
+                raise NotRepeatedError
+            self._step(code)
         if len(self._stack) != 1 or self._stack[0].state is None or self._marks:
             raise NotRepeatedError
         pattern, groups = [], 0
@@ -113,7 +121,7 @@ class _Trace:
                 piece.group, groups = groups, groups + 1
                 pattern.append(piece.pattern)
         texts = tuple(Text(entry, hole.group) for entry, hole in self._texts)
-        return Kind(re.compile(b"".join(pattern), re.DOTALL), self._stack[0].make, self._memoized, texts)
+        return Repeat(re.compile(b"".join(pattern), re.DOTALL), self._stack[0].make, self._memoized, texts)
 
     def _step(self, code: bytes) -> None:
         """Carry out the next instruction."""

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.inert import GlobalName, Stub, TorchSize
-from ucp.io.machine import EndOfPickleError, Machine, PickleFaultError, RefusedOpcodeError, StopReachedError
+from ucp.io.machine import Begun, EndOfPickleError, Machine, PickleFaultError, RefusedOpcodeError, StopReachedError
 from ucp.io.opcodes import OPERATIONS
 from ucp.io.recipes import SIZE, numbers_of
 from ucp.io.repeats import Repeats
@@ -176,7 +176,7 @@ def _after_name(machine: Machine, name: GlobalName, at: int) -> int:
                 machine.more = repeats.memoized
                 return at
             if repeats.wants(name):
-                machine.begun.append((len(machine.stack), at, len(memo) + machine.more, name))
+                machine.begun.append(Begun(len(machine.stack), at, len(memo) + machine.more, name))
         memo[len(memo) + machine.more] = machine.stack[-1] = Stub(name, ())
         at += len(_NEW_OBJECT)
         if data.startswith(_ATTRIBUTES, at):

@@ -5,7 +5,8 @@ Read in megatron-core 0.13.1, 0.15.3, 0.16.1 and 0.19.2, core/optimizer/__init__
 * Biases and tensors of one dim are not decayed (`wd_mult` 0), in all versions (_get_param_groups; since 0.16
   get_standard_config_overrides).
 * `apply_wd_to_qk_layernorm` (0.16 and later): those of `q_layernorm.` and `k_layernorm.` are; before, some
-  training scripts asked for it by `no_weight_decay_cond_type`.
+  training scripts asked for it by `no_weight_decay_cond_type`. Of multi-latent attention under Transformer Engine not:
+  there the norm is called `linear_q_up_proj.layer_norm_weight`.
 * `embedding_init_method_std` (0.14 and 0.15): what has "embedding" in its name is not decayed
   (default_skip_embedding_weight_decay, which training.py passes; it stopped with 0.16).
 * `decoupled_lr`: embedding and output layer have a group of their own: `is_decoupled_lr` up to 0.15, since then another
@@ -154,8 +155,10 @@ def group_rule(arguments: Mapping[str, object], groups: Sequence[Mapping[str, ob
     rate = _number(arguments, "lr"), _number(arguments, "min_lr")
     ends = _number(arguments, "decoupled_lr"), _number(arguments, "decoupled_min_lr")
     optimizer = arguments.get("optimizer")
+    asks = bool(arguments.get("apply_wd_to_qk_layernorm")) or condition in _ASKS_FOR_QK
+    fused = bool(arguments.get("multi_latent_attention")) and arguments.get("transformer_impl") != "local"
     return GroupRule(
-        decays_qk=bool(arguments.get("apply_wd_to_qk_layernorm")) or condition in _ASKS_FOR_QK,
+        decays_qk=asks and not fused,
         decays_embedding=not spared,
         known=condition is None or condition in _ASKS_FOR_QK,
         rate=rate,

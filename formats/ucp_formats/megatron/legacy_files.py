@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ucp.atom import SourceFile
-from ucp.errors import CorruptError, MissingFileError, SourceError, UnsupportedError
+from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError
 from ucp.io.archive import Archive, read_archive
 from ucp.io.fields import described
 from ucp.io.problems import Problems
@@ -124,15 +124,18 @@ def read_run(folder: Path) -> LegacyRun:
     problems = Problems()
     read = {own.name: found for own in folders if (found := _read(folder / own.name, problems)) is not None}
     roots = {name: root for name, (root, _, _) in read.items()}
-    arguments = next((read_arguments(root["args"], name) for name, root in roots.items() if root.get("args")), None)
-    arguments = arguments or Arguments(raw={})
+    saved = _arguments(roots, problems)
+    arguments = next((own for own in saved.values() if own.raw), Arguments(raw={}))
     grid = Grid.of(arguments, folders)
     _check_grid(grid, folders, problems)
     _explain_unsaved(grid, problems)
     if read and all((folder / name / DISTRIBUTED_OPTIMIZER).is_file() for name in read):
         problems.missing = [line for own in problems.missing for line in _with_buffers(folder, own)]
-    _check_same_run(roots, problems)
-    _check_ranks(grid, folders, arguments, roots, problems)
+    _check_same_run(roots, saved, problems)
+    if len(saved) == len(roots):
+        problems.wrong += misplaced(
+            grid, folders, arguments, {name: own.raw.get("rank") for name, own in saved.items()}
+        )
     problems.raise_any(str(folder), f"Megatron, {grid}")
     ranks = [
         SavedRank(
@@ -256,25 +259,26 @@ def _with_buffers(folder: Path, line: str) -> Iterator[str]:
         yield f"{name}/{DISTRIBUTED_OPTIMIZER}{rest.removeprefix(MODEL)}"
 
 
-def _check_same_run(roots: Mapping[str, Mapping[object, object]], problems: Problems) -> None:
+def _arguments(roots: Mapping[str, Mapping[object, object]], problems: Problems) -> dict[str, Arguments]:
+    """Folder to the arguments in it, without those that cannot be read."""
+    found = {}
+    for name, root in roots.items():
+        try:
+            found[name] = read_arguments(root.get("args"), name)
+        except MalformedError as error:
+            problems.wrong.append(str(error))
+    return found
+
+
+def _check_same_run(
+    roots: Mapping[str, Mapping[object, object]], saved: Mapping[str, Arguments], problems: Problems
+) -> None:
     for key in ("iteration", "total_iters", "checkpoint_version"):
         problems.agree(key, {name: root.get(key) for name, root in roots.items()})
-    saved = {name: read_arguments(root.get("args"), name).raw for name, root in roots.items()}
     for key in _SAME_ARGUMENTS:
-        problems.agree(key, {name: own.get(key) for name, own in saved.items()})
+        problems.agree(key, {name: own.raw.get(key) for name, own in saved.items()})
     has_optimizer = {name: "optimizer" in root for name, root in roots.items()}
     problems.agree("whether it has an optimizer", has_optimizer)
-
-
-def _check_ranks(
-    grid: Grid,
-    folders: tuple[RankFolder, ...],
-    arguments: Arguments,
-    roots: Mapping[str, Mapping[object, object]],
-    problems: Problems,
-) -> None:
-    saved = {name: read_arguments(root.get("args"), name).raw.get("rank") for name, root in roots.items()}
-    problems.wrong += misplaced(grid, folders, arguments, saved)
 
 
 def _strays(folder: Path, folders: Iterable[RankFolder]) -> Iterator[str]:

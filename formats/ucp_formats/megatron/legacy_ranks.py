@@ -49,6 +49,8 @@ class Numbering:
             whole = False
         if inner and grid.ep > 1 and grid.etp * grid.ep != dense:
             whole = False
+        if cp > 1 and grid.ep > 1 and arguments.etp is None:  # up to 0.9 expert ranks lay above those of context
+            whole = False
         if not whole or any(arguments.raw.get(key) for key in _ENCODER):
             return None
         return cls(grid=grid, world=world, stride=stride)

@@ -166,6 +166,18 @@ def test_a_class_that_is_named_anew_each_time():
     assert plain(found) == plain(wanted)
 
 
+def test_values_deep_inside_of_each_other():
+    """Recipes are called in each other; values may lie in each other without end."""
+    for depth in (20, 200, 900):
+        one = b"h\x00)\x81\x94}\x94(h\x01N" + b"\x85" * depth + b"ub"
+        program = b"\x80\x04cmodule\nOuter\n\x94\x8c\x01a\x940(" + one * 20 + b"t."
+        found = parse_pickle(program, where="test", repetitive=True).value
+        value, levels = found[-1].state["a"], 0
+        while type(value) is tuple:
+            value, levels = value[0], levels + 1
+        assert (len(found), levels, value) == (20, depth, None)
+
+
 def cases_of_damage() -> list[bytes]:
     data = pickle.dumps(places(60), 4)
     spots = [pos for op, _, pos in pickletools.genops(data) if op.name in {"SHORT_BINUNICODE", "BUILD", "BININT"}][-40:]

@@ -46,6 +46,14 @@ def test_norms_of_queries_and_keys_decay_where_the_run_asked_for_it(asked):
     assert dealt([new(1.0), new(0.0)], {**RATES, **asked}) == ([decayed, (NORM,)], [])
 
 
+@pytest.mark.parametrize(("by", "decays"), [("local", True), ("transformer_engine", False), (None, False)])
+def test_norms_of_latent_queries_have_another_name_in_transformer_engine(by, decays):
+    # 0.16.1 core/models/gpt/gpt_layer_specs.py: q_layernorm is IdentityOp, the norm that of linear_q_up_proj
+    asked = {"apply_wd_to_qk_layernorm": True, "multi_latent_attention": True, "transformer_impl": by}
+    groups, left = dealt([new(1.0), new(0.0)], {**RATES, **asked})
+    assert (Q in groups[0], left) == (decays, [])
+
+
 def test_and_do_not_where_it_did_not():
     for arguments in (RATES, {**RATES, "apply_wd_to_qk_layernorm": False}):
         assert dealt([new(1.0), new(0.0)], arguments) == ([MATRICES, (NORM, Q, K)], [])

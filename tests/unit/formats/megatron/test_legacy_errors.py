@@ -18,6 +18,7 @@ from ucp.errors import (
     MalformedError,
     MissingFileError,
     ReplicaError,
+    SourceError,
     UnknownFamilyError,
     UnsupportedError,
 )
@@ -109,6 +110,16 @@ def test_damaged_and_foreign_files_are_told_together(fake_legacy, tmp_path: Path
         read(folder)
     assert "mp_rank_03/model_optim_rng.pt" in str(caught.value)
     assert "iteration is a int (11), elsewhere a int (10)" in str(caught.value)
+
+
+def test_arguments_that_are_none_are_told_beside_what_is_missing(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="llama", tp=4)
+    run.roots["mp_rank_02"]["args"] = "none"
+    folder = run.save(tmp_path)
+    shutil.rmtree(folder / "iter_0000010" / "mp_rank_03")
+    with pytest.raises(SourceError, match="mp_rank_02") as caught:
+        read(folder)
+    assert "mp_rank_03/model_optim_rng.pt" in str(caught.value)
 
 
 def test_a_rank_too_many_is_of_another_run(fake_legacy, tmp_path: Path) -> None:

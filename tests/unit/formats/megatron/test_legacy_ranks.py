@@ -58,6 +58,13 @@ def test_a_numbering_that_is_not_certain_is_none(arguments: Arguments) -> None:
     assert Numbering.of(Grid(tp=2, pp=2, ep=1, etp=2), arguments) is None
 
 
+def test_expert_ranks_beside_context_ranks_were_numbered_otherwise_before_etp() -> None:
+    """core 0.8 parallel_state.py: one RankGenerator, expert ranks above those of context; later ones record etp."""
+    grid = Grid(tp=1, pp=1, ep=2, etp=1)
+    assert Numbering.of(grid, Arguments(raw={}, world=4, cp=2)) is None
+    assert Numbering.of(grid, Arguments(raw={}, world=4, cp=2, etp=1)) is not None
+
+
 @pytest.mark.parametrize("ranks", [[0, 0], [0, None], [1, 7], [1, True]])
 def test_records_that_prove_nothing(ranks: list[object]) -> None:
     """All the same: a tool wrote them in one process. None, or none of this world: not those of the writers."""
