@@ -5,7 +5,7 @@ An `Index` is what a format gives for a path: names, shapes and places, no tenso
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
@@ -24,6 +24,7 @@ __all__ = [
     "Extra",
     "Index",
     "Kind",
+    "Loss",
     "ParamGroup",
     "SourceFile",
     "StateIndex",
@@ -130,6 +131,18 @@ class SourceFile:
     """What it holds, e.g. "optimizer states of dp rank 3"."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Why a parameter lacks optimizer states, or a place in a group, that it had."""
+
+    why: str
+    """The reason and what to do, for people; it goes before a list of such parameters."""
+    detail: str = ""
+    """What is told beside the name of the parameter."""
+    chosen: bool = False
+    """Whether the user left them out; else the source does not have them, or not as they were."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Index:
     """A checkpoint, without its tensor bytes."""
@@ -161,7 +174,11 @@ class Index:
     notes: tuple[str, ...] = ()
     """What was assumed or inferred."""
     dropped: tuple[str, ...] = ()
-    """What the source holds and atoms do not, each with the reason."""
+    """What the source holds and atoms do not, each with the reason; for people, long lists cut short."""
+    lost: Mapping[str, Loss] = field(default_factory=dict)
+    """Parameter to why it lacks states that it had: every one of which that is known."""
+    unselected: int = 0
+    """Whole parameters that a selection left out, this one or one that a store was made of."""
     recorded_in: Mapping[str, str] = field(default_factory=dict)
     """Mesh axis to the file and field that say how tensors lie over it; empty where a model family has to say."""
 
@@ -171,16 +188,14 @@ class Index:
             for name, state in atom.states.items():
                 yield atom, name, state
 
-    def reasons(self, params: Collection[str]) -> tuple[str, ...]:
-        """What `dropped` says of states that some of `params` lack: the entries that list one of them by name.
-
-        Such an entry has a line `  name: ...` for each, under the reason.
-        """
-        return tuple(
-            entry
-            for entry in self.dropped
-            if any(line.strip().partition(": ")[0] in params for line in entry.split("\n")[1:])
-        )
+    def reasons(self, params: Iterable[str]) -> tuple[str, ...]:
+        """Why those of `params` that `lost` has lack states: each reason once, with the names it holds for."""
+        names: dict[str, list[str]] = {}
+        for name in params:
+            if name in self.lost:
+                loss = self.lost[name]
+                names.setdefault(loss.why, []).append(f"{name}: {loss.detail}" if loss.detail else name)
+        return tuple(f"{why}:\n{listed(own)}" for why, own in names.items())
 
     @property
     def nbytes(self) -> int:

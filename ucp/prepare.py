@@ -1,17 +1,16 @@
-"""Decide a conversion: read indexes, plan the target, plan the work. Nothing is written, no tensor is read."""
+"""Decide a conversion: read indexes, plan the target, plan the work. Nothing is written."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import xxhash
 
-from ucp.atom import AtomIndex, Index, SourceFile, check_cover
+from ucp.atom import AtomIndex, Index, Loss, SourceFile, check_cover
 from ucp.errors import IdleOptionError, UsageError, counted
 from ucp.identity import producer
 from ucp.moments import ZeroMoments, check_moments
@@ -26,11 +25,8 @@ from ucp.topology import Topology
 __all__ = ["ConvertOptions", "Prepared", "Silent", "Survey", "index_as_told", "index_of", "prepare", "survey"]
 
 
-_SELECTION = ": left out by --include/--exclude"
-"""End of the line that says what a selection left out, also in a store that was made of one."""
-
-_PART = re.compile(rf"[\d,]+ parameters? .*{_SELECTION}")
-"""Such a line, where it is whole parameters. Example: 14 parameters of 16: left out by --include/--exclude."""
+_SELECTION = "left out by --include/--exclude"
+"""Why a selection has no more."""
 
 
 class Silent:
@@ -192,8 +188,28 @@ def _selected(index: Index, names: NameFilter) -> Index:
     groups = tuple(replace(g, params=tuple(p for p in g.params if p in atoms)) for g in index.groups)
     aliases = {alias: name for alias, name in index.aliases.items() if name in atoms}
     left = _left_out(index, atoms)
-    dropped = (*index.dropped, f"{left}{_SELECTION}") if left else index.dropped
-    return replace(index, atoms=atoms, groups=groups, aliases=aliases, dropped=dropped)
+    dropped = (*index.dropped, f"{left}: {_SELECTION}") if left else index.dropped
+    return replace(
+        index,
+        atoms=atoms,
+        groups=groups,
+        aliases=aliases,
+        dropped=dropped,
+        lost=_lost(index, atoms),
+        unselected=index.unselected + len(index.atoms) - len(atoms),
+    )
+
+
+def _lost(index: Index, kept: Mapping[str, AtomIndex]) -> dict[str, Loss]:
+    """Of what parameters the selection `kept` has no states that it has of others, and what was lost before."""
+    lost = {name: loss for name, loss in index.lost.items() if name in kept}
+    held = {state for atom in kept.values() for state in atom.states}
+    for name, atom in kept.items():
+        states = [own for own in index.atoms[name].states if own in held and own not in atom.states]
+        if states and name not in lost:
+            why = f"{', '.join(states)} of these parameters, {_SELECTION} and kept of others: take them along"
+            lost[name] = Loss(why=why, chosen=True)
+    return lost
 
 
 def _left_out(index: Index, kept: Mapping[str, AtomIndex]) -> str:
@@ -209,10 +225,10 @@ def _left_out(index: Index, kept: Mapping[str, AtomIndex]) -> str:
 
 def _part_warnings(whole: Index, index: Index) -> Iterator[str]:
     """What a framework will make of `index`, which was selected of `whole`, where it is a part of a model."""
-    parts = [line for line in index.dropped if _PART.match(line)]
-    if parts:
+    if index.unselected:
+        part = f"{counted(index.unselected, 'parameter')} of {index.unselected + len(index.atoms):,}: {_SELECTION}"
         yield (
-            f"a part of the model is written: {'; '.join(parts)}. A run of the whole model does not resume from it: "
+            f"a part of the model is written: {part}. A run of the whole model does not resume from it: "
             "what is left out is missing when it loads, or stays as it was initialised. Drop --include and --exclude; "
             "a part is kept as atoms (--to ucp)"
         )
@@ -222,13 +238,18 @@ def _part_warnings(whole: Index, index: Index) -> Iterator[str]:
         if lacking:
             yield (
                 f"{state} is left out of {counted(len(lacking), 'parameter')} and kept of {len(had) - len(lacking):,}: "
-                f"the optimizer starts anew for {lacking[0]}{', ...' if len(lacking) > 1 else ''} and goes on for the "
-                "others. Leave it out of all (--exclude '*/" + state + "'), or of none"
+                f"the optimizer starts anew for {lacking[0]}{', ...' if len(lacking) > 1 else ''}, or goes on with "
+                "zeros where parameters lie flat, and goes on for the others. Leave it out of all (--exclude '*/"
+                + state
+                + "'), or of none"
             )
 
 
 def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None) -> Prepared:
-    """Decide everything: writes nothing, and reads no tensor, unless copies that differ are to be settled."""
+    """Decide everything: writes nothing.
+
+    Of tensors it reads windows of moments (all of those that are zero there), and copies that are to be settled.
+    """
     chosen = target(options.to)
     read = index_as_told if getattr(chosen, "takes_family", False) else index_of
     whole = read(src, source=options.source)

@@ -96,9 +96,25 @@ def test_a_moment_of_some_parameters_alone_is_warned_of(ucp: Run, zero3: Path, w
     found = json.loads(ucp("plan", zero3, *words, "--zero-moments", "keep", "--json").stdout)
     (warning,) = found["warnings"]
     assert warning.startswith(
-        "exp_avg is left out of 1 parameter and kept of 11: the optimizer starts anew for l1.weight"
+        "exp_avg is left out of 1 parameter and kept of 11: the optimizer starts anew for l1.weight, or goes on"
+        " with zeros"
     )
     assert found["dropped"] == ["1 state of parameters: left out by --include/--exclude"]
+
+
+@pytest.mark.parametrize("words", [*FRAMEWORKS, ["--to", "deepspeed", "--topology", "dp=2,zero=1"]])
+def test_all_states_of_one_parameter_left_out_are_not_taken_for_zeros(
+    ucp: Run, zero3: Path, tmp_path: Path, words: list[str]
+) -> None:
+    """Whether they are left out here or were when the store was made, and then selected of once more."""
+    said = "of these parameters, left out by --include/--exclude and kept of others: take them along:\n  l1.bias\n"
+    left = ["--exclude", "l1.bias/exp_avg*", "--exclude", "l1.bias/step"]
+    assert said in ucp("plan", zero3, *words, *left, code=1).stderr
+    ucp("convert", zero3, tmp_path / "store", *left)
+    ucp("convert", tmp_path / "store", tmp_path / "again", "--include", "*bias*")
+    for store in (tmp_path / "store", tmp_path / "again"):
+        assert said in ucp("plan", store, *words, code=1).stderr
+    ucp("convert", zero3, tmp_path / "kept", *words, *left, "--zero-moments", "keep", "--verify")
 
 
 def warnings_of(page: str) -> str:

@@ -126,6 +126,15 @@ def test_what_cannot_be_written(name: str, topology: str, error: type[UcpError],
         write(name, topology, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"), [("z1-pp2-dp2", True), ("z1-pp2-tp2-dp2-bf16", True), ("z1-tp2-dp2", False)]
+)
+def test_a_universal_checkpoint_says_that_it_is_of_a_pipeline(name: str, expected: bool, tmp_path: Path) -> None:
+    for number, universal in enumerate([FIXTURES / name / "universal", write(name, "", tmp_path)]):
+        made = ucp.convert(universal, tmp_path / str(number), to="deepspeed-universal", workers=1)
+        assert any("as this is a pipeline" in note for note in made.notes) is expected
+
+
 def test_a_universal_checkpoint_of_a_pipeline_says_why_it_makes_none(tmp_path: Path) -> None:
     universal = write("z1-pp2-dp2", "", tmp_path)
     with pytest.raises(TopologyError, match="expected the files of the layers of a pipeline"):

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import ucp
 from ucp.api import make_options
+from ucp.atom import Loss
 from ucp.errors import MemoryBudgetError, UsageError
-from ucp.prepare import ConvertOptions, prepare
+from ucp.prepare import ConvertOptions, Silent, index_of, prepare
+from ucp.settle import Drift, settle
 from ucp.state import NameFilter
 from ucp.target import TargetOptions
+from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.topology import Topology
 
 
@@ -85,3 +90,24 @@ def test_targets_refuse_what_they_do_not_know(source):
 def test_a_topology_is_text_or_a_topology(source, tmp_path):
     with pytest.raises(UsageError, match="expected a topology as"):
         ucp.convert(source, tmp_path / "out", to="deepspeed", topology={"dp": 2})
+
+
+def test_a_selection_keeps_why_states_are_lost_and_counts_what_it_leaves_out(tmp_path):
+    """Names with a colon, and more of them than a message lists; of what is not kept nothing is told."""
+    shards = Shards(tmp_path / "source")
+    names = [f"w.{n}: odd" for n in range(30)]
+    array = np.arange(6, dtype="float32")
+    states = {(name, state): shards.whole(array) for name in (*names, "a", "b") for state in ("weight", "exp_avg")}
+    shifted = {name: Loss(why="shifted", detail="by 3 elements") for name in names}
+    for name in names:
+        del states[name, "exp_avg"]
+    write_checkpoint(replace(make_index(shards.folder, states), lost=shifted))
+    kept = NameFilter(include=("w.29*", "a/weight", "b"))
+    index = index_of(shards.folder, kept)
+    assert index.reasons(["w.29: odd"]) == ("shifted:\n  w.29: odd: by 3 elements",)
+    assert index.unselected == 29
+    assert list(index.lost) == ["w.29: odd", "a"]
+    assert index.lost["a"].chosen
+    assert index.lost["a"].why.startswith("exp_avg of these parameters, left out by --include/--exclude")
+    assert index_of(shards.folder, NameFilter(include=("*/weight",))).lost == shifted
+    assert settle(index, Drift.FIRST, Silent(), memory=1 << 30).lost == index.lost

@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 import ucp
-from ucp.atom import Extra, Index, Kind, StateIndex
+from ucp.atom import Extra, Index, Kind, Loss, StateIndex
 from ucp.compare import compare
 from ucp.dtypes import DType
 from ucp.errors import ChangedError, CorruptError, DestinationError, MalformedError, MissingFileError, UsageError
@@ -296,6 +296,8 @@ def test_everything_that_is_said_of_an_atom_comes_back(tmp_path, memory_format, 
         aliases={"tied": "w"},
         notes=("assumed",),
         dropped=("left out",),
+        lost={"w": Loss(why="shifted", detail="by: 3\n"), "frozen": Loss(why="shifted", chosen=True)},
+        unselected=14,
         step=None,
     )
     ucp.convert(shards.folder, tmp_path / "out", **options)
@@ -305,6 +307,12 @@ def test_everything_that_is_said_of_an_atom_comes_back(tmp_path, memory_format, 
         assert (own.kind, own.model_dtype, own.patterns) == (atom.kind, atom.model_dtype, atom.patterns)
     assert (found.topology, found.aliases, found.step) == (Topology(dp=4, tp=2, zero=1), {"tied": "w"}, None)
     assert (found.notes, found.dropped) == (("assumed",), ("left out",))
+    assert (found.lost, found.unselected) == (memory_format.index.lost, 14)
+    document = json.loads((tmp_path / "out" / "ucp.json").read_text())
+    del document["lost"], document["unselected"], document["xxh3"]
+    (tmp_path / "out" / "ucp.json").write_text(json.dumps(document))
+    older = index_of(tmp_path / "out")
+    assert (older.lost, older.unselected) == ({}, 0)
 
 
 def test_an_extra_stored_twice_is_malformed(tmp_path, memory_format):

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from ucp.atom import AtomIndex, Index, Kind, ParamGroup, SourceFile, StateIndex
+from ucp.atom import AtomIndex, Index, Kind, Loss, ParamGroup, SourceFile, StateIndex
 from ucp.dtypes import DType
 from ucp.errors import MalformedError, MissingFileError, UcpError, UnsupportedError, UsageError, counted, listed
 from ucp.fragment import Fragment
@@ -118,6 +118,8 @@ def interpret(document: object, root: Path, files: Sequence[SourceFile]) -> tupl
             records=(*records, *states.records),
             notes=_texts(top["notes"]),
             dropped=_texts(top["dropped"]),
+            lost=dict(_lost(top.get("lost", []))),
+            unselected=_int(top.get("unselected", 0)),
         )
         return index, tuple(_extra(_object(own), root) for own in _list(top["extras"]))
 
@@ -173,6 +175,14 @@ def _extra(described: Json, root: Path) -> StoredExtra:
 def _group(described: Json) -> ParamGroup:
     hyper = _of(from_json(described["hyper"]), dict)
     return ParamGroup(params=_texts(described["params"]), hyper={_text(key): value for key, value in hyper.items()})
+
+
+def _lost(described: object) -> Iterator[tuple[str, Loss]]:
+    """Parameters that lack states, and why; a store that was written before this was recorded has none."""
+    for own in map(_object, _list(described)):
+        why, chosen = _text(own["why"]), _of(own["chosen"], bool)
+        for name, detail in _texts_by_name(own["params"]).items():
+            yield name, Loss(why=why, detail=detail, chosen=chosen)
 
 
 def _atom(name: str, described: Json, states: _States) -> AtomIndex:

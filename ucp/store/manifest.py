@@ -70,7 +70,6 @@ def describe(
     """
     files = _Numbering()
     atoms = {atom.name: _atom(atom, stored, files) for atom in index.atoms.values()}
-    own = {file.path: file for file in index.files}
     records = [] if stored is not None else _records(index, files)
     return {
         "ucp": VERSION,
@@ -83,7 +82,7 @@ def describe(
             "topology": str(index.topology),
         },
         "step": index.step,
-        "files": [_file(path, own.get(path), identities) for path in files.paths],
+        "files": _files(index, files, identities),
         "records": records,
         "atoms": atoms,
         "groups": [{"params": list(g.params), "hyper": to_json(dict(g.hyper))} for g in index.groups],
@@ -92,7 +91,18 @@ def describe(
         "casts": list(casts),
         "notes": list(index.notes),
         "dropped": list(index.dropped),
+        "lost": _lost(index),
+        "unselected": index.unselected,
     }
+
+
+def _lost(index: Index) -> list[object]:
+    """`Index.lost` with each reason once, for the parameters there are."""
+    params: dict[tuple[str, bool], dict[str, str]] = {}
+    for name, loss in index.lost.items():
+        if name in index.atoms:
+            params.setdefault((loss.why, loss.chosen), {})[name] = loss.detail
+    return [{"why": why, "chosen": chosen, "params": own} for (why, chosen), own in params.items()]
 
 
 def is_inline(state: StateIndex) -> bool:
@@ -108,6 +118,11 @@ class _Numbering:
 
     def __call__(self, path: str) -> int:
         return self.paths.setdefault(path, len(self.paths))
+
+
+def _files(index: Index, files: _Numbering, identities: Mapping[str, str]) -> list[Json]:
+    own = {file.path: file for file in index.files}
+    return [_file(path, own.get(path), identities) for path in files.paths]
 
 
 def _file(path: str, file: SourceFile | None, identities: Mapping[str, str]) -> Json:

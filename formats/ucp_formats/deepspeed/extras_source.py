@@ -5,7 +5,7 @@
 | engine | step and sample counts, world sizes, version, parallel dimensions |
 | lr_scheduler, data_sampler, random_ltd, sparse_tensor_module_names | as found |
 | universal_checkpoint_info, num_experts | as found |
-| pipeline | name prefix of each layer, trained parameters of each stage: what names and places of files say |
+| pipeline | of each layer the start of names, of each stage the trained parameters; of universal checkpoints, True |
 | ds_config | the configuration |
 | client_state | every key that DeepSpeed did not write itself |
 | loss_scaler | the scaler object, or without ZeRO its numbers |
@@ -130,7 +130,7 @@ def universal_extras(saved: Mapping[object, object], info: Mapping[str, Mapping[
     """Extras out of `zero/optimizer_state.pt`, and what files of parameters say beside the tensor."""
     scaler = saved.get("loss_scaler")
     extras = [Extra(name="loss_scaler", value=scaler)] if scaler is not None else []
-    left = _left(saved, ("loss_scaler", "param_groups"))
+    left = _left(saved, ("loss_scaler", "param_groups", "pipeline"))
     extras.append(Extra(name="optimizer", value={"class": "universal", **left}))
     special = {name: dict(own) for name, own in info.items() if own != {"cat_dim": 0}}
     return extras + ([Extra(name="universal_parameters", value=special)] if special else [])

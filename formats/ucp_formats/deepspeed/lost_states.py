@@ -2,8 +2,8 @@
 
 A parameter that was never stepped has no states in the files of torch's optimizers, and zeros in a flat buffer are just
 what its states are. One that took steps and whose states were lost looks the same, but zeros are wrong for it, with the
-step count of the others beside them all the more. Two things tell: the reader says so in `Index.dropped`, naming it; or
-it has a state, such as its step, and lacks others.
+step count of the others beside them all the more. Two things tell: `Index.lost` has it, or it has a state, such as its
+step, and lacks others.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ __all__ = ["check_stepped", "filled_with_zeros"]
 def check_stepped(facts: RunFacts, groups: Sequence[Group], *, flat: bool = True) -> None:
     """Raise MissingStateError for parameters that took steps and lack states, unless they are to be zero.
 
-    `flat`: what is lacking would be zeros; at stage 0 a note tells that the optimizer fails without some of its states.
+    `flat`: what is lacking would be zeros. Else each parameter has states of its own: one without any, which the user
+    left out, starts anew, and a note tells that the optimizer fails without some of them.
     """
     if facts.keeps_zeros or not any(group.state_names for group in groups):
         return
-    bare = {atom.name for group in groups for atom in group.params if atom.states.keys() == {WEIGHT}}
-    reasons = facts.index.reasons(bare)
-    partly = [line for group in groups for atom in group.params if (line := _lacking(group, atom))] if flat else []
+    found = [(group, atom) for group in groups for atom in group.params]
+    reasons = facts.index.reasons([atom.name for group, atom in found if _is_lost(facts, group, atom, flat=flat)])
+    partly = [line for group, atom in found if (line := _lacking(group, atom))] if flat else []
     if not reasons and not partly:
         return
     told = [*reasons, *([listed(partly)] if partly else [])]
@@ -38,6 +39,16 @@ def check_stepped(facts: RunFacts, groups: Sequence[Group], *, flat: bool = True
         "under a step count that says otherwise. Take the weights alone (--include '*/weight'), and the optimizer "
         "starts anew; or, if zeros will do, --zero-moments keep"
     )
+
+
+def _is_lost(facts: RunFacts, group: Group, atom: AtomIndex, *, flat: bool) -> bool:
+    """Whether the index says why a parameter lacks states that must not be zeros."""
+    loss = facts.index.lost.get(atom.name)
+    if loss is None:
+        return False
+    if loss.chosen:
+        return flat and not {*group.elementwise, *group.scalars} <= atom.states.keys()
+    return atom.states.keys() == {WEIGHT}
 
 
 def _lacking(group: Group, atom: AtomIndex) -> str:

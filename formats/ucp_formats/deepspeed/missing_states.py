@@ -22,10 +22,10 @@ ANEW = "Leave out all states of the optimizer (--include '*/weight'), and it sta
 """What to do instead."""
 
 
-def native_notes(groups: Sequence[Group], *, stage: int, precision: Precision) -> Iterator[str]:
-    """For files that `load_checkpoint` reads under ZeRO `stage`."""
+def native_notes(groups: Sequence[Group], *, stage: int, flat: bool, precision: Precision) -> Iterator[str]:
+    """For files that `load_checkpoint` reads under ZeRO `stage`; `flat`: parameters of a group lie in one buffer."""
     yield from shared_notes(groups, "load_checkpoint")
-    missing = lacking(groups, each=stage == 0)
+    missing = lacking(groups, each=not flat)
     if not missing:
         return
     option = "load_module_only=True" if stage == 0 else "load_optimizer_states=False"
@@ -53,7 +53,7 @@ def shared_notes(groups: Sequence[Group], loader: str) -> Iterator[str]:
 def lacking(groups: Sequence[Group], *, each: bool) -> tuple[str, ...]:
     """States that are known to be missing beside others of the same optimizer.
 
-    `each`: parameters have states of their own (stage 0), of which single ones may lack some.
+    `each`: parameters have states of their own (stage 0, not flat), of which single ones may lack some.
     """
     missing = [name for group in groups if group.state_names for name in _of_adam(group)]
     if each:

@@ -37,6 +37,7 @@ from ucp_formats.deepspeed.stage_choice import stages_of
 from ucp_formats.deepspeed.stage_settings import StageSettings, stage_settings
 from ucp_formats.deepspeed.step_notes import step_casts
 from ucp_formats.deepspeed.target_plan import pointer_file, target_plan
+from ucp_formats.deepspeed.whole_optimizer import is_flat
 
 __all__ = ["DeepSpeedTarget"]
 
@@ -60,11 +61,12 @@ class DeepSpeedTarget:
                 f"{without_groups(index)}. Write stage-0 model files (--topology zero=0), to load with "
                 "load_module_only=True"
             )
-        check_stepped(facts, groups, flat=stage > 0)
+        flat = is_flat(facts, groups, stage)
+        check_stepped(facts, groups, flat=flat)
         drafted, notes = _files(facts, wanted, stage_settings(options.settings))
-        lost = native_notes(groups, stage=stage, precision=facts.precision)
+        lost = native_notes(groups, stage=stage, flat=flat, precision=facts.precision)
         plan = target_plan(index, list(drafted), notes=(*facts.extras.notes(), *notes, *lost), topology=wanted)
-        zeros = filled_with_zeros(groups) if stage else {}
+        zeros = filled_with_zeros(groups) if flat else {}
         plan = replace(plan, casts=(*plan.casts, *step_casts(groups)), zeros=zeros)
         return plan if groups else _without_states(plan, index)
 

@@ -8,7 +8,7 @@ with the tensor under `param` (ZeRO up to stage 2), a bare flat tensor whose sha
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +28,9 @@ __all__ = ["ParameterFolders", "read_parameter_folders"]
 
 _STATES = {"fp32": WEIGHT}
 """Stem of a file to the name of the state, where they differ."""
+
+_LONGEST = 4096
+"""Characters of a path, at most (PATH_MAX of Linux)."""
 
 
 @dataclass(slots=True)
@@ -53,7 +56,7 @@ def read_parameter_folders(zero: Path, shapes: Mapping[str, Shape], problems: Pr
     that of a parameter is a parameter only if it is one of these.
     """
     found = ParameterFolders()
-    for folder in _folders(zero, "", shapes, found):
+    for folder in _folders(zero, shapes, found):
         if "fp32.pt" not in folder.files:
             problems.missing.append(f"zero/{folder.name}/fp32.pt")
         own = dict(_read_folder(folder, shapes.get(folder.name), found, problems))
@@ -73,26 +76,45 @@ class _Folder:
     """Names of its files, in order."""
 
 
-def _folders(folder: Path, name: str, shapes: Mapping[str, Shape], found: ParameterFolders) -> Iterator[_Folder]:
-    """The parameters in the folder `name` of `zero` (empty for itself), in order; what is none goes to the strays."""
-    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    inner = [entry.name for entry in entries if entry.is_dir(follow_symlinks=not name)]
-    files = tuple(own.name for own in entries if own.name not in inner and own.name.endswith(".pt") and name)
-    is_parameter = bool(files) or name in shapes
-    below = [f"{name}/{own}" if name else own for own in inner]
-    nested = [own for own in below if not is_parameter or _holds_any(own, shapes)]
-    if is_parameter or (name and not nested):
-        yield _Folder(folder, name, files)
-    strays = [own.name for own in entries if own.name not in inner and own.name not in files]
-    found.strays += [f"{name}/{own}" if name else own for own in strays if name or own != GLOBALS]
-    found.strays += [own for own in below if own not in nested]
-    for own in nested:
-        yield from _folders(folder / own.rpartition("/")[2], own, shapes, found)
+def _folders(zero: Path, shapes: Mapping[str, Shape], found: ParameterFolders) -> Iterator[_Folder]:
+    """The parameters in `zero`, each before those in its folder, in order; what is none goes to the strays."""
+    known = _with_parents(shapes)
+    waiting = [""]
+    while waiting:
+        name = waiting.pop()
+        folder = zero / name
+        inner, others = _entries(folder, follow_links=not name)
+        files = tuple(own for own in others if name and own.endswith(".pt"))
+        is_parameter = bool(files) or name in shapes
+        below = [f"{name}/{own}" if name else own for own in inner]
+        nested = [own for own in below if not is_parameter or own in known]
+        if is_parameter or (name and not nested):
+            yield _Folder(folder, name, files)
+        strays = (own for own in others if not (own.endswith(".pt") if name else own == GLOBALS))
+        found.strays += [f"{name}/{own}" if name else own for own in strays]
+        found.strays += [own for own in below if is_parameter and own not in known]
+        waiting += reversed(nested)
 
 
-def _holds_any(name: str, shapes: Mapping[str, Shape]) -> bool:
-    """Whether a folder is that of a parameter which is known, or holds one."""
-    return any(own == name or own.startswith(f"{name}/") for own in shapes)
+def _entries(folder: Path, *, follow_links: bool) -> tuple[list[str], list[str]]:
+    """Names of the folders in a folder, and of everything else, in order."""
+    inner: list[str] = []
+    others: list[str] = []
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            (inner if entry.is_dir(follow_symlinks=follow_links) else others).append(entry.name)
+    return inner, others
+
+
+def _with_parents(names: Iterable[str]) -> set[str]:
+    """The folders of parameters, and every folder that holds one."""
+    known: set[str] = set()
+    for name in names:
+        folder = name if len(name) <= _LONGEST else ""
+        while folder and folder not in known:
+            known.add(folder)
+            folder = folder.rpartition("/")[0]
+    return known
 
 
 def _read_folder(

@@ -15,7 +15,7 @@ from ucp.topology import Topology
 from ucp_formats.deepspeed.experts import Numbered
 from ucp_formats.deepspeed.run_config import Precision
 from ucp_formats.deepspeed.run_facts import RunFacts
-from ucp_formats.deepspeed.source_stages import names_layers
+from ucp_formats.deepspeed.source_stages import is_pipeline as was_pipeline
 from ucp_formats.deepspeed.tensor_layout import TensorLayout, shared_divisors
 
 __all__ = ["check_cuts", "check_degrees", "check_experts", "first_view", "narrowed", "rank_views"]
@@ -95,7 +95,7 @@ def check_degrees(facts: RunFacts, wanted: Topology, *, is_pipeline: bool) -> No
         )
     check_cuts(facts, wanted.tp)
     if not is_pipeline:
-        if wanted.pp > 1 and names_layers(facts.index.atoms):
+        if wanted.pp > 1 and was_pipeline(facts):
             raise TopologyError(
                 f"expected the files of the layers of a pipeline for {wanted}; {facts.index.path} has none, as of a "
                 "universal checkpoint, and which stage has a layer without parameters is not recorded. Convert from "

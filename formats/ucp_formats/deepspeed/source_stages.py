@@ -15,7 +15,10 @@ from itertools import pairwise
 from ucp.atom import ParamGroup
 from ucp_formats.deepspeed.run_facts import RunFacts
 
-__all__ = ["Pipeline", "layer_of", "names_layers", "pipeline_of", "stage_at", "tied_key"]
+__all__ = ["PIPELINE", "Pipeline", "is_pipeline", "layer_of", "pipeline_of", "stage_at", "tied_key"]
+
+PIPELINE = "pipeline"
+"""Extra of a source that was a pipeline; key in `optimizer_state.pt` of ucp's universal checkpoints of one."""
 
 _TIED = "tied_modules."
 
@@ -35,8 +38,16 @@ def tied_key(name: str) -> str | None:
     return name.removeprefix(_TIED).partition(".")[0] if name.startswith(_TIED) else None
 
 
-def names_layers(names: Iterable[str]) -> bool:
-    """Whether the names are those of a PipelineModule."""
+def is_pipeline(facts: RunFacts) -> bool:
+    """Whether the source was a pipeline of DeepSpeed: its files say so, and names are those of a PipelineModule.
+
+    An `nn.Sequential` names its parameters alike, so that names alone say nothing.
+    """
+    told = facts.index.topology.pp > 1 or facts.extras.get(PIPELINE) is not None
+    return told and _names_layers(facts.index.atoms)
+
+
+def _names_layers(names: Iterable[str]) -> bool:
     return all(layer_of(name) is not None or tied_key(name) is not None for name in names)
 
 
@@ -132,7 +143,7 @@ def _place(name: str) -> int:
 
 def pipeline_of(facts: RunFacts) -> Pipeline | None:
     """The pipeline of the source, or None where it is not one."""
-    found = facts.extras.mapping("pipeline")
+    found = facts.extras.mapping(PIPELINE)
     layers, stages = found.get("layers"), found.get("stages")
     if not isinstance(layers, dict) or not isinstance(stages, list):
         return None

@@ -14,7 +14,7 @@ from ucp_formats.deepspeed.run_config import Precision
 from ucp_formats.deepspeed.run_facts import RunFacts
 from ucp_formats.deepspeed.step_forms import StepForm
 
-__all__ = ["clipping", "common_keys", "count_of", "group_entry", "scalar_value"]
+__all__ = ["clipping", "common_keys", "count_of", "group_entry", "is_whole", "scalar_value"]
 
 _TENSORS = {StepForm.FLOATING: DType.FLOAT32}
 """Form of a step to the type of the tensor that it is written as."""
@@ -34,7 +34,12 @@ def count_of(draft: AtomDraft, atom: AtomIndex, state: str, steps: StepForm) -> 
         return draft.whole(atom.name, state, _TENSORS[form])
     if number is None:
         return draft.whole(atom.name, state, atom.states[state].dtype)
-    return int(number) if form is StepForm.NUMBER and number == int(number) else number
+    return int(number) if form is StepForm.NUMBER and is_whole(number) else number
+
+
+def is_whole(number: float) -> bool:
+    """Whether a count can be written as a whole number; NaN and the infinities cannot."""
+    return float(number).is_integer()
 
 
 def group_entry(draft: AtomDraft, group: Group, numbers: Iterable[int]) -> dict[object, object]:

@@ -8,6 +8,7 @@ from ucp.dtypes import DType
 from ucp.errors import UsageError, counted, listed
 from ucp.state import STEP
 from ucp_formats.deepspeed.optimizer_groups import Group, inline_number
+from ucp_formats.deepspeed.state_values import is_whole
 from ucp_formats.deepspeed.step_forms import StepForm
 
 __all__ = ["check_steps", "step_casts", "step_is_tensor", "step_notes"]
@@ -51,7 +52,8 @@ def step_casts(groups: Sequence[Group]) -> Iterator[str]:
         if group.steps is not StepForm.NUMBER:
             continue
         for atom in group.params:
-            if STEP in atom.states and isinstance(inline_number(atom, STEP), float):
+            number = inline_number(atom, STEP) if STEP in atom.states else None
+            if isinstance(number, float) and is_whole(number):
                 changed[atom.states[STEP].dtype] = changed.get(atom.states[STEP].dtype, 0) + 1
     yield from (
         f"{STEP}: {old} -> {DType.INT64}, a whole number, in {counted(n, 'parameter')}" for old, n in changed.items()

@@ -240,4 +240,11 @@ class _Universal:
         return ranks
 
     def _extras(self) -> list[Extra]:
-        return universal_extras(self.shared.root, self.found.info)
+        extras = universal_extras(self.shared.root, self.found.info)
+        return [*extras, Extra(name="pipeline", value=True)] if self._is_pipeline() else extras
+
+    def _is_pipeline(self) -> bool:
+        """Whether it was made from a pipeline: its model-states files have no module, or ucp wrote that it was."""
+        models = [file for files in self.ranks.models.values() for file in files.values()]
+        bare = bool(models) and all(file.root.get("module", "none is said") is None for file in models)
+        return bare or self.shared.root.get("pipeline") is True

@@ -32,9 +32,9 @@ from ucp_formats.deepspeed.partition import flat_group
 from ucp_formats.deepspeed.rank_views import check_cuts
 from ucp_formats.deepspeed.run_config import Precision
 from ucp_formats.deepspeed.run_facts import EMULATED, RunFacts, run_facts, tag
-from ucp_formats.deepspeed.source_stages import names_layers
+from ucp_formats.deepspeed.source_stages import PIPELINE, is_pipeline
 from ucp_formats.deepspeed.stage_norms import waiting_notes
-from ucp_formats.deepspeed.state_values import clipping, common_keys, group_entry, scalar_value
+from ucp_formats.deepspeed.state_values import clipping, common_keys, count_of, group_entry, scalar_value
 from ucp_formats.deepspeed.step_forms import universal_form
 from ucp_formats.deepspeed.step_notes import check_steps, step_casts, step_is_tensor, step_notes
 from ucp_formats.deepspeed.target_plan import group_notes, pointer_file, target_plan
@@ -87,11 +87,11 @@ class DeepSpeedUniversalTarget:
             check_steps(groups, steps)
         check_stepped(facts, groups)
         check_flat(groups)
-        check_places(tag(index), {atom.name: _stems(group) for group in groups for atom in group.params})
+        check_places(tag(index), _stems_of_all(groups))
         drafted = [
             *_model_files(facts, groups),
             _globals(facts, groups),
-            *(file for group in groups for atom in group.params for file in _parameter_files(facts, group, atom)),
+            *(file for group in groups for file in _parameter_files(facts, group)),
         ]
         notes = (*facts.extras.notes(), *group_notes(groups), *step_notes(groups), *_limits(facts, groups))
         plan = target_plan(index, drafted, notes=notes)
@@ -115,7 +115,7 @@ def _check_degrees(facts: RunFacts) -> None:
         cut = {own.name: (own.global_shape, own.kind is not Kind.BUFFER) for own in atoms if own.global_shape}
         padded = {name for name, (shape, _) in cut.items() if facts.rules.padded_vocabulary(name, shape) is not None}
         facts.rules.layouts_of({name: own for name, own in cut.items() if name not in padded}, facts.tp)
-    if facts.pp > 1 and not names_layers(facts.index.atoms):
+    if facts.pp > 1 and not is_pipeline(facts):
         raise TopologyError(
             f"expected a source that was a pipeline of DeepSpeed for pp={facts.pp}, with parameters named by layers; "
             f"{facts.index.path} was none: drop pp"
@@ -165,6 +165,7 @@ def _globals(facts: RunFacts, groups: Sequence[Group]) -> Drafted:
         **{key: value for key, value in common_keys(facts, 0).items() if key != "loss_scaler" or _has_scale(facts)},
         **clipping(facts, 0),
         "ds_version": EMULATED,
+        **({PIPELINE: True} if is_pipeline(facts) else {}),
         "param_groups": entries,
         "optimizer_state_dict": {"state": {0: counts}, "param_groups": [{**kept, "params": [0]}]},
     }
@@ -195,35 +196,49 @@ def _shared_by_all(entries: Sequence[dict[object, object]]) -> dict[object, obje
     }
 
 
-def _parameter_files(facts: RunFacts, group: Group, atom: AtomIndex) -> Iterator[Drafted]:
-    """One file per state; no others, as stages 1 and 2 take every `.pt` file of the folder for a state."""
-    for state, stem in zip((WEIGHT, *group.state_names), _stems(group), strict=True):
-        draft = AtomDraft(state_path(tag(facts.index), atom.name, stem), facts.index)
-        if state in group.scalars:
-            yield draft.finish(_count(draft, group, atom, state))
-            continue
-        dtype = group.weight_dtype(facts.dtypes) if state == WEIGHT else group.elementwise[state]
-        shape = atom.global_shape or (1,)
-        keys = {"cat_dim": 0} if facts.rules is None else facts.rules.file_keys(atom.name)
-        held = state in atom.states
-        tensor = draft.whole(atom.name, state, dtype, shape=shape) if held else draft.zeros(dtype, shape)
-        yield draft.finish({**keys, "param": tensor})
+def _parameter_files(facts: RunFacts, group: Group) -> Iterator[Drafted]:
+    """One file per parameter and state; no others, as stages 1 and 2 take every `.pt` file of a folder for a state."""
+    stems = _stems(group)
+    dtypes = {**group.elementwise, WEIGHT: group.weight_dtype(facts.dtypes)}
+    counted_by = {state: _who_counts(facts, group, state) for state in group.scalars}
+    for atom in group.params:
+        for state, stem in stems.items():
+            draft = AtomDraft(state_path(tag(facts.index), atom.name, stem), facts.index)
+            if state in counted_by:
+                own = atom if state in atom.states else counted_by[state]
+                yield draft.finish(count_of(draft, own, state, group.steps))
+                continue
+            shape = atom.global_shape or (1,)
+            keys = {"cat_dim": 0} if facts.rules is None else facts.rules.file_keys(atom.name)
+            held = state in atom.states
+            dtype = dtypes[state]
+            tensor = draft.whole(atom.name, state, dtype, shape=shape) if held else draft.zeros(dtype, shape)
+            yield draft.finish({**keys, "param": tensor})
 
 
-def _stems(group: Group) -> tuple[str, ...]:
-    """Stems of the files of each parameter of a group: of its weight, then of its other states."""
-    return tuple(_FILE_NAMES.get(state, state) for state in (WEIGHT, *group.state_names))
+def _stems(group: Group) -> dict[str, str]:
+    """States of each parameter of a group, its weight first, to the stems of their files."""
+    return {state: _FILE_NAMES.get(state, state) for state in (WEIGHT, *group.state_names)}
 
 
-def _count(draft: AtomDraft, group: Group, atom: AtomIndex, state: str) -> object:
-    """The parameter's own count, or its group's where it has none."""
-    return scalar_value(draft, group, state, [atom.name])
+def _stems_of_all(groups: Sequence[Group]) -> dict[str, tuple[str, ...]]:
+    """Parameter to the stems of its files."""
+    every = [(group, tuple(_stems(group).values())) for group in groups]
+    return {atom.name: stems for group, stems in every for atom in group.params}
+
+
+def _who_counts(facts: RunFacts, group: Group, state: str) -> AtomIndex:
+    """The parameter whose count stands for those that have none. Raises UnsupportedError where the others differ."""
+    lacks = any(state not in atom.states for atom in group.params)
+    if lacks:
+        return facts.index.atoms[group.scalar(state).param]
+    return group.params[0]
 
 
 def _limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
     """What DeepSpeed does not restore from a universal checkpoint, whatever is in it."""
     index = facts.index
-    pipeline = names_layers(index.atoms)
+    pipeline = is_pipeline(facts)
     stages = "stage 1 of ZeRO, as this is a pipeline" if pipeline else "ZeRO stages 1, 2 and 3"
     yield f"DeepSpeed {EMULATED} loads universal checkpoints in {stages}; for stage 0 use --to deepspeed"
     buffers = sum(atom.kind is Kind.BUFFER for atom in index.atoms.values())
@@ -255,7 +270,7 @@ def _limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
         fewer = f", or already at fewer where {part} have a part of it each" if part else ""
         yield (
             f"{which} cannot load it at {ranks} ranks: some rank would hold none of a group{fewer}, and DeepSpeed "
-            "fails with IndexError. --to deepspeed has no such limit"
+            f"fails with IndexError (numbers above {_MOST_RANKS:,} were not tried). --to deepspeed has no such limit"
         )
 
 
@@ -327,16 +342,15 @@ def _stage3_limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
 
 
 def _empty_at(groups: Sequence[Group]) -> str:
-    """Numbers of ranks at which a rank would hold no element of some group, in words; empty for none."""
-    found = [
-        ranks
+    """Numbers of ranks, of those tried, at which one would hold no element of some group, in words; empty for none."""
+    sizes = {sum(numel for _, numel in group.sizes) for group in groups}
+    found = {
+        ranks: None
         for ranks in range(2, _MOST_RANKS + 1)
-        if any((ranks - 1) * flat.partition >= flat.used for flat in (flat_group(g.sizes, ranks=ranks) for g in groups))
-    ]
+        if any((ranks - 1) * flat_group([("", used)], ranks=ranks).partition >= used for used in sizes)
+    }
     starts = [ranks for ranks in found if ranks - 1 not in found]
     stops = [ranks for ranks in found if ranks + 1 not in found]
     spans = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, stops, strict=True)]
-    if found and found[-1] == _MOST_RANKS:
-        spans[-1] = f"{starts[-1]} and all more"
     shown = spans if len(spans) <= _MOST_SPANS else [*spans[: _MOST_SPANS - 1], "...", spans[-1]]
     return ", ".join(shown)

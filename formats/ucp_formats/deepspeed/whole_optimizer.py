@@ -26,10 +26,13 @@ from ucp_formats.deepspeed.run_facts import RunFacts
 from ucp_formats.deepspeed.state_values import clipping, count_of, group_entry, scalar_value
 from ucp_formats.deepspeed.step_forms import StepForm
 
-__all__ = ["Members", "Wrapper", "members", "optimizer_state", "wrapper"]
+__all__ = ["Members", "Wrapper", "is_flat", "members", "optimizer_state", "wrapper"]
 
 Members = Sequence[tuple[Group, Sequence[AtomIndex]]]
 """Each group with the parameters that its optimizer counts, in its order."""
+
+_OF_TORCH = frozenset({"amsgrad", "foreach", "maximize"})
+"""Hyper-parameters that Adam and AdamW of torch always have (`__setstate__` adds them), and FusedAdam never."""
 
 
 class Wrapper(StrEnum):
@@ -43,16 +46,23 @@ class Wrapper(StrEnum):
 def wrapper(facts: RunFacts, groups: Sequence[Group]) -> Wrapper:
     """The class that the engine of the target will use (`_configure_fp16_optimizer`, 0.19.8).
 
-    Where the training script builds the optimizer itself, `bias_correction` among the hyper-parameters gives FusedAdam
-    away: no optimizer of torch has it.
+    Where the training script builds the optimizer itself, `bias_correction` among the hyper-parameters tells of
+    FusedAdam, unless there are some that every Adam of torch has: its `load_state_dict` keeps a `bias_correction` that
+    it finds, as `group_entry` writes one.
     """
     if facts.precision is Precision.FP32:
         return Wrapper.PLAIN
     fused = facts.config.names_fused_adam
     if not facts.config.names_optimizer:
         unfused = facts.extras.mapping("optimizer").get("class") == "FP16_UnfusedOptimizer"
-        fused = bool(groups) and "bias_correction" in groups[0].hyper and not unfused
+        hyper = groups[0].hyper.keys() if groups else ()
+        fused = "bias_correction" in hyper and _OF_TORCH.isdisjoint(hyper) and not unfused
     return Wrapper.FUSED if fused else Wrapper.UNFUSED
+
+
+def is_flat(facts: RunFacts, groups: Sequence[Group], stage: int) -> bool:
+    """Whether all parameters of a group lie in one buffer, with one step; a state that one lacks is zeros then."""
+    return stage > 0 or (bool(groups) and wrapper(facts, groups) is Wrapper.FUSED)
 
 
 def members(facts: RunFacts, groups: Sequence[Group], kind: Wrapper) -> Members:
@@ -124,7 +134,7 @@ def _per_group(draft: AtomDraft, groups: Sequence[Group]) -> dict[str, object]:
 
 
 def _flat(draft: AtomDraft, group: Group, state: str, dtype: DType) -> NewTensor:
-    """All parameters of a group one after another, without padding."""
+    """All parameters of a group one after another, without padding; zeros where a parameter lacks the state."""
     parts = []
     offset = 0
     for atom, (name, numel) in zip(group.params, group.sizes, strict=True):

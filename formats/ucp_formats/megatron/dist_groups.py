@@ -9,13 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ucp.atom import ParamGroup, StateIndex
+from ucp.atom import Loss, ParamGroup, StateIndex
 from ucp.io.fields import mapping
 from ucp.io.sameness import Checksums
 from ucp.io.scalars import scalar_state
 from ucp.state import STEP
 from ucp_formats.megatron.dist_common import CommonState, SavedObjects, as_list, optimizer_dicts
-from ucp_formats.megatron.group_rules import SavedGroup, agreed_step, dealt_out, inferred, left_open, rank_free
+from ucp_formats.megatron.group_rules import (
+    SavedGroup,
+    agreed_step,
+    dealt_out,
+    inferred,
+    left_open,
+    lost_members,
+    rank_free,
+)
 from ucp_formats.megatron.group_settings import group_rule
 
 __all__ = ["DistGroups", "read_groups"]
@@ -33,6 +41,8 @@ class DistGroups:
     """What was inferred."""
     dropped: list[str] = field(default_factory=list)
     """What is not known, and of which parameters."""
+    lost: dict[str, Loss] = field(default_factory=dict)
+    """Parameters whose group is not known, and why."""
 
 
 def read_groups(
@@ -50,6 +60,7 @@ def read_groups(
     found.groups, left = dealt_out(saved, shapes, chains, rule)
     found.notes.append(inferred(rule))
     found.dropped += left_open(rule, left, shapes)
+    found.lost |= lost_members(rule, left, shapes)
     shared = _common_step(common)
     for group in found.groups:
         step = scalar_state(group.hyper.get(STEP)) or shared

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ucp.atom import AtomIndex, Kind, StateIndex
+from ucp.atom import AtomIndex, Kind, Loss, StateIndex
 from ucp.errors import listed
 from ucp.fragment import Fragment
 from ucp.io.probe import Prober
@@ -30,13 +30,12 @@ _WINDOW = 64
 """Elements looked at of each."""
 _MOST_SHIFT = 1 << 20
 """Elements that a master may be shifted by: buckets end at a multiple of dp, 128 and 65536 elements."""
-_LEFT_OUT = (
+_WHY = (
     "megatron-core (0.16 to 0.19) wrote the states of these parameters shifted, as it does with "
     "--dist-ckpt-optim-fully-reshardable where a bucket is padded, and lost part of them. The weights are sound; "
-    "masters and moments are left out:\n{}\n"
-    "Megatron itself resumes from this checkpoint with the wrong ones. While the run is alive, save again without that "
-    "flag, and convert that; else go on from an earlier checkpoint, or take the weights (--include '*/weight') and "
-    "start the optimizer anew"
+    "masters and moments are left out. Megatron itself resumes from this checkpoint with the wrong ones. While the run "
+    "is alive, save again without that flag, and convert that; else go on from an earlier checkpoint, or take the "
+    "weights (--include '*/weight') and start the optimizer anew"
 )
 
 
@@ -49,7 +48,9 @@ class Checked:
     notes: tuple[str, ...]
     """Masters that are not the weights, and nothing says why."""
     dropped: tuple[str, ...]
-    """States that were left out."""
+    """States that were left out, for people."""
+    lost: Mapping[str, Loss]
+    """Every parameter whose states were left out, and why."""
 
 
 def checked_masters(atoms: Mapping[str, AtomIndex], *, layout: str, tied: bool) -> Checked:
@@ -73,7 +74,8 @@ def checked_masters(atoms: Mapping[str, AtomIndex], *, layout: str, tied: bool) 
     return Checked(
         atoms={name: _weight_alone(atom) if name in shifted else atom for name, atom in atoms.items()},
         notes=(f"the master is not the weight for {', '.join(odd)}",) if odd else (),
-        dropped=(_LEFT_OUT.format(lines),) if shifted else (),
+        dropped=(f"{_WHY}:\n{lines}",) if shifted else (),
+        lost={name: Loss(why=_WHY, detail=f"by {shift} elements") for name, shift in shifted.items()},
     )
 
 

@@ -119,6 +119,7 @@ def _read(located: Located, name: str, choose: ChooseFamily) -> Index:
             *checked.notes,
         ),
         dropped=(*checked.dropped, *groups.dropped),
+        lost={**groups.lost, **checked.lost},
     )
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ucp.atom import ParamGroup
+from ucp.atom import Loss, ParamGroup
 from ucp.errors import counted
 from ucp.state import STEP
 from ucp_formats.megatron.group_settings import USUAL, Expected, GroupRule, is_expert
@@ -24,6 +24,7 @@ __all__ = [
     "inferred",
     "is_expert",
     "left_open",
+    "lost_members",
     "rank_free",
 ]
 
@@ -112,11 +113,20 @@ def left_open(rule: GroupRule, left: Sequence[str], shapes: Mapping[str, tuple[i
     if not left:
         return []
     lines = "\n".join(f"  {name}: {list(shapes[name])}" for name in left)
-    entry = (
+    return [f"{_why_open(rule, left)}\n{lines}"]
+
+
+def lost_members(rule: GroupRule, left: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Loss]:
+    """The same for `Index.lost`: each of `left`, and why its group is not known."""
+    why = _why_open(rule, left)
+    return {name: Loss(why=why, detail=str(list(shapes[name]))) for name in left}
+
+
+def _why_open(rule: GroupRule, left: Sequence[str]) -> str:
+    return (
         f"the optimizer group of {counted(len(left), 'parameter')}, which is not recorded: {rule.open()}. Megatron "
-        f"records it with --ckpt-format torch and without --use-distributed-optimizer: save the run so\n{lines}"
+        "records it with --ckpt-format torch and without --use-distributed-optimizer: save the run so"
     )
-    return [entry]
 
 
 def _fitting(groups: Sequence[SavedGroup], expected: Expected) -> Sequence[int]:

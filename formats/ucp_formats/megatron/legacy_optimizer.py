@@ -14,7 +14,15 @@ from ucp.io.fields import described, mapping
 from ucp.io.probe import Prober
 from ucp.io.sameness import Checksums
 from ucp.state import STEP
-from ucp_formats.megatron.group_rules import SavedGroup, agreed_step, dealt_out, inferred, is_expert, left_open
+from ucp_formats.megatron.group_rules import (
+    SavedGroup,
+    agreed_step,
+    dealt_out,
+    inferred,
+    is_expert,
+    left_open,
+    lost_members,
+)
 from ucp_formats.megatron.group_settings import group_rule
 from ucp_formats.megatron.legacy_buffers import Buffer, add_buffers, read_buffers
 from ucp_formats.megatron.legacy_extras import ranks_extras
@@ -170,6 +178,7 @@ def _add_groups(member: _Member, states: LegacyStates) -> None:
         states.numbers[placed[name].slot] = {STEP: agreed}
     states.notes.append(inferred(rule))
     states.dropped += left_open(rule, left, shapes)
+    states.lost |= lost_members(rule, left, shapes)
 
 
 def _rest(member: _Member) -> dict[str, object]:

@@ -64,6 +64,7 @@ def read_legacy(located: Located, name: str, choose: ChooseFamily) -> Index:
             *states.notes,
         ),
         dropped=(*dropped, *states.dropped, *_strays(run)),
+        lost=states.lost,
     )
 
 

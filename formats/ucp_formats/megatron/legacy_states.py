@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ucp.atom import Extra
+from ucp.atom import Extra, Loss
 from ucp.io.fields import mapping, sequence
 from ucp.tensor import TensorRef
 from ucp_formats.megatron.group_rules import SavedGroup
@@ -44,6 +44,8 @@ class LegacyStates:
     """What was inferred."""
     dropped: list[str] = field(default_factory=list)
     """What is not carried, with the reason."""
+    lost: dict[str, Loss] = field(default_factory=dict)
+    """Parameters whose group is not known, and why."""
 
     @property
     def is_empty(self) -> bool:

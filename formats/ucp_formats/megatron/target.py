@@ -39,6 +39,14 @@ from ucp_formats.megatron.target_settings import check_settings, settings_of
 __all__ = ["MegatronTarget"]
 
 _LAYOUTS = ("torch_dist", "torch")
+_GROUPS_UNSAID = (
+    "Files of torch_dist, or of the distributed optimizer, record no parameters of groups: write those "
+    "(--set use_distributed_optimizer=true)"
+)
+_EXPERTS_ALONG = (
+    "With more than one expert-parallel rank experts have an optimizer of their own: write for ep=1, or take a "
+    "checkpoint that records the groups"
+)
 _ANEW = (
     "no parameter has a moment, and without Megatron does not load an optimizer: none is written. Start the run with "
     "--no-load-optim: it starts the optimizer anew, with masters made of the weights in the type it computes in"
@@ -110,9 +118,9 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
         chain, notes = (), (_ANEW,)
     _check_states(index, model, chain=bool(chain))
     if chain and layout == "torch" and not arguments.get("use_distributed_optimizer", True):
-        check_members(index, index.atoms)
+        check_members(index, index.atoms, remedy=_GROUPS_UNSAID)
     elif len(chain) > 1:
-        check_members(index, model.expert_atoms)
+        check_members(index, model.expert_atoms, remedy=_EXPERTS_ALONG)
     places = legacy_places(topology) if layout == "torch" else dist_places(topology)
     samples = consumed_samples(index, arguments)
     if samples is not None:
@@ -166,18 +174,19 @@ def _check_states(index: Index, model: Model, *, chain: bool) -> None:
     wanted = dict.fromkeys(
         state for own in model.tensors if own.kind is Kind.PARAMETER for state in own.states if state != WEIGHT
     )
-    lacking = [
-        f"{own.name}: {', '.join(state for state in wanted if state not in own.states)}"
+    lacking = {
+        own.name: ", ".join(state for state in wanted if state not in own.states)
         for own in model.tensors
         if own.kind is Kind.PARAMETER and not wanted.keys() <= own.states.keys()
-    ]
+    }
     if lacking:
-        reasons = index.reasons({line.partition(": ")[0] for line in lacking})
+        lines = listed(f"{name}: {states}" for name, states in lacking.items())
+        reasons = index.reasons(lacking)
         never = (
             "Megatron has no place for a parameter that was never stepped; train one step more, or write weights only"
         )
         raise MissingStateError(
-            f"expected the same optimizer states of all trained parameters; {index.path} lacks\n{listed(lacking)}\n"
+            f"expected the same optimizer states of all trained parameters; {index.path} lacks\n{lines}\n"
             + ("\n".join(reasons) or never)
         )
 

@@ -86,10 +86,11 @@ def optimizer_chain(
     return (dense, tuple(group for group in own if group.params)), notes
 
 
-def check_members(index: Index, params: Collection[str]) -> None:
+def check_members(index: Index, params: Collection[str], *, remedy: str) -> None:
     """Raise MissingStateError for trained parameters among `params` that are in no group of the source.
 
     For files that list the parameters of a group, or have an optimizer of experts alone: these would lose their states.
+    `remedy`: files that do not.
     """
     grouped = {name for group in index.groups for name in group.params}
     lost = [
@@ -101,8 +102,7 @@ def check_members(index: Index, params: Collection[str]) -> None:
         reasons = index.reasons(lost) or (listed(lost),)
         raise MissingStateError(
             f"expected every trained parameter in an optimizer group, as these files record it; {index.path} has "
-            f"{counted(len(lost), 'parameter')} in none:\n" + "\n".join(reasons) + "\nFiles of torch_dist, or of the "
-            "distributed optimizer, record no parameters of groups: write those (--set use_distributed_optimizer=true)"
+            f"{counted(len(lost), 'parameter')} in none:\n" + "\n".join(reasons) + f"\n{remedy}"
         )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from ucp_formats.deepspeed.native_source import DeepSpeedFormat
+from ucp_formats.deepspeed.parameter_folders import read_parameter_folders
 from ucp_formats.deepspeed.universal_source import DeepSpeedUniversalFormat
 
 from ucp.atom import Index, Kind, check_cover
 from ucp.dtypes import DType
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError
+from ucp.io.problems import Problems
 
 FIXTURES = Path(__file__).parents[4] / "fixtures" / "deepspeed"
 
@@ -175,6 +179,50 @@ def test_names_with_slashes_lie_in_folders_of_folders(tmp_path: Path, fake_run, 
     assert not any("left alone" in note for note in index.notes)
     fragment = index.atoms["x/y/z.w"].states["exp_avg"].fragments[0]
     assert fragment.path.endswith("zero/x/y/z.w/exp_avg.pt")
+
+
+def test_folders_deeper_than_python_recurses(tmp_path: Path, fake_run) -> None:
+    path = save_universal(fake_run(1, 2), tmp_path)
+    zero = str(path / "step7_universal" / "zero")
+    folders = [zero + "/a" * depth for depth in range(1, sys.getrecursionlimit() + 100)]
+    for folder in folders:
+        os.mkdir(folder)
+    try:
+        with pytest.raises(MissingFileError, match=r"a/a/fp32\.pt"):
+            read(path)
+    finally:  # too deep for pytest to remove
+        for folder in reversed(folders):
+            os.rmdir(folder)
+
+
+def test_folders_in_that_of_a_parameter_are_parameters_only_if_they_are_known(tmp_path: Path, fake_run) -> None:
+    path = save_universal(fake_run(1, 2, groups=({"a": (4,), "a/b/c": (4,)},)), tmp_path)
+    zero = path / "step7_universal" / "zero"
+    shutil.copytree(zero / "a/b/c", zero / "a/b/other")
+    shutil.copytree(zero / "a/b/c", zero / "a/other")
+    shutil.copytree(zero / "a/b/c", zero / "a/b/c/other")
+    index = read(path)
+    assert {name for name in index.atoms if name.startswith("a")} == {"a", "a/b/c", "a/b/other"}
+    assert sorted(note.rpartition(" ")[2] for note in index.notes if "left alone" in note) == [
+        "zero/a/b/c/other", "zero/a/other",
+    ]  # fmt: skip
+
+
+def test_known_names_are_gone_through_once_however_many_folders_there_are(tmp_path: Path) -> None:
+    passes = []
+
+    class Names(dict[str, tuple[int, ...]]):
+        def __iter__(self):
+            passes.append(1)
+            return super().__iter__()
+
+    names = [f"p{number}" for number in range(40)]
+    for name in names:
+        (tmp_path / name / "inner").mkdir(parents=True)
+        (tmp_path / name / "fp32.pt").touch()
+    found = read_parameter_folders(tmp_path, Names(dict.fromkeys(names, (2,))), Problems())
+    assert len(found.strays) == len(found.states) == 40
+    assert len(passes) == 1
 
 
 def test_a_nested_parameter_without_its_weights(tmp_path: Path, fake_run) -> None:

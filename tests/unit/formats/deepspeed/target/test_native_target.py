@@ -14,7 +14,7 @@ import pytest
 import torch
 from ucp_formats.deepspeed.native_target import DeepSpeedTarget
 
-from ucp.atom import Extra, StateIndex
+from ucp.atom import Extra, Index, Loss, StateIndex
 from ucp.dtypes import DType
 from ucp.errors import MissingStateError, UnsupportedError, UsageError
 from ucp.fragment import Fragment
@@ -236,6 +236,15 @@ def test_stage_0_of_fused_adam_is_flat_without_padding(
     assert optimizer["optimizer_state_dict"]["state"][0]["exp_avg"].tolist() == flat(made, ["emb", "w"], "exp_avg")
 
 
+@pytest.mark.parametrize("own", ["amsgrad", "foreach", "maximize"])
+def test_bias_correction_that_torch_s_adam_has_kept_is_none_of_fused_adam(source: Make, write: Make, own: str) -> None:
+    hyper = {"bias_correction": True, own: None}
+    made = source(model_dtype=DType.BFLOAT16, hypers=[hyper, hyper])
+    optimizer = write(made, TARGET, Topology(dp=2, zero=0)).load(f"{TAG}/mp_rank_00_model_states.pt")["optimizer"]
+    assert "fp32_groups_flat" not in optimizer
+    assert [len(masters) for masters in optimizer["fp32_groups"]] == [2, 3]
+
+
 def test_a_parameter_that_was_never_stepped_has_zeros_in_a_flat_group(source: Make, write: Make) -> None:
     made = source()
     del made.arrays["w/exp_avg"], made.arrays["w/exp_avg_sq"]
@@ -264,10 +273,69 @@ def test_a_parameter_that_was_stepped_and_lost_its_moments_is_refused(source: Ma
 def test_states_that_the_reader_left_out_are_refused_with_its_reason(source: Make, stage: int) -> None:
     made = source()
     del made.arrays["w/exp_avg"], made.arrays["w/exp_avg_sq"]
-    index = replace(made.index(), dropped=("written shifted, and left out:\n  w: by 64 elements\nsave again",))
+    others = {f"other.{n}": Loss(why="written shifted: save again", detail="by 8 elements") for n in range(30)}
+    lost = {**others, "w": Loss(why="written shifted: save again", detail="by 64 elements")}
+    index = replace(made.index(), lost=lost)
     del index.atoms["w"].states["step"]
-    with pytest.raises(MissingStateError, match=r"written shifted, and left out:\n  w: by 64 elements\nsave again"):
+    with pytest.raises(MissingStateError, match=r"written shifted: save again:\n  w: by 64 elements\nAdam"):
         TARGET.plan(index, Topology(dp=1, zero=stage), TargetOptions())
+
+
+FUSED = {"model_dtype": DType.BFLOAT16, "extras": [Extra(name="ds_config", value={"optimizer": {"type": "AdamW"}})]}
+CHOSEN = {"w": Loss(why="all of these parameters, left out by --exclude", chosen=True)}
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "flat"), [(0, {}, False), (0, FUSED, True), (1, {}, True), (2, {}, True), (3, FUSED, True)]
+)
+def test_all_states_of_a_parameter_that_the_user_left_out_are_no_zeros_in_a_flat_group(
+    source: Make, stage: int, changes: dict[str, object], flat: bool
+) -> None:
+    """Where each parameter has its own, torch's optimizers start it anew."""
+    index = replace(without_states(source(**changes), "w"), lost=CHOSEN)
+    topology = Topology(dp=1, zero=stage)
+    if flat:
+        with pytest.raises(MissingStateError, match=r"left out by --exclude:\n  w\n.*--zero-moments keep"):
+            TARGET.plan(index, topology, TargetOptions())
+    plan = TARGET.plan(index, topology, TargetOptions(keeps_zeros=flat))
+    assert plan.zeros == ({"w": {"exp_avg", "exp_avg_sq", "step"}} if flat else {})
+
+
+def test_nor_is_one_state_of_it_nor_those_of_a_group_that_has_none(source: Make) -> None:
+    index = replace(source().index(), lost=CHOSEN)
+    del index.atoms["w"].states["step"]
+    with pytest.raises(MissingStateError, match="left out by --exclude"):
+        TARGET.plan(index, Topology(dp=1, zero=1), TargetOptions())
+    for atom in ("emb", "w", "void"):
+        for state in index.atoms[atom].states.keys() - {"weight"}:
+            del index.atoms[atom].states[state]
+    plan = TARGET.plan(index, Topology(dp=1, zero=1), TargetOptions())
+    assert plan.zeros == {}
+    assert any("no states of groups 0 of the optimizer are there" in note for note in plan.notes)
+
+
+def test_stage_0_of_fused_adam_is_as_flat_as_other_stages(source: Make, write: Make) -> None:
+    made = source(**FUSED)
+    index = made.index()
+    del index.atoms["w"].states["exp_avg"]
+    with pytest.raises(MissingStateError, match="w: exp_avg, and has exp_avg_sq, step"):
+        TARGET.plan(index, Topology(dp=1, zero=0), TargetOptions())
+    plan = TARGET.plan(index, Topology(dp=1, zero=0), TargetOptions(keeps_zeros=True))
+    assert plan.zeros == {"w": {"exp_avg"}}
+    assert not any("KeyError" in note for note in plan.notes)
+    made.index = lambda: without_states(made, "w", index)
+    optimizer = write(made, TARGET, Topology(dp=1, zero=0)).load(f"{TAG}/mp_rank_00_model_states.pt")["optimizer"]
+    first = optimizer["optimizer_state_dict"]["state"][0]["exp_avg"]
+    assert first[:15].tolist() == flat(made, ["emb"], "exp_avg")
+    assert not first[15:].any()
+
+
+def without_states(made: Make, name: str, index: Index | None = None) -> Index:
+    """The index of a source, with the weight alone of parameter `name`."""
+    index = index or made.index()
+    for state in index.atoms[name].states.keys() - {"weight"}:
+        del index.atoms[name].states[state]
+    return index
 
 
 def test_different_steps_in_a_flat_group_are_refused(source: Make, write: Make) -> None:

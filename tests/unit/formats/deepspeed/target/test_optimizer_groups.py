@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ucp_formats.deepspeed.optimizer_groups import optimizer_groups
 
-from ucp.atom import ParamGroup
+from ucp.atom import Loss, ParamGroup
 from ucp.errors import MissingStateError
 from ucp.testing.handmade import Shards, make_index
 
@@ -28,9 +28,11 @@ def test_by_name(index):
 
 
 def test_with_the_reason_that_the_source_gives(index):
-    told = replace(index, dropped=("the optimizer group of 1 parameter, which is not recorded\n  b: [2]",))
+    told = replace(
+        index, lost={"b": Loss(why="the optimizer group of 1 parameter, which is not recorded", detail="[2]")}
+    )
     with pytest.raises(MissingStateError) as error:
         optimizer_groups(told, DTYPES)
     assert str(error.value).endswith(
-        "has 1 in none:\nthe optimizer group of 1 parameter, which is not recorded\n  b: [2]"
+        "has 1 in none:\nthe optimizer group of 1 parameter, which is not recorded:\n  b: [2]"
     )

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from ucp_formats.deepspeed.optimizer_groups import Group
 from ucp_formats.deepspeed.universal_source import DeepSpeedUniversalFormat
 from ucp_formats.deepspeed.universal_target import DeepSpeedUniversalTarget
 
-from ucp.atom import Extra, check_cover
+from ucp.atom import Extra, StateIndex, check_cover
 from ucp.dtypes import DType
-from ucp.errors import DestinationError, MissingStateError, UsageError
+from ucp.errors import DestinationError, MissingStateError, TopologyError, UsageError
+from ucp.fragment import Fragment
+from ucp.region import Box
 from ucp.target import TargetOptions
+from ucp.tensor import InlineTensor
 from ucp.topology import Topology
 
 TAG = "global_step7"
@@ -161,7 +167,8 @@ def test_both_pointers_name_the_tag(source: Make, write: Make) -> None:
             "leaves 1 buffer as",
         ),
         ({}, "(lr, weight_decay)"),
-        ({}, "cannot load it at 4 and all more ranks"),
+        ({}, "cannot load it at 4 to 1024 ranks"),
+        ({}, "(numbers above 1,024 were not tried)"),
         ({}, "clone"),
         ({"states": [["exp_avg", "exp_avg_sq", "extra"]] * 2}, "stage 3 leaves out extra"),
     ],
@@ -188,12 +195,93 @@ PIPELINE = {"shapes": {"0.w": (5, 3), "1.b": (7,), "tied_modules.e.w": (4, 4)}, 
 def test_a_pipeline_has_limits_of_its_own(source: Make, write: Make, groups: list[list[str]], waits: bool) -> None:
     hypers = [{"lr": 0.1 * number} for number in range(1, len(groups) + 1)]
     own = source(
-        **PIPELINE, groups=groups, hypers=hypers, states=[["exp_avg"]] * len(groups), steps=[3.0] * len(groups)
+        **PIPELINE,
+        groups=groups,
+        hypers=hypers,
+        states=[["exp_avg"]] * len(groups),
+        steps=[3.0] * len(groups),
+        topology=Topology(dp=2, pp=2),
     )
     notes = write(own, TARGET).plan.notes
     assert any("in stage 1 of ZeRO, as this is a pipeline" in note for note in notes)
     assert not any("stage 3" in note for note in notes)
     assert any("hangs in the first step" in note for note in notes) == waits
+
+
+@pytest.mark.parametrize(
+    ("extras", "shapes", "expected"),
+    [
+        ((), {"0.w": (5, 3), "1.b": (7,)}, False),  # as of an nn.Sequential
+        ((Extra(name="pipeline", value=True),), {"0.w": (5, 3), "1.b": (7,)}, True),
+        ((Extra(name="pipeline", value=True),), {"0.w": (5, 3), "head.b": (7,)}, False),
+    ],
+)
+def test_a_pipeline_is_one_that_says_so_and_names_layers(
+    source: Make, write: Make, extras: tuple[Extra, ...], shapes: dict[str, tuple[int, ...]], expected: bool
+) -> None:
+    made = source(shapes=shapes, groups=[[name] for name in shapes], frozen=[], buffers=[], extras=extras)
+    written = write(made, TARGET)
+    notes = written.plan.notes
+    assert any("as this is a pipeline" in note for note in notes) is expected
+    assert any("stage 3" in note for note in notes) is not expected
+    assert ("pipeline" in written.load(f"{TAG}/zero/optimizer_state.pt")) is expected
+    read = DeepSpeedUniversalFormat().read(written.root)
+    assert [extra.value for extra in read.extras if extra.name == "pipeline"] == [True] * expected
+    if not expected:
+        with pytest.raises(TopologyError, match="expected a source that was a pipeline"):
+            TARGET.plan(made.index(), Topology(pp=2), TargetOptions())
+
+
+def test_groups_are_gone_through_as_often_for_many_parameters_as_for_few(
+    source: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[str] = []
+
+    def counting(name: str) -> Callable[..., Any]:
+        own = vars(Group)[name]
+        plain = own.fget if isinstance(own, property) else own
+
+        def told(*args: Any) -> Any:
+            passes.append(name)
+            return plain(*args)
+
+        return property(told) if isinstance(own, property) else told  # type: ignore[return-value]
+
+    for name in ("sizes", "state_names", "never_stepped", "weight_dtype", "scalar"):
+        monkeypatch.setattr(Group, name, counting(name))
+
+    def planned(count: int) -> list[str]:
+        passes.clear()
+        names = [f"p{number}" for number in range(count)]
+        made = source(
+            shapes=dict.fromkeys(names, (2,)), groups=[names[::2], names[1::2]], frozen=[], buffers=[], steps=[3, 3]
+        )
+        index = made.index()
+        bare = index.atoms["p0"]  # never stepped, so that it gets the count of its group
+        atoms = {**index.atoms, "p0": replace(bare, states={"weight": bare.states["weight"]})}
+        assert len(TARGET.plan(replace(index, atoms=atoms), None, TargetOptions()).files) == 4 * count + 3
+        return sorted(passes)
+
+    few = planned(10)
+    assert planned(60) == few
+    assert {"sizes", "state_names", "weight_dtype", "scalar"} <= set(few)
+
+
+@pytest.mark.parametrize("step", [float("nan"), float("inf"), 2.5, 3.0])
+def test_only_whole_steps_become_whole_numbers_and_are_told_of(source: Make, write: Make, step: float) -> None:
+    made = source()
+    index = made.index()
+    value = InlineTensor(data=struct.pack("<d", step), dtype=DType.FLOAT64)
+    state = StateIndex(dtype=DType.FLOAT64, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=value),))
+    atoms = {
+        name: replace(atom, states={**atom.states, "step": state}) if "step" in atom.states else atom
+        for name, atom in index.atoms.items()
+    }
+    made.index = lambda: replace(index, atoms=atoms)
+    written = write(made, TARGET, options=TargetOptions(settings={"optimizer": "deepspeed"}))
+    found = written.load(f"{TAG}/zero/gate/step.pt")
+    assert (type(found), repr(float(found))) == (int if step == 3.0 else float, repr(step))
+    assert any("a whole number" in line for line in written.plan.casts) is (step == 3.0)
 
 
 ADAM = {"betas": (0.9, 0.99), "eps": 1e-8}
