@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed; `make integration` installs it")
+pytest.importorskip("deepspeed.runtime", reason="needs DeepSpeed; `make integration` installs it")
 
 import ucp
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed; `make integration` installs it")
+pytest.importorskip("deepspeed.runtime", reason="needs DeepSpeed; `make integration` installs it")
 
 from tests.integration.resume_matrix import (
     Cell,

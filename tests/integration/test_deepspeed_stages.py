@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-pytest.importorskip("deepspeed", reason="needs DeepSpeed; `make integration` installs it")
+pytest.importorskip("deepspeed.runtime", reason="needs DeepSpeed; `make integration` installs it")
 
 from ucp_formats.deepspeed.stage_partition import balanced_bounds, uniform_bounds
 
