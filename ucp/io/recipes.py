@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from struct import Struct
+from typing import TypeVar
 
 from ucp.inert import GlobalName, Stub, TorchSize
 
@@ -54,6 +55,7 @@ _MOST_SHARED = 1 << 14
 Groups = tuple[bytes, ...]
 """The bytes that differ."""
 Make = Callable[[Groups], object]
+_Made = TypeVar("_Made")
 
 
 class Known:
@@ -209,27 +211,22 @@ def recipe_of_integer(hole: Hole) -> Node:
 
 def recipe_of_size(hole: Hole, known: Known) -> Node:
     """A torch.Size of numbers."""
-    sizes = known.sizes
-
-    def make(groups: Groups) -> TorchSize:
-        text = groups[hole.group]
-        size = sizes.get(text)
-        if size is None:
-            size = sizes[text] = TorchSize(numbers_of(text))
-        return size
-
-    return Node(make)
+    return Node(_made_once(hole, known.sizes, lambda text: TorchSize(numbers_of(text))))
 
 
 def recipe_of_text(hole: Hole, known: Known) -> Node:
     """A text of as many bytes. Raises UnicodeError."""
-    texts = known.texts
+    return Node(_made_once(hole, known.texts, lambda text: text.decode("utf-8", "surrogatepass")), text=hole)
 
-    def make(groups: Groups) -> str:
+
+def _made_once(hole: Hole, made: dict[bytes, _Made], build: Callable[[bytes], _Made]) -> Make:
+    """What `build` makes of the bytes in `hole`, kept in `made` for the next time."""
+
+    def make(groups: Groups) -> _Made:
         text = groups[hole.group]
-        made = texts.get(text)
-        if made is None:
-            made = texts[text] = text.decode("utf-8", "surrogatepass")
-        return made
+        value = made.get(text)
+        if value is None:
+            value = made[text] = build(text)
+        return value
 
-    return Node(make, text=hole)
+    return make

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ucp.atom import AtomIndex
 from ucp.state import STEP, WEIGHT
 from ucp_formats.deepspeed.optimizer_groups import Group
 from ucp_formats.deepspeed.run_config import Precision
@@ -57,9 +56,7 @@ def lacking(groups: Sequence[Group], *, each: bool) -> tuple[str, ...]:
     """
     missing = [name for group in groups if group.state_names for name in _of_adam(group)]
     if each:
-        missing += [
-            f"{state} of {atom.name}" for group in groups for atom in group.params for state in _own(group, atom)
-        ]
+        missing += [own for group in groups for own in _of_single_ones(group)]
     return tuple(dict.fromkeys(missing))
 
 
@@ -79,8 +76,9 @@ def _of_adam(group: Group) -> Iterator[str]:
         yield STEP
 
 
-def _own(group: Group, atom: AtomIndex) -> Iterator[str]:
-    """States that others of the group have and `atom` lacks, unless it has none: then it was never stepped."""
-    own = atom.states.keys() - {WEIGHT}
-    if own:
-        yield from (state for state in group.state_names if state not in own)
+def _of_single_ones(group: Group) -> Iterator[str]:
+    """States that others of the group have and a parameter lacks, unless it has none: then it was never stepped."""
+    names = group.state_names
+    for atom in group.params:
+        if atom.states.keys() - {WEIGHT}:
+            yield from (f"{state} of {atom.name}" for state in names if state not in atom.states)
