@@ -81,4 +81,7 @@ def _difference(own: ReferredFile) -> str:
 
 
 def _when(mtime_ns: int) -> str:
-    return datetime.fromtimestamp(mtime_ns / 1e9, tz=UTC).isoformat(sep=" ", timespec="microseconds")
+    try:
+        return datetime.fromtimestamp(mtime_ns / 1e9, tz=UTC).isoformat(sep=" ", timespec="microseconds")
+    except (ValueError, OverflowError, OSError):  # a damaged manifest may say any number
+        return f"{mtime_ns} ns after 1970"
