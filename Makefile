@@ -15,11 +15,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(PIP) "$(TORCH)"
 	$(PIP) --editable .
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) "$(TORCH)"
 	$(PIP) --editable ".[dev]"
 	touch $@
 
@@ -57,7 +57,7 @@ integration: $(VENV)/.installed-deepspeed $(VENV)-transformers/.installed
 	UCP_TRANSFORMERS=$(VENV)-transformers/bin/python DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m integration -p no:xdist -s
 
 # Releases of megatron-core, unpacked side by side; tests that need one fetch it themselves.
-mcore: $(VENV)/.installed
+mcore: $(VENV)/.installed-dev
 	$(BIN)/python fixtures/megatron_versions.py
 
 bench: $(VENV)/.installed-bench $(VENV)/.installed-deepspeed

@@ -26,10 +26,16 @@ from ucp.topology import Topology
 
 if TYPE_CHECKING:
     from ucp.load import LoadReport, load_into
+
+    __version__: str
 else:
 
     def __getattr__(name: str) -> object:
-        """What only a live model needs, imported when it is first asked for (PEP 562)."""
+        """The version, and what only a live model needs, looked for when it is first asked for (PEP 562)."""
+        if name == "__version__":
+            from importlib.metadata import version
+
+            return version("universal-checkpoint")
         if name not in {"LoadReport", "load_into"}:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from ucp import load

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ucp.atom import AtomIndex, Index, StateIndex
-from ucp.errors import NoSuchNameError, counted
+from ucp.errors import MissingLibraryError, NoSuchNameError, counted
 from ucp.gather import Gatherer, Sources
 from ucp.region import Box, RegionPair
 from ucp.slice import Locator, Slice, resolve
@@ -47,13 +48,22 @@ class Atom:
         return tuple(self.index.states)
 
     def dtype(self, state: str) -> torch.dtype:
-        """Type of a state, as a torch dtype. Raises KeyError with the states there are."""
+        """Type of a state, as a torch dtype. Raises KeyError with the states there are, MissingLibraryError."""
+        _need_torch()
         import torch
 
         if state not in self.index.states:
             raise NoSuchNameError(_no_state(self.index, state))
         found: torch.dtype = getattr(torch, self.index.states[state].dtype.value)
         return found
+
+
+def _need_torch() -> None:
+    if find_spec("torch") is None:
+        raise MissingLibraryError(
+            "expected torch, as tensors are read into its own; it is not installed. Install it as for training (or "
+            "pip install 'universal-checkpoint[torch]'); converting, verifying and comparing need none"
+        )
 
 
 def _no_state(atom: AtomIndex, state: str) -> str:
@@ -125,8 +135,9 @@ class Checkpoint:
         """Elements of a state as a tensor of its own shape, or of the shape of `region`.
 
         `name` may be a tied name. `region`: half-open box of the whole, elements. Raises KeyError for a name or state
-        that is not there, ValueError for a region outside.
+        that is not there, ValueError for a region outside, MissingLibraryError without torch.
         """
+        _need_torch()
         import torch
 
         source = self._state(name, state)

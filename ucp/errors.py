@@ -23,6 +23,7 @@ A message says what was expected, what was found, where, and what to do::
     ├── MissingStateError       the target needs a parameter or state that the source lacks
     ├── MemoryBudgetError       the work does not fit the stated budget                     (exit code 2)
     ├── DestinationError        the destination cannot be written as asked
+    ├── MissingLibraryError     a library that this call needs is not installed; an ImportError too
     ├── WorkerDiedError         a worker process ended before its work was done
     └── LoadError               a live model and the checkpoint do not fit
 """
@@ -45,6 +46,7 @@ __all__ = [
     "MalformedError",
     "MemoryBudgetError",
     "MissingFileError",
+    "MissingLibraryError",
     "MissingStateError",
     "NoSuchNameError",
     "OverlapError",
@@ -109,6 +111,10 @@ class NoSuchNameError(UcpError, KeyError):
     def __str__(self) -> str:
         """The message as it is: a KeyError shows its argument quoted."""
         return str(self.args[0])
+
+
+class MissingLibraryError(UcpError, ImportError):
+    """A library that only some calls need is not installed; the message says what installs it."""
 
 
 class SourceError(UcpError):

@@ -2,6 +2,7 @@
 
 Groups: `ucp.formats`, `ucp.targets`, `ucp.engines`, `ucp.patterns`: the name of the entry point is the name users type.
 `ucp.families`: a package with a TOML file per model family (see `ucp.families`).
+`ucp.unread`: functions that say what a path is that no format reads, and what to do about it.
 """
 
 from __future__ import annotations
@@ -141,7 +142,9 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
     IncompleteError for an unfinished conversion, IdleOptionError for options that the format has no use for.
     """
     if not path.exists():
-        raise UnknownFormatError(f"expected a checkpoint at {path}; nothing is there. Check the path")
+        raise UnknownFormatError(
+            f"expected a checkpoint at {path}; {_remedy(path) or 'nothing is there. Check the path'}"
+        )
     if not unfinished:
         refuse_partial(path.resolve())
     formats = [cast("Format", _made("ucp.formats", name)) for name in names("ucp.formats")]
@@ -152,10 +155,18 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
     if found:
         claims = "; ".join(f"{fmt.name} because of {', '.join(evidence.reasons)}" for fmt, evidence in found)
         raise UnknownFormatError(f"{path} could be several formats ({claims}); pass the folder of one of them")
+    near = _nearby(path, formats)
+    advice = f"Did you mean {near}?" if near else _remedy(path) or "Pass the folder that the framework saved to"
     raise UnknownFormatError(
         f"expected a checkpoint of {', '.join(names('ucp.formats'))}; {path} is none of them ({_contents(path)}). "
-        f"Pass the folder that the framework saved to{_nearby(path, formats)}"
+        f"{advice}"
     )
+
+
+def _remedy(path: Path) -> str | None:
+    """What a path is that no format reads, and what to do about it, as far as anyone knows."""
+    known = (cast("Callable[[Path], str | None]", _loaded("ucp.unread", name)) for name in names("ucp.unread"))
+    return next((said for remedy in known if (said := remedy(path))), None)
 
 
 def _configured(fmt: Format, options: SourceOptions) -> Format:
@@ -166,13 +177,13 @@ def _configured(fmt: Format, options: SourceOptions) -> Format:
     return fmt.configured(options)
 
 
-def _nearby(path: Path, formats: Sequence[Format]) -> str:
+def _nearby(path: Path, formats: Sequence[Format]) -> Path | None:
     """A checkpoint one level up or down, if there is one."""
     below = sorted(entry for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else []
     for candidate in (*below[:_MOST_TRIED], path.parent):
         if any(fmt.detect(candidate) is not None for fmt in formats):
-            return f"; did you mean {candidate}?"
-    return ""
+            return candidate
+    return None
 
 
 def _contents(path: Path) -> str:

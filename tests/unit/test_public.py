@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 
 import ucp
 from ucp.api import make_options
-from ucp.errors import UcpError, UsageError
+from ucp.errors import MissingLibraryError, UcpError, UsageError
 from ucp.prepare import ConvertOptions, prepare
 
 ZERO1 = {"to": "deepspeed", "topology": "dp=2,zero=1", "exclude": ["counter"]}
@@ -21,6 +23,21 @@ def test_the_names_are_those_promised():
     assert all(getattr(ucp, name) is not None for name in ucp.__all__)
     with pytest.raises(AttributeError, match="no attribute 'loads'"):
         _ = ucp.loads
+
+
+def test_the_module_is_the_command():
+    """`python -m ucp` is the same as `ucp`, and says the version that the package has."""
+    said = subprocess.run([sys.executable, "-m", "ucp", "--version"], capture_output=True, text=True, check=True)
+    assert said.stdout == f"ucp {ucp.__version__}\n"
+
+
+def test_tensors_ask_for_torch_only_when_they_are_read(source, monkeypatch):
+    monkeypatch.setattr("ucp.checkpoint.find_spec", lambda name: None)
+    checkpoint = ucp.open(source)
+    name = next(iter(checkpoint.atoms))
+    for asked in (lambda: checkpoint.read(name, "weight"), lambda: checkpoint.atoms[name].dtype("weight")):
+        with pytest.raises(MissingLibraryError, match=r"expected torch, .*pip install 'universal-checkpoint\[torch\]'"):
+            asked()
 
 
 def test_a_plan_is_asked_for_as_a_conversion_is():

@@ -1,0 +1,83 @@
+"""What is recognised by name and not read: checkpoints of other libraries, files without shards, URLs.
+
+Asked only where no format recognises a path, so that a file beside a checkpoint never hides it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["remedy"]
+
+_URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/+")
+"""Examples: s3://bucket/run, and s3:/bucket/run, which is what a path makes of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    what: str
+    """What it is, with its article."""
+    globs: tuple[str, ...]
+    """Names of which one is there; of the file itself, or of an entry of the folder."""
+    advice: str
+    """What to do with it."""
+
+
+_WEIGHTS = (
+    "It holds weights without optimizer states: pass the checkpoint that the training framework saved, for example the "
+    "folder with global_step* or iter_* in it"
+)
+_KINDS = (
+    _Kind(
+        "a LoRA adapter (peft)",
+        ("adapter_config.json", "adapter_model.*"),
+        "Keep it as it is, since it is the same for every parallel layout, or merge it into its model with peft",
+    ),
+    _Kind("a Hugging Face model", ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin"), _WEIGHTS),
+    _Kind("a GGUF model (llama.cpp)", ("*.gguf",), _WEIGHTS),
+    _Kind(
+        "an orbax checkpoint (JAX)",
+        ("_CHECKPOINT_METADATA", "manifest.ocdbt", "*.orbax-checkpoint-tmp-*"),
+        "Load it in JAX and save its arrays for the framework that is to go on with them",
+    ),
+    _Kind("a NeMo archive", ("*.nemo",), "Unpack it with tar and pass the folder with the weights in it"),
+    _Kind(
+        "a checkpoint of PyTorch FSDP or torch.distributed.checkpoint",
+        ("*.distcp", ".metadata", "pytorch_model_fsdp*", "model_world_size_*_rank_*.pt"),
+        "Load it in the job that wrote it and save it with DeepSpeed or Megatron",
+    ),
+    _Kind(
+        "a file of torch.save",
+        ("*.pt", "*.pth", "*.bin", "*.ckpt"),
+        "Pass the folder of the whole checkpoint, not one of its files; a file that holds a whole model is the same "
+        "for every parallel layout",
+    ),
+)
+
+
+def remedy(path: Path) -> str | None:
+    """What `path` is, though no format reads it, and what to do about it; None for what is not known either.
+
+    >>> remedy(Path("s3://bucket/run")).partition(".")[0]
+    's3:// is remote storage, and only local files are read'
+    """
+    url = _URL.match(str(path))
+    if url and not path.exists():
+        return (
+            f"{url[1]}:// is remote storage, and only local files are read. Copy the checkpoint to this machine, or "
+            "mount it"
+        )
+    held = _held(path)
+    kind = next((kind for kind in _KINDS if any(map(held, kind.globs))), None)
+    return None if kind is None else f"It looks like {kind.what}, which is not read. {kind.advice}"
+
+
+def _held(path: Path) -> Callable[[str], bool]:
+    """Whether a glob fits the file at `path`, or an entry of the folder."""
+    if path.is_dir():
+        entries = [Path(entry.name) for entry in path.iterdir()]
+        return lambda glob: any(entry.match(glob) for entry in entries)
+    return path.match

@@ -1,0 +1,52 @@
+"""What no format reads is named, and what to do about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import ucp
+from ucp.errors import UnknownFormatError
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        (["config.json", "model.safetensors"], "a Hugging Face model"),
+        (["pytorch_model-00001-of-00002.bin"], "a Hugging Face model"),
+        (["adapter_config.json", "adapter_model.safetensors"], "a LoRA adapter"),
+        ([".metadata", "__0_0.distcp"], "PyTorch FSDP or torch.distributed.checkpoint"),
+        (["pytorch_model_fsdp_0", "optimizer_0"], "PyTorch FSDP or torch.distributed.checkpoint"),
+        (["model_world_size_2_rank_0.pt"], "PyTorch FSDP or torch.distributed.checkpoint"),
+        (["_CHECKPOINT_METADATA"], "an orbax checkpoint"),
+        (["llama.gguf"], "a GGUF model"),
+        (["model.nemo"], "a NeMo archive"),
+        (["step100.ckpt"], "a file of torch.save"),
+    ],
+)
+def test_what_is_not_read_is_named(tmp_path, entries, said):
+    for entry in entries:
+        (tmp_path / entry).touch()
+    with pytest.raises(UnknownFormatError, match=f"It looks like .*{said}.*, which is not read. [A-Z]"):
+        ucp.inspect(tmp_path)
+
+
+def test_a_single_file_is_named(tmp_path):
+    (tmp_path / "model.pt").touch()
+    with pytest.raises(UnknownFormatError, match=r"a file of torch.save, which is not read\. Pass the folder"):
+        ucp.inspect(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/run", "gs://bucket/run", Path("hf://owner/model")])
+def test_a_url_is_no_local_path(path, tmp_path):
+    with pytest.raises(UnknownFormatError, match=r"(s3|gs|hf):// is remote storage, and only local files are read"):
+        ucp.inspect(path)
+    with pytest.raises(UnknownFormatError, match="is remote storage"):
+        ucp.convert(path, tmp_path / "out")
+
+
+def test_a_checkpoint_nearby_comes_first(tmp_path, source):
+    (source.parent / "model.safetensors").touch()
+    with pytest.raises(UnknownFormatError, match=f"Did you mean {source}"):
+        ucp.inspect(source.parent)

@@ -1,0 +1,7 @@
+"""`python -m ucp`: the command line, found as the shell finds it."""
+
+from importlib.metadata import entry_points
+
+if __name__ == "__main__":
+    (command,) = entry_points(group="console_scripts", name="ucp")
+    command.load()()
