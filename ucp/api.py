@@ -13,7 +13,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 
-from ucp.atom import Index
+from ucp.atom import DoubtKind, Index
 from ucp.checkpoint import Atom, Checkpoint
 from ucp.compare import fit_threads
 from ucp.convert import ConvertReport, carry_out
@@ -90,6 +90,7 @@ def plan(
     patterns: type_path | None = None,
     drift: str = Drift.ERROR,
     zero_moments: str = ZeroMoments.ERROR,
+    accept: Iterable[str] = (),
     workers: int | None = None,
     memory: int = 1 << 30,
 ) -> PlanReport:
@@ -112,6 +113,7 @@ def plan(
         patterns=patterns,
         drift=drift,
         zero_moments=zero_moments,
+        accept=accept,
         workers=workers,
         memory=memory,
     )
@@ -135,6 +137,7 @@ def convert(
     patterns: type_path | None = None,
     drift: str = Drift.ERROR,
     zero_moments: str = ZeroMoments.ERROR,
+    accept: Iterable[str] = (),
     workers: int | None = None,
     memory: int = 1 << 30,
     resume: bool = False,
@@ -171,6 +174,9 @@ def convert(
         Copies that should be equal and are not: "error", "first" (take the first rank's) or "mean".
     zero_moments
         Moments that are all zero although steps were taken, as where the optimizer was lost: "error" or "keep".
+    accept
+        What speaks against the files of `src` and is to be passed over: "equal-ranks" (files of two ranks are copies of
+        one another), "missing-layers" (a layer of a pipeline has no file).
     workers
         Processes; by default one per core.
     memory
@@ -202,6 +208,7 @@ def convert(
         patterns=patterns,
         drift=drift,
         zero_moments=zero_moments,
+        accept=accept,
         workers=workers,
         memory=memory,
         resume=resume,
@@ -233,6 +240,7 @@ def make_options(
     patterns: type_path | None = None,
     drift: str = Drift.ERROR,
     zero_moments: str = ZeroMoments.ERROR,
+    accept: Iterable[str] = (),
     workers: int | None = None,
     memory: int = 1 << 30,
     resume: bool = False,
@@ -268,6 +276,7 @@ def make_options(
         source=source_options(family, patterns),
         drift=Drift(drift),
         zero_moments=ZeroMoments(zero_moments),
+        accept=DoubtKind.accepted(accept),
         workers=workers or 0,
         memory=memory,
         resume=resume,

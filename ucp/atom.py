@@ -5,13 +5,13 @@ An `Index` is what a format gives for a path: names, shapes and places, no tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
 
 from ucp.dtypes import DType
-from ucp.errors import CoverError, MissingStateError, counted, listed
+from ucp.errors import CoverError, MalformedError, MissingStateError, UsageError, counted, listed
 from ucp.fragment import Fragment
 from ucp.layout import Overlap
 from ucp.region import Box, uncovered
@@ -21,6 +21,8 @@ from ucp.topology import Topology
 
 __all__ = [
     "AtomIndex",
+    "Doubt",
+    "DoubtKind",
     "Extra",
     "Index",
     "Kind",
@@ -29,6 +31,7 @@ __all__ = [
     "SourceFile",
     "StateIndex",
     "check_cover",
+    "check_doubts",
     "check_weights",
 ]
 
@@ -143,6 +146,33 @@ class Loss:
     """Whether the user left them out; else the source does not have them, or not as they were."""
 
 
+class DoubtKind(StrEnum):
+    """Why the files of a checkpoint may not be those that were saved, although they can be read."""
+
+    EQUAL_RANKS = "equal-ranks"
+    """Files of two ranks, which hold other parts of the model, have the same bytes."""
+    MISSING_LAYERS = "missing-layers"
+    """A layer of a pipeline has no file, as happens to layers of some models."""
+
+    @classmethod
+    def accepted(cls, asked: Iterable[str]) -> frozenset[DoubtKind]:
+        """Those that a user names. Raises UsageError for a name of none."""
+        names = (asked,) if isinstance(asked, str) else tuple(asked)
+        if not set(names) <= set(cls):
+            raise UsageError(f"expected accept as a list of {', '.join(cls)}; got {asked!r}")
+        return frozenset(map(cls, names))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doubt:
+    """What speaks against a checkpoint: it is converted and loaded only if the user accepts that."""
+
+    kind: DoubtKind
+    """Kind, by which it is accepted."""
+    text: str
+    """What was expected, what was found, and what to do."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Index:
     """A checkpoint, without its tensor bytes."""
@@ -177,6 +207,8 @@ class Index:
     """What the source holds and atoms do not, each with the reason; for people, long lists cut short."""
     lost: Mapping[str, Loss] = field(default_factory=dict)
     """Parameter to why it lacks states that it had: every one of which that is known."""
+    doubts: tuple[Doubt, ...] = ()
+    """What speaks against its files."""
     unselected: int = 0
     """Whole parameters that a selection left out, this one or one that a store was made of."""
     recorded_in: Mapping[str, str] = field(default_factory=dict)
@@ -215,6 +247,15 @@ def check_cover(index: Index) -> None:
             f"the pieces in {index.path} do not tile {counted(len(problems), 'region')} of tensors exactly once:\n"
             f"{listed(problems)}\nfiles of this checkpoint are missing, or are from different runs"
         )
+
+
+def check_doubts(index: Index, accepted: Collection[DoubtKind]) -> None:
+    """Raise MalformedError with everything that speaks against the files of a checkpoint and was not accepted."""
+    found = [doubt for doubt in index.doubts if doubt.kind not in accepted]
+    if found:
+        texts = "\n".join(doubt.text for doubt in found)
+        kinds = " ".join(f"--accept {kind}" for kind in dict.fromkeys(doubt.kind for doubt in found))
+        raise MalformedError(f"{texts}\nIf {index.path} is as it was saved, go on with {kinds}")
 
 
 def check_weights(index: Index) -> None:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ucp.atom import DoubtKind
 from ucp.errors import UcpError, UsageError
 from ucp.live.checksums import check_records
 from ucp.live.decide import Decision, check_agreement, check_topology, decide
@@ -54,6 +55,7 @@ def load_into(
     group: ProcessGroup | Ranks | None = None,
     check: bool = True,
     zero_moments: str = ZeroMoments.ERROR,
+    accept: Iterable[str] = (),
     family: str | None = None,
     patterns: str | PathLike[str] | None = None,
     bucket_nbytes: int = 64 << 20,
@@ -86,6 +88,8 @@ def load_into(
         Compare what is read with the checksums that the checkpoint records.
     zero_moments
         Moments that are all zero although steps were taken: "error", or "keep" to load them. See `ucp.convert`.
+    accept
+        What speaks against the files of the checkpoint and is to be passed over. See `ucp.convert`.
     family
         Model family whose rules say how the checkpoint is sharded, instead of the one chosen by evidence.
     patterns
@@ -120,6 +124,7 @@ def load_into(
             strict=strict,
             rename=rename,
             zero_moments=zero_moments,
+            accept=accept,
             source=SourceOptions.of(family, patterns),
         ),
     )
@@ -160,6 +165,7 @@ def _decided(
     strict: bool,
     rename: Callable[[str], str] | None,
     zero_moments: str,
+    accept: Iterable[str],
     source: SourceOptions,
 ) -> Decision:
     if zero_moments not in set(ZeroMoments):
@@ -178,6 +184,7 @@ def _decided(
         strict=strict,
         rename=rename,
         zero_moments=ZeroMoments(zero_moments),
+        accept=DoubtKind.accepted(accept),
         source=source,
     )
 

@@ -24,7 +24,7 @@ from ucp.numeric import viewed
 from ucp.state import STEP, WEIGHT
 from ucp.tensor import Tensor
 
-__all__ = ["ZeroMoments", "check_moments", "moments_note"]
+__all__ = ["ZeroMoments", "check_moments", "moments", "moments_note"]
 
 _PROBED = 256
 """Parameters looked at before every element is, at most."""
@@ -60,13 +60,13 @@ def check_moments(index: Index, policy: ZeroMoments, *, taken: Index | None = No
     the whole: experts that saw no token have moments of zero in the best of runs.
     """
     wanted = (taken or index).atoms.values()
-    if policy is ZeroMoments.KEEP or not any(True for atom in wanted for _ in _moments(atom)):
+    if policy is ZeroMoments.KEEP or not any(True for atom in wanted for _ in moments(atom)):
         return
     atoms = _stepped_with_zeros(index)
     with Prober() as prober:
         if not atoms or not all(_is_zero(piece.ref, prober, whole=True) for piece in _pieces(atoms)):
             return
-    states = dict.fromkeys(name for atom in atoms for name, _ in _moments(atom))
+    states = dict.fromkeys(name for atom in atoms for name, _ in moments(atom))
     left_out = " ".join(f"--exclude '*/{name}'" for name in states)
     raise MalformedError(
         f"expected moments that are not zero, as steps were taken; in {index.path} every element of "
@@ -81,7 +81,7 @@ def _stepped_with_zeros(index: Index) -> list[AtomIndex]:
     """Parameters with moments, where all windows of some are zero although steps were taken; none of others."""
     if index.groups and all(group.hyper.get("lr") == 0 for group in index.groups):
         return []
-    atoms = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER and any(_moments(atom))]
+    atoms = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER and any(moments(atom))]
     some = atoms[:: max(1, len(atoms) // _PROBED)]
     with Prober() as prober:
         if not atoms or not all(_is_zero(piece.ref, prober, whole=False) for piece in _pieces(some)):
@@ -89,7 +89,7 @@ def _stepped_with_zeros(index: Index) -> list[AtomIndex]:
         return atoms if any(_has_stepped(atom, index, prober) for atom in some) else []
 
 
-def _moments(atom: AtomIndex) -> Iterator[tuple[str, StateIndex]]:
+def moments(atom: AtomIndex) -> Iterator[tuple[str, StateIndex]]:
     """States with a value per element, beside the weight."""
     for name, state in atom.states.items():
         is_moment = name not in (WEIGHT, STEP) and state.dtype.is_floating and state.numel > 0
@@ -99,7 +99,7 @@ def _moments(atom: AtomIndex) -> Iterator[tuple[str, StateIndex]]:
 
 def _pieces(atoms: Iterable[AtomIndex]) -> Iterator[Fragment]:
     for atom in atoms:
-        for _, state in _moments(atom):
+        for _, state in moments(atom):
             yield from state.fragments
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import xxhash
 
-from ucp.atom import AtomIndex, Index, Loss, SourceFile, check_cover
+from ucp.atom import AtomIndex, DoubtKind, Index, Loss, SourceFile, check_cover, check_doubts
+from ucp.copied_ranks import copied_ranks
 from ucp.errors import IdleOptionError, UsageError, counted
 from ucp.identity import producer
 from ucp.moments import ZeroMoments, check_moments
@@ -18,7 +19,8 @@ from ucp.plan import BLOCK, Job, fit_workers, make_job
 from ucp.protocols import Observer, SourceOptions, Target
 from ucp.registry import recognise, target
 from ucp.settle import Drift, settle
-from ucp.state import NameFilter
+from ucp.state import WEIGHT, NameFilter
+from ucp.state_gaps import gap_text, state_gaps, with_gaps
 from ucp.target import TargetOptions, TargetPlan
 from ucp.topology import Topology
 
@@ -60,6 +62,8 @@ class ConvertOptions:
     """What to do about copies that should be equal and are not."""
     zero_moments: ZeroMoments = ZeroMoments.ERROR
     """What to do about moments that are all zero although steps were taken."""
+    accept: frozenset[DoubtKind] = frozenset()
+    """Doubts of the source that are to be passed over."""
     workers: int = 0
     """Processes; 0 for one per core."""
     memory: int = 1 << 30
@@ -162,6 +166,7 @@ def index_of(
     fmt, _ = recognise(path, unfinished=unfinished, options=source)
     index = fmt.read(path)
     check_cover(index)
+    index = with_gaps(replace(index, doubts=(*index.doubts, *copied_ranks(index))))
     return index if names is None else _selected(index, names)
 
 
@@ -245,6 +250,17 @@ def _part_warnings(whole: Index, index: Index) -> Iterator[str]:
             )
 
 
+def _gap_warnings(whole: Index, index: Index) -> Iterator[str]:
+    """What the parameters lack of which `index` has a state beside the weight, where the source lost it."""
+    lost = {
+        name: states
+        for name, states in state_gaps(whole).items()
+        if name in index.atoms and index.atoms[name].states.keys() - {WEIGHT}
+    }
+    if lost:
+        yield f"{gap_text(lost)}\nThe weights alone are whole (--include '*/weight')"
+
+
 def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None) -> Prepared:
     """Decide everything: writes nothing.
 
@@ -253,8 +269,13 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     chosen = target(options.to)
     read = index_as_told if getattr(chosen, "takes_family", False) else index_of
     whole = read(src, source=options.source)
+    check_doubts(whole, options.accept)
     index = _selected(whole, options.names)
-    warnings = () if getattr(chosen, "takes_parts", False) else tuple(_part_warnings(whole, index))
+    warnings = (
+        *(doubt.text for doubt in whole.doubts),
+        *_gap_warnings(whole, index),
+        *(() if getattr(chosen, "takes_parts", False) else _part_warnings(whole, index)),
+    )
     check_moments(whole, options.zero_moments, taken=index)
     index = settle(index, options.drift, observer or Silent(), memory=options.memory)
     _check_dtypes(index, options.target.dtypes)

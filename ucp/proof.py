@@ -23,6 +23,7 @@ from ucp.plan import Job
 from ucp.prepare import index_as_told, index_of
 from ucp.protocols import Observer, SourceOptions
 from ucp.registry import recognise
+from ucp.state_gaps import gap_text, state_gaps
 
 __all__ = ["DiffReport", "VerifyReport", "differences", "prove", "prove_written"]
 
@@ -112,7 +113,7 @@ def prove(path: Path, *, against: Path | None, source: SourceOptions, threads: i
     try:
         index = told.index_of(path)
         told.check_used()
-        problems = _damage(index, observer, threads)
+        problems = [*_oddities(index), *_damage(index, observer, threads)]
         drift = _drift(index, observer, threads)
         problems += drift
         checked = checked_bytes(index)
@@ -151,7 +152,7 @@ def differences(a: Path, b: Path, *, source: SourceOptions, threads: int, observ
         nbytes=left.nbytes,
         nbytes_compared=sum(state.nbytes for state in both),
         changes=tuple(compare(left, right, observer, threads=threads)),
-        notes=_strangers(left, right),
+        notes=(*_strangers(left, right), *(f"{own.path}: {line}" for own in (left, right) for line in _oddities(own))),
     )
 
 
@@ -212,6 +213,12 @@ def prove_written(job: Job, written: Path, *, told: SourceOptions, observer: Obs
     ]
     if lines:
         raise CorruptError(f"what was written does not read back as the source; it is removed:\n{listed(lines)}")
+
+
+def _oddities(index: Index) -> list[str]:
+    """A line for everything that speaks against the files, and one for states that were lost."""
+    lost = state_gaps(index)
+    return [*(doubt.text for doubt in index.doubts), *([gap_text(lost)] if lost else [])]
 
 
 def _damage(index: Index, observer: Observer, threads: int) -> list[str]:

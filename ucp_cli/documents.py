@@ -45,6 +45,7 @@ def index_document(index: Index, *, missing: Sequence[str], detailed: Collection
         "extras": [_extra(extra) for extra in index.extras],
         "files": [asdict(file) for file in index.files],
         "missing": list(missing),
+        "doubts": [asdict(doubt) for doubt in index.doubts],
         "notes": list(index.notes),
         "dropped": list(index.dropped),
     }

@@ -10,6 +10,7 @@ from ucp import api
 from ucp.atom import Index, check_cover
 from ucp.errors import CorruptError, CoverError, FamilyError, SourceError
 from ucp.state import NameFilter
+from ucp.state_gaps import gap_text, state_gaps
 from ucp_cli.detail import detail
 from ucp_cli.documents import index_document, survey_document
 from ucp_cli.options import PATH, as_json, example, source_options
@@ -87,8 +88,10 @@ def _named(index: Index, globs: tuple[str, ...]) -> list[str]:
 
 
 def _missing(index: Index) -> list[str]:
+    lost = state_gaps(index)
+    lines = [gap_text(lost)] if lost else []
     try:
         check_cover(index)
     except CoverError as error:
-        return [str(error)]
-    return []
+        return [str(error), *lines]
+    return lines

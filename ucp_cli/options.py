@@ -10,6 +10,7 @@ from typing import TypedDict, TypeVar
 
 import click
 
+from ucp.atom import DoubtKind
 from ucp.errors import UsageError
 from ucp.moments import ZeroMoments
 from ucp.settle import Drift
@@ -73,6 +74,7 @@ class ConvertArguments(TypedDict):
     patterns: Path | None
     drift: str
     zero_moments: str
+    accept: tuple[str, ...]
     workers: int | None
     memory: int
 
@@ -216,6 +218,12 @@ _CONVERT_OPTIONS = (
         default=ZeroMoments.ERROR.value,
         show_default=True,
         help="Moments that are all zero although steps were taken (the optimizer was lost): stop, or keep them.",
+    ),
+    click.option(
+        "--accept",
+        type=click.Choice([kind.value for kind in DoubtKind]),
+        multiple=True,
+        help="Go on although files of two ranks are copies of one another, or a layer of a pipeline has no file.",
     ),
     click.option("--workers", type=count_of, metavar="N", help="Processes.  [default: one per core]"),
     _MEMORY_OPTION,

@@ -25,6 +25,7 @@ def overview(index: Index, missing: Sequence[str]) -> list[RenderableType | None
     return [
         facts([*source_facts(index), *_size_facts(index), *_whole_fact(index, missing)]),
         lines("Missing", missing, style="bold red"),
+        lines("In doubt", [doubt.text for doubt in index.doubts], style="bold red"),
         table("States", ("state", "dtype", ">tensors", ">elements", ">bytes"), _state_rows(index)),
         *_tree(index),
         lines("Tied", [f"{alias} = {name}" for alias, name in index.aliases.items()]),
@@ -63,7 +64,8 @@ def _size_facts(index: Index) -> Iterator[tuple[str, str]]:
 
 def _whole_fact(index: Index, missing: Sequence[str]) -> Iterator[tuple[str, str]]:
     pieces = sum(len(state.fragments) for _, _, state in index.states())
-    yield "whole", "NO: see Missing" if missing else f"yes: {plural(pieces, 'piece')} make up every tensor"
+    no = "Missing" if missing else "In doubt" if index.doubts else ""
+    yield "whole", f"NO: see {no}" if no else f"yes: {plural(pieces, 'piece')} make up every tensor"
 
 
 def _state_rows(index: Index) -> list[tuple[str, ...]]:

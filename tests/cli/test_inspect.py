@@ -30,6 +30,7 @@ SCHEMA = {
     "extras": list,
     "files": list,
     "missing": list,
+    "doubts": list,
     "notes": list,
     "dropped": list,
 }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from ucp.atom import Index, ParamGroup
+from ucp.atom import DoubtKind, Index, ParamGroup, check_doubts
 from ucp.errors import LoadError, UnsupportedError, UsageError, listed
 from ucp.io.source import open_source
 from ucp.live.fit import Findings, Want, match_states, match_tensors, want_weights
@@ -62,18 +62,20 @@ def decide(
     strict: bool,
     rename: Callable[[str], str] | None,
     zero_moments: ZeroMoments = ZeroMoments.ERROR,
+    accept: frozenset[DoubtKind] = frozenset(),
     source: SourceOptions | None = None,
 ) -> Decision:
     """What to load from `path`. Writes nothing. Raises LoadError, UnsupportedError, SourceError, CoverError.
 
-    `source`: what the user says of the checkpoint.
+    `accept`: doubts of the checkpoint to be passed over. `source`: what the user says of it.
     """
     live = describe_model(model)
     stepped = None if optimizer is None else describe_optimizer(optimizer, live)
     index = index_of(path, source=source)
+    check_doubts(index, accept)
     if optimizer is not None:
         check_moments(index, zero_moments)
-    findings = Findings(notes=list(live.notes))
+    findings = Findings(notes=[*live.notes, *(doubt.text for doubt in index.doubts)])
     matched = match_tensors(live.tensors, index, rename=rename, findings=findings)
     wants = want_weights(live.tensors, matched, index, findings=findings)
     fresh: list[str] = []

@@ -10,6 +10,7 @@ from ucp_formats.deepspeed.module_part import ModulePart
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart
 
 if TYPE_CHECKING:
+    from ucp.atom import Doubt
     from ucp_formats.deepspeed.tensor_layout import TensorLayout
 
 __all__ = ["Merged"]
@@ -27,3 +28,5 @@ class Merged:
     """Parameter to its layout over the tensor-parallel ranks; empty with one."""
     tied: frozenset[str] = frozenset()
     """Parameters that several stages have."""
+    doubts: list[Doubt] = field(default_factory=list)
+    """What speaks against the files."""

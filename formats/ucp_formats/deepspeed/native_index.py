@@ -128,6 +128,7 @@ def _index(name: str, located: Located, grid: SavedGrid, merged: Merged, mesh: _
             *folder_notes(located.root, grid.folder),
         ),
         dropped=(*module.dropped, *optimizer.dropped),
+        doubts=tuple(merged.doubts),
         recorded_in=_recorded_in(grid, mesh),
     )
 

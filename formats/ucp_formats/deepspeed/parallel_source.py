@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ucp.atom import Extra
+from ucp.atom import Doubt, DoubtKind, Extra
 from ucp.errors import counted
 from ucp.inert import Stub
 from ucp.io.fields import Shape, mapping
@@ -29,7 +29,7 @@ from ucp_formats.deepspeed.merged import Merged
 from ucp_formats.deepspeed.merging import RankPart, merge
 from ucp_formats.deepspeed.module_part import ModulePart, read_sharded_module, read_whole_module
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart
-from ucp_formats.deepspeed.pipeline_module import layer_starts, pipeline_modules
+from ucp_formats.deepspeed.pipeline_module import TIED, layer_starts, pipeline_modules
 from ucp_formats.deepspeed.saved_grid import SavedGrid
 from ucp_formats.deepspeed.saved_run import SavedFile, SavedRun
 from ucp_formats.deepspeed.slice_records import recorded_numels, with_shapes
@@ -51,7 +51,9 @@ def read_parallel(grid: SavedGrid, checksums: Checksums, options: SourceOptions)
     merged = merge(parts, grid.tp, rules, checksums, where)
     merged.module.notes[:0] = rules.notes
     if grid.is_pipeline:
-        merged.module.extras.append(Extra(name="pipeline", value=_pipeline(grid, parts)))
+        layers, stages = _layers_and_stages(grid, parts)
+        merged.module.extras.append(Extra(name="pipeline", value={"layers": layers, "stages": stages}))
+        merged.doubts.extend(_without_file(layers, stages))
     if isinstance(rules, FamilyRules) and grid.tp > 1:
         merged.module.extras.append(Extra(name=_INFO, value=recorded_layouts(merged.layouts)))
     means = [name for name, layout in merged.layouts.items() if layout.overlap is Overlap.MEAN]
@@ -71,7 +73,7 @@ def read_parallel(grid: SavedGrid, checksums: Checksums, options: SourceOptions)
     return merged
 
 
-def _pipeline(grid: SavedGrid, parts: Sequence[RankPart]) -> dict[str, object]:
+def _layers_and_stages(grid: SavedGrid, parts: Sequence[RankPart]) -> tuple[dict[int, str], list[list[str]]]:
     """What only the names of files and their places say: names of each layer, and trained parameters of each stage."""
     stages: dict[int, list[str]] = {}
     for part in parts:
@@ -79,7 +81,27 @@ def _pipeline(grid: SavedGrid, parts: Sequence[RankPart]) -> dict[str, object]:
             stages[part.order] = [name for group in part.optimizer.groups for name in group.params]
     shapes = {n: s["weight"].numel for p in parts if p.tp == 0 for n, s in p.optimizer.states.items() if "weight" in s}
     starts = layer_starts(grid, 0, {name: shapes.get(name) for own in stages.values() for name in own})
-    return {"layers": starts, "stages": [stages.get(stage, []) for stage in range(grid.pp)]}
+    return starts, [stages.get(stage, []) for stage in range(grid.pp)]
+
+
+def _without_file(layers: Mapping[int, str], stages: Sequence[Sequence[str]]) -> Iterator[Doubt]:
+    """A doubt for all tied layers that stages train and no file has.
+
+    The first layer of a key has a file as a rule; only where every one has a `forward_fn` there is none.
+    """
+    tied = (name.removeprefix(TIED) for names in stages for name in names if name.startswith(TIED))
+    keys = dict.fromkeys(f"{TIED}{name.partition('.')[0]}." for name in tied)
+    lost = [key for key in keys if key not in layers.values()]
+    if lost:
+        last = max(layers, default=-1)
+        bare = [f"layer_{layer:02d}" for layer in range(last) if layer not in layers]
+        named, where = ", ".join(f"{key}*" for key in lost), ", ".join([*bare, f"layers after {last}"])
+        yield Doubt(
+            kind=DoubtKind.MISSING_LAYERS,
+            text=f"expected a file layer_*-model_states.pt with the tied parameters {named}, which stages train; none has "
+            f"them. It is missing, or another layer's lies in its place (there is none for {where}): copy it from where "
+            "it was saved. DeepSpeed writes none where every layer that is tied so has a forward_fn",
+        )
 
 
 def tensor_rules(files: Sequence[SavedFile], where: str, options: SourceOptions) -> TensorRules | FamilyRules:

@@ -18,7 +18,7 @@ from ucp.tensor import TensorRef
 from ucp_formats.deepspeed.saved_grid import SavedGrid
 from ucp_formats.deepspeed.saved_run import SavedFile
 
-__all__ = ["layer_starts", "pipeline_modules"]
+__all__ = ["TIED", "layer_starts", "pipeline_modules"]
 
 TIED = "tied_modules."
 """Start of the names of tied parameters."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ucp.errors import UnsupportedError, listed
@@ -25,8 +25,8 @@ __all__ = ["SavedGrid", "degrees", "model_parallel_size", "read_grid"]
 _OF_A_RANK = (Role.MODEL, Role.SHARDED_MODEL, Role.OPTIMIZER)
 _MOST_NAMED = 100
 """Model-parallel ranks without any file to name; a damaged size can be anything."""
-_NUMBERED = re.compile(r"(\d+)\.")
-"""Start of the name of a parameter of a pipeline layer."""
+_NUMBERED = re.compile(r"(\d+)\.(.+)")
+"""Name of a parameter of a pipeline layer. Example: 3.norm.weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,18 +167,29 @@ def _check_same(runs: Mapping[int, SavedRun], problems: Problems) -> None:
 
 
 def _check_layers(layers: Sequence[SavedFile], runs: Mapping[int, SavedRun], tp: int, problems: Problems) -> None:
-    """Every layer is there on every tensor-parallel rank, and every layer that parameters are named by."""
+    """Every layer is there on every tensor-parallel rank, and in its file what the stages name by it."""
     odd = [file.name.name for file in layers if any(axis != "model" for axis, _ in file.name.axes)]
     if odd:
         raise UnsupportedError(f"expected layers cut over the axis model only; got\n{listed(odd)}")
     there = {(file.name.layer, file.name.tp): file for file in layers}
-    needed = {layer for layer, _ in there} | {layer for run in runs.values() for layer in _numbers(run)}
+    named = [(mp % tp, int(found[1]), found) for mp, run in runs.items() for found in _numbered(run)]
+    needed = {layer for layer, _ in there} | {layer for _, layer, _ in named}
     has_axis = tp > 1 or any(file.name.axes for file in layers)
     for layer in sorted(needed):
         for rank in range(tp):
             if (layer, rank) not in there:
                 cut = f"-model_{rank:02d}" if has_axis else ""
                 problems.missing.append(f"layer_{layer:02d}{cut}-model_states.pt (a layer of the pipeline)")
+    lacking: dict[str, list[str]] = {}
+    for rank, layer, found in named:
+        file = there.get((layer, rank))
+        if file is not None and found[2] not in file.root:
+            lacking.setdefault(file.name.name, []).append(found[0])
+    problems.wrong += [
+        f"{name}: expected {', '.join(own)}, as its stage names them; they are not in it: it is the file of another "
+        "layer, or of another run"
+        for name, own in lacking.items()
+    ]
     problems.wrong += [
         f"extra: {file.name.name} is for tensor-parallel rank {file.name.tp} of {tp}"
         for file in layers
@@ -186,11 +197,13 @@ def _check_layers(layers: Sequence[SavedFile], runs: Mapping[int, SavedRun], tp:
     ]
 
 
-def _numbers(run: SavedRun) -> set[int]:
-    """Layers that the parameters of a stage are named by."""
+def _numbered(run: SavedRun) -> Iterator[re.Match[str]]:
+    """Names of a stage's parameters and buffers that begin with the number of a layer."""
     if 0 not in run.models:
-        return set()
-    shapes = run.model.root.get("param_shapes")
+        return
+    root = run.model.root
+    shapes = root.get("param_shapes")
     groups = recorded_numels(run) if shapes is None else shapes if isinstance(shapes, list) else [shapes]
-    names = [str(name) for group in groups if isinstance(group, dict) for name in group]
-    return {int(found[1]) for name in names if (found := _NUMBERED.match(name))}
+    for own in (*groups, root.get("frozen_param_shapes"), root.get("buffer_names")):
+        names = own if isinstance(own, dict | list) else ()
+        yield from (found for name in names if (found := _NUMBERED.fullmatch(str(name))))

@@ -36,7 +36,7 @@ from ucp_formats.megatron.folder import Located
 from ucp_formats.megatron.names import METADATA as BACKEND
 from ucp_formats.megatron.names import parse_iteration
 from ucp_formats.megatron.recorded_sizes import check_recorded
-from ucp_formats.megatron.state_gaps import check_gaps, gaps
+from ucp_formats.megatron.state_gaps import check_gaps
 
 __all__ = ["read_dist"]
 
@@ -187,7 +187,7 @@ def _check_states(states: DistStates, model: _Model, where: str) -> None:
     """Prove that no parameter lacks a state that others have, and that the model's own tensors are whole copies."""
     held = {name: frozenset(own) for name, own in states.fragments.items()}
     bare = {name for name in held if model.weights[name].dtype.itemsize >= DType.FLOAT32.itemsize}
-    check_gaps(gaps(held, states.chains, without_master=bare), where)
+    check_gaps(held, states.chains, where, without_master=bare)
     check_tiled((model.weights[name] for name, own in held.items() if WEIGHT in own), where)
 
 

@@ -25,7 +25,7 @@ from ucp_formats.megatron.legacy_model import LegacyModel, read_model
 from ucp_formats.megatron.legacy_optimizer import read_optimizer
 from ucp_formats.megatron.legacy_states import LegacyStates
 from ucp_formats.megatron.recorded_sizes import check_recorded
-from ucp_formats.megatron.state_gaps import check_gaps, gaps
+from ucp_formats.megatron.state_gaps import check_gaps
 
 __all__ = ["read_legacy"]
 
@@ -86,7 +86,7 @@ def _check_states(run: LegacyRun, model: LegacyModel, states: LegacyStates) -> N
             held[label] = frozenset(states.tensors[own.slot])
             if own.ref.dtype.itemsize >= DType.FLOAT32.itemsize:
                 bare.add(label)
-    check_gaps(gaps(held, {}, without_master=bare), str(run.folder))
+    check_gaps(held, {}, str(run.folder), without_master=bare)
 
 
 def _groups(
