@@ -21,7 +21,7 @@ from ucp.dtypes import DType
 from ucp.errors import UsageError
 from ucp.io.commit import Staging
 from ucp.moments import ZeroMoments, moments_note
-from ucp.prepare import ConvertOptions, Silent, Survey, index_of, survey
+from ucp.prepare import ConvertOptions, Silent, Survey, index_of, judged, survey
 from ucp.preview import PlanReport, preview
 from ucp.proof import DiffReport, VerifyReport, differences, prove, prove_written
 from ucp.protocols import Observer, SourceOptions
@@ -69,7 +69,7 @@ def inspect(path: type_path, *, family: str | None = None, patterns: type_path |
     `family`, `patterns`: see `convert`. Raises SourceError; what can be told then is in `survey(path)`.
     """
     fmt, _ = recognise(Path(path), options=source_options(family, patterns))
-    index = fmt.read(Path(path))
+    index = judged(fmt.read(Path(path)))
     note = moments_note(index)
     return index if note is None else replace(index, notes=(*index.notes, note))
 

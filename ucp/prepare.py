@@ -24,7 +24,7 @@ from ucp.state_gaps import gap_text, state_gaps, with_gaps
 from ucp.target import TargetOptions, TargetPlan
 from ucp.topology import Topology
 
-__all__ = ["ConvertOptions", "Prepared", "Silent", "Survey", "index_as_told", "index_of", "prepare", "survey"]
+__all__ = ["ConvertOptions", "Prepared", "Silent", "Survey", "index_as_told", "index_of", "judged", "prepare", "survey"]
 
 
 _SELECTION = "left out by --include/--exclude"
@@ -166,8 +166,13 @@ def index_of(
     fmt, _ = recognise(path, unfinished=unfinished, options=source)
     index = fmt.read(path)
     check_cover(index)
-    index = with_gaps(replace(index, doubts=(*index.doubts, *copied_ranks(index))))
+    index = judged(index)
     return index if names is None else _selected(index, names)
+
+
+def judged(index: Index) -> Index:
+    """`index` with what its own contents tell against it: copied files, and states that were lost."""
+    return with_gaps(replace(index, doubts=(*index.doubts, *copied_ranks(index))))
 
 
 def index_as_told(path: Path, *, source: SourceOptions, unfinished: bool = False) -> Index:

@@ -2,7 +2,8 @@
 
 Which states an optimizer keeps is not recorded, so what others have tells. A parameter without any is frozen, or was
 never stepped. The states of Muon are not those of the Adam that trains the rest, so a gap is a *part* of what another
-one has.
+one has. Some optimizers keep more of matrices, or where they are told to: those with other switches, or with one
+dimension and with more, are not alike.
 
 >>> full = frozenset({"exp_avg", "exp_avg_sq"})
 >>> gaps({"a": full, "b": full - {"exp_avg"}, "c": frozenset(), "muon": frozenset({"momentum_buffer"})}, {})
@@ -48,18 +49,14 @@ def _largest(
 
 def state_gaps(index: Index) -> dict[str, tuple[str, ...]]:
     """Trained parameters of a checkpoint that lack states, which the user did not leave out, each with these."""
-    kinds = {
-        name: (group, len(index.atoms[name].global_shape) > 1)
-        for own in index.groups
-        for group in (_switches(own),)
-        for name in own.params
-        if name in index.atoms
-    }
-    states = {
-        name: frozenset(atom.states.keys() - {WEIGHT})
+    switches = {name: own for group in index.groups for own in (_switches(group),) for name in group.params}
+    trained = {
+        name: atom
         for name, atom in index.atoms.items()
         if atom.kind is Kind.PARAMETER and not (name in index.lost and index.lost[name].chosen)
     }
+    states = {name: frozenset(atom.states.keys() - {WEIGHT}) for name, atom in trained.items()}
+    kinds = {name: (switches.get(name), len(atom.global_shape) > 1) for name, atom in trained.items()}
     return gaps(states, kinds)
 
 

@@ -119,3 +119,24 @@ def test_quiet_only_sets_the_exit_code(ucp: Run, atoms: Path) -> None:
     (pack,) = (atoms / "packs").iterdir()
     flip(pack, pack.stat().st_size - 1)
     assert ucp("verify", atoms, "-q", code=1).stdout == ""
+
+
+def test_copied_ranks_are_damage_and_inspect_shows_the_doubt(ucp: Run, copy: Path) -> None:
+    first, second = sorted(copy.glob("*/zero_pp_rank_[01]_*optim_states.pt"))
+    shutil.copyfile(first, second)
+    said = ucp("verify", copy, code=1).stdout
+    assert f"{copy}: damaged" in said
+    assert f"{first.name} and {second.name} hold the same bytes" in said
+    page = ucp("inspect", copy).stdout
+    assert "NO: see In doubt" in page
+    assert "hold the same bytes" in page
+    (doubt,) = json.loads(ucp("inspect", copy, "--json").stdout)["doubts"]
+    assert doubt["kind"] == "equal-ranks"
+    assert "--accept equal-ranks" in ucp("plan", copy, code=1).output
+    assert "Warnings" in ucp("plan", copy, "--accept", "equal-ranks").stdout
+    lost = FIXTURES / "z1-dp4-fp32" / "universal"
+    gap = Path(shutil.copytree(lost, copy.parent / "gap"))
+    (gap / "global_step3_universal" / "zero" / "l2.weight" / "exp_avg_sq.pt").unlink()
+    assert "l2.weight: exp_avg_sq" in ucp("verify", gap, code=1).stdout
+    assert "NO: see Missing" in ucp("inspect", gap).stdout
+    assert "l2.weight: exp_avg_sq" in json.loads(ucp("inspect", gap, "--json").stdout)["missing"][0]

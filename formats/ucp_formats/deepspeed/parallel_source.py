@@ -98,9 +98,9 @@ def _without_file(layers: Mapping[int, str], stages: Sequence[Sequence[str]]) ->
         named, where = ", ".join(f"{key}*" for key in lost), ", ".join([*bare, f"layers after {last}"])
         yield Doubt(
             kind=DoubtKind.MISSING_LAYERS,
-            text=f"expected a file layer_*-model_states.pt with the tied parameters {named}, which stages train; none has "
-            f"them. It is missing, or another layer's lies in its place (there is none for {where}): copy it from where "
-            "it was saved. DeepSpeed writes none where every layer that is tied so has a forward_fn",
+            text=f"expected a file layer_*-model_states.pt with the tied parameters {named}, which stages train; none "
+            f"has them. It is missing, or another layer's lies in its place (there is none for {where}): copy it from "
+            "where it was saved. DeepSpeed writes none where every layer that is tied so has a forward_fn",
         )
 
 

@@ -59,6 +59,57 @@ def test_a_missing_layer_is_named(copied) -> None:
         read(tag)
 
 
+@pytest.mark.parametrize(
+    ("case", "file", "bare"),
+    [
+        ("z1-pp4-tied", "layer_00-model_00-model_states.pt", "layer_00, layers after 4"),
+        ("z1-pp2-dp2", "layer_00-model_states.pt", "layer_00, layer_02, layers after 4"),
+    ],
+)
+def test_a_missing_tied_layer_is_in_doubt(case: str, file: str, bare: str, copied, tmp_path: Path) -> None:
+    """A model whose tied layers all have a `forward_fn` has no file of them: it is for the user to say."""
+    tag = copied(case)
+    (tag / file).unlink()
+    (doubt,) = read(tag).doubts
+    assert doubt.kind == "missing-layers"
+    assert "tied parameters tied_modules.emb" in doubt.text
+    assert f"(there is none for {bare})" in doubt.text
+    assert ucp.verify(tag).problems == (doubt.text,)
+    pp = case[5]
+    target = {"to": "deepspeed", "topology": f"dp=1,pp={pp},zero=1"}
+    with pytest.raises(MalformedError, match=r"none has them(?s:.*)--accept missing-layers"):
+        ucp.convert(tag, tmp_path / "out", **target)
+    assert doubt.text in ucp.plan(tag, accept=["missing-layers"], **target).warnings
+
+
+@pytest.mark.parametrize("other", ["layer_01", "layer_03", "layer_04"])
+def test_another_layer_in_the_place_of_a_tied_one(other: str, copied) -> None:
+    tag = copied("z1-pp2-dp2")
+    shutil.copyfile(tag / f"{other}-model_states.pt", tag / "layer_00-model_states.pt")
+    (doubt,) = read(tag).doubts
+    assert doubt.kind == "missing-layers"
+
+
+def test_a_layer_in_the_place_of_another(copied) -> None:
+    tag = copied("z1-pp4-tied")
+    shutil.copyfile(tag / "layer_00-model_00-model_states.pt", tag / "layer_04-model_00-model_states.pt")
+    with pytest.raises(
+        MalformedError, match=r"layer_04-model_00-model_states.pt: expected 4.weight, 4.bias, as its stage"
+    ):
+        read(tag)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("buffer_names", ["7.seen"]), ("frozen_param_shapes", {"7.weight": torch.Size([2])})]
+)
+def test_a_missing_layer_without_a_trained_parameter(key: str, value: object, copied) -> None:
+    tag = copied("z1-pp2-dp2")
+    for rank in range(2):
+        change(tag / f"mp_rank_{rank:02d}_model_states.pt", lambda saved: saved.update({key: value}))
+    with pytest.raises(MissingFileError, match=r"missing: layer_07-model_states.pt \(a layer of the pipeline\)"):
+        read(tag)
+
+
 def test_a_layer_that_one_tensor_parallel_rank_lacks(copied) -> None:
     tag = copied("z1-pp2-tp2-dp2-bf16")
     for name in ("layer_02-model_01-model_states.pt", "layer_04-model_00-model_states.pt"):
