@@ -27,10 +27,8 @@ from ucp.tensor import Record, Tensor, TensorRef
 
 __all__ = ["copied_ranks"]
 
-_FIRST = 64
-"""Elements that are nearly always enough to see that a tensor is not constant."""
-_BLOCK = 1 << 20
-"""Elements read at once where they are not."""
+_WINDOW = 64
+"""Elements looked at of a tensor, at its ends and in the middle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class _Piece:
 
 
 def copied_ranks(index: Index) -> tuple[Doubt, ...]:
-    """A doubt for every two files that are copies of one another and should not be. Reads a few elements of these."""
+    """A doubt for every two files that are copies of one another and should not be. Reads windows of these alone."""
     twins = list(_twins(index.records))
     if not twins:
         return ()
@@ -111,7 +109,7 @@ def _contradiction(
     for offset, own in a.items():
         for mine in own:
             others = b.get(offset, ())
-            if any(_is_same(mine, other) for other in others) or not _varies([mine.fragment.ref], prober):
+            if any(_is_same(mine, other) for other in others) or not _varies(mine.fragment.ref, prober):
                 continue
             for other in others:
                 if mine.atom is other.atom or _was_trained(mine.atom, prober):
@@ -125,21 +123,15 @@ def _is_same(a: _Piece, b: _Piece) -> bool:
 
 
 def _was_trained(atom: AtomIndex, prober: Prober) -> bool:
-    return any(_varies((own.ref for own in state.fragments), prober) for _, state in moments(atom))
+    return any(_varies(own.ref, prober) for _, state in moments(atom) for own in state.fragments)
 
 
-def _varies(refs: Iterable[Tensor], prober: Prober) -> bool:
-    """Whether a tensor is seen not to be constant."""
-    return any(_is_uneven(ref, prober) for ref in refs)
-
-
-def _is_uneven(ref: Tensor, prober: Prober) -> bool:
-    item = ref.dtype.itemsize
+def _varies(ref: Tensor, prober: Prober) -> bool:
+    """Whether a tensor is seen not to be constant, in a window at each end and one in the middle."""
     first = prober.window(ref, 0, min(1, ref.numel))
-    start, count = 0, _FIRST
-    while start < ref.numel:
-        data = prober.window(ref, start, min(start + count, ref.numel))
-        if data != first * (len(data) // item):
+    last = max(ref.numel - _WINDOW, 0)
+    for start in sorted({0, last // 2, last}):
+        data = prober.window(ref, start, min(start + _WINDOW, ref.numel))
+        if data != first * (len(data) // ref.dtype.itemsize):
             return True
-        start, count = start + count, _BLOCK
     return False
