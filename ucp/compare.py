@@ -21,8 +21,9 @@ from ucp.gather import Gatherer, Sources, Span
 from ucp.numeric import differing, viewed, widened, without_payloads
 from ucp.plan import BLOCK, fit_workers
 from ucp.protocols import Observer
-from ucp.slice import Locator, Slice, block_ranges, resolve, whole_slice
+from ucp.slice import Locator, Slice, resolve, whole_slice
 from ucp.tensor import Record, TensorRef
+from ucp.tiles import blocks, is_crosswise
 from ucp.union import drift
 
 __all__ = [
@@ -93,20 +94,16 @@ def compare(a: Index, b: Index, observer: Observer, *, cast: bool = False, threa
     ]
     shared = [item for item in shared if item[2].global_shape == item[3].global_shape]
     pairs = [(name, state, _Pair(own, other, cast=cast)) for name, state, own, other in shared]
-    jobs = [
-        (name, state, pair, low, high)
-        for name, state, pair in pairs
-        for low, high in block_ranges(0, pair.numel, pair.step)
-    ]
-    observer.begin(title="compare", nbytes=sum((high - low) * pair.itemsize for *_, pair, low, high in jobs))
+    jobs = [(name, state, pair, *parts) for name, state, pair in pairs for parts in pair.blocks()]
+    observer.begin(title="compare", nbytes=sum(_most(own, other) for *_, own, other in jobs))
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
 
-    def one(job: tuple[str, str, _Pair, int, int]) -> None:
-        name, state, pair, low, high = job
-        result = pair.differing(low, high)
+    def one(job: tuple[str, str, _Pair, Slice, Slice]) -> None:
+        name, state, pair, own, other = job
+        result = pair.differing(own, other)
         if result is not None:
             found.setdefault((name, state), []).append(result)
-        observer.advance((high - low) * pair.itemsize)
+        observer.advance(_most(own, other))
 
     try:
         _each(jobs, one, threads)
@@ -142,22 +139,20 @@ def drifting(index: Index, observer: Observer, *, threads: int = THREADS) -> dic
     """States whose copies differ from what is taken, by parameter and state, with a line for each difference."""
     held = [(atom.name, name, Locator(state)) for atom, name, state in index.states()]
     jobs = [
-        (own, locator, low, high)
+        (part, locator)
         for param, name, locator in held
         if locator.replicas
-        for own in (whole_slice(param, name, locator.state),)
-        for low, high in block_ranges(0, own.stop, BLOCK // own.dtype.itemsize)
+        for part in blocks(whole_slice(param, name, locator.state), locator.state, nbytes=BLOCK)
     ]
     found: dict[tuple[str, str], list[str]] = {}
-    observer.begin(title="copies", nbytes=sum((high - low) * own.dtype.itemsize for own, _, low, high in jobs))
+    observer.begin(title="copies", nbytes=sum(own.nbytes for own, _ in jobs))
 
-    def one(job: tuple[Slice, Locator, int, int]) -> None:
-        own, locator, low, high = job
-        part = _read(own, locator, low, high)
-        lines = list(drift(replace(own, start=low, stop=high), locator, part, _gatherer()))
+    def one(job: tuple[Slice, Locator]) -> None:
+        own, locator = job
+        lines = list(drift(own, locator, _read(own, locator), _gatherer()))
         if lines:
             found.setdefault((own.param, own.state), []).extend(lines)
-        observer.advance((high - low) * own.dtype.itemsize)
+        observer.advance(own.nbytes)
 
     try:
         _each(jobs, one, threads)
@@ -223,7 +218,7 @@ def scan_digests(index: Index, observer: Observer, *, threads: int = THREADS) ->
         low, high = number * step, min((number + 1) * step, own.stop)
         label = f"{own.param}/{own.state}, elements {low}:{high}"
         try:
-            data = _read(own, locator, low, high)
+            data = _read(replace(own, start=low, stop=high), locator)
         except (CorruptError, SourceError) as error:
             wrong.append(f"{label}: {error}")
             return
@@ -246,15 +241,22 @@ class _Pair:
         self._own = whole_slice("", "", a, dtype=b.dtype if same else None)
         self._other = whole_slice("", "", b)
         self._a, self._b = Locator(a), Locator(b)
-        self.numel = a.numel
         self._is_cast = a.dtype is not b.dtype
-        self.itemsize = max(self._own.dtype.itemsize, self._other.dtype.itemsize)
-        self.step = BLOCK // (self.itemsize if same else _WIDEST)
+        itemsize = max(self._own.dtype.itemsize, self._other.dtype.itemsize)
+        self._step = BLOCK // (itemsize if same else _WIDEST)
 
-    def differing(self, low: int, high: int) -> tuple[int, float] | None:
-        """Elements of the range that differ, and by how much; None when none does."""
-        left = viewed(_read(self._own, self._a, low, high), self._own.dtype)
-        right = viewed(_read(self._other, self._b, low, high), self._other.dtype)
+    def blocks(self) -> Iterator[tuple[Slice, Slice]]:
+        """The same elements of both, a block at a time, such that either is read once."""
+        lead, state = self._own, self._a.state
+        if is_crosswise(self._other, self._b.state, nbytes=BLOCK):
+            lead, state = self._other, self._b.state
+        for part in blocks(lead, state, nbytes=self._step * lead.dtype.itemsize):
+            yield replace(part, dtype=self._own.dtype), replace(part, dtype=self._other.dtype)
+
+    def differing(self, own: Slice, other: Slice) -> tuple[int, float] | None:
+        """How many elements of a block differ, and by how much; None when none does."""
+        left = viewed(_read(own, self._a), own.dtype)
+        right = viewed(_read(other, self._b), other.dtype)
         if left.dtype != right.dtype:
             wide = "complex128" if "c" in (left.dtype.kind, right.dtype.kind) else "float64"
             left, right = widened(left, wide), widened(right, wide)
@@ -273,10 +275,15 @@ def _gatherer() -> Gatherer:
     return own
 
 
-def _read(own: Slice, locator: Locator, low: int, high: int) -> memoryview:
-    data = memoryview(bytearray((high - low) * own.dtype.itemsize))
-    _gatherer().fill(data, own.dtype, resolve(own, locator, low, high))
+def _read(own: Slice, locator: Locator) -> memoryview:
+    data = memoryview(bytearray(own.nbytes))
+    _gatherer().fill(data, own.dtype, resolve(own, locator, own.start, own.stop))
     return data
+
+
+def _most(own: Slice, other: Slice) -> int:
+    """Bytes of what is compared, in the wider type."""
+    return max(own.nbytes, other.nbytes)
 
 
 def _each(jobs: Sequence[object], one: Callable[..., None], threads: int) -> None:

@@ -1,14 +1,16 @@
 """Bring the pieces of a slice together in a buffer: the only place where tensor bytes are read.
 
 Pieces that lie one after another in a file are read by one call, straight to their places (`preadv`). Strided
-pieces are read in stretches of bounded size and scattered; casts and means are done on the way.
+pieces are read in stretches of bounded size, in the order of the file and without long gaps, and scattered; casts and
+means are done on the way.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,8 +21,8 @@ from ucp.dtypes import DType
 from ucp.errors import CorruptError
 from ucp.io.source import SourceFile, open_source
 from ucp.numeric import add, assign, enlarge, fraction_of, mean_dtype, numpy_dtype, strided, viewed
-from ucp.slice import Piece
-from ucp.tensor import InlineTensor, TensorRef
+from ucp.slice import Piece, in_file_order, runs_of, starts_of
+from ucp.tensor import InlineTensor, TensorRef, contiguous_strides
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,8 +32,8 @@ __all__ = ["Gatherer", "Sources", "Span", "piece_values"]
 STRETCH = 8 << 20
 """Most bytes read at once for a strided or cast piece."""
 
-SPARSE = 64 << 10
-"""A run of at least so many bytes is worth a read of its own when the gaps between runs are larger than the runs."""
+START = 128
+"""Bytes that the place of a run takes while it is read."""
 
 OPEN_FILES = 128
 """Most source files held open by one worker."""
@@ -165,6 +167,19 @@ class Gatherer:
                     for part, values in self.values(piece):
                         add(_scatter(sums, dtype, part), values, fraction=fraction)
 
+    def join_spans(self, apart: Container[tuple[str, int]]) -> None:
+        """Make one span of those that follow one another, but where a place (file, offset) of `apart` is between."""
+        joined: list[Span] = []
+        for span in sorted(self.spans):
+            last = joined[-1] if joined else span
+            follows = last.path == span.path and last.offset + last.nbytes == span.offset
+            if follows and (span.path, span.offset) not in apart:
+                crc = zlib_ng.crc32_combine(last.crc32, span.crc32, span.nbytes)
+                joined[-1] = Span(last.path, last.offset, last.nbytes + span.nbytes, crc)
+            else:
+                joined.append(span)
+        self.spans = joined
+
     def values(self, piece: Piece) -> Iterator[tuple[Piece, NDArray[Any]]]:
         """The elements of a piece, in stretches of bounded size: (the part of the piece, its values)."""
         if isinstance(piece.ref, InlineTensor):
@@ -172,10 +187,28 @@ class Gatherer:
         elif piece.ref.codec:
             yield piece, piece_values(self._decoded(piece), piece, piece.ref.codec_start + piece.src_offset)
         else:
-            for part in _stretches(_in_file_order(piece)):
-                scratch = memoryview(bytearray(_extent(part)))
-                self._read(piece.ref.path, piece.ref.offset + part.src_offset, [scratch])
-                yield part, piece_values(scratch, part, 0)
+            for part in _stretches(in_file_order(piece)):
+                yield part, self._stretch(part)
+
+    def _stretch(self, part: Piece) -> NDArray[Any]:
+        """The elements of a part that is read at once: as it lies, or run after run without the gaps between them."""
+        ref = part.ref
+        assert isinstance(ref, TensorRef)
+        lead, nbytes = runs_of(part)
+        starts = starts_of(part.sizes[:lead], part.src_strides[:lead], first=ref.offset + part.src_offset)
+        scratch = memoryview(bytearray(nbytes * len(starts)))
+        self._read_runs(ref.path, starts, scratch)
+        steps = tuple(step * nbytes for step in contiguous_strides(part.sizes[:lead]))
+        return piece_values(scratch, replace(part, src_strides=(*steps, *part.src_strides[lead:])), 0)
+
+    def _read_runs(self, path: str, starts: Sequence[int], into: memoryview) -> None:
+        """Bytes of equally long runs of a file, one after another."""
+        nbytes = len(into) // len(starts)
+        self.sources.get(path).read_runs(into, starts)
+        self.nbytes_read += len(into)
+        if path in self.tracked:
+            crcs = [zlib_ng.crc32(into[at : at + nbytes]) for at in range(0, len(into), nbytes)]
+            self.spans.extend(map(Span, repeat(path), starts, repeat(nbytes), crcs))
 
     def _decoded(self, piece: Piece) -> memoryview:
         """The whole block that holds an encoded piece."""
@@ -184,7 +217,7 @@ class Gatherer:
         key = (ref.path, ref.offset)
         raw = self._block[1] if self._block and self._block[0] == key else self._read_block(ref)
         self._block = key, raw
-        needed = ref.codec_start + piece.src_offset + _extent(piece)
+        needed = ref.codec_start + piece.src_offset + piece.extent
         if needed > raw.nbytes:
             raise CorruptError(
                 f"{ref.path}: expected a compressed block of {needed} bytes or more at {ref.offset}; got {raw.nbytes}"
@@ -239,37 +272,19 @@ def _scatter(buffer: memoryview, dtype: DType, piece: Piece) -> NDArray[Any]:
     return strided(buffer, dtype, offset=piece.dst_offset * item, sizes=piece.sizes, strides=strides)
 
 
-def _extent(piece: Piece) -> int:
-    """Source bytes from the first to the last element of a piece."""
-    reach = sum((n - 1) * s for n, s in zip(piece.sizes, piece.src_strides, strict=True))
-    return reach + piece.ref.dtype.itemsize
-
-
-def _in_file_order(piece: Piece) -> Piece:
-    """The same copy with the longest source step first: cut along it, a transposed source is read once, not per row."""
-    order = sorted(range(len(piece.sizes)), key=lambda dim: -piece.src_strides[dim])
-    return replace(
-        piece,
-        sizes=tuple(piece.sizes[dim] for dim in order),
-        src_strides=tuple(piece.src_strides[dim] for dim in order),
-        dst_strides=tuple(piece.dst_strides[dim] for dim in order),
-    )
-
-
 def _stretches(piece: Piece) -> Iterator[Piece]:
-    """Parts of a piece, in file order, that are each read by one call of at most `STRETCH` bytes."""
-    extent = _extent(piece)
-    payload = prod(piece.sizes) * piece.ref.dtype.itemsize
-    inner = extent - (piece.sizes[0] - 1) * piece.src_strides[0]
-    sparse = extent > 2 * payload and inner >= SPARSE
-    if piece.sizes[0] > 1 and (extent > STRETCH or sparse):
-        rows = 1 if sparse else max(1, (STRETCH - inner) // piece.src_strides[0] + 1)
-        for low in range(0, piece.sizes[0], rows):
-            yield from _stretches(_rows(piece, low, min(low + rows, piece.sizes[0])))
-    elif extent > STRETCH and len(piece.sizes) > 1:
+    """Parts of a piece, in file order, each of at most `STRETCH` bytes to read."""
+    lead, nbytes = runs_of(piece)
+    total = prod(piece.sizes[:lead]) * (nbytes + START) if lead else nbytes
+    if total <= STRETCH or piece.sizes == (1,):
+        yield piece
+    elif piece.sizes[0] == 1:
         yield from _stretches(_dropped(piece))
     else:
-        yield piece
+        count, step = piece.sizes[0], piece.src_strides[0]
+        rows = STRETCH * count // total if lead else (STRETCH - piece.extent) // step + count
+        for low in range(0, count, max(rows, 1)):
+            yield from _stretches(_rows(piece, low, min(low + max(rows, 1), count)))
 
 
 def _rows(piece: Piece, low: int, high: int) -> Piece:

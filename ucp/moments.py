@@ -13,6 +13,7 @@ Nearly always the first window of the first moment that is read holds something,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from enum import StrEnum
 
 from ucp.atom import AtomIndex, Index, Kind, StateIndex
@@ -22,7 +23,7 @@ from ucp.fragment import Fragment
 from ucp.io.probe import Prober
 from ucp.numeric import viewed
 from ucp.state import STEP, WEIGHT
-from ucp.tensor import Tensor
+from ucp.tensor import Tensor, TensorRef
 
 __all__ = ["ZeroMoments", "check_moments", "moments", "moments_note"]
 
@@ -117,11 +118,19 @@ def _has_stepped(atom: AtomIndex, index: Index, prober: Prober) -> bool:
 
 def _is_zero(ref: Tensor, prober: Prober, *, whole: bool) -> bool:
     """Whether all elements are zero, or those of three windows; False where it cannot be told."""
+    if whole and isinstance(ref, TensorRef):
+        ref = _in_file_order(ref)
     try:
         windows = _windows(ref.numel, whole=whole)
         return all(_holds_nothing(prober.window(ref, start, stop), ref.dtype) for start, stop in windows)
     except SourceError:
         return False
+
+
+def _in_file_order(ref: TensorRef) -> TensorRef:
+    """The same elements in the order in which they lie, so that all of them are read in long runs."""
+    dims = sorted(range(len(ref.shape)), key=lambda dim: -ref.strides[dim])
+    return replace(ref, shape=tuple(ref.shape[dim] for dim in dims), strides=tuple(ref.strides[dim] for dim in dims))
 
 
 def _holds_nothing(data: bytes, dtype: DType) -> bool:

@@ -2,7 +2,8 @@
 
 1. every placement is cut into blocks of at most `BLOCK` bytes: a giant embedding is many blocks, of many tasks;
 2. blocks that follow one another in a file are joined to fills of at most `BLOCK` bytes: one write each;
-3. fills are bundled into tasks of about equal bytes.
+3. fills are bundled into tasks of about equal bytes;
+4. slices of one state whose blocks are spread over the source (`ucp.tiles`) are one task, which reads the state once.
 
 A task holds numbers only. The pieces that fill a block are resolved by whoever carries it out (`ucp.slice.resolve`),
 so a plan stays small however many ranks wrote the source.
@@ -20,10 +21,12 @@ from ucp.atom import Index, StateIndex
 from ucp.balance import bundle
 from ucp.dtypes import DType
 from ucp.errors import CoverError, MemoryBudgetError, MissingStateError, UsageError, listed
-from ucp.region import RegionPair, intersect
-from ucp.slice import Slice, block_ranges
+from ucp.fragment import Fragment
+from ucp.region import Box, RegionPair, intersect
+from ucp.slice import Locator, Slice, block_ranges
 from ucp.target import Placement, TargetPlan
-from ucp.tensor import InlineTensor
+from ucp.tensor import InlineTensor, TensorRef
+from ucp.tiles import is_crosswise
 
 __all__ = [
     "BLOCK",
@@ -37,6 +40,7 @@ __all__ = [
     "checking_placements",
     "fit_workers",
     "make_job",
+    "raw_slice",
 ]
 
 BLOCK = 8 << 20
@@ -118,6 +122,8 @@ class Job:
     """All the work; together they write every placement once."""
     checking: frozenset[int]
     """Placements whose bytes are compared with the source's copies of them (each copy once in all)."""
+    crosswise: frozenset[int] = frozenset()
+    """Placements (and raw copies, counted on) that are filled in the order of the source, as `ucp.tiles` says."""
     fsync: bool = True
     """Whether the bytes must be on the disk at the end, so that bringing them there may as well begin early."""
 
@@ -130,15 +136,62 @@ class Job:
 def make_job(index: Index, target: TargetPlan) -> Job:
     """Plan the work. Raises CoverError, MissingStateError or UsageError when source and target do not fit."""
     check_target(index, target)
-    sections = _by_path(target)
+    crosswise = _crosswise(index, target)
     packs = {placement.path for placement in target.placements} if target.compress else frozenset()
-    bundles = [[Fill(path=path, sections=tuple(own))] for path, own in sections if path in packs]
-    bundles += bundle([fill for path, own in sections if path not in packs for fill in _fills(path, own)], limit=TASK)
+    alone: list[list[Fill]] = []
+    shared: list[Fill] = []
+    spread: dict[object, list[Fill]] = {}
+    for path, sections in _by_path(target):
+        if path in packs:
+            alone.append([Fill(path=path, sections=tuple(sections))])
+            continue
+        shared.extend(_fills(path, [own for own in sections if own.placement not in crosswise]))
+        for number, own in groupby((own for own in sections if own.placement in crosswise), lambda own: own.placement):
+            spread.setdefault(_whole_of(target, number), []).append(Fill(path=path, sections=tuple(own)))
     tasks = tuple(
         Task(number=number, fills=tuple(own), nbytes=sum(fill.nbytes for fill in own))
-        for number, own in enumerate(bundles)
+        for number, own in enumerate([*spread.values(), *alone, *bundle(shared, limit=TASK)])
     )
-    return Job(index=index, target=target, tasks=tasks, checking=checking_placements(target.placements))
+    checking = checking_placements(target.placements)
+    return Job(index=index, target=target, tasks=tasks, checking=checking, crosswise=crosswise)
+
+
+def _crosswise(index: Index, target: TargetPlan) -> frozenset[int]:
+    """Placements and raw copies whose blocks are spread over the source."""
+    found = set()
+    for number, placement in enumerate(target.placements):
+        own = placement.slice
+        if is_crosswise(own, index.atoms[own.param].states[own.state], nbytes=BLOCK):
+            found.add(number)
+    for number, raw in enumerate(target.raw, len(target.placements)):
+        own, locator = raw_slice(raw.src)
+        if is_crosswise(own, locator.state, nbytes=BLOCK):
+            found.add(number)
+    return frozenset(found)
+
+
+def _whole_of(target: TargetPlan, number: int) -> object:
+    """What is read at once where it is read for placement `number`: a state in the type it is written in."""
+    if number >= len(target.placements):
+        return number
+    own = target.placements[number].slice
+    return own.param, own.state, own.dtype
+
+
+def raw_slice(ref: TensorRef) -> tuple[Slice, Locator]:
+    """A tensor of an extra as a slice, and where its pieces are found."""
+    box = Box.whole(ref.shape)
+    state = StateIndex(dtype=ref.dtype, global_shape=ref.shape, fragments=(Fragment(box=box, ref=ref),))
+    own = Slice(
+        param="extra",
+        state="",
+        dtype=ref.dtype,
+        pairs=(RegionPair(box, box),),
+        local_shape=ref.shape,
+        start=0,
+        stop=ref.numel,
+    )
+    return own, Locator(state)
 
 
 def fit_workers(memory: int, *, workers: int, threads: int, lane: int = BLOCK + SCRATCH) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
@@ -20,7 +20,22 @@ from ucp.layout import Overlap
 from ucp.region import Box, RegionPair, compose, intersect, local_flat_pairs
 from ucp.tensor import Tensor, TensorRef, contiguous_strides
 
-__all__ = ["Locator", "Piece", "Slice", "block_ranges", "resolve", "resolve_copies", "whole_slice"]
+__all__ = [
+    "Locator",
+    "Piece",
+    "Slice",
+    "block_ranges",
+    "in_file_order",
+    "pieces_within",
+    "resolve",
+    "resolve_copies",
+    "runs_of",
+    "starts_of",
+    "whole_slice",
+]
+
+GAP = 4 << 10
+"""Bytes between two runs of a piece from which on it costs less to read both runs than all that lies between them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +83,11 @@ class Piece:
     """Which summand of a mean it is."""
     mean: bool = False
     """Whether the pieces of all terms are to be averaged."""
+
+    @property
+    def extent(self) -> int:
+        """Bytes of the source from the first element to the end of the last."""
+        return _reach(self.sizes, self.src_strides) + self.ref.dtype.itemsize
 
 
 def whole_slice(param: str, state: str, index: StateIndex, *, dtype: DType | None = None) -> Slice:
@@ -149,7 +169,7 @@ def resolve(target: Slice, source: Locator, start: int, stop: int) -> tuple[Piec
 
     Raises CoverError when the source pieces leave part of it unfilled.
     """
-    pieces = tuple(_pieces(target, source, 0, start, stop))
+    pieces = tuple(pieces_within(target, source, 0, start, stop))
     filled = sum(prod(piece.sizes) for piece in pieces)
     terms = len({piece.term for piece in pieces}) if source.state.overlap is Overlap.MEAN else 1
     if filled != (stop - start) * max(terms, 1):
@@ -162,11 +182,12 @@ def resolve(target: Slice, source: Locator, start: int, stop: int) -> tuple[Piec
 
 def resolve_copies(target: Slice, source: Locator, start: int, stop: int) -> tuple[tuple[Piece, ...], ...]:
     """For each replica above 0, the copies of the same elements that it holds; it may hold only part of them."""
-    found = (tuple(_pieces(target, source, replica, start, stop)) for replica in source.replicas)
+    found = (tuple(pieces_within(target, source, replica, start, stop)) for replica in source.replicas)
     return tuple(pieces for pieces in found if pieces)
 
 
-def _pieces(target: Slice, source: Locator, replica: int, start: int, stop: int) -> Iterator[Piece]:
+def pieces_within(target: Slice, source: Locator, replica: int, start: int, stop: int) -> Iterator[Piece]:
+    """Copies of what the source holds of elements `start:stop`, which may be a part of them or nothing."""
     strides = contiguous_strides(target.local_shape)
     mean = source.state.overlap is Overlap.MEAN
     for run, position in local_flat_pairs(target.local_shape, start, stop):
@@ -214,3 +235,47 @@ def _merged(
         return (1,), (0,), (1,)
     lengths, src_steps, dst_steps = zip(*merged, strict=True)
     return lengths, src_steps, dst_steps
+
+
+def in_file_order(piece: Piece) -> Piece:
+    """The same copy with the longest source step first: cut along it, a transposed source is read once, not per row."""
+    order = sorted(range(len(piece.sizes)), key=lambda dim: -piece.src_strides[dim])
+    return replace(
+        piece,
+        sizes=tuple(piece.sizes[dim] for dim in order),
+        src_strides=tuple(piece.src_strides[dim] for dim in order),
+        dst_strides=tuple(piece.dst_strides[dim] for dim in order),
+    )
+
+
+def runs_of(piece: Piece) -> tuple[int, int]:
+    """How a piece in file order is best read: (leading dims whose every element is read alone, bytes of each read).
+
+    >>> from ucp.dtypes import DType
+    >>> ref = TensorRef(path="a", offset=0, dtype=DType.FLOAT32, shape=(9, 8), strides=(5000, 2))
+    >>> runs_of(Piece(ref=ref, sizes=(9, 8), src_offset=0, src_strides=(20000, 8), dst_offset=0, dst_strides=(8, 1)))
+    (1, 60)
+    """
+    reach = piece.ref.dtype.itemsize
+    lead, run = 0, 0
+    for dim in reversed(range(len(piece.sizes))):
+        if not lead and piece.sizes[dim] > 1 and piece.src_strides[dim] - reach >= GAP:
+            lead, run = dim + 1, reach
+        reach += (piece.sizes[dim] - 1) * piece.src_strides[dim]
+    return lead, run or reach
+
+
+def starts_of(sizes: Sequence[int], strides: Sequence[int], *, first: int) -> list[int]:
+    """Places of all elements of some dims, in row-major order.
+
+    >>> starts_of((2, 3), (100, 10), first=5)
+    [5, 15, 25, 105, 115, 125]
+    """
+    starts = [first]
+    for count, step in zip(sizes, strides, strict=True):
+        starts = [start + number * step for start in starts for number in range(count)]
+    return starts
+
+
+def _reach(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    return sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))

@@ -7,32 +7,40 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NamedTuple
 
 import xxhash
 from zlib_ng import zlib_ng
 
-from ucp.atom import StateIndex
 from ucp.codec import encode
 from ucp.errors import CorruptError
-from ucp.fragment import Fragment
-from ucp.gather import Gatherer, Sources, Span
-from ucp.io.write import start_writeback, write_at
+from ucp.gather import Gatherer, Sources, Span, piece_values
+from ucp.io.write import read_back, start_writeback, write_at
 from ucp.layout import Overlap
 from ucp.numeric import differing, numpy_dtype, strided, without_payloads
-from ucp.plan import BLOCK, Fill, Job, Section, Task
-from ucp.region import Box, RegionPair
-from ucp.slice import Locator, Piece, Slice, block_ranges, resolve, resolve_copies
+from ucp.plan import BLOCK, Fill, Job, Section, Task, raw_slice
+from ucp.slice import Locator, Piece, Slice, block_ranges, resolve, resolve_copies, starts_of
 from ucp.tensor import TensorRef
+from ucp.tiles import tiles, within
 
 __all__ = ["Done", "Sum", "Worker", "drift"]
 
 MEAN_WINDOW = BLOCK // 8
 """Bytes of a mean that are made at once: its sum is wider than what is written, and so are its casts."""
+
+
+WINDOW = 256 << 10
+"""Bytes that are read and summed at once, while they are in the processor's cache."""
+
+SPANS = 4096
+"""Spans that are worth joining."""
 
 
 class Sum(NamedTuple):
@@ -66,6 +74,17 @@ class Done:
     """Copies that differ from what was taken, one line each."""
 
 
+class _Spot(NamedTuple):
+    """Where a slice goes that is not written from front to back."""
+
+    section: Section
+    """Its first section."""
+    file: str | int
+    """Output file, or its descriptor."""
+    offset: int
+    """Byte in it of the first element."""
+
+
 class Worker:
     """Carries out tasks of one job, one at a time; every thread has its own."""
 
@@ -82,9 +101,12 @@ class Worker:
         gatherer = Gatherer(sources=self._sources, tracked=self._tracked)
         found: list[str] = []
         sums: list[Sum] = []
-        for fill in task.fills:
-            write = self._write_encoded if self._is_encoded(fill) else self._write
-            sums.extend(write(fill, gatherer, found))
+        if not self._is_encoded(task.fills[0]) and task.fills[0].sections[0].placement in self._job.crosswise:
+            sums.extend(self._sweep(task.fills, gatherer, found))
+        else:
+            for fill in task.fills:
+                write = self._write_encoded if self._is_encoded(fill) else self._write
+                sums.extend(write(fill, gatherer, found))
         return Done(task=task.number, sums=tuple(sums), spans=tuple(gatherer.spans), drift=tuple(found))
 
     def close(self) -> None:
@@ -112,14 +134,73 @@ class Worker:
         """A whole pack, block after block; started afresh however far an earlier try came."""
         offset = 0
         with open(self._root / fill.path, "wb") as file:
-            for section in fill.sections:
-                one = Fill(path=fill.path, sections=(section,))
-                data = self._buffer[: section.nbytes]
-                (own,) = self._gathered(one, data, gatherer, found)
-                encoded = encode(data, self._slice(section)[0].dtype.itemsize)
+            for own in self._plain(fill, gatherer, found):
+                itemsize = self._job.target.placements[own.placement].slice.dtype.itemsize
+                encoded = encode(self._buffer[: own.nbytes], itemsize)
                 file.write(encoded)
-                yield Sum(own.placement, own.start, own.nbytes, own.digest, own.crc32, (offset, len(encoded)))
+                yield own._replace(block=(offset, len(encoded)))
                 offset += len(encoded)
+
+    def _plain(self, fill: Fill, gatherer: Gatherer, found: list[str]) -> Iterator[Sum]:
+        """Every section of a pack in the buffer, one after another, before it is encoded."""
+        for number, own in groupby(fill.sections, lambda section: section.placement):
+            sections = list(own)
+            if number not in self._job.crosswise:
+                for section in sections:
+                    yield from self._gathered(
+                        Fill(path=fill.path, sections=(section,)), self._buffer[: section.nbytes], gatherer, found
+                    )
+                continue
+            with TemporaryFile(dir=self._root.parent) as rows:  # blocks are encoded in order, and come in another
+                first = sections[0]
+                self._lay([_Spot(first, rows.fileno(), 0)], gatherer, found)
+                for section in sections:
+                    yield self._read_back(section, rows.fileno(), section.offset - first.offset)
+
+    def _sweep(self, fills: Sequence[Fill], gatherer: Gatherer, found: list[str]) -> Iterator[Sum]:
+        """Slices of one state, each a fill, in the order of the source; they are summed as they were written."""
+        self._lay([_Spot(f.sections[0], str(self._root / f.path), f.offset) for f in fills], gatherer, found)
+        for fill in fills:
+            with _opened(str(self._root / fill.path)) as descriptor:
+                for section in fill.sections:
+                    yield self._read_back(section, descriptor, section.offset)
+                if self._job.fsync:
+                    start_writeback(descriptor, fill.offset, fill.nbytes)
+
+    def _lay(self, spots: Sequence[_Spot], gatherer: Gatherer, found: list[str]) -> None:
+        """Put the slices that begin with these sections in their places, tile by tile; compare each with its copies."""
+        own, locator = self._slice(spots[0].section)
+        state = locator.state
+        slices = [self._slice(spot.section)[0] for spot in spots]
+        is_checked = any(spot.section.placement in self._job.checking for spot in spots)
+        apart = {(f.ref.path, f.ref.offset) for f in state.fragments if isinstance(f.ref, TensorRef)}
+        many = 0
+        for tile in tiles(own, state, nbytes=MEAN_WINDOW if state.overlap is Overlap.MEAN else BLOCK):
+            copies = [
+                (s, piece) for s, o in zip(spots, slices, strict=True) for piece in within(o, tile, state.global_shape)
+            ]
+            if not copies:
+                continue
+            data = self._buffer[: tile.nbytes]
+            gatherer.fill(data, tile.dtype, resolve(tile, locator, 0, tile.stop))
+            if is_checked:
+                found.extend(drift(tile, locator, data, gatherer))
+            for spot, piece in copies:
+                _put(spot, piece, data)
+            if len(gatherer.spans) > 2 * many + SPANS:
+                gatherer.join_spans(apart)
+                many = len(gatherer.spans)
+        gatherer.join_spans(apart)
+
+    def _read_back(self, section: Section, descriptor: int, offset: int) -> Sum:
+        """The bytes of a section, which were written at `offset`, in the buffer; their sums."""
+        digest, crc = xxhash.xxh3_64(), 0
+        for low in range(0, section.nbytes, WINDOW):
+            part = self._buffer[low : min(low + WINDOW, section.nbytes)]
+            read_back(descriptor, part, offset + low)
+            digest.update(part)
+            crc = zlib_ng.crc32(part, crc)
+        return Sum(section.placement, section.start, section.nbytes, digest.hexdigest(), crc)
 
     def _gathered(self, fill: Fill, data: memoryview, gatherer: Gatherer, found: list[str]) -> list[Sum]:
         """Bytes of all sections in `data`, compared with their copies; their sums."""
@@ -161,7 +242,7 @@ class Worker:
             own = placements[section.placement].slice
             return own, self._locator(own.param, own.state)
         ref = self._job.target.raw[section.placement - len(placements)].src
-        return _raw_slice(ref)
+        return raw_slice(ref)
 
     def _make_locator(self, param: str, state: str) -> Locator:
         return Locator(self._job.index.atoms[param].states[state])
@@ -170,6 +251,33 @@ class Worker:
         own, locator = self._slice(section)
         for low, high, window in _windows(section, part, locator):
             found.extend(drift(replace(own, start=low, stop=high), locator, window, gatherer))
+
+
+@contextmanager
+def _opened(file: str | int) -> Iterator[int]:
+    """A descriptor of an output file, to write to it and to read back."""
+    descriptor = os.dup(file) if isinstance(file, int) else os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _put(spot: _Spot, piece: Piece, data: memoryview) -> None:
+    """Write a piece, which lies in `data`, run by run to its places."""
+    import numpy as np
+
+    values = np.ascontiguousarray(piece_values(data, piece, piece.src_offset))
+    packed, itemsize = values.reshape(-1).view(np.uint8).data, values.itemsize
+    lead, run = len(piece.sizes), 1
+    while lead and (piece.sizes[lead - 1] == 1 or piece.dst_strides[lead - 1] == run):
+        lead -= 1
+        run *= piece.sizes[lead]
+    steps = tuple(step * itemsize for step in piece.dst_strides[:lead])
+    starts = starts_of(piece.sizes[:lead], steps, first=spot.offset + piece.dst_offset * itemsize)
+    with _opened(spot.file) as descriptor:
+        for at, start in zip(range(0, packed.nbytes, run * itemsize), starts, strict=True):
+            write_at(descriptor, packed[at : at + run * itemsize], start)
 
 
 def _windows(section: Section, part: memoryview, locator: Locator) -> Iterator[tuple[int, int, memoryview]]:
@@ -223,18 +331,3 @@ def _differences(own: Slice, piece: Piece, part: memoryview, gatherer: Gatherer)
                 f"{own.param}/{own.state}: {found.numel} of {copied.size} elements of the {stretch.ref.dtype} copy "
                 f"in {path} differ, by up to {found.largest:.6g}"
             )
-
-
-def _raw_slice(ref: TensorRef) -> tuple[Slice, Locator]:
-    box = Box.whole(ref.shape)
-    state = StateIndex(dtype=ref.dtype, global_shape=ref.shape, fragments=(Fragment(box=box, ref=ref),))
-    own = Slice(
-        param="extra",
-        state="",
-        dtype=ref.dtype,
-        pairs=(RegionPair(box, box),),
-        local_shape=ref.shape,
-        start=0,
-        stop=ref.numel,
-    )
-    return own, Locator(state)

@@ -39,6 +39,10 @@ def small_blocks():
                 patch.setattr(module, "BLOCK", 64)
         patch.setattr(import_module("ucp.plan"), "TASK", 192)
         patch.setattr(import_module("ucp.gather"), "STRETCH", 48)
+        patch.setattr(import_module("ucp.union"), "SPANS", 2)
+        for name, nbytes in (("LEAST", 100), ("CALL", 8), ("GAP", 16)):
+            patch.setattr(import_module("ucp.tiles"), name, nbytes)
+        patch.setattr(import_module("ucp.slice"), "GAP", 16)
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from ucp_patterns.shard import Shard
 from ucp_patterns.unique import Unique
 
 import ucp.gather
+import ucp.slice
 from ucp.atom import StateIndex
 from ucp.dtypes import DType
 from ucp.errors import CoverError
@@ -24,7 +26,7 @@ from ucp.gather import Gatherer, Sources
 from ucp.layout import Overlap
 from ucp.numeric import numpy_dtype, viewed
 from ucp.region import Box, RegionPair
-from ucp.slice import Locator, Slice, block_ranges, resolve, resolve_copies, whole_slice
+from ucp.slice import Locator, Slice, block_ranges, in_file_order, resolve, resolve_copies, runs_of, whole_slice
 from ucp.testing.handmade import Shards
 from ucp.testing.strategies import FLOATS, boxes_in, cuts, random_array, shapes, slices_of, states_of
 
@@ -48,11 +50,11 @@ def patterns(draw, shape: tuple[int, ...]):
 
 
 @contextmanager
-def limits(stretch: int, sparse: int):
+def limits(stretch: int, gap: int):
     """Small bounds, so that pieces are cut."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ucp.gather, "STRETCH", stretch)
-        patch.setattr(ucp.gather, "SPARSE", sparse)
+        patch.setattr(ucp.slice, "GAP", gap)
         yield
 
 
@@ -219,8 +221,9 @@ def test_no_read_is_longer_than_a_stretch_unless_it_goes_straight_to_its_place(a
         own = data.draw(slices_of(state, patterns(array.shape), state.dtype))
         gatherer = Gatherer(sources=Sources())
         for piece in resolve(own, Locator(state), own.start, own.stop):
-            for part in ucp.gather._stretches(piece):
-                assert ucp.gather._extent(part) <= max(stretch, state.dtype.itemsize)
+            for part in ucp.gather._stretches(in_file_order(piece)):
+                lead, run = runs_of(part)
+                assert math.prod(part.sizes[:lead]) * run <= max(stretch, state.dtype.itemsize)
         gatherer.sources.close()
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import ucp.gather
+import ucp.slice
 from ucp.atom import StateIndex
 from ucp.codec import codec_name, encode
 from ucp.dtypes import DType
@@ -75,7 +76,7 @@ class TestReads:
             assert gatherer.nbytes_read - before == array.nbytes
 
     def test_long_runs_between_longer_gaps_are_read_alone(self, shards, gatherer, monkeypatch):
-        monkeypatch.setattr(ucp.gather, "SPARSE", 16)
+        monkeypatch.setattr(ucp.slice, "GAP", 16)
         wide = np.arange(10 * 40, dtype="float32").reshape(10, 40)
         ref = shards.put(wide)
         narrow = TensorRef(path=ref.path, offset=8, dtype=ref.dtype, shape=(10, 4), strides=(40, 1))

@@ -40,6 +40,9 @@ class SourceFile(Protocol):
     def read_into(self, views: Sequence[memoryview], offset: int) -> None:
         """Fill `views`, in order, with the bytes from `offset` on. Raises MalformedError past the end of the file."""
 
+    def read_runs(self, buffer: memoryview, starts: Sequence[int]) -> None:
+        """Fill `buffer` with equally long runs of the file, one for each of `starts`. Raises MalformedError."""
+
     def read(self, offset: int, nbytes: int) -> bytes:
         """The `nbytes` bytes at `offset`. Raises MalformedError past the end of the file."""
 
@@ -134,6 +137,17 @@ class _PlainFile:
             if got:
                 rest[first] = rest[first][got:]
 
+    def read_runs(self, buffer: memoryview, starts: Sequence[int]) -> None:
+        nbytes = len(buffer) // len(starts)
+        try:
+            for at, start in zip(range(0, len(buffer), nbytes), starts, strict=True):
+                view = buffer[at : at + nbytes]
+                got = os.preadv(self._descriptor, (view,), start)
+                if got < nbytes:
+                    self.read_into([view[got:]], start + got)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+
     def read(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise _truncated(self.path, self.nbytes, offset, nbytes)
@@ -203,6 +217,11 @@ class _SplitFile:
                 part.read_into([rest[:count]], within)
                 rest = rest[count:]
                 offset += count
+
+    def read_runs(self, buffer: memoryview, starts: Sequence[int]) -> None:
+        nbytes = len(buffer) // len(starts)
+        for at, start in zip(range(0, len(buffer), nbytes), starts, strict=True):
+            self.read_into([buffer[at : at + nbytes]], start)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:

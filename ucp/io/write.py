@@ -1,4 +1,4 @@
-"""Writing at a place of a file, whole or with an error.
+"""Writing at a place of a file, and reading back from it, whole or with an error.
 
 The system may take less than it is given and say so only by a number: on a disk that is nearly full, that is how it
 begins.
@@ -15,7 +15,7 @@ from functools import cache
 
 from ucp.errors import DestinationError
 
-__all__ = ["reserve", "start_writeback", "write_at"]
+__all__ = ["read_back", "reserve", "start_writeback", "write_at"]
 
 _WORTH_RESERVING = 1 << 20
 """Bytes below which a file is not worth a call of its own."""
@@ -37,6 +37,18 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
             raise DestinationError(f"wrote 0 of {rest.nbytes} bytes at {offset}; the file system takes no more")
         rest = rest[written:]
         offset += written
+
+
+def read_back(descriptor: int, view: memoryview, offset: int) -> None:
+    """Fill `view` with what was written at byte `offset`. Raises OSError, or DestinationError where the file ends."""
+    while view.nbytes:
+        got = os.preadv(descriptor, (view,), offset)
+        if not got:
+            raise DestinationError(
+                f"expected {view.nbytes} bytes at {offset} of what was written; the file was cut short"
+            )
+        view = view[got:]
+        offset += got
 
 
 def reserve(descriptor: int, nbytes: int) -> None:

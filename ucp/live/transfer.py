@@ -19,6 +19,7 @@ from ucp.live.readers import ALIGNMENT, Bucket, Segment
 from ucp.plan import BLOCK
 from ucp.region import local_flat_pairs
 from ucp.slice import Locator, Slice, block_ranges, resolve
+from ucp.tiles import is_crosswise
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ _STATUS = ALIGNMENT
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A stretch of one segment, at most `BLOCK` bytes."""
+    """A stretch of one segment, at most `BLOCK` bytes where it can be read alone."""
 
     item: int
     start: int
@@ -48,6 +49,7 @@ class Reader:
     def __init__(self, wants: Sequence[Want], *, tracked: frozenset[str]) -> None:
         self.slices = tuple(want.slice for want in wants)
         self._locators = [Locator(want.source) for want in wants]
+        self._is_cut = [not is_crosswise(want.slice, want.source, nbytes=BLOCK) for want in wants]
         self._tracked = tracked
         self._local = threading.local()
         self._gatherers: list[Gatherer] = []
@@ -78,12 +80,13 @@ class Reader:
             gatherer.sources.close()
 
     def _batches(self, segments: Sequence[Segment], views: Sequence[memoryview]) -> Iterator[list[_Block]]:
-        """Blocks that follow one another, about `BLOCK` bytes together."""
+        """Blocks that follow one another, about `BLOCK` bytes together; what is spread over the source is one."""
         batch: list[_Block] = []
         room = BLOCK
         for segment, view in zip(segments, views, strict=True):
             itemsize = self.slices[segment.item].dtype.itemsize
-            for low, high in block_ranges(segment.start, segment.stop, BLOCK // itemsize):
+            step = BLOCK // itemsize if self._is_cut[segment.item] else segment.stop - segment.start
+            for low, high in block_ranges(segment.start, segment.stop, step):
                 if (high - low) * itemsize > room and batch:
                     yield batch
                     batch, room = [], BLOCK
