@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from operator import add
@@ -35,10 +36,10 @@ class Box:
         if min(self.offsets, default=0) < 0 or min(self.sizes, default=0) < 0:
             raise ValueError(f"negative offset or size: {self.offsets}, {self.sizes}")
 
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Box:
         """The box that is all of `shape`."""
-        return cls((0,) * len(shape), tuple(shape))
+        return _whole(tuple(shape))
 
     @property
     def numel(self) -> int:
@@ -73,6 +74,12 @@ class Box:
     def __str__(self) -> str:
         spans = ", ".join(f"{o}:{o + n}" for o, n in zip(self.offsets, self.sizes, strict=True))
         return f"[{spans}]"
+
+
+@lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...]) -> Box:
+    """One box for all tensors of a shape, of which a model has few."""
+    return Box((0,) * len(shape), shape)
 
 
 @dataclass(frozen=True, slots=True)

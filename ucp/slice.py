@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 
@@ -18,7 +19,7 @@ from ucp.errors import CoverError
 from ucp.fragment import Fragment
 from ucp.layout import Overlap
 from ucp.region import Box, RegionPair, compose, intersect, local_flat_pairs
-from ucp.tensor import Tensor, TensorRef, contiguous_strides
+from ucp.tensor import InlineTensor, Tensor, TensorRef, contiguous_strides
 
 __all__ = [
     "Locator",
@@ -92,16 +93,21 @@ class Piece:
 
 def whole_slice(param: str, state: str, index: StateIndex, *, dtype: DType | None = None) -> Slice:
     """The slice that is all of a state."""
-    whole = Box.whole(index.global_shape)
     return Slice(
         param=param,
         state=state,
         dtype=dtype or index.dtype,
-        pairs=(RegionPair(whole, whole),),
+        pairs=_whole_pairs(index.global_shape),
         local_shape=index.global_shape,
         start=0,
         stop=index.numel,
     )
+
+
+@lru_cache(maxsize=4096)
+def _whole_pairs(shape: tuple[int, ...]) -> tuple[RegionPair, ...]:
+    whole = Box.whole(shape)
+    return (RegionPair(whole, whole),)
 
 
 def block_ranges(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
@@ -125,10 +131,10 @@ class Locator:
 
     def __init__(self, state: StateIndex) -> None:
         self.state = state
-        self._by_replica = {
-            replica: _Sorted([f for f in state.fragments if f.replica == replica and f.box.numel], state.global_shape)
-            for replica in sorted({fragment.replica for fragment in state.fragments})
-        }
+        by_replica: dict[int, list[Fragment]] = {}
+        for fragment in state.fragments:
+            by_replica.setdefault(fragment.replica, []).append(fragment)
+        self._by_replica = {replica: _Sorted(own, state) for replica, own in sorted(by_replica.items())}
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -140,28 +146,65 @@ class Locator:
         found = self._by_replica.get(replica)
         return found.near(box) if found else ()
 
+    def flat(self, start: int, stop: int, replica: int) -> Iterator[tuple[Fragment, int, int]] | None:
+        """Fragments of `replica` that hold positions `start:stop` of the row-major order, each with those it holds.
+
+        None where they are not all stretches of that order, stored without gaps.
+        """
+        found = self._by_replica.get(replica)
+        return iter(()) if found is None else found.flat(start, stop)
+
 
 class _Sorted:
-    __slots__ = ("fragments", "reach", "shape", "starts")
+    __slots__ = ("fragments", "is_flat", "reach", "shape", "starts")
 
-    def __init__(self, fragments: list[Fragment], shape: tuple[int, ...]) -> None:
-        self.shape = shape
-        self.fragments = sorted(fragments, key=lambda fragment: fragment.box.flat_start(shape))
+    def __init__(self, fragments: list[Fragment], state: StateIndex) -> None:
+        self.shape = shape = state.global_shape
+        self.fragments = [fragment for fragment in fragments if fragment.box.numel]
+        self.is_flat = state.overlap is not Overlap.MEAN and all(_is_flat(own, shape) for own in self.fragments)
         self.starts = [fragment.box.flat_start(shape) for fragment in self.fragments]
+        if len(self.fragments) > 1:
+            order = sorted(range(len(self.starts)), key=self.starts.__getitem__)
+            self.fragments = [self.fragments[at] for at in order]
+            self.starts = [self.starts[at] for at in order]
         self.reach = list(accumulate((_flat_stop(fragment.box, shape) for fragment in self.fragments), max))
 
     def near(self, box: Box) -> Sequence[Fragment]:
         high = bisect_left(self.starts, _flat_stop(box, self.shape))
+        return self.fragments[self._first(box.flat_start(self.shape), high) : high]
+
+    def flat(self, start: int, stop: int) -> Iterator[tuple[Fragment, int, int]] | None:
+        return self._stretches(start, stop) if self.is_flat else None
+
+    def _stretches(self, start: int, stop: int) -> Iterator[tuple[Fragment, int, int]]:
+        high = bisect_left(self.starts, stop)
+        for at in range(self._first(start, high), high):
+            fragment, first = self.fragments[at], self.starts[at]
+            low, end = max(start, first), min(stop, first + fragment.ref.numel)
+            if low < end:
+                yield fragment, low, end
+
+    def _first(self, start: int, high: int) -> int:
+        """The first fragment, before number `high`, that can reach position `start`."""
         low = high
-        first = box.flat_start(self.shape)
-        while low and self.reach[low - 1] > first:
+        while low and self.reach[low - 1] > start:
             low -= 1
-        return self.fragments[low:high]
+        return low
+
+
+def _is_flat(fragment: Fragment, shape: tuple[int, ...]) -> bool:
+    """Whether a piece is a stretch of the row-major order of the whole, stored without gaps."""
+    ref = fragment.ref
+    is_stored_flat = isinstance(ref, InlineTensor) or ref.is_contiguous
+    return is_stored_flat and (ref.shape == shape or fragment.box.is_flat_in(shape))
 
 
 def _flat_stop(box: Box, shape: tuple[int, ...]) -> int:
     """One past the row-major position of the last element of a box that is not empty."""
-    return Box(tuple(stop - 1 for stop in box.stops), (1,) * len(box.sizes)).flat_start(shape) + 1
+    position = 0
+    for offset, count, length in zip(box.offsets, box.sizes, shape, strict=True):
+        position = position * length + offset + count - 1
+    return position + 1
 
 
 def resolve(target: Slice, source: Locator, start: int, stop: int) -> tuple[Piece, ...]:
@@ -188,6 +231,37 @@ def resolve_copies(target: Slice, source: Locator, start: int, stop: int) -> tup
 
 def pieces_within(target: Slice, source: Locator, replica: int, start: int, stop: int) -> Iterator[Piece]:
     """Copies of what the source holds of elements `start:stop`, which may be a part of them or nothing."""
+    flat = _flat_pieces(target, source, replica, start, stop)
+    return _boxed_pieces(target, source, replica, start, stop) if flat is None else flat
+
+
+def _flat_pieces(target: Slice, source: Locator, replica: int, start: int, stop: int) -> Iterator[Piece] | None:
+    """`pieces_within` where slice and fragments are stretches of the row-major order, as most are; else None."""
+    if len(target.pairs) != 1:
+        return None
+    (pair,) = target.pairs
+    if pair.local.sizes != target.local_shape or not pair.whole.is_flat_in(source.state.global_shape):
+        return None
+    base = pair.whole.flat_start(source.state.global_shape)
+    found = source.flat(base + start, base + stop, replica)
+    return None if found is None else (_flat_piece(own, low, high, base + start, source) for own, low, high in found)
+
+
+def _flat_piece(fragment: Fragment, low: int, high: int, start: int, source: Locator) -> Piece:
+    itemsize = fragment.ref.dtype.itemsize
+    first = fragment.box.flat_start(source.state.global_shape)
+    return Piece(
+        ref=fragment.ref,
+        sizes=(high - low,),
+        src_offset=(low - first) * itemsize,
+        src_strides=(itemsize,),
+        dst_offset=low - start,
+        dst_strides=(1,),
+        term=fragment.term,
+    )
+
+
+def _boxed_pieces(target: Slice, source: Locator, replica: int, start: int, stop: int) -> Iterator[Piece]:
     strides = contiguous_strides(target.local_shape)
     mean = source.state.overlap is Overlap.MEAN
     for run, position in local_flat_pairs(target.local_shape, start, stop):
