@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Protocol, TypeVar
@@ -31,17 +31,18 @@ S = TypeVar("S", bound=Sized)
 T = TypeVar("T")
 
 
-def bundle(items: Sequence[S], *, limit: int) -> list[list[S]]:
+def bundle(items: Iterable[S], *, limit: int) -> Iterator[list[S]]:
     """Neighbours together, in order, up to `limit` bytes; an item above it stands alone."""
-    bundles: list[list[S]] = []
-    room = 0
+    own: list[S] = []
+    room = limit
     for item in items:
-        if not bundles or item.nbytes > room:
-            bundles.append([])
-            room = limit
-        bundles[-1].append(item)
+        if own and item.nbytes > room:
+            yield own
+            own, room = [], limit
+        own.append(item)
         room -= item.nbytes
-    return bundles
+    if own:
+        yield own
 
 
 def interleave(items: Sequence[T], key: Callable[[T], Hashable]) -> list[T]:

@@ -7,24 +7,31 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from math import isnan
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import xxhash
 
-from ucp.atom import Index, StateIndex
+from ucp.atom import AtomIndex, Index, StateIndex
+from ucp.balance import bundle
 from ucp.checksums import mismatches
 from ucp.errors import CorruptError, SourceError, counted
 from ucp.gather import Gatherer, Sources, Span
-from ucp.numeric import differing, viewed, widened, without_payloads
+from ucp.numeric import Difference, differing, viewed, widened, without_payloads
 from ucp.plan import BLOCK, fit_workers
 from ucp.protocols import Observer
-from ucp.slice import Locator, Slice, resolve, whole_slice
+from ucp.slice import GAP, Locator, Slice, block_ranges, resolve, whole_slice
 from ucp.tensor import Record, TensorRef
 from ucp.tiles import blocks, is_crosswise
-from ucp.union import drift
+from ucp.union import drifts
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+T = TypeVar("T")
 
 __all__ = [
     "LANE",
@@ -93,20 +100,17 @@ def compare(a: Index, b: Index, observer: Observer, *, cast: bool = False, threa
         if atom.name in b.atoms and name in b.atoms[atom.name].states
     ]
     shared = [item for item in shared if item[2].global_shape == item[3].global_shape]
-    pairs = [(name, state, _Pair(own, other, cast=cast)) for name, state, own, other in shared]
-    jobs = [(name, state, pair, *parts) for name, state, pair in pairs for parts in pair.blocks()]
-    observer.begin(title="compare", nbytes=sum(_most(own, other) for *_, own, other in jobs))
+    observer.begin(title="compare", nbytes=sum(_width(own, other, cast) * own.numel for *_, own, other in shared))
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
 
-    def one(job: tuple[str, str, _Pair, Slice, Slice]) -> None:
-        name, state, pair, own, other = job
-        result = pair.differing(own, other)
-        if result is not None:
-            found.setdefault((name, state), []).append(result)
-        observer.advance(_most(own, other))
+    def some(jobs: Sequence[_Compared]) -> None:
+        for job, result in _differing(jobs):
+            found.setdefault((job.own.param, job.own.state), []).append(result)
+        observer.advance(sum(job.nbytes for job in jobs))
 
+    jobs = (job for item in shared for job in _compared(*item, cast=cast))
     try:
-        _each(jobs, one, threads)
+        _each(bundle(jobs, limit=BLOCK), some, threads)
     finally:
         observer.end()
     for (name, state), parts in sorted(found.items()):
@@ -137,25 +141,24 @@ def compare_copies(index: Index, observer: Observer, *, threads: int = THREADS) 
 
 def drifting(index: Index, observer: Observer, *, threads: int = THREADS) -> dict[tuple[str, str], list[str]]:
     """States whose copies differ from what is taken, by parameter and state, with a line for each difference."""
-    held = [(atom.name, name, Locator(state)) for atom, name, state in index.states()]
-    jobs = [
-        (part, locator)
-        for param, name, locator in held
-        if locator.replicas
-        for part in blocks(whole_slice(param, name, locator.state), locator.state, nbytes=BLOCK)
-    ]
+    held = [own for own in index.states() if any(fragment.replica for fragment in own[2].fragments)]
     found: dict[tuple[str, str], list[str]] = {}
-    observer.begin(title="copies", nbytes=sum(own.nbytes for own, _ in jobs))
+    observer.begin(title="copies", nbytes=sum(state.nbytes for _, _, state in held))
 
-    def one(job: tuple[Slice, Locator]) -> None:
-        own, locator = job
-        lines = list(drift(own, locator, _read(own, locator), _gatherer()))
-        if lines:
+    def some(parts: Sequence[_Part]) -> None:
+        taken = [(own, locator, data) for (own, locator), data in zip(parts, _read(parts), strict=True)]
+        for own, lines in drifts(taken, _gatherer()):
             found.setdefault((own.param, own.state), []).extend(lines)
-        observer.advance(own.nbytes)
+        observer.advance(sum(part.nbytes for part in parts))
 
+    parts = (
+        _Part(part, locator)
+        for atom, name, state in held
+        for locator in (Locator(state),)
+        for part in blocks(whole_slice(atom.name, name, state), state, nbytes=BLOCK)
+    )
     try:
-        _each(jobs, one, threads)
+        _each(bundle(parts, limit=BLOCK), some, threads)
     finally:
         observer.end()
     return found
@@ -181,89 +184,157 @@ def _undigested(index: Index) -> list[Record]:
 
 def scan_records(index: Index, observer: Observer, *, threads: int = THREADS) -> list[Record]:
     """Stretches whose bytes are not those that the writer summed; without those that `scan_digests` covers."""
-    jobs = [
-        (record.path, low, min(BLOCK, record.offset + record.nbytes - low))
-        for record in _undigested(index)
-        for low in range(record.offset, record.offset + record.nbytes, BLOCK)
-    ]
+    records = sorted(_undigested(index), key=lambda record: (record.path, record.offset))
     spans: list[Span] = []
-    observer.begin(title="checksums", nbytes=sum(nbytes for _, _, nbytes in jobs))
+    observer.begin(title="checksums", nbytes=sum(record.nbytes for record in records))
 
-    def one(job: tuple[str, int, int]) -> None:
-        gatherer = Gatherer(sources=_gatherer().sources, tracked=frozenset((job[0],)))
-        gatherer.scan(*job)
+    def some(job: tuple[str, list[tuple[int, int]]]) -> None:
+        gatherer = Gatherer(sources=_gatherer().sources)
+        gatherer.scan_many(*job)
         spans.extend(gatherer.spans)
-        observer.advance(job[2])
+        observer.advance(sum(nbytes for _, nbytes in job[1]))
 
     try:
-        _each(jobs, one, threads)
+        _each(_near(records), some, threads)
     finally:
         observer.end()
-    return mismatches(_undigested(index), spans)
+    return mismatches(records, spans)
+
+
+def _near(records: Iterable[Record]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """What is read at once of records in increasing offset: stretches of a file that are near, a block at most."""
+    path, own, stop = "", list[tuple[int, int]](), 0
+    for record in records:
+        for low in range(record.offset, record.offset + record.nbytes, BLOCK):
+            nbytes = min(BLOCK, record.offset + record.nbytes - low)
+            if own and (record.path != path or low - stop >= GAP or low + nbytes - own[0][0] > BLOCK):
+                yield path, own
+                own = []
+            own.append((low, nbytes))
+            path, stop = record.path, low + nbytes
+    if own:
+        yield path, own
 
 
 def scan_digests(index: Index, observer: Observer, *, threads: int = THREADS) -> list[str]:
     """States whose bytes are not those that were digested, one line each."""
-    jobs = [
-        (whole_slice(atom.name, name, state), Locator(state), number, digest)
-        for atom, name, state in index.states()
-        for number, digest in enumerate(state.digests)
-    ]
+    held = [own for own in index.states() if own[2].digests]
     wrong: list[str] = []
-    observer.begin(title="digests", nbytes=sum(own.nbytes for own, _, number, _ in jobs if number == 0))
+    observer.begin(title="digests", nbytes=sum(state.nbytes for _, _, state in held))
 
-    def one(job: tuple[Slice, Locator, int, str]) -> None:
-        own, locator, number, digest = job
-        step = locator.state.digest_nbytes // own.dtype.itemsize
-        low, high = number * step, min((number + 1) * step, own.stop)
-        label = f"{own.param}/{own.state}, elements {low}:{high}"
-        try:
-            data = _read(replace(own, start=low, stop=high), locator)
-        except (CorruptError, SourceError) as error:
-            wrong.append(f"{label}: {error}")
-            return
-        if xxhash.xxh3_64_hexdigest(data) != digest:
-            wrong.append(f"{label}, in {locator.state.fragments[0].path}")
-        observer.advance(data.nbytes)
+    def some(parts: Sequence[_Part]) -> None:
+        wrong.extend(_undigestible(parts))
+        observer.advance(sum(part.nbytes for part in parts))
 
     try:
-        _each(jobs, one, threads)
+        _each(bundle((part for own in held for part in _digested(*own)), limit=BLOCK), some, threads)
     finally:
         observer.end()
     return sorted(wrong)
 
 
-class _Pair:
-    """One state of two checkpoints."""
+def _digested(atom: AtomIndex, name: str, state: StateIndex) -> Iterator[_Part]:
+    """The stretches of a state that have a digest each."""
+    own, locator = whole_slice(atom.name, name, state), Locator(state)
+    for low, high in block_ranges(0, own.stop, state.digest_nbytes // own.dtype.itemsize):
+        yield _Part(replace(own, start=low, stop=high), locator)
 
-    def __init__(self, a: StateIndex, b: StateIndex, *, cast: bool) -> None:
-        same = a.dtype is b.dtype or (cast and a.dtype.is_floating and b.dtype.is_floating)
-        self._own = whole_slice("", "", a, dtype=b.dtype if same else None)
-        self._other = whole_slice("", "", b)
-        self._a, self._b = Locator(a), Locator(b)
-        self._is_cast = a.dtype is not b.dtype
-        itemsize = max(self._own.dtype.itemsize, self._other.dtype.itemsize)
-        self._step = BLOCK // (itemsize if same else _WIDEST)
 
-    def blocks(self) -> Iterator[tuple[Slice, Slice]]:
-        """The same elements of both, a block at a time, such that either is read once."""
-        lead, state = self._own, self._a.state
-        if is_crosswise(self._other, self._b.state, nbytes=BLOCK):
-            lead, state = self._other, self._b.state
-        for part in blocks(lead, state, nbytes=self._step * lead.dtype.itemsize):
-            yield replace(part, dtype=self._own.dtype), replace(part, dtype=self._other.dtype)
+def _undigestible(parts: Sequence[_Part]) -> Iterator[str]:
+    """A line for each of some stretches whose bytes are not those that were digested, or cannot be read."""
+    try:
+        read = _read(parts)
+    except (CorruptError, SourceError) as error:
+        if len(parts) > 1:  # which of them it is, is seen when each is read alone
+            yield from chain.from_iterable(_undigestible([part]) for part in parts)
+        else:
+            yield f"{parts[0].label}: {error}"
+        return
+    for part, data in zip(parts, read, strict=True):
+        state = part.locator.state
+        number = part.own.start * part.own.dtype.itemsize // state.digest_nbytes
+        if xxhash.xxh3_64_hexdigest(data) != state.digests[number]:
+            yield f"{part.label}, in {state.fragments[0].path}"
 
-    def differing(self, own: Slice, other: Slice) -> tuple[int, float] | None:
-        """How many elements of a block differ, and by how much; None when none does."""
-        left = viewed(_read(own, self._a), own.dtype)
-        right = viewed(_read(other, self._b), other.dtype)
-        if left.dtype != right.dtype:
-            wide = "complex128" if "c" in (left.dtype.kind, right.dtype.kind) else "float64"
-            left, right = widened(left, wide), widened(right, wide)
-        found = differing(left, right)
-        if found and self._is_cast:  # casts need not agree in the payload of a NaN
-            found = differing(without_payloads(left, right), right)
-        return (found.numel, found.largest) if found else None
+
+class _Part(NamedTuple):
+    """A part of a state that is read at once."""
+
+    own: Slice
+    """Which."""
+    locator: Locator
+    """Where its pieces are found."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.own.nbytes
+
+    @property
+    def label(self) -> str:
+        """Its name, for messages."""
+        return f"{self.own.param}/{self.own.state}, elements {self.own.start}:{self.own.stop}"
+
+
+class _Compared(NamedTuple):
+    """The same elements of two checkpoints, which are compared at once."""
+
+    left: _Part
+    """Of the first; cast, where that was asked for."""
+    right: _Part
+    """Of the second."""
+
+    @property
+    def own(self) -> Slice:
+        """Which they are."""
+        return self.left.own
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of them, in the wider type."""
+        return max(self.left.nbytes, self.right.nbytes)
+
+
+def _is_alike(a: StateIndex, b: StateIndex, cast: bool) -> bool:  # noqa: FBT001
+    """Whether the bits of two states are compared, those of the first after a cast to the type of the second."""
+    return a.dtype is b.dtype or (cast and a.dtype.is_floating and b.dtype.is_floating)
+
+
+def _width(a: StateIndex, b: StateIndex, cast: bool) -> int:  # noqa: FBT001
+    """Bytes of an element, in the wider type."""
+    return b.dtype.itemsize if _is_alike(a, b, cast) else max(a.dtype.itemsize, b.dtype.itemsize)
+
+
+def _compared(param: str, name: str, a: StateIndex, b: StateIndex, *, cast: bool) -> Iterator[_Compared]:
+    """All elements of both, a block at a time, such that either is read once."""
+    alike = _is_alike(a, b, cast)
+    left, right = whole_slice(param, name, a, dtype=b.dtype if alike else None), whole_slice(param, name, b)
+    lead, state = (right, b) if is_crosswise(right, b, nbytes=BLOCK) else (left, a)
+    nbytes = BLOCK // (_width(a, b, cast) if alike else _WIDEST) * lead.dtype.itemsize
+    first, second = Locator(a), Locator(b)
+    for part in blocks(lead, state, nbytes=nbytes):
+        yield _Compared(_Part(replace(part, dtype=left.dtype), first), _Part(replace(part, dtype=right.dtype), second))
+
+
+def _differing(jobs: Sequence[_Compared]) -> Iterator[tuple[_Compared, tuple[int, float]]]:
+    """Those of some elements that differ, with how many do, and by how much."""
+    lefts, rights = _read([job.left for job in jobs]), _read([job.right for job in jobs])
+    if lefts[0].obj == rights[0].obj and all(job.left.own.dtype is job.right.own.dtype for job in jobs):
+        return
+    for job, left, right in zip(jobs, lefts, rights, strict=True):
+        result = _difference(viewed(left, job.left.own.dtype), viewed(right, job.right.own.dtype), job)
+        if result is not None:
+            yield job, (result.numel, result.largest)
+
+
+def _difference(left: NDArray[Any], right: NDArray[Any], job: _Compared) -> Difference | None:
+    if left.dtype != right.dtype:
+        wide = "complex128" if "c" in (left.dtype.kind, right.dtype.kind) else "float64"
+        left, right = widened(left, wide), widened(right, wide)
+    found = differing(left, right)
+    if found and job.left.locator.state.dtype is not job.right.locator.state.dtype:
+        return differing(without_payloads(left, right), right)  # casts need not agree in the payload of a NaN
+    return found
 
 
 _local = threading.local()
@@ -275,19 +346,20 @@ def _gatherer() -> Gatherer:
     return own
 
 
-def _read(own: Slice, locator: Locator) -> memoryview:
-    data = memoryview(bytearray(own.nbytes))
-    _gatherer().fill(data, own.dtype, resolve(own, locator, own.start, own.stop))
-    return data
+def _read(parts: Sequence[_Part]) -> list[memoryview]:
+    """The bytes of parts in one buffer; they are read together where they are neighbours in a file."""
+    data = memoryview(bytearray(sum(part.nbytes for part in parts)))
+    views, wanted, at = [], [], 0
+    for own, locator in parts:
+        views.append(data[at : at + own.nbytes])
+        wanted.append((views[-1], own.dtype, resolve(own, locator, own.start, own.stop)))
+        at += own.nbytes
+    _gatherer().fill_many(wanted)
+    return views
 
 
-def _most(own: Slice, other: Slice) -> int:
-    """Bytes of what is compared, in the wider type."""
-    return max(own.nbytes, other.nbytes)
-
-
-def _each(jobs: Sequence[object], one: Callable[..., None], threads: int) -> None:
-    """`one(job)` for every job, on so many threads, never more in flight than there are threads."""
+def _each(jobs: Iterable[T], some: Callable[[T], None], threads: int) -> None:
+    """`some(job)` for every job, on so many threads, never more in flight than there are threads."""
     from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
     queue = iter(jobs)
@@ -299,12 +371,12 @@ def _each(jobs: Sequence[object], one: Callable[..., None], threads: int) -> Non
 
     try:
         with ThreadPoolExecutor(threads, initializer=start) as pool:
-            running = {pool.submit(one, job) for job in islice(queue, threads)}
+            running = {pool.submit(some, job) for job in islice(queue, threads)}
             while running:
                 finished, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in finished:
                     future.result()
-                running |= {pool.submit(one, job) for job in islice(queue, len(finished))}
+                running |= {pool.submit(some, job) for job in islice(queue, len(finished))}
     finally:
         for sources in opened:
             sources.close()

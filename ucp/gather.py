@@ -98,23 +98,36 @@ class Gatherer:
         """Read bytes only for their checksum."""
         self._read(path, offset, [memoryview(bytearray(nbytes))])
 
+    def scan_many(self, path: str, stretches: Sequence[tuple[int, int]]) -> None:
+        """Read stretches (offset, bytes), in increasing offset and near one another, for the checksum of each."""
+        low, high = stretches[0][0], max(offset + nbytes for offset, nbytes in stretches)
+        data = memoryview(bytearray(high - low))
+        self.sources.get(path).read_into([data], low)
+        self.nbytes_read += high - low
+        parts = ((offset, nbytes, data[offset - low : offset - low + nbytes]) for offset, nbytes in stretches)
+        self.spans.extend(Span(path, offset, nbytes, zlib_ng.crc32(part)) for offset, nbytes, part in parts)
+
     def fill_many(self, wanted: Sequence[tuple[memoryview, DType, Sequence[Piece]]]) -> None:
         """`fill` for several buffers at once, so that reads of neighbours are joined."""
         direct: list[tuple[TensorRef, int, memoryview]] = []
+        indirect: list[tuple[memoryview, DType, list[Piece]]] = []
         for buffer, dtype, pieces in wanted:
+            others: list[Piece] = []
             for piece in pieces:
                 view = _direct_view(piece, dtype, buffer)
                 if view is None:
-                    continue
-                if isinstance(piece.ref, InlineTensor):
+                    others.append(piece)
+                elif isinstance(piece.ref, InlineTensor):
                     view[:] = piece.ref.data[piece.src_offset : piece.src_offset + view.nbytes]
                 else:
                     direct.append((piece.ref, piece.ref.offset + piece.src_offset, view))
+            if others:
+                indirect.append((buffer, dtype, others))
         direct.sort(key=lambda item: (item[0].path, item[1]))
         for path, offset, views in _joined(direct):
             self._read(path, offset, views)
-        for buffer, dtype, pieces in wanted:
-            self._fill_indirect(buffer, dtype, [p for p in pieces if _direct_view(p, dtype, buffer) is None])
+        for buffer, dtype, others in indirect:
+            self._fill_indirect(buffer, dtype, others)
 
     def _read(self, path: str, offset: int, views: list[memoryview]) -> None:
         self.sources.get(path).read_into(views, offset)

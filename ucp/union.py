@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import groupby
+from functools import lru_cache
+from itertools import chain, groupby
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NamedTuple
@@ -20,17 +20,18 @@ import xxhash
 from zlib_ng import zlib_ng
 
 from ucp.codec import encode
+from ucp.dtypes import DType
 from ucp.errors import CorruptError
 from ucp.gather import Gatherer, Sources, Span, piece_values
 from ucp.io.write import read_back, start_writeback, write_at
 from ucp.layout import Overlap
-from ucp.numeric import differing, numpy_dtype, strided, without_payloads
+from ucp.numeric import differing, numpy_dtype, strided, viewed, without_payloads
 from ucp.plan import BLOCK, Fill, Job, Section, Task, raw_slice
 from ucp.slice import Locator, Piece, Slice, block_ranges, resolve, resolve_copies, starts_of
 from ucp.tensor import TensorRef
 from ucp.tiles import tiles, within
 
-__all__ = ["Done", "Sum", "Worker", "drift"]
+__all__ = ["Done", "Sum", "Worker", "drift", "drifts"]
 
 MEAN_WINDOW = BLOCK // 8
 """Bytes of a mean that are made at once: its sum is wider than what is written, and so are its casts."""
@@ -38,6 +39,9 @@ MEAN_WINDOW = BLOCK // 8
 
 WINDOW = 256 << 10
 """Bytes that are read and summed at once, while they are in the processor's cache."""
+
+LOCATORS = 1024
+"""States whose pieces one thread keeps sorted: a large one is many blocks."""
 
 SPANS = 4096
 """Spans that are worth joining."""
@@ -93,7 +97,7 @@ class Worker:
         self._root = root
         self._sources = Sources()
         self._tracked = frozenset(record.path for record in job.index.records)
-        self._locator = cache(self._make_locator)
+        self._locator = lru_cache(LOCATORS)(self._make_locator)
         self._buffer = memoryview(mmap.mmap(-1, BLOCK))
 
     def carry_out(self, task: Task) -> Done:
@@ -204,7 +208,7 @@ class Worker:
 
     def _gathered(self, fill: Fill, data: memoryview, gatherer: Gatherer, found: list[str]) -> list[Sum]:
         """Bytes of all sections in `data`, compared with their copies; their sums."""
-        parts, wanted = [], []
+        parts, wanted, taken = [], [], []
         for section in fill.sections:
             own, locator = self._slice(section)
             at = section.offset - fill.offset
@@ -212,13 +216,13 @@ class Worker:
             parts.append(part)
             for low, high, window in _windows(section, part, locator):
                 wanted.append((window, own.dtype, resolve(own, locator, low, high)))
+                if section.placement in self._job.checking and locator.replicas:
+                    taken.append((replace(own, start=low, stop=high), locator, window))
         try:
             gatherer.fill_many(wanted)
         except CorruptError as error:
             raise self._named(error, fill) from error
-        for section, part in zip(fill.sections, parts, strict=True):
-            if section.placement in self._job.checking:
-                self._check_copies(section, part, gatherer, found)
+        found.extend(line for _, lines in drifts(taken, gatherer) for line in lines)
         return [
             Sum(s.placement, s.start, part.nbytes, xxhash.xxh3_64_hexdigest(part), zlib_ng.crc32(part))
             for s, part in zip(fill.sections, parts, strict=True)
@@ -246,11 +250,6 @@ class Worker:
 
     def _make_locator(self, param: str, state: str) -> Locator:
         return Locator(self._job.index.atoms[param].states[state])
-
-    def _check_copies(self, section: Section, part: memoryview, gatherer: Gatherer, found: list[str]) -> None:
-        own, locator = self._slice(section)
-        for low, high, window in _windows(section, part, locator):
-            found.extend(drift(replace(own, start=low, stop=high), locator, window, gatherer))
 
 
 @contextmanager
@@ -286,6 +285,52 @@ def _windows(section: Section, part: memoryview, locator: Locator) -> Iterator[t
     step = MEAN_WINDOW if locator.state.overlap is Overlap.MEAN else BLOCK
     for low, high in block_ranges(section.start, section.stop, step // itemsize):
         yield low, high, part[(low - section.start) * itemsize : (high - section.start) * itemsize]
+
+
+Taken = tuple[Slice, Locator, memoryview]
+"""A slice, the pieces of its state, and the bytes that were taken for it."""
+
+
+def drifts(taken: Sequence[Taken], gatherer: Gatherer) -> Iterator[tuple[Slice, list[str]]]:
+    """Slices of which copies differ, with the lines of `drift`. All together are at most a block."""
+    if len(taken) > 1 and _agree(taken, gatherer):
+        return
+    for own, locator, part in taken:
+        lines = list(drift(own, locator, part, gatherer))
+        if lines:
+            yield own, lines
+
+
+def _agree(taken: Sequence[Taken], gatherer: Gatherer) -> bool:
+    """Whether all copies hold what was taken, seen at once; False also where that needs a closer look."""
+    alike: dict[tuple[DType, DType], list[tuple[memoryview, Piece]]] = {}
+    for own, locator, part in taken:
+        for piece in chain.from_iterable(resolve_copies(own, locator, own.start, own.stop)):
+            if own.dtype is not locator.state.dtype and piece.ref.dtype is not own.dtype:
+                continue
+            if piece.mean or piece.dst_strides != (1,):
+                return False
+            at, nbytes = (n * own.dtype.itemsize for n in (piece.dst_offset, piece.sizes[0]))
+            alike.setdefault((own.dtype, piece.ref.dtype), []).append((part[at : at + nbytes], piece))
+    return all(_hold(pairs, *dtypes, gatherer) for dtypes, pairs in alike.items())
+
+
+def _hold(pairs: Sequence[tuple[memoryview, Piece]], dtype: DType, copied: DType, gatherer: Gatherer) -> bool:
+    """Whether pieces of type `copied` hold the bytes of `dtype` beside them, after a cast; read together."""
+    import numpy as np
+
+    data = memoryview(bytearray(sum(piece.sizes[0] for _, piece in pairs) * copied.itemsize))
+    wanted, at = [], 0
+    for _, piece in pairs:
+        nbytes = piece.sizes[0] * copied.itemsize
+        wanted.append((data[at : at + nbytes], copied, (replace(piece, dst_offset=0),)))
+        at += nbytes
+    gatherer.fill_many(wanted)
+    taken = viewed(memoryview(b"".join(view for view, _ in pairs)), dtype)
+    if copied is not dtype:
+        with np.errstate(over="ignore", invalid="ignore"):
+            taken = taken.astype(numpy_dtype(copied))
+    return differing(taken, viewed(data, copied)) is None
 
 
 def drift(own: Slice, locator: Locator, part: memoryview, gatherer: Gatherer) -> Iterator[str]:

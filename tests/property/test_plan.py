@@ -37,7 +37,7 @@ class Item:
 
 @given(st.lists(st.integers(0, 50).map(Item)), st.integers(1, 30))
 def test_bundles_keep_order_and_limit(items, limit):
-    bundles = bundle(items, limit=limit)
+    bundles = list(bundle(items, limit=limit))
     assert [item for own in bundles for item in own] == items
     assert all(bundles)
     for own in bundles:
