@@ -18,6 +18,7 @@ import xxhash
 from ucp.atom import AtomIndex, Index, StateIndex
 from ucp.balance import bundle
 from ucp.checksums import mismatches
+from ucp.dtypes import DType
 from ucp.errors import CorruptError, SourceError, counted
 from ucp.gather import Gatherer, Sources, Span
 from ucp.numeric import Difference, differing, viewed, widened, without_payloads
@@ -313,7 +314,11 @@ def _compared(param: str, name: str, a: StateIndex, b: StateIndex, *, cast: bool
     nbytes = BLOCK // (_width(a, b, cast) if alike else _WIDEST) * lead.dtype.itemsize
     first, second = Locator(a), Locator(b)
     for part in blocks(lead, state, nbytes=nbytes):
-        yield _Compared(_Part(replace(part, dtype=left.dtype), first), _Part(replace(part, dtype=right.dtype), second))
+        yield _Compared(_Part(_typed(part, left.dtype), first), _Part(_typed(part, right.dtype), second))
+
+
+def _typed(own: Slice, dtype: DType) -> Slice:
+    return own if own.dtype is dtype else replace(own, dtype=dtype)
 
 
 def _differing(jobs: Sequence[_Compared]) -> Iterator[tuple[_Compared, tuple[int, float]]]:

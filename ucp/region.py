@@ -33,7 +33,7 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.sizes):
             raise ValueError(f"offsets {self.offsets} and sizes {self.sizes} differ in dims")
-        if min(self.offsets, default=0) < 0 or min(self.sizes, default=0) < 0:
+        if min((0, *self.offsets, *self.sizes)) < 0:
             raise ValueError(f"negative offset or size: {self.offsets}, {self.sizes}")
 
     @staticmethod

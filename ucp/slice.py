@@ -160,13 +160,12 @@ class _Sorted:
 
     def __init__(self, fragments: list[Fragment], state: StateIndex) -> None:
         self.shape = shape = state.global_shape
-        self.fragments = [fragment for fragment in fragments if fragment.box.numel]
+        placed = [(fragment.box.flat_start(shape), fragment) for fragment in fragments if 0 not in fragment.box.sizes]
+        if len(placed) > 1:
+            placed.sort(key=lambda item: item[0])
+        self.starts = [start for start, _ in placed]
+        self.fragments = [fragment for _, fragment in placed]
         self.is_flat = state.overlap is not Overlap.MEAN and all(_is_flat(own, shape) for own in self.fragments)
-        self.starts = [fragment.box.flat_start(shape) for fragment in self.fragments]
-        if len(self.fragments) > 1:
-            order = sorted(range(len(self.starts)), key=self.starts.__getitem__)
-            self.fragments = [self.fragments[at] for at in order]
-            self.starts = [self.starts[at] for at in order]
         self.reach = list(accumulate((_flat_stop(fragment.box, shape) for fragment in self.fragments), max))
 
     def near(self, box: Box) -> Sequence[Fragment]:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from ucp.dtypes import DType
@@ -15,6 +16,7 @@ from ucp.dtypes import DType
 __all__ = ["InlineTensor", "Record", "Tensor", "TensorRef", "contiguous_strides"]
 
 
+@lru_cache(maxsize=4096)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Row-major strides of `shape`, in elements.
 
@@ -51,9 +53,7 @@ class TensorRef:
     """Byte of the decoded block where element [0, ..., 0] stands, when a codec is named."""
 
     def __post_init__(self) -> None:
-        if self.offset < 0 or len(self.shape) != len(self.strides):
-            raise ValueError(f"not a tensor reference: {self!r}")
-        if min(self.shape, default=0) < 0 or min(self.strides, default=0) < 0:
+        if len(self.shape) != len(self.strides) or min((self.offset, *self.shape, *self.strides)) < 0:
             raise ValueError(f"not a tensor reference: {self!r}")
 
     @property
@@ -69,7 +69,7 @@ class TensorRef:
     @property
     def extent(self) -> int:
         """Bytes from the first element to the end of the last, gaps counted; 0 when empty."""
-        if self.numel == 0:
+        if 0 in self.shape:
             return 0
         last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         return (last + 1) * self.dtype.itemsize
@@ -78,8 +78,9 @@ class TensorRef:
     def is_contiguous(self) -> bool:
         """Whether the elements lie in row-major order without a gap."""
         wanted = contiguous_strides(self.shape)
-        pairs = zip(self.shape, self.strides, wanted, strict=True)
-        return self.numel == 0 or all(n == 1 or s == w for n, s, w in pairs)
+        if self.strides == wanted or self.numel == 0:
+            return True
+        return all(n == 1 or s == w for n, s, w in zip(self.shape, self.strides, wanted, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

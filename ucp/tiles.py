@@ -99,7 +99,9 @@ def tiles(own: Slice, state: StateIndex, *, nbytes: int) -> Iterator[Slice]:
 
 def blocks(own: Slice, state: StateIndex, *, nbytes: int) -> Iterator[Slice]:
     """`own`, which is a whole state, in parts of at most `nbytes` bytes, such that all of them read the source once."""
-    if is_crosswise(own, state, nbytes=nbytes):
+    if 0 < own.nbytes <= nbytes:
+        yield own
+    elif is_crosswise(own, state, nbytes=nbytes):
         yield from tiles(own, state, nbytes=nbytes)
     else:
         for low, high in block_ranges(own.start, own.stop, nbytes // own.dtype.itemsize):

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from math import prod
+from operator import gt
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -193,7 +195,7 @@ def _atom(name: str, described: Json, states: _States) -> AtomIndex:
         global_shape=_ints(described["shape"]),
         kind=Kind(_text(described["kind"])),
         states={state: states.state(f"{name}/{state}", _object(place)) for state, place in own.items()},
-        model_dtype=None if model_dtype is None else DType(_text(model_dtype)),
+        model_dtype=None if model_dtype is None else _dtype(_text(model_dtype)),
         patterns=_texts_by_name(described.get("patterns", {})),
     )
 
@@ -213,7 +215,7 @@ class _States:
 
     def state(self, label: str, described: Json) -> StateIndex:
         """A state of whatever layout; `label`: its name, for messages."""
-        shape, dtype = _ints(described["shape"]), DType(_text(described["dtype"]))
+        shape, dtype = _ints(described["shape"]), _dtype(_text(described["dtype"]))
         overlap, step = Overlap.EXCLUSIVE, 0
         digests: tuple[str, ...] = ()
         if "pieces" in described:
@@ -268,14 +270,14 @@ class _States:
     def _piece(self, piece: list[object], shape: tuple[int, ...]) -> Fragment:
         """A piece of somebody else's file, or a tensor that stands here."""
         offsets, sizes, replica, term, dtype, *place = piece
-        box = Box(_ints(offsets), _ints(sizes))
-        if len(box.sizes) != len(shape) or any(stop > n for stop, n in zip(box.stops, shape, strict=True)):
+        box = _box(_ints(offsets), _ints(sizes))
+        if len(box.sizes) != len(shape) or any(map(gt, box.stops, shape)):
             raise ValueError(f"a piece at {box} of a tensor of shape {shape}")
         if len(place) == 1:
             data = bytes.fromhex(_text(place[0]))
-            ref: InlineTensor | TensorRef = InlineTensor(data=data, dtype=DType(_text(dtype)), shape=box.sizes)
+            ref: InlineTensor | TensorRef = InlineTensor(data=data, dtype=_dtype(_text(dtype)), shape=box.sizes)
         else:
-            ref = self._reference(place, box, DType(_text(dtype)))
+            ref = self._reference(place, box, _dtype(_text(dtype)))
         copy = _int(replica, least=-_MOST_COPIES)
         return Fragment(box=box, ref=ref, replica=abs(copy), term=_int(term), derived=copy < 0)
 
@@ -323,6 +325,12 @@ def _digests(described: Json, shape: tuple[int, ...], dtype: DType) -> tuple[tup
     return digests, step
 
 
+_dtype = cache(DType)
+"""Types by name; there are few, and many tensors of each."""
+_box = lru_cache(maxsize=4096)(Box)
+"""Boxes of whole tensors, of which a model has few shapes."""
+
+
 def _of(value: object, kind: type[T]) -> T:
     if not isinstance(value, kind):
         raise TypeError(f"expected {kind.__name__}, got {value!r}"[:200])
@@ -348,7 +356,7 @@ def _int(value: object, *, least: int = 0) -> int:
 
 
 def _ints(value: object) -> tuple[int, ...]:
-    return tuple(_int(item) for item in _list(value))
+    return tuple(map(_int, _list(value)))
 
 
 def _texts(value: object) -> tuple[str, ...]:
