@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["DIFFERENT", "DONE", "FAILED", "INTERRUPTED", "TERMINATED", "USAGE"]
+__all__ = ["DIFFERENT", "DONE", "FAILED", "HUNG_UP", "INTERRUPTED", "TERMINATED", "USAGE"]
 
 DONE = 0
 """Everything asked for was done; checkpoints compared are equal."""
@@ -18,6 +18,9 @@ DIFFERENT = 3
 
 INTERRUPTED = 130
 """Stopped from the keyboard."""
+
+HUNG_UP = 129
+"""Stopped by SIGHUP (128 + 1), as when a terminal goes away."""
 
 TERMINATED = 143
 """Stopped by SIGTERM (128 + 15), as a scheduler does before it kills."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import IO, Any
 
 import click
 
 from ucp.errors import MemoryBudgetError, UcpError, UsageError
-from ucp_cli.exits import DIFFERENT, FAILED, INTERRUPTED, TERMINATED, USAGE
+from ucp_cli.exits import DIFFERENT, FAILED, HUNG_UP, INTERRUPTED, TERMINATED, USAGE
 from ucp_cli.stopping import Terminated
 from ucp_cli.units import printable
 
@@ -50,9 +51,18 @@ class Ended(Failure):
     exit_code = TERMINATED
 
 
+class HungUp(Ended):
+    """It was stopped by SIGHUP."""
+
+    exit_code = HUNG_UP
+
+
 def stopped(by: KeyboardInterrupt, advice: str = "") -> Failure:
     """The failure that an interrupt or a termination is; `advice`: what is said after it."""
-    return Ended(f"terminated{advice}") if isinstance(by, Terminated) else Interrupted(f"interrupted{advice}")
+    if isinstance(by, Terminated):
+        kind = HungUp if by.args == (signal.SIGHUP,) else Ended
+        return kind(f"terminated{advice}")
+    return Interrupted(f"interrupted{advice}")
 
 
 def explained(error: BaseException) -> Failure | None:

@@ -1,6 +1,7 @@
-"""`ucp VERB ...`: the group of all verbs, and how their failures end.
+"""The program: `ucp VERB ...`.
 
-A verb's module is imported when it is run, so that `ucp --help` costs nothing.
+Nothing is imported before signals are heeded, so that one that comes while the verbs are still being imported ends the
+program as any other does.
 """
 
 from __future__ import annotations
@@ -8,88 +9,10 @@ from __future__ import annotations
 import gc
 import io
 import sys
-import traceback
-from difflib import get_close_matches
-from importlib import import_module
-
-import click
 
 from ucp_cli.stopping import heed_termination
 
-__all__ = ["SUMMARIES", "cli", "main"]
-
-SUMMARIES = {
-    "inspect": "Show what a checkpoint holds.",
-    "plan": "Show what a conversion would do.",
-    "convert": "Convert a checkpoint to atoms, or for another run or framework.",
-    "verify": "Prove that a checkpoint is whole and undamaged.",
-    "diff": "Compare two checkpoints of any formats.",
-    "patterns": "Show model families, and what their rules say about a checkpoint.",
-}
-"""Verb to the first line of its help, in the order of the help page."""
-
-
-class Verbs(click.Group):
-    """The verbs, found by module name."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of the verbs."""
-        return list(SUMMARIES)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The verb of that name; imports its module."""
-        if cmd_name not in SUMMARIES:
-            return None
-        command: click.Command = import_module(f"ucp_cli.{cmd_name}").command
-        return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The verb that `args` start with. Raises UsageError naming the nearest."""
-        if args and not args[0].startswith("-") and args[0] not in SUMMARIES:
-            near = get_close_matches(args[0], SUMMARIES, 1, 0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(SUMMARIES)}"
-            ctx.fail(f"no such command {args[0]!r}; {hint}")
-        return super().resolve_command(ctx, args)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the verbs without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(SUMMARIES.items()))
-
-    def invoke(self, ctx: click.Context) -> object:
-        """Run the verb; an expected failure becomes one message and its exit code."""
-        try:
-            return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
-            raise
-        except (KeyboardInterrupt, Exception) as error:
-            from ucp_cli.failures import explained
-
-            failure = explained(error)
-            if failure is None:
-                raise
-            if ctx.params["debug"]:
-                traceback.print_exc()
-            raise failure from error
-
-
-@click.group(
-    cls=Verbs,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="\b\nExample:\n  ucp inspect checkpoints/\n  ucp convert checkpoints/ atoms/ --verify",
-)
-@click.option("--debug", is_flag=True, envvar="UCP_DEBUG", help="Show the traceback of a failure (or UCP_DEBUG=1).")
-@click.version_option(package_name="universal-checkpoint", message="ucp %(version)s")
-def cli(*, debug: bool) -> None:
-    """Read training checkpoints of any framework and layout, and write them for any other.
-
-    Results go to stdout, messages to stderr. Exit codes: 0 done, 1 failed or damaged, 2 wrong usage, 3 differences
-    found.
-    """
-    del debug  # read by `Verbs.invoke`
-
+__all__ = ["main"]
 
 _OBJECTS_BETWEEN_COLLECTIONS = 500_000
 """An index is millions of objects without cycles; by Python's own setting (700), looking for some takes a tenth of the
@@ -98,8 +21,21 @@ time."""
 
 def main() -> None:
     """Run the command line of this process."""
-    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     heed_termination()
+    try:
+        _run()
+    except KeyboardInterrupt as stop:  # before or after the verbs, which tell it themselves
+        from ucp_cli.failures import stopped
+
+        failure = stopped(stop)
+        failure.show()
+        sys.exit(failure.exit_code)
+
+
+def _run() -> None:
+    from ucp_cli.verbs import cli
+
+    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # whatever a name holds, and whatever the locale

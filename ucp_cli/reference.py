@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import click
 
-from ucp_cli.main import SUMMARIES, cli
+from ucp_cli.verbs import SUMMARIES, cli
 
 __all__ = ["page"]
 

@@ -1,6 +1,7 @@
-"""SIGTERM ends a verb as Ctrl-C does: work in progress is left in order, and one line says how to go on.
+"""SIGTERM and SIGHUP end a verb as Ctrl-C does: work in progress is left in order, and one line says how to go on.
 
-A scheduler sends it before it kills. Only the first counts: those that follow would cut the tidying short.
+A scheduler sends the one before it kills, a terminal that goes away the other. Only the first signal counts: those that
+follow would cut the tidying short.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ from types import FrameType
 
 __all__ = ["Terminated", "heed_termination"]
 
+_HEEDED = (signal.SIGTERM, signal.SIGHUP)
+
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM was received."""
+    """A signal that ends the program was received; its number is the argument."""
 
 
 def heed_termination() -> None:
-    """From now on SIGTERM raises `Terminated` in the main thread; not where the process was told to ignore it."""
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _stop)
+    """From now on they raise `Terminated` in the main thread; not those that the process was told to ignore."""
+    for number in _HEEDED:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _stop)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Terminated
+    for other in _HEEDED:
+        signal.signal(other, signal.SIG_IGN)
+    raise Terminated(number)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from ucp_cli.main import cli
+from ucp_cli.verbs import cli
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepspeed"
 

@@ -12,7 +12,7 @@ import pytest
 from tests.cli.conftest import FIXTURES, Run
 from ucp import api
 from ucp.errors import UcpError, UsageError
-from ucp_cli.main import SUMMARIES, cli
+from ucp_cli.verbs import SUMMARIES, cli
 
 LIGHT = ("backend", "folder", "names", "native_source", "source", "universal_source")
 """Modules of a format that tell whether a folder is of it."""
@@ -27,7 +27,7 @@ def run(*words: object, **options: object) -> subprocess.CompletedProcess[str]:
 
 def imported(*words: object) -> set[str]:
     """Modules that a command imports."""
-    own = "import sys; from ucp_cli.main import cli; cli(sys.argv[1:], standalone_mode=False)"
+    own = "import sys; from ucp_cli.verbs import cli; cli(sys.argv[1:], standalone_mode=False)"
     code = f"{own}; print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, check=True)
     return set(done.stderr.split())

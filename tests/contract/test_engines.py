@@ -83,6 +83,24 @@ class TestProcessEngine(EngineContract):
         assert children() == []
         assert len(os.listdir("/proc/self/fd")) <= before
 
+    def test_workers_that_are_stuck_end_when_the_parent_is_gone(self, job, tmp_path, monkeypatch):
+        """Killed with -9, it cannot tell them; and they would never look."""
+        monkeypatch.setattr(Worker, "carry_out", lambda worker, task: threading.Event().wait())
+        root = _created(job, tmp_path / "out")
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if not pid:
+            _stuck_parent(self.make(), job, root, writing)
+        os.close(writing)
+        with os.fdopen(reading) as told:
+            workers = [int(number) for number in told.readline().split()]
+        os.waitpid(pid, 0)
+        assert len(workers) == 2
+        deadline = time.monotonic() + 10
+        while any(_state_of(worker) != "Z" for worker in workers):
+            assert time.monotonic() < deadline, "an orphan is stuck"
+            time.sleep(0.02)
+
     def test_workers_end_when_the_parent_is_gone(self, job, tmp_path):
         root = _created(job, tmp_path / "out")
         pid = os.fork()
@@ -100,6 +118,14 @@ def _slow_parent(engine, job, root):
     stream = iter(engine.run(job, root, job.tasks, workers=2, threads=2))
     next(stream)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stuck_parent(engine, job, root, writing):
+    """Start workers in this (forked) process, say which they are, and die."""
+    stream = engine.run(job, root, job.tasks, workers=2, threads=1)  # dropped, it would end them
+    os.write(writing, (" ".join(map(str, children())) + "\n").encode())
+    os.kill(os.getpid(), signal.SIGKILL)
+    stream.close()
 
 
 def children() -> list[int]:

@@ -3,10 +3,13 @@ from __future__ import annotations
 import os
 from importlib import import_module
 
+import numpy as np
 import pytest
 
+import ucp
 from ucp.errors import DestinationError, IncompleteError
 from ucp.io.commit import MARK, Making, Staging, check_destination, refuse_partial
+from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 
 @pytest.fixture
@@ -183,3 +186,74 @@ def test_a_current_folder_that_is_gone_is_in_nobodys_way(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     check_destination(tmp_path / "source", tmp_path / "out")
+
+
+class TestLinks:
+    """What a conversion writes to and clears is never somewhere else."""
+
+    @pytest.fixture
+    def elsewhere(self, tmp_path):
+        """A folder that looks like one in which a conversion grew."""
+        (tmp_path / "elsewhere" / "data").mkdir(parents=True)
+        (tmp_path / "elsewhere" / "data" / "precious").write_text("kept")
+        (tmp_path / "elsewhere" / "journal.jsonl").write_text('{"fingerprint":"f"}\n{"task":1}\n')
+        return tmp_path / "elsewhere"
+
+    @pytest.mark.parametrize("how", [{"overwrite": True}, {"resume": True}, {}], ids=str)
+    @pytest.mark.parametrize("place", ["", "data", "journal.jsonl", "lock", "old-1", "data/packs"])
+    def test_they_are_refused(self, staging, elsewhere, place, how):
+        target = elsewhere / "data" if place in ("data", "old-1", "data/packs") else elsewhere / place
+        if place == "lock":
+            target.write_text("")
+        link = staging.folder / place
+        if place:
+            staging.data.mkdir(parents=True)
+            (staging.folder / "journal.jsonl").write_text('{"fingerprint":"f"}\n{"task":1}\n')
+        if link.is_dir():
+            link.rmdir()
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        before = {path: path.is_file() and path.read_text() for path in sorted(elsewhere.rglob("*"))}
+        with pytest.raises(DestinationError, match=f"expected no link at {staging.folder}"):
+            begun(staging, **how)
+        assert {path: path.is_file() and path.read_text() for path in sorted(elsewhere.rglob("*"))} == before
+        assert link.is_symlink()
+
+    def test_one_that_leads_nowhere_is_refused_too(self, staging, tmp_path):
+        staging.folder.symlink_to(tmp_path / "nowhere")
+        with pytest.raises(DestinationError, match="nowhere"):
+            begun(staging, overwrite=True)
+        assert not (tmp_path / "nowhere").exists()
+
+    def test_what_a_complete_destination_has_beside_it_is_left_alone(self, staging, elsewhere):
+        staging.folder.symlink_to(elsewhere)
+        staging.sweep()
+        assert (elsewhere / "data" / "precious").exists()
+        assert not (elsewhere / "lock").exists()
+
+    def test_one_that_takes_the_place_of_the_folder_is_not_followed(self, staging, elsewhere, monkeypatch):
+        """Put there after everything was looked at."""
+        real = Staging._read_journal
+
+        def late(own):
+            lines = real(own)
+            os.rename(own.folder, own.folder.with_name("away"))
+            own.folder.symlink_to(elsewhere)
+            return lines
+
+        monkeypatch.setattr(Staging, "_read_journal", late)
+        staging.folder.mkdir()
+        (staging.folder / "journal.jsonl").write_text("")
+        with pytest.raises(OSError, match=r"out\.ucp-partial"):
+            begun(staging, resume=True)
+        assert (elsewhere / "data" / "precious").read_text() == "kept"
+
+    def test_a_destination_that_is_a_link_is_made_where_it_leads(self, tmp_path):
+        (tmp_path / "disk").mkdir()
+        (tmp_path / "out").symlink_to(tmp_path / "disk" / "out")
+        shards = Shards(tmp_path / "source")
+        write_checkpoint(make_index(shards.folder, {("w", "weight"): shards.whole(np.zeros(3, "float32"))}))
+        for _ in range(2):
+            ucp.convert(shards.folder, tmp_path / "out", workers=1, overwrite=True)
+            assert (tmp_path / "out").is_symlink()
+            assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["out"]

@@ -1,15 +1,18 @@
 """Tasks shared out over processes of this machine, and over threads within each so that I/O overlaps.
 
 Whoever is free takes the next task: tasks are about equal in bytes (`ucp.plan.TASK`), so the last to finish is at most
-one task behind the first. Workers end by themselves when the parent is gone. They are forked before any thread of ours
-is started (comparing threads of an earlier stage have been joined), and are deaf to the signals that end the parent.
+one task behind the first. Workers end when the parent is gone, whatever they are at and however it went. They are
+forked before any thread of ours is started (comparing threads of an earlier stage have been joined), and are deaf to
+the signals that end the parent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Generator, Sequence
@@ -26,8 +29,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ProcessEngine"]
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM)
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a run: the parent's to act on. A terminal or a scheduler sends them to every process of a group."""
+
+
+_PR_SET_PDEATHSIG = 1
+"""Option of prctl(2) (linux/prctl.h)."""
 
 
 class ProcessEngine:
@@ -123,10 +130,19 @@ def _check_end(process: Any) -> None:
         )
 
 
+def _end_with(parent: int) -> None:
+    """Have the system end this process when its parent is gone (Linux `prctl`); elsewhere it ends after its task."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it went before that was asked for
+        os._exit(1)
+
+
 def _serve(
     job: Job, root: Path, tasks: Sequence[Task], *, queue: Any, threads: int, sender: Connection, parent: int
 ) -> None:
     """Body of a worker process; `parent`: process without which there is nobody to work for."""
+    _end_with(parent)
     for number in _STOPPING:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)

@@ -132,6 +132,7 @@ class Staging:
 
         Raises DestinationError when something is in the way.
         """
+        self._check_links()
         self._check_goal(making, resume=resume, overwrite=overwrite)
         if self.folder.exists() and not (resume or overwrite):
             raise DestinationError(
@@ -150,6 +151,7 @@ class Staging:
 
     def _begin(self, making: Making, *, resume: bool, overwrite: bool) -> list[dict[str, object]]:
         """`open`, once nobody else is at work here."""
+        self._check_links()
         self._put_back()
         self._check_goal(making, resume=resume, overwrite=overwrite)
         lines = self._read_journal() if resume else []
@@ -159,11 +161,32 @@ class Staging:
                 f"{_told(making.differences(lines[0]))}Start over with --overwrite, without --resume"
             )
         if not lines:
-            shutil.rmtree(self.data, ignore_errors=True)
-            self.data.mkdir()
+            self._empty()
             first = {"fingerprint": making.fingerprint, "made": dict(making.facts)}
             self._journal.write_text(json.dumps(first) + "\n")
         return lines[1:]
+
+    def _check_links(self) -> None:
+        """Raise DestinationError where what would be written to or cleared is a link, and lies somewhere else."""
+        places = [self.folder]
+        if self.folder.is_dir() and not self.folder.is_symlink():
+            places += self.folder.iterdir()
+            places += (Path(at) / name for at, folders, files in os.walk(self.data) for name in (*folders, *files))
+        links = [f"{path} -> {os.readlink(path)}" for path in places if path.is_symlink()]
+        if links:
+            raise DestinationError(
+                f"expected no link at {self.folder}, where {self.dst.name} grows and what is left of an earlier try is "
+                f"cleared; got\n{listed(links)}\nremove what should not be there, or choose another destination"
+            )
+
+    def _empty(self) -> None:
+        """Begin with nothing; by a descriptor of the folder, which a link that takes its place does not lead astray."""
+        descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            shutil.rmtree("data", ignore_errors=True, dir_fd=descriptor)
+            os.mkdir("data", dir_fd=descriptor)
+        finally:
+            os.close(descriptor)
 
     def _put_back(self) -> None:
         """Undo the first half of a commit that was cut off between its two renames."""
@@ -198,7 +221,7 @@ class Staging:
 
     def sweep(self) -> None:
         """Remove what a run that was cut off left behind, unless another run is at work there."""
-        if self.folder.exists() and self._try_lock():
+        if self.folder.is_dir() and not self.folder.is_symlink() and self._try_lock():
             self.discard()
 
     def release(self) -> None:
@@ -242,7 +265,7 @@ class Staging:
         path = self.folder / "lock"
         self.folder.mkdir(exist_ok=True)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         except FileNotFoundError:
             return False
         try:
