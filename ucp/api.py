@@ -346,9 +346,10 @@ def verify(
     """Prove that the checkpoint at `path` is whole, undamaged and, if asked, equal to `against` bit for bit.
 
     Reads every byte that has a recorded checksum, compares copies that should be equal, and proves that pieces tile
-    every tensor. Against another checkpoint a state of another dtype is compared after the cast. `family`, `patterns`:
-    see `convert`; they are about both, as far as their formats have a use for them. `workers`: threads, by default
-    four; `memory`: bytes for all of them, beyond the interpreter's own.
+    every tensor. Against another checkpoint a state of another dtype is compared after the cast, and extras where
+    `path` holds atoms of the same run in the layout that `against` has: they are kept as they were. `family` and
+    `patterns`: see `convert`; they are about both, as far as their formats have a use for them. `workers`: threads, by
+    default four; `memory`: bytes for all of them, beyond the interpreter's own.
     """
     return prove(
         Path(path),
@@ -363,6 +364,7 @@ def diff(
     a: type_path,
     b: type_path,
     *,
+    extras: bool = False,
     family: str | None = None,
     patterns: type_path | None = None,
     workers: int | None = None,
@@ -371,11 +373,12 @@ def diff(
 ) -> DiffReport:
     """Every difference between two checkpoints of any formats, streamed.
 
-    `family`, `patterns`, `workers`, `memory`: see `verify`.
+    `extras`: what is no parameter too, entry by entry. `family`, `patterns`, `workers`, `memory`: see `verify`.
     """
     return differences(
         Path(a),
         Path(b),
+        extras=extras,
         source=source_options(family, patterns),
         threads=_threads(workers, memory),
         observer=observer or Silent(),

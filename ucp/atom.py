@@ -5,6 +5,7 @@ An `Index` is what a format gives for a path: names, shapes and places, no tenso
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -32,6 +33,7 @@ __all__ = [
     "StateIndex",
     "check_cover",
     "check_doubts",
+    "check_names",
     "check_weights",
 ]
 
@@ -213,6 +215,10 @@ class Index:
     """Whole parameters that a selection left out, this one or one that a store was made of."""
     recorded_in: Mapping[str, str] = field(default_factory=dict)
     """Mesh axis to the file and field that say how tensors lie over it; empty where a model family has to say."""
+    origin: str = ""
+    """Format that the extras were read from, where they are kept as they were (atoms); empty for its own."""
+    unchecked: tuple[str, ...] = ()
+    """Those of `notes` that say what no checksum covers, and what lies there and is not read."""
 
     def states(self) -> Iterator[tuple[AtomIndex, str, StateIndex]]:
         """Every atom with every state of it."""
@@ -256,6 +262,19 @@ def check_doubts(index: Index, accepted: Collection[DoubtKind]) -> None:
         texts = "\n".join(doubt.text for doubt in found)
         kinds = " ".join(f"--accept {kind}" for kind in dict.fromkeys(doubt.kind for doubt in found))
         raise MalformedError(f"{texts}\nIf {index.path} is as it was saved, go on with {kinds}")
+
+
+def check_names(index: Index) -> None:
+    """Prove that groups and tied names are of parameters that are there, each in one group. Raises MalformedError."""
+    held = Counter(name for group in index.groups for name in group.params)
+    unknown = [f"group: {name}" for name in held if name not in index.atoms]
+    unknown += [f"tied: {alias} = {name}" for alias, name in index.aliases.items() if name not in index.atoms]
+    twice = [f"in several groups: {name}" for name, count in held.items() if count > 1]
+    if unknown or twice:
+        raise MalformedError(
+            f"expected parameter groups and tied names of parameters that {index.path} holds, each in one group at "
+            f"most; got\n{listed([*unknown, *twice])}\nIt is damaged, or was edited: copy it again"
+        )
 
 
 def check_weights(index: Index) -> None:

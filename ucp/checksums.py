@@ -16,7 +16,7 @@ from ucp.gather import Span
 from ucp.target import CrcField, Literal, OutputFile
 from ucp.tensor import Record
 
-__all__ = ["combine", "gaps", "mismatches", "patches", "zeros"]
+__all__ = ["combine", "file_crc", "gaps", "mismatches", "patches", "zeros"]
 
 _ZEROS = bytes(1 << 20)
 
@@ -115,6 +115,19 @@ def patches(file: OutputFile, sums: Sequence[tuple[int, int, int]]) -> Iterator[
         crc = combine(_with_zeros(field, sorted([*sums[first:at], *_clipped(near, field)])))
         for place in field.at:
             yield place, crc.to_bytes(4, "little")
+
+
+def file_crc(file: OutputFile, sums: Sequence[tuple[int, int, int]]) -> int:
+    """CRC-32 of all of `file` once its checksum fields, which lie in literals, are filled in; `sums`: see `patches`."""
+    literals = sorted(file.literals, key=lambda part: part.offset)
+    starts = [part.offset for part in literals]
+    filled = [bytearray(part.data) for part in literals]
+    for place, data in patches(file, sums):
+        at = bisect_right(starts, place) - 1
+        filled[at][place - starts[at] : place - starts[at] + len(data)] = data
+    whole = CrcField(start=0, stop=file.nbytes, at=())
+    known = [(start, len(data), zlib_ng.crc32(data)) for start, data in zip(starts, filled, strict=True)]
+    return combine(_with_zeros(whole, sorted([*sums, *known])))
 
 
 def _clipped(literals: Iterable[Literal], field: CrcField) -> Iterator[tuple[int, int, int]]:

@@ -20,14 +20,17 @@ from ucp.balance import bundle
 from ucp.checksums import mismatches
 from ucp.dtypes import DType
 from ucp.errors import CorruptError, SourceError, counted
+from ucp.fragment import Fragment
 from ucp.gather import Gatherer, Sources, Span
 from ucp.numeric import Difference, differing, viewed, widened, without_payloads
 from ucp.plan import BLOCK, fit_workers
 from ucp.protocols import Observer
+from ucp.region import Box
 from ucp.slice import GAP, Locator, Slice, block_ranges, resolve, whole_slice
-from ucp.tensor import Record, TensorRef
+from ucp.tensor import Record, Tensor, TensorRef
 from ucp.tiles import blocks, is_crosswise
 from ucp.union import drifts
+from ucp.value_diff import Apart, differing_values
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -44,6 +47,7 @@ __all__ = [
     "compare_copies",
     "drifting",
     "fit_threads",
+    "keeps_extras",
     "scan_digests",
     "scan_records",
 ]
@@ -63,11 +67,11 @@ class Change:
     """One way in which two checkpoints differ."""
 
     param: str
-    """Parameter, or "" for what belongs to none."""
+    """Parameter, extra (as "extra/NAME"), or "" for what belongs to none."""
     state: str
-    """State, or "" for the parameter as a whole."""
+    """State, hyper-parameter or place in the extra; "" for the whole."""
     what: str
-    """"missing", "shape", "dtype", "kind", "alias", "group" or "values"."""
+    """"missing", "shape", "dtype", "kind", "alias", "group", "extra" or "values"."""
     a: str
     """What the first has."""
     b: str
@@ -89,10 +93,17 @@ def fit_threads(memory: int, *, asked: int = 0) -> int:
     return fit_workers(memory, workers=asked or THREADS, threads=1, lane=LANE)[0]
 
 
-def compare(a: Index, b: Index, observer: Observer, *, cast: bool = False, threads: int = THREADS) -> list[Change]:
+def keeps_extras(a: Index, b: Index) -> bool:
+    """Whether `b` should have all extras of `a` as they are: atoms of the same run, in the layout that saved it."""
+    return bool(b.origin) and (b.origin, b.topology) == (a.origin or a.format, a.topology)
+
+
+def compare(
+    a: Index, b: Index, observer: Observer, *, cast: bool = False, extras: bool = False, threads: int = THREADS
+) -> list[Change]:
     """Every difference between two checkpoints; empty when their atoms are equal bit for bit.
 
-    `cast`: where the dtype differs, compare what `a` holds after a cast to `b`'s dtype.
+    `cast`: where the dtype differs, compare what `a` holds after a cast to `b`'s dtype. `extras`: compare these too.
     """
     changes = list(_structure(a, b, cast=cast))
     shared = [
@@ -101,12 +112,16 @@ def compare(a: Index, b: Index, observer: Observer, *, cast: bool = False, threa
         if atom.name in b.atoms and name in b.atoms[atom.name].states
     ]
     shared = [item for item in shared if item[2].global_shape == item[3].global_shape]
+    if extras:
+        found = list(_extras(a, b))
+        changes += [item for item in found if isinstance(item, Change)]
+        shared += [item for item in found if not isinstance(item, Change)]
     observer.begin(title="compare", nbytes=sum(_width(own, other, cast) * own.numel for *_, own, other in shared))
-    found: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    apart: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
 
     def some(jobs: Sequence[_Compared]) -> None:
         for job, result in _differing(jobs):
-            found.setdefault((job.own.param, job.own.state), []).append(result)
+            apart.setdefault((job.own.param, job.own.state, job.left.locator.state.numel), []).append(result)
         observer.advance(sum(job.nbytes for job in jobs))
 
     jobs = (job for item in shared for job in _compared(*item, cast=cast))
@@ -114,9 +129,8 @@ def compare(a: Index, b: Index, observer: Observer, *, cast: bool = False, threa
         _each(bundle(jobs, limit=BLOCK), some, threads)
     finally:
         observer.end()
-    for (name, state), parts in sorted(found.items()):
+    for (name, state, total), parts in sorted(apart.items()):
         numel = sum(count for count, _ in parts)
-        total = a.atoms[name].states[state].numel
         largest = max((part for _, part in parts), key=lambda value: (isnan(value), value))
         text = f"{numel:,} of {counted(total, 'element')}"
         changes.append(Change(param=name, state=state, what="values", a=text, b=text, numel=numel, largest=largest))
@@ -407,6 +421,28 @@ def _structure(a: Index, b: Index, *, cast: bool) -> Iterator[Change]:
     yield from _groups(a, b)
 
 
+def _extras(a: Index, b: Index) -> Iterator[Change | tuple[str, str, StateIndex, StateIndex]]:
+    """Differences between extras of one name and rank, and tensors of theirs whose elements are to be compared."""
+    left, right = ({(extra.name, extra.rank): extra.value for extra in index.extras} for index in (a, b))
+    for key in dict.fromkeys((*left, *right)):
+        name, rank = key
+        label = f"extra/{name}" if rank is None else f"extra/{name}@rank{rank}"
+        if key not in left or key not in right:
+            yield _missing(label, "", in_a=key in left)
+            continue
+        for item in differing_values(left[key], right[key]):
+            if isinstance(item, Apart):
+                yield Change(param=label, state=item.place, what="extra", a=item.a, b=item.b)
+            else:
+                yield label, item.place, _state_of(item.a), _state_of(item.b)
+
+
+def _state_of(tensor: Tensor) -> StateIndex:
+    """A tensor of an extra, as if it were the state of a parameter."""
+    whole = Fragment(box=Box.whole(tensor.shape), ref=tensor)
+    return StateIndex(dtype=tensor.dtype, global_shape=tensor.shape, fragments=(whole,))
+
+
 def _missing(name: str, state: str, *, in_a: bool) -> Change:
     return Change(param=name, state=state, what="missing", a="there" if in_a else "-", b="-" if in_a else "there")
 
@@ -421,15 +457,30 @@ def _state(name: str, label: str, own: StateIndex, other: StateIndex, *, cast: b
 
 
 def _groups(a: Index, b: Index) -> Iterator[Change]:
-    """Hyper-parameters, where both have them; the order of groups and of parameters in them is a matter of layout."""
-    if not a.groups or not b.groups:
-        return
+    """Hyper-parameters of what both have; the order of groups and of parameters in them is a matter of layout.
+
+    A parameter that one of them has no group for has its hyper-parameters on one side; where none has, it is said once.
+    """
     left, right = _hyper(a), _hyper(b)
+    if bool(left) is not bool(right):
+        yield Change(param="", state="", what="group", a=_grouped(left), b=_grouped(right))
+        return
+    for name in sorted(set(left) ^ set(right)):
+        if name in a.atoms and name in b.atoms and 0 not in a.atoms[name].global_shape:  # as with its kind
+            yield Change(param=name, state="", what="group", a=_place(left, name), b=_place(right, name))
     for name in sorted(set(left) & set(right)):
         for key in sorted(set(left[name]) | set(right[name])):
             own, other = (side[name].get(key, _IMPLIED.get(key, "-")) for side in (left, right))
             if own != other:
                 yield Change(param=name, state=key, what="group", a=own, b=other)
+
+
+def _grouped(hyper: dict[str, dict[str, str]]) -> str:
+    return f"{counted(len(hyper), 'parameter')} in groups" if hyper else "-"
+
+
+def _place(hyper: dict[str, dict[str, str]], name: str) -> str:
+    return "in a group" if name in hyper else "-"
 
 
 _IMPLIED = {"bias_correction": "True"}

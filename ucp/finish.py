@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ucp.checksums import combine, patches
+from ucp.checksums import combine, file_crc, patches
 from ucp.io.write import reserve, write_at
 from ucp.plan import Job
-from ucp.target import OutputFile, Receipt
+from ucp.target import OutputFile, Placement, Receipt, Receipts
 from ucp.union import Sum
 
 __all__ = ["create", "seal_checksums"]
@@ -34,42 +34,47 @@ def create(root: Path, file: OutputFile, *, afresh: bool = True) -> None:
         os.close(descriptor)
 
 
-def seal_checksums(job: Job, root: Path, sums: Iterable[Sum]) -> list[Receipt]:
-    """Fill in the checksum fields of all files; the receipts of all placements."""
-    receipts, stretches = _receipts(job, sums)
+def seal_checksums(job: Job, root: Path, sums: Iterable[Sum]) -> Receipts:
+    """Fill in the checksum fields of all files; what is known of all that was written."""
+    blocks: dict[int, list[Sum]] = defaultdict(list)
+    for own in sorted(sums, key=lambda own: own.start):
+        blocks[own.placement].append(own)
+    written = _stretches(job, blocks)
     for file in job.target.files:
         if not file.crcs:
             continue
         descriptor = os.open(root / file.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            for offset, data in patches(file, sorted(stretches.get(file.path, []))):
+            for offset, data in patches(file, written.get(file.path, ())):
                 write_at(descriptor, data, offset)
         finally:
             os.close(descriptor)
-    return receipts
+    filled = {placement.path for placement in job.target.placements}
+    return Receipts(
+        placements=tuple(_receipt(placement, blocks[at]) for at, placement in enumerate(job.target.placements)),
+        files={
+            file.path: file_crc(file, written.get(file.path, ()))
+            for file in job.target.files
+            if file.path not in filled
+        },
+    )
 
 
-def _receipts(job: Job, sums: Iterable[Sum]) -> tuple[list[Receipt], dict[str, list[tuple[int, int, int]]]]:
-    """A receipt per placement, and per file what was written where (offset, bytes, CRC-32)."""
-    blocks: dict[int, list[Sum]] = defaultdict(list)
-    for own in sums:
-        blocks[own.placement].append(own)
-    receipts = []
-    stretches: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-    placements = job.target.placements
-    for number, placement in enumerate(placements):
-        own_sums = sorted(blocks[number], key=lambda own: own.start)
-        receipts.append(
-            Receipt(
-                placement=placement,
-                digests=tuple(own.digest for own in own_sums),
-                crc32=combine((own.crc32, own.nbytes) for own in own_sums),
-                blocks=tuple(own.block for own in own_sums if own.block),
-            )
-        )
-    places = [(p.path, p.offset, p.slice.start, p.slice.dtype.itemsize) for p in placements]
+def _receipt(placement: Placement, blocks: Sequence[Sum]) -> Receipt:
+    return Receipt(
+        placement=placement,
+        digests=tuple(own.digest for own in blocks),
+        crc32=combine((own.crc32, own.nbytes) for own in blocks),
+        blocks=tuple(own.block for own in blocks if own.block),
+    )
+
+
+def _stretches(job: Job, blocks: Mapping[int, Sequence[Sum]]) -> dict[str, list[tuple[int, int, int]]]:
+    """What was written beside literals, by file: offset, bytes, CRC-32, in increasing offset."""
+    places = [(p.path, p.offset, p.slice.start, p.slice.dtype.itemsize) for p in job.target.placements]
     places += [(raw.path, raw.offset, 0, raw.src.dtype.itemsize) for raw in job.target.raw]
+    written: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for number, (path, offset, start, itemsize) in enumerate(places):
-        for own in blocks[number]:
-            stretches[path].append((offset + (own.start - start) * itemsize, own.nbytes, own.crc32))
-    return receipts, stretches
+        for own in blocks.get(number, ()):
+            written[path].append((offset + (own.start - start) * itemsize, own.nbytes, own.crc32))
+    return {path: sorted(own) for path, own in written.items()}

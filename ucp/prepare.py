@@ -10,7 +10,7 @@ from pathlib import Path
 
 import xxhash
 
-from ucp.atom import AtomIndex, DoubtKind, Index, Loss, SourceFile, check_cover, check_doubts
+from ucp.atom import AtomIndex, DoubtKind, Index, Loss, SourceFile, check_cover, check_doubts, check_names
 from ucp.copied_ranks import copied_ranks
 from ucp.errors import IdleOptionError, UsageError, counted
 from ucp.identity import producer
@@ -166,6 +166,7 @@ def index_of(
     fmt, _ = recognise(path, unfinished=unfinished, options=source)
     index = fmt.read(path)
     check_cover(index)
+    check_names(index)
     index = judged(index)
     return index if names is None else _selected(index, names)
 

@@ -6,7 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ucp.atom import Index
-from ucp.compare import Change, casts_between, checked_bytes, compare, compare_copies, scan_digests, scan_records
+from ucp.compare import (
+    Change,
+    casts_between,
+    checked_bytes,
+    compare,
+    compare_copies,
+    keeps_extras,
+    scan_digests,
+    scan_records,
+)
 from ucp.convert import owners
 from ucp.errors import (
     ChangedError,
@@ -50,7 +59,7 @@ class VerifyReport:
     casts: tuple[str, ...] = ()
     """Changes of dtype after which states of `against` were compared; empty when it was bit for bit."""
     notes: tuple[str, ...] = ()
-    """What explains the differences as a whole."""
+    """What was not checked, and what explains the differences as a whole."""
 
     @property
     def ok(self) -> bool:
@@ -116,10 +125,11 @@ def prove(path: Path, *, against: Path | None, source: SourceOptions, threads: i
         problems = [*_oddities(index), *_damage(index, observer, threads)]
         drift = _drift(index, observer, threads)
         problems += drift
-        checked = checked_bytes(index)
+        checked, notes = checked_bytes(index), index.unchecked
         if other is not None and not problems:
-            changes = compare(other, index, observer, cast=True, threads=threads)
-            casts, notes = casts_between(other, index), _strangers(other, index)
+            kept = keeps_extras(other, index)
+            changes = compare(other, index, observer, cast=True, extras=kept, threads=threads)
+            casts, notes = casts_between(other, index), (*notes, *_strangers(other, index))
     except _DAMAGE as error:
         problems = [str(error)]
     return VerifyReport(
@@ -134,7 +144,9 @@ def prove(path: Path, *, against: Path | None, source: SourceOptions, threads: i
     )
 
 
-def differences(a: Path, b: Path, *, source: SourceOptions, threads: int, observer: Observer) -> DiffReport:
+def differences(
+    a: Path, b: Path, *, extras: bool, source: SourceOptions, threads: int, observer: Observer
+) -> DiffReport:
     """What `ucp.diff` finds. `source`: about both, as far as their formats have a use for it. Raises UsageError."""
     told = _Told(source)
     left, right = told.index_of(a), told.index_of(b)
@@ -151,7 +163,7 @@ def differences(a: Path, b: Path, *, source: SourceOptions, threads: int, observ
         compared=len(both),
         nbytes=left.nbytes,
         nbytes_compared=sum(state.nbytes for state in both),
-        changes=tuple(compare(left, right, observer, threads=threads)),
+        changes=tuple(compare(left, right, observer, extras=extras, threads=threads)),
         notes=(*_strangers(left, right), *(f"{own.path}: {line}" for own in (left, right) for line in _oddities(own))),
     )
 
@@ -201,7 +213,7 @@ def prove_written(job: Job, written: Path, *, told: SourceOptions, observer: Obs
     source, index = job.index, index_as_told(written, source=told, unfinished=True)
     if job.target.joined:
         source, index = joined(source, job.target.joined), replace(index, groups=(), aliases={})
-    changes = compare(source, index, observer, cast=True, threads=threads)
+    changes = compare(source, index, observer, cast=True, extras=keeps_extras(source, index), threads=threads)
     lines = [
         *_damage(index, observer, threads),
         *_drift(index, observer, threads),

@@ -18,7 +18,7 @@ from ucp.atom import Index
 from ucp.errors import UsageError
 from ucp.layout import Pattern
 from ucp.plan import Job, Task
-from ucp.target import OutputFile, Receipt, TargetOptions, TargetPlan
+from ucp.target import OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.tensor import Tensor
 from ucp.topology import Topology
 from ucp.union import Done
@@ -129,7 +129,7 @@ class Target(Protocol):
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files, and which slice of which state goes where. Writes nothing. Raises UsageError, MissingStateError."""
 
-    def seal(self, index: Index, plan: TargetPlan, receipts: Sequence[Receipt]) -> tuple[OutputFile, ...]:
+    def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
         """Files to write last, in order, once all bytes are down: the presence of the last is the commit."""
 
 

@@ -14,7 +14,17 @@ from ucp.slice import Slice
 from ucp.tensor import TensorRef
 from ucp.topology import Topology
 
-__all__ = ["CrcField", "Literal", "OutputFile", "Placement", "RawCopy", "Receipt", "TargetOptions", "TargetPlan"]
+__all__ = [
+    "CrcField",
+    "Literal",
+    "OutputFile",
+    "Placement",
+    "RawCopy",
+    "Receipt",
+    "Receipts",
+    "TargetOptions",
+    "TargetPlan",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +153,13 @@ class Receipt:
     """CRC-32 of its stored, uncompressed bytes."""
     blocks: tuple[tuple[int, int], ...] = ()
     """File offset and encoded bytes per block, when compressed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipts:
+    """What was written, known once the bytes are."""
+
+    placements: tuple[Receipt, ...]
+    """One per placement, in the order of the plan."""
+    files: Mapping[str, int]
+    """Path to the CRC-32 of the whole file, of every planned file that holds no placement."""

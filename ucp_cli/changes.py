@@ -66,12 +66,14 @@ def change_tables(changes: Sequence[Change], *, a: str, b: str) -> RenderableTyp
         return None
     values = [change for change in changes if change.what == "values"]
     hyper = [change for change in changes if change.what == "group"]
-    others = [change for change in changes if change.what not in {"values", "group"}]
+    extras = [(c.param.removeprefix("extra/"), c.state, c.a, c.b) for c in changes if c.what == "extra"]
+    others = [change for change in changes if change.what not in {"values", "group", "extra"}]
     return stacked(
         Text(""),
         facts([("a", a), ("b", b)]),
         table("Structure", ("parameter", ">", "state", "differs in", "a", "b"), _structure(others)),
         table("Hyper-parameters", ("name", "a", "b", "of"), _hyper(hyper)),
+        table("Extras", ("extra", "entry", "a", "b"), extras),
         table("Values, by state", ("state", ">tensors", ">elements", ">largest"), _by_state(values)),
         table("Values, by parameter", ("parameter", ">", "state", ">elements", ">largest"), _by_parameter(values)),
     )

@@ -22,6 +22,7 @@ __all__ = ["command"]
 @click.command("diff", epilog=example("ucp diff checkpoints/global_step1000 atoms/"))
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
+@click.option("--extras", is_flag=True, help="Compare also what is no parameter: schedulers, client state, ...")
 @source_options
 @compare_options
 @progress
@@ -32,6 +33,7 @@ def command(
     *,
     a: Path,
     b: Path,
+    extras: bool,
     family: str | None,
     patterns: Path | None,
     workers: int | None,
@@ -42,12 +44,15 @@ def command(
 ) -> None:
     """Compare two checkpoints of any formats.
 
-    Parameters, states, dtypes, hyper-parameters and every element are compared, bit for bit, whatever the layout; not
-    what is no parameter (schedulers, random states, arguments). Exit code 0 when they are equal, 3 when they differ.
+    Parameters, states, dtypes, hyper-parameters and every element are compared, bit for bit, whatever the layout; what
+    is no parameter (schedulers, random states, arguments) with --extras, entry by entry under the names that `ucp
+    inspect` shows. Exit code 0 when they are equal, 3 when they differ.
     --family and --patterns are about both, and are left aside for one that is read without a family, such as atoms.
     """
     observer = watch(progress, quiet=quiet)
-    report = api.diff(a, b, family=family, patterns=patterns, workers=workers, memory=memory, observer=observer)
+    report = api.diff(
+        a, b, extras=extras, family=family, patterns=patterns, workers=workers, memory=memory, observer=observer
+    )
     if as_json:
         write_json(diff_document(report))
     elif not quiet:

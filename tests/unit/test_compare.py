@@ -88,7 +88,17 @@ class TestStructure:
             ("w", "eps", "group", "-", "0"),
             ("w", "lr", "group", "0.001", "0.0001"),
         ]
-        assert changes(a, replace(a, groups=())) == []
+
+    def test_groups_that_only_one_has(self, shards):
+        """A side without any is told once, a parameter that left its group by name; one without elements is in none."""
+        array = np.zeros(3, "float32")
+        own = index(shards, w=array, x=array, empty=array[:0])
+        a = replace(own, groups=(ParamGroup(params=("w", "x", "empty"), hyper={"lr": 1e-3}),))
+        assert changes(a, own) == [("", "", "group", "3 parameters in groups", "-")]
+        assert changes(own, a) == [("", "", "group", "-", "3 parameters in groups")]
+        left = replace(own, groups=(ParamGroup(params=("w",), hyper={"lr": 1e-3}),))
+        assert changes(a, left) == [("x", "", "group", "in a group", "-")]
+        assert changes(a, replace(left, atoms={"w": own.atoms["w"]}))[-1][:3] == ("empty", "", "missing")
 
 
 class TestValues:

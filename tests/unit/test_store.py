@@ -443,3 +443,216 @@ def test_the_manifest_names_the_casts(source, tmp_path):
     document = json.loads((tmp_path / "out" / "ucp.json").read_text())
     (cast,) = document["casts"]
     assert "exp_avg: float32 -> float16" in cast
+
+
+@pytest.mark.parametrize("options", LAYOUTS[1:], ids=LABELS[1:])
+class TestExtrasAreSummed:
+    """Every extra has its checksum in the manifest, in every layout: what is another file now is found, and named."""
+
+    @pytest.fixture
+    def out(self, tmp_path, memory_format, options):
+        shards = Shards(tmp_path / "source")
+        states = {("w", "weight"): shards.whole(np.arange(100, dtype="float32"))}
+        scheduler = Stub(GlobalName("a.b", "C"), args=(1,), state={"x": (1, 2)}, has_state=True)
+        extras = [
+            Extra(name="engine", value={"global_steps": 3}),
+            Extra(name="client_state", value={"global_steps": 4}),
+            Extra(name="scheduler", value=scheduler),
+            *(Extra(name="rng", rank=n, value=shards.put(np.full(9, n, "uint8"), file="rng.bin")) for n in (0, 1)),
+        ]
+        memory_format.index = make_index(shards.folder, states, extras=extras)
+        ucp.convert(shards.folder, tmp_path / "out", **options)
+        assert ucp.verify(tmp_path / "out", against=shards.folder).ok
+        return tmp_path / "out"
+
+    def problems(self, out, *names):
+        (problem,) = ucp.verify(out).problems
+        assert [name for name in names if name not in problem] == []
+        assert ucp.verify(out, against=out.parent / "source").problems == (problem,)
+        with pytest.raises(ucp.UcpError) as caught:
+            ucp.convert(out, out.parent / "again")
+        assert str(caught.value) == problem
+        assert not (out.parent / "again").exists()
+
+    def test_an_edit(self, out):
+        extra = out / "extra" / "engine.json"
+        extra.write_text(extra.read_text().replace('"global_steps": 3', '"global_steps": 7'))
+        self.problems(out, "engine.json", "was changed after it was written")
+
+    def test_two_that_are_swapped(self, out):
+        swap(out / "extra" / "engine.json", out / "extra" / "client_state.json")
+        self.problems(out, "2 extras", "engine.json", "client_state.json")
+
+    def test_two_files_of_tensors_that_are_swapped(self, out):
+        swap(out / "extra" / "rng@rank0.pt", out / "extra" / "rng@rank1.pt")
+        self.problems(out, "2 extras", "rng@rank0.pt", "rng@rank1.pt")
+
+    def test_a_byte_outside_tensors_and_pickle(self, out):
+        extra = out / "extra" / "rng@rank0.pt"
+        damaged = bytearray(extra.read_bytes())
+        damaged[damaged.index(b"serialization_id") + 30] ^= 1
+        extra.write_bytes(damaged)
+        self.problems(out, "rng@rank0.pt")
+
+    @pytest.mark.parametrize("name", ["engine.json", "scheduler.pt", "rng@rank1.pt"])
+    def test_what_is_cut_longer_or_gone(self, out, name):
+        extra = out / "extra" / name
+        whole = extra.read_bytes()
+        for damaged in (whole[:-1], whole + b"\n", b""):
+            extra.write_bytes(damaged)
+            self.problems(out, name)
+        extra.unlink()
+        self.problems(out, name)
+
+    def test_a_file_that_the_manifest_does_not_name_is_told_and_not_read(self, out):
+        (out / "extra" / "args.json").write_text("{}")
+        report = ucp.verify(out)
+        assert report.ok
+        assert report.notes == (f"not in the manifest of {out}, not read: extra/args.json",)
+        assert ucp.convert(out, out.parent / "again").notes == report.notes
+        assert "args" not in [extra.name for extra in index_of(out.parent / "again").extras]
+
+    def test_a_store_that_was_written_before_says_so_and_one_made_of_it_has_them(self, out):
+        rewrite(out, lambda manifest: [(extra.pop("crc32"), extra.pop("nbytes")) for extra in manifest["extras"]])
+        report = ucp.verify(out)
+        assert report.ok
+        assert report.notes[0].startswith(f"without checksums: 5 extras of {out}")
+        ucp.convert(out, out.parent / "again")
+        assert ucp.verify(out.parent / "again").notes == ()
+        extra = out.parent / "again" / "extra" / "engine.json"
+        extra.write_text(extra.read_text().replace("3", "7"))
+        assert not ucp.verify(out.parent / "again").ok
+
+    def test_against_the_source_every_extra_is_compared(self, out, memory_format):
+        index = memory_format.index
+        *others, last = index.extras
+        changed = replace(last, value=replace(last.value, offset=0))
+        extras = (Extra(name="engine", value={"global_steps": 9}), *others[2:], changed)
+        memory_format.index = replace(index, extras=extras)
+        found = [(c.param, c.state, c.what, c.a, c.b) for c in ucp.verify(out, against=index.path).changes]
+        assert found == [
+            ("extra/engine", "global_steps", "extra", "9", "3"),
+            ("extra/client_state", "", "missing", "-", "there"),
+            ("extra/rng@rank1", "", "values", "9 of 9 elements", "9 of 9 elements"),
+        ]
+        memory_format.index = replace(memory_format.index, topology=Topology(dp=2))
+        assert ucp.verify(out, against=index.path).ok
+        assert [change.what for change in ucp.diff(index.path, out, extras=True).changes] == [c[2] for c in found]
+        assert ucp.diff(index.path, out).equal
+
+    def test_a_store_of_a_store_keeps_them(self, out, memory_format):
+        ucp.convert(out, out.parent / "again", verify=True)
+        assert ucp.verify(out.parent / "again", against=out).ok
+        extras = (Extra(name="engine", value=0), *memory_format.index.extras[1:])
+        memory_format.index = replace(memory_format.index, extras=extras)
+        (change,) = ucp.verify(out.parent / "again", against=memory_format.index.path).changes
+        assert (change.param, change.a, change.b) == ("extra/engine", "0", "dict of 1")
+
+
+def swap(a, b):
+    first = a.read_bytes()
+    a.write_bytes(b.read_bytes())
+    b.write_bytes(first)
+
+
+def rewrite(store, edit):
+    """Edits the manifest of a store and takes its seal away."""
+    document = json.loads((store / "ucp.json").read_text())
+    edit(document)
+    del document["xxh3"]
+    (store / "ucp.json").write_text(json.dumps(document))
+
+
+class TestForgedManifests:
+    """What a store says of files is not believed: it is read from inside alone, or from what it has an identity of."""
+
+    SECRET = bytes(range(200, 240)) * 100
+
+    @pytest.fixture
+    def out(self, source, tmp_path):
+        (tmp_path / "secret").write_bytes(self.SECRET)
+        ucp.convert(source, tmp_path / "out")
+        return tmp_path / "out"
+
+    def refused(self, out, message):
+        for verb in (ucp.open, ucp.plan, lambda path: ucp.convert(path, out.parent / "dst")):
+            with pytest.raises(MalformedError, match=message):
+                verb(out)
+        assert not (out.parent / "dst").exists()
+
+    @pytest.mark.parametrize("link", ["packs/00000.safetensors", "packs", "extra/e.json", "extra", "ucp.json"])
+    def test_links_are_refused(self, source, tmp_path, memory_format, link):
+        shards = Shards(tmp_path / "shards")
+        states = {("w", "weight"): shards.whole(np.arange(100, dtype="float32"))}
+        memory_format.index = make_index(shards.folder, states, extras=[Extra(name="e", value=1)])
+        ucp.convert(shards.folder, tmp_path / "out")
+        (tmp_path / "out" / link).rename(tmp_path / "elsewhere")
+        (tmp_path / "out" / link).symlink_to(tmp_path / "elsewhere")
+        self.refused(tmp_path / "out", f"got a link at .*{link}")
+
+    def test_a_link_to_a_whole_store_is_the_store(self, out, tmp_path):
+        (tmp_path / "link").symlink_to(out)
+        assert ucp.verify(tmp_path / "link").ok
+
+    def test_parts_of_a_file_are_no_way_out(self, out, tmp_path):
+        (out / "packs" / "x-0.1").symlink_to(tmp_path / "secret")
+        rewrite(out, lambda manifest: manifest["files"].append({"path": "packs/x"}))
+        with pytest.raises(MissingFileError, match="packs/x"):
+            ucp.open(out)
+
+    @pytest.mark.parametrize("path", ["../secret", "{}/secret", "packs/../../secret", ""])
+    def test_paths_that_leave_the_store(self, out, tmp_path, path):
+        named = path.format(tmp_path)
+        rewrite(out, lambda manifest: manifest["files"][0].update(path=named))
+        self.refused(out, "inside the store")
+
+    def test_a_virtual_store_needs_an_identity_of_every_file(self, source, tmp_path):
+        ucp.convert(source, tmp_path / "out", virtual=True)
+        rewrite(tmp_path / "out", lambda manifest: manifest["files"][0].pop("identity"))
+        self.refused(tmp_path / "out", r"no identity of .*\.bin")
+
+    def test_groups_and_tied_names_of_nothing(self, out):
+        def edit(manifest):
+            manifest["groups"] = [{"params": ["nobody", "embed"], "hyper": {}}, {"params": ["embed"], "hyper": {}}]
+            manifest["aliases"] = {"tied": "no one"}
+
+        rewrite(out, edit)
+        with pytest.raises(MalformedError, match=r"(?s)group: nobody.*tied: tied = no one.*in several groups: embed"):
+            ucp.convert(out, out.parent / "dst")
+        assert "nobody" in ucp.verify(out).problems[0]
+
+    @pytest.mark.parametrize("name", ["ucp.json", "extra/e.json"])
+    def test_a_document_of_any_length_is_not_read(self, source, tmp_path, memory_format, name):
+        shards = Shards(tmp_path / "shards")
+        states = {("w", "weight"): shards.whole(np.arange(100, dtype="float32"))}
+        memory_format.index = make_index(shards.folder, states, extras=[Extra(name="e", value=1)])
+        ucp.convert(shards.folder, tmp_path / "out")
+        with (tmp_path / "out" / name).open("r+b") as file:
+            file.truncate(20 << 30)
+        self.refused(tmp_path / "out", "expected a document of at most 1,073,741,824 bytes")
+
+    def test_a_manifest_too_long_to_be_read_is_not_written(self, tmp_path, memory_format, monkeypatch):
+        shards = Shards(tmp_path / "source")
+        memory_format.index = make_index(shards.folder, {("w", "weight"): shards.whole(np.arange(9, dtype="int32"))})
+        monkeypatch.setattr(import_module("ucp.store.manifest"), "LONGEST", 400)
+        with pytest.raises(DestinationError, match=r"at most 400 bytes; got .*drop --virtual"):
+            ucp.convert(shards.folder, tmp_path / "out", virtual=True)
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_virtual_store_of_split_files(tmp_path, memory_format):
+    """The index has their parts, the store knows them by the whole."""
+    shards = Shards(tmp_path / "source")
+    index = make_index(shards.folder, {("w", "weight"): shards.whole(np.arange(100, dtype="float32"))})
+    (file,) = index.files
+    data = (shards.folder / "shard.bin").read_bytes()
+    (shards.folder / "shard.bin").unlink()
+    for part, chunk in enumerate((data[:50], data[50:])):
+        (shards.folder / f"shard.bin-{part}.2").write_bytes(chunk)
+    parts = tuple(replace(file, path=f"{file.path}-{part}.2", nbytes=50) for part in range(2))
+    memory_format.index = replace(index, files=parts)
+    ucp.convert(shards.folder, tmp_path / "out", virtual=True)
+    assert ucp.verify(tmp_path / "out", against=shards.folder).ok
+    (shards.folder / "shard.bin-1.2").write_bytes(data[50:-1] + b"\xff")
+    with pytest.raises(ChangedError, match=r"shard\.bin"):
+        index_of(tmp_path / "out")

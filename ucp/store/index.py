@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from ucp.atom import Extra, Index, SourceFile
-from ucp.errors import ChangedError, MalformedError, SourceError, listed
+from ucp.errors import ChangedError, CorruptError, MalformedError, UcpError, counted, listed
 from ucp.identity import identity_of, size_and_time
-from ucp.store.extras import read_extra
-from ucp.store.interpret import ReferredFile, StoredExtra, files_of, interpret
-from ucp.store.manifest import MANIFEST, parse
+from ucp.store.extras import EXTRAS, read_extra
+from ucp.store.interpret import ReferredFile, files_of, inside, interpret
+from ucp.store.manifest import MANIFEST, StoredExtra, parse, read_text
 from ucp.tensor import Record
 
 __all__ = ["read_store"]
@@ -20,37 +21,59 @@ __all__ = ["read_store"]
 
 def read_store(root: Path) -> Index:
     """Index of the store in the folder `root`. Raises ChangedError when a file it refers to is another one now."""
-    document = parse(_read(root / MANIFEST), str(root / MANIFEST))
+    path = inside(root, MANIFEST)
+    document = parse(read_text(path), path)
     files = files_of(document, root)
     _check_unchanged(files, root)
     index, stored = interpret(document, root, [own.file for own in files])
-    extras, records = _extras(stored)
+    extras, records = _extras(root, stored)
+    unchecked = tuple(_unchecked(root, stored))
     return replace(
         index,
         extras=extras,
-        files=(*index.files, _file(root / MANIFEST, "manifest"), *(_file(own.path, "extra") for own in stored)),
+        files=(*index.files, _file(path, "manifest"), *(_file(root / own.file, "extra") for own in stored)),
         records=(*index.records, *records),
+        notes=(*index.notes, *unchecked),
+        unchecked=unchecked,
     )
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _extras(stored: Iterable[StoredExtra]) -> tuple[tuple[Extra, ...], tuple[Record, ...]]:
-    """Extras with their values, and the checksums of their tensors."""
+def _extras(root: Path, stored: Iterable[StoredExtra]) -> tuple[tuple[Extra, ...], tuple[Record, ...]]:
+    """Extras with their values, and the checksums of their tensors. Raises one error for all that are damaged."""
     extras: dict[tuple[str, int | None], Extra] = {}
     records: list[Record] = []
+    problems: list[UcpError] = []
     for own in stored:
-        value, sums = read_extra(own.path)
-        records.extend(sums)
         if (own.name, own.rank) in extras:
-            raise MalformedError(f"{own.path}: the extra {own.name!r} of rank {own.rank} is stored twice")
+            raise MalformedError(f"{root / own.file}: the extra {own.name!r} of rank {own.rank} is stored twice")
+        try:
+            value, sums = read_extra(inside(root, own.file), own)
+        except UcpError as error:
+            problems.append(error)
+            continue
+        records.extend(sums)
         extras[own.name, own.rank] = Extra(name=own.name, rank=own.rank, value=value)
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise CorruptError(f"{len(problems)} extras of {root} are damaged or missing:\n{listed(map(str, problems))}")
     return tuple(extras.values()), tuple(records)
+
+
+def _unchecked(root: Path, stored: Sequence[StoredExtra]) -> Iterator[str]:
+    """What no checksum covers, and what lies beside the extras and is none."""
+    bare = [own.name for own in stored if own.crc32 is None]
+    if bare:
+        yield (
+            f"without checksums: {counted(len(bare), 'extra')} of {root}, which was written before they were recorded; "
+            "`ucp convert` makes a store of it that has them"
+        )
+    known = {own.file for own in stored}
+    folder = root / EXTRAS
+    strays = sorted(f"{EXTRAS}/{name}" for name in (os.listdir(folder) if folder.is_dir() else ()))
+    strays = [name for name in strays if name not in known]
+    if strays:
+        yield f"not in the manifest of {root}, not read: {', '.join(strays[:8])}{', ...' if len(strays) > 8 else ''}"
 
 
 def _file(path: Path | str, role: str) -> SourceFile:

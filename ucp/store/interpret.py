@@ -6,6 +6,7 @@ there, and agree with itself; the first thing that does not is a MalformedError 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -21,12 +22,12 @@ from ucp.fragment import Fragment
 from ucp.identity import size_and_time
 from ucp.layout import Overlap
 from ucp.region import Box, local_flat_pairs
-from ucp.store.manifest import MANIFEST, VERSION
+from ucp.store.manifest import MANIFEST, VERSION, StoredExtra
 from ucp.store.values import from_json
 from ucp.tensor import InlineTensor, Record, TensorRef, contiguous_strides
 from ucp.topology import Topology
 
-__all__ = ["ReferredFile", "StoredExtra", "files_of", "interpret"]
+__all__ = ["ReferredFile", "files_of", "inside", "interpret"]
 
 Json = Mapping[str, object]
 T = TypeVar("T")
@@ -49,18 +50,6 @@ class ReferredFile:
     """Digest by which it is recognised."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredExtra:
-    """An extra that a manifest names."""
-
-    name: str
-    """What it is."""
-    rank: int | None
-    """Rank whose own value it is; None for all."""
-    path: str
-    """File that holds it."""
-
-
 def files_of(document: object, root: Path) -> tuple[ReferredFile, ...]:
     """Files that the manifest of the store at `root` refers to, as they were and as they are.
 
@@ -74,10 +63,9 @@ def files_of(document: object, root: Path) -> tuple[ReferredFile, ...]:
                 f"expected version {VERSION} of the atom store; got {version} at {root}. It needs a newer ucp"
             )
         described = [_object(file) for file in _list(top["files"])]
-        paths = [str(root / _text(file["path"])) for file in described]
-        if not top["virtual"]:
-            _check_inside(described)
-        missing = [path for path in paths if not _is_there(path)]
+        virtual = _of(top["virtual"], bool)
+        paths = [_referred(file, root) if virtual else inside(root, _text(file["path"])) for file in described]
+        missing = [path for path in paths if not _is_there(path, whole=not virtual)]
         if missing:
             raise MissingFileError(
                 f"expected {counted(len(missing), 'file')} "
@@ -87,16 +75,34 @@ def files_of(document: object, root: Path) -> tuple[ReferredFile, ...]:
         return tuple(_file(path, own) for path, own in zip(paths, described, strict=True))
 
 
-def _check_inside(described: Sequence[Json]) -> None:
-    """Raise ValueError when a store with its own packs refers to a file outside it."""
-    for file in described:
-        path = _text(file["path"])
-        if path.startswith("/") or ".." in path.split("/"):
-            raise ValueError(f"{path!r} lies outside the store")
+def _referred(described: Json, root: Path) -> str:
+    """Path of a file that a virtual store refers to, wherever it lies: it must say what it knows the file by."""
+    path = _text(described["path"])
+    if "identity" not in described:
+        raise ValueError(f"no identity of {path!r}, to which a virtual store refers")
+    return str(root / path)
+
+
+def inside(root: Path, file: str) -> str:
+    """Path of a file of the store at `root`. Raises MalformedError where it lies elsewhere, by name or by a link."""
+    parts = PurePosixPath(file).parts
+    if not parts or parts[0] == "/" or ".." in parts:
+        raise MalformedError(
+            f"expected a file inside the store {root}; got {file!r}. The manifest is damaged or forged"
+        )
+    path = str(root)
+    for part in parts:
+        path = os.path.join(path, part)
+        if os.path.islink(path):
+            raise MalformedError(
+                f"expected the files of a store inside its folder; got a link at {path}. Put what it leads to in its "
+                "place, or make the store again"
+            )
+    return path
 
 
 def interpret(document: object, root: Path, files: Sequence[SourceFile]) -> tuple[Index, tuple[StoredExtra, ...]]:
-    """The index that a manifest describes, without the values of its extras, and where these are.
+    """The index that a manifest describes, without the values of its extras, and where these are said to be.
 
     `files`: those of `files_of`. Raises MalformedError naming the place.
     """
@@ -121,9 +127,10 @@ def interpret(document: object, root: Path, files: Sequence[SourceFile]) -> tupl
             notes=_texts(top["notes"]),
             dropped=_texts(top["dropped"]),
             lost=dict(_lost(top.get("lost", []))),
+            origin=_origin(source),
             unselected=_int(top.get("unselected", 0)),
         )
-        return index, tuple(_extra(_object(own), root) for own in _list(top["extras"]))
+        return index, tuple(_extra(_object(own)) for own in _list(top["extras"]))
 
 
 class _Place:
@@ -146,12 +153,13 @@ class _Place:
             ) from error
 
 
-def _is_there(path: str) -> bool:
+def _is_there(path: str, *, whole: bool) -> bool:
+    """Whether a file is there; unless it must be `whole`, in one piece or split in parts."""
     try:
         size_and_time(path)
     except OSError:
         return False
-    return True
+    return not whole or os.path.lexists(path)
 
 
 def _file(path: str, described: Json) -> ReferredFile:
@@ -166,12 +174,21 @@ def _file(path: str, described: Json) -> ReferredFile:
     )
 
 
-def _extra(described: Json, root: Path) -> StoredExtra:
-    file = PurePosixPath(_text(described["file"]))
-    if file.is_absolute() or ".." in file.parts:
-        raise ValueError(f"an extra lies below the store, not at {file}")
-    rank = described["rank"]
-    return StoredExtra(name=_text(described["name"]), rank=None if rank is None else _int(rank), path=str(root / file))
+def _extra(described: Json) -> StoredExtra:
+    rank, is_summed = described["rank"], "crc32" in described
+    return StoredExtra(
+        name=_text(described["name"]),
+        rank=None if rank is None else _int(rank),
+        file=_text(described["file"]),
+        nbytes=_int(described["nbytes"]) if is_summed else None,
+        crc32=_int(described["crc32"]) if is_summed else None,
+    )
+
+
+def _origin(source: Json) -> str:
+    """Format that the extras were read from; of a store of a store that was written before it was recorded, none."""
+    found = _text(source.get("origin", source["format"]))
+    return "" if found == "ucp" else found
 
 
 def _group(described: Json) -> ParamGroup:

@@ -8,23 +8,39 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 import xxhash
 
-from ucp.atom import AtomIndex, Index, SourceFile, StateIndex
+from ucp.atom import AtomIndex, Index, StateIndex
 from ucp.dtypes import DType
-from ucp.errors import MalformedError
+from ucp.errors import DestinationError, MalformedError
 from ucp.fragment import Fragment
 from ucp.io.json_text import NotJson, parsed
+from ucp.io.source import open_source
 from ucp.store.values import to_json
 from ucp.tensor import InlineTensor
 
-__all__ = ["MANIFEST", "VERSION", "Stored", "describe", "dump", "is_inline", "parse"]
+__all__ = [
+    "LONGEST",
+    "MANIFEST",
+    "VERSION",
+    "SourceIdentity",
+    "Stored",
+    "StoredExtra",
+    "describe",
+    "dump",
+    "is_inline",
+    "parse",
+    "read_text",
+]
 
 MANIFEST = "ucp.json"
 VERSION = 1
+
+LONGEST = 1 << 30
+"""Bytes of the longest JSON document of a store: some ten million pieces, and ten times as much memory."""
 
 Json = dict[str, object]
 
@@ -54,19 +70,49 @@ class Stored:
     """File offset and encoded bytes per block, when encoded."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceIdentity:
+    """What a virtual store recognises a file of its source by."""
+
+    nbytes: int
+    """Bytes, of all parts where it is split."""
+    mtime_ns: int
+    """Time of its last change, nanoseconds since 1970."""
+    identity: str
+    """Digest of its length and both ends."""
+    role: str
+    """What it holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredExtra:
+    """Where an extra lies in a store."""
+
+    name: str
+    """What it is."""
+    rank: int | None
+    """Rank whose own value it is; None for all."""
+    file: str
+    """File that holds it, relative to the store."""
+    nbytes: int | None
+    """Bytes of the file; None in a store that was written before they were recorded."""
+    crc32: int | None
+    """CRC-32 of the whole file; None as before."""
+
+
 def describe(
     index: Index,
     *,
     producer: str,
     stored: Mapping[tuple[str, str], Stored] | None,
-    extras: Sequence[tuple[str, int | None, str]],
+    extras: Sequence[StoredExtra],
     casts: Sequence[str],
-    identities: Mapping[str, str],
+    identify: Callable[[str], SourceIdentity],
 ) -> Json:
     """The manifest of `index` as JSON.
 
     `stored`: place of every (parameter, state), or None for a virtual store, which keeps the source's own places.
-    `extras`: name, rank and file of each. `identities`: digest by which a source file is recognised (virtual only).
+    `identify`: what a file of the source is recognised by (virtual only).
     """
     files = _Numbering()
     atoms = {atom.name: _atom(atom, stored, files) for atom in index.atoms.values()}
@@ -78,16 +124,17 @@ def describe(
         "source": {
             "path": index.path,
             "format": index.format,
+            "origin": index.origin or index.format,
             "producer": index.producer,
             "topology": str(index.topology),
         },
         "step": index.step,
-        "files": _files(index, files, identities),
+        "files": [{"path": path} | (asdict(identify(path)) if stored is None else {}) for path in files.paths],
         "records": records,
         "atoms": atoms,
         "groups": [{"params": list(g.params), "hyper": to_json(dict(g.hyper))} for g in index.groups],
         "aliases": dict(index.aliases),
-        "extras": [{"name": name, "rank": rank, "file": file} for name, rank, file in extras],
+        "extras": [asdict(extra) for extra in extras],
         "casts": list(casts),
         "notes": list(index.notes),
         "dropped": list(index.dropped),
@@ -118,18 +165,6 @@ class _Numbering:
 
     def __call__(self, path: str) -> int:
         return self.paths.setdefault(path, len(self.paths))
-
-
-def _files(index: Index, files: _Numbering, identities: Mapping[str, str]) -> list[Json]:
-    own = {file.path: file for file in index.files}
-    return [_file(path, own.get(path), identities) for path in files.paths]
-
-
-def _file(path: str, file: SourceFile | None, identities: Mapping[str, str]) -> Json:
-    described: Json = {"path": path}
-    if path in identities and file is not None:
-        described |= {"nbytes": file.nbytes, "mtime_ns": file.mtime_ns, "identity": identities[path], "role": file.role}
-    return described
 
 
 def _records(index: Index, files: _Numbering) -> list[object]:
@@ -181,9 +216,25 @@ def _piece(fragment: Fragment, files: _Numbering) -> list[object]:
 
 
 def dump(document: Json) -> bytes:
-    """The manifest as text, sealed by a digest of itself."""
+    """The manifest as text, sealed by a digest of itself. Raises DestinationError for one too long to be read again."""
     text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    if len(text) > LONGEST - 64:
+        raise DestinationError(
+            f"expected a manifest of at most {LONGEST:,} bytes; got {len(text):,}: too many pieces for one virtual "
+            "store. Copy them (drop --virtual), or take fewer parameters (--include)"
+        )
     return text.removesuffix(b"}") + b',"xxh3":"%s"}\n' % xxhash.xxh3_64_hexdigest(text.removesuffix(b"}")).encode()
+
+
+def read_text(path: str) -> bytes:
+    """The JSON document at `path`, as text. Raises MalformedError for one longer than any that is written."""
+    with open_source(path) as file:
+        if file.nbytes > LONGEST:
+            raise MalformedError(
+                f"expected a document of at most {LONGEST:,} bytes in {path}; got {file.nbytes:,}. It is damaged; "
+                "copy it again"
+            )
+        return file.read(0, file.nbytes)
 
 
 def parse(text: bytes, where: str) -> object:

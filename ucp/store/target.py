@@ -11,24 +11,24 @@ With `compress`, packs hold encoded blocks (`ucp.codec`) and are named packs/000
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from urllib.parse import quote
 
 from ucp.atom import Extra, Index, Kind
 from ucp.codec import codec_name
 from ucp.dtypes import DType
 from ucp.errors import DestinationError, UsageError, counted, listed
-from ucp.identity import identity_of, producer
+from ucp.identity import identity_of, producer, size_and_time
 from ucp.io.named_paths import check_named, is_text
 from ucp.io.safetensors import layout_safetensors
 from ucp.plan import BLOCK
 from ucp.slice import Slice, whole_slice
-from ucp.store.extras import extra_file
-from ucp.store.manifest import MANIFEST, Stored, describe, dump, is_inline
-from ucp.target import Literal, OutputFile, Placement, RawCopy, Receipt, TargetOptions, TargetPlan
+from ucp.store.extras import EXTRAS, extra_file
+from ucp.store.manifest import MANIFEST, SourceIdentity, Stored, StoredExtra, describe, dump, is_inline
+from ucp.target import Literal, OutputFile, Placement, RawCopy, Receipt, Receipts, TargetOptions, TargetPlan
 from ucp.topology import Topology
 
-__all__ = ["LAYOUTS", "StoreTarget"]
+__all__ = ["LAYOUTS", "StoreTarget", "recogniser"]
 
 PACK = 1 << 30
 """Bytes of states after which a pack is closed."""
@@ -62,18 +62,26 @@ class StoreTarget:
             compress=options.compress,
         )
 
-    def seal(self, index: Index, plan: TargetPlan, receipts: Sequence[Receipt]) -> tuple[OutputFile, ...]:
+    def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
         """The manifest."""
         virtual = not plan.placements and not all(is_inline(state) for _, _, state in index.states())
-        stored = {(r.placement.slice.param, r.placement.slice.state): _stored(r) for r in receipts}
-        identities = {file.path: identity_of(file.path) for file in index.files} if virtual else {}
+        stored = {(r.placement.slice.param, r.placement.slice.state): _stored(r) for r in receipts.placements}
         document = describe(
             index,
             producer=producer(),
             stored=None if virtual else stored,
-            extras=[(extra.name, extra.rank, file.path) for extra, file, _ in _laid(index.extras)],
+            extras=[
+                StoredExtra(
+                    name=extra.name,
+                    rank=extra.rank,
+                    file=file.path,
+                    nbytes=file.nbytes,
+                    crc32=receipts.files[file.path],
+                )
+                for extra, file, _ in _laid(index.extras)
+            ],
             casts=plan.casts,
-            identities=identities,
+            identify=recogniser(index),
         )
         text = dump(document)
         return (OutputFile(path=MANIFEST, nbytes=len(text), literals=(Literal(0, text),)),)
@@ -205,8 +213,24 @@ def _laid(extras: Iterable[Extra]) -> Iterator[tuple[Extra, OutputFile, tuple[Ra
     """Every extra with its file."""
     for extra in extras:
         rank = "" if extra.rank is None else f"@rank{extra.rank}"
-        file, raw = extra_file(extra.value, f"extra/{_folder(extra.name)}{rank}")
+        file, raw = extra_file(extra.value, f"{EXTRAS}/{_folder(extra.name)}{rank}")
         yield extra, file, raw
+
+
+def recogniser(index: Index) -> Callable[[str], SourceIdentity]:
+    """What gives, for a file that `index` refers to, by what it is recognised: as it was when the index was read.
+
+    A file that is split in parts, which the index has one by one, is taken as it is now.
+    """
+    files = {file.path: file for file in index.files}
+
+    def identify(path: str) -> SourceIdentity:
+        own = files.get(path)
+        nbytes, mtime_ns = size_and_time(path) if own is None else (own.nbytes, own.mtime_ns)
+        role = "split in parts" if own is None else own.role
+        return SourceIdentity(nbytes=nbytes, mtime_ns=mtime_ns, identity=identity_of(path), role=role)
+
+    return identify
 
 
 def _stored(receipt: Receipt) -> Stored:

@@ -21,10 +21,11 @@ from zlib_ng import zlib_ng
 from ucp.atom import AtomIndex, Extra, Index, Kind, ParamGroup, SourceFile, StateIndex
 from ucp.dtypes import DType
 from ucp.fragment import Fragment
-from ucp.identity import identity_of, size_and_time
+from ucp.identity import size_and_time
 from ucp.region import Box
 from ucp.state import WEIGHT
 from ucp.store.manifest import MANIFEST, describe, dump
+from ucp.store.target import recogniser
 from ucp.tensor import InlineTensor, Record, TensorRef
 from ucp.topology import Topology
 
@@ -167,7 +168,7 @@ def write_checkpoint(index: Index) -> Path:
         stored=None,
         extras=(),
         casts=(),
-        identities={file.path: identity_of(file.path) for file in index.files},
+        identify=recogniser(index),
     )
     path = Path(index.path) / MANIFEST
     path.write_bytes(dump(document))

@@ -22,7 +22,7 @@ from ucp.atom import Index
 from ucp.errors import MissingStateError, TopologyError, UsageError, counted
 from ucp.io.draft import Drafted
 from ucp.state import WEIGHT
-from ucp.target import OutputFile, Receipt, TargetOptions, TargetPlan
+from ucp.target import OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.topology import Topology
 from ucp_formats.deepspeed.experts import Numbered
 from ucp_formats.deepspeed.lost_states import check_stepped, filled_with_zeros
@@ -74,7 +74,7 @@ class DeepSpeedTarget:
         self,
         index: Index,
         plan: TargetPlan,
-        receipts: Sequence[Receipt],  # the protocol's
+        receipts: Receipts,  # the protocol's
     ) -> tuple[OutputFile, ...]:
         """`latest`, which makes the tag the one to load."""
         return (pointer_file("latest", tag(index)),)

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 
 from ucp.atom import SourceFile
-from ucp.errors import CorruptError, MissingFileError, SourceError, UnsupportedError
+from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError
 from ucp.io.archive import read_archive
 from ucp.io.problems import Problems
 from ucp.io.source import split_parts
@@ -29,6 +29,9 @@ from ucp_formats.deepspeed.run_config import Precision, RunConfig
 
 __all__ = ["SavedFile", "SavedRun", "checked_run", "read_file", "read_run", "source_files", "try_read"]
 
+
+_KEY = {Role.MODEL: "module", Role.SHARDED_MODEL: "module"}
+"""Key that files of a role have, whatever wrote them; a pipeline's module is None."""
 
 _MOST_NAMED = 1000
 """Missing files to name; a damaged count of ranks can be anything."""
@@ -135,6 +138,10 @@ def read_file(path: Path, name: FileName) -> SavedFile:
     archive = read_archive(str(path))
     if not isinstance(archive.root, dict):
         raise UnsupportedError(f"{path}: expected a dict at the top; got a {type(archive.root).__name__}")
+    wanted = _KEY.get(name.role)
+    if wanted is not None and wanted not in archive.root:
+        held = ", ".join(map(repr, list(archive.root)[:8])) or "nothing"
+        raise MalformedError(f"{path}: expected {wanted!r} among the keys, as {name.label} have it; got {held}")
     return SavedFile(name=name, path=str(path), root=archive.root, records=archive.records)
 
 

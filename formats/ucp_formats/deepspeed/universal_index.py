@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 
 from ucp.atom import Extra, Index, Kind, ParamGroup, StateIndex
-from ucp.errors import MissingFileError, UnsupportedError, counted, listed
+from ucp.errors import MalformedError, MissingFileError, UnsupportedError, counted, listed
 from ucp.io.fields import Shape, integer, mapping, sequence
 from ucp.io.problems import Problems
 from ucp.io.sameness import Checksums
@@ -58,6 +58,7 @@ def read_universal(located: Located, name: str, options: SourceOptions) -> Index
     problems.raise_any(str(folder.path), "universal")
     if shared is None:
         raise MissingFileError(f"expected {UNIVERSAL}/{GLOBALS} in {folder.path}; copy it from where it was saved")
+    _check_shared(shared)
     universal = _Universal(ranks=ranks, shared=shared, found=found)
     lost = universal.without_folder()
     if lost:
@@ -66,6 +67,19 @@ def read_universal(located: Located, name: str, options: SourceOptions) -> Index
             f"none is there for {counted(len(lost), 'parameter')}:\n{listed(lost)}\ncopy what was saved"
         )
     return universal.index(name, located.reasons, folder_notes(located.root, folder), tuple(files))
+
+
+def _check_shared(shared: SavedFile) -> None:
+    """Raise MalformedError for a file that is not what an optimizer's file has beside its states.
+
+    Converters write `param_groups`; those before they did leave `zero_stage` and what stands beside it.
+    """
+    if not {"param_groups", "zero_stage"} & shared.root.keys():
+        held = ", ".join(map(repr, list(shared.root)[:8])) or "nothing"
+        raise MalformedError(
+            f"expected param_groups or zero_stage in {shared.path}, as every optimizer state has; got {held}. It is "
+            "another file under this name: copy it again from where it was saved"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

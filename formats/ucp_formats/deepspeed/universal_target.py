@@ -19,7 +19,7 @@ from ucp.atom import AtomIndex, Index, Kind
 from ucp.errors import MissingStateError, TopologyError, UsageError, counted
 from ucp.io.draft import Drafted
 from ucp.state import STEP, WEIGHT
-from ucp.target import OutputFile, Receipt, TargetOptions, TargetPlan
+from ucp.target import OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.topology import Topology
 from ucp_formats.deepspeed.atom_draft import AtomDraft
 from ucp_formats.deepspeed.experts import is_expert
@@ -101,7 +101,7 @@ class DeepSpeedUniversalTarget:
         self,
         index: Index,
         plan: TargetPlan,
-        receipts: Sequence[Receipt],  # the protocol's
+        receipts: Receipts,  # the protocol's
     ) -> tuple[OutputFile, ...]:
         """`latest`, then `latest_universal`, which makes the tag the one to load."""
         return (pointer_file("latest", tag(index)), pointer_file("latest_universal", tag(index)))

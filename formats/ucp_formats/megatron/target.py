@@ -18,7 +18,7 @@ from ucp.dtypes import DType
 from ucp.errors import MissingStateError, UsageError, counted, listed
 from ucp.io.draft import Drafted
 from ucp.state import STEP, WEIGHT
-from ucp.target import Literal, OutputFile, Receipt, TargetOptions, TargetPlan
+from ucp.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.topology import Topology
 from ucp_formats.megatron.dist_target import dist_places, plan_dist
 from ucp_formats.megatron.dist_target_keys import key_style
@@ -85,7 +85,7 @@ class MegatronTarget:
             joined=run.model.joined,
         )
 
-    def seal(self, index: Index, plan: TargetPlan, receipts: Sequence[Receipt]) -> tuple[OutputFile, ...]:
+    def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
         """The tracker, which makes the iteration the one to load."""
         data = (RELEASE if index.step is None else str(index.step)).encode()
         return (OutputFile(path=TRACKER, nbytes=len(data), literals=(Literal(0, data),)),)
