@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ucp.atom import DoubtKind, Index
 from ucp.checkpoint import Atom, Checkpoint
+from ucp.companions import Companions
 from ucp.compare import fit_threads
 from ucp.convert import ConvertReport, carry_out
 from ucp.dtypes import DType
@@ -91,6 +92,8 @@ def plan(
     drift: str = Drift.ERROR,
     zero_moments: str = ZeroMoments.ERROR,
     accept: Iterable[str] = (),
+    tag: str | None = None,
+    companions: str = Companions.SMALL,
     workers: int | None = None,
     memory: int = 1 << 30,
 ) -> PlanReport:
@@ -114,6 +117,8 @@ def plan(
         drift=drift,
         zero_moments=zero_moments,
         accept=accept,
+        tag=tag,
+        companions=companions,
         workers=workers,
         memory=memory,
     )
@@ -138,6 +143,8 @@ def convert(
     drift: str = Drift.ERROR,
     zero_moments: str = ZeroMoments.ERROR,
     accept: Iterable[str] = (),
+    tag: str | None = None,
+    companions: str = Companions.SMALL,
     workers: int | None = None,
     memory: int = 1 << 30,
     resume: bool = False,
@@ -177,6 +184,11 @@ def convert(
     accept
         What speaks against the files of `src` and is to be passed over: "equal-ranks" (files of two ranks are copies of
         one another), "missing-layers" (a layer of a pipeline has no file).
+    tag
+        Name to save under, for deepspeed and deepspeed-universal (and kept in atoms); by default that of `src`.
+    companions
+        Files that a training script left beside `src` (of a Trainer: its state, scheduler, tokenizer): "small" carries
+        along those of up to 64 MiB each, "all" all of them, "none" none.
     workers
         Processes; by default one per core.
     memory
@@ -209,6 +221,8 @@ def convert(
         drift=drift,
         zero_moments=zero_moments,
         accept=accept,
+        tag=tag,
+        companions=companions,
         workers=workers,
         memory=memory,
         resume=resume,
@@ -241,6 +255,8 @@ def make_options(
     drift: str = Drift.ERROR,
     zero_moments: str = ZeroMoments.ERROR,
     accept: Iterable[str] = (),
+    tag: str | None = None,
+    companions: str = Companions.SMALL,
     workers: int | None = None,
     memory: int = 1 << 30,
     resume: bool = False,
@@ -262,6 +278,12 @@ def make_options(
         raise UsageError(
             f"expected a policy for moments that are zero of {', '.join(ZeroMoments)}; got {zero_moments!r}"
         )
+    if companions not in set(Companions):
+        raise UsageError(
+            f"expected which files beside the checkpoint to carry along, of {', '.join(Companions)}; got {companions!r}"
+        )
+    if tag is not None and not (isinstance(tag, str) and tag):
+        raise UsageError(f"expected a tag such as global_step100; got {tag!r}")
     _check_means(workers, memory)
     return ConvertOptions(
         to=to,
@@ -271,12 +293,14 @@ def make_options(
             layout="virtual" if virtual else layout,
             compress=compress,
             settings=_settings(settings or {}),
+            tag=tag or "",
         ),
         names=NameFilter(include=_globs(include), exclude=_globs(exclude)),
         source=source_options(family, patterns),
         drift=Drift(drift),
         zero_moments=ZeroMoments(zero_moments),
         accept=DoubtKind.accepted(accept),
+        companions=Companions(companions),
         workers=workers or 0,
         memory=memory,
         resume=resume,

@@ -21,6 +21,7 @@ from ucp.tensor import Record
 from ucp.topology import Topology
 
 __all__ = [
+    "TAG",
     "AtomIndex",
     "Doubt",
     "DoubtKind",
@@ -36,6 +37,10 @@ __all__ = [
     "check_names",
     "check_weights",
 ]
+
+
+TAG = "tag"
+"""Name of the extra with the name that a checkpoint was saved under, where its framework leaves that to the script."""
 
 
 class Kind(StrEnum):

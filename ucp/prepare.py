@@ -10,7 +10,19 @@ from pathlib import Path
 
 import xxhash
 
-from ucp.atom import AtomIndex, DoubtKind, Index, Loss, SourceFile, check_cover, check_doubts, check_names
+from ucp.atom import (
+    TAG,
+    AtomIndex,
+    DoubtKind,
+    Extra,
+    Index,
+    Loss,
+    SourceFile,
+    check_cover,
+    check_doubts,
+    check_names,
+)
+from ucp.companions import Companions, chosen_companions
 from ucp.copied_ranks import copied_ranks
 from ucp.errors import IdleOptionError, UsageError, counted
 from ucp.identity import producer
@@ -72,6 +84,8 @@ class ConvertOptions:
     """Continue an unfinished conversion."""
     overwrite: bool = False
     """Replace a destination that ucp wrote."""
+    companions: Companions = Companions.SMALL
+    """Which files beside the checkpoint to carry along."""
     fsync: bool = True
     """Wait until everything is on the disk; else the system brings it there in its own time."""
 
@@ -286,6 +300,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     index = settle(index, options.drift, observer or Silent(), memory=options.memory)
     _check_dtypes(index, options.target.dtypes)
     _check_settings(chosen, options.target.settings)
+    index = chosen_companions(_tagged(index, options.target.tag), options.companions)
     own = replace(
         options.target,
         family=options.source.family or "",
@@ -321,6 +336,14 @@ def _without(index: Index, plan: TargetPlan) -> Index:
     return replace(index, atoms=atoms, aliases=aliases, dropped=(*index.dropped, *plan.dropped))
 
 
+def _tagged(index: Index, tag: str) -> Index:
+    """`index` under the name `tag`; under its own where that is empty."""
+    if not tag:
+        return index
+    others = (extra for extra in index.extras if extra.name != TAG)
+    return replace(index, extras=(*others, Extra(name=TAG, value=tag)))
+
+
 def _check_dtypes(index: Index, dtypes: Mapping[str, str]) -> None:
     known = dict.fromkeys(name for _, name, _ in index.states())
     unknown = [state for state in dtypes if state not in known]
@@ -348,6 +371,8 @@ def _facts(job: Job, options: ConvertOptions) -> dict[str, str]:
         "settings": ", ".join(f"{name}={value}" for name, value in sorted(options.target.settings.items())),
         "included": ", ".join(options.names.include),
         "left out": ", ".join(options.names.exclude),
+        "tag": options.target.tag,
+        "companion files": "" if options.companions is Companions.SMALL else options.companions.value,
         "family": options.source.family or str(options.source.patterns or ""),
         "of copies that differ": "" if options.drift is Drift.ERROR else options.drift.value,
         "program": producer(),
@@ -364,7 +389,7 @@ def _fingerprint(index: Index, options: ConvertOptions) -> str:
         str(options.topology),
         asdict(options.target),
         asdict(options.names),
-        [options.source.family, str(options.source.patterns), options.drift.value],
+        [options.source.family, str(options.source.patterns), options.drift.value, options.companions.value],
         BLOCK,
     ]
     return xxhash.xxh3_128_hexdigest(json.dumps(asked, sort_keys=True).encode())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ucp.atom import Index
+from ucp.companions import companions_of
 from ucp.compare import (
     Change,
     casts_between,
@@ -27,8 +29,9 @@ from ucp.errors import (
     counted,
     listed,
 )
+from ucp.io.source import open_source
 from ucp.joined import joined
-from ucp.plan import Job
+from ucp.plan import BLOCK, Job
 from ucp.prepare import index_as_told, index_of
 from ucp.protocols import Observer, SourceOptions
 from ucp.registry import recognise
@@ -217,6 +220,7 @@ def prove_written(job: Job, written: Path, *, told: SourceOptions, observer: Obs
     lines = [
         *_damage(index, observer, threads),
         *_drift(index, observer, threads),
+        *_changed_companions(job, written),
         *(
             f"{c.param}/{c.state} {c.what}: {c.a} in the source, {c.b} written"
             for c in changes
@@ -231,6 +235,22 @@ def _oddities(index: Index) -> list[str]:
     """A line for everything that speaks against the files, and one for states that were lost."""
     lost = state_gaps(index)
     return [*(doubt.text for doubt in index.doubts), *([gap_text(lost)] if lost else [])]
+
+
+def _changed_companions(job: Job, written: Path) -> Iterator[str]:
+    """A line for every companion file that was not written as it is in the source."""
+    names = {file.path for file in job.target.files}
+    for own in companions_of(job.index):
+        if own.name not in names:
+            continue
+        with open_source(own.ref.path) as source, open_source(str(written / own.name)) as copy:
+            starts = range(0, own.ref.nbytes, BLOCK)
+            lengths = ((start, min(BLOCK, own.ref.nbytes - start)) for start in starts)
+            same = copy.nbytes == own.ref.nbytes and all(
+                source.read(own.ref.offset + start, nbytes) == copy.read(start, nbytes) for start, nbytes in lengths
+            )
+        if not same:
+            yield f"{own.name} is not as it is beside the source"
 
 
 def _damage(index: Index, observer: Observer, threads: int) -> list[str]:

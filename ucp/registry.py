@@ -14,7 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ucp.errors import FamilyError, IdleOptionError, UcpError, UnknownFormatError, UsageError
+from ucp.errors import FamilyError, IdleOptionError, UcpError, UnknownFormatError, UsageError, listed
 from ucp.io.commit import refuse_partial
 from ucp.protocols import Configurable, Engine, Evidence, Format, Pattern, SourceOptions, Target
 
@@ -156,7 +156,10 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
         claims = "; ".join(f"{fmt.name} because of {', '.join(evidence.reasons)}" for fmt, evidence in found)
         raise UnknownFormatError(f"{path} could be several formats ({claims}); pass the folder of one of them")
     near = _nearby(path, formats)
-    advice = f"Did you mean {near}?" if near else _remedy(path) or "Pass the folder that the framework saved to"
+    if near:
+        advice = f"Did you mean {near[0]}?" if len(near) == 1 else f"There are\n{listed(near)}"
+    else:
+        advice = _remedy(path) or "Pass the folder that the framework saved to"
     raise UnknownFormatError(
         f"expected a checkpoint of {', '.join(names('ucp.formats'))}; {path} is none of them ({_contents(path)}). "
         f"{advice}"
@@ -177,13 +180,14 @@ def _configured(fmt: Format, options: SourceOptions) -> Format:
     return fmt.configured(options)
 
 
-def _nearby(path: Path, formats: Sequence[Format]) -> Path | None:
-    """A checkpoint one level up or down, if there is one."""
+def _nearby(path: Path, formats: Sequence[Format]) -> list[str]:
+    """Checkpoints one level down, or else the one up, if there are any."""
     below = sorted(entry for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else []
-    for candidate in (*below[:_MOST_TRIED], path.parent):
-        if any(fmt.detect(candidate) is not None for fmt in formats):
-            return candidate
-    return None
+    for candidates in (below[:_MOST_TRIED], [path.parent]):
+        near = [str(candidate) for candidate in candidates if any(fmt.detect(candidate) for fmt in formats)]
+        if near:
+            return near
+    return []
 
 
 def _contents(path: Path) -> str:

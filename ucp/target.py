@@ -137,6 +137,8 @@ class TargetOptions:
     """Model family whose rules the target goes by, where the user named one."""
     patterns: str = ""
     """File with a family of the user's own, where there is one."""
+    tag: str = ""
+    """Name to save under, where the user chose one and the target's framework leaves it to the script."""
     keeps_zeros: bool = False
     """Moments that were lost may be zero (--zero-moments keep)."""
 

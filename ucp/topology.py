@@ -81,6 +81,11 @@ class Topology:
         """Ranks an expert's tensor is cut over."""
         return self.tp if self.etp is None else self.etp
 
+    @property
+    def ranks(self) -> int:
+        """Ranks of the run: those along `ep` and `etp` are the same ones."""
+        return self.dp * self.tp * self.pp * self.cp
+
     def __str__(self) -> str:
         """Written as it is parsed: `dp` always, the other axes where they are not what leaving them out means."""
         parts = [f"dp={self.dp}"]

@@ -11,6 +11,7 @@ from typing import TypedDict, TypeVar
 import click
 
 from ucp.atom import DoubtKind
+from ucp.companions import Companions
 from ucp.errors import UsageError
 from ucp.moments import ZeroMoments
 from ucp.settle import Drift
@@ -75,6 +76,8 @@ class ConvertArguments(TypedDict):
     drift: str
     zero_moments: str
     accept: tuple[str, ...]
+    tag: str | None
+    companions: str
     workers: int | None
     memory: int
 
@@ -224,6 +227,19 @@ _CONVERT_OPTIONS = (
         type=click.Choice([kind.value for kind in DoubtKind]),
         multiple=True,
         help="Go on although files of two ranks are copies of one another, or a layer of a pipeline has no file.",
+    ),
+    click.option(
+        "--tag",
+        metavar="NAME",
+        help="Name of the folder that DeepSpeed's files are saved in.  [default: that of the source]",
+    ),
+    click.option(
+        "--companions",
+        type=click.Choice([policy.value for policy in Companions]),
+        default=Companions.SMALL.value,
+        show_default=True,
+        help="Files that a training script left beside the checkpoint (state of a Trainer, scheduler, tokenizer, ...): "
+        "carry along those of up to 64 MiB each, all, or none.",
     ),
     click.option("--workers", type=count_of, metavar="N", help="Processes.  [default: one per core]"),
     _MEMORY_OPTION,

@@ -45,7 +45,7 @@ def test_the_summary_says_what_was_done(ucp: Run, zero3: Path, tmp_path: Path) -
     facts = dict(line.split(maxsplit=1) for line in result.stdout.split("\n\n")[0].splitlines())
     assert facts["wrote"] == f"{tmp_path / 'out'} (ucp)"
     assert facts["tensors"].startswith("4.68 KiB written, of 16 parameters, in ")
-    assert facts["files"].startswith("6 files of ")
+    assert facts["files"].startswith("7 files of ")
     assert "against checksums" in facts["checked"]
     assert facts["verified"] == "read back and equal to the source"
     assert result.stderr == ""

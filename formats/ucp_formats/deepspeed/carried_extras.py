@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ucp.atom import Index
+from ucp.atom import TAG, Index
+from ucp.companions import is_companion
 
 __all__ = ["CarriedExtras"]
 
@@ -25,6 +26,7 @@ _PLACED = _PER_OPTIMIZER_FILE | {
     "ds_config",
     "client_state",
     "module_metadata",
+    TAG,
 }
 """Extras that have a place in DeepSpeed's files."""
 _PLACED_BELOW = ("client_state/", "module/", "buffer/")
@@ -42,6 +44,8 @@ class CarriedExtras:
         self._common: dict[str, object] = {}
         self._own: dict[tuple[str, int], object] = {}
         for extra in index.extras:
+            if is_companion(extra):
+                continue
             if extra.rank is None:
                 self._common[extra.name] = extra.value
             else:

@@ -1,22 +1,26 @@
 """Which folder holds the checkpoint, and what lies in it; from names alone.
 
 A user may pass the save folder (with its `latest`), a tag folder, or the `checkpoint-N/` of a Hugging Face Trainer,
-which is a save folder too. A tag folder is native when it has files of the grammar (`ucp_formats.deepspeed.names`),
+which is a save folder too. Other files of the save folder (`ucp.io.companions`) belong to the tag that `latest` names,
+or to the only one. A tag folder is native when it has files of the grammar (`ucp_formats.deepspeed.names`),
 and universal when it has a folder `zero/`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ucp.atom import TAG, Extra, Index
 from ucp.errors import MalformedError, SourceError, UnknownFormatError, UsageError, counted, listed
+from ucp.io.companions import SaveFolder, with_companions
 from ucp.io.folder import names_in, short_text
+from ucp.io.named_paths import is_text
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, UNIVERSAL, FileName, Role, parse_name
 
-__all__ = ["Located", "TagFolder", "list_folder", "locate_native", "locate_universal", "the_folder"]
+__all__ = ["Located", "TagFolder", "list_folder", "locate_native", "locate_universal", "saved_as", "the_folder"]
 
 _MOST_TAG_BYTES = 1024
 
@@ -33,6 +37,8 @@ class Located:
     """Tags to choose from, when nothing says which; else empty."""
     dangling: str = ""
     """File that is there to name the tag, and names none that is; else empty."""
+    saved_in: SaveFolder | None = None
+    """Folder that the tag folder was saved in; None where that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +60,7 @@ def locate_native(path: Path) -> Located | None:
     if not path.is_dir():
         return None
     if _is_native(path):
-        return Located(root=path, reasons=(_sample(path),))
+        return Located(root=path, reasons=(_sample(path),), saved_in=_parent(path, (LATEST,)))
     pointed = _follow(path, LATEST)
     if pointed is not None:
         return _pointed(path, LATEST, pointed) if _is_native(pointed) else None
@@ -69,7 +75,8 @@ def locate_universal(path: Path) -> Located | None:
     if not path.is_dir():
         return None
     if _is_universal(path):
-        return Located(root=path, reasons=(f"folder {UNIVERSAL}/ of parameters",))
+        reasons = (f"folder {UNIVERSAL}/ of parameters",)
+        return Located(root=path, reasons=reasons, saved_in=_parent(path, (LATEST_UNIVERSAL, LATEST)))
     latest = _follow(path, LATEST)
     if latest is not None and _is_native(latest):
         return None
@@ -99,6 +106,19 @@ def the_folder(located: Located | None, path: Path) -> Located:
             f"{listed(str(path / tag) for tag in located.tags)}"
         )
     return located
+
+
+def saved_as(index: Index, located: Located) -> Index:
+    """`index` of the tag folder found, with its tag and with what lies beside it as extras."""
+    root = Path(os.path.abspath(located.root))
+    folder = root.parent if located.saved_in is None else Path(os.path.abspath(located.saved_in.path))
+    name = root.relative_to(folder)
+    named = (*index.extras, Extra(name=TAG, value=str(name))) if is_text(str(name)) else index.extras
+
+    def is_own(path: Path) -> bool:
+        return path.name in (LATEST, LATEST_UNIVERSAL, *name.parts[:1]) or _is_native(path) or _is_universal(path)
+
+    return with_companions(replace(index, extras=named), located.saved_in, is_own=is_own)
 
 
 def list_folder(path: Path) -> TagFolder:
@@ -145,8 +165,18 @@ def _follow(path: Path, pointer: str) -> Path | None:
     return folder if folder.is_dir() else None
 
 
+def _parent(path: Path, pointers: Sequence[str]) -> SaveFolder | None:
+    """The folder that a tag folder lies in, if one of `pointers` there says that checkpoints were saved in it."""
+    root = Path(os.path.abspath(path))
+    named = next(filter(None, (_follow(root.parent, pointer) for pointer in pointers)), None)
+    if named is None:
+        return None
+    return SaveFolder(root.parent, newest="" if named == root else str(named.relative_to(root.parent)))
+
+
 def _pointed(path: Path, pointer: str, folder: Path) -> Located:
-    return Located(root=folder, reasons=(f"{pointer} -> {folder.relative_to(path)}", _sample(folder)))
+    reasons = (f"{pointer} -> {folder.relative_to(path)}", _sample(folder))
+    return Located(root=folder, reasons=reasons, saved_in=SaveFolder(path))
 
 
 def _only_tag(path: Path, is_tag: Callable[[Path], bool]) -> Located | None:
@@ -159,5 +189,6 @@ def _only_tag(path: Path, is_tag: Callable[[Path], bool]) -> Located | None:
                 root=path, reasons=(f"tag folders {', '.join(tags[:3])}",), tags=tuple(tags), dangling=pointer
             )
     if len(tags) == 1:
-        return Located(root=path / tags[0], reasons=(f"the only tag folder, {tags[0]}", _sample(path / tags[0])))
+        reasons = (f"the only tag folder, {tags[0]}", _sample(path / tags[0]))
+        return Located(root=path / tags[0], reasons=reasons, saved_in=SaveFolder(path))
     return Located(root=path, reasons=(f"tag folders {', '.join(tags[:3])}, ...",), tags=tuple(tags))

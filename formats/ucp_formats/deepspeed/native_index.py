@@ -125,7 +125,7 @@ def _index(name: str, located: Located, grid: SavedGrid, merged: Merged, mesh: _
             *_stage_notes(run),
             *module.notes,
             *optimizer.notes,
-            *folder_notes(located.root, grid.folder),
+            *folder_notes(grid.folder),
         ),
         dropped=(*module.dropped, *optimizer.dropped),
         doubts=tuple(merged.doubts),
@@ -224,12 +224,7 @@ def step_of(root: Mapping[object, object]) -> int | None:
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
-def folder_notes(root: Path, folder: TagFolder) -> list[str]:
+def folder_notes(folder: TagFolder) -> list[str]:
     """Notes on files that are not part of the checkpoint."""
     strays = [name for name in folder.strays if name != UNIVERSAL]
-    notes = [f"not part of the checkpoint, left alone:\n{listed(strays)}"] if strays else []
-    trainer = root.parent / "trainer_state.json"
-    if trainer.is_file():
-        what = f"what lies beside {root.name} is not read"
-        notes.append(f"{root.parent} is a checkpoint of the Hugging Face Trainer; {what}")
-    return notes
+    return [f"not part of the checkpoint, left alone:\n{listed(strays)}"] if strays else []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ucp.atom import Index
 from ucp.protocols import Evidence, SourceOptions
-from ucp_formats.deepspeed.folder import locate_native, the_folder
+from ucp_formats.deepspeed.folder import locate_native, saved_as, the_folder
 
 __all__ = ["DeepSpeedFormat"]
 
@@ -42,4 +42,5 @@ class DeepSpeedFormat:
         from ucp_formats.deepspeed.native_index import read_native
 
         located = the_folder(locate_native(path), path)
-        return read_native(located, self.name, group_names=self._group_names, options=self._options)
+        index = read_native(located, self.name, group_names=self._group_names, options=self._options)
+        return saved_as(index, located)

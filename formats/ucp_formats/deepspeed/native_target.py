@@ -1,6 +1,6 @@
 """Native DeepSpeed files: as if a run of the asked topology had saved them, for a plain `load_checkpoint`.
 
-    DST/latest                                                    the tag; written last
+    DST/latest                                                    the tag of the source; written last
     DST/global_step100/mp_rank_00_model_states.pt                 stages 0 to 2
     DST/global_step100/[bf16_]zero_pp_rank_{r}_mp_rank_00_optim_states.pt   stages 1 to 3, one per rank
     DST/global_step100/zero_pp_rank_{r}_mp_rank_00_model_states.pt          stage 3, one per rank
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ucp.atom import Index
+from ucp.companions import place_companions
 from ucp.errors import MissingStateError, TopologyError, UsageError, counted
 from ucp.io.draft import Drafted
 from ucp.state import WEIGHT
@@ -27,6 +28,7 @@ from ucp.topology import Topology
 from ucp_formats.deepspeed.experts import Numbered
 from ucp_formats.deepspeed.lost_states import check_stepped, filled_with_zeros
 from ucp_formats.deepspeed.missing_states import native_notes
+from ucp_formats.deepspeed.names import LATEST
 from ucp_formats.deepspeed.optimizer_groups import without_groups
 from ucp_formats.deepspeed.pipeline_target import layer_files
 from ucp_formats.deepspeed.rank_files import RankFiles, groups_of
@@ -68,6 +70,7 @@ class DeepSpeedTarget:
         plan = target_plan(index, list(drafted), notes=(*facts.extras.notes(), *notes, *lost), topology=wanted)
         zeros = filled_with_zeros(groups) if flat else {}
         plan = replace(plan, casts=(*plan.casts, *step_casts(groups)), zeros=zeros)
+        plan = place_companions(index, plan, own=(LATEST,))
         return plan if groups else _without_states(plan, index)
 
     def seal(
@@ -77,7 +80,7 @@ class DeepSpeedTarget:
         receipts: Receipts,  # the protocol's
     ) -> tuple[OutputFile, ...]:
         """`latest`, which makes the tag the one to load."""
-        return (pointer_file("latest", tag(index)),)
+        return (pointer_file(LATEST, tag(index)),)
 
 
 def _without_states(plan: TargetPlan, index: Index) -> TargetPlan:
@@ -86,7 +89,7 @@ def _without_states(plan: TargetPlan, index: Index) -> TargetPlan:
     lost = {name: states for name, states in lost.items() if states}
     names = ", ".join(dict.fromkeys(state for states in lost.values() for state in sorted(states)))
     line = f"{names} of {counted(len(lost), 'parameter')}: no trained parameter is in an optimizer group of the source"
-    return replace(plan, lost=lost, dropped=(line,)) if lost else plan
+    return replace(plan, lost=lost, dropped=(*plan.dropped, line)) if lost else plan
 
 
 def _wanted(index: Index, topology: Topology | None, options: TargetOptions) -> Topology:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ucp.atom import AtomIndex, Index, Kind, check_weights
+from ucp.atom import TAG, AtomIndex, Index, Kind, check_weights
 from ucp.dtypes import DType
+from ucp.io.commit import MARK
+from ucp.io.named_paths import check_named
 from ucp.region import RegionPair
 from ucp.state import WEIGHT
 from ucp.target import TargetOptions
 from ucp_formats.deepspeed.atom_draft import AtomDraft
 from ucp_formats.deepspeed.carried_extras import CarriedExtras
+from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, parse_name
 from ucp_formats.deepspeed.optimizer_groups import stored_dtype
 from ucp_formats.deepspeed.run_config import Precision, RunConfig
 from ucp_formats.deepspeed.tensor_rules import TensorRules
 
-__all__ = ["EMULATED", "RunFacts", "run_facts", "tag"]
+__all__ = ["EMULATED", "RunFacts", "check_tag", "run_facts", "tag"]
 
 EMULATED = "0.19.8"
 """Version of DeepSpeed whose files are written."""
@@ -65,6 +68,7 @@ class RunFacts:
 def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int) -> RunFacts:
     """Facts of a run of `ranks` data-parallel ranks under ZeRO `stage` that continues the source."""
     check_weights(index)
+    check_tag(index)
     extras = CarriedExtras(index, ranks=ranks, stage=stage)
     config = RunConfig(extras.mapping("ds_config"))
     info = extras.get("universal_checkpoint_info")
@@ -84,5 +88,23 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int) -
 
 
 def tag(index: Index) -> str:
-    """Name of the folder of the checkpoint."""
-    return f"global_step{index.step or 0}"
+    """Name of the folder of the checkpoint: that of the source, or by the step as DeepSpeed names it."""
+    named = (extra.value for extra in index.extras if extra.name == TAG and isinstance(extra.value, str))
+    return next(named, f"global_step{index.step or 0}")
+
+
+def check_tag(index: Index) -> None:
+    """Raise DestinationError for a tag that can be no folder of the destination, or would be taken for another file."""
+    name = tag(index)
+    faults = []
+    if not name.isprintable() or name != name.strip():
+        faults.append((name, "what is not printable, and blanks at its ends, are lost in the file that names it"))
+    if any(parse_name(part) for part in name.split("/")):
+        faults.append((name, "files of a checkpoint are named so"))
+    check_named(
+        [(name, name)],
+        expected="a tag that can be a folder in the destination, such as global_step100",
+        remedy="choose another with --tag",
+        taken=(LATEST, LATEST_UNIVERSAL, MARK),
+        faults=faults,
+    )

@@ -66,7 +66,7 @@ def read_universal(located: Located, name: str, options: SourceOptions) -> Index
             f"expected a folder in {folder.path / UNIVERSAL} for every trained parameter of the model-states files; "
             f"none is there for {counted(len(lost), 'parameter')}:\n{listed(lost)}\ncopy what was saved"
         )
-    return universal.index(name, located.reasons, folder_notes(located.root, folder), tuple(files))
+    return universal.index(name, located.reasons, folder_notes(folder), tuple(files))
 
 
 def _check_shared(shared: SavedFile) -> None:

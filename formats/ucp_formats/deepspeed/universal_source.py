@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ucp.atom import Index
 from ucp.protocols import Evidence, SourceOptions
-from ucp_formats.deepspeed.folder import locate_universal, the_folder
+from ucp_formats.deepspeed.folder import locate_universal, saved_as, the_folder
 
 __all__ = ["DeepSpeedUniversalFormat"]
 
@@ -32,4 +32,5 @@ class DeepSpeedUniversalFormat:
         """Index of the checkpoint at `path`."""
         from ucp_formats.deepspeed.universal_index import read_universal
 
-        return read_universal(the_folder(locate_universal(path), path), self.name, self._options)
+        located = the_folder(locate_universal(path), path)
+        return saved_as(read_universal(located, self.name, self._options), located)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ucp.atom import AtomIndex, Index, Kind
+from ucp.companions import place_companions
 from ucp.errors import MissingStateError, TopologyError, UsageError, counted
 from ucp.io.draft import Drafted
 from ucp.state import STEP, WEIGHT
@@ -27,6 +28,7 @@ from ucp_formats.deepspeed.flat_optimizer import keeps_whole
 from ucp_formats.deepspeed.lost_states import check_stepped, filled_with_zeros
 from ucp_formats.deepspeed.missing_states import ANEW, lacking, shared_notes
 from ucp_formats.deepspeed.model_states import Module, frozen_shapes, model_state, module_tensors, shapes
+from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
 from ucp_formats.deepspeed.optimizer_groups import Group, check_flat, is_optimized, optimizer_groups, without_groups
 from ucp_formats.deepspeed.partition import flat_group
 from ucp_formats.deepspeed.rank_views import check_cuts
@@ -95,7 +97,8 @@ class DeepSpeedUniversalTarget:
         ]
         notes = (*facts.extras.notes(), *group_notes(groups), *step_notes(groups), *_limits(facts, groups))
         plan = target_plan(index, drafted, notes=notes)
-        return replace(plan, casts=(*plan.casts, *step_casts(groups)), zeros=filled_with_zeros(groups))
+        plan = replace(plan, casts=(*plan.casts, *step_casts(groups)), zeros=filled_with_zeros(groups))
+        return place_companions(index, plan, own=(LATEST, LATEST_UNIVERSAL))
 
     def seal(
         self,
@@ -104,7 +107,7 @@ class DeepSpeedUniversalTarget:
         receipts: Receipts,  # the protocol's
     ) -> tuple[OutputFile, ...]:
         """`latest`, then `latest_universal`, which makes the tag the one to load."""
-        return (pointer_file("latest", tag(index)), pointer_file("latest_universal", tag(index)))
+        return (pointer_file(LATEST, tag(index)), pointer_file(LATEST_UNIVERSAL, tag(index)))
 
 
 def _check_degrees(facts: RunFacts) -> None:

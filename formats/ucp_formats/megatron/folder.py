@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from ucp.errors import MalformedError, UnknownFormatError, UsageError, counted, listed
+from ucp.io.companions import SaveFolder
 from ucp.io.folder import names_in, short_text
 from ucp_formats.megatron.backend import read_backend
 from ucp_formats.megatron.names import (
@@ -26,7 +27,7 @@ from ucp_formats.megatron.names import (
     parse_rank_folder,
 )
 
-__all__ = ["Located", "SavedAs", "locate", "the_folder"]
+__all__ = ["Located", "SavedAs", "is_of_the_format", "locate", "the_folder"]
 
 _MOST_TRACKER_BYTES = 64
 _INNER = ("weights", "model_weights")
@@ -62,6 +63,8 @@ class Located:
     """What the tracker names, when that is not there; else empty."""
     notes: tuple[str, ...] = ()
     """What was assumed on the way."""
+    saved_in: SaveFolder | None = None
+    """Folder that the iteration was saved in; None where that is not known."""
 
 
 def locate(path: Path) -> Located | None:
@@ -70,13 +73,19 @@ def locate(path: Path) -> Located | None:
         return None
     if parse_rank_folder(path.name) is not None and _has_model(path):
         seen = _seen(path.parent, named=True)
-        return Located(root=path.parent, saved_as=SavedAs.TORCH, reasons=(f"{path.name}, a rank of it", *seen.values()))
+        return Located(
+            root=path.parent,
+            saved_as=SavedAs.TORCH,
+            reasons=(f"{path.name}, a rank of it", *seen.values()),
+            saved_in=_parent(path.parent),
+        )
     tracked = _follow_tracker(path)
     if tracked is not None:
         return tracked
     for root in (path, *(path / name for name in _INNER)):
         for saved_as, reason in _seen(root, named=_is_named(root)).items():
-            return Located(root=root, saved_as=saved_as, reasons=(reason,))
+            saved_in = _parent(root) if root == path else None
+            return Located(root=root, saved_as=saved_as, reasons=(reason,), saved_in=saved_in)
     return _only_iteration(path)
 
 
@@ -103,6 +112,20 @@ def the_folder(located: Located | None, path: Path) -> Located:
             f"{listed(str(path / name) for name in located.iterations)}"
         )
     return located
+
+
+def is_of_the_format(path: Path) -> bool:
+    """Whether an entry of a save folder is an iteration, or names one."""
+    return path.name == TRACKER or parse_iteration(path.name) is not None
+
+
+def _parent(root: Path) -> SaveFolder | None:
+    """The folder that an iteration lies in, if a tracker there says that checkpoints were saved in it."""
+    root = Path(os.path.abspath(root))
+    named = _tracked_name(root.parent / TRACKER)
+    if named is None or not (root.parent / named).is_dir():
+        return None
+    return SaveFolder(root.parent, newest="" if named == root.name else named)
 
 
 def _has_model(path: Path) -> bool:
@@ -146,7 +169,8 @@ def _follow_tracker(path: Path) -> Located | None:
     if name is None:
         return None
     for saved_as, reason in _seen(path / name, named=True).items():
-        return Located(root=path / name, saved_as=saved_as, reasons=(f"{TRACKER} -> {name}", reason))
+        reasons = (f"{TRACKER} -> {name}", reason)
+        return Located(root=path / name, saved_as=saved_as, reasons=reasons, saved_in=SaveFolder(path))
     there = _iterations(path)
     if not there:
         return None
@@ -174,7 +198,11 @@ def _only_iteration(path: Path) -> Located | None:
     if len(there) == 1:
         reasons = (f"the only iteration, {there[0]}", reason)
         return Located(
-            root=path / there[0], saved_as=saved_as, reasons=reasons, notes=_unreadable_tracker(path, there[0])
+            root=path / there[0],
+            saved_as=saved_as,
+            reasons=reasons,
+            notes=_unreadable_tracker(path, there[0]),
+            saved_in=SaveFolder(path),
         )
     return Located(root=path, saved_as=saved_as, reasons=(f"folders {', '.join(there[:3])}",), iterations=there)
 

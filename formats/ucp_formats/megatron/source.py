@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from ucp.atom import Index
 from ucp.errors import UnsupportedError
+from ucp.io.companions import with_companions
 from ucp.protocols import Evidence, LocalTensors, SourceOptions
 from ucp_formats.megatron.backend import lost_backend, unknown_version
-from ucp_formats.megatron.folder import SavedAs, locate, the_folder
+from ucp_formats.megatron.folder import Located, SavedAs, is_of_the_format, locate, the_folder
 
 if TYPE_CHECKING:
     from ucp_formats.megatron.family_choice import ChooseFamily
@@ -51,6 +52,9 @@ class MegatronFormat:
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
         located = the_folder(locate(path), path)
+        return with_companions(self._read(located), located.saved_in, is_own=is_of_the_format)
+
+    def _read(self, located: Located) -> Index:
         if located.saved_as is SavedAs.TORCH_DIST:
             refused = unknown_version(located.root)
             if refused is not None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ucp.atom import Index, Kind, check_weights
+from ucp.companions import place_companions
 from ucp.dtypes import DType
 from ucp.errors import MissingStateError, UsageError, counted, listed
 from ucp.io.draft import Drafted
@@ -65,6 +66,11 @@ class MegatronTarget:
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files for a run of `topology`; by default the source's own. Raises UsageError, MissingStateError."""
         layout = _checked_layout(options)
+        if options.tag:
+            raise UsageError(
+                f"Megatron finds a checkpoint by its iteration: it lies in {_folder(index)}, whatever it was called; "
+                "drop --tag"
+            )
         run, notes = _run(index, topology or replace(index.topology, zero=None), layout, options)
         check_division(run)
         asked = settings_of(options.settings)
@@ -73,7 +79,7 @@ class MegatronTarget:
         drafted = write(run, _folder(index))
         placements = tuple(place for own in drafted for place in own.placements)
         lost = lost_states(run, placements)
-        return TargetPlan(
+        plan = TargetPlan(
             files=tuple(own.file for own in drafted),
             placements=placements,
             raw=tuple(copy for own in drafted for copy in own.raw),
@@ -84,6 +90,7 @@ class MegatronTarget:
             topology=run.topology,
             joined=run.model.joined,
         )
+        return place_companions(index, plan, own=(TRACKER,))
 
     def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
         """The tracker, which makes the iteration the one to load."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ucp.atom import Index
+from ucp.companions import is_companion
 from ucp_formats.megatron.target_division import division_notes
 from ucp_formats.megatron.target_groups import OptimizerGroup
 from ucp_formats.megatron.target_run import TargetRun
@@ -64,7 +65,7 @@ def consumed_samples(index: Index, arguments: Mapping[str, object]) -> int | Non
 
 def extra_notes(run: TargetRun) -> Iterator[str]:
     """What of the source's extras is not in the files, or not as it was."""
-    names = list(dict.fromkeys(extra.name for extra in run.index.extras))
+    names = list(dict.fromkeys(extra.name for extra in run.index.extras if not is_companion(extra)))
     random = [name for name in names if name.partition("/")[0] == "rng_state"]
     yield from _random_notes(run, found=bool(random))
     known = {*_CARRIED, *_REPLACED, *random}
