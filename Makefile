@@ -7,6 +7,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 TORCH := torch==2.13.0
 DEEPSPEED := deepspeed==0.19.8
 TRANSFORMERS := transformers==5.23.0
+ACCELERATE := accelerate==1.15.0
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test lint check integration bench mcore clean
@@ -31,10 +32,11 @@ $(VENV)/.installed-deepspeed: $(VENV)/.installed-dev
 	DS_BUILD_OPS=0 $(PIP) "$(DEEPSPEED)"
 	touch $@
 
-# Of its own: the tests of DeepSpeed run without transformers. megatron-core needs the last two.
+# Of its own: the tests of DeepSpeed run without transformers, those of the Trainer with both. megatron-core needs einops and psutil.
 $(VENV)-transformers/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-transformers
 	$(VENV)-transformers/bin/pip install --quiet --disable-pip-version-check "$(TORCH)" "$(TRANSFORMERS)" einops psutil
+	DS_BUILD_OPS=0 $(VENV)-transformers/bin/pip install --quiet --disable-pip-version-check "$(DEEPSPEED)" "$(ACCELERATE)"
 	$(VENV)-transformers/bin/pip install --quiet --disable-pip-version-check --editable .
 	touch $@
 

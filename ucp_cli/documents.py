@@ -17,7 +17,7 @@ from ucp.fragment import Fragment
 from ucp.tensor import TensorRef
 from ucp.topology import Topology
 from ucp_cli.tally import count_kinds, count_patterns, count_states
-from ucp_cli.values import brief, json_value
+from ucp_cli.values import json_value, what_is_held
 
 __all__ = [
     "convert_document",
@@ -175,7 +175,7 @@ def _piece(fragment: Fragment) -> dict[str, object]:
 
 
 def _extra(extra: Extra) -> dict[str, object]:
-    return {"name": extra.name, "rank": extra.rank, "what": brief(extra.value), "value": json_value(extra.value)}
+    return {"name": extra.name, "rank": extra.rank, "what": what_is_held(extra), "value": json_value(extra.value)}
 
 
 def _change(change: Change) -> dict[str, object]:

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
-from ucp.atom import AtomIndex, Extra, Index, Kind, ParamGroup
-from ucp.companions import is_companion
-from ucp.tensor import TensorRef
+from ucp.atom import AtomIndex, Index, Kind, ParamGroup
 from ucp_cli.render import facts, lines, table
 from ucp_cli.tally import count_kinds, count_states
 from ucp_cli.tree import Line, collapsed
 from ucp_cli.units import count_text, nbytes_text, plural, printable, ranges_text, shape_text
-from ucp_cli.values import brief
+from ucp_cli.values import brief, what_is_held
 
 __all__ = ["file_rows", "overview", "shown_path", "source_facts"]
 
@@ -143,19 +141,12 @@ def _group_rows(groups: Sequence[ParamGroup]) -> list[tuple[str, str, str]]:
 def _extra_rows(index: Index) -> list[tuple[str, ...]]:
     ranks: dict[tuple[str, str], list[int]] = {}
     for extra in index.extras:
-        own = ranks.setdefault((extra.name, _what(extra)), [])
+        own = ranks.setdefault((extra.name, what_is_held(extra)), [])
         if extra.rank is not None:
             own.append(extra.rank)
     return [
         (f"{name} (ranks {ranges_text(sorted(own))})" if own else name, what) for (name, what), own in ranks.items()
     ]
-
-
-def _what(extra: Extra) -> str:
-    """What an extra holds, in a few words."""
-    if is_companion(extra) and isinstance(extra.value, TensorRef):
-        return f"file of {nbytes_text(extra.value.nbytes)}"
-    return brief(extra.value)
 
 
 def file_rows(index: Index) -> list[tuple[str, ...]]:

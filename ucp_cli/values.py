@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import islice
 
+from ucp.atom import Extra
+from ucp.companions import is_companion
 from ucp.inert import GlobalName, Stub
 from ucp.store.values import NotPlainError, to_json
 from ucp.tensor import InlineTensor, TensorRef
-from ucp_cli.units import count_text, plural, shape_text
+from ucp_cli.units import count_text, nbytes_text, plural, shape_text
 
-__all__ = ["brief", "json_value"]
+__all__ = ["brief", "json_value", "what_is_held"]
 
 _LONGEST = 60
 """Characters of a value that is shown whole."""
@@ -50,6 +52,18 @@ def json_value(value: object, depth: int = 0) -> object:
         case tuple():
             return {"!tuple": [json_value(item, depth + 1) for item in value]}
     return f"<{brief(value)}>"
+
+
+def what_is_held(extra: Extra) -> str:
+    """What an extra holds, in a few words; of a companion file how long it is.
+
+    >>> from ucp.companions import companion_extra
+    >>> what_is_held(Extra(name="tag", value="best")), what_is_held(companion_extra("config.json", "", 714))
+    ("'best'", 'file of 714 B')
+    """
+    if is_companion(extra) and isinstance(extra.value, TensorRef):
+        return f"file of {nbytes_text(extra.value.nbytes)}"
+    return brief(extra.value)
 
 
 def brief(value: object) -> str:

@@ -240,6 +240,16 @@ def test_the_tag_of_the_source_is_kept(saved, tmp_path, tag, to, pointer):
         assert not any(TAG in note for note in ucp.inspect(out).notes)
 
 
+def test_a_universal_folder_has_a_tag_and_files_beside_it_too(tmp_path):
+    shutil.copytree(FIXTURES / "deepspeed" / "z1-dp4-fp32" / "universal", tmp_path / "source")
+    (tmp_path / "source" / "trainer_state.json").write_bytes(b"{}")
+    for number, passed in enumerate(("source", "source/global_step3_universal")):
+        out = tmp_path / str(number)
+        ucp.convert(tmp_path / passed, out, to="deepspeed", topology="dp=2,zero=1")
+        assert (out / "latest").read_text() == "global_step3_universal"
+        assert beside(out) == {"trainer_state.json": b"{}"}
+
+
 def test_another_tag_may_be_chosen(saved, tmp_path):
     ucp.convert(saved, tmp_path / "atoms", tag="first")
     ucp.convert(tmp_path / "atoms", tmp_path / "first", to="deepspeed")
