@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import isnan
@@ -22,6 +22,8 @@ from ucp.dtypes import DType
 from ucp.errors import CorruptError, SourceError, counted
 from ucp.fragment import Fragment
 from ucp.gather import Gatherer, Sources, Span
+from ucp.io.fields import shown
+from ucp.io.sameness import Checksums
 from ucp.numeric import Difference, differing, viewed, widened, without_payloads
 from ucp.plan import BLOCK, fit_workers
 from ucp.protocols import Observer
@@ -468,24 +470,37 @@ def _groups(a: Index, b: Index) -> Iterator[Change]:
     for name in sorted(set(left) ^ set(right)):
         if name in a.atoms and name in b.atoms and 0 not in a.atoms[name].global_shape:  # as with its kind
             yield Change(param=name, state="", what="group", a=_place(left, name), b=_place(right, name))
+    checksums = Checksums((*a.records, *b.records))
+    found: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
     for name in sorted(set(left) & set(right)):
-        for key in sorted(set(left[name]) | set(right[name])):
-            own, other = (side[name].get(key, _IMPLIED.get(key, "-")) for side in (left, right))
-            if own != other:
-                yield Change(param=name, state=key, what="group", a=own, b=other)
+        pair = left[name], right[name]
+        both = id(pair[0]), id(pair[1])
+        if both not in found:
+            found[both] = list(_settings(*pair, checksums))
+        for key, own, other in found[both]:
+            yield Change(param=name, state=key, what="group", a=own, b=other)
 
 
-def _grouped(hyper: dict[str, dict[str, str]]) -> str:
+def _grouped(hyper: Mapping[str, object]) -> str:
     return f"{counted(len(hyper), 'parameter')} in groups" if hyper else "-"
 
 
-def _place(hyper: dict[str, dict[str, str]], name: str) -> str:
+def _place(hyper: Mapping[str, object], name: str) -> str:
     return "in a group" if name in hyper else "-"
 
 
-_IMPLIED = {"bias_correction": "True"}
+def _settings(a: Mapping[str, object], b: Mapping[str, object], checksums: Checksums) -> Iterator[tuple[str, str, str]]:
+    """Hyper-parameters that differ: name, and both values in words."""
+    for key in sorted(set(a) | set(b)):
+        sides = [[side[key]] if key in side else _IMPLIED.get(key, []) for side in (a, b)]
+        if not checksums.same(*sides):
+            own, other = (shown(side[0]) if side else "-" for side in sides)
+            yield key, own, other
+
+
+_IMPLIED: Mapping[str, list[object]] = {"bias_correction": [True]}
 """Hyper-parameters that mean the same where they are not there: an Adam without this one always corrects."""
 
 
-def _hyper(index: Index) -> dict[str, dict[str, str]]:
-    return {name: {k: repr(v) for k, v in group.hyper.items()} for group in index.groups for name in group.params}
+def _hyper(index: Index) -> dict[str, Mapping[str, object]]:
+    return {name: group.hyper for group in index.groups for name in group.params}

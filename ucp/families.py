@@ -15,6 +15,7 @@ from pathlib import Path
 from ucp.errors import UnknownFamilyError, UsageError
 from ucp.family import Family, distinct_shapes
 from ucp.family_text import header, read_family
+from ucp.io.fields import shown
 from ucp.rule import PatternFactory, Rule
 from ucp.template import kind
 
@@ -185,7 +186,7 @@ def _contradiction(
         own = waiting.pop(0)
         names.append(own)
         waiting += sorted(other for way in family.sizes.get(own, ()) for other in way.names if other not in names)
-    recorded = (f"{own} = {arguments[own]!r}" for own in dict.fromkeys(names) if arguments.get(own) is not None)
+    recorded = (f"{own} = {shown(arguments[own])}" for own in dict.fromkeys(names) if arguments.get(own) is not None)
     templates = {family.tensors[own].text for own in names if own in family.tensors}
     found: dict[str, str] = {}
     for name, shape in shapes.items():
@@ -208,7 +209,7 @@ def _doubts(family: Family, names: Iterable[str], arguments: Mapping[str, object
     doubts += [f"has {text}" for text in family.evidence.absent if text in held]
     for key, wanted in family.evidence.arguments.items():
         if key in arguments and arguments[key] != wanted:
-            doubts.append(f"{key} is {arguments[key]!r}, not {wanted!r}")
+            doubts.append(f"{key} is {shown(arguments[key])}, not {wanted!r}")
     doubts += family.conflicts
     if unread:
         more = f" and {len(unread) - 1} more like it" if len(unread) > 1 else ""

@@ -8,7 +8,8 @@ from itertools import islice
 from ucp.atom import Extra
 from ucp.companions import is_companion
 from ucp.inert import GlobalName, Stub
-from ucp.store.values import NotPlainError, to_json
+from ucp.io.fields import short, short_members
+from ucp.store.values import PlainJson
 from ucp.tensor import InlineTensor, TensorRef
 from ucp_cli.units import count_text, nbytes_text, plural, shape_text
 
@@ -23,35 +24,25 @@ _SHORT = 24
 _MOST = 6
 """Entries of a dict that are shown."""
 
-_DEEPEST = 30
-"""Values in values that are shown of what is not plain (it may hold itself)."""
 
-
-def json_value(value: object, depth: int = 0) -> object:
+def json_value(value: object) -> object:
     """`value` as JSON, marked as in the extras of an atom store where it is plain.
 
-    What is not plain becomes its state under the name of its class, or a text in angle brackets.
+    What is not plain becomes its state under the name of its class, or a text in angle brackets, as does what lies too
+    deep and what is more than a page takes.
 
     >>> from ucp.dtypes import DType
     >>> json_value({"best": (1, 2), "ema": TensorRef(path="", offset=0, dtype=DType.INT8, shape=(3,), strides=(1,))})
     {'best': {'!tuple': [1, 2]}, 'ema': '<tensor 3 int8>'}
     """
-    try:
-        return to_json(value)
-    except NotPlainError:
-        pass
-    if depth > _DEEPEST:
-        return "<...>"
-    match value:
-        case Stub():
-            return {"!object": str(value.made_by), "state": json_value(value.state, depth + 1)}
-        case dict() if all(isinstance(key, str) for key in value):
-            return {key: json_value(item, depth + 1) for key, item in value.items()}
-        case list():
-            return [json_value(item, depth + 1) for item in value]
-        case tuple():
-            return {"!tuple": [json_value(item, depth + 1) for item in value]}
-    return f"<{brief(value)}>"
+
+    def other(value: object) -> object:
+        if isinstance(value, Stub):
+            return {"!object": str(value.made_by), "state": shown.of(value.state)}
+        return f"<{brief(value)}>"
+
+    shown = PlainJson(other, lambda _: "<...>")
+    return shown.of(value)
 
 
 def what_is_held(extra: Extra) -> str:
@@ -83,21 +74,20 @@ def brief(value: object) -> str:
             return plural(len(value), "byte")
         case dict():
             return _entries(value)
-        case list() | tuple() | set() | frozenset() if not all(map(_is_scalar, value)) or len(repr(value)) > _LONGEST:
-            return f"{type(value).__name__} of {count_text(len(value))}"
-        case str() if len(value) > _LONGEST:
-            return f"text of {plural(len(value), 'character')}"
+        case list() | tuple() | set() | frozenset():
+            return short_members(value, _LONGEST) or f"{type(value).__name__} of {count_text(len(value))}"
+        case str():
+            return short(value, _LONGEST) or f"text of {plural(len(value), 'character')}"
+        case int():
+            return short(value, _LONGEST) or f"a number of {plural(value.bit_length(), 'bit')}"
     return repr(value)
 
 
 def _entries(value: Mapping[object, object]) -> str:
-    shown = [
-        f"{key!s}={item!r}" if _is_scalar(item) and len(repr(item)) <= _SHORT else f"{str(key) or repr(key)}=..."
-        for key, item in islice(value.items(), _MOST)
-    ]
+    shown = [f"{_key(key)}={short(item, _SHORT) or '...'}" for key, item in islice(value.items(), _MOST)]
     more = [f"and {len(value) - _MOST} more"] if len(value) > _MOST else []
     return ", ".join((*shown, *more)) or "nothing"
 
 
-def _is_scalar(value: object) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
+def _key(key: object) -> str:
+    return key if isinstance(key, str) and 0 < len(key) <= _LONGEST else brief(key)

@@ -19,6 +19,7 @@ from ucp.dtypes import DType
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.inert import GlobalName, Stub, TorchSize
 from ucp.io.archive import read_pickle
+from ucp.io.fields import described, shown
 from ucp.io.source import open_source
 from ucp.io.unpickle import parse_pickle
 
@@ -107,7 +108,7 @@ def read_metadata(path: str) -> DcpMetadata:
     saved = attributes.get("state_dict_metadata")
     if not isinstance(root, Stub) or root.made_by.qualname.rpartition(".")[2] not in _ROOTS or type(saved) is not dict:
         raise MalformedError(
-            f"{path}: expected the metadata of torch.distributed.checkpoint; got {_described(root)}. "
+            f"{path}: expected the metadata of torch.distributed.checkpoint; got {described(root)}. "
             "Check that the folder was written by torch.distributed.checkpoint"
         )
     storage = _storage(attributes.get("storage_data"), path)
@@ -175,7 +176,7 @@ class _Reader:
     def take(self, key: object, entry: object) -> None:
         """Take in one entry."""
         if type(key) is not str or type(entry) is not Stub:
-            self._wrong.append(f"an entry {_described(key)} that is {_described(entry)}")
+            self._wrong.append(f"an entry {described(key)} that is {described(entry)}")
             return
         kind = entry.made_by.qualname
         if kind == "BytesStorageMetadata":
@@ -187,25 +188,23 @@ class _Reader:
         elif kind == "TensorStorageMetadata":
             self._take_tensor(key, _state(entry))
         else:
-            self._wrong.append(f"{key}: expected the metadata of a tensor or of bytes; got {_described(entry)}")
+            self._wrong.append(f"{key}: expected the metadata of a tensor or of bytes; got {described(entry)}")
 
     def _take_tensor(self, key: str, state: Mapping[object, object]) -> None:
         shape, saved, properties = _shape(state.get("size")), state.get("chunks"), state.get("properties")
         if shape is None or type(saved) is not list or type(properties) is not Stub:
-            self._wrong.append(f"{key}: expected its size, chunks and properties; got {_described(state.get('size'))}")
+            self._wrong.append(f"{key}: expected its size, chunks and properties; got {described(state.get('size'))}")
             return
         dtype = self._dtype(properties)
         if dtype is None:
-            self._unknown.append(f"{key}: elements of {_described(_first(properties))}")
+            self._unknown.append(f"{key}: elements of {described(_first(properties))}")
             return
         chunks = []
         for entry in saved:
             own = _state(entry)
             offsets, sizes = _shape(own.get("offsets")), _shape(own.get("sizes"))
             if offsets is None or sizes is None or not len(offsets) == len(sizes) == len(shape):
-                self._wrong.append(
-                    f"{key}: a chunk at {_described(own.get('offsets'))}, {_described(own.get('sizes'))}"
-                )
+                self._wrong.append(f"{key}: a chunk at {described(own.get('offsets'))}, {described(own.get('sizes'))}")
                 return
             place = self._storage.get((key, offsets))
             if 0 in sizes:
@@ -241,7 +240,7 @@ class _Reader:
 def _storage(saved: object, path: str) -> _Places:
     """Places by key and offsets (None for objects)."""
     if type(saved) is not dict:
-        raise MalformedError(f"{path}: expected storage_data, a dict; got {_described(saved)}")
+        raise MalformedError(f"{path}: expected storage_data, a dict; got {described(saved)}")
     places: _Places = {}
     files: dict[str, str] = {}
     transformed = []
@@ -251,11 +250,11 @@ def _storage(saved: object, path: str) -> _Places:
         offsets = None if at is None else _shape(at)
         file, offset, nbytes = stored.get("relative_path"), stored.get("offset"), stored.get("length")
         if type(key) is not str or (at is not None and offsets is None):
-            raise MalformedError(f"{path}: expected a key and offsets in storage_data; got {_described(index)}")
+            raise MalformedError(f"{path}: expected a key and offsets in storage_data; got {described(index)}")
         if type(file) is not str or type(offset) is not int or type(nbytes) is not int or min(offset, nbytes) < 0:
-            raise MalformedError(f"{path}: expected file, offset and length of {key!r}; got {_described(info)}")
+            raise MalformedError(f"{path}: expected file, offset and length of {key!r}; got {described(info)}")
         if stored.get("transform_descriptors"):
-            transformed.append(f"{key}: {stored['transform_descriptors']!r}"[:200])
+            transformed.append(f"{key}: {shown(stored['transform_descriptors'])}")
         name = files.get(file) or files.setdefault(file, _checked_name(file, path))
         places[key, offsets] = ItemPlace(name, offset, nbytes)
     if transformed:
@@ -305,13 +304,3 @@ def _shape(value: object) -> tuple[int, ...] | None:
     if isinstance(value, tuple | list) and all(type(n) is int and n >= 0 for n in value):
         return tuple(value)
     return None
-
-
-def _described(value: object) -> str:
-    match value:
-        case Stub():
-            return f"an object of {value.made_by}"
-        case GlobalName():
-            return f"the name {value}"
-    shown = repr(value)
-    return f"a {type(value).__name__} ({shown})" if len(shown) <= 80 else f"a {type(value).__name__}"

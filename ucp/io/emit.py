@@ -15,7 +15,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from ucp.errors import DestinationError
 from ucp.inert import GlobalName, Stub, TorchSize
@@ -28,6 +28,8 @@ _BATCH = 1000
 """Elements per APPENDS or SETITEMS, as the pickler of CPython does."""
 _MOST_REENTRIES = 1000
 """Bound on writing one object inside itself; a set of objects that refer to the set needs one round per object."""
+_MOST_REWRITTEN = 1_000_000
+"""Bound on the parts that all such rounds write, each of them as many as the object has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,7 @@ class _Writer:
         self._count = 0
         self._alive: list[object] = []
         self._open: dict[object, int] = {}
+        self._rewritten = 0
         self._steps: list[Callable[[], None] | Iterator[Callable[[], None]]] = []
 
     def write(self, root: object) -> None:
@@ -126,15 +129,22 @@ class _Writer:
         self._alive.append(value)
         return ("object", id(value))
 
-    def enter(self, key: object) -> None:
-        """Begin to write what is memoised only once its parts are written; refuse to do so without end."""
+    def enter(self, key: object, numel: int) -> None:
+        """Begin to write what is memoised only once its `numel` parts are written; refuse to do so without end."""
         depth = self._open[key] = self._open.get(key, 0) + 1
-        if depth > _MOST_REENTRIES:
+        self._rewritten += numel if depth > 1 else 0
+        if depth > _MOST_REENTRIES or self._rewritten > _MOST_REWRITTEN:
             raise DestinationError("cannot write an object that is among the arguments that make it")
+
+    def close(self, key: object) -> None:
+        """Note that what `enter` began has its parts."""
+        self._open[key] -= 1
+        if not self._open[key]:
+            del self._open[key]
 
     def leave(self, key: object) -> None:
         """End what `enter` began; when writing the parts has written it already, refer to that one."""
-        self._open[key] -= 1
+        self.close(key)
         start = len(self.out)
         if self.got(key):
             self.out[start:start] = b"0"
@@ -202,7 +212,7 @@ def _reduced(w: _Writer, value: object, name: str, *args: object) -> None:
     """A value that the pickler writes as a call of a builtin."""
     key = w.identity(value)
     if not w.got(key):
-        w.enter(key)
+        w.enter(key, sum(len(arg) for arg in args if isinstance(arg, list)))
         module, _, qualname = name.rpartition(".")
         _call(w, GlobalName(module, qualname), args, then=(lambda: w.leave(key),))
 
@@ -254,11 +264,13 @@ def _tuple(w: _Writer, value: tuple[object, ...]) -> None:
         return
     if len(value) > 3:
         w.out += b"("
-    w.then(*(w.saving(item) for item in value), lambda: _close_tuple(w, key, len(value)))
+    w.enter(key, len(value))
+    w.each(chain((w.saving(item) for item in value), [lambda: _close_tuple(w, key, len(value))]))
 
 
-def _close_tuple(w: _Writer, key: object, numel: int) -> None:
+def _close_tuple(w: _Writer, key: tuple[str, int], numel: int) -> None:
     """End a tuple, unless writing its members has already written it (a cycle through a list or dict)."""
+    w.close(key)
     start = len(w.out)
     if w.got(key):
         reference = bytes(w.out[start:])
@@ -323,7 +335,7 @@ def _stub(w: _Writer, value: Stub) -> None:
         w.then(w.saving(value.state), w.opcode(b"b"))
     w.each(_batches(w, value.entries, one=b"s", many=b"u"))
     w.each(_batches(w, ((item,) for item in value.items), one=b"a", many=b"e"))
-    w.enter(key)
+    w.enter(key, len(value.args))
     w.then(*_made(w, value), lambda: w.leave(key))
 
 

@@ -7,16 +7,35 @@ ucp.errors.MalformedError: expected a whole number for partition_count of a.pt; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from ucp.errors import MalformedError
 from ucp.inert import GlobalName, Stub
 from ucp.tensor import TensorRef
 
-__all__ = ["Shape", "described", "integer", "mapping", "sequence", "shapes", "tensor", "text"]
+__all__ = [
+    "Shape",
+    "described",
+    "flattened",
+    "integer",
+    "mapping",
+    "sequence",
+    "shapes",
+    "short",
+    "short_members",
+    "shown",
+    "tensor",
+    "text",
+]
 
 Shape = tuple[int, ...]
+
+_LONGEST = 60
+"""Characters of a value that is shown."""
+
+_DEEPEST = 100
+"""Dicts in dicts whose keys are joined."""
 
 
 def described(value: object) -> str:
@@ -30,9 +49,39 @@ def described(value: object) -> str:
             return f"the name {value}"
         case None:
             return "None"
-        case bool() | int() | float() | str() if len(repr(value)) <= 60:
-            return f"a {type(value).__name__} ({value!r})"
-    return f"a {type(value).__name__}"
+    text = short(value)
+    return f"a {type(value).__name__} ({text})" if text else f"a {type(value).__name__}"
+
+
+def short(value: object, most: int = _LONGEST) -> str:
+    """A number, text or None as Python writes it, in at most so many characters; else nothing.
+
+    >>> short(0.1), short("text", 4), short([])
+    ('0.1', '', '')
+    """
+    if isinstance(value, int) and value.bit_length() > 4 * most:  # of thousands of digits Python writes none
+        return ""
+    cut = value[: most + 1] if isinstance(value, str) else value
+    text = repr(cut) if cut is None or isinstance(cut, bool | int | float | str) else ""
+    return text if len(text) <= most else ""
+
+
+def short_members(value: Collection[object], most: int = _LONGEST) -> str:
+    """A list or the like of such values as Python writes it, in at most so many characters; else nothing."""
+    if len(value) > most or not all(short(item, most) for item in value):
+        return ""
+    text = repr(value)
+    return text if len(text) <= most else ""
+
+
+def shown(value: object) -> str:
+    """A value on one line: as Python writes it where it is short, else what it is.
+
+    >>> shown((0.9, 0.95)), shown([[]])
+    ('(0.9, 0.95)', 'a list')
+    """
+    members = short_members(value) if isinstance(value, list | tuple | set | frozenset) else ""
+    return members or short(value) or described(value)
 
 
 def _wrong(expected: str, where: str, value: object) -> NoReturn:
@@ -44,6 +93,30 @@ def mapping(value: object, where: str) -> Mapping[object, object]:
     if not isinstance(value, dict):
         _wrong("a dict", where, value)
     return value
+
+
+def flattened(saved: Mapping[object, object]) -> Iterator[tuple[str, object]]:
+    """Values in nested dicts by their keys joined with dots, as modules nest.
+
+    A dict that lies too deep, or was met before (in itself, it may be), is a value.
+
+    >>> list(flattened({"layer": {"weight": 1, "bias": {}}, "step": 2}))
+    [('layer.weight', 1), ('step', 2)]
+    """
+    met = {id(saved)}
+    rest = [("", iter(saved.items()))]
+    while rest:
+        prefix, items = rest[-1]
+        for key, value in items:
+            name = f"{prefix}{key}"
+            if isinstance(value, dict) and id(value) not in met and len(rest) < _DEEPEST:
+                met.add(id(value))
+                rest.append((f"{name}.", iter(value.items())))
+                break
+            if not isinstance(value, dict) or value:
+                yield name, value
+        else:
+            rest.pop()
 
 
 def sequence(value: object, where: str) -> Sequence[object]:

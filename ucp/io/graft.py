@@ -8,9 +8,11 @@ from __future__ import annotations
 from ucp.inert import Stub
 from ucp.io.torchzip import NewStorage, NewTensor, layout_torch_zip
 from ucp.target import OutputFile, RawCopy
-from ucp.tensor import InlineTensor, TensorRef, contiguous_strides
+from ucp.tensor import TensorRef, contiguous_strides
 
 __all__ = ["grafted", "torch_file"]
+
+_CONTAINERS = (list, tuple, dict, set, frozenset, Stub)
 
 
 def torch_file(path: str, value: object) -> tuple[OutputFile, tuple[RawCopy, ...]]:
@@ -30,19 +32,42 @@ def grafted(value: object, moved: dict[NewStorage, TensorRef]) -> object:
 
 
 class _Graft:
+    """Copies made so far. What can change is copied empty, and filled when nothing is in the making around it."""
+
     def __init__(self, moved: dict[NewStorage, TensorRef]) -> None:
         self._moved = moved
         self._done: dict[int, object] = {}
+        self._empty: list[tuple[object, object]] = []
         self._tensors: dict[TensorRef, NewTensor] = {}
 
     def value(self, value: object) -> object:
+        """The copy of a value with all that lies in it."""
+        copy = self._copied(value)
+        while self._empty:
+            self._fill(*self._empty.pop())
+        return copy
+
+    def _copied(self, value: object) -> object:
+        """The copy of a value; lists, dicts and objects in it are empty as yet (only through them there are cycles)."""
+        rest = [value] if isinstance(value, _CONTAINERS) else []
+        while rest:
+            own = rest[-1]
+            if id(own) in self._done:
+                rest.pop()
+            elif isinstance(own, tuple | set | frozenset):
+                rest += [item for item in own if isinstance(item, _CONTAINERS) and id(item) not in self._done]
+                if rest[-1] is own:
+                    self._done[id(own)] = type(own)(map(self._made, own))
+            else:
+                copy = Stub(own.made_by) if isinstance(own, Stub) else type(own)()
+                self._done[id(own)] = copy
+                self._empty.append((own, copy))
+        return self._made(value)
+
+    def _made(self, value: object) -> object:
         if isinstance(value, TensorRef):
             return self._tensor(value)
-        if isinstance(value, InlineTensor) or not isinstance(value, list | tuple | dict | set | frozenset | Stub):
-            return value
-        if id(value) not in self._done:
-            self._container(value)
-        return self._done[id(value)]
+        return self._done[id(value)] if isinstance(value, _CONTAINERS) else value
 
     def _tensor(self, ref: TensorRef) -> NewTensor:
         if ref not in self._tensors:
@@ -52,27 +77,18 @@ class _Graft:
                 self._moved[storage] = ref
         return self._tensors[ref]
 
-    def _container(self, value: list[object] | tuple[object, ...] | dict[object, object] | object) -> None:
-        if isinstance(value, list):
-            items: list[object] = []
-            self._done[id(value)] = items
-            items.extend(self.value(item) for item in value)
-        elif isinstance(value, dict):
-            entries = type(value)()
-            self._done[id(value)] = entries
-            entries.update((self.value(key), self.value(item)) for key, item in value.items())
-            for name, attribute in getattr(value, "__dict__", {}).items():  # an OrderedDict may carry attributes
-                setattr(entries, name, self.value(attribute))
-        elif isinstance(value, Stub):
-            self._stub(value)
-        elif isinstance(value, tuple | set | frozenset):
-            self._done[id(value)] = type(value)(self.value(item) for item in value)
-
-    def _stub(self, value: Stub) -> None:
-        copy = Stub(value.made_by, new=value.new, has_state=value.has_state)
-        self._done[id(value)] = copy
-        copy.args = tuple(self.value(item) for item in value.args)
-        copy.kwargs = {name: self.value(item) for name, item in value.kwargs.items()}
-        copy.state = self.value(value.state)
-        copy.items = [self.value(item) for item in value.items]
-        copy.entries = [(self.value(key), self.value(item)) for key, item in value.entries]
+    def _fill(self, value: object, copy: object) -> None:
+        match value, copy:
+            case list(), list():
+                copy += map(self._copied, value)
+            case dict(), dict():
+                copy.update((self._copied(key), self._copied(item)) for key, item in value.items())
+                for name, attribute in getattr(value, "__dict__", {}).items():  # an OrderedDict may carry attributes
+                    setattr(copy, name, self._copied(attribute))
+            case Stub(), Stub():
+                copy.new, copy.has_state = value.new, value.has_state
+                copy.args = tuple(map(self._copied, value.args))
+                copy.kwargs = {name: self._copied(item) for name, item in value.kwargs.items()}
+                copy.state = self._copied(value.state)
+                copy.items = [*map(self._copied, value.items)]
+                copy.entries = [(self._copied(key), self._copied(item)) for key, item in value.entries]

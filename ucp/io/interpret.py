@@ -12,23 +12,18 @@ GlobalName(module='os', qualname='system')
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from ucp.inert import GlobalName, Stub, TorchSize
-from ucp.io.storage import LEFT_INERT, StorageRef, rebuilt_parameter, rebuilt_tensor, rebuilt_typed_tensor
-from ucp.tensor import InlineTensor, TensorRef
+from ucp.io.keys import check_keys
+from ucp.io.storage import LEFT_INERT, rebuilt_parameter, rebuilt_tensor, rebuilt_typed_tensor
+from ucp.tensor import TensorRef
 
-__all__ = ["called", "check_key", "constructed", "set_attributes"]
+__all__ = ["called", "constructed", "set_attributes"]
 
 _LATIN1 = frozenset({"latin1", "latin-1", "iso-8859-1"})
-_MOST_KEY_NODES = 10_000
-"""Bound on the members of one tuple used as a key, nested ones counted: hashing recurses and is repeated."""
 _INTEGERS = frozenset({int})
-_KEYS = frozenset(
-    {str, int, bool, float, complex, bytes, type(None), range, frozenset}
-    | {GlobalName, Stub, TensorRef, InlineTensor, StorageRef, TorchSize}
-)
-"""Types of keys that hash in bounded time; a frozenset was checked when it was built."""
+_MOST_BITS = 64
 _PLAIN_TENSORS = frozenset(
     {
         GlobalName("torch", "Tensor"),
@@ -61,22 +56,6 @@ def constructed(cls: object, args: tuple[object, ...], kwargs: dict[str, object]
     return Stub(GlobalName("copyreg", "__newobj__"), (cls, *args), new=False)
 
 
-def check_key(key: object) -> None:
-    """Raise ValueError when `key` cannot be a key, or would take unbounded time to hash."""
-    if type(key) in _KEYS:
-        return
-    rest, count = [key], 0
-    while rest:
-        node = rest.pop()
-        count += 1
-        if type(node) is tuple:
-            rest.extend(node[: _MOST_KEY_NODES + 1])
-        elif type(node) not in _KEYS:
-            raise ValueError(f"expected a hashable key; got a {type(node).__name__}")
-        if count + len(rest) > _MOST_KEY_NODES:
-            raise ValueError(f"expected a key of at most {_MOST_KEY_NODES} members")
-
-
 def set_attributes(target: OrderedDict[object, object], state: object) -> None:
     """Keep the attributes of an ordered dict (torch keeps `_metadata` of a state_dict so). Raises ValueError."""
     if type(state) is not dict:
@@ -92,8 +71,7 @@ def _ordered_dict(args: tuple[object, ...]) -> object:
         case ():
             return OrderedDict()
         case (list(pairs),) if all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
-            for key, _ in pairs:
-                check_key(key)
+            check_keys(key for key, _ in pairs)
             return OrderedDict(pairs)
         case _:
             return LEFT_INERT
@@ -109,18 +87,13 @@ def _size(args: tuple[object, ...]) -> object:
             return LEFT_INERT
 
 
-def _checked(members: Iterable[object]) -> Iterable[object]:
-    for member in members:
-        check_key(member)
-        yield member
-
-
 def _set(args: tuple[object, ...]) -> object:
     match args:
         case ():
             return set()
         case (list(members),) | (tuple(members),):
-            return set(_checked(members))
+            check_keys(members)
+            return set(members)
         case _:
             return LEFT_INERT
 
@@ -164,19 +137,20 @@ def _complex(args: tuple[object, ...]) -> object:
 
 
 def _slice(args: tuple[object, ...]) -> object:
-    match args:
-        case (start, stop, step):
-            return slice(start, stop, step)
-        case _:
-            return LEFT_INERT
+    return slice(*args) if len(args) == 3 and all(own is None or _is_short(own) for own in args) else LEFT_INERT
 
 
 def _range(args: tuple[object, ...]) -> object:
     match args:
-        case (int(start), int(stop), int(step)) if step != 0:
+        case (int(start), int(stop), int(step)) if step != 0 and all(map(_is_short, args)):
             return range(start, stop, step)
         case _:
             return LEFT_INERT
+
+
+def _is_short(value: object) -> bool:
+    """Whether a value is a number of 64 bits, as those of slices and ranges are."""
+    return isinstance(value, int) and value.bit_length() <= _MOST_BITS
 
 
 def _getattr(args: tuple[object, ...]) -> object:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ucp.inert import GlobalName
+from ucp.io.keys import Keys
 from ucp.io.repeats import Repeats
 
 __all__ = ["Begun", "EndOfPickleError", "Machine", "PickleFaultError", "RefusedOpcodeError", "StopReachedError"]
@@ -64,6 +65,7 @@ class Machine:
         "begun",
         "data",
         "instruction",
+        "keys",
         "marks",
         "memo",
         "more",
@@ -88,6 +90,7 @@ class Machine:
         self.pop = self.stack.pop
         self.marks: list[int] = []
         self.memo: dict[int, object] = {}
+        self.keys = Keys()
         self.names: dict[tuple[str, str], GlobalName] = {}
         self.sizes: dict[bytes, tuple[int, ...]] = {}
         self.repeats: Repeats | None = None

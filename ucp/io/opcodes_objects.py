@@ -9,12 +9,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from ucp.inert import GlobalName, Stub
-from ucp.io.interpret import called, check_key, constructed, set_attributes
+from ucp.io.interpret import called, constructed, set_attributes
+from ucp.io.keys import check_keys
 from ucp.io.machine import Machine, PickleFaultError, RefusedOpcodeError
 
 __all__ = ["OBJECT_OPCODES"]
 
-_SIMPLE_KEYS = frozenset({str, int})
 _BUILD = ord("b")
 
 
@@ -93,7 +93,7 @@ def _setitems(m: Machine) -> None:
         for index in range(start, len(stack), 2):
             key = stack[index]
             if type(key) is not str:
-                check_key(key)
+                m.keys.check(key, target)
             target[key] = stack[index + 1]
         del stack[start:]
         m.marks.pop()
@@ -111,8 +111,8 @@ def _set_items(m: Machine, items: list[object]) -> None:
     if type(target) is dict or type(target) is OrderedDict:
         for index in range(0, len(items), 2):
             key = items[index]
-            if type(key) not in _SIMPLE_KEYS:
-                check_key(key)
+            if type(key) is not str:
+                m.keys.check(key, target)
             target[key] = items[index + 1]
     elif type(target) is Stub:
         target.entries.extend(zip(items[::2], items[1::2], strict=True))
@@ -129,7 +129,7 @@ def _additems(m: Machine) -> None:
     target = m.stack[-1]
     if type(target) is set:
         for item in items:
-            check_key(item)
+            m.keys.check(item, target)
         target.update(items)
     elif type(target) is Stub:
         target.items.extend(items)
@@ -139,8 +139,7 @@ def _additems(m: Machine) -> None:
 
 def _frozenset(m: Machine) -> None:
     items = m.unmark()
-    for item in items:
-        check_key(item)
+    check_keys(items)
     m.push(frozenset(items))
 
 

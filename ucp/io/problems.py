@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed
 from ucp.io.fields import described
+from ucp.io.sameness import Checksums
 
 __all__ = ["Problems"]
 
@@ -26,14 +27,14 @@ class Problems:
     def agree(self, what: str, values: Mapping[str, object]) -> None:
         """Note it when `values` (file name to value) are not all equal; files that have None do not count."""
         known = {file: value for file, value in values.items() if value is not None}
-        counts = Counter(repr(value) for value in known.values())
-        if len(counts) <= 1:
+        firsts = Checksums(()).first_same(known.values())
+        if len(set(firsts)) <= 1:
             return
-        usual = counts.most_common(1)[0][0]
-        shown = next(described(value) for value in known.values() if repr(value) == usual)
-        for file, value in known.items():
-            if repr(value) != usual:
-                self.wrong.append(f"{file}: of another run: {what} is {described(value)}, elsewhere {shown}")
+        usual = Counter(firsts).most_common(1)[0][0]
+        elsewhere = described(list(known.values())[usual])
+        for (file, value), first in zip(known.items(), firsts, strict=True):
+            if first != usual:
+                self.wrong.append(f"{file}: of another run: {what} is {described(value)}, elsewhere {elsewhere}")
 
     def raise_any(self, where: str, what: str) -> None:
         """Raise one error with all problems, if there are any.

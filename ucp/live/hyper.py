@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ucp.atom import ParamGroup
+from ucp.io.fields import shown
 from ucp.live.fit import Findings
+from ucp.store.values import is_plain
 
 __all__ = ["LiveGroup", "match_groups"]
 
@@ -68,7 +70,7 @@ def _taken(number: int, group: LiveGroup, hyper: Mapping[str, object], findings:
             except TypeError as error:
                 findings.problems.append(f"group {number} of the optimizer: {key}: {error}")
         else:
-            unknown.append(f"{key}={value!r}")
+            unknown.append(f"{key}={shown(value)}")
     if unknown:
         note = f"group {number}: the optimizer has no {', '.join(unknown)}"
         findings.notes.extend([note] if note not in findings.notes else [])
@@ -78,7 +80,7 @@ def _taken(number: int, group: LiveGroup, hyper: Mapping[str, object], findings:
 def _like(live: object, stored: object) -> object:
     """`stored`, with the kind of sequence that `live` is. Raises TypeError where one cannot stand for the other."""
     match live, stored:
-        case None, _:
+        case None, _ if is_plain(stored):
             return stored
         case _, None:
             return None
@@ -88,7 +90,7 @@ def _like(live: object, stored: object) -> object:
             return stored
         case str(), str():
             return stored
-    raise TypeError(f"expected a value like {live!r}; got {stored!r}")
+    raise TypeError(f"expected a value like {live!r}; got {shown(stored)}")
 
 
 def _mixed(number: int, group: LiveGroup, owner: Mapping[str, int], wanted: Sequence[Mapping[str, object]]) -> str:

@@ -19,12 +19,14 @@ from ucp.codec import codec_name
 from ucp.dtypes import DType
 from ucp.errors import DestinationError, UsageError, counted, listed
 from ucp.identity import identity_of, producer, size_and_time
+from ucp.io.fields import described
 from ucp.io.named_paths import check_named, is_text
 from ucp.io.safetensors import layout_safetensors
 from ucp.plan import BLOCK
 from ucp.slice import Slice, whole_slice
 from ucp.store.extras import EXTRAS, extra_file
 from ucp.store.manifest import MANIFEST, SourceIdentity, Stored, StoredExtra, describe, dump, is_inline
+from ucp.store.values import is_plain
 from ucp.target import Literal, OutputFile, Placement, RawCopy, Receipt, Receipts, TargetOptions, TargetPlan
 from ucp.topology import Topology
 
@@ -51,6 +53,7 @@ class StoreTarget:
         layout = options.layout or LAYOUTS[0]
         _check_options(layout, topology, options)
         _check_names(index)
+        _check_groups(index)
         slices = [] if layout == "virtual" else list(_slices(index, options))
         files, placements = _LAID_OUT[layout if not options.compress else "compressed"](slices)
         extras = list(_laid(index.extras))
@@ -109,6 +112,22 @@ def _check_names(index: Index) -> None:
         raise DestinationError(
             f"expected names that are text; got {counted(len(wrong), 'name')} with lone surrogates, which have no "
             f"UTF-8:\n{listed(map(repr, wrong))}\nrename them in the model, or leave them out with --exclude"
+        )
+
+
+def _check_groups(index: Index) -> None:
+    """Raise DestinationError for hyper-parameters that the manifest cannot keep."""
+    wrong = [
+        f"group {number}: {key}, which is {described(value)}"
+        for number, group in enumerate(index.groups)
+        for key, value in group.hyper.items()
+        if not is_plain(value)
+    ]
+    if wrong:
+        raise DestinationError(
+            "expected hyper-parameters that are plain values, as atoms keep them; got\n"
+            f"{listed(wrong)}\nconvert straight to the framework's format (--to), which keeps them as they are, or "
+            "make them numbers and save again"
         )
 
 

@@ -15,57 +15,119 @@ import base64
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ucp.errors import MalformedError
 from ucp.inert import GlobalName, TorchSize
+from ucp.io.keys import check_keys
 
-__all__ = ["NotPlainError", "from_json", "to_json"]
+__all__ = ["NotPlainError", "PlainJson", "from_json", "is_plain", "to_json"]
 
-_DEEPEST = 200
+_DEEPEST = 100
+"""Values in one another that are written."""
+_DEEPEST_READ = 200
+"""Values in one another that are read."""
+_MOST_NBYTES = 1 << 20
+"""Bytes of JSON, about. JSON says again what a value holds several times: what is more is kept as a pickle, which does
+not."""
 _MOST_BITS = 8192
 """Longest whole number that is written as digits; Python reads no more than 4300 of them."""
 
 
 class NotPlainError(ValueError):
-    """The value holds something that JSON cannot: an object, a tensor, a cycle."""
+    """The value holds something that JSON cannot: an object, a tensor, a cycle; or is too large for it."""
 
 
-def to_json(value: object, depth: int = 0) -> object:
+def to_json(value: object) -> object:
     """`value` in terms of JSON. Raises NotPlainError."""
-    if depth > _DEEPEST:
-        raise NotPlainError("nested too deeply, or in a cycle")
-    if value is None or isinstance(value, bool | str):
-        return value
-    if type(value) is int or isinstance(value, float | complex):
-        return _number_to_json(value)
-    if isinstance(value, bytes | bytearray):
-        return {f"!{type(value).__name__}": base64.b64encode(value).decode()}
-    if isinstance(value, GlobalName):
-        return {"!global": [value.module, value.qualname]}
-    if isinstance(value, dict):
-        return _dict_to_json(value, depth + 1)
-    if isinstance(value, list | tuple | set | frozenset) and type(value) in _SEQUENCES:
-        return _sequence_to_json(value, depth + 1)
-    raise NotPlainError(f"a {type(value).__name__} is not a plain value")
+    return PlainJson(_refuse, _refuse_more).of(value)
 
 
-def _number_to_json(value: complex) -> object:
-    if isinstance(value, int):
-        if value.bit_length() > _MOST_BITS:
-            raise NotPlainError(f"a number of {value.bit_length()} bits has too many digits")
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"!float": repr(value)}
-    return {"!complex": [_number_to_json(value.real), _number_to_json(value.imag)]}
+def is_plain(value: object) -> bool:
+    """Whether `value` has a form in JSON: it is finite, small, and holds neither objects nor tensors."""
+    try:
+        to_json(value)
+    except NotPlainError:
+        return False
+    return True
 
 
-def _sequence_to_json(value: Iterable[object], depth: int) -> object:
-    items = [to_json(item, depth) for item in value]
-    if isinstance(value, set | frozenset):
-        items.sort(key=json.dumps)  # the order of a set changes from run to run
-    tag = _SEQUENCES[type(value)]
-    return {tag: items} if tag else items
+def _refuse(value: object) -> object:
+    raise NotPlainError(f"a {type(value).__name__} is not a plain value, or has too many digits")
+
+
+def _refuse_more(value: object) -> object:
+    raise NotPlainError("nested too deeply, in a cycle, or too large")
+
+
+class PlainJson:
+    """Puts values in terms of JSON.
+
+    `other` says what stands there for a value that is not plain, and may look into it; `cut` for one that lies too
+    deep, or is too much.
+    """
+
+    def __init__(self, other: Callable[[object], object], cut: Callable[[object], object]) -> None:
+        self._other = other
+        self._cut = cut
+        self._depth = 0
+        self._room = _MOST_NBYTES
+
+    def of(self, value: object) -> object:
+        """`value` in terms of JSON."""
+        self._room -= _nbytes(value) + self._depth
+        if self._room < 0 or self._depth > _DEEPEST:
+            return self._cut(value)
+        self._depth += 1
+        put = self._put(value)
+        self._depth -= 1
+        return put
+
+    def _put(self, value: object) -> object:
+        match value:
+            case None | bool() | str():
+                return value
+            case int() if value.bit_length() <= _MOST_BITS:
+                return value
+            case float():
+                return value if math.isfinite(value) else {"!float": repr(value)}
+            case complex():
+                return {"!complex": [self.of(value.real), self.of(value.imag)]}
+            case bytes() | bytearray():
+                return {f"!{type(value).__name__}": base64.b64encode(value).decode()}
+            case GlobalName():
+                return {"!global": [value.module, value.qualname]}
+            case dict() if not getattr(value, "__dict__", None):
+                return self._dict(value)
+            case list() | tuple() | set() | frozenset() if type(value) in _SEQUENCES:
+                return self._sequence(value)
+        return self._other(value)
+
+    def _sequence(self, value: Iterable[object]) -> object:
+        items = [*map(self.of, value)]
+        if isinstance(value, set | frozenset):
+            items.sort(key=json.dumps)  # the order of a set changes from run to run
+        tag = _SEQUENCES[type(value)]
+        return {tag: items} if tag else items
+
+    def _dict(self, value: dict[object, object]) -> object:
+        plain = all(isinstance(key, str) and not key.startswith("!") for key in value)
+        if type(value) is dict and plain:
+            return {key: self.of(item) for key, item in value.items()}
+        tag = "!ordered" if isinstance(value, OrderedDict) else "!dict"
+        return {tag: [[self.of(key), self.of(item)] for key, item in value.items()]}
+
+
+def _nbytes(value: object) -> int:
+    """Bytes of a value as JSON, about; of a container, those that it adds to what it holds."""
+    match value:
+        case str():
+            return len(value)
+        case bytes() | bytearray():
+            return len(value) * 4 // 3
+        case int():
+            return value.bit_length() // 3
+    return 8
 
 
 _SEQUENCES: dict[type, str] = {
@@ -77,19 +139,9 @@ _SEQUENCES: dict[type, str] = {
 }
 
 
-def _dict_to_json(value: dict[object, object], depth: int) -> object:
-    if getattr(value, "__dict__", None):
-        raise NotPlainError("a dict that carries attributes")
-    plain = all(isinstance(key, str) and not key.startswith("!") for key in value)
-    if type(value) is dict and plain:
-        return {key: to_json(item, depth) for key, item in value.items()}
-    tag = "!ordered" if isinstance(value, OrderedDict) else "!dict"
-    return {tag: [[to_json(key, depth), to_json(item, depth)] for key, item in value.items()]}
-
-
 def from_json(value: object, depth: int = 0) -> object:
     """The value that `to_json` was given. Raises MalformedError for an unknown mark, or too deep a nesting."""
-    if depth > 2 * _DEEPEST:
+    if depth > _DEEPEST_READ:
         raise MalformedError("expected a value marked as ucp marks them; got one nested too deeply")
     if isinstance(value, list):
         return [from_json(item, depth + 1) for item in value]
@@ -119,9 +171,13 @@ def _marked(tag: str, inner: object, depth: int) -> object:
             return GlobalName(module, qualname)
         case (("!dict" | "!ordered"), list()):
             pairs = [(from_json(key, depth), from_json(item, depth)) for key, item in inner]
+            check_keys(key for key, _ in pairs)
             return OrderedDict(pairs) if tag == "!ordered" else dict(pairs)
         case _, list():
             kind = {mark: kind for kind, mark in _SEQUENCES.items()}[tag]
-            return kind(from_json(item, depth) for item in inner)
+            items = [from_json(item, depth) for item in inner]
+            if kind in (set, frozenset):
+                check_keys(items)
+            return kind(items)
         case _:
             raise KeyError(tag)

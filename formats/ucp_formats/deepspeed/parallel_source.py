@@ -114,7 +114,7 @@ def tensor_rules(files: Sequence[SavedFile], where: str, options: SourceOptions)
     if not found or options != SourceOptions():
         return FamilyRules(options, _arguments(files), where)
     problems = Problems()
-    problems.agree(_INFO, {name: repr(own) for name, own in found.items()})
+    problems.agree(_INFO, found)
     problems.raise_any(where, "tensor parallelism")
     return TensorRules(next(iter(found.values())), where)
 

@@ -19,6 +19,7 @@ from ucp.atom import SourceFile
 from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError
 from ucp.io.archive import read_archive
 from ucp.io.problems import Problems
+from ucp.io.sameness import Checksums
 from ucp.io.source import split_parts
 from ucp.tensor import Record
 from ucp_formats.deepspeed.fields import number_of_enum
@@ -274,7 +275,7 @@ def _check_same_run(files: list[SavedFile], problems: Problems) -> None:
         problems.agree("the number of ranks", said)
     for key in ("param_shapes", "frozen_param_shapes"):
         values = {name: file.root.get(key) for name, file in models.items()}
-        if len({repr(value) for value in values.values() if value is not None}) > 1:
+        if len(set(Checksums(()).first_same(value for value in values.values() if value is not None))) > 1:
             problems.wrong.append(f"{', '.join(values)}: of another run: {key} differs among them")
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from ucp.errors import MalformedError, TopologyError, UnsupportedError, counted, listed
 from ucp.inert import GlobalName, Stub
-from ucp.io.fields import Shape, integer, mapping, sequence, text
+from ucp.io.fields import Shape, integer, mapping, sequence, shown, text
 from ucp.layout import Overlap
 from ucp_formats.deepspeed.affine_pieces import AFFINE_VERSION, ScaledError, affine_layout
 from ucp_formats.deepspeed.tensor_layout import MisfitError, TensorLayout, cut_layout, equal_layout, uneven_shown
@@ -240,7 +240,8 @@ class TensorRules:
         version = found.get("version", AFFINE_VERSION)
         if version != AFFINE_VERSION:
             raise UnsupportedError(
-                f"expected affine_map of version {AFFINE_VERSION} in {self._where}; got {version!r}. Use a newer ucp"
+                f"expected affine_map of version {AFFINE_VERSION} in {self._where}; got {shown(version)}. Use a newer "
+                "ucp"
             )
         return mapping(found.get("params", {}), f"{_AFFINE} of {self._where}")
 

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ucp.atom import Extra
 from ucp.inert import GlobalName, Stub
@@ -86,18 +86,21 @@ def is_empty(value: object) -> bool:
     >>> is_empty([None]), is_empty([b"x"])
     (True, False)
     """
-    match value:
-        case None | b"" | "":
-            return True
-        case TensorRef() | InlineTensor():
-            return value.numel == 0
-        case list() | tuple():
-            return all(map(is_empty, value))
-        case Stub(made_by=GlobalName("_io" | "io", "BytesIO")):
-            return all(map(is_empty, value.args)) and (value.state is None or _is_empty_stream(value.state))
-    return False
-
-
-def _is_empty_stream(state: object) -> bool:
-    """State of a pickled BytesIO: its bytes, position and attributes."""
-    return type(state) is tuple and len(state) > 0 and is_empty(state[0])
+    rest, met = [value], set()
+    while rest:
+        own = rest.pop()
+        match own:
+            case None | b"" | "":
+                continue
+            case TensorRef() | InlineTensor() if own.numel == 0:
+                continue
+            case list() | tuple():
+                inner: Iterable[object] = own
+            case Stub(made_by=GlobalName("_io" | "io", "BytesIO"), state=None | (_, *_)):
+                inner = (*own.args, own.state[0] if isinstance(own.state, tuple) else None)
+            case _:
+                return False
+        if id(own) not in met:
+            met.add(id(own))
+            rest.extend(inner)
+    return True

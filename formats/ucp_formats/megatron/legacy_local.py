@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ucp.io.fields import flattened
 from ucp.protocols import LocalTensor, LocalTensors
 from ucp.tensor import TensorRef
 from ucp_formats.megatron.folder import Located
@@ -23,14 +24,6 @@ def _of_rank(rank: SavedRank) -> Iterator[LocalTensor]:
     place = rank.place
     for chunk, saved in rank.chunks:
         coords = {"tp": place.tp, "pp": place.pp, "ep": place.ep, "chunk": chunk}
-        for name, ref in _tensors(saved, ""):
-            yield LocalTensor(name=name, coords=coords, ref=ref)
-
-
-def _tensors(saved: object, prefix: str) -> Iterator[tuple[str, TensorRef]]:
-    """Tensors of nested dicts, keys joined with dots; what modules keep beside them is left out."""
-    for key, value in saved.items() if isinstance(saved, Mapping) else ():
-        if isinstance(value, TensorRef) and not str(key).endswith("_extra_state"):
-            yield f"{prefix}{key}", value
-        else:
-            yield from _tensors(value, f"{prefix}{key}.")
+        for name, value in flattened(saved) if isinstance(saved, Mapping) else ():
+            if isinstance(value, TensorRef) and not name.endswith("_extra_state"):
+                yield LocalTensor(name=name, coords=coords, ref=value)

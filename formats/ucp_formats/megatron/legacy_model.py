@@ -17,7 +17,7 @@ from ucp.atom import Extra
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.expression import ExpressionError
 from ucp.family import CANONICAL, Family, Match, Named
-from ucp.io.fields import described
+from ucp.io.fields import described, flattened
 from ucp.template import Template
 from ucp.tensor import TensorRef
 from ucp_formats.megatron.family_choice import ChooseFamily
@@ -126,7 +126,7 @@ def _add(model: tuple[list[Stored], list[Extra]], rank: SavedRank, number: int, 
     if not isinstance(saved, dict):
         raise MalformedError(f"expected a dict for {where}; got {described(saved)}")
     strided = []
-    for key, value in _flattened(saved, ""):
+    for key, value in flattened(saved):
         if key.rpartition(".")[2] == _EXTRA_STATE:
             if not _is_empty(value):
                 extras.append(Extra(name=f"extra_state/{rank.name}/{chunk}/{key}", value=value))
@@ -138,16 +138,6 @@ def _add(model: tuple[list[Stored], list[Extra]], rank: SavedRank, number: int, 
             extras.append(Extra(name=f"model/{rank.name}/{chunk}/{key}", value=value))
     if strided:
         raise UnsupportedError(f"{where} holds tensors whose elements are not consecutive:\n{listed(strided)}")
-
-
-def _flattened(saved: Mapping[object, object], prefix: str) -> Iterator[tuple[str, object]]:
-    """Keys of nested dicts joined with dots, as the modules nest."""
-    for key, value in saved.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            yield from _flattened(value, f"{name}.")
-        else:
-            yield name, value
 
 
 def _is_empty(value: object) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from ucp.atom import AtomIndex, Index, ParamGroup
 from ucp.dtypes import DType
 from ucp.errors import MalformedError, counted, listed
+from ucp.io.fields import shown
 from ucp.io.sameness import Checksums
 from ucp.state import STEP
 from ucp_formats.megatron.family_choice import ChooseFamily
@@ -121,7 +122,8 @@ def _torn(torn: Mapping[tuple[int, int], Mapping[str, tuple[str, str]]], states:
     lines = []
     for (one, other), names in torn.items():
         own, others = states.groups[one].hyper, states.groups[other].hyper
-        keys = sorted(key for key in own.keys() | others.keys() if repr(own.get(key)) != repr(others.get(key)))
+        same = Checksums(()).same
+        keys = sorted(key for key in own.keys() | others.keys() if not same(own.get(key), others.get(key)))
         first, (rank, another) = next(iter(names.items()))
         shown = (f"{key}: {_value(own, key)} on {rank}, {_value(others, key)} on {another}" for key in keys)
         lines.append(f"{'; '.join(shown)} ({counted(len(names), 'parameter')} such as {first})")
@@ -133,7 +135,7 @@ def _torn(torn: Mapping[tuple[int, int], Mapping[str, tuple[str, str]]], states:
 
 def _value(hyper: Mapping[str, object], key: str) -> str:
     """One setting of a group, for a message."""
-    return f"{hyper[key]!r}"[:60] if key in hyper else "not there"
+    return shown(hyper[key]) if key in hyper else "not there"
 
 
 def _aliases(model: LegacyModel, atoms: Mapping[str, AtomIndex]) -> dict[str, str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ucp.atom import Extra, Loss
 from ucp.io.fields import mapping, sequence
+from ucp.io.sameness import Checksums
 from ucp.tensor import TensorRef
 from ucp_formats.megatron.group_rules import SavedGroup
 from ucp_formats.megatron.legacy_model import Held, Slot
@@ -71,4 +72,4 @@ def groups_of(saved: object, where: str, *, chain: int | None) -> Iterator[tuple
 
 
 def _same(a: SavedGroup, b: SavedGroup) -> bool:
-    return a.chain == b.chain and repr(sorted(a.hyper.items())) == repr(sorted(b.hyper.items()))
+    return a.chain == b.chain and Checksums(()).same(dict(a.hyper), dict(b.hyper))

@@ -16,6 +16,7 @@ from ucp.atom import AtomIndex, Index, ParamGroup
 from ucp.dtypes import DType
 from ucp.errors import MissingStateError, UnsupportedError, counted, listed
 from ucp.io.probe import Prober, cast_bits
+from ucp.io.sameness import Checksums
 from ucp.state import STEP, WEIGHT
 from ucp.tensor import InlineTensor, Tensor, TensorRef
 
@@ -129,16 +130,19 @@ def _part(
 
 def _merged(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
     """Groups that differ in nothing but whether they hold experts are one; decayed ones come first."""
-    found: dict[str, ParamGroup] = {}
+    found: list[ParamGroup] = []
+    kept: list[dict[str, object]] = []
+    same = Checksums(()).same
     for group in groups:
         hyper = {key: value for key, value in group.hyper.items() if key not in _FROM_RUN and key != _EXPERT}
         step = {"step": group.hyper["step"]} if "step" in group.hyper else {}
-        key = repr(sorted(hyper.items(), key=lambda item: item[0]))
-        if key in found:
-            found[key] = ParamGroup(params=(*found[key].params, *group.params), hyper=found[key].hyper)
+        at = next((at for at, own in enumerate(kept) if same(own, hyper)), None)
+        if at is None:
+            kept.append(hyper)
+            found.append(ParamGroup(params=group.params, hyper={**hyper, **step}))
         else:
-            found[key] = ParamGroup(params=group.params, hyper={**hyper, **step})
-    return sorted(found.values(), key=lambda group: not group.hyper.get("wd_mult", group.hyper.get("pre_wd_mult")))
+            found[at] = ParamGroup(params=(*found[at].params, *group.params), hyper=found[at].hyper)
+    return sorted(found, key=lambda group: not group.hyper.get("wd_mult", group.hyper.get("pre_wd_mult")))
 
 
 def _translated(group: ParamGroup) -> ParamGroup:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 
 from ucp.errors import MalformedError, UsageError, listed
+from ucp.io.fields import shown
 from ucp_formats.megatron.arguments import KNOWN, read_arguments
 
 __all__ = ["check_settings", "settings_of"]
@@ -74,4 +75,4 @@ def _other_kind(value: object, recorded: object) -> str:
     if value is None or not isinstance(recorded, bool | int | float | str | list | tuple):
         return ""
     alike = {float: (int, float), tuple: (list,)}.get(type(recorded), (type(recorded),))
-    return "" if type(value) in alike else f"{value!r}, and the source has {recorded!r}"
+    return "" if type(value) in alike else f"{value!r}, and the source has {shown(recorded)}"
