@@ -307,9 +307,10 @@ def _gaps(param: str, name: str, state: StateIndex) -> Iterable[str]:
             yield f"{label} {fragment.box}, held by {fragment.path}, lies past {list(state.global_shape)}"
         return
     taken = [fragment for fragment in state.fragments if fragment.replica == 0]
-    is_mean = state.overlap is Overlap.MEAN
-    for term in sorted({fragment.term for fragment in taken}) if is_mean and taken else [0]:
-        pieces = [fragment for fragment in taken if not is_mean or fragment.term == term]
+    terms: dict[int, list[Fragment]] = {}
+    for fragment in taken:
+        terms.setdefault(fragment.term if state.overlap is Overlap.MEAN else 0, []).append(fragment)
+    for _, pieces in sorted(terms.items()) or [(0, [])]:
         for gap in uncovered(state.global_shape, [piece.box for piece in pieces]):
             what = "nothing" if not gap.owners else " and ".join(str(pieces[o].path) for o in gap.owners)
             yield f"{label} {gap.box} of {list(state.global_shape)}: held by {what}"

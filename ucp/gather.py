@@ -138,16 +138,16 @@ class Gatherer:
                 offset += view.nbytes
 
     def _fill_indirect(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece]) -> None:
-        terms = sorted({piece.term for piece in pieces})
-        if len(terms) > 1:
+        terms = len({piece.term for piece in pieces})
+        if terms > 1:
             self._fill_mean(buffer, dtype, pieces, terms)
             return
         for piece in pieces:
             for part, values in self.values(piece):
                 assign(_scatter(buffer, dtype, part), values)
 
-    def _fill_mean(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece], terms: Sequence[int]) -> None:
-        """Mean over terms: summed in their order, then divided; in float32 (as DeepSpeed 0.19.8) or wider.
+    def _fill_mean(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece], terms: int) -> None:
+        """Mean over so many terms: summed in their order, then divided; in float32 (as DeepSpeed 0.19.8) or wider.
 
         Where finite terms have a sum too large for that type, they are read once more and summed as fractions.
         """
@@ -155,30 +155,26 @@ class Gatherer:
 
         wide = mean_dtype(piece.ref.dtype for piece in pieces)
         total = np.zeros(buffer.nbytes // dtype.itemsize, dtype=numpy_dtype(wide))
-        self._add_terms(total, wide, pieces, terms)
-        total /= len(terms)
+        self._add_terms(total, wide, pieces)
+        total /= terms
         mean = viewed(buffer, dtype)
         assign(mean, total)
         too_large = ~np.isfinite(total)
         if not too_large.any():
             return
-        fraction = fraction_of(len(terms))
+        fraction = fraction_of(terms)
         total[:] = 0
-        self._add_terms(total, wide, pieces, terms, fraction=fraction)
-        total /= len(terms)
+        self._add_terms(total, wide, pieces, fraction=fraction)
+        total /= terms
         enlarge(total, by=1 / fraction)
         mean[too_large] = total[too_large]
 
-    def _add_terms(
-        self, total: NDArray[Any], dtype: DType, pieces: Sequence[Piece], terms: Sequence[int], *, fraction: float = 1.0
-    ) -> None:
+    def _add_terms(self, total: NDArray[Any], dtype: DType, pieces: Sequence[Piece], *, fraction: float = 1.0) -> None:
         """Add that fraction of all terms to `total`, elements of `dtype`, in the order of the terms."""
         sums = total.data.cast("B")
-        for term in terms:
-            for piece in pieces:
-                if piece.term == term:
-                    for part, values in self.values(piece):
-                        add(_scatter(sums, dtype, part), values, fraction=fraction)
+        for piece in sorted(pieces, key=lambda piece: piece.term):
+            for part, values in self.values(piece):
+                add(_scatter(sums, dtype, part), values, fraction=fraction)
 
     def join_spans(self, apart: Container[tuple[str, int]]) -> None:
         """Make one span of those that follow one another, but where a place (file, offset) of `apart` is between."""

@@ -51,6 +51,19 @@ def test_differences_are_exit_code_3_and_named(ucp: Run, zero3: Path, mixed: Pat
     assert "l1.weight" in page
 
 
+def test_extras_are_compared_where_asked_for(ucp: Run, mixed: Path, tmp_path: Path) -> None:
+    """Those of another layout differ, and say where."""
+    ucp("convert", mixed, tmp_path / "dp2", "--to", "deepspeed", "--topology", "dp=2,zero=1", "-q")
+    assert ucp("diff", mixed, tmp_path / "dp2").stdout.startswith("equal; ")
+    page = ucp("diff", mixed, tmp_path / "dp2", "--extras", code=3).stdout
+    assert "\nExtras\n" in page
+    (line,) = (line for line in page.splitlines() if "dp_world_size" in line)
+    assert line.split() == ["engine", "dp_world_size", "4", "2"]
+    assert ["extra/loss_scaler", "missing", "-", "there"] in [line.split() for line in page.splitlines()]
+    ucp("convert", mixed, tmp_path / "atoms", "-q")
+    assert ucp("diff", mixed, tmp_path / "atoms", "--extras").stdout.startswith("equal; ")
+
+
 def test_memory_and_workers_bound_it(ucp: Run, zero3: Path, atoms: Path) -> None:
     for words in (["diff", zero3, atoms], ["verify", atoms, "--against", zero3]):
         ucp(*words, "--memory", "40MiB", "--workers", "1")

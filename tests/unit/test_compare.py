@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ucp
-from ucp.atom import Kind, ParamGroup, StateIndex
+from ucp.atom import Kind, ParamGroup, StateIndex, check_cover
 from ucp.compare import compare, compare_copies, scan_digests, scan_records
 from ucp.dtypes import DType
 from ucp.errors import MissingFileError
@@ -220,3 +220,27 @@ class TestReading:
         for box in (ucp.Box((2, 0), (2, 4)), ucp.Box((0,), (1,))):
             with pytest.raises(ValueError, match="does not lie in w/weight"):
                 checkpoint.read("w", "weight", box)
+
+
+class Counted(tuple):
+    """Fragments that count how often they are gone through."""
+
+    __slots__ = ()
+    rounds = 0
+
+    def __iter__(self):
+        Counted.rounds += 1
+        return super().__iter__()
+
+
+def test_thousands_of_copies_are_gone_through_a_few_times(shards):
+    """Not once for each."""
+    ref, box = shards.put(np.arange(4, dtype="float32")), Box.whole((4,))
+    copies = (Fragment(box=box, ref=ref, replica=n) for n in range(2000))
+    state = StateIndex(dtype=DType.FLOAT32, global_shape=(4,), fragments=Counted(copies), overlap=Overlap.EQUAL)
+    own = make_index(shards.folder, {("w", "weight"): state})
+    Counted.rounds = 0
+    check_cover(own)
+    assert compare_copies(own, Watch()) == []
+    assert compare(own, own, Watch()) == []
+    assert Counted.rounds < 20

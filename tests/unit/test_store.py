@@ -403,6 +403,15 @@ class TestDamage:
         assert place.path in str(caught.value)
         assert not (tmp_path / "again").exists()
 
+    @pytest.mark.parametrize("options", [LAYOUTS[0], LAYOUTS[2]], ids=["packed", "per-parameter"])
+    def test_a_flipped_bit_in_the_header_of_a_pack_is_named(self, source, tmp_path, options):
+        """Other tools go by it."""
+        ucp.convert(source, tmp_path / "out", **options)
+        pack = next((tmp_path / "out").rglob("*.safetensors"))
+        pack.write_bytes(pack.read_bytes().replace(b"F32", b"I32", 1))
+        (problem,) = ucp.verify(tmp_path / "out").problems
+        assert problem == f"CRC-32 differs: {pack}: header"
+
     def test_a_flipped_bit_in_a_tensor_of_an_extra_is_named(self, tmp_path, memory_format):
         shards = Shards(tmp_path / "source")
         states = {("w", "weight"): shards.whole(np.arange(100, dtype="float32"))}

@@ -110,7 +110,7 @@ def interpret(document: object, root: Path, files: Sequence[SourceFile]) -> tupl
         top = _object(document)
         source = _object(top["source"])
         states = _States(files)
-        records = [states.record(_list(entry)) for entry in _list(top["records"])]
+        records = [states.record(_list(entry)) for entry in [*_list(top["records"]), *_headers(_list(top["files"]))]]
         atoms = {name: _atom(name, _object(own), states) for name, own in _object(top["atoms"]).items()}
         index = Index(
             path=str(root),
@@ -131,6 +131,14 @@ def interpret(document: object, root: Path, files: Sequence[SourceFile]) -> tupl
             unselected=_int(top.get("unselected", 0)),
         )
         return index, tuple(_extra(_object(own)) for own in _list(top["extras"]))
+
+
+def _headers(described: list[object]) -> Iterator[list[object]]:
+    """Checksums of the headers of packs, as entries of `records`."""
+    for at, file in enumerate(map(_object, described)):
+        if "header" in file:
+            nbytes, crc32 = _list(file["header"])
+            yield [at, 0, nbytes, crc32, "header"]
 
 
 class _Place:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import xxhash
+from zlib_ng import zlib_ng
 
 from ucp.atom import AtomIndex, Index, StateIndex
 from ucp.dtypes import DType
@@ -108,11 +109,12 @@ def describe(
     extras: Sequence[StoredExtra],
     casts: Sequence[str],
     identify: Callable[[str], SourceIdentity],
+    headers: Mapping[str, bytes],
 ) -> Json:
     """The manifest of `index` as JSON.
 
     `stored`: place of every (parameter, state), or None for a virtual store, which keeps the source's own places.
-    `identify`: what a file of the source is recognised by (virtual only).
+    `identify`: what a file of the source is recognised by (virtual only). `headers`: of packs that begin with one.
     """
     files = _Numbering()
     atoms = {atom.name: _atom(atom, stored, files) for atom in index.atoms.values()}
@@ -129,7 +131,10 @@ def describe(
             "topology": str(index.topology),
         },
         "step": index.step,
-        "files": [{"path": path} | (asdict(identify(path)) if stored is None else {}) for path in files.paths],
+        "files": [
+            {"path": path} | (asdict(identify(path)) if stored is None else _header(headers.get(path, b"")))
+            for path in files.paths
+        ],
         "records": records,
         "atoms": atoms,
         "groups": [{"params": list(g.params), "hyper": to_json(dict(g.hyper))} for g in index.groups],
@@ -141,6 +146,10 @@ def describe(
         "lost": _lost(index),
         "unselected": index.unselected,
     }
+
+
+def _header(header: bytes) -> Json:
+    return {"header": [len(header), zlib_ng.crc32(header)]} if header else {}
 
 
 def _lost(index: Index) -> list[object]:

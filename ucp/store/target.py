@@ -85,6 +85,7 @@ class StoreTarget:
             ],
             casts=plan.casts,
             identify=recogniser(index),
+            headers={file.path: part.data for file in plan.files for part in file.literals if part.offset == 0},
         )
         text = dump(document)
         return (OutputFile(path=MANIFEST, nbytes=len(text), literals=(Literal(0, text),)),)

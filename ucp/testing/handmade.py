@@ -169,6 +169,7 @@ def write_checkpoint(index: Index) -> Path:
         extras=(),
         casts=(),
         identify=recogniser(index),
+        headers={},
     )
     path = Path(index.path) / MANIFEST
     path.write_bytes(dump(document))

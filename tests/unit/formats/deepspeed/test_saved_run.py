@@ -230,3 +230,12 @@ def test_the_files_of_a_hundred_and_more_ranks_are_numbers(tmp_path: Path, fake_
     path = fake_run(1, 101, groups=({"a": (1000,)},)).save(tmp_path)
     (path / "global_step7" / OPTIMIZER.format(100)).unlink()
     assert f"missing: {OPTIMIZER.format(100)} (rank 100 of 101)" in problems(path, MissingFileError)
+
+
+@pytest.mark.parametrize("other", ["layer_01-model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+def test_a_file_that_is_no_model_states_under_their_name(kept, other: str) -> None:
+    """Of a pipeline's only what is no parameter is read: step, scheduler and client state would be lost."""
+    tag = kept("z1-pp2-dp2")
+    shutil.copyfile(tag / other, tag / "mp_rank_00_model_states.pt")
+    assert "mp_rank_00_model_states.pt" in (text := problems(tag, MalformedError))
+    assert "expected 'module' among the keys, as model states have it; got '" in text

@@ -282,3 +282,13 @@ def test_the_model_states_of_both_loaders(tmp_path: Path, fake_run) -> None:
     index = read(path)
     assert sum(file.role.startswith("model states") for file in index.files) == 2
     assert index.atoms["frozen"].states["weight"].fragments[0].path == str(tag / "mp_rank_00_model_states.pt")
+
+
+@pytest.mark.parametrize("other", ["zero/emb.weight/exp_avg.pt", "mp_rank_00_model_states.pt"])
+def test_a_file_that_is_no_optimizer_state_under_its_name(tmp_path: Path, other: str) -> None:
+    """It would be read as one without groups, and its keys as extras."""
+    shutil.copytree(FIXTURES / "z1-dp4-fp32" / "universal", tmp_path / "copy")
+    tag = tmp_path / "copy" / "global_step3_universal"
+    shutil.copyfile(tag / other, tag / "zero" / "optimizer_state.pt")
+    with pytest.raises(MalformedError, match=r"expected param_groups or zero_stage in .*optimizer_state\.pt.*got '"):
+        read(tmp_path / "copy")
