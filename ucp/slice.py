@@ -7,7 +7,7 @@ reading all come down to it.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -131,28 +131,46 @@ class Locator:
 
     def __init__(self, state: StateIndex) -> None:
         self.state = state
-        by_replica: dict[int, list[Fragment]] = {}
-        for fragment in state.fragments:
-            by_replica.setdefault(fragment.replica, []).append(fragment)
-        self._by_replica = {replica: _Sorted(own, state) for replica, own in sorted(by_replica.items())}
+        self._by_replica: dict[int, _Sorted] | None = None
 
     @property
     def replicas(self) -> tuple[int, ...]:
         """Replica numbers above 0 that are there."""
-        return tuple(replica for replica in self._by_replica if replica)
+        return tuple(sorted({fragment.replica for fragment in self.state.fragments if fragment.replica}))
 
     def near(self, box: Box, replica: int) -> Sequence[Fragment]:
         """Fragments of `replica` that can meet `box`."""
-        found = self._by_replica.get(replica)
+        found = self._sorted.get(replica)
         return found.near(box) if found else ()
 
-    def flat(self, start: int, stop: int, replica: int) -> Iterator[tuple[Fragment, int, int]] | None:
+    def flat(self, start: int, stop: int, replica: int) -> Iterable[tuple[Fragment, int, int]] | None:
         """Fragments of `replica` that hold positions `start:stop` of the row-major order, each with those it holds.
 
         None where they are not all stretches of that order, stored without gaps.
         """
-        found = self._by_replica.get(replica)
-        return iter(()) if found is None else found.flat(start, stop)
+        if len(self.state.fragments) == 1:  # the commonest state by far
+            return self._single(start, stop, replica)
+        found = self._sorted.get(replica)
+        return () if found is None else found.flat(start, stop)
+
+    def _single(self, start: int, stop: int, replica: int) -> Iterable[tuple[Fragment, int, int]] | None:
+        (fragment,) = self.state.fragments
+        if fragment.replica != replica:
+            return ()
+        if self.state.overlap is Overlap.MEAN or not _is_flat(fragment, self.state.global_shape):
+            return None
+        first = fragment.box.flat_start(self.state.global_shape)
+        low, high = max(start, first), min(stop, first + fragment.ref.numel)
+        return ((fragment, low, high),) if low < high else ()
+
+    @property
+    def _sorted(self) -> dict[int, _Sorted]:
+        if self._by_replica is None:
+            by_replica: dict[int, list[Fragment]] = {}
+            for fragment in self.state.fragments:
+                by_replica.setdefault(fragment.replica, []).append(fragment)
+            self._by_replica = {replica: _Sorted(own, self.state) for replica, own in by_replica.items()}
+        return self._by_replica
 
 
 class _Sorted:

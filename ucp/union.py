@@ -281,9 +281,11 @@ def _put(spot: _Spot, piece: Piece, data: memoryview) -> None:
 
 def _windows(section: Section, part: memoryview, locator: Locator) -> Iterator[tuple[int, int, memoryview]]:
     """Element ranges of a section and their bytes: all at once, or a mean, which needs room for its sum, in parts."""
+    if locator.state.overlap is not Overlap.MEAN:
+        yield section.start, section.stop, part
+        return
     itemsize = section.nbytes // (section.stop - section.start)
-    step = MEAN_WINDOW if locator.state.overlap is Overlap.MEAN else BLOCK
-    for low, high in block_ranges(section.start, section.stop, step // itemsize):
+    for low, high in block_ranges(section.start, section.stop, MEAN_WINDOW // itemsize):
         yield low, high, part[(low - section.start) * itemsize : (high - section.start) * itemsize]
 
 
