@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from ucp.errors import MalformedError, TopologyError, listed
+from ucp.errors import MalformedError, TopologyError, UnsupportedError, listed
 from ucp.inert import GlobalName, Stub
 from ucp.io.fields import described
 from ucp.topology import Topology
@@ -55,8 +55,8 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "fp16": ("fp16",),
 }
 """Field to the names it had over the years, newest first (megatron/training/arguments.py)."""
-KNOWN = frozenset(key for keys in _KEYS.values() for key in keys)
-"""Names of all arguments that are read."""
+KNOWN = frozenset(key for keys in _KEYS.values() for key in keys) | {"transformer_impl", "moe_grouped_gemm"}
+"""Names of all arguments that are read; the last two say how a target names what it writes."""
 _FLAGS = {
     "gated",
     "grouped_queries",
@@ -68,6 +68,8 @@ _FLAGS = {
     "bf16",
     "fp16",
 }
+_WEIGHT_SHARDS = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+"""Ranks that a tensor-parallel part of a weight is cut over once more."""
 _NAMESPACES = {"Namespace", "SimpleNamespace"}
 _SIZES = (
     "num_layers",
@@ -184,9 +186,11 @@ class Arguments:
 def read_arguments(value: object, where: str) -> Arguments:
     """Arguments out of what a file has under `args`: a namespace, a dict, or None where they were not saved.
 
-    Raises MalformedError; all sizes that no model has are named together.
+    Raises MalformedError; all sizes that no model has are named together. Raises UnsupportedError for a run whose
+    weights are cut over more than tensor-parallel ranks.
     """
     raw = _raw(value, where)
+    _refuse_weight_shards(raw, where)
     found: dict[str, int | bool | None] = {}
     for field in fields(Arguments):
         for key in _KEYS.get(field.name, ()):
@@ -195,6 +199,20 @@ def read_arguments(value: object, where: str) -> Arguments:
                 break
     _check_sizes(raw, found, where)
     return Arguments(raw=raw, **found)  # type: ignore[arg-type]  # _typed gives bool for flags and int for the rest
+
+
+def _refuse_weight_shards(raw: Mapping[str, object], where: str) -> None:
+    """Raise UnsupportedError for generalized tensor parallelism (megatron-core 0.20, `gtp_weight_remat_size`)."""
+    cut = {name: own for name in _WEIGHT_SHARDS if isinstance(own := raw.get(name), int) and own > 1}
+    if cut:
+        shown = ", ".join(f"{name}={own}" for name, own in cut.items())
+        raise UnsupportedError(
+            f"{where} is of a run with Generalized Tensor Parallelism ({shown}), which is not read: its weights are "
+            "cut over these ranks too, with rows of padding in every cut, and files of ranks do not hold them all. Load it "
+            "with Megatron in a run without (--tensor-parallel-num-weight-shards as many as tensor-parallel ranks, and "
+            "--expert-tensor-parallel-num-weight-shards those of experts), save it with --ckpt-format torch_dist, and "
+            "convert that"
+        )
 
 
 def _check_sizes(raw: Mapping[str, object], found: Mapping[str, int | bool | None], where: str) -> None:

@@ -50,13 +50,17 @@ def read_groups(
     objects: SavedObjects,
     shapes: Mapping[str, tuple[int, ...]],
     chains: Mapping[str, int | None],
+    arguments: Mapping[str, object],
 ) -> DistGroups:
-    """Groups of the trained parameters `shapes` (in the order of registration), and their steps."""
+    """Groups of the trained parameters `shapes` (in the order of registration), and their steps.
+
+    `chains`: which of several optimizers a parameter is in, where that is known. `arguments`: of the run.
+    """
     found = DistGroups()
     saved = list(_saved_groups(common, objects, found))
     if not saved or not shapes:
         return found
-    rule = group_rule(common.arguments.raw, [group.hyper for group in saved])
+    rule = group_rule(arguments, [group.hyper for group in saved])
     found.groups, left = dealt_out(saved, shapes, chains, rule)
     found.notes.append(inferred(rule))
     found.dropped += left_open(rule, left, shapes)
@@ -76,13 +80,14 @@ def read_groups(
 
 
 def _saved_groups(common: CommonState, objects: SavedObjects, found: DistGroups) -> Iterator[SavedGroup]:
-    """Groups as saved: of the common state, else of the first data-parallel group of every optimizer."""
+    """Groups as saved: of the common state, else of the first data-parallel group, for every optimizer."""
     inner = {chain: own.get("optimizer") for chain, own in optimizer_dicts(common.values).items()}
     where = common.where
-    if not any(isinstance(own, dict) and "param_groups" in own for own in inner.values()):
-        inner = _of_data_parallel_groups(objects, found)
-        where = "an object 'optimizer' of a data-parallel group"
-    for chain, own in inner.items():
+    inner = {chain: own for chain, own in inner.items() if isinstance(own, dict) and "param_groups" in own}
+    apart = {chain: own for chain, own in _of_data_parallel_groups(objects, found).items() if chain not in inner}
+    if apart:
+        where = f"{where}, or of an object 'optimizer' of a data-parallel group"
+    for chain, own in sorted({**inner, **apart}.items(), key=lambda item: item[0] or 0):
         groups = own.get("param_groups") if isinstance(own, dict) else None
         for group in as_list(groups, f"param_groups of {where}") if groups is not None else ():
             entries = mapping(group, f"a group of {where}")

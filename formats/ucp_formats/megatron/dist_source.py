@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ucp.atom import Index, SourceFile
@@ -23,7 +23,7 @@ from ucp.tensor import Record
 from ucp_formats.megatron.dist_atoms import EMBEDDING, atom_of, tied_output
 from ucp_formats.megatron.dist_buckets import Grid, place_buckets, stored_buckets
 from ucp_formats.megatron.dist_common import CommonState, SavedObjects, read_common, read_folder, read_objects
-from ucp_formats.megatron.dist_extras import dist_extras
+from ucp_formats.megatron.dist_extras import dist_extras, is_empty
 from ucp_formats.megatron.dist_gathered import gathered_buckets
 from ucp_formats.megatron.dist_groups import read_groups
 from ucp_formats.megatron.dist_keys import BucketKey, StateKey, parse_bucket_key, parse_state_key
@@ -33,6 +33,8 @@ from ucp_formats.megatron.dist_shifted import checked_masters
 from ucp_formats.megatron.dist_states import DistStates, from_buckets, from_state_keys
 from ucp_formats.megatron.family_choice import ChooseFamily
 from ucp_formats.megatron.folder import Located
+from ucp_formats.megatron.group_settings import is_by_named_optimizer
+from ucp_formats.megatron.modules import is_recorded, modules_extra, modules_keeping, modules_shown, with_modules
 from ucp_formats.megatron.names import METADATA as BACKEND
 from ucp_formats.megatron.names import parse_iteration
 from ucp_formats.megatron.recorded_sizes import check_recorded
@@ -91,9 +93,10 @@ def _read(located: Located, name: str, choose: ChooseFamily) -> Index:
     common = read_common(dcp, objects)
     model = _model(_sorted_out(dcp), common, choose, dcp.folder)
     states = _states(dcp, objects, common, model)
-    _check_states(states, model, dcp.folder)
+    _check_states(states, model, common.arguments.raw, dcp.folder)
     trained = {own: whole.shape for own, whole in model.weights.items() if own in states.fragments}
-    groups = read_groups(common, objects, trained, states.chains)
+    modules = _modules(model, common, objects)
+    groups = read_groups(common, objects, trained, states.chains, with_modules(common.arguments.raw, modules))
     atoms = {own: atom_of(whole, states, groups, model.names) for own, whole in model.weights.items()}
     aliases = tied_output(atoms, untied=common.arguments.untied)
     checked = checked_masters(atoms, layout=states.layout, tied=bool(aliases))
@@ -107,7 +110,7 @@ def _read(located: Located, name: str, choose: ChooseFamily) -> Index:
         atoms=checked.atoms,
         groups=groups.groups,
         aliases=aliases,
-        extras=tuple(dist_extras(common, objects)),
+        extras=(*dist_extras(common, objects), *modules_extra(modules)),
         files=tuple(_files(dcp, common)),
         records=(*common.records, *objects.records, *model.tensors.records),
         notes=(
@@ -131,6 +134,17 @@ def _model(tensors: _Tensors, common: CommonState, choose: ChooseFamily, where: 
         wholes = {own: whole.shape for own, whole in weights.items()}
         check_recorded(names.family, common.arguments.raw, wholes, where, pads_on_load=True)
     return _Model(tensors, names, {own: weights[own] for own in names.in_order(weights)})
+
+
+def _modules(model: _Model, common: CommonState, objects: SavedObjects) -> Mapping[str, object]:
+    """What keys show of the modules that layers were built of; empty where they do not."""
+    if model.names.family is None:
+        return {}
+    understood = (model.names.understood(key) for key in model.tensors.model)
+    shown = modules_shown(model.names.family, {own.whole: own.template for own in understood}, renamed=True)
+    if shown or is_recorded(common.arguments.raw):
+        return shown
+    return modules_keeping([key.name for key, value in objects.others.items() if is_empty(value)])
 
 
 def _sorted_out(dcp: Dcp) -> _Tensors:
@@ -164,17 +178,17 @@ def _sorted_out(dcp: Dcp) -> _Tensors:
 def _states(dcp: Dcp, objects: SavedObjects, common: CommonState, model: _Model) -> DistStates:
     """Optimizer states, by the layout that the keys show."""
     tensors = model.tensors
+    found = DistStates(layout="")
     if tensors.states:
         states = _without(tensors.prefix, tensors.states)
-        return from_state_keys(states, model.weights, model.names.understood, _original_shapes(dcp).get)
+        found = from_state_keys(states, model.weights, model.names.understood, _original_shapes(dcp).get)
     buckets = stored_buckets(tensors.buckets) or gathered_buckets(objects.groups)
     if not buckets:
-        return DistStates(layout="")
+        return found
     usual = "dp_reshardable" if tensors.buckets else "dp_zero_gather_scatter"
-    return from_buckets(
-        place_buckets(buckets, model.weights, model.names.orders(model.weights), _grid(common, model)),
-        common.sharding or usual,
-    )
+    rest = {name: whole for name, whole in model.weights.items() if name not in found.fragments}
+    placed = place_buckets(buckets, rest, model.names.orders(rest), _grid(common, model))
+    return found.joined(from_buckets(placed, common.sharding or usual))
 
 
 def _without(prefix: str, states: dict[StateKey, StoredTensor]) -> dict[StateKey, StoredTensor]:
@@ -183,11 +197,15 @@ def _without(prefix: str, states: dict[StateKey, StoredTensor]) -> dict[StateKey
     return {key._replace(model=key.model.removeprefix(prefix)): tensor for key, tensor in states.items()}
 
 
-def _check_states(states: DistStates, model: _Model, where: str) -> None:
+def _check_states(states: DistStates, model: _Model, arguments: Mapping[str, object], where: str) -> None:
     """Prove that no parameter lacks a state that others have, and that the model's own tensors are whole copies."""
     held = {name: frozenset(own) for name, own in states.fragments.items()}
     bare = {name for name in held if model.weights[name].dtype.itemsize >= DType.FLOAT32.itemsize}
-    check_gaps(held, states.chains, where, without_master=bare)
+    optimizers = {
+        name: (states.chains.get(name), is_by_named_optimizer(arguments, name, model.weights[name].shape))
+        for name in held
+    }
+    check_gaps(held, optimizers, where, without_master=bare)
     check_tiled((model.weights[name] for name, own in held.items() if WEIGHT in own), where)
 
 

@@ -46,6 +46,22 @@ class DistStates:
     records: list[Record] = field(default_factory=list)
     """Checksums of what was read for them."""
 
+    def joined(self, other: DistStates) -> DistStates:
+        """These and those of `other`, which are of other parameters.
+
+        With a layer-wise optimizer, matrices have states under their own keys; the distributed optimizer has the rest.
+        """
+        if not self.layout:
+            return other
+        counts = counted(len(self.fragments), "parameter"), counted(len(other.fragments), "other")
+        return DistStates(
+            layout=other.layout,
+            fragments=self.fragments | other.fragments,
+            chains=self.chains | other.chains,
+            notes=[*self.notes, *other.notes, f"{counts[0]} have states of their own keys, {counts[1]} lie in buckets"],
+            records=[*self.records, *other.records],
+        )
+
 
 def from_state_keys(
     tensors: Mapping[StateKey, StoredTensor],

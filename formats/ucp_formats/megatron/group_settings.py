@@ -13,7 +13,8 @@ Read in megatron-core 0.13.1, 0.15.3, 0.16.1 and 0.19.2, core/optimizer/__init__
   `max_lr` (and `min_lr`) with `default_config` false.
 * `use_mup` (0.17 and later): hidden matrices have `max_lr` and `min_lr` divided by the width, vectors keep theirs; the
   other way round for SGD (get_mup_config_overrides).
-* `muon` (0.17 and later): what is not a matrix, and embedding and output layer, name another `optimizer`.
+* `muon` (0.17 and later), `lion` (0.19 and later): what is not a matrix, and embedding and output layer, name another
+  `optimizer`.
 * Experts have groups of their own where they are parallel (`is_expert_parallel`).
 """
 
@@ -22,13 +23,32 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["USUAL", "Expected", "GroupRule", "group_rule", "is_expert"]
+__all__ = ["USUAL", "Expected", "GroupRule", "group_rule", "is_by_named_optimizer", "is_expert"]
 
 _ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters with `is_embedding_or_output_parameter` (core/models/common/language_module)."""
+_ADAM_OR_SGD = ("adam", "sgd")
+"""Optimizers that train all parameters of a run alike."""
 _QK = ("q_layernorm.", "k_layernorm.")
 _ASKS_FOR_QK = ("apply_wd_to_qk_layernorm", "qwen3_next")
 """Values of `no_weight_decay_cond_type`: of Megatron-LM, and of Megatron-Bridge."""
+
+
+def is_by_named_optimizer(arguments: Mapping[str, object], name: str, shape: tuple[int, ...]) -> bool:
+    """Whether the optimizer that a run names trains a parameter, where Adam (or Lion) trains vectors and both ends.
+
+    So it is with Muon and Lion (0.19 core/optimizer/emerging_optimizers.py: default_param_overrides); they keep one
+    moment, Adam two.
+
+    >>> is_by_named_optimizer({"optimizer": "lion"}, "decoder.layers.0.mlp.linear_fc2.weight", (8, 12))
+    True
+    """
+    return _optimizer(arguments) not in _ADAM_OR_SGD and len(shape) == 2 and name not in _ENDS
+
+
+def _optimizer(arguments: Mapping[str, object]) -> str:
+    named = arguments.get("optimizer")
+    return named.lower() if isinstance(named, str) else "adam"
 
 
 def is_expert(name: str) -> bool:
@@ -85,7 +105,7 @@ class GroupRule:
             flags={
                 "is_expert_parallel": is_expert(name),
                 "is_decoupled_lr": name in _ENDS,
-                **({"optimizer": name in _ENDS or len(shape) != 2} if "muon" in self.optimizer else {}),
+                **({"optimizer": name in _ENDS or len(shape) != 2} if self.optimizer not in _ADAM_OR_SGD else {}),
             },
             default_rate=own is None if explained else None,
             rates={key: value for key, value in pair if value is not None} if explained else {},
@@ -154,7 +174,6 @@ def group_rule(arguments: Mapping[str, object], groups: Sequence[Mapping[str, ob
     spared = not modern and arguments.get("embedding_init_method_std") is not None
     rate = _number(arguments, "lr"), _number(arguments, "min_lr")
     ends = _number(arguments, "decoupled_lr"), _number(arguments, "decoupled_min_lr")
-    optimizer = arguments.get("optimizer")
     asks = bool(arguments.get("apply_wd_to_qk_layernorm")) or condition in _ASKS_FOR_QK
     fused = bool(arguments.get("multi_latent_attention")) and arguments.get("transformer_impl") != "local"
     return GroupRule(
@@ -164,7 +183,7 @@ def group_rule(arguments: Mapping[str, object], groups: Sequence[Mapping[str, ob
         rate=rate,
         ends_rate=None if ends[0] is None else (ends[0], rate[1] if ends[1] is None else ends[1]),
         width=_width(arguments),
-        optimizer=optimizer.lower() if isinstance(optimizer, str) else "adam",
+        optimizer=_optimizer(arguments),
     )
 
 

@@ -24,6 +24,7 @@ from ucp_formats.megatron.family_choice import ChooseFamily
 from ucp_formats.megatron.legacy_files import LegacyRun, SavedRank
 from ucp_formats.megatron.legacy_numbers import Chunk, LayerNumbers, count_layers
 from ucp_formats.megatron.legacy_views import View, experts_in_one, old_attention_rows, plain
+from ucp_formats.megatron.modules import modules_shown
 
 __all__ = ["Held", "LegacyModel", "Slot", "Stored", "read_model"]
 
@@ -88,6 +89,8 @@ class LegacyModel:
     """Canonical name to its rule."""
     extras: list[Extra] = field(default_factory=list)
     """What is no tensor of the model."""
+    modules: Mapping[str, object] = field(default_factory=dict)
+    """What the keys show of the modules of its layers; empty where they do not."""
     notes: list[str] = field(default_factory=list)
     """What was inferred."""
 
@@ -111,6 +114,7 @@ def read_model(run: LegacyRun, choose: ChooseFamily) -> LegacyModel:
         if own.slot.key in named:
             model.held += _held(own, named[own.slot.key], run, numbers, family)
     model.matches = family.match(dict.fromkeys(own.name for own in model.held))
+    model.modules = modules_shown(family, {key: own.canonical for key, own in named.items() if own}, renamed=False)
     return model
 
 

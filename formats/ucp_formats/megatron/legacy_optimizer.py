@@ -30,6 +30,7 @@ from ucp_formats.megatron.legacy_files import LegacyRun, SavedRank
 from ucp_formats.megatron.legacy_model import Held, LegacyModel, Slot
 from ucp_formats.megatron.legacy_states import LegacyStates, Population, groups_of
 from ucp_formats.megatron.legacy_whole import add_whole_optimizer, is_whole
+from ucp_formats.megatron.modules import with_modules
 from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER
 
 __all__ = ["read_optimizer"]
@@ -55,9 +56,10 @@ def read_optimizer(run: LegacyRun, model: LegacyModel, checksums: Checksums) -> 
     _check_buffers(run)
     trainable = _trainable(model)
     rest: dict[str, dict[int, object]] = {}
+    arguments = with_modules(run.arguments.raw, model.modules)
     with Prober() as prober:
         for number, rank in enumerate(run.ranks):
-            members = _members(run, rank, trainable.get(number, []))
+            members = _members(run, rank, trainable.get(number, []), arguments)
             buffers = _buffers_of(rank, members)
             for position, member in enumerate(members):
                 if is_whole(member.saved):
@@ -87,13 +89,14 @@ def _trainable(model: LegacyModel) -> dict[int, list[Held]]:
     return by_rank
 
 
-def _members(run: LegacyRun, rank: SavedRank, held: Sequence[Held]) -> list[_Member]:
+def _members(run: LegacyRun, rank: SavedRank, held: Sequence[Held], arguments: Mapping[str, object]) -> list[_Member]:
+    """Optimizers of a rank, which trains `held`; `arguments`: those of the run, with what its keys show."""
     saved = rank.root.get("optimizer")
     where = f"the optimizer of {rank.name}"
     if saved is None:
         return []
     if not isinstance(saved, list):
-        only = Population(where=where, held=tuple(held), arguments=run.arguments.raw)
+        only = Population(where=where, held=tuple(held), arguments=arguments)
         return [_Member(chain=None, saved=mapping(saved, where), population=only)]
     dicts = [mapping(own if own is not None else {}, where) for own in saved]
     members = []
@@ -101,7 +104,7 @@ def _members(run: LegacyRun, rank: SavedRank, held: Sequence[Held]) -> list[_Mem
         experts = _is_of_experts(own, chain, dicts, run)
         chosen = tuple(one for one in held if len(dicts) == 1 or is_expert(one.name) == experts)
         label = f"{where} ({'experts' if experts else 'dense parameters'})"
-        population = Population(where=label, held=chosen, arguments=run.arguments.raw)
+        population = Population(where=label, held=chosen, arguments=arguments)
         members.append(_Member(chain=chain, saved=own, population=population))
     return members
 

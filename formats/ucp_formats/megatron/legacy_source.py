@@ -19,12 +19,14 @@ from ucp.state import STEP
 from ucp_formats.megatron.family_choice import ChooseFamily
 from ucp_formats.megatron.folder import Located
 from ucp_formats.megatron.group_rules import rank_free
+from ucp_formats.megatron.group_settings import is_by_named_optimizer
 from ucp_formats.megatron.legacy_atoms import atoms_of
 from ucp_formats.megatron.legacy_extras import run_extras
 from ucp_formats.megatron.legacy_files import LegacyRun, read_run, source_files
 from ucp_formats.megatron.legacy_model import LegacyModel, read_model
 from ucp_formats.megatron.legacy_optimizer import read_optimizer
 from ucp_formats.megatron.legacy_states import LegacyStates
+from ucp_formats.megatron.modules import modules_extra
 from ucp_formats.megatron.recorded_sizes import check_recorded
 from ucp_formats.megatron.state_gaps import check_gaps
 
@@ -55,7 +57,7 @@ def read_legacy(located: Located, name: str, choose: ChooseFamily) -> Index:
         atoms=atoms,
         groups=_groups(run, model, states, atoms),
         aliases=_aliases(model, atoms),
-        extras=(*extras, *model.extras, *states.extras),
+        extras=(*extras, *modules_extra(model.modules), *model.extras, *states.extras),
         files=tuple(source_files(run)),
         records=run.records,
         notes=(
@@ -80,14 +82,16 @@ def _iteration(run: LegacyRun) -> int | None:
 def _check_states(run: LegacyRun, model: LegacyModel, states: LegacyStates) -> None:
     """Prove that no parameter of a rank lacks a state that others have. Raises MalformedError."""
     held: dict[str, frozenset[str]] = {}
+    optimizers: dict[str, object] = {}
     bare = set()
     for own in model.held:
         if own.slot in states.tensors:
             label = f"{own.name}, of {run.ranks[own.slot.rank].name}"
             held[label] = frozenset(states.tensors[own.slot])
+            optimizers[label] = is_by_named_optimizer(run.arguments.raw, own.name, own.ref.shape)
             if own.ref.dtype.itemsize >= DType.FLOAT32.itemsize:
                 bare.add(label)
-    check_gaps(held, {}, str(run.folder), without_master=bare)
+    check_gaps(held, optimizers, str(run.folder), without_master=bare)
 
 
 def _groups(

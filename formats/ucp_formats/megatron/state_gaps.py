@@ -6,7 +6,7 @@ distributed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 
 from ucp.errors import MalformedError, counted, listed
 from ucp.state import STEP, WEIGHT
@@ -17,18 +17,18 @@ __all__ = ["check_gaps"]
 
 def check_gaps(
     states: Mapping[str, frozenset[str]],
-    chains: Mapping[str, int | None],
+    optimizers: Mapping[str, Hashable],
     where: str,
     *,
     without_master: Collection[str] = (),
 ) -> None:
     """Raise MalformedError naming every parameter that lacks states, with these.
 
-    `states`: parameter to its states with a value per element. `chains`: which of several optimizers it belongs to,
+    `states`: parameter to its states with a value per element. `optimizers`: which of several it belongs to,
     where that is known. `without_master`: parameters that need none.
     """
     lacking: dict[str, list[str]] = {}
-    for name, own in gaps({name: own - {STEP} for name, own in states.items()}, chains).items():
+    for name, own in gaps({name: own - {STEP} for name, own in states.items()}, optimizers).items():
         for state in own:
             if state != WEIGHT or name not in without_master:
                 lacking.setdefault(name, []).append("master" if state == WEIGHT else state)

@@ -22,8 +22,10 @@ from ucp.state import STEP, WEIGHT
 from ucp.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.topology import Topology
 from ucp_formats.megatron.dist_target import dist_places, plan_dist
-from ucp_formats.megatron.dist_target_keys import key_style
+from ucp_formats.megatron.dist_target_keys import Norms, key_style, stored_parts
+from ucp_formats.megatron.group_settings import is_by_named_optimizer
 from ucp_formats.megatron.legacy_target import legacy_places, plan_legacy
+from ucp_formats.megatron.modules import chosen_modules
 from ucp_formats.megatron.names import RELEASE, TRACKER
 from ucp_formats.megatron.target_arguments import arguments_extra, relaid_arguments
 from ucp_formats.megatron.target_asked import check_asked
@@ -47,6 +49,13 @@ _GROUPS_UNSAID = (
 _EXPERTS_ALONG = (
     "With more than one expert-parallel rank experts have an optimizer of their own: write for ep=1, or take a "
     "checkpoint that records the groups"
+)
+_NEVER_STEPPED = (
+    "Megatron has no place for a parameter that was never stepped; train one step more, or write weights only"
+)
+_TWO_OPTIMIZERS = (
+    "The run trains matrices with {name}, and the rest with another optimizer that keeps other states; for Megatron "
+    "ucp writes one optimizer. Write the weights only (--include '*/weight') and start it anew, or keep all states --to ucp"
 )
 _ANEW = (
     "no parameter has a moment, and without Megatron does not load an optimizer: none is written. Start the run with "
@@ -117,13 +126,15 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
     check_weights(index)
     native, asked = arguments_extra(index), settings_of(options.settings)
     unknown = check_settings(asked, native)
-    model = _model(index, {**native, **asked}, options)
-    arguments = {**native, **asked} if native else _derived(index, model, asked)
+    modules = chosen_modules(index, native, asked)
+    said = {**modules.settings, **asked}
+    model = _model(index, {**native, **said}, options)
+    arguments = {**native, **said} if native else _derived(index, model, said)
     check_layers(model, alike=key_style(arguments).stacked)
     chain, notes = optimizer_chain(index, model.expert_atoms, split=topology.ep > 1)
     if chain and _is_without_moments(model, arguments):
         chain, notes = (), (_ANEW,)
-    _check_states(index, model, chain=bool(chain))
+    _check_states(index, model, arguments, chain=bool(chain))
     if chain and layout == "torch" and not arguments.get("use_distributed_optimizer", True):
         check_members(index, index.atoms, remedy=_GROUPS_UNSAID)
     elif len(chain) > 1:
@@ -150,7 +161,15 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
         random=random,
         dtypes=options.dtypes,
     )
-    return run, (*notes, *unknown)
+    same = layout == _LAYOUTS[0] and not modules.known_from and _same_keys(model, arguments)
+    return run, (*notes, *unknown, modules.note(same_keys=same))
+
+
+def _same_keys(model: Model, arguments: Mapping[str, object]) -> bool:
+    """Whether torch_dist has the same keys for both kinds of modules."""
+    style = key_style(arguments)
+    other = key_style({**arguments, "transformer_impl": "local" if style.norms is Norms.FUSED else ""})
+    return all(stored_parts(own, model, style) == stored_parts(own, model, other) for own in model.tensors)
 
 
 def _derived(index: Index, model: Model, asked: Mapping[str, object]) -> dict[str, object]:
@@ -174,8 +193,8 @@ def _is_without_moments(model: Model, arguments: Mapping[str, object]) -> bool:
     return arguments.get("optimizer") != "sgd" and not any(own.states.keys() - {WEIGHT} for own in trained)
 
 
-def _check_states(index: Index, model: Model, *, chain: bool) -> None:
-    """Prove that trained parameters have a weight and, where some have, all states of the optimizer."""
+def _check_states(index: Index, model: Model, arguments: Mapping[str, object], *, chain: bool) -> None:
+    """Prove that trained parameters have all states that some have; `arguments`: of the run."""
     if not chain:
         return
     wanted = dict.fromkeys(
@@ -189,13 +208,16 @@ def _check_states(index: Index, model: Model, *, chain: bool) -> None:
     if lacking:
         lines = listed(f"{name}: {states}" for name, states in lacking.items())
         reasons = index.reasons(lacking)
-        never = (
-            "Megatron has no place for a parameter that was never stepped; train one step more, or write weights only"
-        )
+        why = _TWO_OPTIMIZERS.format(name=arguments["optimizer"]) if _has_two_optimizers(arguments) else _NEVER_STEPPED
         raise MissingStateError(
             f"expected the same optimizer states of all trained parameters; {index.path} lacks\n{lines}\n"
-            + ("\n".join(reasons) or never)
+            + ("\n".join(reasons) or why)
         )
+
+
+def _has_two_optimizers(arguments: Mapping[str, object]) -> bool:
+    """Whether a run trains matrices by another optimizer than the rest."""
+    return is_by_named_optimizer(arguments, "", (1, 1))
 
 
 def _step_casts(index: Index, run: TargetRun) -> tuple[str, ...]:

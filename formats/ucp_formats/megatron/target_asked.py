@@ -12,7 +12,9 @@ from ucp.atom import Kind
 from ucp.dtypes import DType
 from ucp.errors import UsageError, listed
 from ucp_formats.megatron.recorded_sizes import sizes_in_doubt
+from ucp_formats.megatron.target_derived import LETTERS, layer_letters
 from ucp_formats.megatron.target_model import Model
+from ucp_formats.megatron.target_stages import hybrid_pattern
 
 __all__ = ["check_asked"]
 
@@ -31,7 +33,7 @@ def check_asked(
     """
     if not asked:
         return
-    lines = [*_overruled(asked, written), *_facts(asked, model), *_types(asked, model)]
+    lines = [*_overruled(asked, written), *_facts(asked, model), *_layers(asked, model), *_types(asked, model)]
     shapes = {own.name: own.shape for own in model.tensors}
     known = sizes_in_doubt(model.family, before, shapes, pads_on_load=True)
     lines += [own for own in sizes_in_doubt(model.family, written, shapes, pads_on_load=True) if own not in known]
@@ -58,6 +60,22 @@ def _facts(asked: Mapping[str, object], model: Model) -> Iterator[str]:
             yield f"{name} = {asked[name]!r}: there are {count} {what}"
     if _UNTIED in asked and bool(asked[_UNTIED]) != (_OUTPUT in names):
         yield f"{_UNTIED} = {asked[_UNTIED]!r}: there is {'an' if _OUTPUT in names else 'no'} {_OUTPUT}"
+
+
+def _layers(asked: Mapping[str, object], model: Model) -> Iterator[str]:
+    """The pattern of a hybrid model, against what its layers hold."""
+    pattern, letters = hybrid_pattern(asked), layer_letters(own.name for own in model.tensors)
+    if pattern is None:
+        return
+    if any(len(own) > 1 for own in letters):
+        yield (
+            f"hybrid pattern {pattern!r}: the layers hold attention and a feed-forward each, as those of a GPT. A "
+            "hybrid run of megatron-core 0.20 loads the checkpoint of a GPT by itself: write it as one"
+        )
+        return
+    said = pattern.replace("|", "")
+    if len(said) != len(letters) or any(a != b for a, b in zip(said, letters, strict=True) if a in LETTERS.values()):
+        yield f"hybrid pattern {pattern!r}: by their tensors the layers are {''.join(letters)!r}"
 
 
 def _types(asked: Mapping[str, object], model: Model) -> Iterator[str]:

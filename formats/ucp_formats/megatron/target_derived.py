@@ -20,14 +20,15 @@ from ucp.dtypes import DType
 from ucp.errors import UsageError
 from ucp.inert import GlobalName
 
-__all__ = ["attention", "derived_arguments"]
+__all__ = ["LETTERS", "attention", "derived_arguments", "layer_letters"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Canonical name of a tensor to its shape."""
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 """What Megatron compares when it loads."""
-_LETTERS = {".mixer.": "M", ".self_attention.": "*", ".experts.": "E", ".mlp.linear_fc1.": "-"}
+LETTERS = {".mixer.": "M", ".self_attention.": "*", ".experts.": "E", ".mlp.linear_fc1.": "-"}
+"""Part of a name to the letter of a layer that has it, in patterns of hybrid models."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
@@ -142,17 +143,25 @@ def _expert_layers(shapes: Shapes) -> dict[str, object]:
     return found
 
 
+def layer_letters(names: Iterable[str]) -> list[str]:
+    """Letters of every layer, as patterns of hybrid models have them; several for one that holds several modules.
+
+    >>> layer_letters(["decoder.layers.0.mixer.D", "decoder.layers.1.mlp.linear_fc1.weight"])
+    ['M', '-']
+    """
+    kinds: dict[int, str] = {}
+    for name in names:
+        own = _LAYER.match(name)
+        letter = next((letter for part, letter in LETTERS.items() if part in name), None)
+        if own and letter and letter not in kinds.get(int(own[1]), ""):
+            kinds[int(own[1])] = kinds.get(int(own[1]), "") + letter
+    return [kinds.get(at, "-") for at in range(max(kinds, default=-1) + 1)]
+
+
 def _hybrid(shapes: Shapes) -> dict[str, object]:
     """The letters of the layers of a model with Mamba mixers (megatron-core: mamba_hybrid_layer_allocation.py)."""
-    kinds: dict[int, str] = {}
-    for name in shapes:
-        own = _LAYER.match(name)
-        letter = next((letter for part, letter in _LETTERS.items() if part in name), None)
-        if own and letter:
-            kinds[int(own[1])] = letter
-    if "M" not in kinds.values():
-        return {}
-    return {"is_hybrid_model": True, "hybrid_override_pattern": "".join(kinds.get(at, "-") for at in range(len(kinds)))}
+    letters = layer_letters(shapes)
+    return {"is_hybrid_model": True, "hybrid_override_pattern": "".join(letters)} if "M" in letters else {}
 
 
 def _precision(dtypes: Iterable[DType]) -> dict[str, object]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from ucp.atom import Index
 from ucp.companions import is_companion
+from ucp_formats.megatron.modules import MODULES
 from ucp_formats.megatron.target_division import division_notes
 from ucp_formats.megatron.target_groups import OptimizerGroup
 from ucp_formats.megatron.target_run import TargetRun
@@ -19,7 +20,7 @@ __all__ = ["common_state", "consumed_samples", "extra_notes"]
 _SCHEDULER = "opt_param_scheduler"
 _CARRIED = (_SCHEDULER, "num_floating_point_operations_so_far", "checkpoint_version")
 """Extras that go into the files as they are."""
-_REPLACED = ("args", "iteration", "content_metadata", "optimizer", "client_state/args")
+_REPLACED = ("args", "iteration", "content_metadata", "optimizer", "client_state/args", MODULES)
 """Extras that are written anew."""
 _OF_A_LAYOUT = ("rerun_state_machine", "rerun_state_machine_state")
 """Extras that mean nothing to another run, and Megatron does without."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from ucp.errors import TopologyError, UnsupportedError
 from ucp_formats.megatron.target_model import Model, ModelTensor
 
-__all__ = ["Chunk", "chunk_tensors", "stage_layers", "stage_problem"]
+__all__ = ["Chunk", "chunk_tensors", "hybrid_pattern", "stage_layers", "stage_problem"]
 
 Chunk = tuple[int, int]
 """Pipeline stage, and which of its chunks."""
@@ -44,7 +44,7 @@ def stage_problem(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, obj
     """Why the layers cannot be dealt out over these stages; None when they can, or the arguments deal them out."""
     if arguments.get(_LAYOUT):
         return None
-    pattern = _hybrid_pattern(arguments)
+    pattern = hybrid_pattern(arguments)
     if pattern and _BAR in pattern:
         return _bars_problem(pattern, pp=pp, vpp=vpp)
     if pattern and vpp > 1:
@@ -67,7 +67,7 @@ def _bars_problem(pattern: str, *, pp: int, vpp: int) -> str | None:
     )
 
 
-def _hybrid_pattern(arguments: Mapping[str, object]) -> str | None:
+def hybrid_pattern(arguments: Mapping[str, object]) -> str | None:
     """The letters of the layers of a hybrid model, those of multi-token prediction left out."""
     found = next((arguments[name] for name in _HYBRID if arguments.get(name)), None)
     return found.partition("/")[0] if isinstance(found, str) else None
@@ -83,7 +83,7 @@ def _counts(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, object]) 
     if problem is not None:
         raise TopologyError(f"{problem}. Choose another pp or vpp")
     chunks = [(stage, virtual) for virtual in range(vpp) for stage in range(pp)]
-    pattern = _hybrid_pattern(arguments)
+    pattern = hybrid_pattern(arguments)
     if pattern and _BAR in pattern:
         return {chunk: len(own) for chunk, own in zip(chunks, pattern.split(_BAR), strict=True)}
     first, last, rest, parts = _shares(layers, pp=pp, vpp=vpp, arguments=arguments)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 from ucp_formats.megatron.group_rules import SavedGroup, agreed_step, dealt_out, inferred, left_open
 from ucp_formats.megatron.group_settings import USUAL, group_rule
+from ucp_formats.megatron.modules import with_modules
 
 EMBEDDING, POSITIONS, OUTPUT = (
     "embedding.word_embeddings.weight",
@@ -52,6 +53,14 @@ def test_norms_of_latent_queries_have_another_name_in_transformer_engine(by, dec
     asked = {"apply_wd_to_qk_layernorm": True, "multi_latent_attention": True, "transformer_impl": by}
     groups, left = dealt([new(1.0), new(0.0)], {**RATES, **asked})
     assert (Q in groups[0], left) == (decays, [])
+
+
+def test_keys_show_the_modules_where_arguments_do_not():
+    asked = {**RATES, "apply_wd_to_qk_layernorm": True, "multi_latent_attention": True}
+    for by, decays in (("local", True), ("transformer_engine", False)):
+        groups, left = dealt([new(1.0), new(0.0)], dict(with_modules(asked, {"transformer_impl": by})))
+        assert (Q in groups[0], left) == (decays, [])
+    assert with_modules({}, {"transformer_impl": "local"}) == {}
 
 
 def test_and_do_not_where_it_did_not():

@@ -27,6 +27,7 @@ def test_random_states_are_kept_per_rank(fake_legacy, tmp_path: Path) -> None:
         "checkpoint_version",
         "iteration",
         *(f"rng_state/pp{pp}.tp{tp}" for pp in (0, 1) for tp in (0, 1)),
+        "modules",
     ]
     assert index.dropped == ()
 

@@ -251,3 +251,23 @@ def test_names_that_several_parameters_have_go_by_what_stands_beside_them(tmp_pa
             exclude=["backbone.layers.0.mixer.*"],
             settings={"num_attention_heads": "4"},
         )
+
+
+def without_modules(src: Path, dst: Path, layout: str = "", **settings: object) -> list[str]:
+    """What is said of modules where `to_megatron` does not say which."""
+    given = {**{key: str(value) for key, value in SAID.items()}, **{key: str(own) for key, own in settings.items()}}
+    report = convert(src, dst, to="megatron", topology="tp=1", layout=layout, settings=given, workers=1)
+    return [note for note in report.notes if "transformer_impl" in note]
+
+
+def test_modules_that_nothing_tells_are_said(store, tmp_path):
+    (note,) = without_modules(store, tmp_path / "b", "torch")
+    assert "transformer_impl transformer_engine), Megatron's default, because the source does not say" in note
+    assert note.endswith("for it add --set transformer_impl=local")
+    (note,) = without_modules(store, tmp_path / "c")
+    assert note.endswith("(transformer_impl): the keys fit both")
+
+
+def test_modules_that_megatron_does_not_have(store, tmp_path):
+    with pytest.raises(UsageError, match="transformer_impl to be one of local, transformer_engine"):
+        without_modules(store, tmp_path / "b", transformer_impl="Local")

@@ -14,6 +14,9 @@ FIXTURES = Path(__file__).parents[5] / "fixtures" / "megatron"
 LLAMA = FIXTURES / "llama-tp2-pp2-dp2-full" / "checkpoint"
 """4 layers, bfloat16, hidden 20, ffn 28, output layer of its own; no experts."""
 
+MAMBA = FIXTURES / "mamba-tp2-dp2-full" / "checkpoint"
+"""A hybrid of layers M*M-."""
+
 
 @pytest.mark.parametrize(
     ("name", "value", "told"),
@@ -51,3 +54,23 @@ def test_what_holds_may_be_said(tmp_path: Path) -> None:
     shown = {extra.name: extra.value for extra in ucp.open(tmp_path / "b").index.extras}["args"]
     said = shown.state if hasattr(shown, "state") else shown
     assert (said["padded_vocab_size"], said["lr"]) == (128, 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "pattern", "told"),
+    [
+        (LLAMA, "*-*-*-*-", "attention and a feed-forward each, as those of a GPT"),
+        (MAMBA, "M*MM", "by their tensors the layers are 'M\\*M-'"),
+        (MAMBA, "M*M", "by their tensors the layers are"),
+    ],
+)
+def test_a_pattern_of_other_layers(source: Path, pattern: str, told: str, tmp_path: Path) -> None:
+    """What megatron-core 0.20 does at loading (gpt_checkpoint_interop.py) needs the keys of a GPT."""
+    with pytest.raises(UsageError, match=told):
+        convert(source, tmp_path / "b", to="megatron", settings={"hybrid_layer_pattern": pattern}, workers=1)
+    assert not (tmp_path / "b").exists()
+
+
+def test_the_pattern_that_the_layers_have_may_be_said(tmp_path: Path) -> None:
+    given = {"hybrid_layer_pattern": "M*|M-"}
+    convert(MAMBA, tmp_path / "b", to="megatron", topology="pp=2", settings=given, workers=1)

@@ -58,6 +58,8 @@ class FakeDist:
     common: dict[str, Any] = field(default_factory=dict)
     mcore_data: dict[str, Any] = field(default_factory=dict)
     common_as_object: bool = False
+    bucketed: list[str] = field(default_factory=list)
+    """Parameters in the flat buffers of the distributed optimizer; empty for all."""
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -102,7 +104,7 @@ class FakeDist:
     def buffer(self, rank: int, state: str, order: list[str] | None = None) -> tuple[Tensor, list[int]]:
         """Local tensors end to end, in the reverse of registration, aligned to 64; and where they start."""
         parts, starts, at = [], [], 0
-        for name in order or list(reversed(names())):
+        for name in order or list(reversed(self.bucketed or names())):
             local = local_of(name, self.truth[f"{name}/{state}"], self.tp, rank).flatten()
             start = -(-at // 64) * 64
             parts += [torch.full((start - at,), math.nan), local]
@@ -124,9 +126,24 @@ class FakeDist:
 
     def _ends(self, rank: int) -> list[int]:
         _, starts = self.buffer(rank, "param")
-        order = list(reversed(names()))
+        order = list(reversed(self.bucketed or names()))
         sizes = [local_of(name, self.truth[f"{name}/param"], self.tp, rank).numel() for name in order]
         return [start + size for start, size in zip(starts, sizes, strict=True)]
+
+    def layer_wise(self) -> list[str]:
+        """Muon by layers (0.20 layer_wise_optimizer.py): matrices under keys of their own, the rest in buckets."""
+        ends = ("embedding.word_embeddings.weight", "output_layer.weight")
+        matrices = [name for name in names() if len(shape_of(name)) == 2 and name not in ends]
+        for name in matrices:
+            for state, key in (("param", "fp32_param"), ("exp_avg", "momentum_buffer")):
+                self.stacked(name, f"chained_0.optimizer.state.{key}.{key_of(name)}", self.truth[f"{name}/{state}"])
+        self.bucketed = [name for name in names() if name not in matrices]
+        self.buckets()
+        self.common["optimizer"] = {
+            0: {"optimizer": {"param_groups": groups()[:1]}},
+            1: {"param_state_sharding_type": "dp_reshardable"},
+        }
+        return matrices
 
     def bucket_space(self, dp: int = 2) -> None:
         """fully_sharded_bucket_space: [ranks, elements of one] (0.13 sharded_param_state_fs_bucket_space)."""

@@ -264,3 +264,69 @@ def test_other_backends_are_named_and_refused(fake, read, tmp_path):
     (root / "common.pt").unlink()
     with pytest.raises(UnsupportedError, match=r"fsdp_dtensor.* save it with --ckpt-format torch_dist"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_empty_states_of_modules_tell_where_nothing_else_does(attention, fake, read, tmp_path):
+    """Linear layers of both kinds have one, attention of Transformer Engine's alone."""
+    run = fake()
+    run.weights()
+    run.objects["decoder.layers.self_attention.linear_proj._extra_state/shard_0_2"] = [None]
+    if attention:
+        run.objects["decoder.layers.self_attention.core_attention._extra_state/shard_0_2"] = [None]
+    (shown,) = (extra.value for extra in read(run.save(tmp_path)).extras if extra.name == "modules")
+    assert shown["transformer_impl"] == ("transformer_engine" if attention else "local")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_layer_wise_optimizer_beside_the_distributed_one(fake, read, contents, tmp_path, tp):
+    """Before, what lay in buckets was left out without a word, and its parameters counted as frozen."""
+    run = fake(tp=tp, sharding="dp_reshardable")
+    run.weights()
+    matrices = run.layer_wise()
+    index = read(run.save(tmp_path))
+    assert {atom.kind for atom in index.atoms.values()} == {Kind.PARAMETER}
+    found = contents(index)
+    of_muon = {"param": "param", "exp_avg": "momentum_buffer"}
+    for key, tensor in run.truth.items():
+        name, state = key.split("/")
+        kept = of_muon.get(state) if name in matrices else state
+        assert kept is None or torch.equal(found.pop(f"{name}/{kept}"), tensor), key
+    assert found == {}
+    assert [len(group.params) for group in index.groups if group.params] == [len(matrices), 2, 5]
+
+
+def with_optimizer(run, optimizer):
+    """A run that keeps one moment of its matrices."""
+    run.common["args"].optimizer = optimizer
+    run.weights()
+    run.full()
+    matrices = ("linear_fc1.weight", "linear_fc2.weight", "linear_proj.weight", "linear_qkv.weight")
+    for key in [key for key in run.tensors if ".exp_avg_sq." in key and key.endswith(matrices)]:
+        del run.tensors[key]
+    return run
+
+
+def test_one_moment_of_matrices_is_whole_for_lion(fake, read, tmp_path):
+    """0.20 core/optimizer/emerging_optimizers.py: Lion trains matrices, Adam vectors, embedding and output layer."""
+    index = read(with_optimizer(fake(), "lion").save(tmp_path))
+    kept = {name: tuple(atom.states) for name, atom in index.atoms.items()}
+    assert kept["decoder.layers.0.mlp.linear_fc2.weight"] == ("weight", "exp_avg", "step")
+    assert kept["output_layer.weight"] == ("weight", "exp_avg", "exp_avg_sq", "step")
+
+
+def test_and_part_of_it_is_lost_for_adam(fake, read, tmp_path):
+    with pytest.raises(MalformedError, match="8 parameters lack some"):
+        read(with_optimizer(fake(), "adam").save(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"])
+def test_weights_that_are_cut_over_more_ranks_are_refused(fake, read, tmp_path, name):
+    """0.20 core/tensor_parallel/generalized_tensor_parallelism.py; 1 is a run without."""
+    run = fake()
+    run.weights()
+    setattr(run.common["args"], name, 1)
+    read(run.save(tmp_path / "a"))
+    setattr(run.common["args"], name, 2)
+    with pytest.raises(UnsupportedError, match=rf"Generalized Tensor Parallelism \({name}=2\), which is not read"):
+        read(run.save(tmp_path / "b"))
