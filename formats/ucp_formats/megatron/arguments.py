@@ -208,10 +208,10 @@ def _refuse_weight_shards(raw: Mapping[str, object], where: str) -> None:
         shown = ", ".join(f"{name}={own}" for name, own in cut.items())
         raise UnsupportedError(
             f"{where} is of a run with Generalized Tensor Parallelism ({shown}), which is not read: its weights are "
-            "cut over these ranks too, with rows of padding in every cut, and files of ranks do not hold them all. Load it "
-            "with Megatron in a run without (--tensor-parallel-num-weight-shards as many as tensor-parallel ranks, and "
-            "--expert-tensor-parallel-num-weight-shards those of experts), save it with --ckpt-format torch_dist, and "
-            "convert that"
+            "cut over these ranks too, with rows of padding in every cut, and files of ranks do not hold them all. "
+            "Load it with Megatron in a run without (--tensor-parallel-num-weight-shards as many as tensor-parallel "
+            "ranks, --expert-tensor-parallel-num-weight-shards as many as those of experts), save it with "
+            "--ckpt-format torch_dist, and convert that"
         )
 
 

@@ -55,7 +55,8 @@ _NEVER_STEPPED = (
 )
 _TWO_OPTIMIZERS = (
     "The run trains matrices with {name}, and the rest with another optimizer that keeps other states; for Megatron "
-    "ucp writes one optimizer. Write the weights only (--include '*/weight') and start it anew, or keep all states --to ucp"
+    "ucp writes one optimizer. Write the weights only (--include '*/weight') and start it anew, or keep all states "
+    "with --to ucp"
 )
 _ANEW = (
     "no parameter has a moment, and without Megatron does not load an optimizer: none is written. Start the run with "
