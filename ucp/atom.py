@@ -16,7 +16,7 @@ from ucp.errors import CoverError, MalformedError, MissingStateError, UsageError
 from ucp.fragment import Fragment
 from ucp.layout import Overlap
 from ucp.region import Box, uncovered
-from ucp.state import WEIGHT
+from ucp.state import STEP, WEIGHT
 from ucp.tensor import Record
 from ucp.topology import Topology
 
@@ -61,7 +61,7 @@ class StateIndex:
     dtype: DType
     """Type the atom has: that of the pieces taken, before any cast asked for."""
     global_shape: tuple[int, ...]
-    """Elements per dim: the atom's shape, or () for a count such as `step`."""
+    """Elements per dim: the atom's shape, or that of a count such as `step`: () or 1 in each dim."""
     fragments: tuple[Fragment, ...]
     """Pieces; those with replica 0 tile the whole (once per term, when `overlap` is MEAN)."""
     overlap: Overlap = Overlap.EXCLUSIVE
@@ -98,6 +98,11 @@ class AtomIndex:
     """Type in which the model computes with it, where that differs from the weight kept (mixed precision)."""
     patterns: Mapping[str, str] = field(default_factory=dict)
     """Mesh axis to the name of the pattern it was laid out by, for messages."""
+
+    def is_count(self, state: str) -> bool:
+        """Whether a state is one number for the whole parameter, such as `step`: 0-d, or a tensor of one element."""
+        own = self.states[state]
+        return state == STEP or (own.numel == 1 and own.global_shape != self.global_shape)
 
     @property
     def nbytes(self) -> int:
@@ -196,6 +201,8 @@ class Index:
     """Layout of the run that wrote it."""
     step: int | None
     """Training step, where recorded."""
+    skipped: int = 0
+    """How many of these steps changed nothing, as gradients overflowed; 0 where that is not recorded."""
     atoms: Mapping[str, AtomIndex]
     """Name to atom, in the order of the model."""
     groups: tuple[ParamGroup, ...] = ()

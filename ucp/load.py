@@ -21,7 +21,7 @@ from ucp.atom import DoubtKind
 from ucp.errors import UcpError, UsageError
 from ucp.live.checksums import check_records
 from ucp.live.decide import Decision, check_agreement, check_topology, decide
-from ucp.live.fit import Want, is_count
+from ucp.live.fit import Want
 from ucp.live.optimizer import State, formed, put_hyper, put_states
 from ucp.live.ranks import Ranks, ranks_of, together
 from ucp.live.readers import Bucket, share_out
@@ -210,7 +210,7 @@ def _landing(want: Want, decision: Decision) -> torch.Tensor:
     if want.state == WEIGHT:
         return handle
     dtype = getattr(torch, want.slice.dtype.value)
-    if is_count(decision.index.atoms[want.slice.param], want.state):
+    if decision.index.atoms[want.slice.param].is_count(want.state):
         return torch.empty(want.slice.local_shape, dtype=dtype)
     assert decision.optimizer is not None
     held = decision.optimizer.state_of(want.name).get(want.state)
@@ -231,7 +231,7 @@ def _restore(decision: Decision, landing: Sequence[torch.Tensor]) -> None:
         if want.state != WEIGHT:
             own = states.setdefault(want.name, {})
             form = decision.forms.get(want.name, {}).get(want.state)
-            counts = is_count(decision.index.atoms[want.slice.param], want.state)
+            counts = decision.index.atoms[want.slice.param].is_count(want.state)
             own[want.state] = formed(tensor, form) if counts else tensor
     put_states(decision.optimizer, states)
     put_hyper(decision.optimizer, decision.hyper)

@@ -105,7 +105,13 @@ def _pieces(atoms: Iterable[AtomIndex]) -> Iterator[Fragment]:
 
 
 def _has_stepped(atom: AtomIndex, index: Index, prober: Prober) -> bool:
-    """Whether the optimizer has stepped a parameter, as recorded with it, with its group, or of the run."""
+    """Whether the optimizer has stepped a parameter, as recorded with it, with its group, or of the run.
+
+    A run that took no step has none to show, whatever its optimizer counts: wrappers step once without gradients as
+    they are built.
+    """
+    if index.step is not None and index.step <= index.skipped:
+        return False
     if STEP in atom.states:
         ref = atom.states[STEP].fragments[0].ref
         return not _is_zero(ref, prober, whole=True)

@@ -151,10 +151,10 @@ def test_copies_are_equal_or_the_weight_rounded(case: str) -> None:
                 continue
             if state.overlap is Overlap.MEAN:  # a copy is one of the terms, rounded
                 continue
-            assert dtype is DType.BFLOAT16
+            assert dtype in (DType.BFLOAT16, DType.FLOAT16)
             exact = as_float32(gathered(state), state.dtype)
-            np.testing.assert_allclose(as_float32(copy, dtype), exact, rtol=2.0**-8, err_msg=atom.name)
-    assert copies
+            np.testing.assert_allclose(as_float32(copy, dtype), exact, rtol=2.0**-8, atol=6.2e-5, err_msg=atom.name)
+    assert copies or case == "z0-pp2-alike"  # of one rank a stage
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -114,6 +114,8 @@ CELLS = (
     Cell("z1-pp2-dp2", "dp=1,pp=2,zero=1", 2, {"ranks": 2}),
     Cell("z1-pp2-dp2", "dp=2,pp=2,zero=0", 4, {"stage": 0}),
     Cell("z0-pp2", "dp=2,pp=2,zero=1", 4, {"stage": 1}),
+    Cell("z0-pp2-alike", "dp=1,pp=2,zero=0", 2),
+    Cell("z0-pp2-alike", "dp=2,zero=1", 2, {**grid(2, 1), "stage": 1}),
     Cell("z0-pp2-bf16", "dp=1,pp=2,zero=1", 2, {"ranks": 2, "stage": 1, **BF16_OPTIMIZER}),
     Cell("z1-tp2-dp2", "dp=1,tp=2,zero=1", 2, {"ranks": 2}),
     Cell("z1-tp2-dp2", "dp=1,tp=4,zero=2", 4, {**grid(4, 4), "stage": 2, **autotp(4)}),
@@ -128,6 +130,9 @@ CELLS = (
     Cell("z1-ep2-dp4", "dp=4,ep=4,zero=0", 4, {"stage": 0, "expert_parallel_size": 4}),
     Cell("z2-ep2-dp4-contiguous", "dp=4,ep=2,zero=2", 4),
     Cell("z0-ep2-dp4", "dp=2,ep=2,zero=1", 2, {"ranks": 2, "stage": 1}),
+    Cell("z0-ep2-fp16-one-group", "dp=2,ep=2,zero=0", 2),
+    Cell("z0-ep2-fp16-one-group", "dp=2,ep=1,zero=0", 2, {"expert_parallel_size": 1}),
+    Cell("z1-ep2-two-layers", "dp=2,ep=1,zero=1", 2, {"expert_parallel_size": 1}),
     Cell("z1-ep2-dp4-bf16", "dp=4,ep=2,zero=1", 4),
     Cell("z1-ep2-dp4", "", 2, {"ranks": 2, "expert_parallel_size": 1}),
     Cell("z1-pp2-tp2-dp2-bf16", "dp=1,tp=2,pp=2,zero=1", 4, grid(4, 4, 2), via="dp=1,tp=4,pp=1,zero=1"),
@@ -137,7 +142,7 @@ CELLS = (
 MAIN = ("z1-pp2-tp2-dp2-bf16", "z1-pp4-tied", "z1-ep2-dp4")
 """Sources that come first in the table."""
 
-TOLERANCE = {"autotp": 1e-4, "pipeline": 1e-4, "3d": 2e-2, "moe": 1e-2}
+TOLERANCE = {"autotp": 1e-4, "pipeline": 1e-4, "alike": 1e-4, "3d": 2e-2, "moe": 1e-2}
 """Largest relative difference of a loss, by kind of model. The 3D model trains a scale on each rank, which a conversion
 averages; it mixes what a tensor-parallel rank has: at another degree it is another model, and no loss is compared.
 An expert drops the tokens of a rank that are too many for it, so that losses depend on the number of ranks."""

@@ -130,6 +130,18 @@ def test_steps_of_the_run_where_no_other_is_recorded(made):
         check_moments(replace(index, step=4), ZeroMoments.ERROR)
 
 
+@pytest.mark.parametrize(("step", "skipped", "is_fine"), [(0, 0, True), (3, 3, True), (3, 2, False), (None, 0, False)])
+def test_a_run_that_took_no_step_has_none_to_show(step, skipped, is_fine, made):
+    """Wrappers of DeepSpeed step once without gradients as they are built, and count that."""
+    index = replace(made(step=1, exp_avg=ZEROS), step=step, skipped=skipped)
+    if is_fine:
+        check_moments(index, ZeroMoments.ERROR)
+        assert moments_note(index) is None
+    else:
+        with pytest.raises(MalformedError, match="as steps were taken"):
+            check_moments(index, ZeroMoments.ERROR)
+
+
 def test_a_part_is_judged_by_the_whole(made):
     whole = made(exp_avg=ZEROS)
     part = replace(whole, atoms={"a": whole.atoms["a"]})

@@ -25,7 +25,6 @@ __all__ = [
     "LiveParam",
     "LiveTensor",
     "Want",
-    "is_count",
     "match_states",
     "match_tensors",
     "want_weights",
@@ -242,11 +241,6 @@ def _want(name: str, atom: AtomIndex, state: str, dtype: DType, findings: Findin
     return Want(name=name, slice=whole_slice(atom.name, state, source, dtype=dtype), source=source)
 
 
-def is_count(atom: AtomIndex, state: str) -> bool:
-    """Whether a state is one number for the whole parameter, such as `step`."""
-    return state == STEP or (not atom.states[state].global_shape and bool(atom.global_shape))
-
-
 def match_states(
     params: Sequence[LiveParam], matched: Mapping[str, str], index: Index, *, findings: Findings
 ) -> tuple[list[Want], list[str]]:
@@ -255,6 +249,8 @@ def match_states(
     A count is brought in the type it is stored in, whatever number the optimizer then makes of it.
     """
     known = {name for group in index.groups for name in group.params}
+    lost = [matched[own.name] for own in params if own.name in matched]
+    findings.problems.extend(index.reasons(name for name in lost if name in index.lost and not index.lost[name].chosen))
     wanted: list[Want] = []
     fresh: list[str] = []
     for param in params:
@@ -296,7 +292,7 @@ def _states(param: LiveParam, atom: AtomIndex, findings: Findings) -> list[Want]
     wanted = []
     for state, dtype in keeps.items():
         stored = atom.states[state].dtype
-        taken = stored if dtype is None or is_count(atom, state) else dtype
+        taken = stored if dtype is None or atom.is_count(state) else dtype
         if _castable(stored, taken):
             wanted.append(_want(param.name, atom, state, taken, findings))
         else:

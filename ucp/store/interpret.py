@@ -119,6 +119,7 @@ def interpret(document: object, root: Path, files: Sequence[SourceFile]) -> tupl
             producer=f"{_text(top['producer'])}, from {_text(source['producer'])}",
             topology=Topology.parse(_text(source["topology"])),
             step=None if top["step"] is None else _int(top["step"]),
+            skipped=_int(top.get("skipped", 0)),
             atoms=atoms,
             groups=tuple(_group(_object(group)) for group in _list(top["groups"])),
             aliases=_texts_by_name(top["aliases"]),

@@ -131,6 +131,7 @@ def describe(
             "topology": str(index.topology),
         },
         "step": index.step,
+        "skipped": index.skipped,
         "files": [
             {"path": path} | (asdict(identify(path)) if stored is None else _header(headers.get(path, b"")))
             for path in files.paths

@@ -71,9 +71,10 @@ class AtomDraft:
 
     def _slice(self, state: str, dtype: DType, stretch: Stretch) -> Slice:
         """A stretch of what this file has of a state."""
-        shape = self._index.atoms[stretch.param].states[state].global_shape
+        atom = self._index.atoms[stretch.param]
+        shape = atom.states[state].global_shape
         whole = Box.whole(shape)
-        cut = self._cuts.get(stretch.param) if shape else None
+        cut = self._cuts.get(stretch.param) if shape == atom.global_shape else None
         return Slice(
             param=stretch.param,
             state=state,

@@ -2,11 +2,9 @@
 
 Every rank has a weight and named states for a bucket. A state is
 
-- one number for all (`step`): a Python number, which must agree, or a 0-d tensor, of which ranks hold copies;
+- one number for all (`step`): a Python number, which must agree, or a tensor of one element, copied on ranks;
 - one number per element: a tensor as long as a layout of the bucket says;
-- nothing of a parameter (a flag, a list): kept as an extra.
-
-Anything else cannot be given to parameters, and is refused.
+- anything else, which cannot be given to parameters: kept as an extra, and told (`Index.lost`).
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from ucp.atom import Extra, StateIndex
 from ucp.fragment import Fragment
 from ucp.io.fields import Shape, described
 from ucp.io.problems import Problems
-from ucp.io.sameness import Checksums
+from ucp.io.sameness import Checksums, per_rank_extras
 from ucp.io.scalars import number_state, scalar_state
 from ucp.region import Box, local_flat_pairs
 from ucp.state import WEIGHT
@@ -69,8 +67,8 @@ class BucketStates:
     """States that say nothing of a parameter."""
     dropped: list[str] = field(default_factory=list)
     """States without a value."""
-    names: set[str] = field(default_factory=set)
-    """Names of the states found, the weight not among them."""
+    unplaced: list[str] = field(default_factory=list)
+    """States that cannot be given to parameters, each with what it is."""
 
 
 def bucket_states(bucket: Bucket, checksums: Checksums, problems: Problems) -> BucketStates:
@@ -112,32 +110,37 @@ class _Reader:
         shards = self.bucket.shards
         values = {shard.rank: shard.states[name] for shard in shards if shard.states.get(name) is not None}
         tensors = {rank: value for rank, value in values.items() if isinstance(value, TensorRef)}
-        numbers = {rank: value for rank, value in values.items() if type(value) in (int, float)}
+        numbers = {r: value for r, value in values.items() if r not in tensors and scalar_state(value) is not None}
+        layouts = self.bucket.layouts + self.bucket.state_layouts
         if not values:
             self.found.dropped.append(f"{self.bucket.label}: state {name} is None everywhere")
         elif len(tensors) == len(values):
-            self.found.names.add(name)
-            if any(ref.shape for ref in tensors.values()):
-                self.add_elementwise(name, tensors, self.bucket.layouts + self.bucket.state_layouts)
-            else:
+            if _fitting(layouts, tensors) is not None:
+                self.add_elementwise(name, tensors, layouts)
+            elif all(ref.numel == 1 for ref in tensors.values()):
                 self.add_scalar(name, tensors)
+            else:
+                self.keep(name, values, self._misfit(name, tensors))
         elif len(numbers) == len(values):
-            self.found.names.add(name)
             self.add_number(name, numbers)
         elif tensors or numbers:
             shown = {self.files[rank]: described(value) for rank, value in values.items()}
             self.problems.agree(f"the kind of {name} of {self.bucket.label}", shown)
         else:
-            value = next(iter(values.values()))
-            self.found.extras.append(Extra(name=f"optimizer_state/{self.bucket.label}/{name}", value=value))
+            self.keep(name, values, f"{self.bucket.label}: state {name} is {described(next(iter(values.values())))}")
+
+    def keep(self, name: str, values: Mapping[int, object], what: str) -> None:
+        """Keep a state as an extra, as it cannot be given to parameters."""
+        self.found.extras += per_rank_extras(f"optimizer_state/{self.bucket.label}/{name}", values, self.checksums)
+        self.found.unplaced.append(what)
 
     def add_elementwise(self, name: str, tensors: Mapping[int, TensorRef], layouts: Sequence[FlatLayout]) -> None:
         """Add a state with a number per element."""
-        if not self._check_tensors(name, tensors):
-            return
         layout = _fitting(layouts, tensors)
         if layout is None:
             self.problems.unsupported.append(self._misfit(name, tensors))
+            return
+        if not self._check_types(name, tensors):
             return
         if not self._check_all_have(name, [r for r in self.files if r not in tensors and layout.held(r)]):
             return
@@ -154,13 +157,14 @@ class _Reader:
             self.found.states[param][name] = state
 
     def add_scalar(self, name: str, tensors: Mapping[int, TensorRef]) -> None:
-        """Add a state that is one 0-d tensor, of which every rank has a copy."""
-        if not self._check_tensors(name, tensors, dims=0):
+        """Add a state that is one tensor of one element, of which every rank has a copy."""
+        if not self._check_types(name, tensors):
             return
         if self._check_all_have(name, self._holders_without(tensors)) and self._check_copies(name, tensors):
-            refs = tensors.values()
-            fragments = tuple(Fragment(box=Box((), ()), ref=ref, replica=copy) for copy, ref in enumerate(refs))
-            self._give_all(name, StateIndex(dtype=next(iter(refs)).dtype, global_shape=(), fragments=fragments))
+            first, *_ = refs = list(tensors.values())
+            box = Box.whole(first.shape)
+            fragments = tuple(Fragment(box=box, ref=ref, replica=copy) for copy, ref in enumerate(refs))
+            self._give_all(name, StateIndex(dtype=first.dtype, global_shape=first.shape, fragments=fragments))
 
     def add_number(self, name: str, numbers: Mapping[int, object]) -> None:
         """Add a state that is a Python number, equal on every rank."""
@@ -182,14 +186,11 @@ class _Reader:
         ]
         return not lacking
 
-    def _check_tensors(self, name: str, tensors: Mapping[int, TensorRef], *, dims: int = 1) -> bool:
-        """Whether all have so many dims, no gaps, and one type."""
-        odd = {rank: ref for rank, ref in tensors.items() if len(ref.shape) != dims or not ref.is_contiguous}
-        if odd:
-            self.problems.unsupported.append(self._misfit(name, odd))
+    def _check_types(self, name: str, tensors: Mapping[int, TensorRef]) -> bool:
+        """Whether all have one type."""
         dtypes = {self.files[rank]: str(ref.dtype) for rank, ref in tensors.items()}
         self.problems.agree(f"the type of {name} of {self.bucket.label}", dtypes)
-        return not odd and len(set(dtypes.values())) == 1
+        return len(set(dtypes.values())) == 1
 
     def _check_copies(self, name: str, tensors: Mapping[int, TensorRef]) -> bool:
         """Note ranks whose number is known to differ from that of the first: their bytes have other checksums."""
@@ -214,6 +215,8 @@ class _Reader:
 
 def _fitting(layouts: Sequence[FlatLayout], tensors: Mapping[int, TensorRef]) -> FlatLayout | None:
     """The layout that fits the length of every tensor; None when none does, or several that differ."""
+    if not all(len(ref.shape) == 1 and ref.is_contiguous for ref in tensors.values()):
+        return None
     fitting = [layout for layout in layouts if all(layout.accepts(rank, ref.shape[0]) for rank, ref in tensors.items())]
     if len(fitting) < 2:
         return fitting[0] if fitting else None

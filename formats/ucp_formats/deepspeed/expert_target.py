@@ -61,10 +61,13 @@ class ExpertRanks:
     def _narrowed(self, group: Group, rank: int) -> Group:
         """A group with the experts of one rank only."""
         owners = [self._numbered.owner(atom.name, self._ep) for atom in group.params]
-        if None in owners and any(owner is not None for owner in owners):
+        if self._facts.stage and None in owners and any(owner is not None for owner in owners):
+            expert = next(atom.name for atom, owner in zip(group.params, owners, strict=True) if owner is not None)
+            other = group.params[owners.index(None)].name
             raise UnsupportedError(
-                f"expected parameter groups of experts alone, as DeepSpeed makes them; got one with "
-                f"{group.params[0].name} and {group.params[-1].name}. Write files without experts' optimizer states"
+                "expected parameter groups of experts alone, as every run with ZeRO has them; "
+                f"{self._facts.index.path} has one with {expert} and {other}. Write files of a run without ZeRO "
+                "(--topology with zero=0)"
             )
         params = tuple(atom for atom, owner in zip(group.params, owners, strict=True) if owner in (None, rank))
         hyper = dict(group.hyper)

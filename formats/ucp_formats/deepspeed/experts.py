@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, zip_longest
 
 from ucp.errors import MalformedError
 from ucp.io.fields import Shape, text
@@ -27,7 +28,7 @@ from ucp.io.problems import Problems
 from ucp.tensor import TensorRef
 from ucp_formats.deepspeed.saved_run import SavedFile, SavedRun
 
-__all__ = ["ExpertGroups", "Experts", "Numbered", "holders", "is_expert", "renumbered"]
+__all__ = ["ExpertGroups", "Experts", "Numbered", "holders", "is_expert", "ranks_joined", "renumbered"]
 
 _EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d+)(\..*)")
 
@@ -93,6 +94,26 @@ def holders(*, ranks: int, ep: int, contiguous: bool) -> list[tuple[int, ...]]:
     if contiguous:
         return [tuple(range(rank * each, rank * each + each)) for rank in range(ep)]
     return [tuple(range(rank, ranks, ep)) for rank in range(ep)]
+
+
+def ranks_joined(ranks: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Parameters of an optimizer group by their global names, as one rank with all experts would have them.
+
+    `ranks`: those of each expert-parallel rank, in its order. The experts of a layer come together, whichever ranks
+    they lie on, so that any other number of ranks finds its own in the order of the model.
+
+    >>> own = [[f"{n}.deepspeed_experts.{e}.w" for n in "ab"] for e in range(2)]
+    >>> [name.replace("deepspeed_experts.", "") for name in ranks_joined(own)]
+    ['a.0.w', 'a.1.w', 'b.0.w', 'b.1.w']
+    """
+    runs = [[list(run) for _, run in groupby(own, key=_layer)] for own in ranks]
+    return tuple(dict.fromkeys(name for alike in zip_longest(*runs, fillvalue=()) for run in alike for name in run))
+
+
+def _layer(name: str) -> str:
+    """Start of the names of the experts of a layer; empty for other parameters."""
+    found = _EXPERT.fullmatch(name)
+    return "" if found is None else found[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from ucp.io.problems import Problems
 from ucp.io.sameness import Checksums
 from ucp.tensor import TensorRef
 from ucp_formats.deepspeed.buckets import Bucket, BucketStates, Shard, bucket_states
-from ucp_formats.deepspeed.experts import ExpertGroups
+from ucp_formats.deepspeed.experts import ExpertGroups, ranks_joined
 from ucp_formats.deepspeed.flat_layout import SharedBuffer, WholeParameters, shared_buffers
 from ucp_formats.deepspeed.group_order import mapping_disagrees, optimizer_order
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart, hyper_parameters, same_groups, take_group_steps
@@ -125,7 +125,7 @@ class _FlatReader:
     def _read_group(self, number: int, group: object, own: dict[str, Shape]) -> None:
         """Read one group: on all ranks, or for each expert-parallel rank on those that hold its experts."""
         subsets = self.placed.subsets(number)
-        names: list[str] = []
+        names: list[list[str]] = []
         for expert_rank, subset in enumerate(subsets):
             label = f"group {number}" + (f" of expert-parallel rank {expert_rank}" if len(subsets) > 1 else "")
             files = [self.files[rank] for rank in subset]
@@ -133,9 +133,9 @@ class _FlatReader:
             named = partial(self.placed.named, rank=expert_rank)
             found.states = {named(name): states for name, states in found.states.items()}
             self.part.add(found)
-            names += map(named, order)
+            names.append([*map(named, order)])
         hyper = hyper_parameters(group, f"param_groups[{number}]")
-        self.part.groups.append(ParamGroup(params=tuple(names), hyper=hyper))
+        self.part.groups.append(ParamGroup(params=ranks_joined(names), hyper=hyper))
 
     def _read_share(
         self, number: int, own: dict[str, Shape], files: Sequence[_FlatFile], label: str

@@ -48,7 +48,7 @@ def _is_lost(facts: RunFacts, group: Group, atom: AtomIndex, *, flat: bool) -> b
         return False
     if loss.chosen:
         return flat and not {*group.elementwise, *group.scalars} <= atom.states.keys()
-    return atom.states.keys() == {WEIGHT}
+    return True
 
 
 def _lacking(group: Group, atom: AtomIndex) -> str:

@@ -5,29 +5,36 @@ hold for every optimizer built from `model.named_parameters()`: each group keeps
 parameter is in two groups. All assignments of names to groups that then fit the shapes are counted; exactly one is
 an answer, and nothing is guessed when there are several.
 
+A pipeline has an optimizer for each stage, over whole layers that follow one another (`match_stages`). Where all stages
+together have as many slots as there are parameters, an assignment uses each of them, so that a stage ends where its
+slots do, and layers that are alike are told apart too.
+
 >>> pair = (Slots(shapes=((2, 3),)), Slots(shapes=((2,), None)))
 >>> match(pair, [("w", (2, 3)), ("b", (2,)), ("frozen", (9, 9)), ("v", (4,))]).groups
 Traceback (most recent call last):
 ucp_formats.deepspeed.matching.AmbiguousError: frozen, v
 >>> match(pair, [("w", (2, 3)), ("b", (2,)), ("v", (4,))]).groups
 (('w',), ('b', 'v'))
+>>> stage = (Slots(shapes=((2,), (2,))),)
+>>> [own.groups for own in match_stages([stage, stage], [[(f"{n}.b", (2,))] for n in range(4)])]
+[(('0.b', '1.b'),), (('2.b', '3.b'),)]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from ucp.io.fields import Shape
 
-__all__ = ["AmbiguousError", "FlatSlots", "Match", "NoMatchError", "SlotGroup", "Slots", "match"]
+__all__ = ["AmbiguousError", "FlatSlots", "Match", "NoMatchError", "SlotGroup", "Slots", "match", "match_stages"]
 
 _MOST_STATES = 200_000
 """Positions in the groups to keep track of; more means that almost anything fits."""
 
-_State = tuple[int, ...]
-"""How far each group is."""
+_State = tuple[int, tuple[int, ...]]
+"""The stage whose layer this is, and how far each group of every stage is."""
 
 _Level = dict[_State, list[tuple[_State, int]]]
 """States after some parameters, each with the states before and the group that took the parameter (-1: none)."""
@@ -98,26 +105,38 @@ def match(groups: Sequence[SlotGroup], params: Sequence[tuple[str, Shape]]) -> M
     AmbiguousError
         Several assignments do, or so many come near that they cannot be told apart.
     """
-    end = tuple(group.length for group in groups)
-    levels: list[_Level] = [{tuple(0 for _ in groups): []}]
-    left = _Left(len(params), sum(prod(shape) for _, shape in params))
-    for _, shape in params:
+    return match_stages([groups], [params])[0]
+
+
+def match_stages(
+    stages: Sequence[Sequence[SlotGroup]], layers: Iterable[Sequence[tuple[str, Shape]]]
+) -> tuple[Match, ...]:
+    """The assignment of the parameters of `layers` to the groups of each stage, as of all to one by `match`."""
+    groups = [group for own in stages for group in own]
+    owners = [stage for stage, own in enumerate(stages) for _ in own]
+    params = [(name, shape, at == 0) for layer in layers for at, (name, shape) in enumerate(layer)]
+    levels: list[_Level] = [{(0, (0,) * len(groups)): []}]
+    left = _Left(len(params), sum(prod(shape) for _, shape, _ in params))
+    for _, shape, opens_layer in params:
         left = _Left(left.params - 1, left.elements - prod(shape))
-        reached = _step(levels[-1], groups, shape)
-        levels.append({state: befores for state, befores in reached.items() if left.fill(groups, state)})
+        starts = {state: _at_layer(state, groups, owners) if opens_layer else state for state in levels[-1]}
+        reached = _step(starts, groups, owners, shape)
+        levels.append({state: befores for state, befores in reached.items() if left.fill(groups, state[1])})
         if len(levels[-1]) > _MOST_STATES:
-            raise AmbiguousError(name for name, _ in params)
+            raise AmbiguousError(name for name, _, _ in params)
+    end = (len(stages) - 1, tuple(group.length for group in groups))
     if end not in levels[-1]:
         raise NoMatchError
     first, *others = _two_paths(levels, end)
     if others:
         both = zip(params, first, others[0], strict=True)
-        raise AmbiguousError(name for (name, _), one, other in both if one != other)
+        raise AmbiguousError(name for (name, _, _), one, other in both if one != other)
     taken: list[list[str]] = [[] for _ in groups]
-    for (name, _), group in zip(params, first, strict=True):
+    for (name, _, _), group in zip(params, first, strict=True):
         if group >= 0:
             taken[group].append(name)
-    return Match(tuple(map(tuple, taken)))
+    by_stage = [[tuple(own) for own, of in zip(taken, owners, strict=True) if of == n] for n in range(len(stages))]
+    return tuple(Match(tuple(own)) for own in by_stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,23 +148,30 @@ class _Left:
     elements: int
     """Elements of all of them."""
 
-    def fill(self, groups: Sequence[SlotGroup], state: _State) -> bool:
+    def fill(self, groups: Sequence[SlotGroup], positions: Sequence[int]) -> bool:
         """Whether they can fill what is open."""
-        rests = [(group, group.length - at) for group, at in zip(groups, state, strict=True)]
+        rests = [(group, group.length - at) for group, at in zip(groups, positions, strict=True)]
         slots = sum(rest for group, rest in rests if isinstance(group, Slots))
         return slots <= self.params and sum(rest for _, rest in rests) - slots <= self.elements
 
 
-def _step(level: _Level, groups: Sequence[SlotGroup], shape: Shape) -> _Level:
-    """Every state that one more parameter leads to."""
+def _at_layer(state: _State, groups: Sequence[SlotGroup], owners: Sequence[int]) -> _State:
+    """The state as a layer begins: it belongs to the next stage if that of the layer before is full."""
+    stage, positions = state
+    rests = {of for group, at, of in zip(groups, positions, owners, strict=True) if at < group.length}
+    return min((of for of in rests if of >= stage), default=stage), positions
+
+
+def _step(starts: Mapping[_State, _State], groups: Sequence[SlotGroup], owners: Sequence[int], shape: Shape) -> _Level:
+    """Every state that one more parameter leads to; `starts`: states before it, as they are found and as they count."""
     reached: _Level = {}
-    for state in level:
-        reached.setdefault(state, []).append((state, -1))
-        for number, group in enumerate(groups):
-            after = group.after(state[number], shape)
+    for found, (stage, positions) in starts.items():
+        reached.setdefault((stage, positions), []).append((found, -1))
+        for number, (group, owner) in enumerate(zip(groups, owners, strict=True)):
+            after = group.after(positions[number], shape) if owner == stage else None
             if after is not None:
-                follower = (*state[:number], after, *state[number + 1 :])
-                reached.setdefault(follower, []).append((state, number))
+                follower = (stage, (*positions[:number], after, *positions[number + 1 :]))
+                reached.setdefault(follower, []).append((found, number))
     return reached
 
 

@@ -69,6 +69,7 @@ def merge(parts: Sequence[RankPart], tp: int, rules: Rules, checksums: Checksums
         extras=merged_extras([(part.mp, part.optimizer.extras) for part in parts], checksums),
         notes=_lines(part.optimizer.notes for part in parts),
         dropped=_lines(part.optimizer.dropped for part in parts),
+        lost={name: loss for part in parts for name, loss in part.optimizer.lost.items()},
     )
     module = ModulePart(
         entries={name: merger.entry(name) for name in _names(part.module.entries for part in parts)},
@@ -152,7 +153,8 @@ class _Merger:
         if len(set(where)) > 1:
             self.wrong.append(f"{name}/{key}: {' and '.join(dict.fromkeys(where))} on several model-parallel ranks")
         pieces = [(part, piece) for part, own in held for piece in own.fragments]
-        if not first.global_shape:
+        local = first.global_shape if layout is None else layout.local_shape(held[0][0].tp)
+        if not first.global_shape or (first.numel == 1 and first.global_shape != local):
             return replace(first, fragments=self._copies(f"{name}/{key}", pieces))
         if layout is None:
             return replace(first, fragments=_numbered((part.order, 0, piece) for part, piece in pieces))

@@ -114,6 +114,7 @@ def _index(name: str, located: Located, grid: SavedGrid, merged: Merged, mesh: _
         producer=producer_of(run.model.root),
         topology=Topology(dp=run.ranks, tp=grid.tp, pp=grid.pp, ep=mesh.ep, zero=run.stage),
         step=step_of(run.model.root),
+        skipped=step_of(run.model.root, "skipped_steps") or 0,
         atoms={own: replace(atom, patterns=_patterns(atom, run, mesh)) for own, atom in atoms.items()},
         groups=tuple(optimizer.groups),
         aliases=module.aliases,
@@ -129,6 +130,7 @@ def _index(name: str, located: Located, grid: SavedGrid, merged: Merged, mesh: _
         ),
         dropped=(*module.dropped, *optimizer.dropped),
         doubts=tuple(merged.doubts),
+        lost=optimizer.lost,
         recorded_in=_recorded_in(grid, mesh),
     )
 
@@ -218,9 +220,9 @@ def producer_of(root: Mapping[object, object]) -> str:
     return f"DeepSpeed {version.strip()}" if isinstance(version, str) else "DeepSpeed, version not recorded"
 
 
-def step_of(root: Mapping[object, object]) -> int | None:
+def step_of(root: Mapping[object, object], key: str = "global_steps") -> int | None:
     """Steps of the engine out of a model-states file."""
-    step = root.get("global_steps")
+    step = root.get(key)
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 

@@ -6,7 +6,7 @@ DeepSpeed's own buffers; parameters that counted different steps cannot share a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from struct import unpack
 
@@ -112,6 +112,8 @@ def inline_number(atom: AtomIndex, state: str) -> int | float | None:
     ref = atom.states[state].fragments[0].ref
     if not isinstance(ref, InlineTensor) or ref.shape:
         return None
+    if ref.dtype is DType.BOOL:
+        return bool(ref.data[0])
     if ref.dtype.is_floating:
         return float(unpack("<d", ref.data)[0]) if ref.dtype is DType.FLOAT64 else None
     return int.from_bytes(ref.data, "little", signed=True)
@@ -150,11 +152,12 @@ def optimizer_groups(index: Index, dtypes: Mapping[str, str], steps: StepForm = 
     """
     _check_complete(index)
     checksums = Checksums(index.records)
+    counts = {name for atom, name, _ in index.states() if is_optimized(atom) and atom.is_count(name)}
     groups = []
     for group in index.groups:
         params = [index.atoms[name] for name in group.params if is_optimized(index.atoms[name])]
         hyper = {key: value for key, value in group.hyper.items() if key != "params"}
-        elementwise, scalars = _states(params, dtypes)
+        elementwise, scalars = _states(params, counts, dtypes)
         groups.append(
             Group(
                 params=tuple(params),
@@ -170,7 +173,7 @@ def optimizer_groups(index: Index, dtypes: Mapping[str, str], steps: StepForm = 
 
 
 def check_flat(groups: Iterable[Group]) -> None:
-    """Raise UnsupportedError for states that are neither 0-d nor of the shape of their parameter."""
+    """Raise UnsupportedError for states that are neither one number nor of the shape of their parameter."""
     odd = [
         f"{atom.name}/{name}: {list(atom.states[name].global_shape)} for a parameter of {list(atom.global_shape)}"
         for group in groups
@@ -197,14 +200,19 @@ def _check_complete(index: Index) -> None:
     check_weights(index)
 
 
-def _states(params: Sequence[AtomIndex], dtypes: Mapping[str, str]) -> tuple[dict[str, DType], tuple[str, ...]]:
-    """Element-wise states with their types, and counts."""
+def _states(
+    params: Sequence[AtomIndex], counts: Container[str], dtypes: Mapping[str, str]
+) -> tuple[dict[str, DType], tuple[str, ...]]:
+    """Element-wise states with their types, and counts.
+
+    `counts`: states that are one number for a parameter anywhere; for one with a single element it looks the same.
+    """
     names = dict.fromkeys(state for atom in params for state in atom.states if state != WEIGHT)
     elementwise: dict[str, DType] = {}
     scalars: list[str] = []
     for name in names:
         holders = [atom for atom in params if name in atom.states]
-        if _is_scalar(name, holders):
+        if name in counts and all(atom.states[name].numel == 1 for atom in holders):
             scalars.append(name)
             continue
         elementwise[name] = _common(stored_dtype(atom, name, dtypes) for atom in holders)
@@ -218,13 +226,6 @@ def _form(params: Sequence[AtomIndex], wanted: StepForm) -> StepForm:
         return wanted
     floating = all(atom.states[STEP].dtype.is_floating for atom in holders)
     return wanted if wanted is StepForm.FLOATING and floating else StepForm.FOUND
-
-
-def _is_scalar(name: str, holders: Sequence[AtomIndex]) -> bool:
-    """Whether a state is one number per parameter; 0-d parameters have 0-d element-wise states too."""
-    if any(atom.states[name].global_shape for atom in holders):
-        return False
-    return name == "step" or any(atom.global_shape for atom in holders)
 
 
 def _common(dtypes: Iterable[DType]) -> DType:

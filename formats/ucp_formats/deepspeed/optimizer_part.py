@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from ucp.atom import Extra, ParamGroup, StateIndex
+from ucp.atom import Extra, Loss, ParamGroup, StateIndex
+from ucp.errors import listed
 from ucp.io.fields import mapping, sequence, text
 from ucp.io.problems import Problems
 from ucp.io.sameness import Checksums
@@ -16,6 +17,7 @@ from ucp_formats.deepspeed.buckets import BucketStates, scalar_state
 
 __all__ = ["OptimizerPart", "hyper_parameters", "same_groups", "take_group_steps"]
 
+_UNPLACED = "states of the optimizer that cannot be given to single parameters are kept as extras (optimizer_state/...)"
 _EXPERTS = re.compile(r"ep_size_\d+")
 
 States = dict[str, dict[str, StateIndex]]
@@ -35,13 +37,23 @@ class OptimizerPart:
     """What was inferred."""
     dropped: list[str] = field(default_factory=list)
     """What was left out, and why."""
+    lost: dict[str, Loss] = field(default_factory=dict)
+    """Parameters that lack states which cannot be given to single parameters."""
 
     def add(self, found: BucketStates) -> Self:
         """Take in the states of a bucket."""
         self.states |= found.states
         self.extras += found.extras
         self.dropped += found.dropped
+        if found.unplaced:
+            self.lose(found.states, found.unplaced)
         return self
+
+    def lose(self, params: Iterable[str], unplaced: Sequence[str]) -> None:
+        """Tell of states of `params` that are kept as extras; `unplaced`: each with what it is."""
+        loss = Loss(why=f"{_UNPLACED}:\n{listed(unplaced)}\nthey are of")
+        self.lost |= dict.fromkeys(params, loss)
+        self.notes.append(f"{_UNPLACED}; what needs the optimizer's states cannot be written:\n{listed(unplaced)}")
 
 
 def hyper_parameters(group: object, where: str) -> dict[str, object]:

@@ -130,6 +130,7 @@ class _Universal:
                 dp=dp if type(dp) is int and dp > 0 else 1, tp=self.ranks.tp, pp=self.ranks.pp, zero=self._stage()
             ),
             step=step_of(self.model.root),
+            skipped=step_of(self.model.root, "skipped_steps") or 0,
             atoms=atoms_of(module, states, self.config),
             groups=tuple(self._groups()),
             aliases=module.aliases,

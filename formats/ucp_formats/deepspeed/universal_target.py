@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from ucp.atom import AtomIndex, Index, Kind
 from ucp.companions import place_companions
-from ucp.errors import MissingStateError, TopologyError, UsageError, counted
+from ucp.errors import MissingStateError, TopologyError, UnsupportedError, UsageError, counted
 from ucp.io.draft import Drafted
 from ucp.state import STEP, WEIGHT
 from ucp.target import OutputFile, Receipts, TargetOptions, TargetPlan
@@ -89,6 +89,7 @@ class DeepSpeedUniversalTarget:
             check_steps(groups, steps)
         check_stepped(facts, groups)
         check_flat(groups)
+        _check_counts(groups)
         check_places(tag(index), _stems_of_all(groups))
         drafted = [
             *_model_files(facts, groups),
@@ -108,6 +109,18 @@ class DeepSpeedUniversalTarget:
     ) -> tuple[OutputFile, ...]:
         """`latest`, then `latest_universal`, which makes the tag the one to load."""
         return (pointer_file(LATEST, tag(index)), pointer_file(LATEST_UNIVERSAL, tag(index)))
+
+
+def _check_counts(groups: Sequence[Group]) -> None:
+    """Raise UnsupportedError for counts that `load_hp_checkpoint_state` takes for tensors, and fails with (0.19.8)."""
+    others = dict.fromkeys(name for group in groups for name in group.scalars if name != STEP)
+    if others:
+        left_out = " ".join(f"--exclude '*/{name}'" for name in others)
+        raise UnsupportedError(
+            f"expected no state that is one number for a parameter but {STEP}, as a universal load of DeepSpeed "
+            f"{EMULATED} takes no other; got {', '.join(others)}. Write native files (--to deepspeed), or leave it out "
+            f"({left_out})"
+        )
 
 
 def _check_degrees(facts: RunFacts) -> None:

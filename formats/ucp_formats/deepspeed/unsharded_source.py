@@ -10,24 +10,24 @@ The names come from the module (`whole_source`). With several ranks there are mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 
-from ucp.atom import Kind, ParamGroup
-from ucp.errors import UnsupportedError
+from ucp.atom import Kind
+from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.fields import Shape, mapping, sequence, shapes
 from ucp.io.sameness import Checksums
 from ucp.tensor import TensorRef
-from ucp_formats.deepspeed.experts import Experts, Numbered, is_expert
+from ucp_formats.deepspeed.experts import Experts, Numbered, ranks_joined
 from ucp_formats.deepspeed.extras_source import whole_optimizer_extras
-from ucp_formats.deepspeed.layer_split import split_layers
 from ucp_formats.deepspeed.merging import RankPart
 from ucp_formats.deepspeed.module_part import ModulePart, read_whole_module
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart
 from ucp_formats.deepspeed.pipeline_module import pipeline_modules
 from ucp_formats.deepspeed.saved_grid import SavedGrid
 from ucp_formats.deepspeed.saved_run import SavedFile
-from ucp_formats.deepspeed.whole_source import WholeOptimizer, read_whole
+from ucp_formats.deepspeed.whole_source import INFERRED, REMEDY, WholeOptimizer, names_by_shape, read_whole, slots_of
 
 __all__ = ["read_expert_ranks", "read_stages", "read_unsharded"]
 
@@ -92,12 +92,15 @@ def read_stages(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
         optimizers = {
             mp: _optimizer(run.model, run.model.root.get("optimizer"), _params(module)) for mp, run in runs.items()
         }
+        orders: Sequence[Sequence[Sequence[str]] | None] = [None] * len(runs)
         if not all(named.values()):
-            ranges = split_layers(list(optimizers.values()), _params(module), str(grid.folder.path))
-            optimizers = {mp: replace(optimizers[mp], params=own) for mp, own in zip(runs, ranges, strict=True)}
-        read = {mp: read_whole(own, checksums, None) for mp, own in optimizers.items()}
+            orders = _names_of_stages(optimizers.values(), _params(module), checksums, str(grid.folder.path))
+        read = {
+            mp: read_whole(own, checksums, order) for (mp, own), order in zip(optimizers.items(), orders, strict=True)
+        }
         trained = {name: shape for part in read.values() for name, shape in _trained(module, part).items()}
         for mp, part in read.items():
+            part.notes += [] if named[mp] else [INFERRED]
             part.extras += whole_optimizer_extras(optimizers[mp].saved, optimizers[mp].kind)
             parts.append(RankPart(mp=mp, tp=tp, order=grid.stage(mp), optimizer=part))
         parts += [
@@ -105,6 +108,24 @@ def read_stages(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
             for copy, file in enumerate(files)
         ]
     return parts
+
+
+def _names_of_stages(
+    optimizers: Collection[WholeOptimizer], params: Mapping[str, TensorRef], checksums: Checksums, where: str
+) -> list[tuple[tuple[str, ...], ...]]:
+    """Names of every group of the optimizer of each stage, which has layers one after another."""
+    layers: dict[str, dict[str, TensorRef]] = {}
+    for name, ref in params.items():
+        number, _, own = name.partition(".")
+        layers.setdefault(number, {})[own] = ref
+    for (one, first), (other, second) in combinations(layers.items(), 2):
+        if any(len(ref.shape) > 1 for ref in first.values()) and checksums.same(first, second):
+            raise UnsupportedError(
+                f"layers {one} and {other} in {where} hold the same numbers, as tied layers do, and the optimizers do "
+                f"not name their parameters: where theirs stand among the others of a stage is not known. {REMEDY}"
+            )
+    named = [{f"{number}.{name}": ref for name, ref in own.items()} for number, own in layers.items()]
+    return names_by_shape([slots_of(own) for own in optimizers], named, where)
 
 
 def _names(file: SavedFile) -> dict[str, Shape | None]:
@@ -133,49 +154,32 @@ def read_expert_ranks(grid: SavedGrid, file: SavedFile, experts: Experts, checks
             "files. Resume with ZeRO stage 1 and save again"
         )
     first = read_whole_module(file, None)
+    params = _params(first)
     numbered = Numbered.of(experts.tensors)
+    ep = len(optimizers)
     parts = []
     for rank, own in enumerate(optimizers):
-        owned = (rank, None)
-        params = {n: ref for n, ref in _params(first).items() if numbered.owner(n, len(optimizers)) in owned}
-        parts.append(_read_by_kind(own, params, checksums))
+        names = {numbered.local(n, ep): n for n in params if numbered.owner(n, ep) in (rank, None)}
+        saved = mapping(own.root.get("optimizer"), f"optimizer of {own.path}")
+        whole = _optimizer(own, saved, {local: params[name] for local, name in names.items()})
+        recorded = tuple({numbered.local(n, ep): shape for n, shape in group.items()} for group in whole.recorded)
+        part = read_whole(replace(whole, recorded=recorded), checksums, None)
+        part.extras += whole_optimizer_extras(whole.saved, whole.kind) if rank == 0 else []
+        part.states = {names[local]: states for local, states in part.states.items()}
+        part.lost = {names[local]: loss for local, loss in part.lost.items()}
+        part.groups = [replace(group, params=tuple(names[n] for n in group.params)) for group in part.groups]
+        parts.append(part)
     trained = {name: shape for part in parts for name, shape in _trained(first, part).items()}
+    counts = {len(part.groups) for part in parts}
+    if len(counts) > 1:
+        raise MalformedError(
+            f"expected as many parameter groups in each expp_rank_* file of {grid.folder.path}; got "
+            f"{', '.join(map(str, sorted(counts)))}. The files are of different runs"
+        )
+    members = [
+        ranks_joined([group.params for group in ranks]) for ranks in zip(*(p.groups for p in parts), strict=True)
+    ]
+    parts[0].groups = [replace(group, params=own) for group, own in zip(parts[0].groups, members, strict=True)]
     yield RankPart(mp=0, tp=0, order=0, module=read_whole_module(file, trained), optimizer=parts[0])
     for rank, part in enumerate(parts[1:], start=1):
-        part.extras.clear()  # those of the first hold for all
         yield RankPart(mp=0, tp=0, order=rank, optimizer=part)
-
-
-def _read_by_kind(file: SavedFile, params: Mapping[str, TensorRef], checksums: Checksums) -> OptimizerPart:
-    """An optimizer whose groups are of experts, or of none: DeepSpeed keeps them apart, which helps to find names."""
-    saved = mapping(file.root.get("optimizer"), f"optimizer of {file.path}")
-    whole = _optimizer(file, saved, params)
-    numbers: dict[bool, list[int]] = {True: [], False: []}
-    for number, group in enumerate(whole.groups):
-        numbers[group.get("moe") is True].append(number)
-    found = OptimizerPart(extras=whole_optimizer_extras(whole.saved, whole.kind))
-    groups: dict[int, ParamGroup] = {}
-    for experts, own in numbers.items():
-        chosen = {name: ref for name, ref in params.items() if is_expert(name) is experts}
-        recorded = tuple(whole.recorded[number] for number in own) if whole.recorded else ()
-        part = read_whole(
-            replace(whole, saved=_narrowed(saved, own), params=chosen, recorded=recorded), checksums, None
-        )
-        found.states |= part.states
-        found.notes += [note for note in part.notes if note not in found.notes]
-        found.dropped += part.dropped
-        groups.update(zip(own, part.groups, strict=True))
-    found.groups = [groups[number] for number in sorted(groups)]
-    return found
-
-
-def _narrowed(saved: Mapping[object, object], numbers: Sequence[int]) -> dict[object, object]:
-    """An optimizer with some of its groups."""
-    found = dict(saved)
-    for key in ("fp32_groups", "fp32_groups_flat", "param_groups"):
-        if isinstance(own := found.get(key), list):
-            found[key] = [own[number] for number in numbers]
-    inner = found.get("optimizer_state_dict")
-    if isinstance(inner, dict):
-        found["optimizer_state_dict"] = _narrowed(inner, numbers)
-    return found

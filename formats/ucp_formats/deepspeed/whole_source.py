@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from ucp.atom import Extra, ParamGroup, StateIndex
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
@@ -24,16 +25,18 @@ from ucp.region import Box
 from ucp.state import STEP, WEIGHT
 from ucp.tensor import TensorRef
 from ucp_formats.deepspeed.buckets import Bucket, Shard, bucket_states, scalar_state
+from ucp_formats.deepspeed.experts import is_expert
 from ucp_formats.deepspeed.flat_layout import shared_buffers
-from ucp_formats.deepspeed.matching import AmbiguousError, FlatSlots, NoMatchError, SlotGroup, Slots, match
+from ucp_formats.deepspeed.matching import AmbiguousError, FlatSlots, NoMatchError, SlotGroup, Slots, match_stages
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart, hyper_parameters, take_group_steps
 
-__all__ = ["WholeOptimizer", "read_whole", "slots_of"]
+__all__ = ["INFERRED", "REMEDY", "WholeOptimizer", "names_by_shape", "read_whole", "slots_of"]
 
 INFERRED = (
     "the optimizer numbers its parameters without naming them: names are inferred from the order of the model and the "
     "shapes, which leave one answer"
 )
+"""What to tell where they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,27 +216,50 @@ def _by_torch(optimizer: WholeOptimizer) -> list[tuple[str, ...]] | None:
 
 
 def _by_shape(optimizer: WholeOptimizer) -> list[tuple[str, ...]]:
+    """Names of every group; DeepSpeed keeps those of experts apart where it is asked to, and says `moe` of them."""
+    slots = slots_of(optimizer)
+    of_experts = [group.get("moe") is True for group in optimizer.groups]
+    if not any(of_experts):
+        return list(names_by_shape([slots], [optimizer.params], optimizer.where)[0])
+    found: dict[int, tuple[str, ...]] = {}
+    for kind in (False, True):
+        numbers = [number for number, own in enumerate(of_experts) if own is kind]
+        params = {name: ref for name, ref in optimizer.params.items() if is_expert(name) is kind}
+        (names,) = names_by_shape([[slots[number] for number in numbers]], [params], optimizer.where)
+        found.update(zip(numbers, names, strict=True))
+    return [found[number] for number in range(len(slots))]
+
+
+def names_by_shape(
+    slots: Sequence[Sequence[SlotGroup]], layers: Sequence[Mapping[str, TensorRef]], where: str
+) -> list[tuple[tuple[str, ...], ...]]:
+    """Names of every group of an optimizer, or of that of each stage of a pipeline, by their `slots`.
+
+    Raises UnsupportedError when none or several assignments fit.
+    """
+    groups = sum(map(len, slots))
     try:
-        found = match(slots_of(optimizer), [(name, ref.shape) for name, ref in optimizer.params.items()])
+        found = match_stages(slots, [[(name, ref.shape) for name, ref in layer.items()] for layer in layers])
     except NoMatchError:
         raise UnsupportedError(
-            f"no assignment of the module's parameters, in their order, to the {len(optimizer.groups)} parameter "
-            f"groups of {optimizer.where} fits the shapes of the optimizer states. {_REMEDY}"
+            f"no assignment of the module's parameters, in their order, to the {counted(groups, 'parameter group')} of "
+            f"{where} fits the shapes of the optimizer states. {REMEDY}"
         ) from None
     except AmbiguousError as error:
         raise UnsupportedError(
-            f"the optimizer in {optimizer.where} does not name its parameters, and more than one assignment fits; it "
-            f"is not known to which group these belong:\n{listed(error.names)}\n{_REMEDY}"
+            f"the optimizer in {where} does not name its parameters, and more than one assignment fits; it is not "
+            f"known to which group these belong:\n{listed(error.names)}\n{REMEDY}"
         ) from None
-    return list(found.groups)
+    return [own.groups for own in found]
 
 
-_REMEDY = (
+REMEDY = (
     "Save again with an optimizer built from model.named_parameters() (torch 2.6 or later keeps the names), or with "
-    "ZeRO stage 1. Or write the names of each group, in its order, into a copy of the file: saved = torch.load(FILE); "
-    "saved['param_shapes'] = [{name: saved['module'][name].shape for name in group} for group in GROUPS]; "
-    "torch.save(saved, FILE). To read it in Python only, DeepSpeedFormat(group_names=GROUPS) does"
+    "ZeRO stage 1. Or write the names of each group, in its order and with their shapes, into a copy of each file that "
+    "has an optimizer: saved = torch.load(FILE); saved['param_shapes'] = [{name: SHAPES[name] for name in group} for "
+    "group in GROUPS]; torch.save(saved, FILE)"
 )
+"""What to do where it is not known."""
 
 
 def slots_of(optimizer: WholeOptimizer) -> list[SlotGroup]:
@@ -244,17 +270,17 @@ def slots_of(optimizer: WholeOptimizer) -> list[SlotGroup]:
         return [FlatSlots(tensor(own[0], where).numel) for own in masters]
     if masters:
         return [Slots(tuple(tensor(ref, where).shape for ref in own)) for own in masters]
-    return [
-        Slots(tuple(_shape_of(optimizer.state(number)) for number in optimizer.numbers(group)))
-        for group in optimizer.groups
-    ]
+    shown = [[_shape_of(optimizer.state(n)) for n in optimizer.numbers(group)] for group in optimizer.groups]
+    if all(shape is None or prod(shape) == 1 for own in shown for shape in own):  # counts, which are of no shape
+        shown = [[None] * len(own) for own in shown]
+    return [Slots(tuple(own)) for own in shown]
 
 
 def _shape_of(state: Mapping[str, object]) -> Shape | None:
-    """Shape that the states of a parameter show; None where they do not, or differ."""
+    """Shape that the states of a parameter show, counts beside others aside; None where they do not, or differ."""
     shapes = {value.shape for name, value in state.items() if isinstance(value, TensorRef) and name != STEP}
     if len(shapes) > 1:
-        shapes.discard(())
+        shapes = {shape for shape in shapes if prod(shape) != 1}
     return shapes.pop() if len(shapes) == 1 else None
 
 
@@ -279,6 +305,7 @@ def _add_slots(
             f"group {number} has {counted(len(slots), 'parameter')}; expected {len(names)}: {', '.join(names)}"
         )
         return
+    unplaced: dict[str, list[str]] = {}
     for at, (name, slot) in enumerate(zip(names, slots, strict=True)):
         states = optimizer.state(slot)
         if masters:
@@ -291,10 +318,10 @@ def _add_slots(
             elif found is not None:
                 own[key] = found
             else:
-                shape = list(optimizer.params[name].shape)
-                problems.unsupported.append(
-                    f"{name}: state {key} is {described(value)}; expected {shape}, as the parameter, or one number"
-                )
+                part.extras.append(Extra(name=f"optimizer_state/{name}/{key}", value=value))
+                unplaced.setdefault(name, []).append(f"{name}: state {key} is {described(value)}")
+    for name, lines in unplaced.items():
+        part.lose([name], lines)
 
 
 def _state(value: object, shape: Shape) -> StateIndex | None:

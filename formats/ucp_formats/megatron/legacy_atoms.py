@@ -18,7 +18,6 @@ from ucp.family import Match
 from ucp.fragment import Fragment
 from ucp.io.scalars import scalar_state
 from ucp.layout import Layout, Overlap, Placed, place
-from ucp.region import Box
 from ucp.state import WEIGHT
 from ucp.tensor import TensorRef
 from ucp_formats.megatron.legacy_files import LegacyRun
@@ -174,7 +173,5 @@ def _numbers(own: Iterable[Slot], states: LegacyStates) -> dict[str, StateIndex]
 
 def _joined(copies: Sequence[StateIndex]) -> StateIndex:
     first = copies[0]
-    pieces = tuple(
-        Fragment(box=Box((), ()), ref=state.fragments[0].ref, replica=number) for number, state in enumerate(copies)
-    )
-    return StateIndex(dtype=first.dtype, global_shape=(), fragments=pieces)
+    pieces = tuple(replace(state.fragments[0], replica=number) for number, state in enumerate(copies))
+    return replace(first, fragments=pieces)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from ucp_formats.deepspeed.native_source import DeepSpeedFormat
 import ucp
 from ucp.atom import Index, Kind, check_cover
 from ucp.dtypes import DType
-from ucp.errors import MalformedError, MissingFileError, UnsupportedError
+from ucp.errors import MalformedError, MissingFileError, MissingStateError, UnsupportedError
 from ucp.tensor import InlineTensor
 
 OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -232,13 +233,56 @@ def test_a_rank_that_holds_nothing_may_lack_a_state(tmp_path: Path, fake_run) ->
     assert list(read(run.save(tmp_path)).atoms["a"].states) == ["weight", "step", "exp_avg", "exp_avg_sq"]
 
 
-def test_a_state_of_another_length_is_refused_by_name(tmp_path: Path, fake_run) -> None:
+def test_states_that_cannot_be_given_to_parameters_are_kept_and_named(tmp_path: Path, fake_run) -> None:
+    """Eight-bit optimizers have such; all else is read, and only what needs them is refused."""
     run = fake_run(1, 2)
-    for root in run.optimizers:
-        inner(root)["state"][1]["absmax1"] = torch.zeros(3)
+    for rank, root in enumerate(run.optimizers):
+        inner(root)["state"][1]["absmax1"] = torch.full((3,), float(rank))
         inner(root)["state"][1]["qmap1"] = torch.zeros(16, 16)
-    with pytest.raises(UnsupportedError, match=r"(?s)group 1 \(a.bias, b.bias, ...\): state absmax1.*state qmap1"):
-        read(run.save(tmp_path))
+        inner(root)["state"][1]["history"] = ["a"]
+    index = read(run.save(tmp_path / "run"))
+    told = "\n".join(index.notes)
+    assert re.search(r"(?s)group 1 \(a.bias, b.bias, ...\): state absmax1.*state qmap1.*state history is", told)
+    assert [name for name in index.lost if "weight" in name] == []
+    assert list(index.atoms["a.bias"].states) == ["weight", "step", "exp_avg", "exp_avg_sq"]
+    kept = extras(index)
+    assert kept["optimizer_state/group 1/qmap1", None].shape == (16, 16)
+    assert {rank for name, rank in kept if name.endswith("absmax1")} == {None, 1}
+
+    for number in (0, 1, 3):
+        with pytest.raises(MissingStateError, match=r"(?s)cannot be given to single parameters.*absmax1.*a\.bias"):
+            ucp.plan(tmp_path / "run", to="deepspeed", topology=f"dp=2,zero={number}")
+    ucp.convert(tmp_path / "run", tmp_path / "atoms", workers=1)
+    with pytest.raises(MissingStateError, match="absmax1"):
+        ucp.plan(tmp_path / "atoms", to="deepspeed-universal")
+    ucp.convert(tmp_path / "atoms", tmp_path / "out", to="deepspeed", topology="dp=1,zero=1", include=["*/weight"])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_one_number_in_a_tensor_is_a_count(tmp_path: Path, fake_run, stage: int) -> None:
+    run = fake_run(stage, 2)
+    holders = [inner(root)["state"] for root in run.optimizers] or [run.models[0]["optimizer"]["state"]]
+    for states in holders:
+        for state in states.values():
+            state |= {"count": torch.full((1,), 7.0), "grid": torch.ones(1, 1), "warm": True, "seen": 1 << 70}
+    index = read(run.save(tmp_path / "run"))
+    found = index.atoms["a.weight"].states
+    assert [found[name].global_shape for name in ("count", "grid", "warm")] == [(1,), (1, 1), ()]
+    assert "seen" not in found  # past any integer of a tensor
+    assert any(name.startswith("optimizer_state/") and name.endswith("seen") for name, _ in extras(index))
+
+
+def test_a_count_of_a_parameter_of_one_element_stays_one(tmp_path: Path, fake_run) -> None:
+    """In a flat buffer it is one for the whole group, whichever shape the parameters have."""
+    run = fake_run(1, 2, groups=({"a": (1,), "b": (1,), "c": (1,)}, {"d": (4,)}))
+    for root in run.optimizers:
+        for state in inner(root)["state"].values():
+            state["count"] = torch.full((1,), 7.0)
+    run.save(tmp_path / "run")
+    ucp.convert(tmp_path / "run", tmp_path / "out", to="deepspeed", topology="dp=1,zero=1", workers=1, verify=True)
+    (file,) = (tmp_path / "out").glob("*/*_optim_states.pt")
+    saved = torch.load(file, weights_only=False)["optimizer_state_dict"]["base_optimizer_state"]["state"]
+    assert [state["count"].tolist() for state in saved.values()] == [[7.0], [7.0]]
 
 
 def test_a_state_that_is_a_tensor_here_and_a_number_there(tmp_path: Path, fake_run) -> None:
