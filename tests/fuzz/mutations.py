@@ -1,0 +1,281 @@
+"""What is done to a checkpoint: files lost, cut, exchanged, of another run; links and folders in their place; edits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from random import Random
+
+from tests.fuzz.contents import edit_json, edit_pickle, flip, is_summed
+
+__all__ = ["Kind", "Mutation", "Place", "mutate", "pattern_of"]
+
+
+class Kind(StrEnum):
+    """What may be asked of who reads it."""
+
+    DAMAGE = "damage"
+    """Files or bytes are not those that were written: to be refused, or said, unless nothing is lost."""
+    EDIT = "edit"
+    """Somebody wrote other values, or there is no checksum: what is there may be taken for what was meant."""
+    HARMLESS = "harmless"
+    """To every framework it is the same checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutation:
+    """What was done."""
+
+    name: str
+    """Of the way it was done."""
+    kind: Kind
+    """What may be asked."""
+    files: tuple[str, ...]
+    """Files concerned, relative to the checkpoint."""
+    what: str
+    """For people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A checkpoint that may be changed."""
+
+    root: Path
+    """Its folder."""
+    others: tuple[Path, ...]
+    """Checkpoints of the same format."""
+    is_store: bool
+    """Whether it is an atom store."""
+
+    def files(self) -> list[str]:
+        """Its files, in an order that is the same everywhere."""
+        return sorted(str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file())
+
+
+Done = tuple[Kind, tuple[str, ...], str]
+Way = Callable[[Place, Random], Done | None]
+
+
+def mutate(place: Place, rng: Random) -> Mutation:
+    """Change a checkpoint in one way at random, the likelier ones more often."""
+    while True:
+        way = rng.choices([own for own, _ in WAYS], [weight for _, weight in WAYS])[0]
+        done = way(place, rng)
+        if done is not None:
+            kind, files, what = done
+            return Mutation(name=way.__name__.strip("_"), kind=kind, files=files, what=f"{', '.join(files)}: {what}")
+
+
+def pattern_of(name: str) -> str:
+    """The name of a file without its numbers: alike for the same file of all ranks."""
+    return "".join("#" if own.isdigit() else own for own in name)
+
+
+def _flip(place: Place, rng: Random) -> Done | None:
+    name = rng.choice(place.files())
+    path = place.root / name
+    if not path.stat().st_size:
+        return None
+    kind = Kind.DAMAGE if is_summed(path) else Kind.EDIT
+    return kind, (name,), flip(path, rng)
+
+
+def _cut(place: Place, rng: Random) -> Done | None:
+    name = rng.choice(place.files())
+    nbytes = (place.root / name).stat().st_size
+    if not nbytes:
+        return None
+    left = rng.choice((0, 1, nbytes // 2, nbytes - 1, rng.randrange(nbytes), max(0, nbytes - rng.randrange(1, 200))))
+    os.truncate(place.root / name, left)
+    return Kind.DAMAGE, (name,), f"cut to {left} bytes of {nbytes}"
+
+
+def _lengthen(place: Place, rng: Random) -> Done | None:
+    name = rng.choice(place.files())
+    path = place.root / name
+    if rng.random() < 0.1:
+        os.truncate(path, 20 << 30)
+        return Kind.DAMAGE, (name,), "made 20 GiB long, sparse"
+    more = rng.choice((b"\0", b"\n", bytes(4096), rng.randbytes(100), path.read_bytes()))
+    with path.open("ab") as file:
+        file.write(more)
+    return Kind.DAMAGE, (name,), f"{len(more)} bytes {more[:4].hex()}... added"
+
+
+def _delete(place: Place, rng: Random) -> Done | None:
+    name = rng.choice(place.files())
+    path = place.root / name
+    if rng.random() < 0.15 and path.parent != place.root:
+        shutil.rmtree(path.parent)
+        return Kind.DAMAGE, (str(Path(name).parent),), "folder deleted"
+    path.unlink()
+    return Kind.DAMAGE, (name,), "deleted"
+
+
+def _alike(place: Place, rng: Random) -> tuple[str, str] | None:
+    """Two files of other bytes, most often of two ranks or two states."""
+    files = place.files()
+    one = rng.choice(files)
+    ranks = [own for own in files if own != one and pattern_of(own) == pattern_of(one)]
+    beside = [own for own in files if own != one and Path(own).parent == Path(one).parent]
+    others = ranks if ranks and rng.random() < 0.7 else beside if beside and rng.random() < 0.7 else files
+    other = rng.choice(others)
+    same = (place.root / one).read_bytes() == (place.root / other).read_bytes()
+    return None if same else (one, other)
+
+
+def _duplicate(place: Place, rng: Random) -> Done | None:
+    pair = _alike(place, rng)
+    if pair is None:
+        return None
+    shutil.copyfile(place.root / pair[0], place.root / pair[1])
+    return Kind.DAMAGE, pair, "the first copied over the second"
+
+
+def _swap(place: Place, rng: Random) -> Done | None:
+    pair = _alike(place, rng)
+    if pair is None:
+        return None
+    one, other = (place.root / name for name in pair)
+    first = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(first)
+    return Kind.DAMAGE, pair, "exchanged"
+
+
+def _swap_folders(place: Place, rng: Random) -> Done | None:
+    folders = sorted(str(own.relative_to(place.root)) for own in place.root.rglob("*") if own.is_dir())
+    pairs = [(a, b) for a in folders for b in folders if a < b and pattern_of(a) == pattern_of(b)]
+    if not pairs:
+        return None
+    one, other = rng.choice(pairs)
+    if not any((place.root / one).iterdir()):
+        return None
+    (place.root / one).rename(place.root / "aside")
+    (place.root / other).rename(place.root / one)
+    (place.root / "aside").rename(place.root / other)
+    return Kind.DAMAGE, (one, other), "folders exchanged"
+
+
+def _rename(place: Place, rng: Random) -> Done | None:
+    name = rng.choice(place.files())
+    path = place.root / name
+    digits = [at for at, own in enumerate(path.name) if own.isdigit()]
+    at = rng.choice(digits) if digits else 0
+    numbered = path.name[:at] + rng.choice("0123456789") + path.name[at + 1 :]
+    new = path.with_name(rng.choice((numbered, numbered, f"{path.name}.bak", path.name.upper(), f"x{path.name}")))
+    if new.exists():
+        return None
+    path.rename(new)
+    return Kind.DAMAGE, (name,), f"renamed {new.name}"
+
+
+def _foreign(place: Place, rng: Random) -> Done | None:
+    name = rng.choice(place.files())
+    there = [own / name for own in place.others if (own / name).is_file()]
+    there = [own for own in there if own.read_bytes() != (place.root / name).read_bytes()]
+    if not there:
+        return None
+    other = rng.choice(there)
+    shutil.copyfile(other, place.root / name)
+    case = next(parent.parent.name for parent in other.parents if parent.name == "checkpoint")
+    return Kind.DAMAGE, (name,), f"that of {case}"
+
+
+def _something_else(place: Place, rng: Random) -> Done | None:
+    """A folder, a pipe, a link to nothing, to itself or to another file, in place of a file."""
+    name = rng.choice(place.files())
+    path = place.root / name
+    what = rng.choice(("folder", "pipe", "link to nothing", "link to itself", "link to another", "link to /dev/zero"))
+    pair = _alike(place, rng)
+    if what == "link to another" and pair is None:
+        return None
+    path.unlink()
+    match what:
+        case "folder":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case "link to nothing":
+            path.symlink_to("nothing")
+        case "link to itself":
+            path.symlink_to(path.name)
+        case "link to another" if pair is not None:
+            other = pair[1] if pair[0] == name else pair[0]
+            path.symlink_to(place.root / other)
+            what = f"link to {other}"
+        case _:
+            path.symlink_to("/dev/zero")
+    return Kind.DAMAGE, (name,), f"a {what} in its place"
+
+
+def _edit_pickle(place: Place, rng: Random) -> Done | None:
+    name = rng.choice(place.files())
+    done = edit_pickle(place.root / name, rng)
+    return None if done is None else (Kind.EDIT, (name,), done)
+
+
+def _edit_json(place: Place, rng: Random) -> Done | None:
+    names = [own for own in place.files() if own.endswith(".json")]
+    name = rng.choice(names) if names else ""
+    done = edit_json(place.root / name, rng) if name else None
+    if done is None:
+        return None
+    kind = Kind.DAMAGE if Path(name).parts[:1] == ("extra",) else Kind.EDIT  # the manifest lost its digest: by hand
+    return kind, (name,), done
+
+
+def _edit_tag(place: Place, rng: Random) -> Done | None:
+    names = [own for own in place.files() if Path(own).name.startswith("latest")]
+    if not names:
+        return None
+    path = place.root / names[0]
+    old = path.read_text()
+    new = rng.choice(("", "x", f"{old}\n", "..", "/", "../..", f"{old}9", "a" * 5000, "\0", "\udcff", "-1", "10"))
+    path.write_bytes(new.encode(errors="surrogateescape"))
+    return Kind.DAMAGE if new.strip() != old.strip() else Kind.HARMLESS, (names[0],), f"{old!r} -> {new[:20]!r}"
+
+
+def _harmless(place: Place, rng: Random) -> Done | None:
+    name = rng.choice(place.files())
+    path = place.root / name
+    match rng.choice(("link", "more", "folder")):
+        case "link" if not place.is_store:
+            aside = place.root.parent / "aside"
+            aside.mkdir(exist_ok=True)
+            there = Path(shutil.copy2(path, aside / path.name))
+            path.unlink()
+            path.symlink_to(there)
+            return Kind.HARMLESS, (name,), "a link to where it lies now"
+        case "more":
+            new = rng.choice(("notes.txt", ".DS_Store", "events.out.tfevents.1", "README.md", "._x", "x.tmp"))
+            folder = rng.choice((path.parent, place.root))
+            (folder / new).write_bytes(b"notes")
+            return Kind.HARMLESS, (new,), "a file of notes beside the others"
+        case "folder":
+            (path.parent / "tensorboard").mkdir()
+            return Kind.HARMLESS, ("tensorboard",), "an empty folder beside the files"
+    return None
+
+
+WAYS: tuple[tuple[Way, int], ...] = (
+    (_flip, 6),
+    (_edit_pickle, 5),
+    (_edit_json, 4),
+    (_cut, 3),
+    (_delete, 3),
+    (_duplicate, 3),
+    (_swap, 3),
+    (_foreign, 3),
+    (_something_else, 3),
+    (_lengthen, 2),
+    (_rename, 2),
+    (_harmless, 2),
+    (_swap_folders, 1),
+    (_edit_tag, 1),
+)
+"""Each with how often it is taken."""

@@ -1,0 +1,223 @@
+"""All verbs on one checkpoint, in this process, each within limits of time and memory."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from types import FrameType
+
+from click.testing import CliRunner
+
+import ucp
+from tests.fuzz.bases import BASES, Base, Words
+from tests.fuzz.mutations import Mutation, Place, mutate
+from tests.fuzz.oracle import Attempt, Contents, Label, Trial, contents, judge, lines_of, tree
+from ucp.errors import UcpError
+from ucp_cli.main import cli
+
+__all__ = ["Case", "Fuzzer", "limit_memory"]
+
+CPU_SECONDS = 15.0
+"""Of a verb, which takes tenths on these checkpoints."""
+WALL_SECONDS = 90.0
+"""Of a verb that waits, on a machine that is busy."""
+MORE_MEMORY = 512 << 20
+"""Bytes by which a verb may raise the peak of the process."""
+ADDRESS_SPACE = 4 << 30
+"""Bytes beyond what a process has at first, after which there are none."""
+
+
+class Overrun(BaseException):
+    """A verb took too long; no `except Exception` may keep it."""
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise Overrun
+
+
+@contextmanager
+def within_time() -> Iterator[None]:
+    """Raise Overrun when the time of a verb is over."""
+    signal.signal(signal.SIGPROF, _stop)
+    signal.signal(signal.SIGALRM, _stop)
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def limit_memory() -> None:
+    """From now on this process cannot have much more memory than it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + ADDRESS_SPACE
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _watched(verb: str, run: Callable[[], Attempt]) -> Attempt:
+    """What a verb did, or how it failed."""
+    before, failure = _peak(), None
+    try:
+        with within_time():
+            attempt = run()
+    except Overrun as error:
+        failure = Label.HANG, f"more than {CPU_SECONDS:.0f} s {_where(error)}"
+    except MemoryError as error:
+        failure = Label.MEMORY, f"MemoryError {_where(error)}"
+    except Exception as error:  # noqa: BLE001  # that it is none of those expected is what is looked for
+        failure = Label.TRACEBACK, f"{type(error).__name__}: {str(error)[:150]} {_where(error)}"
+    if failure is None and _peak() - before > MORE_MEMORY:
+        failure = Label.MEMORY, f"{(_peak() - before) >> 20} MiB more"
+    return Attempt(verb=verb, code=-1, failure=failure) if failure else attempt
+
+
+def _where(error: BaseException) -> str:
+    frames = [own for own in traceback.extract_tb(error.__traceback__) if "/ucp" in own.filename]
+    return f"in {Path(frames[-1].filename).name}:{frames[-1].name}" if frames else ""
+
+
+def command(verb: str, *words: object) -> Attempt:
+    """`ucp ...`, as it is typed."""
+
+    def run() -> Attempt:
+        result = CliRunner().invoke(cli, [str(word) for word in words], prog_name="ucp")
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        told = frozenset[str]()
+        if "--json" in words and not result.exit_code:
+            told = lines_of(json.loads(result.stdout))
+        return Attempt(verb=verb, code=result.exit_code, text=result.output, told=told)
+
+    return _watched(verb, run)
+
+
+def read(path: Path, rng: Random) -> Attempt:
+    """`ucp.open` and a few states of it."""
+
+    def run() -> Attempt:
+        try:
+            checkpoint = ucp.open(path)
+            names = [(name, state) for name, atom in checkpoint.atoms.items() for state in atom.states]
+            for name, state in rng.sample(names, min(3, len(names))):
+                checkpoint.read(name, state)
+        except (UcpError, OSError) as error:
+            return Attempt(verb="read", code=1, text=str(error))
+        return Attempt(verb="read")
+
+    return _watched("read", run)
+
+
+def trial(path: Path, pristine: Path, target: Words, out: Path, rng: Random, known: Contents | None = None) -> Trial:
+    """All verbs. `known`: the atoms that there should be."""
+    before = _stamps(path)
+    found = Trial(
+        inspect=command("inspect", "inspect", path),
+        plan=command("plan", "plan", path, *_ALONE),
+        verify=command("verify", "verify", path, *_ALONE),
+        diff=command("diff", "diff", pristine, path, *_ALONE),
+        read=read(path, rng),
+        atoms=_to_atoms("atoms", path, out / "atoms"),
+        target=_to_target(path, out, target),
+    )
+    if found.atoms.written and known is not None and found.atoms.written != known:
+        found = replace(found, against=command("against", "verify", out / "atoms", "--against", path, *_ALONE))
+    kept = [own.verb for own in (found.atoms, found.target) if own.code and (out / own.verb).exists()]
+    leftover = f"{kept} left" if kept else "" if _stamps(path) == before else "the source was written to"
+    return replace(found, leftover=leftover)
+
+
+_ALONE = ("--workers", "1")
+
+
+def _to_atoms(verb: str, path: Path, atoms: Path) -> Attempt:
+    found = command(verb, "convert", path, atoms, "--json", "--no-fsync", *_ALONE)
+    return found if found.code or not atoms.exists() else replace(found, written=contents(atoms))
+
+
+def _to_target(path: Path, out: Path, target: Words) -> Attempt:
+    """What is written for a framework, with the atoms that are in it."""
+    found = command("target", "convert", path, out / "target", "--json", "--no-fsync", *_ALONE, *target)
+    if found.code:
+        return found
+    again = _to_atoms("target read again", out / "target", out / "back")
+    unread = (Label.CONTRADICTION, f"what was written is not read: {again.text[:200]}") if again.code else None
+    return replace(found, tree=tree(out / "target"), written=again.written, failure=again.failure or unread)
+
+
+def _stamps(path: Path) -> dict[str, tuple[int, int, int]]:
+    """Kind, length and time of change of everything in a folder."""
+    return {str(own): (s.st_mode, s.st_size, s.st_mtime_ns) for own in path.rglob("*") for s in (own.lstat(),)}
+
+
+class Case:
+    """One checkpoint, changed in one way: the same for a seed and a number, whatever was done before."""
+
+    def __init__(self, seed: int, number: int, bases: tuple[Base, ...]) -> None:
+        self.rng = Random(f"{seed}/{number}")
+        self.base = self.rng.choice(bases)
+        self.target = self.rng.choice(self.base.targets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of a checkpoint that is whole."""
+
+    trial: Trial
+    """The verbs on it."""
+    targets: dict[Words, Attempt] = field(default_factory=dict)
+    """What is written from it for each target, as far as it was asked for."""
+
+
+class Fuzzer:
+    """Changes checkpoints below a folder of its own and judges what the verbs make of them."""
+
+    def __init__(self, folder: Path, seed: int, bases: tuple[Base, ...]) -> None:
+        self._folder, self._seed, self._bases = folder, seed, bases
+        self._truths: dict[str, _Known] = {}
+
+    def run(self, number: int) -> tuple[str, Mutation, Label, str]:
+        """Name of the base, what was done to it, and what became of it."""
+        case = Case(self._seed, number, self._bases)
+        pristine = case.base.keep(self._folder / "kept")
+        truth = self._truth(case.base, case.target, pristine)
+        work = self._fresh("work")
+        path = case.base.make(work, pristine)
+        others = tuple(own.keep(self._folder / "kept") for own in BASES if own.format == case.base.format)
+        root = work / "source" if case.base.is_virtual and case.rng.random() < 0.6 else path
+        is_store = case.base.is_store and root == path
+        place = Place(root=root, others=() if is_store else others, is_store=is_store)
+        mutation = mutate(place, case.rng)
+        found = trial(path, pristine, case.target, self._fresh("out"), case.rng, truth.atoms.written)
+        return case.base.name, mutation, *judge(case.base, mutation, truth, found)
+
+    def _truth(self, base: Base, target: Words, pristine: Path) -> Trial:
+        """The verbs on the undamaged checkpoint, with that target."""
+        known = self._truths.get(base.name)
+        if known is None or target not in known.targets:
+            path = base.make(self._fresh("work"), pristine)
+            out = self._fresh("out")
+            known = known or _Known(trial(path, pristine, target, out, Random(0)))
+            known.targets[target] = _to_target(path, self._fresh("out"), target)
+            self._truths[base.name] = known
+        return replace(known.trial, target=known.targets[target])
+
+    def _fresh(self, name: str) -> Path:
+        folder = self._folder / name
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        return folder
