@@ -1,4 +1,4 @@
-# make demo | test | check | integration | bench: each installs what it needs into .venv first.
+# make demo | test | check | fuzz | integration | bench: each installs what it needs into .venv first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ TRANSFORMERS := transformers==5.23.0
 ACCELERATE := accelerate==1.15.0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint check integration bench mcore clean
+.PHONY: demo test lint check fuzz integration bench mcore clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -54,6 +54,11 @@ lint: $(VENV)/.installed-dev
 
 check: lint
 	$(BIN)/python -m pytest -n auto -m "not integration" --cov --cov-report=term --cov-fail-under=90 -q
+
+# Five minutes unless told otherwise: make fuzz FUZZ="--seconds 3600 --seed 7"
+FUZZ ?=
+fuzz: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 integration: $(VENV)/.installed-deepspeed $(VENV)-transformers/.installed
 	UCP_TRANSFORMERS=$(VENV)-transformers/bin/python DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m integration -p no:xdist -s

@@ -56,6 +56,8 @@ def main() -> None:
     begun, counts, findings = time.monotonic(), Counter[tuple[str, Label]](), []
     for outcome in outcomes(asked):
         counts[outcome.way, outcome.label] += 1
+        if not counts.total() % 100:
+            print(f"{counts.total():,} in {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
         if outcome.label not in ALLOWED:
             findings.append(outcome)
             print(_shown(outcome, asked), flush=True)
@@ -72,7 +74,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=300.0, help="begin none after so long (%(default)s)")
     parser.add_argument("--count", type=int, default=sys.maxsize, help="so many at most")
     parser.add_argument("--only", type=int, action="append", help="this number, with every outcome shown")
-    parser.add_argument("--base", default="*", metavar="GLOB", help="of these checkpoints only; it changes the numbers")
+    parser.add_argument("--base", action="append", metavar="GLOB", help="of these only; numbers mean others then")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--all", action="store_true", help="show every outcome, allowed or not")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the checkpoint and what was written there")
@@ -157,18 +159,18 @@ class _Worker:
 
 
 def _work(pipe: Connection, folder: Path, asked: argparse.Namespace) -> None:
-    bases = tuple(base for base in BASES if fnmatch(base.name, asked.base))
+    bases = tuple(base for base in BASES if any(fnmatch(base.name, glob) for glob in asked.base or ["*"]))
     fuzzer = Fuzzer(folder, asked.seed, bases)
     limit_memory()
     while True:
         number = pipe.recv()
-        base, mutation, label, why = fuzzer.run(number)
-        pipe.send(Outcome(number=number, base=base, mutation=mutation, label=label, why=why))
+        case, label, why = fuzzer.run(number)
+        pipe.send(Outcome(number=number, base=case.base.name, mutation=case.mutation, label=label, why=why))
 
 
 def _shown(outcome: Outcome, asked: argparse.Namespace) -> str:
     again = f"python -m tests.fuzz --seed {asked.seed} --only {outcome.number}"
-    again += f" --base '{asked.base}'" if asked.base != "*" else ""
+    again += "".join(f" --base '{glob}'" for glob in asked.base or ())
     what = f"{outcome.mutation.kind}: {outcome.mutation.name}: {outcome.mutation.what}" if outcome.mutation else ""
     return f"{outcome.label}  {outcome.base}\n  {what[:400]}\n  {outcome.why[:600]}\n  {again}"
 

@@ -74,9 +74,9 @@ MEGATRON: tuple[Words, ...] = (
     ("--to", "deepspeed-universal"),
 )
 WRITTEN: tuple[tuple[str, dict[str, object]], ...] = (
-    ("deepspeed/z2-dp4-bf16", {}),
-    ("deepspeed/z2-dp2-client-state", {}),
-    ("megatron/gpt-tp2-pp2-dp2-full", {}),
+    ("deepspeed/z2-dp4-bf16", {"layout": "packed"}),
+    ("deepspeed/z2-dp2-client-state", {"layout": "packed"}),
+    ("megatron/gpt-tp2-pp2-dp2-full", {"layout": "packed"}),
     ("deepspeed/z3-dp4-subgroups", {"layout": "per-parameter"}),
     ("deepspeed/z1-dp2-fp16", {"compress": True}),
     ("megatron/mixtral-ep2-dp2-torch", {"compress": True}),
@@ -96,7 +96,7 @@ WRITTEN: tuple[tuple[str, dict[str, object]], ...] = (
 
 def _label(arguments: dict[str, object]) -> str:
     words = (value if isinstance(value, str) else key for key, value in arguments.items())
-    return "-".join(str(word).replace("=", "").replace(",", "-") for word in words) or "packed"
+    return "-".join(str(word).replace("=", "").replace(",", "-") for word in words)
 
 
 def _bases() -> tuple[Base, ...]:

@@ -163,13 +163,22 @@ def _stamps(path: Path) -> dict[str, tuple[int, int, int]]:
     return {str(own): (s.st_mode, s.st_size, s.st_mtime_ns) for own in path.rglob("*") for s in (own.lstat(),)}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One checkpoint, changed in one way: the same for a seed and a number, whatever was done before."""
+    """A checkpoint changed in one way: the same for a seed and a number, whatever was done before."""
 
-    def __init__(self, seed: int, number: int, bases: tuple[Base, ...]) -> None:
-        self.rng = Random(f"{seed}/{number}")
-        self.base = self.rng.choice(bases)
-        self.target = self.rng.choice(self.base.targets)
+    base: Base
+    """What it was."""
+    pristine: Path
+    """Where that is, undamaged."""
+    path: Path
+    """Where the changed one is."""
+    mutation: Mutation
+    """What was done to it."""
+    target: Words
+    """What it is to be converted to."""
+    rng: Random
+    """For what is still to be drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,26 +198,32 @@ class Fuzzer:
         self._folder, self._seed, self._bases = folder, seed, bases
         self._truths: dict[str, _Known] = {}
 
-    def run(self, number: int) -> tuple[str, Mutation, Label, str]:
-        """Name of the base, what was done to it, and what became of it."""
-        case = Case(self._seed, number, self._bases)
-        pristine = case.base.keep(self._folder / "kept")
-        truth = self._truth(case.base, case.target, pristine)
-        work = self._fresh("work")
-        path = case.base.make(work, pristine)
-        others = tuple(own.keep(self._folder / "kept") for own in BASES if own.format == case.base.format)
-        root = work / "source" if case.base.is_virtual and case.rng.random() < 0.6 else path
-        is_store = case.base.is_store and root == path
-        place = Place(root=root, others=() if is_store else others, is_store=is_store)
-        mutation = mutate(place, case.rng)
-        found = trial(path, pristine, case.target, self._fresh("out"), case.rng, truth.atoms.written)
-        return case.base.name, mutation, *judge(case.base, mutation, truth, found)
+    def change(self, number: int) -> Case:
+        """Make a copy of a checkpoint and change it."""
+        rng = Random(f"{self._seed}/{number}")
+        base = rng.choice(self._bases)
+        target = rng.choice(base.targets)
+        kept = self._folder / "kept"
+        pristine, work = base.keep(kept), self._fresh("work")
+        path = base.make(work, pristine)
+        root = work / "source" if base.is_virtual and rng.random() < 0.6 else path
+        is_store = base.is_store and root == path
+        others = () if base.is_store else tuple(own.keep(kept) for own in BASES if own.format == base.format)
+        mutation = mutate(Place(root=root, others=others, is_store=is_store), rng)
+        return Case(base=base, pristine=pristine, path=path, mutation=mutation, target=target, rng=rng)
+
+    def run(self, number: int) -> tuple[Case, Label, str]:
+        """What was done to a checkpoint, and what became of it."""
+        case = self.change(number)
+        truth = self._truth(case.base, case.target, case.pristine)
+        found = trial(case.path, case.pristine, case.target, self._fresh("out"), case.rng, truth.atoms.written)
+        return case, *judge(case.base, case.mutation, truth, found)
 
     def _truth(self, base: Base, target: Words, pristine: Path) -> Trial:
         """The verbs on the undamaged checkpoint, with that target."""
         known = self._truths.get(base.name)
         if known is None or target not in known.targets:
-            path = base.make(self._fresh("work"), pristine)
+            path = base.make(self._fresh("whole"), pristine)
             out = self._fresh("out")
             known = known or _Known(trial(path, pristine, target, out, Random(0)))
             known.targets[target] = _to_target(path, self._fresh("out"), target)
