@@ -42,7 +42,7 @@ class Base:
     @property
     def format(self) -> str:
         """Name of the folder of fixtures: checkpoints of one format can be mixed up."""
-        return f"{self.fixture.parents[1].name}{self.made}"
+        return f"{self.fixture.parents[1].name} {self.fixture.name == 'universal'} {self.made}"
 
     def make(self, folder: Path, pristine: Path) -> Path:
         """Put a copy of it below `folder`; its path. `pristine`: where `keep` put it."""
@@ -99,13 +99,17 @@ def _label(arguments: dict[str, object]) -> str:
     return "-".join(str(word).replace("=", "").replace(",", "-") for word in words)
 
 
+def _case(path: Path) -> str:
+    """Name of a fixture; one has a universal folder beside what it was made of."""
+    return f"{path.parent.name}.universal" if path.name == "universal" else path.parent.name
+
+
 def _bases() -> tuple[Base, ...]:
-    paths = sorted(path for kind in ("deepspeed", "megatron") for path in (FIXTURES / kind).glob("*/checkpoint"))
+    wholes = ("*/checkpoint", "*/checkpoint-*", "*/universal")
+    paths = sorted(path for kind in ("deepspeed", "megatron") for own in wholes for path in (FIXTURES / kind).glob(own))
     targets = {"deepspeed": DEEPSPEED, "megatron": MEGATRON}
-    kept = {f"{path.parents[1].name}/{path.parent.name}": path for path in paths}
-    fixtures = [
-        Base(name=path.parent.name, fixture=path, targets=targets[path.parents[1].name]) for path in kept.values()
-    ]
+    kept = {f"{path.parents[1].name}/{_case(path)}": path for path in paths}
+    fixtures = [Base(name=_case(path), fixture=path, targets=targets[path.parents[1].name]) for path in kept.values()]
     written = [
         Base(
             name=f"{name.split('/')[1]}.{_label(arguments)}",

@@ -12,7 +12,7 @@ from random import Random
 
 from tests.fuzz.contents import edit_json, edit_pickle, flip, is_summed
 
-__all__ = ["Kind", "Mutation", "Place", "mutate", "pattern_of"]
+__all__ = ["Kind", "Mutation", "Place", "mutate"]
 
 
 class Kind(StrEnum):
@@ -70,7 +70,7 @@ def mutate(place: Place, rng: Random) -> Mutation:
             return Mutation(name=way.__name__.strip("_"), kind=kind, files=files, what=f"{', '.join(files)}: {what}")
 
 
-def pattern_of(name: str) -> str:
+def _pattern(name: str) -> str:
     """The name of a file without its numbers: alike for the same file of all ranks."""
     return "".join("#" if own.isdigit() else own for own in name)
 
@@ -120,7 +120,7 @@ def _alike(place: Place, rng: Random) -> tuple[str, str] | None:
     """Two files of other bytes, most often of two ranks or two states."""
     files = place.files()
     one = rng.choice(files)
-    ranks = [own for own in files if own != one and pattern_of(own) == pattern_of(one)]
+    ranks = [own for own in files if own != one and _pattern(own) == _pattern(one)]
     beside = [own for own in files if own != one and Path(own).parent == Path(one).parent]
     others = ranks if ranks and rng.random() < 0.7 else beside if beside and rng.random() < 0.7 else files
     other = rng.choice(others)
@@ -149,7 +149,7 @@ def _swap(place: Place, rng: Random) -> Done | None:
 
 def _swap_folders(place: Place, rng: Random) -> Done | None:
     folders = sorted(str(own.relative_to(place.root)) for own in place.root.rglob("*") if own.is_dir())
-    pairs = [(a, b) for a in folders for b in folders if a < b and pattern_of(a) == pattern_of(b)]
+    pairs = [(a, b) for a in folders for b in folders if a < b and _pattern(a) == _pattern(b)]
     if not pairs:
         return None
     one, other = rng.choice(pairs)
@@ -182,8 +182,7 @@ def _foreign(place: Place, rng: Random) -> Done | None:
         return None
     other = rng.choice(there)
     shutil.copyfile(other, place.root / name)
-    case = next(parent.parent.name for parent in other.parents if parent.name == "checkpoint")
-    return Kind.DAMAGE, (name,), f"that of {case}"
+    return Kind.DAMAGE, (name,), f"that of {'/'.join(other.parts[-5:])}"
 
 
 def _something_else(place: Place, rng: Random) -> Done | None:

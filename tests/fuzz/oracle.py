@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from tests.fuzz.bases import Base
-from tests.fuzz.mutations import Kind, Mutation, pattern_of
+from tests.fuzz.mutations import Kind, Mutation
 
 __all__ = ["ALLOWED", "Attempt", "Contents", "Label", "Trial", "contents", "judge", "lines_of", "tree"]
 
@@ -223,13 +223,20 @@ def _limit(base: Base, mutation: Mutation, truth: Attempt, found: Attempt, unsai
         name in line for line in found.told - truth.told if "without checksums" in line for name in names
     ):
         return "damage in a file that carries no checksums"
-    is_of_ranks = mutation.name == "swap" and len({pattern_of(name) for name in mutation.files}) == 1
-    if is_of_ranks and base.fixture.parents[1].name == "deepspeed" and re.match(_SWAPPED, names[0]):
-        return "whole files of DeepSpeed exchanged between ranks"
+    if mutation.name == "foreign" and base.fixture.parents[1].name == "deepspeed":
+        return "a file of another run, of which no other file has a copy"
+    parents = {str(Path(name).parent) for name in mutation.files}
+    if (
+        mutation.name in ("swap", "duplicate", "something_else")
+        and len(set(names)) == 1
+        and all(map(_IN_ZERO, parents))
+    ):
+        return "files of a universal checkpoint, exchanged or copied between parameters"
     return ""
 
 
-_SWAPPED = r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
+_IN_ZERO = re.compile(r".*/zero/[^/]+").fullmatch
+"""Folder of a parameter in a universal checkpoint."""
 
 
 def _contradiction(truth: Trial, trial: Trial) -> str:

@@ -1,6 +1,7 @@
 """Every kept DeepSpeed checkpoint, read and compared bit for bit with what was gathered inside the training run."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,7 @@ from ucp_formats.deepspeed.universal_source import DeepSpeedUniversalFormat
 
 from ucp.atom import Index, Kind, StateIndex, check_cover
 from ucp.dtypes import DType
-from ucp.errors import UnsupportedError
+from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.archive import read_archive
 from ucp.io.safetensors import read_header
 from ucp.slice import Locator, Piece, resolve, resolve_copies, whole_slice
@@ -256,3 +257,24 @@ def test_other_layouts_are_recognised_and_refused_by_name(folder: str) -> None:
     (reader,) = (reader for reader in readers if reader.detect(ROOT / folder))
     with pytest.raises(UnsupportedError, match=REFUSED[folder]):
         reader.read(ROOT / folder)
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("z3-dp2-lion", "zero_pp_rank_#_mp_rank_00_optim_states"),
+        ("z3-dp2-fp16", "zero_pp_rank_#_mp_rank_00_model_states"),
+        ("z0-pp2", "layer_0#-model_states"),
+        ("z0-tp2-dp2", "mp_rank_0#_model_states"),
+        ("z0-ep2-dp4", "expp_rank_#_mp_rank_00_optim_states"),
+        ("z0-ep2-dp4", "layer_0_expert_#_mp_rank_00_model_states"),
+    ],
+)
+def test_files_that_were_exchanged_are_refused(case, name, tmp_path):
+    root = Path(shutil.copytree(ROOT / case / "checkpoint", tmp_path / case))
+    one, other = sorted(root.glob(f"*/{name.replace('#', '[01]')}.pt"))
+    one.rename(tmp_path / "aside")
+    other.rename(one)
+    (tmp_path / "aside").rename(other)
+    with pytest.raises(MalformedError, match=rf"{one.name} was saved as {other.name}.*were exchanged"):
+        DeepSpeedFormat().read(root)

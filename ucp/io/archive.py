@@ -11,12 +11,13 @@ ucp.errors.MissingFileError: expected a file at nothing-here.pt; nothing is ther
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
 from zlib_ng import zlib_ng
 
-from ucp.errors import CorruptError, MalformedError, UnsupportedError
+from ucp.errors import CorruptError, MalformedError, SourceError, UnsupportedError
 from ucp.io.legacy import read_legacy
 from ucp.io.source import SourceFile, open_source
 from ucp.io.storage import StorageId, StorageRef
@@ -51,6 +52,8 @@ class Archive:
     """What was saved: plain values, names, stubs and tensor references."""
     records: tuple[Record, ...] = ()
     """Checksums of the storages, where the writer recorded them (zip)."""
+    saved_as: str = ""
+    """Name that the file was saved under, without its suffix: torch keeps it as the folder in the archive (zip)."""
 
 
 def read_archive(path: str, *, start: int = 0, nbytes: int | None = None) -> Archive:
@@ -68,14 +71,46 @@ def read_archive(path: str, *, start: int = 0, nbytes: int | None = None) -> Arc
     MissingFileError
         Nothing is at `path`.
     MalformedError
-        No file of torch.save, or a truncated or inconsistent one.
+        No file of torch.save, a truncated or inconsistent one, or one that was exchanged with another of its folder.
     UnsupportedError
         Big-endian, compressed, or the tar format of torch 0.1.
     CorruptError
         The pickle does not match its checksum.
     """
     with open_source(path) as file:
-        return read_embedded(file, start=start, nbytes=file.nbytes - start if nbytes is None else nbytes)
+        archive = read_embedded(file, start=start, nbytes=file.nbytes - start if nbytes is None else nbytes)
+    if not start and nbytes is None:
+        _check_name(archive)
+    return archive
+
+
+def _check_name(archive: Archive) -> None:
+    """Refuse a file that has the name of another one, which has a name that is not its own either.
+
+    A file that was renamed alone, or copied over another, is nothing to refuse here.
+    """
+    folder, name = os.path.split(archive.path)
+    stem, suffix = os.path.splitext(name)
+    other = os.path.join(folder, archive.saved_as + suffix)
+    if archive.saved_as in ("", stem) or not os.path.isfile(other):
+        return
+    named = _saved_as(other)
+    if named not in ("", archive.saved_as):
+        raise MalformedError(
+            f"expected the file that was saved as {name}; {archive.path} was saved as {archive.saved_as}{suffix}, and "
+            f"what has that name as {named}{suffix}: files were exchanged. Copy them again, or give them the names "
+            "that they were saved under"
+        )
+
+
+def _saved_as(path: str) -> str:
+    """Name that a file was saved under; empty where that cannot be seen."""
+    try:
+        with open_source(path) as file:
+            window = Window(file, 0, file.nbytes)
+            return _prefix(window, read_directory(window))
+    except SourceError:
+        return ""
 
 
 def read_embedded(file: SourceFile, *, start: int, nbytes: int) -> Archive:
@@ -124,7 +159,8 @@ def _read_zip(window: Window) -> Archive:
     offsets = data_offsets(window, tuple(stored.values()), directory=members)
     storages = _Storages(window, f"{prefix}/data/", stored, offsets)
     root = parse_pickle(data, where=f"{window.where}: {pickled.name}", persistent=storages.find).value
-    return Archive(path=window.file.path, kind="zip", root=root, records=storages.records() if summed else ())
+    records = storages.records() if summed else ()
+    return Archive(path=window.file.path, kind="zip", root=root, records=records, saved_as=prefix)
 
 
 class _Storages:

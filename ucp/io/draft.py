@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from pathlib import PurePath
 
 from ucp.dtypes import DType
 from ucp.io.graft import grafted
@@ -72,7 +73,7 @@ class FileDraft:
 
     def finish(self, root: object) -> Drafted:
         """The file that holds `root`."""
-        layout = layout_torch_zip(root)
+        layout = layout_torch_zip(root, folder=PurePath(self._path).stem)
         places = [
             Placement(
                 slice=part.slice,

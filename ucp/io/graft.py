@@ -5,6 +5,8 @@ Tensors that shared a place in the source (views of one buffer, tied weights) ar
 
 from __future__ import annotations
 
+from pathlib import PurePath
+
 from ucp.inert import Stub
 from ucp.io.torchzip import NewStorage, NewTensor, layout_torch_zip
 from ucp.target import OutputFile, RawCopy
@@ -18,7 +20,7 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, Stub)
 def torch_file(path: str, value: object) -> tuple[OutputFile, tuple[RawCopy, ...]]:
     """The file, and the copies that bring its tensors over."""
     moved: dict[NewStorage, TensorRef] = {}
-    layout = layout_torch_zip(grafted(value, moved))
+    layout = layout_torch_zip(grafted(value, moved), folder=PurePath(path).stem)
     raw = tuple(RawCopy(src=ref, path=path, offset=layout.storages[storage]) for storage, ref in moved.items())
     return OutputFile(path=path, nbytes=layout.nbytes, literals=layout.literals, crcs=layout.crcs), raw
 

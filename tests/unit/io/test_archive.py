@@ -430,3 +430,40 @@ def test_plain_pickles(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(1) + b"x")
     with pytest.raises(MalformedError, match="expected 5 bytes; got 6"):
         read_pickle(str(path))
+
+
+def named(path: Path) -> Path:
+    torch.save({"step": torch.ones(3)}, path)
+    return path
+
+
+def exchange(one: Path, other: Path) -> None:
+    one.rename(one.with_name("aside"))
+    other.rename(one)
+    one.with_name("aside").rename(other)
+
+
+def test_files_that_were_exchanged_are_told_by_the_names_they_were_saved_under(tmp_path):
+    one, other, third = (named(tmp_path / f"rank_{n}.states.pt") for n in range(3))
+    assert read_archive(str(one)).saved_as == "rank_0.states"
+    exchange(one, other)
+    for path, saved_as in ((one, other), (other, one)):
+        with pytest.raises(MalformedError, match=rf"{path.name} was saved as {saved_as.name}.*were exchanged"):
+            read_archive(str(path))
+    exchange(one, third)
+    for path in (one, other, third):
+        with pytest.raises(MalformedError, match="were exchanged"):
+            read_archive(str(path))
+
+
+def test_a_file_that_was_renamed_or_copied_is_read(tmp_path):
+    one, other = (named(tmp_path / f"{n}.pt") for n in "ab")
+    assert read_archive(str(one.rename(tmp_path / "c.pt"))).saved_as == "a"
+    (tmp_path / "d.pt").write_bytes(other.read_bytes())
+    assert read_archive(str(tmp_path / "d.pt")).saved_as == "b"
+    (tmp_path / "a.pt").write_bytes(b"no archive")
+    assert read_archive(str(tmp_path / "c.pt")).saved_as == "a"
+    buffer = io.BytesIO()
+    torch.save(1, buffer)
+    (tmp_path / "e.pt").write_bytes(buffer.getvalue())
+    assert read_archive(str(tmp_path / "e.pt")).saved_as == "archive"
