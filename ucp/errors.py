@@ -71,7 +71,7 @@ ARGUMENTS = {
     "--dtype": "dtypes={...}",
     "--set": "settings={...}",
     "--zero-moments": "zero_moments=...",
-    "--accept": "accept=[...]",
+    "--accept": "accept=...",
     "--no-fsync": "fsync=False",
 }
 """Options that messages name, and what they are called in Python."""
