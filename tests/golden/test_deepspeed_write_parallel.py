@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ucp
-from ucp.errors import TopologyError, UcpError
+from ucp.errors import TopologyError, UcpError, UnsupportedError
 from ucp.io.archive import read_archive
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspeed"
@@ -22,12 +22,15 @@ TARGETS: dict[str, Sequence[str]] = {
     "z1-pp2-dp2": ("dp=2,pp=2,zero=1", "dp=3,zero=0", "dp=1,pp=2,zero=0", "dp=2,pp=4,zero=1", "dp=1,pp=3,zero=0"),
     "z0-pp2": ("dp=2,pp=2,zero=1", "dp=1,pp=2,zero=0", "dp=1,pp=3,zero=1"),
     "z0-pp2-bf16": ("dp=1,pp=2,zero=1",),
+    "z0-pp2-alike": ("dp=1,pp=2,zero=0", "dp=2,pp=4,zero=1"),
     "z1-tp2-dp2": ("dp=2,tp=2,zero=1", "dp=1,tp=4,zero=3", "dp=3,zero=2", "dp=1,tp=2,zero=0"),
     "z3-tp2-dp2": ("dp=2,tp=2,zero=3", "dp=1,tp=4,zero=2"),
     "z1-ep2-dp4": ("dp=4,ep=2,zero=1", "dp=4,ep=4,zero=2", "dp=3,zero=1", "dp=2,ep=2,zero=0"),
     "z2-ep2-dp4-contiguous": ("dp=4,ep=2,zero=2", "dp=4,ep=4,zero=1"),
     "z0-ep2-dp4": ("dp=4,ep=4,zero=0", "dp=4,ep=2,zero=1"),
     "z1-ep2-dp4-bf16": ("dp=4,ep=2,zero=1",),
+    "z1-ep2-two-layers": ("dp=2,ep=1,zero=1", "dp=4,ep=4,zero=2"),
+    "z0-ep2-fp16-one-group": ("dp=2,ep=2,zero=0", "dp=2,ep=1,zero=0"),
 }
 UNTRAINABLE = (("z1-pp2-dp2", "dp=2,pp=4,zero=1"), ("z0-pp2", "dp=1,pp=3,zero=1"))
 """Those of stages that wait for each other in the first step, and have to be asked for."""
@@ -119,6 +122,7 @@ def test_a_universal_checkpoint_says_how_to_cut_again(tmp_path: Path) -> None:
             r"does not divide\n  dp=3\nchoose ep among 1, 2, 4, and a dp",
         ),
         ("z1-ep2-dp4", "dp=2,ep=2,zero=3", TopologyError, "no native experts with ZeRO 3"),
+        ("z0-ep2-fp16-one-group", "dp=2,ep=2,zero=1", UnsupportedError, "parameter groups of experts alone"),
     ],
 )
 def test_what_cannot_be_written(name: str, topology: str, error: type[UcpError], message: str, tmp_path: Path) -> None:

@@ -90,6 +90,19 @@ OTHERS = (
         universal=(Target(1, 4), Target(2, 1)),
         universal_fails=(Target(3, 2),),
     ),
+    Source(
+        "z0-bf16-unstepped",
+        "z0 DP2 bf16, saved before the first step",
+        "bf16",
+        (Target(0, 2), Target(1, 4), Target(3, 2)),
+        universal=(Target(2, 2),),
+    ),
+    Source(
+        "z1-dp2-counting",
+        "z1 DP2, counts in a tensor of one element",
+        "fp32",
+        (Target(0, 2), Target(1, 4), Target(2, 1), Target(3, 2)),
+    ),
     Source("z1-dp2-client-adamw", "z1 DP2, an optimizer made by the script", "fp32", (Target(2, 4), Target(3, 1))),
     Source(
         "z2-dp2-fused-adam",

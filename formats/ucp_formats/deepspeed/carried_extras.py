@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from ucp.atom import TAG, Index
 from ucp.companions import is_companion
+from ucp_formats.deepspeed.extras_source import UNSTEPPED
 
 __all__ = ["CarriedExtras"]
 
@@ -27,6 +28,7 @@ _PLACED = _PER_OPTIMIZER_FILE | {
     "client_state",
     "module_metadata",
     TAG,
+    UNSTEPPED,
 }
 """Extras that have a place in DeepSpeed's files."""
 _PLACED_BELOW = ("client_state/", "module/", "buffer/")

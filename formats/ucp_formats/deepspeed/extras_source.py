@@ -13,7 +13,8 @@
 | module_metadata, module/NAME | versions of modules; entries of the module that are no tensors |
 | universal_parameters | what a universal checkpoint says of single parameters beside the tensor |
 | buffer/NAME | buffers of ranks that differ from rank 0's |
-| optimizer_state/GROUP/NAME | states of a group that are neither tensors nor numbers |
+| optimizer_state/GROUP/NAME | states of a group, or of a parameter, that cannot be given to single parameters |
+| param_groups | of an optimizer that has not stepped, and names nothing |
 """
 
 from __future__ import annotations
@@ -25,8 +26,18 @@ from ucp.atom import Extra
 from ucp.io.sameness import Checksums, per_rank_extras
 from ucp_formats.deepspeed.saved_run import SavedFile, SavedRun
 
-__all__ = ["EMPTY_SHAPES", "joined", "model_extras", "optimizer_extras", "universal_extras", "whole_optimizer_extras"]
+__all__ = [
+    "EMPTY_SHAPES",
+    "UNSTEPPED",
+    "joined",
+    "model_extras",
+    "optimizer_extras",
+    "universal_extras",
+    "whole_optimizer_extras",
+]
 
+UNSTEPPED = "param_groups"
+"""Extra: groups of a torch optimizer without states, where it is not known which parameters their numbers are."""
 EMPTY_SHAPES = "empty_param_shapes"
 """Key of ucp's own, ignored by DeepSpeed: shapes of parameters without elements, where stage 3 records them nowhere."""
 

@@ -9,7 +9,7 @@ from ucp_formats.deepspeed import chunked_optimizer, flat_optimizer, whole_optim
 from ucp_formats.deepspeed.atom_draft import AtomDraft
 from ucp_formats.deepspeed.expert_target import ExpertRanks, expert_files, without_experts
 from ucp_formats.deepspeed.experts import Numbered
-from ucp_formats.deepspeed.extras_source import EMPTY_SHAPES
+from ucp_formats.deepspeed.extras_source import EMPTY_SHAPES, UNSTEPPED
 from ucp_formats.deepspeed.flat_optimizer import Share
 from ucp_formats.deepspeed.model_states import (
     Module,
@@ -64,6 +64,13 @@ class RankFiles:
         facts = self.facts
         draft = facts.draft(self._model_path())
         own: dict[str, object] = {"module": self._module(draft)}
+        unstepped = facts.extras.get(UNSTEPPED)
+        if not self.groups and unstepped is not None:
+            own["optimizer"] = {"state": {}, "param_groups": draft.carried(unstepped)}
+            note = (
+                "the optimizer had not stepped; its groups are written as they were, by the numbers of its parameters"
+            )
+            return [draft.finish(model_state(draft, facts, 0, own))], (note,)
         if not self.groups:
             note = f"the source {without_groups(facts.index)}: load the files with load_module_only=True"
             return [draft.finish(model_state(draft, facts, 0, own))], (note,)

@@ -26,6 +26,7 @@ from ucp.state import STEP, WEIGHT
 from ucp.tensor import TensorRef
 from ucp_formats.deepspeed.buckets import Bucket, Shard, bucket_states, scalar_state
 from ucp_formats.deepspeed.experts import is_expert
+from ucp_formats.deepspeed.extras_source import UNSTEPPED
 from ucp_formats.deepspeed.flat_layout import shared_buffers
 from ucp_formats.deepspeed.matching import AmbiguousError, FlatSlots, NoMatchError, SlotGroup, Slots, match_stages
 from ucp_formats.deepspeed.optimizer_part import OptimizerPart, hyper_parameters, take_group_steps
@@ -111,7 +112,7 @@ def read_whole(optimizer: WholeOptimizer, checksums: Checksums, order: Sequence[
     except UnsupportedError:
         if not optimizer.is_bare:
             raise
-        part.extras.append(Extra(name="param_groups", value=list(optimizer.groups)))
+        part.extras.append(Extra(name=UNSTEPPED, value=list(optimizer.groups)))
         part.notes = ["the optimizer has never stepped and names no parameters: its groups are kept as an extra only"]
         return part
     _check_count(optimizer, names)

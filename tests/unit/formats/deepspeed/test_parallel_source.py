@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -350,6 +351,31 @@ def test_files_of_experts_that_were_swapped(copied, case: str) -> None:
         read(tag)
     assert f"{one.name}: expected parameters of expert 0; got those of expert 3" in str(caught.value)
     assert f"{other.name}: expected parameters of expert 3; got those of expert 0" in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["z1-ep2-two-layers", "z0-ep2-fp16-one-group"])
+def test_experts_of_several_layers_are_in_the_order_of_the_model(copied, case: str) -> None:
+    """As DeepSpeed's optimizers have them at any expert-parallel degree, which know places and no names."""
+    index = read(copied(case))
+    order = {name: place for place, name in enumerate(index.atoms)}
+    for group in index.groups:
+        assert [order[name] for name in group.params] == sorted(order[name] for name in group.params)
+
+
+def test_names_of_experts_that_torch_kept_are_those_of_the_rank(copied) -> None:
+    tag = copied("z0-ep2-fp16-one-group")
+    before = read(tag).groups
+    names = [name for name in before[0].params if not re.search(r"deepspeed_experts\.[23]\.", name)]
+    for path in tag.glob("expp_rank_*"):
+        change(path, lambda saved: inner_groups(saved)[0].update(param_names=names))
+    after = read(tag)
+    assert after.groups == before
+    assert not any("inferred" in note for note in after.notes)
+
+
+def inner_groups(saved: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = saved["optimizer"]["optimizer_state_dict"]["param_groups"]
+    return found
 
 
 def test_a_lost_optimizer_of_experts_without_zero(copied) -> None:

@@ -206,10 +206,13 @@ def test_states_of_another_shape_are_refused_by_name(tmp_path: Path, fake_run) -
 def test_an_optimizer_that_never_stepped_keeps_its_groups_as_an_extra(tmp_path: Path, fake_run) -> None:
     run = fake_run(0, 2)
     run.models[0]["optimizer"]["state"] = {}
-    index = read(run.save(tmp_path))
+    index = read(run.save(tmp_path / "run"))
     assert index.groups == ()
     assert [len(group["params"]) for group in {e.name: e.value for e in index.extras}["param_groups"]] == [2, 2]
     assert any("never stepped" in note for note in index.notes)
+    ucp.convert(tmp_path / "run", tmp_path / "out", to="deepspeed", topology="dp=2,zero=0", workers=1)
+    (file,) = (tmp_path / "out").glob("*/mp_rank_00_model_states.pt")
+    assert torch.load(file, weights_only=False)["optimizer"] == run.models[0]["optimizer"]
 
 
 def test_a_checkpoint_without_an_optimizer(tmp_path: Path, fake_run) -> None:
