@@ -11,7 +11,7 @@ _TITLE = """# Megatron and 3D parallelism: the matrix
 
 `make integration` makes this page: every number was counted, and every "exact" was found, by that run.
 """
-_NAMES = ("megatron", "deepspeed")
+_NAMES = ("megatron", "eight-ranks", "deepspeed")
 
 
 def write_section(name: str, text: str) -> None:

@@ -4,8 +4,8 @@ When it saves `fully_reshardable`, it takes the states of a parameter out of a b
 buckets by offsets that count it (distrib_optimizer.py, core_v0.16: sharded_param_state_fully_reshardable, "issue
 #504"). Those of a second or later bucket lie so many elements too early in the file, what belongs at their front is
 lost, and zeros stand at their end. A tied embedding of a pipeline has a bucket of its own. Megatron loads such states
-without a word. They are known by their contents: the first elements of the master are elements of the weight, further
-on.
+without a word. Since 0.20 it counts rightly. They are known by their contents: the first elements of the master are
+elements of the weight, further on.
 
     weight   w0 w1 w2 w3 w4 w5 w6 w7        master   w2 w3 w4 w5 w6 w7 0 0
 """
@@ -34,8 +34,8 @@ _WHY = (
     "megatron-core (0.16 to 0.19) wrote the states of these parameters shifted, as it does with "
     "--dist-ckpt-optim-fully-reshardable where a bucket is padded, and lost part of them. The weights are sound; "
     "masters and moments are left out. Megatron itself resumes from this checkpoint with the wrong ones. While the run "
-    "is alive, save again without that flag, and convert that; else go on from an earlier checkpoint, or take the "
-    "weights (--include '*/weight') and start the optimizer anew"
+    "is alive, save again without that flag (0.20 needs no such care), and convert that; else go on from an earlier "
+    "checkpoint, or take the weights (--include '*/weight') and start the optimizer anew"
 )
 
 

@@ -54,13 +54,14 @@ class Grid:
         # experts came with version 3 of the checkpoint, long after the arguments: without these a number is a stage
         pp = arguments.pp or (1 if arguments.ep else 1 + max(several, default=0))
         ep = arguments.ep or 1 + max((own[1] for own in numbers if len(own) == 2), default=0)
-        return cls(tp=tp, pp=pp, ep=ep, etp=arguments.etp or tp)
+        etp = arguments.etp if arguments.num_experts or ep > 1 else None  # without experts it says nothing
+        return cls(tp=tp, pp=pp, ep=ep, etp=etp or tp)
 
     @property
     def collides(self) -> bool:
         """Whether two ranks with different parts of experts have the same name, and one overwrote the other."""
         named = {(rank % self.tp, rank // self.etp % self.ep) for rank in range(self.etp * self.ep)}
-        return self.ep > 1 and len(named) < self.etp * self.ep
+        return len(named) < self.etp * self.ep
 
     def places(self) -> tuple[GridPlace, ...]:
         """Every rank that must have saved, by stage."""
@@ -93,7 +94,7 @@ class Grid:
     def __str__(self) -> str:
         """Degrees above one, e.g. "tp=2,pp=4"."""
         degrees = {"tp": self.tp, "pp": self.pp, "ep": self.ep}
-        if self.ep > 1 and self.etp != self.tp:
+        if self.etp != self.tp:
             degrees["etp"] = self.etp
         shown = [f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1 or axis == "etp"]
         return ",".join(shown) or "one rank"

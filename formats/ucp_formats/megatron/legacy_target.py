@@ -11,7 +11,7 @@ dense or of its expert data-parallel group, so where both share ranks the grid i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -102,11 +102,11 @@ class _Legacy:
         self._own = own
         self._folder = folder
         topology = own.topology
-        self._grid = _grid(topology)
+        self._grid = _grid(topology if own.model.experts else replace(topology, etp=None))
         if self._grid.collides:
             raise TopologyError(
                 f"with {self._grid} several ranks with different experts would save under one name, and Megatron "
-                "loses some. Choose an etp that tp divides, or write torch_dist (--layout torch_dist)"
+                "loses some. Choose an etp that divides tp, or write torch_dist (--layout torch_dist)"
             )
         self._modules: Modules = modules_of(own.model.family, own.arguments, own.model.expert_layers)
         self._stages = stage_layers(own.model.layers, pp=topology.pp, vpp=topology.vpp, arguments=own.arguments)

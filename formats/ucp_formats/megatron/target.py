@@ -36,7 +36,7 @@ from ucp_formats.megatron.target_family import target_family
 from ucp_formats.megatron.target_groups import check_members, optimizer_chain
 from ucp_formats.megatron.target_lost import lost_lines, lost_states
 from ucp_formats.megatron.target_model import Model, check_layers, target_model
-from ucp_formats.megatron.target_run import TargetRun, check_topology, random_states
+from ucp_formats.megatron.target_run import TargetRun, check_topology, experts_apart, random_states
 from ucp_formats.megatron.target_settings import check_settings, settings_of
 
 __all__ = ["MegatronTarget"]
@@ -132,7 +132,7 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
     model = _model(index, {**native, **said}, options)
     arguments = {**native, **said} if native else _derived(index, model, said)
     check_layers(model, alike=key_style(arguments).stacked)
-    chain, notes = optimizer_chain(index, model.expert_atoms, split=topology.ep > 1)
+    chain, notes = optimizer_chain(index, model.expert_atoms, split=experts_apart(model, topology))
     if chain and _is_without_moments(model, arguments):
         chain, notes = (), (_ANEW,)
     _check_states(index, model, arguments, chain=bool(chain))

@@ -13,7 +13,7 @@ from ucp.companions import is_companion
 from ucp_formats.megatron.modules import MODULES
 from ucp_formats.megatron.target_division import division_notes
 from ucp_formats.megatron.target_groups import OptimizerGroup
-from ucp_formats.megatron.target_run import TargetRun
+from ucp_formats.megatron.target_run import TargetRun, experts_apart
 
 __all__ = ["common_state", "consumed_samples", "extra_notes"]
 
@@ -104,14 +104,18 @@ def _random_notes(run: TargetRun, *, found: bool) -> Iterator[str]:
     yield f"random states {why}: {remedy}"
 
 
+def _expert_optimizer(run: TargetRun) -> str:
+    if run.topology.ep > 1:
+        return "an optimizer of their own, for runs with ep above 1"
+    if experts_apart(run.model, run.topology):
+        return "an optimizer of their own, as since megatron-core 0.19 where etp is not tp (up to 0.18 not with ep=1)"
+    return "no optimizer of their own, for ep=1"
+
+
 def _model_notes(run: TargetRun) -> Iterator[str]:
     """What of the layout a run has to match by itself."""
     if run.chain and run.model.experts and run.arguments["ckpt_format"] == "torch_dist":
-        several = run.topology.ep > 1
-        which = (
-            "an optimizer of their own, for runs with ep above 1" if several else "no optimizer of their own, for ep=1"
-        )
-        yield f"experts have {which}; Megatron refuses to load the optimizer otherwise"
+        yield f"experts have {_expert_optimizer(run)}; Megatron refuses to load the optimizer otherwise"
     yield from division_notes(run)
     if run.arguments["ckpt_format"] == "torch" and any(own.name.endswith(_CONVOLUTION) for own in run.model.tensors):
         yield (

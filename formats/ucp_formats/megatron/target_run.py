@@ -13,7 +13,7 @@ from ucp_formats.megatron.names import GridPlace
 from ucp_formats.megatron.target_groups import OptimizerGroup
 from ucp_formats.megatron.target_model import Model, ModelTensor
 
-__all__ = ["TargetRun", "check_topology", "grid_problem", "random_states", "scaler_of"]
+__all__ = ["TargetRun", "check_topology", "experts_apart", "grid_problem", "random_states", "scaler_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,15 @@ class TargetRun:
     def is_optimized(self, tensor: ModelTensor) -> bool:
         """Whether an optimizer has states of the tensor."""
         return bool(self.chain) and tensor.kind is Kind.PARAMETER
+
+
+def experts_apart(model: Model, topology: Topology) -> bool:
+    """Whether experts have an optimizer of their own in a run.
+
+    Where experts are parallel, and since megatron-core 0.19 where they are cut over other ranks than the rest as well
+    (core/tensor_parallel/layers.py: use_expert_pgs).
+    """
+    return bool(model.experts) and (topology.ep > 1 or topology.expert_tp != topology.tp)
 
 
 def check_topology(topology: Topology) -> None:

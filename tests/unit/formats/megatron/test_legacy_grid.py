@@ -35,6 +35,14 @@ def test_ranks_of_one_name_collide() -> None:
     assert Grid(tp=1, pp=1, ep=2, etp=2).collides
     assert not Grid(tp=2, pp=1, ep=2, etp=2).collides
     assert not Grid(tp=2, pp=1, ep=1, etp=2).collides
+    assert Grid(tp=2, pp=1, ep=1, etp=4).collides
+    assert not Grid(tp=4, pp=1, ep=1, etp=2).collides
+
+
+def test_without_experts_nothing_is_cut_over_their_ranks() -> None:
+    folders = (parse_rank_folder("mp_rank_00"), parse_rank_folder("mp_rank_01"))
+    assert Grid.of(Arguments(raw={}, tp=2, etp=4), folders).etp == 2
+    assert Grid.of(Arguments(raw={}, tp=2, etp=4, num_experts=4), folders).etp == 4
 
 
 def test_without_experts_every_part_is_that_of_the_model() -> None:

@@ -200,3 +200,15 @@ def test_layouts_that_megatron_does_not_have(llama, tmp_path):
     for options, message in (({"layout": "zarr"}, "torch_dist, torch"), ({"compress": True}, "not compressed")):
         with pytest.raises(UsageError, match=message):
             convert(tmp_path / "a", tmp_path / "b", to="megatron", **options)
+
+
+@pytest.mark.parametrize(("topology", "apart"), [("tp=2,etp=1,dp=2", True), ("tp=2,dp=2", False)])
+def test_experts_that_are_cut_over_other_ranks_have_an_optimizer_of_their_own(
+    topology, apart, fake_legacy, to_megatron, tmp_path
+):
+    """0.19.2 core/tensor_parallel/layers.py, use_expert_pgs: Megatron loads no other number of optimizers."""
+    src = fake_legacy(kind="mixtral", optimizer="L3a", layers=2).save(tmp_path / "a")
+    report = to_megatron(src, tmp_path / "b", topology)
+    common = torch.load(tmp_path / "b" / "iter_0000010" / "common.pt", weights_only=False)
+    assert (list(common["optimizer"]) == [0, 1]) == apart
+    assert any("up to 0.18 not with ep=1" in note for note in report.notes) == apart

@@ -168,7 +168,9 @@ def test_layouts_that_do_not_fit(layout, message, fake_legacy, to_megatron, tmp_
     assert not (tmp_path / "b").exists()
 
 
-def test_ranks_that_would_overwrite_one_another(fake_legacy, to_megatron, tmp_path):
+@pytest.mark.parametrize("topology", ["tp=1,ep=2,etp=2,dp=4", "tp=2,etp=4,dp=2"])
+def test_ranks_that_would_overwrite_one_another(topology, fake_legacy, to_megatron, tmp_path):
+    """Before, half of every expert was left out with ep=1, and nothing said."""
     src = fake_legacy(kind="mixtral", optimizer="L3a").save(tmp_path / "a")
     with pytest.raises(TopologyError, match="under one name"):
-        to_megatron(src, tmp_path / "b", "tp=1,ep=2,etp=2,dp=4", "torch")
+        to_megatron(src, tmp_path / "b", topology, "torch")
