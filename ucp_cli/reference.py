@@ -31,6 +31,7 @@ are as long as they need to be and have no colours. What `--json` prints is desc
 | 2 | a mistake in an argument: it means nothing (DST lies in SRC), or what this source, target or memory cannot do |
 | 3 | done, and differences were found: `diff`, `verify --against`, `patterns check` |
 | 130 | interrupted from the keyboard; `convert --resume` continues |
+| 129 | ended by SIGHUP (as when a terminal goes away); `convert --resume` continues |
 | 143 | ended by SIGTERM (as a scheduler sends); `convert --resume` continues |
 
 A failure is one message without a traceback; `ucp --debug VERB ...` or `UCP_DEBUG=1` shows the traceback."""
