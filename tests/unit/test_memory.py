@@ -48,7 +48,14 @@ assert not ucp.diff({src!r}, {dst!r}, memory={memory}).equal
 
 
 def sparse_source(
-    folder: Path, *, dtype: DType, cast_copy: bool = False, columns: int = 1, terms: int = 1, byte: bytes = b""
+    folder: Path,
+    *,
+    dtype: DType,
+    cast_copy: bool = False,
+    columns: int = 1,
+    terms: int = 1,
+    byte: bytes = b"",
+    transposed: bool = False,
 ) -> Path:
     """A checkpoint of one large tensor of zeros that take no space on disk; or all of `byte`, which do."""
     folder.mkdir()
@@ -65,7 +72,7 @@ def sparse_source(
                 offset=(term * columns + column) * ROWS * width * dtype.itemsize,
                 dtype=dtype,
                 shape=(ROWS, width),
-                strides=(width, 1),
+                strides=(1, ROWS) if transposed else (width, 1),
             )
             fragments.append(Fragment(box=Box((0, column * width), (ROWS, width)), ref=ref, term=term))
     if cast_copy:
@@ -138,6 +145,9 @@ CASES = {
     "cast-and-compared": ({"cast_copy": True}, {"dtypes": {"weight": "float64"}}),
     "narrowed": ({}, {"dtypes": {"weight": "float8_e5m2"}}),
     "averaged": ({"terms": 2, "dtype": DType.BFLOAT16}, {}),
+    "transposed": ({"transposed": True}, {}),
+    "transposed-and-compared": ({"transposed": True, "cast_copy": True}, {}),
+    "transposed-and-compressed": ({"transposed": True}, {"compress": True}),
     "compressed": ({"dtype": DType.BFLOAT16}, {"compress": True}),
 }
 
