@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ucp.atom import Index
-from ucp.companions import companions_of
+from ucp.atom import TAG, Index
+from ucp.companions import companions_of, is_companion
 from ucp.compare import (
     Change,
     casts_between,
@@ -131,7 +131,8 @@ def prove(path: Path, *, against: Path | None, source: SourceOptions, threads: i
         checked, notes = checked_bytes(index), index.unchecked
         if other is not None and not problems:
             kept = keeps_extras(other, index)
-            changes = compare(other, index, observer, cast=True, extras=kept, threads=threads)
+            sides = (_without_chosen(own, index) for own in (other, index))
+            changes = compare(*sides, observer, cast=True, extras=kept, threads=threads)
             casts, notes = casts_between(other, index), (*notes, *_strangers(other, index))
     except _DAMAGE as error:
         problems = [str(error)]
@@ -145,6 +146,13 @@ def prove(path: Path, *, against: Path | None, source: SourceOptions, threads: i
         casts=casts,
         notes=notes,
     )
+
+
+def _without_chosen(index: Index, store: Index) -> Index:
+    """`index` less the extras of which a conversion to `store` decides: the tag, and companions that were left."""
+    held = {extra.name for extra in store.extras}
+    extras = (own for own in index.extras if own.name in held or not is_companion(own))
+    return replace(index, extras=tuple(own for own in extras if own.name != TAG))
 
 
 def differences(

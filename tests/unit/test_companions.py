@@ -301,3 +301,12 @@ def test_checkpoints_of_a_trainer_are_listed_where_their_parent_is_passed(saved)
     shutil.copytree(saved, saved.with_name("checkpoint-10"))
     with pytest.raises(ucp.UcpError, match=r"(?s)There are\n.*checkpoint-10\n.*checkpoint-3"):
         ucp.inspect(saved.parent)
+
+
+def test_a_store_is_equal_to_its_source_whatever_of_its_files_was_taken(saved, tmp_path):
+    for number, asked in enumerate([{}, {"companions": "none"}, {"tag": "best"}]):
+        ucp.convert(saved, tmp_path / str(number), **asked)
+        assert ucp.verify(tmp_path / str(number), against=saved).ok
+    (saved / "scheduler.pt").write_bytes(bytes(768))
+    (change,) = ucp.verify(tmp_path / "0", against=saved).changes
+    assert change.param == "extra/companion/scheduler.pt"
