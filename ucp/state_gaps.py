@@ -2,8 +2,8 @@
 
 Which states an optimizer keeps is not recorded, so what others have tells. A parameter without any is frozen, or was
 never stepped. The states of Muon are not those of the Adam that trains the rest, so a gap is a *part* of what another
-one has. Some optimizers keep more of matrices, or where they are told to: those with other switches, or with one
-dimension and with more, are not alike.
+one has. Some optimizers keep more of matrices, or where they are told to: those with other hyper-parameters or
+switches, or with one dimension and with more, are not alike.
 
 >>> full = frozenset({"exp_avg", "exp_avg_sq"})
 >>> gaps({"a": full, "b": full - {"exp_avg"}, "c": frozenset(), "muon": frozenset({"momentum_buffer"})}, {})
@@ -61,8 +61,8 @@ def state_gaps(index: Index) -> dict[str, tuple[str, ...]]:
 
 
 def _switches(group: ParamGroup) -> frozenset[tuple[str, object]]:
-    """Hyper-parameters by which an optimizer decides what to keep, such as `amsgrad` and `use_muon`."""
-    return frozenset((key, own) for key, own in group.hyper.items() if isinstance(own, bool | str | None))
+    """What tells optimizers and their choices apart: names of hyper-parameters, values of such as `amsgrad`."""
+    return frozenset((key, own if isinstance(own, bool | str | None) else ...) for key, own in group.hyper.items())
 
 
 def with_gaps(index: Index) -> Index:

@@ -12,6 +12,7 @@ import pytest
 
 import ucp
 from ucp.atom import Kind, Loss, ParamGroup
+from ucp.errors import MissingStateError
 from ucp.state_gaps import state_gaps
 from ucp.testing.handmade import Shards, make_index
 
@@ -31,14 +32,15 @@ def made(tmp_path):
             for name, kept in states.items()
             for state in ("weight", *sorted(kept))
         }
-        groups = [ParamGroup(params=(name,), hyper={"switch": own}) for name, own in (switches or {}).items()]
+        groups = [ParamGroup(params=(name,), hyper=own) for name, own in (switches or {}).items()]
         return make_index(tmp_path, own, groups=groups)
 
     return make
 
 
 def test_a_part_of_what_another_has_is_a_gap(made):
-    index = made({"a": ADAM, "b": {"exp_avg"}, "c": ADAM - {"step"}, "frozen": set()})
+    rates = {name: {"lr": rate} for name, rate in {"a": 0.1, "b": 0.2, "c": 0.1}.items()}
+    index = made({"a": ADAM, "b": {"exp_avg"}, "c": ADAM - {"step"}, "frozen": set()}, switches=rates)
     assert state_gaps(index) == {"b": ("exp_avg_sq", "step"), "c": ("step",)}
 
 
@@ -48,11 +50,15 @@ def test_a_part_of_what_another_has_is_a_gap(made):
         ({"muon": {"momentum_buffer"}, "adam": ADAM}, {}),
         (
             {"plain": ADAM, "amsgrad": {*ADAM, "max_exp_avg_sq"}},
-            {"switches": {"plain": False, "amsgrad": True}},
+            {"switches": {"plain": {"amsgrad": False}, "amsgrad": {"amsgrad": True}}},
+        ),
+        (
+            {"lion": {"exp_avg"}, "adam": ADAM},
+            {"switches": {"lion": {"betas": (0.9, 0.99)}, "adam": {"betas": (0.9, 0.95), "eps": 1e-8}}},
         ),
         ({"matrix": {*ADAM, "preconditioner"}, "bias": ADAM}, {"shapes": {"bias": (4,)}}),
     ],
-    ids=["another optimizer", "another setting", "another number of dims"],
+    ids=["other states", "another setting", "another optimizer", "another number of dims"],
 )
 def test_what_has_other_states_for_a_reason(states, more, made):
     assert state_gaps(made(states, **more)) == {}
@@ -81,10 +87,17 @@ def test_verify_and_diff_tell_of_it(gap, tmp_path):
     assert [LOST in note for note in report.notes] == [True]
 
 
-@pytest.mark.parametrize("target", [{}, {"to": "deepspeed", "topology": "dp=1,zero=0"}])
-def test_conversions_warn_of_it(target, gap):
-    assert any(LOST in warning for warning in ucp.plan(gap, **target).warnings)
-    assert not any(LOST in warning for warning in ucp.plan(gap, include=["*/weight"], **target).warnings)
+def test_conversions_to_atoms_warn_of_it(gap):
+    assert any(LOST in warning for warning in ucp.plan(gap).warnings)
+    assert not any(LOST in warning for warning in ucp.plan(gap, include=["*/weight"]).warnings)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_files_of_a_framework_are_refused(zero, gap):
+    asked = {"to": "deepspeed", "topology": f"dp=1,zero={zero}"}
+    with pytest.raises(MissingStateError, match=LOST):
+        ucp.plan(gap, **asked)
+    assert ucp.plan(gap, **asked, include=["*/weight"])
 
 
 def test_atoms_made_of_it_do_not_pass_for_whole(gap, tmp_path):
