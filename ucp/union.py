@@ -37,6 +37,9 @@ MEAN_WINDOW = BLOCK // 8
 """Bytes of a mean that are made at once: its sum is wider than what is written, and so are its casts."""
 
 
+TILE = 2 * BLOCK
+"""Bytes of a tile that is not compared with copies, which needs less room beside it."""
+
 WINDOW = 256 << 10
 """Bytes that are read and summed at once, while they are in the processor's cache."""
 
@@ -98,7 +101,7 @@ class Worker:
         self._sources = Sources()
         self._tracked = frozenset(record.path for record in job.index.records)
         self._locator = lru_cache(LOCATORS)(self._make_locator)
-        self._buffer = memoryview(mmap.mmap(-1, BLOCK))
+        self._buffer = memoryview(mmap.mmap(-1, TILE))  # of which what is never used takes no memory
 
     def carry_out(self, task: Task) -> Done:
         """Write everything a task writes. Raises UcpError or OSError; then the task is simply not done."""
@@ -179,7 +182,8 @@ class Worker:
         is_checked = any(spot.section.placement in self._job.checking for spot in spots)
         apart = {(f.ref.path, f.ref.offset) for f in state.fragments if isinstance(f.ref, TensorRef)}
         many = 0
-        for tile in tiles(own, state, nbytes=MEAN_WINDOW if state.overlap is Overlap.MEAN else BLOCK):
+        nbytes = MEAN_WINDOW if state.overlap is Overlap.MEAN else BLOCK if locator.replicas else TILE
+        for tile in tiles(own, state, nbytes=nbytes):
             copies = [
                 (s, piece) for s, o in zip(spots, slices, strict=True) for piece in within(o, tile, state.global_shape)
             ]
@@ -266,17 +270,22 @@ def _put(spot: _Spot, piece: Piece, data: memoryview) -> None:
     """Write a piece, which lies in `data`, run by run to its places."""
     import numpy as np
 
-    values = np.ascontiguousarray(piece_values(data, piece, piece.src_offset))
-    packed, itemsize = values.reshape(-1).view(np.uint8).data, values.itemsize
-    lead, run = len(piece.sizes), 1
-    while lead and (piece.sizes[lead - 1] == 1 or piece.dst_strides[lead - 1] == run):
+    values = piece_values(data, piece, piece.src_offset)
+    lead, run = len(piece.sizes), values.itemsize  # dims before those that lie together, and the bytes of these
+    while lead and (piece.sizes[lead - 1] == 1 or piece.dst_strides[lead - 1] * values.itemsize == run):
         lead -= 1
         run *= piece.sizes[lead]
-    steps = tuple(step * itemsize for step in piece.dst_strides[:lead])
-    starts = starts_of(piece.sizes[:lead], steps, first=spot.offset + piece.dst_offset * itemsize)
+    steps = tuple(step * values.itemsize for step in piece.dst_strides)
+    first = spot.offset + piece.dst_offset * values.itemsize
+    rows = len(values) if values.flags.c_contiguous else max(1, BLOCK * len(values) // values.nbytes)
     with _opened(spot.file) as descriptor:
-        for at, start in zip(range(0, packed.nbytes, run * itemsize), starts, strict=True):
-            write_at(descriptor, packed[at : at + run * itemsize], start)
+        for low in range(0, len(values), rows):
+            packed = np.ascontiguousarray(values[low : low + rows]).reshape(-1).view(np.uint8).data
+            own = (min(rows, len(values) - low), *piece.sizes[1:])[:lead]
+            starts = starts_of(own, steps[:lead], first=first + low * steps[0])
+            nbytes = packed.nbytes // len(starts)
+            for at, start in zip(range(0, packed.nbytes, nbytes), starts, strict=True):
+                write_at(descriptor, packed[at : at + nbytes], start)
 
 
 def _windows(section: Section, part: memoryview, locator: Locator) -> Iterator[tuple[int, int, memoryview]]:

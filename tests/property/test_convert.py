@@ -40,6 +40,7 @@ def small_blocks():
         patch.setattr(import_module("ucp.plan"), "TASK", 192)
         patch.setattr(import_module("ucp.gather"), "STRETCH", 48)
         patch.setattr(import_module("ucp.union"), "SPANS", 2)
+        patch.setattr(import_module("ucp.union"), "TILE", 128)
         for name, nbytes in (("LEAST", 100), ("CALL", 8), ("GAP", 16)):
             patch.setattr(import_module("ucp.tiles"), name, nbytes)
         patch.setattr(import_module("ucp.slice"), "GAP", 16)

@@ -39,7 +39,7 @@ def small(monkeypatch):
     """Bounds in proportion to the tensors here."""
     bounds = {
         "plan": {"BLOCK": BLOCK, "TASK": 4 * BLOCK},
-        "union": {"BLOCK": BLOCK, "MEAN_WINDOW": BLOCK // 8, "WINDOW": 1 << 10, "SPANS": 8},
+        "union": {"BLOCK": BLOCK, "TILE": 2 * BLOCK, "MEAN_WINDOW": BLOCK // 8, "WINDOW": 1 << 10, "SPANS": 8},
         "gather": {"STRETCH": BLOCK},
         "tiles": {"LEAST": BLOCK, "CALL": 1 << 10, "GAP": 32},
         "slice": {"GAP": 32},
