@@ -23,6 +23,12 @@ __all__ = ["Expression", "ExpressionError", "UnknownNameError"]
 _LONGEST = 400
 """Characters of an expression; more is no expression but an attack on the parser."""
 
+_DEEPEST = 40
+"""Parts of an expression in one another."""
+
+_MOST = 1 << 63
+"""Bound of every number in it: no size of a model is as large, and products of products end there."""
+
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = MappingProxyType(
     {
         ast.Add: operator.add,
@@ -69,6 +75,11 @@ class Expression:
         except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
             raise ExpressionError(f"expected an expression such as 'heads * head_dim'; got {self.text!r}") from error
         object.__setattr__(self, "_tree", tree)
+        level: list[ast.AST] = [tree]
+        for _ in range(_DEEPEST):
+            level = [below for node in level for below in ast.iter_child_nodes(node)]
+        if level:
+            raise ExpressionError(f"expected at most {_DEEPEST} parts in one another in {self.text!r}")
         for node in ast.walk(tree):
             _check(node, self.text)
 
@@ -110,6 +121,10 @@ def _check(node: ast.AST, text: str) -> None:
     known = isinstance(node, _KNOWN)
     if isinstance(node, ast.Constant):
         known = node.value is None or isinstance(node.value, int | str)
+        if isinstance(node.value, int):
+            _whole(node.value, "a number")
+    elif isinstance(node, ast.Call) and not node.args:
+        raise ExpressionError(f"expected one number or more for {ast.unparse(node)} in the expression {text!r}")
     elif isinstance(node, ast.Call):
         known = isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords
     elif isinstance(node, ast.Subscript):
@@ -191,6 +206,8 @@ def _compared(node: ast.Compare, values: Mapping[str, object]) -> bool:
     sides = [_value(side, values) for side in (node.left, *node.comparators)]
     for op, left, right in zip(node.ops, sides, sides[1:], strict=False):
         if isinstance(op, ast.Eq | ast.NotEq):
+            if not all(isinstance(side, int | float | str | None) for side in (left, right)):
+                raise ExpressionError("expected numbers or texts to be compared")
             holds = (left == right) is isinstance(op, ast.Eq)
         else:
             holds = _ORDER[type(op)](_whole(left, "<"), _whole(right, "<"))
@@ -200,6 +217,7 @@ def _compared(node: ast.Compare, values: Mapping[str, object]) -> bool:
 
 
 def _whole(value: object, where: str) -> int:
-    if isinstance(value, int):
+    if isinstance(value, int) and -_MOST <= value < _MOST:
         return int(value)
-    raise ExpressionError(f"expected a whole number for {where}; got {value!r}")
+    got = f"one of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    raise ExpressionError(f"expected a whole number of 64 bits for {where}; got {got}")

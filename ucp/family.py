@@ -14,18 +14,22 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from math import prod
 
 from ucp.errors import FamilyError, UsageError, counted, listed
 from ucp.expression import Expression, ExpressionError
 from ucp.match import Match
 from ucp.naming import CANONICAL, Evidence, Named, Stored, Style, Tied, undecided
 from ucp.rule import Alias, Rule
-from ucp.template import MOST_SHIFT, Template, kind, outline
+from ucp.template import LONGEST, MOST_SHIFT, Template, kind, outline
 
 __all__ = ["CANONICAL", "Evidence", "Family", "Match", "Named", "Style", "Tied", "distinct_shapes"]
 
 _COMPUTED = re.compile(r"(?:\{|\+)=([^}]*)\}")
 """A number in an alias that is computed from sizes: `{=layers + 4}.weight`, or `{mtp+=layers}` beside a field."""
+
+_MOST_WAYS = 256
+"""Ways in which the parts of one name that a style writes otherwise may combine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,25 +298,44 @@ class Family:
         found: list[Alias] = []
         for alias in aliases:
             found.extend(replace(alias, names=names) for names in self._rewritten(alias.names, own))
+            self._check_ways(len(found), alias.names, own)
         return tuple(dict.fromkeys(found))
 
     def _rewritten(self, names: tuple[str, ...], style: Style) -> list[tuple[str, ...]]:
         """The names with the parts that a style writes otherwise, in every way it does; none when a size lacks."""
-        filled = [self._computed(name) for name in names]
-        if any(name is None for name in filled):
+        filled = [name for name in map(self._computed, names) if name is not None]
+        if len(filled) < len(names):
             return []
         choices = [
             [(part, own) for own in others]
             for part, others in style.rewrite.items()
-            if any(part in name for name in filled if name is not None)
+            if any(part in name for name in filled)
         ]
+        self._check_ways(prod(map(len, choices)), names, style)
         ways = []
         for choice in product(*choices):
-            way = [str(name) for name in filled]
+            way = filled
             for part, own in choice:
-                way = [name.replace(part, own) for name in way]
+                way = [self._replaced(name, part, own, style) for name in way]
             ways.append(tuple(way))
         return ways
+
+    def _check_ways(self, count: int, names: tuple[str, ...], style: Style) -> None:
+        if count > _MOST_WAYS:
+            raise UsageError(
+                f"{self.source}: style: {style.name}: rewrite: expected at most {_MOST_WAYS} ways to write a name; got "
+                f"{count:,} for {names[0]}"
+            )
+
+    def _replaced(self, name: str, part: str, own: str, style: Style) -> str:
+        """`name` with `own` for `part`. Raises UsageError where that is no name."""
+        try:
+            if len(name) + name.count(part) * (len(own) - len(part)) > LONGEST:
+                raise ValueError(f"expected names of at most {LONGEST} characters")
+            return Template(name.replace(part, own)).text
+        except ValueError as error:
+            where = f"{self.source}: style: {style.name}: rewrite: {part}"
+            raise UsageError(f"{where}: {error}, from {name!r}") from error
 
     def _computed(self, name: str) -> str | None:
         """The alias with its computed numbers; None when a size is not known, or is none that a name can count to."""

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from ucp.errors import UsageError
 from ucp.expression import Expression, ExpressionError
-from ucp.template import Template
+from ucp.template import LONGEST, Template
 
 __all__ = [
     "Place",
+    "dim_of",
     "expression_of",
     "flag_of",
+    "int_of",
     "items_of",
     "number_of",
     "numbers_of",
@@ -23,6 +25,15 @@ __all__ = [
     "text_of",
     "texts_of",
 ]
+
+_SHOWN = 200
+"""Characters of a value that a message shows."""
+
+_MOST_NUMBER = 1 << 63
+"""Bound of whole numbers in TOML."""
+
+_MOST_DIMS = 64
+"""Dims that a tensor of torch may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +49,17 @@ class Place:
 
     def wrong(self, wanted: str, value: object) -> UsageError:
         """The error that says what was expected here."""
-        return UsageError(f"{self.path}: expected {wanted}; got {value!r}")
+        return UsageError(f"{self.path}: expected {wanted}; got {_told(value)}")
+
+
+def _told(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of thousands of digits
+        return (
+            "a number of thousands of digits" if isinstance(value, int) else "one with a number of thousands of digits"
+        )
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def tables_of(document: Mapping[str, object], key: str, place: Place) -> Iterable[tuple[int, object]]:
@@ -83,17 +104,29 @@ def texts_of(value: object, place: Place) -> tuple[str, ...]:
 
 
 def number_of(value: object, place: Place) -> int:
-    """The value as a whole number."""
-    if not isinstance(value, int) or isinstance(value, bool):
+    """The value as a whole number, which is one of 64 bits as everywhere in TOML."""
+    if not isinstance(value, int) or isinstance(value, bool) or not -_MOST_NUMBER <= value < _MOST_NUMBER:
         raise place.wrong("a whole number", value)
     return value
+
+
+def dim_of(value: object, place: Place) -> int:
+    """The value as the number of a dim, counted from 0."""
+    if not isinstance(value, int) or isinstance(value, bool) or value not in range(_MOST_DIMS):
+        raise place.wrong("the number of a dim", value)
+    return value
+
+
+def int_of(value: int, place: Place) -> int:
+    """The value as a whole number; true and false are 1 and 0."""
+    return int(value) if isinstance(value, bool) else number_of(value, place)
 
 
 def numbers_of(value: object, place: Place) -> dict[str, int]:
     """The value as a table of whole numbers; true and false are 1 and 0."""
     found = {}
     for name, own in table_of(value, place).items():
-        found[name] = int(own) if isinstance(own, bool) else number_of(own, place.at(name))
+        found[name] = int_of(own, place.at(name)) if isinstance(own, int) else number_of(own, place.at(name))
     return found
 
 
@@ -107,14 +140,17 @@ def flag_of(value: object, place: Place) -> bool:
 def expression_of(value: object, place: Place) -> Expression:
     """The value as an expression."""
     try:
-        return Expression(str(value) if isinstance(value, int) else text_of(value, place))
+        return Expression(str(int_of(value, place)) if isinstance(value, int) else text_of(value, place))
     except ExpressionError as error:
         raise UsageError(f"{place.path}: {error}") from error
 
 
 def template_of(value: object, place: Place) -> Template:
     """The value as a name template."""
+    text = text_of(value, place)
+    if len(text) > LONGEST:
+        raise place.wrong(f"a name of at most {LONGEST} characters", text)
     try:
-        return Template(text_of(value, place))
+        return Template(text)
     except ValueError as error:
         raise UsageError(f"{place.path}: {error}") from error

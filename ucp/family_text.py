@@ -16,10 +16,11 @@ from ucp.expression import Expression
 from ucp.family import CANONICAL, Evidence, Family, Style, Tied
 from ucp.family_fields import (
     Place,
+    dim_of,
     expression_of,
     flag_of,
+    int_of,
     items_of,
-    number_of,
     numbers_of,
     only,
     table_of,
@@ -43,6 +44,12 @@ _KEYS = frozenset(
 _RULE_KEYS = frozenset({"name", "when", "meaning", "buffer", "padded", "alias"})
 
 _ALIAS_KEYS = frozenset({"name", "names", "dim", "groups", "blocks", "view", "order", "when", "beside"})
+
+_MOST_RULES = 10_000
+"""Rules of a family, and places in its order."""
+
+_MOST_STYLES = 16
+"""Styles of which each is like the next."""
 
 _AXES = ("pp", "ep", "etp", "tp", "cp", "dp")
 
@@ -109,6 +116,8 @@ def _parsed(text: str, source: str) -> dict[str, object]:
         raise UsageError(f"{source}: expected a TOML file of rules; {_told(error)}") from error
     except RecursionError:
         raise UsageError(f"{source}: expected a TOML file of rules; it is nested too deeply to be read") from None
+    except ValueError:
+        raise UsageError(f"{source}: expected a TOML file of rules; a number in it has thousands of digits") from None
 
 
 def _joined(families: Sequence[Family]) -> Family:
@@ -165,7 +174,7 @@ def _rule(value: object, place: Place, pattern: Callable[[str], PatternFactory],
         when=expression_of(table["when"], place.at("when")) if "when" in table else None,
         meaning=text_of(table.get("meaning", ""), place.at("meaning")),
         buffer=flag_of(table.get("buffer", False), place.at("buffer")),
-        padded=None if padded is None else number_of(padded, place.at("padded")),
+        padded=None if padded is None else dim_of(padded, place.at("padded")),
         aliases=_alias_table(table.get("alias", {}), place.at("alias")),
         source=family,
     )
@@ -176,8 +185,8 @@ def _axis(axis: str, value: object, place: Place, pattern: Callable[[str], Patte
     table = {"pattern": value} if isinstance(value, str) else table_of(value, place)
     name = text_of(table.get("pattern"), place.at("pattern"))
     options = {key: _option(own, place.at(key)) for key, own in table.items() if key != "pattern"}
-    if not isinstance(options.get(DIM, 0), int):
-        raise place.at(DIM).wrong("the number of a dim", table[DIM])
+    if DIM in table:
+        options[DIM] = dim_of(table[DIM], place.at(DIM))
     try:
         factory = pattern(name)
     except UsageError as error:
@@ -196,7 +205,7 @@ def _option(value: object, place: Place) -> OptionValue:
 
 
 def _one_option(value: object, place: Place) -> int | Expression:
-    return value if isinstance(value, int) else expression_of(value, place)
+    return int_of(value, place) if isinstance(value, int) else expression_of(value, place)
 
 
 def _alias_table(value: object, place: Place) -> dict[str, tuple[Alias, ...]]:
@@ -217,16 +226,23 @@ def _alias(value: object, place: Place) -> Alias:
     blocks, view, order = (items_of(table.get(key, []), place.at(key)) for key in ("blocks", "view", "order"))
     return Alias(
         names=tuple(_alias_name(name, place) for name in names),
-        dim=number_of(table.get("dim", 0), place.at("dim")),
+        dim=dim_of(table.get("dim", 0), place.at("dim")),
         groups=expression_of(table["groups"], place.at("groups")) if "groups" in table else None,
         blocks=tuple(_one_option(own, place.at("blocks")) for own in blocks),
         view=tuple(_one_option(own, place.at("view")) for own in view),
-        order=tuple(number_of(own, place.at("order")) for own in order),
+        order=_order(order, place.at("order")),
         when=expression_of(table["when"], place.at("when")) if "when" in table else None,
         beside=tuple(
             template_of(own, place.at("beside")).text for own in items_of(table.get("beside", []), place.at("beside"))
         ),
     )
+
+
+def _order(value: Sequence[object], place: Place) -> tuple[int, ...]:
+    order = tuple(dim_of(own, place) for own in value)
+    if sorted(order) != list(range(len(order))):
+        raise place.wrong("every dim once", value)
+    return order
 
 
 def _alias_name(text: str, place: Place) -> str:
@@ -273,9 +289,12 @@ def _repeated(family: Family, value: object, place: Place) -> Family:
                 style: tuple(moved for own in ways if (moved := _moved(own, starts.get(style, {old: new}))))
                 for style, ways in rule.aliases.items()
             }
-            name = Template(new + rule.name.text.removeprefix(old))
+            name = template_of(new + rule.name.text.removeprefix(old), place.at("as"))
             copies.append(replace(rule, name=name, aliases={style: ways for style, ways in aliases.items() if ways}))
     order = tuple(new + own.removeprefix(old) for own in family.order if own.startswith(old))
+    together = max(len(family.rules) + len(copies), len(family.order) + len(order))
+    if together > _MOST_RULES:
+        raise place.wrong(f"at most {_MOST_RULES:,} rules, those that are repeated counted", together)
     return replace(family, rules=(*family.rules, *copies), order=(*family.order, *order))
 
 
@@ -299,8 +318,7 @@ def _checked(family: Family, place: Place) -> Family:
         if unknown:
             raise place.wrong(f"styles that are described ({', '.join(family.styles)}), for {rule.name}", unknown)
     for style in family.styles.values():
-        if style.like not in (None, CANONICAL, *family.styles):
-            raise place.at("style").at(style.name).wrong("a style that is described", style.like)
+        _check_style(style, family.styles, place.at("style").at(style.name))
     templates = {rule.name.text for rule in family.rules}
     for rule in family.rules:
         unknown = [own for ways in rule.aliases.values() for way in ways for own in way.beside if own not in templates]
@@ -313,6 +331,19 @@ def _checked(family: Family, place: Place) -> Family:
         if unknown:
             raise place.wrong(f"names under [sizes] or [given], for {rule}", unknown)
     return family
+
+
+def _check_style(style: Style, styles: Mapping[str, Style], place: Place) -> None:
+    """Refuse a style that is like one which is not described, or like itself at some remove."""
+    alike = [style.name]
+    like = style.like
+    while like not in (None, CANONICAL):
+        if like not in styles:
+            raise place.at("like").wrong("a style that is described", like)
+        alike.append(like)
+        if like in alike[:-1] or len(alike) > _MOST_STYLES:
+            raise place.at("like").wrong(f"at most {_MOST_STYLES} styles, one like another in no circle", alike)
+        like = styles[like].like
 
 
 def _sizes(value: object, place: Place) -> dict[str, tuple[Expression, ...]]:

@@ -128,6 +128,8 @@ class Alias:
             raise ValueError(f"{self.names[0]} of shape {list(shape)} is not {list(seen)} looked at otherwise")
         strides = contiguous_strides(seen)
         order = self.order or tuple(range(len(seen)))
+        if len(order) != len(seen):
+            raise ValueError(f"{self.names[0]} of shape {list(shape)} has no {len(order)} dims to put in order")
         return Elements(tuple(seen[dim] for dim in order), tuple(strides[dim] for dim in order))
 
     def pieces(self, shapes: Sequence[tuple[int, ...]], values: Mapping[str, object]) -> tuple[RegionPair, ...]:
@@ -159,6 +161,8 @@ class Alias:
         """What joins, in order: the tensors, or the blocks of the only one."""
         if len(shapes) != len(self.names):
             raise ValueError(f"expected the shapes of {', '.join(self.names)}; got {len(shapes)}")
+        if any(self.dim >= len(shape) for shape in shapes):
+            raise ValueError(f"{', '.join(self.names)} of {len(shapes[0])} dims cannot join along dim {self.dim}")
         if not self.blocks:
             return [_Part(number, shape, 0, shape[self.dim]) for number, shape in enumerate(shapes)]
         parts = []

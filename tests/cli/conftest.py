@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,3 +53,18 @@ def atoms(ucp: Run, zero3: Path, tmp_path: Path) -> Path:
 def copy(zero3: Path, tmp_path: Path) -> Path:
     """`zero3`, to be damaged."""
     return Path(shutil.copytree(zero3, tmp_path / "copy"))
+
+
+@pytest.fixture
+def inject() -> Callable[[Path, bytes], None]:
+    """`inject(file, instructions)` adds a key "extra" to the dict that a file of torch.save holds."""
+
+    def add(file: Path, instructions: bytes) -> None:
+        with zipfile.ZipFile(file) as archive:
+            members = [(info.filename, archive.read(info)) for info in archive.infolist()]
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, data in members:
+                added = b"X\x05\0\0\0extra" + instructions + b"s."
+                archive.writestr(name, data.removesuffix(b".") + added if name.endswith("/data.pkl") else data)
+
+    return add

@@ -123,3 +123,19 @@ def test_arithmetic_is_that_of_whole_numbers(a, b, c):
     assert Expression("a + b * c").value(values) == a + b * c
     assert Expression("a * c / c - b").value(values) == a - b
     assert Expression("a // c * c + a % c").value(values) == a
+
+
+def test_numbers_stay_sizes():
+    """Products of products would soon fill the memory."""
+    values: dict[str, object] = {"a": 1 << 62}
+    with pytest.raises(ExpressionError, match="whole number of 64 bits"):
+        Expression("a * a").value(values)
+    assert Expression("a + (a - 1)").value(values) == (1 << 63) - 1
+
+
+def test_what_is_recorded_is_compared_only_where_it_is_a_number_or_text():
+    nested: object = ()
+    for _ in range(200):
+        nested = (nested, nested)
+    with pytest.raises(ExpressionError, match="numbers or texts"):
+        Expression("a == b").value({"a": nested, "b": (nested, nested)})

@@ -125,7 +125,7 @@ def test_the_header_is_read_on_its_own():
             r"expected names under \[sizes\] or \[given\], for a; got \['wdith'\]",
         ),
         ("name = 'x'\n[[rule]]\nname = 'a'\nwhen = 'a b'\ntp = 'replicate'", r"when: expected an expression"),
-        ("name = 'x'\n[[rule]]\nname = 'a'\npadded = true\ntp = 'replicate'", "padded: expected a whole number"),
+        ("name = 'x'\n[[rule]]\nname = 'a'\npadded = true\ntp = 'replicate'", "padded: expected the number of a dim"),
         ("name = 'x'\n[[rule]]\nname = 'a'\ntp = 'replicate'\nalias = { te = 'b' }", r"expected styles.*got \['te'\]"),
         ("name = 'x'\n[style.a]\nlike = 'b'", "expected a style that is described; got 'b'"),
         ("name = 'x'\n[given]\na = 'b'", "given: a: expected a whole number; got 'b'"),
@@ -134,8 +134,69 @@ def test_the_header_is_read_on_its_own():
         ("name = 'x'\n[evidence]\nname = ['a']", r"evidence: expected only .*; got \['name'\]"),
         ("name = 'x'\n[[tied]]\nname = 'a'", r"tied\[0\]: to: expected a text"),
         ("name = 'x'\n[[repeat]]\nrules = 'a'", r"repeat\[0\]: as: expected a text"),
+        (
+            "name = 'x'\n[style.a]\nlike = 'a'",
+            r"style: a: like: expected at most 16 styles.*in no circle; got \['a', 'a'\]",
+        ),
+        ("name = 'x'\n[style.a]\nlike = 'b'\n[style.b]\nlike = 'a'", r"in no circle; got \['a', 'b', 'a'\]"),
+        ("name = 'x'\n[sizes]\na = 'min()'", r"sizes: a: expected one number or more for min\(\)"),
+        (
+            f"name = 'x'\n[given]\na = {'9' * 5000}",
+            "my.toml: expected a TOML file of rules; a number in it has thousands",
+        ),
+        (
+            f"name = 'x'\n[given]\na = 0x{'f' * 5000}",
+            "given: a: expected a whole number; got a number of thousands of digits",
+        ),
+        (
+            f"name = 'x'\n[sizes]\na = 0x{'f' * 5000}",
+            "sizes: a: expected a whole number; got a number of thousands of digits",
+        ),
+        (f"name = 0x{'f' * 5000}", "name: expected a text; got a number of thousands of digits"),
+        (
+            f"name = 'x'\n[sizes]\na = '{'9' * 50}'",
+            "sizes: a: expected a whole number of 64 bits for a number; got one of",
+        ),
+        (f"name = 'x'\n[sizes]\na = '{'-' * 300}1'", "sizes: a: expected at most 40 parts in one another"),
+        (
+            f"name = 'x'\n[[rule]]\nname = '{'a.' * 200}w'",
+            r"rule\[0\]: name: expected a name of at most 256 characters",
+        ),
+        (
+            "name = 'x'\n[[rule]]\nname = 'a'\ntp = { pattern = 'shard', dim = -3 }",
+            "tp: dim: expected the number of a dim; got -3",
+        ),
+        (
+            "name = 'x'\norder = ['a']\n" + "[[repeat]]\nrules = ''\nas = ''\n" * 24,
+            r"repeat\[13\]: expected at most 10,000 rules",
+        ),
+        (
+            "name = 'x'\n[[rule]]\nname = 'a'\n[[repeat]]\nrules = 'a'\nas = '{'",
+            r"repeat\[0\]: as: expected fields like",
+        ),
+        (
+            "name = 'x'\n[[rule]]\nname = 'a'\n[rule.alias]\nmcore = { name = 'b', order = [0, 0] }",
+            "order: expected every dim once",
+        ),
     ],
 )
 def test_mistakes_are_named_with_their_place(text, message):
     with pytest.raises(UsageError, match=message):
         family(text)
+
+
+def test_ways_to_write_a_name_are_bounded():
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    rewrites = "\n".join(f"{own} = ['{own}', '{own.upper()}']" for own in letters)
+    own = family(f"name = 'x'\n[[rule]]\nname = '{letters}'\n[style.s]\nlike = 'mcore'\n[style.s.rewrite]\n{rewrites}")
+    with pytest.raises(UsageError, match=r"my.toml: style: s: rewrite: expected at most 256 ways to write a name"):
+        own.read("a")
+
+
+@pytest.mark.parametrize("part", ["b" * 40, "{"])
+def test_names_that_a_style_writes_are_names(part):
+    own = family(
+        f"name = 'x'\n[[rule]]\nname = 'aaaaaaaaaa'\n[style.s]\nlike = 'mcore'\n[style.s.rewrite]\na = '{part}'"
+    )
+    with pytest.raises(UsageError, match=r"my.toml: style: s: rewrite: a: expected (names of at most 256|fields like)"):
+        own.read("a")

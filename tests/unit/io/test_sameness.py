@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 
 from ucp.atom import Extra
@@ -104,3 +106,53 @@ def test_a_key_that_only_the_first_rank_has_is_its_own() -> None:
 
 def test_empty_dicts_are_kept() -> None:
     assert per_rank_extras("x", {0: {}, 1: {}}, RECORDS) == [Extra(name="x", value={})]
+
+
+def deep(depth: int, leaf: object) -> object:
+    value = leaf
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def doubled(times: int, leaf: object, *, by: type) -> object:
+    value = leaf
+    for _ in range(times):
+        value = by([value, value])
+    return value
+
+
+def test_depth_is_no_danger() -> None:
+    assert RECORDS.same(deep(100_000, 1), deep(100_000, 1))
+    assert not RECORDS.same(deep(100_000, 1), deep(100_000, 2))
+
+
+@pytest.mark.parametrize("by", [list, tuple])
+def test_what_is_shared_is_looked_into_once(by: type) -> None:
+    assert RECORDS.same(doubled(200, 1, by=by), doubled(200, 1, by=by))
+    assert not RECORDS.same(doubled(200, 1, by=by), doubled(200, 2, by=by))
+
+
+def cycle(length: int, last: object = None) -> list[object]:
+    first: list[object] = []
+    at = first
+    for _ in range(length - 1):
+        following: list[object] = []
+        at += [following, None]
+        at = following
+    at += [first, last]
+    return first
+
+
+def test_what_lies_in_itself() -> None:
+    assert RECORDS.same(cycle(3), cycle(3))
+    assert RECORDS.same(cycle(1009), cycle(1013)), "lists of the same lists without end, in circles of two lengths"
+    assert not RECORDS.same(cycle(3), cycle(3, last=1))
+
+
+def test_attributes_of_a_dict_and_order_of_its_kind_count() -> None:
+    a, b = OrderedDict(x=1), OrderedDict(x=1)
+    assert RECORDS.same(a, b)
+    a._metadata = {"version": 1}  # type: ignore[attr-defined]
+    assert not RECORDS.same(a, b)
+    assert not RECORDS.same(a, {"x": 1})

@@ -422,3 +422,42 @@ def test_a_second_pickle_in_the_same_bytes() -> None:
 def test_persistent_ids_are_looked_up() -> None:
     assert parse_pickle(b"K\x07Q.", where="test", persistent=lambda pid: ("found", pid)).value == ("found", 7)
     assert parse_pickle(b"Pabc\n.", where="test", persistent=lambda pid: pid).value == "abc"
+
+
+def whole(number: int) -> bytes:
+    """LONG1."""
+    return b"\x8a\x0b" + number.to_bytes(11, "little", signed=True)
+
+
+def alike(after: bytes = b"") -> bytes:
+    """Numbers of one hash, each followed by `after`."""
+    return b"".join(whole(number * ((1 << 61) - 1)) + after for number in range(1, 1001))
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        b"}(" + alike(b"N") + b"u",
+        b"}" + alike(b"Ns"),
+        b"\x8f(" + alike() + b"\x90",
+        b"(" + alike() + b"\x91",
+        b"cbuiltins\nset\n](" + alike() + b"e\x85R",
+        b"ccollections\nOrderedDict\n](" + alike(b"N\x86") + b"e\x85R",
+        b"}(" + alike(b"\x85N") + b"u",
+    ],
+)
+def test_keys_chosen_to_have_one_hash_are_refused(hostile: bytes) -> None:
+    """Each is compared with all before it: 30,000 take a minute."""
+    with pytest.raises(MalformedError, match="more than 100 of one hash"):
+        parse_pickle(hostile + b".", where="test")
+
+
+def test_large_numbers_are_keys() -> None:
+    keys = [1 << 63, -(1 << 100), 0, -1, -2, (1 << 61) - 1, True]
+    assert parse_pickle(pickle.dumps(dict.fromkeys(keys), 4), where="test").value == dict.fromkeys(keys)
+
+
+def test_slices_that_hold_no_numbers_are_objects() -> None:
+    value = parse_pickle(b"c__builtin__\nslice\n]NN\x87R.", where="test").value
+    assert isinstance(value, Stub)
+    assert parse_pickle(pickle.dumps(slice(1, None, -2), 4), where="test").value == slice(1, None, -2)
