@@ -26,7 +26,7 @@ from ucp.prepare import ConvertOptions, Silent, Survey, index_of, judged, survey
 from ucp.preview import PlanReport, preview
 from ucp.proof import DiffReport, VerifyReport, differences, prove, prove_written
 from ucp.protocols import Observer, SourceOptions
-from ucp.registry import recognise
+from ucp.registry import recognise, with_callables
 from ucp.settle import Drift
 from ucp.state import NameFilter
 from ucp.target import TargetOptions
@@ -70,7 +70,7 @@ def inspect(path: type_path, *, family: str | None = None, patterns: type_path |
     `family`, `patterns`: see `convert`. Raises SourceError; what can be told then is in `survey(path)`.
     """
     fmt, _ = recognise(Path(path), options=source_options(family, patterns))
-    index = judged(fmt.read(Path(path)))
+    index = with_callables(judged(fmt.read(Path(path))))
     note = moments_note(index)
     return index if note is None else replace(index, notes=(*index.notes, note))
 

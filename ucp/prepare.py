@@ -29,7 +29,7 @@ from ucp.identity import producer
 from ucp.moments import ZeroMoments, check_moments
 from ucp.plan import BLOCK, Job, fit_workers, make_job
 from ucp.protocols import Observer, SourceOptions, Target
-from ucp.registry import recognise, target
+from ucp.registry import recognise, target, with_callables
 from ucp.settle import Drift, settle
 from ucp.state import WEIGHT, NameFilter
 from ucp.state_gaps import gap_text, state_gaps, with_gaps
@@ -38,6 +38,9 @@ from ucp.topology import Topology
 
 __all__ = ["ConvertOptions", "Prepared", "Silent", "Survey", "index_as_told", "index_of", "judged", "prepare", "survey"]
 
+
+_DROP = "drop"
+"""Setting that every target takes: extras to leave out."""
 
 _SELECTION = "left out by --include/--exclude"
 """Why a selection has no more."""
@@ -299,10 +302,13 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     check_moments(whole, options.zero_moments, taken=index)
     index = settle(index, options.drift, observer or Silent(), memory=options.memory)
     _check_dtypes(index, options.target.dtypes)
-    _check_settings(chosen, options.target.settings)
+    index, settings = _dropped(index, options.target.settings)
+    index = with_callables(index)
+    _check_settings(chosen, settings)
     index = chosen_companions(_tagged(index, options.target.tag), options.companions)
     own = replace(
         options.target,
+        settings=settings,
         family=options.source.family or "",
         patterns=str(options.source.patterns or ""),
         keeps_zeros=options.zero_moments is ZeroMoments.KEEP,
@@ -349,6 +355,26 @@ def _check_dtypes(index: Index, dtypes: Mapping[str, str]) -> None:
     unknown = [state for state in dtypes if state not in known]
     if unknown:
         raise UsageError(f"no parameter has a state {', '.join(unknown)} to cast; there are {', '.join(known)}")
+
+
+def _dropped(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mapping[str, str]]:
+    """The index without the extras that --set drop=NAME,... names, and the other settings. Raises UsageError."""
+    if _DROP not in settings:
+        return index, settings
+    asked = settings[_DROP].split(",")
+    names = {extra.name: {extra.name, extra.name.partition("/")[0]} for extra in index.extras}
+    known = sorted(set().union(*names.values()))
+    unknown = [name for name in asked if name not in known]
+    if unknown:
+        raise UsageError(
+            f"expected extras of {index.path} to leave out (--set drop); it has no {', '.join(unknown)}, only "
+            f"{', '.join(known) or 'none'}"
+        )
+    left = [name for name, own in names.items() if own.intersection(asked)]
+    kept = tuple(extra for extra in index.extras if extra.name not in left)
+    lines = [f"{name}: left out, as asked (--set drop)" for name in left]
+    others = {name: text for name, text in settings.items() if name != _DROP}
+    return replace(index, extras=kept, dropped=(*index.dropped, *lines)), others
 
 
 def _check_settings(chosen: Target, settings: Mapping[str, str]) -> None:

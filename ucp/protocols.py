@@ -49,7 +49,10 @@ class Evidence:
 
 
 class Format(Protocol):
-    """Reads the indexes of one kind of checkpoint."""
+    """Reads the indexes of one kind of checkpoint.
+
+    It may have `usual`: names of classes ("module.name") that its framework pickles.
+    """
 
     name: str
     """Name on the command line, e.g. "deepspeed"."""

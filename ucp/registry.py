@@ -8,13 +8,16 @@ Groups: `ucp.formats`, `ucp.targets`, `ucp.engines`, `ucp.patterns`: the name of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from ucp.atom import Index
 from ucp.errors import FamilyError, IdleOptionError, UcpError, UnknownFormatError, UsageError, listed
+from ucp.io.callables import CALLS, unusual_calls
 from ucp.io.commit import refuse_partial
 from ucp.protocols import Configurable, Engine, Evidence, Format, Pattern, SourceOptions, Target
 
@@ -23,7 +26,18 @@ if TYPE_CHECKING:
     from ucp.family import Family
     from ucp.rule import PatternFactory
 
-__all__ = ["choose_family", "engine", "families", "family", "library", "names", "pattern", "recognise", "target"]
+__all__ = [
+    "choose_family",
+    "engine",
+    "families",
+    "family",
+    "library",
+    "names",
+    "pattern",
+    "recognise",
+    "target",
+    "with_callables",
+]
 
 _MOST_TRIED = 50
 """Folders looked into for a checkpoint that may have been meant."""
@@ -133,6 +147,14 @@ def choose_family(
     from ucp.families import choose
 
     return choose(found.concrete(), names=list(names), shapes=shapes or {}, arguments=arguments or {}, axes=axes or {})
+
+
+def with_callables(index: Index) -> Index:
+    """The index, with a note on what objects in it call when they are unpickled, where that is nothing usual."""
+    usual = {name for own in names("ucp.formats") for name in getattr(_made("ucp.formats", own), "usual", ())}
+    kept = [*((extra.name, extra.value) for extra in index.extras), *(("groups", dict(g.hyper)) for g in index.groups)]
+    notes = [note for note in index.notes if not note.startswith(CALLS)]
+    return replace(index, notes=(*notes, *unusual_calls(kept, usual)))
 
 
 def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | None = None) -> tuple[Format, Evidence]:

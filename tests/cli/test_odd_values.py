@@ -55,3 +55,23 @@ def test_every_verb_comes_to_an_end(case: str, ucp: Run, inject: Callable[[Path,
         "dp=2,zero=3",
     )
     ucp("verify", tmp_path / "dst", "-q", "--against", source)
+
+
+def test_what_unpickling_would_call_is_named_and_can_be_left_out(
+    ucp: Run, inject: Callable[[Path, bytes], None], tmp_path: Path
+) -> None:
+    source = shutil.copytree(FIXTURES / "z2-dp2-client-state" / "checkpoint", tmp_path / "source")
+    assert "calls" not in ucp("inspect", source).output
+    inject(next(source.glob("*/mp_rank_00_model_states.pt")), b"cos\nsystem\nX\x04\0\0\0true\x85R")
+    to = ("--to", "deepspeed", "--topology", "dp=4,zero=3", "--workers", 1)
+    drop = ("--set", "drop=client_state")
+    for shown in (ucp("inspect", source), ucp("plan", source, *to), ucp("convert", source, tmp_path / "kept", *to)):
+        assert "calls os.system (in client_state)" in " ".join(shown.output.split())
+    assert "calls" not in ucp("plan", source, *to, *drop).output
+    ucp("convert", source, tmp_path / "dropped", *to, *drop, "--verify", "-q")
+    ucp("convert", source, tmp_path / "atoms", "--workers", 1, "-q")
+    ucp("convert", tmp_path / "atoms", tmp_path / "again", *to, *drop, "-q")
+    for name, kept in (("kept", True), ("dropped", False), ("again", False)):
+        files = [file.read_bytes() for file in (tmp_path / name).rglob("*.pt")]
+        assert any(b"cos\nsystem\n" in data for data in files) is kept
+    assert "no rng, only client_state" in ucp("plan", source, *to, "--set", "drop=rng", code=2).output

@@ -21,6 +21,15 @@ class DeepSpeedFormat:
     """
 
     name = "deepspeed"
+    usual = frozenset(
+        {
+            "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+            "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+            "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+            "deepspeed.runtime.zero.config.ZeroStageEnum",
+            "deepspeed.utils.tensor_fragment.fragment_address",
+        }
+    )
 
     def __init__(
         self, group_names: Sequence[Sequence[str]] | None = None, options: SourceOptions | None = None

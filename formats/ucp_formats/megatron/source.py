@@ -36,6 +36,20 @@ class MegatronFormat:
     """Format `megatron`."""
 
     name = "megatron"
+    usual = frozenset(
+        {
+            "megatron.core.enums.ModelType",
+            "megatron.core.rerun_state_machine.RerunDiagnostic",
+            "megatron.core.rerun_state_machine.RerunMode",
+            "megatron.core.rerun_state_machine.RerunState",
+            "megatron.core.transformer.enums.AttnBackend",
+            "megatron.core.transformer.enums.AttnMaskType",
+            "megatron.core.transformer.enums.AttnType",
+            "megatron.core.transformer.enums.CudaGraphScope",
+            "megatron.core.transformer.enums.LayerType",
+            "megatron.core.transformer.enums.ModelType",
+        }
+    )
 
     def __init__(self, options: SourceOptions | None = None) -> None:
         self._options = options or SourceOptions()
