@@ -131,8 +131,8 @@ def prove(path: Path, *, against: Path | None, source: SourceOptions, threads: i
         checked, notes = checked_bytes(index), index.unchecked
         if other is not None and not problems:
             kept = keeps_extras(other, index)
-            sides = (_without_chosen(own, index) for own in (other, index))
-            changes = compare(*sides, observer, cast=True, extras=kept, threads=threads)
+            a, b = _without_chosen(other, index), _without_chosen(index, index)
+            changes = compare(a, b, observer, cast=True, extras=kept, threads=threads)
             casts, notes = casts_between(other, index), (*notes, *_strangers(other, index))
     except _DAMAGE as error:
         problems = [str(error)]
