@@ -35,6 +35,7 @@ from ucp.plan import BLOCK, Job
 from ucp.prepare import index_as_told, index_of
 from ucp.protocols import Observer, SourceOptions
 from ucp.registry import recognise
+from ucp.state import WEIGHT
 from ucp.state_gaps import gap_text, state_gaps
 
 __all__ = ["DiffReport", "VerifyReport", "differences", "prove", "prove_written"]
@@ -224,6 +225,7 @@ def prove_written(job: Job, written: Path, *, told: SourceOptions, observer: Obs
     source, index = job.index, index_as_told(written, source=told, unfinished=True)
     if job.target.joined:
         source, index = joined(source, job.target.joined), replace(index, groups=(), aliases={})
+    source = _grouped_as(index, source, job)
     changes = compare(source, index, observer, cast=True, extras=keeps_extras(source, index), threads=threads)
     lines = [
         *_damage(index, observer, threads),
@@ -259,6 +261,14 @@ def _changed_companions(job: Job, written: Path) -> Iterator[str]:
             )
         if not same:
             yield f"{own.name} is not as it is beside the source"
+
+
+def _grouped_as(written: Index, source: Index, job: Job) -> Index:
+    """`source` without the places in groups that go with optimizer states which the target does not hold."""
+    kept = {name for group in written.groups for name in group.params}
+    bare = {name for name, atom in source.atoms.items() if not atom.states.keys() - {WEIGHT}} | job.target.lost.keys()
+    groups = (replace(g, params=tuple(p for p in g.params if p in kept or p not in bare)) for g in source.groups)
+    return replace(source, groups=tuple(groups))
 
 
 def _damage(index: Index, observer: Observer, threads: int) -> list[str]:
