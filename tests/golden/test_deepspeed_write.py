@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import ucp
+from ucp.errors import UnsupportedError
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspeed"
 
@@ -48,11 +49,20 @@ def _settings(path: Path) -> list[tuple[frozenset[str], dict[str, object]]]:
 @pytest.mark.parametrize("topology", TARGETS, ids=str)
 @pytest.mark.parametrize("name", _sources())
 def test_reads_back_equal(name: str, topology: ucp.Topology | None, tmp_path: Path) -> None:
+    if name == "z1-dp2-counting" and topology is None:
+        pytest.skip("DeepSpeed loads no counts but step from a universal checkpoint: see below")
     src, dst = _checkpoint(name), tmp_path / "dst"
     _write(src, dst, topology)
     assert ucp.diff(src, dst).equal
     assert _settings(dst) == _settings(src)
     assert ucp.inspect(dst).step == ucp.inspect(src).step
+
+
+def test_counts_but_step_are_not_written_universally(tmp_path: Path) -> None:
+    src = _checkpoint("z1-dp2-counting")
+    with pytest.raises(UnsupportedError, match=r"expected no state that is one number .* but step.*got calls"):
+        _write(src, tmp_path / "dst", None)
+    ucp.convert(src, tmp_path / "dst", to="deepspeed-universal", exclude=["*/calls"], workers=1)
 
 
 @pytest.mark.parametrize(

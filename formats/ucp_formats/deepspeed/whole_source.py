@@ -323,6 +323,21 @@ def _add_slots(
                 unplaced.setdefault(name, []).append(f"{name}: state {key} is {described(value)}")
     for name, lines in unplaced.items():
         part.lose([name], lines)
+    _share_fused_count(optimizer.groups[number], [part.states[name] for name in names], part)
+
+
+def _share_fused_count(
+    group: Mapping[object, object], states: Sequence[dict[str, StateIndex]], part: OptimizerPart
+) -> None:
+    """Give every parameter of a group the count of its last one, where FusedAdam counts (fused_adam.py, 0.19.8)."""
+    stepped = [own for own in states if STEP in own]
+    steps = [own[STEP] for own in stepped]
+    of_fused_adam = "bias_correction" in group and type(group.get(STEP)) is int
+    if not of_fused_adam or len(steps) < 2 or steps[-1] == steps[0] or any(own != steps[0] for own in steps[:-1]):
+        return
+    for own in stepped:
+        own[STEP] = steps[-1]
+    part.notes.append("FusedAdam counts the steps of a group in its last parameter, which are taken for all of them")
 
 
 def _state(value: object, shape: Shape) -> StateIndex | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from ucp_formats.deepspeed.native_source import DeepSpeedFormat
+from ucp_formats.deepspeed.optimizer_groups import inline_number
 from ucp_formats.deepspeed.whole_source import INFERRED
 
 import ucp
@@ -213,6 +214,26 @@ def test_an_optimizer_that_never_stepped_keeps_its_groups_as_an_extra(tmp_path: 
     ucp.convert(tmp_path / "run", tmp_path / "out", to="deepspeed", topology="dp=2,zero=0", workers=1)
     (file,) = (tmp_path / "out").glob("*/mp_rank_00_model_states.pt")
     assert torch.load(file, weights_only=False)["optimizer"] == run.models[0]["optimizer"]
+
+
+def test_steps_that_fused_adam_counts_in_the_last_parameter(tmp_path: Path, fake_run) -> None:
+    """Others keep what they began with: 0, or the count of the checkpoint that was resumed."""
+    run = fake_run(0, 1)
+    saved = run.models[0]["optimizer"]
+    for group in saved["param_groups"]:
+        group |= {"bias_correction": True, "step": 0}
+    for number, step in enumerate((0, 25, 4, 30)):
+        saved["state"][number]["step"] = step
+    run.save(tmp_path / "run")
+    index = read(tmp_path / "run")
+    assert [inline_number(index.atoms[name], "step") for group in index.groups for name in group.params] == [
+        25,
+        25,
+        30,
+        30,
+    ]
+    assert any("FusedAdam counts" in note for note in index.notes)
+    assert ucp.plan(tmp_path / "run", to="deepspeed", topology="dp=2,zero=1")
 
 
 def test_a_checkpoint_without_an_optimizer(tmp_path: Path, fake_run) -> None:
