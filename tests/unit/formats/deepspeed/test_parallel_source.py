@@ -341,16 +341,12 @@ def test_an_expert_in_two_files(copied) -> None:
 
 
 @pytest.mark.parametrize("case", ["z0-ep2-dp4", "z1-ep2-dp4", "z2-ep2-dp4-contiguous"])
-def test_files_of_experts_that_were_swapped(copied, case: str) -> None:
+def test_a_file_of_another_expert_is_told_by_its_keys(copied, case: str) -> None:
     tag = copied(case)
     one, other = (tag / f"layer_0_expert_{number}_mp_rank_00_model_states.pt" for number in (0, 3))
-    one.rename(tag / "aside")
-    other.rename(one)
-    (tag / "aside").rename(other)
-    with pytest.raises(MalformedError, match="2 problems") as caught:
+    shutil.copyfile(other, one)
+    with pytest.raises(MalformedError, match=f"{one.name}: expected parameters of expert 0; got those of expert 3"):
         read(tag)
-    assert f"{one.name}: expected parameters of expert 0; got those of expert 3" in str(caught.value)
-    assert f"{other.name}: expected parameters of expert 3; got those of expert 0" in str(caught.value)
 
 
 @pytest.mark.parametrize("case", ["z1-ep2-two-layers", "z0-ep2-fp16-one-group"])
