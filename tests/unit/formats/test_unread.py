@@ -26,10 +26,12 @@ from ucp.errors import UnknownFormatError
     ],
 )
 def test_what_is_not_read_is_named(tmp_path, entries, said):
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
     for entry in entries:
-        (tmp_path / entry).touch()
+        (folder / entry).touch()
     with pytest.raises(UnknownFormatError, match=f"It looks like .*{said}.*, which is not read. [A-Z]"):
-        ucp.inspect(tmp_path)
+        ucp.inspect(folder)
 
 
 def test_a_single_file_is_named(tmp_path):
