@@ -181,7 +181,8 @@ def _judge_refusal(mutation: Mutation, trial: Trial) -> tuple[Label, str]:
 def _judge_written(base: Base, mutation: Mutation, truth: Attempt, found: Attempt) -> tuple[Label, str]:
     """What was written beside what should have been."""
     changed = [item for item, value in truth.written.items() if found.written.get(item) != value]
-    added = found.written.keys() - truth.written.keys()
+    changed = [item for item in changed if not _is_beside(item, mutation)]
+    added = {item for item in found.written.keys() - truth.written.keys() if not _is_companion(item)}
     if not changed and not added:
         return Label.SAME, ""
     told = found.told - truth.told
@@ -199,14 +200,28 @@ def _judge_written(base: Base, mutation: Mutation, truth: Attempt, found: Attemp
     return Label.SILENT, shown or f"added: {sorted(added)[:4]}"
 
 
+def _is_companion(item: tuple[str, ...]) -> bool:
+    """Whether it is a file that lay beside the checkpoint, which is carried along as it is."""
+    return item[0] == "extra" and item[1].startswith("companion/")
+
+
+def _is_beside(item: tuple[str, ...], mutation: Mutation) -> bool:
+    """Whether it is such a file, and that one was changed: nothing tells what it was."""
+    return _is_companion(item) and item[1].removeprefix("companion/") in mutation.files
+
+
 def _is_said(item: tuple[str, ...], told: Iterable[str], changed: list[tuple[str, ...]]) -> bool:
     """Whether one of the lines names it, or is a long list cut short that names another."""
     if len(item) < 2:
         return any("step" in line for line in told)
     for line in told:
-        if _names(line, item[1]) or ("more)" in line and any(_names(line, own[1]) for own in changed if len(own) > 1)):
+        if _names(line, item[1]) or (_is_cut(line) and any(_names(line, own[1]) for own in changed if len(own) > 1)):
             return True
     return False
+
+
+def _is_cut(line: str) -> bool:
+    return "more)" in line or ", ..." in line
 
 
 def _names(line: str, name: str) -> bool:

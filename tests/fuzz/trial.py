@@ -21,7 +21,7 @@ from tests.fuzz.bases import BASES, Base, Words
 from tests.fuzz.mutations import Mutation, Place, mutate
 from tests.fuzz.oracle import Attempt, Contents, Label, Trial, contents, judge, lines_of, tree
 from ucp.errors import UcpError
-from ucp_cli.main import cli
+from ucp_cli.verbs import cli
 
 __all__ = ["Case", "Fuzzer", "limit_memory"]
 

@@ -282,3 +282,11 @@ def test_files_that_were_exchanged_are_refused(case, name, tmp_path):
     (tmp_path / "aside").rename(other)
     with pytest.raises(MalformedError, match=rf"{one.name} was saved as {other.name}.*were exchanged"):
         DeepSpeedFormat().read(root)
+
+
+def test_a_state_that_was_copied_over_another_of_its_parameter_is_refused(tmp_path):
+    root = Path(shutil.copytree(ROOT / "z1-dp4-fp32" / "universal", tmp_path / "universal"))
+    folder = next(root.glob("*/zero/l2.bias"))
+    shutil.copyfile(folder / "fp32.pt", folder / "exp_avg.pt")
+    with pytest.raises(MalformedError, match=r"l2\.bias/exp_avg\.pt: expected the file .*; got a copy of fp32\.pt"):
+        DeepSpeedUniversalFormat().read(root)

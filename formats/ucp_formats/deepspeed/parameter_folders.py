@@ -128,6 +128,9 @@ def _read_folder(
         except (SourceError, CorruptError) as error:
             problems.wrong.append(f"{where}: {str(error).replace(f'{folder.path}/', '')}")
             continue
+        twin = f"{archive.saved_as}.pt"
+        if twin != name and twin in folder.files:
+            problems.wrong.append(f"{where}: expected the file that was saved as {name}; got a copy of {twin}")
         state = _STATES.get(path.stem, path.stem)
         value = archive.root
         if isinstance(value, dict) and "param" in value:
