@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from ucp.atom import Index
 from ucp.errors import FamilyError, IdleOptionError, UcpError, UnknownFormatError, UsageError, listed
-from ucp.io.callables import CALLS, unusual_calls
+from ucp.io.callables import CALLS, GROUPS, unusual_calls
 from ucp.io.commit import refuse_partial
 from ucp.protocols import Configurable, Engine, Evidence, Format, Pattern, SourceOptions, Target
 
@@ -152,7 +152,7 @@ def choose_family(
 def with_callables(index: Index) -> Index:
     """The index, with a note on what objects in it call when they are unpickled, where that is nothing usual."""
     usual = {name for own in names("ucp.formats") for name in getattr(_made("ucp.formats", own), "usual", ())}
-    kept = [*((extra.name, extra.value) for extra in index.extras), *(("groups", dict(g.hyper)) for g in index.groups)]
+    kept = [*((extra.name, extra.value) for extra in index.extras), *((GROUPS, dict(g.hyper)) for g in index.groups)]
     notes = [note for note in index.notes if not note.startswith(CALLS)]
     return replace(index, notes=(*notes, *unusual_calls(kept, usual)))
 

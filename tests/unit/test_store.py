@@ -518,7 +518,7 @@ class TestExtrasAreSummed:
         report = ucp.verify(out)
         assert report.ok
         assert report.notes == (f"not in the manifest of {out}, not read: extra/args.json",)
-        assert ucp.convert(out, out.parent / "again").notes == report.notes
+        assert report.notes[0] in ucp.convert(out, out.parent / "again").notes
         assert "args" not in [extra.name for extra in index_of(out.parent / "again").extras]
 
     def test_a_store_that_was_written_before_says_so_and_one_made_of_it_has_them(self, out):

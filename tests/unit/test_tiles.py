@@ -161,7 +161,7 @@ def test_parts_of_all_ranks_are_filled_from_one_reading(tmp_path, nbytes_read, o
     for rank, part in enumerate(np.split(array, 4, axis=dim)):
         found = b"".join((tmp_path / f"{half}{rank}").read_bytes()[8:] for half in "ab")
         assert found == part.tobytes()
-    assert [r.crc32 for r in seal_checksums(job, tmp_path, done.sums)] == [
+    assert [r.crc32 for r in seal_checksums(job, tmp_path, done.sums).placements] == [
         zlib.crc32((tmp_path / one.path).read_bytes()[8:]) for one in files
     ]
 

@@ -12,10 +12,12 @@ from collections.abc import Collection, Iterable, Iterator
 from ucp.dtypes import DType
 from ucp.inert import GlobalName, Stub
 
-__all__ = ["CALLS", "callables_of", "unusual_calls"]
+__all__ = ["CALLS", "GROUPS", "callables_of", "unusual_calls"]
 
 CALLS = "unpickled by a framework, this checkpoint calls"
 """How the note begins."""
+GROUPS = "parameter groups"
+"""Where a callable stands that is in no extra."""
 _SHOWN = 8
 """Callables that are named."""
 _HOLDERS = (list, tuple, dict, set, frozenset, Stub)
@@ -102,7 +104,9 @@ def unusual_calls(values: Iterable[tuple[str, object]], usual: Collection[str]) 
     if found:
         told = [f"{name} (in {', '.join(where)})" for name, where in found.items()]
         more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+        places = dict.fromkeys(place.partition("/")[0] for own in found.values() for place in own if place != GROUPS)
+        hint = f"; --set drop={','.join(places)} leaves it out of what is written" if places else ""
         yield (
             f"{CALLS} {', '.join(told[:_SHOWN])}{more}, which no framework needs. ucp calls nothing and carries it as "
-            "it is; --set drop=client_state leaves that extra, or any other by its name, out of what is written"
+            f"it is{hint}"
         )
