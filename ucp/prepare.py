@@ -39,6 +39,9 @@ from ucp.topology import Topology
 __all__ = ["ConvertOptions", "Prepared", "Silent", "Survey", "index_as_told", "index_of", "judged", "prepare", "survey"]
 
 
+_PER_ATOM, _PER_STATE, _PER_PIECE = 4 << 10, 4 << 10, 1 << 10
+"""Bytes of memory, at most, that a parameter, each of its states and each piece of these take until the end."""
+
 _DROP = "drop"
 """Setting that every target takes: extras to leave out."""
 
@@ -82,7 +85,7 @@ class ConvertOptions:
     workers: int = 0
     """Processes; 0 for one per core."""
     memory: int = 1 << 30
-    """Bytes of memory for the whole run, beyond the interpreter's own."""
+    """Bytes of memory for the whole run, beyond the interpreter's own and that of the index."""
     resume: bool = False
     """Continue an unfinished conversion."""
     overwrite: bool = False
@@ -125,6 +128,13 @@ class Prepared:
         """Pieces in files of the source that a virtual destination refers to; 0 for any other."""
         held = () if self.job.target.placements else self.job.index.states()
         return sum(len(state.fragments) for _, _, state in held)
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory that the index of the source and the plan take, at most, beside that of the workers."""
+        states = [state for _, _, state in self.job.index.states()]
+        pieces = sum(len(state.fragments) for state in states)
+        return len(self.job.index.atoms) * _PER_ATOM + len(states) * _PER_STATE + pieces * _PER_PIECE
 
     @property
     def projected_bytes(self) -> int:

@@ -59,6 +59,8 @@ class PlanReport:
     """Memory needed at once, at most."""
     memory: int
     """Memory allowed, in bytes."""
+    index_bytes: int
+    """Memory for the index and the plan beside it, at most: it grows with parameters and shards, not with elements."""
     warnings: tuple[str, ...]
     """What keeps a run from resuming as it would from the source."""
     casts: tuple[str, ...]
@@ -79,11 +81,12 @@ class PlanReport:
         tensors = f"{counted(self.references, 'reference')} into the source, nothing copied"
         packs = " and what the tensors compress to" if self.compressed else ""
         by = f"{counted(self.workers, 'worker')} of {counted(self.threads, 'thread')}"
+        memory = f"{self.projected_bytes:,} bytes of memory at most, and {self.index_bytes:,} for the index"
         text = [
             f"{self.source.path} ({self.format}, {self.source.topology}, step {self.source.step}) to {what}",
             f"{tensors if self.references else copied}, of {counted(self.atoms, 'parameter')}",
             f"{counted(len(self.files), 'file')} of {self.nbytes_out:,} bytes{packs}, and the index",
-            f"{counted(self.tasks, 'task')} by {by}, {self.projected_bytes:,} bytes of memory at most",
+            f"{counted(self.tasks, 'task')} by {by}, {memory}",
         ]
         told = {"warning": self.warnings, "cast": self.casts, "note": self.notes, "dropped": self.dropped}
         text += [f"{kind}: {line}" for kind, lines in told.items() for line in lines]
@@ -112,6 +115,7 @@ def preview(src: Path, options: ConvertOptions) -> PlanReport:
         threads=prepared.threads,
         projected_bytes=prepared.projected_bytes,
         memory=options.memory,
+        index_bytes=prepared.index_bytes,
         warnings=prepared.warnings,
         casts=target.casts,
         notes=(*index.notes, *target.notes),

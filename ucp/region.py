@@ -132,7 +132,13 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
         return ()
     if not shape:
         return (Box((), ()),)
-    return tuple(_flat_boxes(tuple(shape), start, stop))
+    return _kept_boxes(tuple(shape), start, stop)
+
+
+@lru_cache(maxsize=1 << 12)
+def _kept_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
+    """`flat_boxes`, the same objects again for the same range: a model has many parameters of one shape."""
+    return tuple(_flat_boxes(shape, start, stop))
 
 
 def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:

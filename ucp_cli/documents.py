@@ -74,6 +74,7 @@ def plan_document(report: PlanReport) -> dict[str, object]:
         "threads": report.threads,
         "memory": report.memory,
         "projected_bytes": report.projected_bytes,
+        "index_bytes": report.index_bytes,
         "patterns": count_patterns(report.source),
         "warnings": list(report.warnings),
         "casts": list(report.casts),

@@ -68,6 +68,7 @@ def _facts(report: PlanReport) -> Iterator[tuple[str, str]]:
     workers = f"{plural(report.workers, 'worker')} of {plural(report.threads, 'thread')}"
     yield "work", f"{plural(report.tasks, 'task')} by {workers}"
     yield "memory", f"{nbytes_text(report.projected_bytes)} at most, of {nbytes_text(report.memory)} allowed"
+    yield "index", f"{nbytes_text(report.index_bytes)} of memory at most, beside that"
 
 
 def _tensors(report: PlanReport) -> str:

@@ -25,6 +25,7 @@ KEYS = {
     "threads",
     "memory",
     "projected_bytes",
+    "index_bytes",
     "patterns",
     "warnings",
     "casts",
@@ -37,7 +38,7 @@ def test_it_says_what_is_read_written_and_needed(ucp: Run, zero3: Path) -> None:
     page = ucp("plan", zero3, "--memory", "512M", "--workers", 2).stdout
     facts = {line.split()[0]: line for line in page.splitlines() if line and not line.startswith(" ")}
     assert facts["to"].split() == ["to", "ucp"]
-    assert {"tensors", "files", "time", "work", "memory"} <= facts.keys()
+    assert {"tensors", "files", "time", "work", "memory", "index"} <= facts.keys()
     assert "512 MiB allowed" in facts["memory"]
     assert "2 workers" in facts["work"]
 

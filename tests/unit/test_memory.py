@@ -11,17 +11,20 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import ucp
 from ucp.atom import StateIndex
 from ucp.dtypes import DType
 from ucp.fragment import Fragment
 from ucp.layout import Overlap
 from ucp.region import Box
 from ucp.tensor import TensorRef
-from ucp.testing.handmade import make_index, write_checkpoint
+from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 MIB = 1 << 20
 BUDGET = 128 * MIB
@@ -186,3 +189,30 @@ def test_comparing_what_differs_in_every_element_is_within_the_budget(disk, dtyp
     peak = peak_of(zeros, others, runner=COMPARER, memory=memory)
     print(f"{dtypes}, {memory / MIB:.0f} MiB: {peak / MIB:.0f} MiB")
     assert peak < memory + PER_INTERPRETER
+
+
+def many_parameters(folder: Path, count: int) -> Path:
+    """A checkpoint of `count` parameters of four states, each of 16 bytes."""
+    shards = Shards(folder)
+    states = {}
+    for number in range(count):
+        for state in ("weight", "exp_avg", "exp_avg_sq", "master"):
+            array = np.full(4, number, dtype=np.float32)
+            states[f"layers.{number}", state] = shards.whole(array, file=f"{state}.bin")
+    write_checkpoint(make_index(shards.folder, states))
+    return shards.folder
+
+
+def test_the_memory_of_the_index_is_what_the_plan_says(tmp_path: Path) -> None:
+    """Of a conversion to atoms, parameter by parameter: the more there are, the more, and not more than stated."""
+    peaks, stated = [], []
+    for count in (50, 250):
+        source = many_parameters(tmp_path / f"source{count}", count)
+        stated.append(ucp.plan(source).index_bytes)
+        tracemalloc.start(1)
+        try:
+            ucp.convert(source, tmp_path / f"atoms{count}", workers=1)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert 0 < peaks[1] - peaks[0] <= stated[1] - stated[0] <= 4 * (peaks[1] - peaks[0])
