@@ -114,7 +114,7 @@ def chosen_companions(index: Index, policy: Companions) -> Index:
     why = (
         "--companions none"
         if policy is Companions.NONE
-        else f"larger than {MOST_SMALL >> 20} MiB; --companions all takes them along"
+        else f"larger than {MOST_SMALL >> 20} MiB, and --companions all was not asked for"
     )
     return replace(
         index,

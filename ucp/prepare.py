@@ -305,7 +305,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     check_doubts(whole, options.accept)
     index = _selected(whole, options.names)
     warnings = (
-        *(doubt.text for doubt in whole.doubts),
+        *(f"--accept {doubt.kind}: {doubt.text}" for doubt in whole.doubts),
         *_gap_warnings(whole, index),
         *(() if getattr(chosen, "takes_parts", False) else _part_warnings(whole, index)),
     )
@@ -382,7 +382,7 @@ def _dropped(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mapping[
         )
     left = [name for name, own in names.items() if own.intersection(asked)]
     kept = tuple(extra for extra in index.extras if extra.name not in left)
-    lines = [f"{name}: left out, as asked (--set drop)" for name in left]
+    lines = [f"{name}: not taken from the source, as asked (--set drop)" for name in left]
     others = {name: text for name, text in settings.items() if name != _DROP}
     return replace(index, extras=kept, dropped=(*index.dropped, *lines)), others
 

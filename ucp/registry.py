@@ -19,6 +19,7 @@ from ucp.atom import Index
 from ucp.errors import FamilyError, IdleOptionError, UcpError, UnknownFormatError, UsageError, listed
 from ucp.io.callables import CALLS, GROUPS, unusual_calls
 from ucp.io.commit import refuse_partial
+from ucp.io.folder import url_scheme
 from ucp.protocols import Configurable, Engine, Evidence, Format, Pattern, SourceOptions, Target
 
 if TYPE_CHECKING:
@@ -164,9 +165,7 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
     IncompleteError for an unfinished conversion, IdleOptionError for options that the format has no use for.
     """
     if not path.exists():
-        raise UnknownFormatError(
-            f"expected a checkpoint at {path}; {_remedy(path) or 'nothing is there. Check the path'}"
-        )
+        raise UnknownFormatError(f"expected a checkpoint at {path}; {_absent(path)}")
     if not unfinished:
         refuse_partial(path.resolve())
     formats = [cast("Format", _made("ucp.formats", name)) for name in names("ucp.formats")]
@@ -179,13 +178,24 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
         raise UnknownFormatError(f"{path} could be several formats ({claims}); pass the folder of one of them")
     near = _nearby(path, formats)
     if near:
-        advice = f"Did you mean {near[0]}?" if len(near) == 1 else f"There are\n{listed(near)}"
+        advice = (
+            f"Did you mean {near[0]}?" if len(near) == 1 else f"It holds several:\n{listed(near)}\nPass one of them"
+        )
     else:
         advice = _remedy(path) or "Pass the folder that the framework saved to"
     raise UnknownFormatError(
         f"expected a checkpoint of {', '.join(names('ucp.formats'))}; {path} is none of them ({_contents(path)}). "
         f"{advice}"
     )
+
+
+def _absent(path: Path) -> str:
+    scheme = url_scheme(path)
+    if scheme == "file":
+        return "pass the path alone, without file://"
+    if scheme:
+        return f"{scheme}:// is remote storage, and only local files are read. Copy it to this machine, or mount it"
+    return "nothing is there. Check the path"
 
 
 def _remedy(path: Path) -> str | None:

@@ -205,7 +205,8 @@ _CONVERT_OPTIONS = (
         metavar="NAME=VALUE",
         multiple=True,
         callback=_once,
-        help="What the source does not say and the target needs, e.g. num_attention_heads=32.",
+        help="What the source does not say and the target needs, e.g. num_attention_heads=32; drop=EXTRA,... leaves "
+        "extras of the source out.",
     ),
     *_SOURCE_OPTIONS,
     click.option(

@@ -1,19 +1,15 @@
-"""What is recognised by name and not read: checkpoints of other libraries, files without shards, URLs.
+"""What is recognised by name and not read: checkpoints of other libraries, files without shards.
 
 Asked only where no format recognises a path, so that a file beside a checkpoint never hides it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = ["remedy"]
-
-_URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/+")
-"""Examples: s3://bucket/run, and s3:/bucket/run, which is what a path makes of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +27,11 @@ _WEIGHTS = (
     "folder with global_step* or iter_* in it"
 )
 _KINDS = (
+    _Kind(
+        "a checkpoint of the Hugging Face Trainer without DeepSpeed",
+        ("trainer_state.json",),
+        "It is the same for any number of ranks: resume from it as it is",
+    ),
     _Kind(
         "a LoRA adapter (peft)",
         ("adapter_config.json", "adapter_model.*"),
@@ -61,15 +62,9 @@ _KINDS = (
 def remedy(path: Path) -> str | None:
     """What `path` is, though no format reads it, and what to do about it; None for what is not known either.
 
-    >>> remedy(Path("s3://bucket/run")).partition(".")[0]
-    's3:// is remote storage, and only local files are read'
+    >>> remedy(Path("llama.gguf")).partition(",")[0]
+    'It looks like a GGUF model (llama.cpp)'
     """
-    url = _URL.match(str(path))
-    if url and not path.exists():
-        return (
-            f"{url[1]}:// is remote storage, and only local files are read. Copy the checkpoint to this machine, or "
-            "mount it"
-        )
     held = _held(path)
     kind = next((kind for kind in _KINDS if any(map(held, kind.globs))), None)
     return None if kind is None else f"It looks like {kind.what}, which is not read. {kind.advice}"

@@ -131,10 +131,10 @@ def test_the_layout_that_was_written_is_said(
 def test_a_finished_conversion_of_another_kind_is_told_apart(ucp: Run, zero3: Path, mixed: Path, atoms: Path) -> None:
     target = ucp("convert", zero3, atoms, "--resume", "--to", "deepspeed", code=1).stderr
     assert "is a finished conversion, made differently" in target
-    assert "target: ucp there, deepspeed asked for" in target
+    assert "target: ucp then, deepspeed now" in target
     assert "--overwrite" in target
     source = ucp("convert", mixed, atoms, "--resume", code=1).stderr
-    assert f"source: {zero3.resolve() / 'global_step3'} there, {mixed.resolve() / 'global_step3'} asked for" in source
+    assert f"source: {zero3.resolve() / 'global_step3'} then, {mixed.resolve() / 'global_step3'} now" in source
 
 
 @pytest.mark.parametrize("words", [[], ["--virtual"], ["--to", "deepspeed"], ["--to", "deepspeed-universal"]])

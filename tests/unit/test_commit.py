@@ -97,8 +97,8 @@ def test_what_was_begun_otherwise_says_how(staging):
     with pytest.raises(DestinationError) as caught:
         begun(staging, fingerprint="g", resume=True, source="/a", target="deepspeed", topology="dp=2")
     said = str(caught.value)
-    assert "target: ucp there, deepspeed asked for" in said
-    assert "topology: none there, dp=2 asked for" in said
+    assert "target: ucp then, deepspeed now" in said
+    assert "topology: by default then, dp=2 now" in said
     assert "source:" not in said
     with pytest.raises(DestinationError, match="files of the source: not those"):
         begun(staging, fingerprint="g", resume=True, source="/a", target="ucp")

@@ -299,7 +299,7 @@ def test_megatron_names_its_folder_by_the_iteration(tmp_path):
 
 def test_checkpoints_of_a_trainer_are_listed_where_their_parent_is_passed(saved):
     shutil.copytree(saved, saved.with_name("checkpoint-10"))
-    with pytest.raises(ucp.UcpError, match=r"(?s)There are\n.*checkpoint-10\n.*checkpoint-3"):
+    with pytest.raises(ucp.UcpError, match=r"(?s)It holds several:\n.*checkpoint-10\n.*checkpoint-3\nPass one"):
         ucp.inspect(saved.parent)
 
 

@@ -138,7 +138,7 @@ class TestDestination:
         before = tree(left)
         with pytest.raises(DestinationError, match="with --resume, or discard it and start over with --overwrite"):
             ucp.convert(source, tmp_path / "out")
-        with pytest.raises(DestinationError, match=r"(?s)layout: per-parameter there, none asked for.*Start over with"):
+        with pytest.raises(DestinationError, match=r"(?s)layout: per-parameter then, by default now.*Start over with"):
             ucp.convert(source, tmp_path / "out", resume=True)
         assert {path: data for path, data in tree(left).items() if path != "lock"} == before
         ucp.convert(source, tmp_path / "out", overwrite=True)

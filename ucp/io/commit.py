@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ucp.errors import DestinationError, IncompleteError, OverlapError, counted, listed
+from ucp.io.folder import url_scheme
 
 __all__ = ["MARK", "PARTIAL", "Making", "Staging", "check_apart", "check_destination", "refuse_partial"]
 
@@ -56,6 +57,11 @@ def check_destination(src: Path, dst: Path) -> None:
     if _holds_current_folder(goal):
         raise DestinationError(f"{dst} is, or holds, the current folder, which a rename would replace; go elsewhere")
     parent = goal.parent
+    scheme = url_scheme(dst)
+    if scheme:
+        raise DestinationError(
+            f"{scheme}:// is no local folder, and only these are written; copy from there afterwards"
+        )
     if not parent.is_dir():
         raise DestinationError(f"the folder {parent} that {dst.name} would be made in is not there; create it first")
 
@@ -108,9 +114,9 @@ class Making:
 
     def _apart(self, there: Mapping[str, Any]) -> Iterator[str]:
         for name in dict.fromkeys((*self.facts, *there)):
-            own, other = self.facts.get(name, "none"), there.get(name, "none")
+            own, other = self.facts.get(name), there.get(name)
             if own != other:
-                yield f"{name}: {other} there, {own} asked for"
+                yield f"{name}: {other or 'by default'} then, {own or 'by default'} now"
 
 
 class Staging:

@@ -1,4 +1,4 @@
-"""A look into a folder that may be anything: what cannot be read there is taken for absent.
+"""A look at a path that may be anything: what cannot be read there is taken for absent.
 
 Formats tell by it whether a path is a checkpoint of theirs, and say nothing of those that are not.
 """
@@ -6,10 +6,24 @@ Formats tell by it whether a path is a checkpoint of theirs, and say nothing of 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["names_in", "short_text"]
+__all__ = ["names_in", "short_text", "url_scheme"]
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+"""Examples: s3://bucket/run, and s3:/bucket/run, which is what a path makes of it."""
+
+
+def url_scheme(path: Path) -> str:
+    """Scheme of a URL that was passed as a path; empty for a path.
+
+    >>> url_scheme(Path("s3://bucket/run")), url_scheme(Path("run/s3:/x"))
+    ('s3', '')
+    """
+    found = _URL.match(str(path))
+    return found[1] if found else ""
 
 
 def names_in(path: Path) -> Iterator[str]:

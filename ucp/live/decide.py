@@ -75,7 +75,7 @@ def decide(
     check_doubts(index, accept)
     if optimizer is not None:
         check_moments(index, zero_moments)
-    findings = Findings(notes=[*live.notes, *(doubt.text for doubt in index.doubts)])
+    findings = Findings(notes=[*live.notes, *(f"--accept {doubt.kind}: {doubt.text}" for doubt in index.doubts)])
     matched = match_tensors(live.tensors, index, rename=rename, findings=findings)
     wants = want_weights(live.tensors, matched, index, findings=findings)
     fresh: list[str] = []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import ucp
-from ucp.errors import UnknownFormatError
+from ucp.errors import DestinationError, UnknownFormatError
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,7 @@ from ucp.errors import UnknownFormatError
         (["llama.gguf"], "a GGUF model"),
         (["model.nemo"], "a NeMo archive"),
         (["step100.ckpt"], "a file of torch.save"),
+        (["trainer_state.json", "optimizer.pt", "model.safetensors"], "the Hugging Face Trainer without DeepSpeed"),
     ],
 )
 def test_what_is_not_read_is_named(tmp_path, entries, said):
@@ -41,11 +42,15 @@ def test_a_single_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/run", "gs://bucket/run", Path("hf://owner/model")])
-def test_a_url_is_no_local_path(path, tmp_path):
+def test_a_url_is_no_local_path(path, source, tmp_path):
     with pytest.raises(UnknownFormatError, match=r"(s3|gs|hf):// is remote storage, and only local files are read"):
         ucp.inspect(path)
     with pytest.raises(UnknownFormatError, match="is remote storage"):
         ucp.convert(path, tmp_path / "out")
+    with pytest.raises(DestinationError, match=r"(s3|gs|hf):// is no local folder"):
+        ucp.convert(source, path)
+    with pytest.raises(UnknownFormatError, match="pass the path alone"):
+        ucp.inspect("file:///tmp/run")
 
 
 def test_a_checkpoint_nearby_comes_first(tmp_path, source):
