@@ -22,8 +22,8 @@ from ucp.state import WEIGHT
 __all__ = ["gap_text", "gaps", "state_gaps", "with_gaps"]
 
 _WHY = (
-    "optimizer states that others like these parameters have: part of the optimizer is lost. Copy the checkpoint "
-    "again, or use another one"
+    "states that others like these parameters have: part of the optimizer is lost. Copy the checkpoint again, or use "
+    "another one"
 )
 
 

@@ -49,7 +49,8 @@ def command(
     checkpoint is executed, and holes in a tensor are shown. --json prints everything,
     pieces only for the parameters of --param.
 
-    Where files are missing or damaged, what can be told without them is shown, and the exit code is 1.
+    Where files are missing or damaged so that it cannot be read, what can be told without them is shown, and the exit
+    code is 1; what else is wrong stands on the page (`ucp verify` ends with 1 for it).
     """
     try:
         index = api.inspect(path, family=family, patterns=patterns)
