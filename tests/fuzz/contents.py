@@ -54,7 +54,7 @@ def _anywhere(data: bytearray, rng: Random) -> int:
             spots = [rng.randrange(low, high) for low, high in _pickles(bytes(data))]
         case 2:
             spots = [rng.randrange(min(len(data), 400)), len(data) - 1 - rng.randrange(min(len(data), 100))]
-    spots = [spot for spot in spots if spot < len(data)]
+    spots = [spot for spot in spots if 0 <= spot < len(data)]
     return rng.choice(spots) if spots else rng.randrange(len(data))
 
 

@@ -140,7 +140,7 @@ def judge(base: Base, mutation: Mutation, truth: Trial, trial: Trial) -> tuple[L
     if truth.atoms.code:  # of a kind that is not read: all that is asked is a message
         return (Label.REFUSED if trial.atoms.code else Label.CARRIED), _head(truth.atoms.text)
     if trial.atoms.code:
-        return _judge_refusal(mutation, trial)
+        return _judge_refusal(mutation, truth, trial)
     label, why = _judge_written(base, mutation, truth.atoms, trial.atoms)
     if label not in ALLOWED:
         return label, f"{why} (verify: {trial.verify.code})"
@@ -167,13 +167,13 @@ def _failure(trial: Trial) -> tuple[Label, str] | None:
     return (Label.LEFTOVER, trial.leftover) if trial.leftover else None
 
 
-def _judge_refusal(mutation: Mutation, trial: Trial) -> tuple[Label, str]:
+def _judge_refusal(mutation: Mutation, truth: Trial, trial: Trial) -> tuple[Label, str]:
     head = _head(trial.atoms.text)
     if mutation.kind is Kind.HARMLESS:
         return Label.WRONG_REFUSAL, head
-    if not trial.target.code and trial.target.verb == "target":
+    if not trial.target.code and trial.target.tree != truth.target.tree:
         return Label.CONTRADICTION, f"converted to the target, and not to atoms: {head}"
-    if not trial.verify.code:
+    if not trial.verify.code and mutation.kind is Kind.DAMAGE:
         return Label.MILD, head
     return Label.REFUSED, head
 
@@ -250,6 +250,7 @@ def _limit(base: Base, mutation: Mutation, truth: Attempt, found: Attempt, unsai
     return ""
 
 
+_MIXED = frozenset({"swap", "swap_folders", "duplicate", "something_else"})
 _IN_ZERO = re.compile(r".*/zero/[^/]+").fullmatch
 """Folder of a parameter in a universal checkpoint."""
 

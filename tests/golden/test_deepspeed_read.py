@@ -284,9 +284,18 @@ def test_files_that_were_exchanged_are_refused(case, name, tmp_path):
         DeepSpeedFormat().read(root)
 
 
-def test_a_state_that_was_copied_over_another_of_its_parameter_is_refused(tmp_path):
+@pytest.mark.parametrize(("src", "dst"), [("fp32", "exp_avg"), ("exp_avg", "1xp_avg")])
+def test_a_state_under_the_name_of_another(src, dst, tmp_path):
     root = Path(shutil.copytree(ROOT / "z1-dp4-fp32" / "universal", tmp_path / "universal"))
     folder = next(root.glob("*/zero/l2.bias"))
-    shutil.copyfile(folder / "fp32.pt", folder / "exp_avg.pt")
-    with pytest.raises(MalformedError, match=r"l2\.bias/exp_avg\.pt: expected the file .*; got a copy of fp32\.pt"):
+    shutil.copyfile(folder / f"{src}.pt", folder / f"{dst}.pt")
+    with pytest.raises(MalformedError, match=rf"l2\.bias/{dst}\.pt: expected the file .*; got {src}\.pt"):
         DeepSpeedUniversalFormat().read(root)
+
+
+def test_a_layer_that_was_renamed(tmp_path):
+    root = Path(shutil.copytree(ROOT / "z0-pp2" / "checkpoint", tmp_path / "z0-pp2"))
+    (path,) = root.glob("*/layer_01-model_states.pt")
+    path.rename(path.with_name("layer_41-model_states.pt"))
+    with pytest.raises(MalformedError, match=r"was saved as layer_01-model_states\.pt, and there is none of that name"):
+        DeepSpeedFormat().read(root)

@@ -12,6 +12,7 @@ ucp.errors.MissingFileError: expected a file at nothing-here.pt; nothing is ther
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,7 +72,7 @@ def read_archive(path: str, *, start: int = 0, nbytes: int | None = None) -> Arc
     MissingFileError
         Nothing is at `path`.
     MalformedError
-        No file of torch.save, a truncated or inconsistent one, or one that was exchanged with another of its folder.
+        No file of torch.save, a truncated or inconsistent one, or one that has the name of another rank's.
     UnsupportedError
         Big-endian, compressed, or the tar format of torch 0.1.
     CorruptError
@@ -85,22 +86,30 @@ def read_archive(path: str, *, start: int = 0, nbytes: int | None = None) -> Arc
 
 
 def _check_name(archive: Archive) -> None:
-    """Refuse a file that has the name of another one, which has a name that is not its own either.
+    """Refuse a file that lies under the name of another rank or layer: files exchanged, or one renamed.
 
-    A file that was renamed alone, or copied over another, is nothing to refuse here.
+    A file that was copied over another, or has a name of another kind, is nothing to refuse here.
     """
     folder, name = os.path.split(archive.path)
     stem, suffix = os.path.splitext(name)
-    other = os.path.join(folder, archive.saved_as + suffix)
-    if archive.saved_as in ("", stem) or not os.path.isfile(other):
+    if archive.saved_as in ("", stem):
         return
-    named = _saved_as(other)
-    if named not in ("", archive.saved_as):
+    other = os.path.join(folder, archive.saved_as + suffix)
+    if os.path.isfile(other):
+        named = _saved_as(other)
+        why = "" if named in ("", archive.saved_as) else f"what has that name as {named}{suffix}: files were exchanged"
+    else:
+        is_of_its_kind = _NUMBER.sub("#", archive.saved_as) == _NUMBER.sub("#", stem)
+        why = "there is none of that name: it was renamed" if is_of_its_kind else ""
+    if why:
         raise MalformedError(
             f"expected the file that was saved as {name}; {archive.path} was saved as {archive.saved_as}{suffix}, and "
-            f"what has that name as {named}{suffix}: files were exchanged. Copy them again, or give them the names "
-            "that they were saved under"
+            f"{why}. Copy the files again, or give them the names that they were saved under"
         )
+
+
+_NUMBER = re.compile(r"[0-9]+")
+"""What tells names of ranks and layers apart."""
 
 
 def _saved_as(path: str) -> str:

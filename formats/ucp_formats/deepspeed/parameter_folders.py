@@ -117,6 +117,10 @@ def _with_parents(names: Iterable[str]) -> set[str]:
     return known
 
 
+_UNNAMED = "archive"
+"""Name that torch records where it saves to no path."""
+
+
 def _read_folder(
     folder: _Folder, shape: Shape | None, found: ParameterFolders, problems: Problems
 ) -> Iterator[tuple[str, StateIndex]]:
@@ -128,9 +132,8 @@ def _read_folder(
         except (SourceError, CorruptError) as error:
             problems.wrong.append(f"{where}: {str(error).replace(f'{folder.path}/', '')}")
             continue
-        twin = f"{archive.saved_as}.pt"
-        if twin != name and twin in folder.files:
-            problems.wrong.append(f"{where}: expected the file that was saved as {name}; got a copy of {twin}")
+        if archive.saved_as not in ("", _UNNAMED, path.stem):
+            problems.wrong.append(f"{where}: expected the file that was saved as {name}; got {archive.saved_as}.pt")
         state = _STATES.get(path.stem, path.stem)
         value = archive.root
         if isinstance(value, dict) and "param" in value:

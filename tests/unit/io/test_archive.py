@@ -456,7 +456,15 @@ def test_files_that_were_exchanged_are_told_by_the_names_they_were_saved_under(t
             read_archive(str(path))
 
 
-def test_a_file_that_was_renamed_or_copied_is_read(tmp_path):
+def test_a_file_that_was_renamed_to_that_of_another_rank(tmp_path):
+    path = named(tmp_path / "rank_0.pt").rename(tmp_path / "rank_12.pt")
+    with pytest.raises(
+        MalformedError, match=r"was saved as rank_0\.pt, and there is none of that name: it was renamed"
+    ):
+        read_archive(str(path))
+
+
+def test_a_file_that_was_renamed_otherwise_or_copied_is_read(tmp_path):
     one, other = (named(tmp_path / f"{n}.pt") for n in "ab")
     assert read_archive(str(one.rename(tmp_path / "c.pt"))).saved_as == "a"
     (tmp_path / "d.pt").write_bytes(other.read_bytes())
