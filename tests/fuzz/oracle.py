@@ -190,7 +190,7 @@ def _judge_written(base: Base, mutation: Mutation, truth: Attempt, found: Attemp
     shown = "; ".join(" ".join(item) for item in unsaid[:4]) + (f" and {len(unsaid) - 4} more" if unsaid[4:] else "")
     if not unsaid and changed:
         return Label.SAID, ""
-    limit = _limit(base, mutation, truth, found, unsaid)
+    limit = _limit(mutation, truth, found, unsaid)
     if limit:
         return Label.DOCUMENTED, limit
     if mutation.kind is Kind.EDIT:
@@ -228,7 +228,7 @@ def _names(line: str, name: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", line) is not None
 
 
-def _limit(base: Base, mutation: Mutation, truth: Attempt, found: Attempt, unsaid: list[tuple[str, ...]]) -> str:
+def _limit(mutation: Mutation, truth: Attempt, found: Attempt, unsaid: list[tuple[str, ...]]) -> str:
     """The row of docs/explanation/limits.md that lets this pass, in a word."""
     names = [Path(name).name for name in mutation.files]
     lost = {item[1] for item in unsaid if item[0] in ("state", "parameter", "group")}
@@ -238,14 +238,11 @@ def _limit(base: Base, mutation: Mutation, truth: Attempt, found: Attempt, unsai
         name in line for line in found.told - truth.told if "without checksums" in line for name in names
     ):
         return "damage in a file that carries no checksums"
-    if mutation.name == "foreign" and base.fixture.parents[1].name == "deepspeed":
+    if mutation.name == "foreign":
         return "a file of another run, of which no other file has a copy"
-    parents = {str(Path(name).parent) for name in mutation.files}
-    if (
-        mutation.name in ("swap", "duplicate", "something_else")
-        and len(set(names)) == 1
-        and all(map(_IN_ZERO, parents))
-    ):
+    is_whole = mutation.name == "swap_folders"
+    folders = {name if is_whole else str(Path(name).parent) for name in mutation.files}
+    if mutation.name in _MIXED and (is_whole or len(set(names)) == 1) and all(map(_IN_ZERO, folders)):
         return "files of a universal checkpoint, exchanged or copied between parameters"
     return ""
 
