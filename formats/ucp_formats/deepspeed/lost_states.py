@@ -28,10 +28,8 @@ def check_stepped(facts: RunFacts, groups: Sequence[Group], *, flat: bool = True
     if facts.keeps_zeros or not any(group.state_names for group in groups):
         return
     found = [(group, atom) for group in groups for atom in group.params]
-    lost = dict.fromkeys(atom.name for group, atom in found if _is_lost(facts, group, atom, flat=flat))
-    reasons = facts.index.reasons(lost)
-    others = [(group, atom) for group, atom in found if flat and atom.name not in lost]
-    partly = [line for group, atom in others if (line := _lacking(group, atom))]
+    reasons = facts.index.reasons([atom.name for group, atom in found if _is_lost(facts, group, atom, flat=flat)])
+    partly = [line for group, atom in found if (line := _lacking(group, atom))] if flat else []
     if not reasons and not partly:
         return
     told = [*reasons, *([listed(partly)] if partly else [])]
