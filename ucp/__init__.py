@@ -19,13 +19,13 @@ from ucp.api import (  # ucp.open is the name users look for
     plan,
     verify,
 )
-from ucp.convert import ConvertReport
+from ucp.conversion.execute import ConvertReport
+from ucp.core.region import Box
+from ucp.core.topology import Topology
 from ucp.errors import UcpError
-from ucp.region import Box
-from ucp.topology import Topology
 
 if TYPE_CHECKING:
-    from ucp.load import LoadReport, load_into
+    from ucp.live.load import LoadReport, load_into
 
     __version__: str
 else:
@@ -38,7 +38,7 @@ else:
             return version("universal-checkpoint")
         if name not in {"LoadReport", "load_into"}:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from ucp import load
+        from ucp.live import load
 
         return getattr(load, name)
 

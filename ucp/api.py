@@ -13,24 +13,24 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 
-from ucp.atom import DoubtKind, Index
-from ucp.checkpoint import Atom, Checkpoint
-from ucp.companions import Companions
-from ucp.compare import fit_threads
-from ucp.convert import ConvertReport, carry_out
-from ucp.dtypes import DType
+from ucp.checks.verify import DiffReport, VerifyReport, differences, prove, prove_written
+from ucp.contract.protocols import Observer, SourceOptions
+from ucp.contract.registry import recognise, with_callables
+from ucp.conversion.execute import ConvertReport, carry_out
+from ucp.conversion.plan_report import PlanReport, preview
+from ucp.conversion.prepare import ConvertOptions, Silent, Survey, index_of, judged, survey
+from ucp.conversion.replica_policy import Drift
+from ucp.conversion.zero_moments import ZeroMoments, moments_note
+from ucp.core.companions import Companions
+from ucp.core.dtypes import DType
+from ucp.core.index import DoubtKind, Index
+from ucp.core.names import NameFilter
+from ucp.core.target import TargetOptions
+from ucp.core.topology import Topology
 from ucp.errors import UsageError
-from ucp.io.commit import Staging
-from ucp.moments import ZeroMoments, moments_note
-from ucp.prepare import ConvertOptions, Silent, Survey, index_of, judged, survey
-from ucp.preview import PlanReport, preview
-from ucp.proof import DiffReport, VerifyReport, differences, prove, prove_written
-from ucp.protocols import Observer, SourceOptions
-from ucp.registry import recognise, with_callables
-from ucp.settle import Drift
-from ucp.state import NameFilter
-from ucp.target import TargetOptions
-from ucp.topology import Topology
+from ucp.io.staging import Staging
+from ucp.live.checkpoint import Atom, Checkpoint
+from ucp.transfer.compare import fit_threads
 
 __all__ = [
     "Atom",

@@ -10,8 +10,8 @@ import click
 
 from ucp.errors import MemoryBudgetError, UcpError, UsageError
 from ucp_cli.exits import DIFFERENT, FAILED, HUNG_UP, INTERRUPTED, TERMINATED, USAGE
+from ucp_cli.pages.units import printable
 from ucp_cli.stopping import Terminated
-from ucp_cli.units import printable
 
 __all__ = ["Failure", "Misuse", "Unfitting", "explained", "stopped"]
 

@@ -10,12 +10,12 @@ from typing import TypedDict, TypeVar
 
 import click
 
-from ucp.atom import DoubtKind
-from ucp.companions import Companions
+from ucp.conversion.replica_policy import Drift
+from ucp.conversion.zero_moments import ZeroMoments
+from ucp.core.companions import Companions
+from ucp.core.index import DoubtKind
+from ucp.core.topology import Topology
 from ucp.errors import UsageError
-from ucp.moments import ZeroMoments
-from ucp.settle import Drift
-from ucp.topology import Topology
 
 __all__ = [
     "PATH",

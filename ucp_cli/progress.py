@@ -1,4 +1,4 @@
-"""Progress as a bar on a terminal, as JSON events, or not at all: observers of a run (`ucp.protocols.Observer`).
+"""Progress as a bar on a terminal, as JSON events, or not at all: each an `Observer` of a run.
 
 No thread is started, so that worker processes may be forked at any time; `advance` may be called from several.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import click
 
-from ucp_cli.units import nbytes_text, rate_text, seconds_text
+from ucp_cli.pages.units import nbytes_text, rate_text, seconds_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress

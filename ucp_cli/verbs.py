@@ -36,7 +36,7 @@ class Verbs(click.Group):
         """The verb of that name; imports its module."""
         if cmd_name not in SUMMARIES:
             return None
-        command: click.Command = import_module(f"ucp_cli.{cmd_name}").command
+        command: click.Command = import_module(f"ucp_cli.commands.{cmd_name}").command
         return command
 
     def resolve_command(

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ucp.layout import Overlap
-from ucp.region import RegionPair
+from ucp.core.layout import Overlap
+from ucp.core.region import RegionPair
 
 __all__ = ["Pieces"]
 
@@ -19,7 +19,7 @@ __all__ = ["Pieces"]
 class Pieces:
     """Boxes by part.
 
-    >>> from ucp.region import Box
+    >>> from ucp.core.region import Box
     >>> first, last = Box((0,), (2,)), Box((2,), (2,))
     >>> shared = RegionPair(last, last)
     >>> pieces = Pieces(held=((RegionPair(first, first), shared), (RegionPair(last, first, copy=1),)))

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ucp.layout import Overlap
-from ucp.region import Box, RegionPair
+from ucp.core.layout import Overlap
+from ucp.core.region import Box, RegionPair
 
 __all__ = ["Shard"]
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from ucp.compare import Change
-from ucp_cli.changes import change_tables
-from ucp_cli.render import write
+from ucp.transfer.compare import Change
+from ucp_cli.pages.changes import change_tables
+from ucp_cli.pages.render import write
 
 
 def shown(capsys: pytest.CaptureFixture[str], *changes: Change) -> list[str]:

@@ -191,8 +191,8 @@ def test_an_interrupted_replacement_is_continued_with_both_options(
     assert not (atoms / "packs").exists()
 
 
-CONVERSION = import_module("ucp.convert")  # `ucp.convert` is the function
-PREPARATION = import_module("ucp.prepare")
+CONVERSION = import_module("ucp.conversion.execute")  # `ucp.convert` is the function
+PREPARATION = import_module("ucp.conversion.prepare")
 
 
 def stop(*words: object, **named: object) -> None:

@@ -14,7 +14,7 @@ from ucp import api
 from ucp.errors import UcpError, UsageError
 from ucp_cli.verbs import SUMMARIES, cli
 
-LIGHT = ("backend", "folder", "names", "native_source", "source", "universal_source")
+LIGHT = ("backend", "locate", "names", "read", "read.source", "read.universal", "read.universal.source", "source")
 """Modules of a format that tell whether a folder is of it."""
 HEAVY = ("torch", "numpy", "rich.progress", "deepspeed", "multiprocess")
 
@@ -105,10 +105,10 @@ def test_reading_commands_import_no_torch(zero3: Path, words: list[str]) -> None
 @pytest.mark.parametrize(
     ("folder", "own", "read_by"),
     [
-        ("deepspeed/z3-dp4-fp32/checkpoint", "ucp_formats.deepspeed", "native_index"),
-        ("deepspeed/z1-dp4-fp32/universal", "ucp_formats.deepspeed", "universal_index"),
-        ("megatron/llama-tp2-dp2-dp/checkpoint", "ucp_formats.megatron", "dist_source"),
-        ("megatron/gpt-tp2-pp2-torch/checkpoint", "ucp_formats.megatron", "legacy_source"),
+        ("deepspeed/z3-dp4-fp32/checkpoint", "ucp_formats.deepspeed", "read.index"),
+        ("deepspeed/z1-dp4-fp32/universal", "ucp_formats.deepspeed", "read.universal.index"),
+        ("megatron/llama-tp2-dp2-dp/checkpoint", "ucp_formats.megatron", "dist.source"),
+        ("megatron/gpt-tp2-pp2-torch/checkpoint", "ucp_formats.megatron", "legacy.source"),
     ],
 )
 def test_formats_that_a_checkpoint_is_not_of_are_known_by_names_alone(folder: str, own: str, read_by: str) -> None:
@@ -118,12 +118,12 @@ def test_formats_that_a_checkpoint_is_not_of_are_known_by_names_alone(folder: st
     for package in {"ucp_formats.deepspeed", "ucp_formats.megatron"} - {own}:
         light = {package, *(f"{package}.{name}" for name in LIGHT)}
         assert {name for name in modules if name.startswith(package)} <= light
-    assert not modules & {"ucp.store.index", "ucp.store.interpret", "ucp.load", "ucp.live"}
+    assert not modules & {"ucp.store.index", "ucp.store.interpret", "ucp.live.load", "ucp.live.match"}
 
 
 def test_a_run_of_data_parallelism_needs_no_model_family(zero3: Path) -> None:
     modules = imported("inspect", zero3)
-    assert not modules & {"ucp.families", "ucp.family", "tomllib", "ucp_formats.deepspeed.parallel_source"}
+    assert not modules & {"ucp.families", "tomllib", "ucp_formats.deepspeed.read.parallel"}
 
 
 @pytest.mark.parametrize("words", [[], ["--to", "deepspeed", "--topology", "dp=2,zero=3"], ["--virtual"]])

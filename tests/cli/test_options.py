@@ -12,7 +12,7 @@ import pytest
 from tests.cli.conftest import Run
 from ucp import api
 from ucp.errors import ARGUMENTS
-from ucp_cli import convert, verify
+from ucp_cli.commands import convert, verify
 from ucp_cli.options import nbytes_of
 
 

@@ -20,15 +20,22 @@ from ucp_cli.verbs import cli
 PROGRAM = """
 import os, sys, threading
 from importlib import import_module
-from ucp.io.commit import Staging
-from ucp.union import Worker
+from ucp.io.staging import Staging
+from ucp.transfer.worker import Worker
 from ucp_cli.main import main
 
-for name in ("plan", "union", "prepare", "compare", "convert", "store.target"):
+for name in (
+    "transfer.tasks",
+    "transfer.worker",
+    "transfer.compare",
+    "conversion.prepare",
+    "conversion.execute",
+    "store.target",
+):
     module = import_module(f"ucp.{name}")
     if hasattr(module, "BLOCK"):
         module.BLOCK = 64
-import_module("ucp.plan").TASK = 128
+import_module("ucp.transfer.tasks").TASK = 128
 carry_out, note = Worker.carry_out, Staging.note
 
 def stuck(worker, task):
@@ -112,7 +119,7 @@ main()
 """`ucp` that is sent a signal when it is about to import a module."""
 
 
-@pytest.mark.parametrize("module", ["ucp_cli.verbs", "click", "ucp_cli.inspect", "ucp.api"])
+@pytest.mark.parametrize("module", ["ucp_cli.verbs", "click", "ucp_cli.commands.inspect", "ucp.api"])
 def test_a_signal_while_verbs_are_imported_ends_it_as_any_other(zero3: Path, module: str) -> None:
     words = [sys.executable, "-c", EARLY, module, "inspect", str(zero3)]
     done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=60)

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ucp_cli.tree import Line, collapsed
+from ucp_cli.pages.tree import Line, collapsed
 
 PARTS = st.sampled_from(["a", "b", "weight", "0", "1", "2", "10", "07", "-1"])
 NAMES = st.lists(PARTS, min_size=1, max_size=5).map(".".join)

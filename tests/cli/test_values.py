@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from ucp.dtypes import DType
-from ucp.inert import GlobalName, Stub
-from ucp.tensor import InlineTensor
-from ucp_cli.values import brief, json_value
+from ucp.core.dtypes import DType
+from ucp.core.pickle_values import GlobalName, Stub
+from ucp.core.tensor import InlineTensor
+from ucp_cli.pages.values import brief, json_value
 
 TENSOR = InlineTensor(data=b"\0" * 4, dtype=DType.INT8, shape=(2, 2))
 

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ucp_formats.deepspeed.native_source import DeepSpeedFormat
-from ucp_formats.deepspeed.universal_source import DeepSpeedUniversalFormat
+from ucp_formats.deepspeed.read.source import DeepSpeedFormat
+from ucp_formats.deepspeed.read.universal.source import DeepSpeedUniversalFormat
 
-from ucp.prepare import ConvertOptions
+from ucp.conversion.prepare import ConvertOptions
+from ucp.core.topology import Topology
 from ucp.testing import FormatContract, TargetContract
-from ucp.topology import Topology
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepspeed"
 KEPT = ("z0-fp32", "z1-dp4-bf16", "z2-dp2-client-state", "z2-dp4-fp32-roundrobin", "z3-dp3-uneven", "z3-dp4-subgroups")

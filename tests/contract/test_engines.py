@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from ucp.engine.processes import ProcessEngine
-from ucp.engine.serial import SerialEngine
 from ucp.errors import WorkerDiedError
 from ucp.testing.engines import EngineContract, _created
-from ucp.union import Worker
+from ucp.transfer.engines.processes import ProcessEngine
+from ucp.transfer.engines.serial import SerialEngine
+from ucp.transfer.worker import Worker
 
 
 class TestSerialEngine(EngineContract):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.unit.formats.megatron.conftest import FakeLegacy
 from ucp.api import convert
-from ucp.prepare import ConvertOptions
-from ucp.target import TargetOptions
+from ucp.conversion.prepare import ConvertOptions
+from ucp.core.target import TargetOptions
+from ucp.core.topology import Topology
 from ucp.testing import TargetContract
-from ucp.topology import Topology
 
 LOCAL = {"transformer_impl": "local"}
 

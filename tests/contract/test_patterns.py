@@ -8,8 +8,8 @@ from ucp_patterns.replicate import Replicate
 from ucp_patterns.shard import Shard
 from ucp_patterns.unique import Unique
 
-from ucp.layout import Overlap
-from ucp.region import Box, RegionPair
+from ucp.core.layout import Overlap
+from ucp.core.region import Box, RegionPair
 from ucp.testing import PatternContract
 
 SHAPES = [(), (0,), (1,), (7,), (8, 3), (0, 4), (3, 0), (2, 3, 5)]

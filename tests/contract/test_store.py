@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import ucp
 from tests.unit.conftest import handmade
-from ucp.prepare import ConvertOptions
-from ucp.state import NameFilter
+from ucp.conversion.prepare import ConvertOptions
+from ucp.core.names import NameFilter
+from ucp.core.target import TargetOptions
 from ucp.store.format import StoreFormat
-from ucp.target import TargetOptions
 from ucp.testing import FormatContract, TargetContract
 
 

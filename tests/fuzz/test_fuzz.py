@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-import ucp.convert  # noqa: F401  # the module; the name is a function's too
+import ucp.conversion.execute  # noqa: F401  # the module; the name is a function's too
 from tests.fuzz.bases import BASES, Base
 from tests.fuzz.mutations import Kind, Mutation, Place, mutate
 from tests.fuzz.oracle import Attempt, Label, Trial, judge, tree
@@ -58,7 +58,7 @@ def test_a_checksum_that_nobody_compares_is_found(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("tests.fuzz.trial.mutate", damage)
     fuzzer = Fuzzer(tmp_path, 0, (base("z2-dp4-bf16.packed"),))
     assert fuzzer.run(0)[1] is Label.REFUSED
-    monkeypatch.setattr(sys.modules["ucp.convert"], "mismatches", lambda *_: [])
+    monkeypatch.setattr(sys.modules["ucp.conversion.execute"], "mismatches", lambda *_: [])
     assert fuzzer.run(0)[1] is Label.SILENT
 
 

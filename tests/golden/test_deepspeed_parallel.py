@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from ucp_formats.deepspeed.native_source import DeepSpeedFormat
+from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 
 import ucp
 from tests.golden.test_deepspeed_read import as_float32, bits, filled, gathered
-from ucp.atom import Index, Kind, check_cover
-from ucp.dtypes import DType
-from ucp.io.archive import read_archive
+from ucp.checks.propose import propose
+from ucp.core.dtypes import DType
+from ucp.core.index import Index, Kind, check_cover
+from ucp.core.layout import Overlap
+from ucp.core.slices import Locator, resolve_copies, whole_slice
+from ucp.core.tensor import TensorRef
 from ucp.io.safetensors import read_header
-from ucp.layout import Overlap
-from ucp.propose import propose
-from ucp.slice import Locator, resolve_copies, whole_slice
-from ucp.tensor import TensorRef
+from ucp.io.torch_file.archive import read_archive
 
 ROOT = Path(__file__).parents[2] / "fixtures" / "deepspeed"
 CASES = sorted(path.name for path in ROOT.iterdir() if list(path.glob("truth-*.json")))

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ucp_formats.deepspeed.group_order import dealt_back
-from ucp_formats.deepspeed.native_source import DeepSpeedFormat
-from ucp_formats.deepspeed.universal_source import DeepSpeedUniversalFormat
+from ucp_formats.deepspeed.read.optimizer.group_order import dealt_back
+from ucp_formats.deepspeed.read.source import DeepSpeedFormat
+from ucp_formats.deepspeed.read.universal.source import DeepSpeedUniversalFormat
 
-from ucp.atom import Index, Kind, StateIndex, check_cover
-from ucp.dtypes import DType
+from ucp.core.dtypes import DType
+from ucp.core.index import Index, Kind, StateIndex, check_cover
+from ucp.core.slices import Locator, Piece, resolve, resolve_copies, whole_slice
+from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.errors import MalformedError, UnsupportedError
-from ucp.io.archive import read_archive
 from ucp.io.safetensors import read_header
-from ucp.slice import Locator, Piece, resolve, resolve_copies, whole_slice
-from ucp.tensor import InlineTensor, TensorRef
+from ucp.io.torch_file.archive import read_archive
 
 ROOT = Path(__file__).parents[2] / "fixtures" / "deepspeed"
 REFUSED = {

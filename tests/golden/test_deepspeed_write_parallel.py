@@ -12,7 +12,7 @@ import pytest
 
 import ucp
 from ucp.errors import TopologyError, UcpError, UnsupportedError
-from ucp.io.archive import read_archive
+from ucp.io.torch_file.archive import read_archive
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspeed"
 

@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from ucp.contract.registry import choose_family, families, family
+from ucp.core.region import Box, uncovered
 from ucp.errors import FamilyError
-from ucp.family import Family, Named
-from ucp.region import Box, uncovered
-from ucp.registry import choose_family, families, family
-from ucp.rule import Alias, Rule
-from ucp.template import Template
+from ucp.families.family import Family, Named
+from ucp.families.rule import Alias, Rule
+from ucp.families.template import Template
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 STYLE = "huggingface"

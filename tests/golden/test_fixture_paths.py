@@ -11,7 +11,7 @@ from pathlib import Path, PurePath, PurePosixPath
 
 import pytest
 
-from ucp.io.dcp_metadata import read_metadata
+from ucp.io.dcp.metadata import read_metadata
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 KEPT = sorted(folder for folder in FIXTURES.iterdir() if folder.is_dir() and folder.name != "__pycache__")

@@ -14,7 +14,7 @@ from torch import nn, optim
 
 import ucp
 from ucp.errors import CorruptError, LoadError
-from ucp.load import load_into
+from ucp.live.load import load_into
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 ROOT = FIXTURES / "deepspeed"

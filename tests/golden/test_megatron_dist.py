@@ -17,13 +17,13 @@ from ucp_formats.megatron.source import MegatronFormat
 
 import ucp
 from ucp.api import convert
-from ucp.atom import Index, Kind, check_cover
-from ucp.compare import compare, compare_copies, scan_records
-from ucp.dtypes import DType
+from ucp.core.dtypes import DType
+from ucp.core.index import Index, Kind, check_cover
+from ucp.core.names import STEP, WEIGHT
+from ucp.core.slices import Locator, resolve, whole_slice
 from ucp.errors import MissingStateError
-from ucp.gather import Gatherer, Sources
-from ucp.slice import Locator, resolve, whole_slice
-from ucp.state import STEP, WEIGHT
+from ucp.transfer.compare import compare, compare_copies, scan_records
+from ucp.transfer.gather import Gatherer, Sources
 
 ROOT = Path(__file__).parents[2] / "fixtures" / "megatron"
 REPORTS = {path.parent.name: json.loads(path.read_text()) for path in sorted(ROOT.glob("*/case.json"))}

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from ucp_formats.megatron.source import MegatronFormat
 
-from ucp.atom import Index, Kind, StateIndex, check_cover
-from ucp.gather import Gatherer, Sources
-from ucp.slice import Locator, resolve, whole_slice
-from ucp.union import drift
+from ucp.core.index import Index, Kind, StateIndex, check_cover
+from ucp.core.slices import Locator, resolve, whole_slice
+from ucp.transfer.gather import Gatherer, Sources
+from ucp.transfer.worker import drift
 
 ROOT = Path(__file__).parents[2] / "fixtures" / "megatron"
 CASES = sorted(

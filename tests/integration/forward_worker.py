@@ -31,10 +31,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
-from ucp.expression import Expression
-from ucp.family import Family
-from ucp.registry import family as family_of
-from ucp.rule import Alias
+from ucp.contract.registry import family as family_of
+from ucp.families.expression import Expression
+from ucp.families.family import Family
+from ucp.families.rule import Alias
 
 SERIAL = {"gpt-neox": {"use_parallel_residual": False, "hidden_size": 32}}
 """Attention and feed-forward one after the other, as megatron-core has them, and an even number of rotary dims."""

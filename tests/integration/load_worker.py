@@ -22,7 +22,7 @@ sys.path.insert(0, str(FIXTURES))
 from deepspeed_model import TinyModel, build_model, global_batch, next_token_loss  # noqa: E402
 
 from ucp.errors import UcpError  # noqa: E402
-from ucp.load import load_into  # noqa: E402
+from ucp.live.load import load_into  # noqa: E402
 
 
 class Large(nn.Module):

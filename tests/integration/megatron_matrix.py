@@ -21,10 +21,10 @@ from torch import Tensor
 
 import ucp
 from tests.integration.megatron_jobs import Load
-from ucp.atom import Index, Kind
-from ucp.compare import Change, compare, compare_copies
+from ucp.core.index import Index, Kind
+from ucp.core.names import STEP, WEIGHT
 from ucp.errors import UcpError
-from ucp.state import STEP, WEIGHT
+from ucp.transfer.compare import Change, compare, compare_copies
 
 __all__ = [
     "KINDS",

@@ -25,7 +25,7 @@ from safetensors import safe_open
 
 pytest.importorskip("deepspeed.runtime", reason="needs DeepSpeed; `make integration` installs it")
 
-from ucp_formats.deepspeed.stage_partition import balanced_bounds, uniform_bounds
+from ucp_formats.deepspeed.write.pipeline.partition import balanced_bounds, uniform_bounds
 
 import ucp
 from tests.integration.deepspeed_cuts import Words, cut

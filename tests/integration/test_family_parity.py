@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ucp.family import Family
-from ucp.layout import place
-from ucp.registry import choose_family
+from ucp.contract.registry import choose_family
+from ucp.core.layout import place
+from ucp.families.family import Family
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 

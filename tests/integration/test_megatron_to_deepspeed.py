@@ -21,8 +21,8 @@ import pytest
 pytest.importorskip("deepspeed.runtime", reason="needs DeepSpeed; `make integration` installs it")
 
 import ucp
-from ucp.atom import ParamGroup
-from ucp.prepare import index_of
+from ucp.conversion.prepare import index_of
+from ucp.core.index import ParamGroup
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp.checksums import combine, gaps, mismatches, patches, zeros
+from ucp.core.target import CrcField, Literal, OutputFile
+from ucp.core.tensor import Record
 from ucp.errors import CoverError
-from ucp.gather import Span
-from ucp.target import CrcField, Literal, OutputFile
-from ucp.tensor import Record
 from ucp.testing.strategies import cuts
+from ucp.transfer.checksums import combine, gaps, mismatches, patches, zeros
+from ucp.transfer.gather import Span
 
 BYTES = st.binary(max_size=40)
 

@@ -7,8 +7,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp.codec import codec_name, decode, encode
 from ucp.errors import CorruptError
+from ucp.io.codec import codec_name, decode, encode
 
 WIDTHS = st.sampled_from([1, 2, 4, 8, 16])
 

@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 from ucp_patterns.shard import Shard
 
 import ucp
-from ucp.atom import StateIndex
-from ucp.dtypes import DType
-from ucp.fragment import Fragment
-from ucp.gather import Gatherer, Sources
-from ucp.prepare import index_of
-from ucp.region import Box, flat_boxes
-from ucp.slice import Locator, resolve, whole_slice
+from ucp.conversion.prepare import index_of
+from ucp.core.dtypes import DType
+from ucp.core.index import Fragment, StateIndex
+from ucp.core.region import Box, flat_boxes
+from ucp.core.slices import Locator, resolve, whole_slice
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.testing.strategies import random_array, shapes, states_of
+from ucp.transfer.gather import Gatherer, Sources
 
 LAYOUTS = st.sampled_from([{}, {"layout": "per-parameter"}, {"compress": True}, {"virtual": True}])
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=8)
@@ -33,17 +32,24 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_siz
 def small_blocks():
     """Blocks of 64 bytes, tasks of 192; and no waiting for the disk."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("plan", "union", "prepare", "compare", "convert", "store.target"):
+        for name in (
+            "transfer.tasks",
+            "transfer.worker",
+            "transfer.compare",
+            "conversion.prepare",
+            "conversion.execute",
+            "store.target",
+        ):
             module = import_module(f"ucp.{name}")
             if hasattr(module, "BLOCK"):
                 patch.setattr(module, "BLOCK", 64)
-        patch.setattr(import_module("ucp.plan"), "TASK", 192)
-        patch.setattr(import_module("ucp.gather"), "STRETCH", 48)
-        patch.setattr(import_module("ucp.union"), "SPANS", 2)
-        patch.setattr(import_module("ucp.union"), "TILE", 128)
+        patch.setattr(import_module("ucp.transfer.tasks"), "TASK", 192)
+        patch.setattr(import_module("ucp.transfer.gather"), "STRETCH", 48)
+        patch.setattr(import_module("ucp.transfer.worker"), "SPANS", 2)
+        patch.setattr(import_module("ucp.transfer.worker"), "TILE", 128)
         for name, nbytes in (("LEAST", 100), ("CALL", 8), ("GAP", 16)):
-            patch.setattr(import_module("ucp.tiles"), name, nbytes)
-        patch.setattr(import_module("ucp.slice"), "GAP", 16)
+            patch.setattr(import_module("ucp.transfer.tiles"), name, nbytes)
+        patch.setattr(import_module("ucp.core.slices"), "GAP", 16)
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from ucp_formats.deepspeed.buckets import Bucket, Shard, bucket_states, pieces_of
-from ucp_formats.deepspeed.flat_layout import Chunks, FlatLayout, WholeParameters, shared_buffers
-from ucp_formats.deepspeed.group_order import dealt_back, mapping_disagrees, optimizer_order
-from ucp_formats.deepspeed.matching import AmbiguousError, FlatSlots, NoMatchError, Slots, match
 from ucp_formats.deepspeed.partition import Held, round_robin
+from ucp_formats.deepspeed.read.optimizer.flat_group import Bucket, Shard, bucket_states, pieces_of
+from ucp_formats.deepspeed.read.optimizer.flat_layout import Chunks, FlatLayout, WholeParameters, shared_buffers
+from ucp_formats.deepspeed.read.optimizer.group_order import dealt_back, mapping_disagrees, optimizer_order
+from ucp_formats.deepspeed.read.optimizer.match_slots import AmbiguousError, FlatSlots, NoMatchError, Slots, match
 
-from ucp.dtypes import DType
-from ucp.io.problems import Problems
-from ucp.io.sameness import Checksums
-from ucp.region import uncovered
-from ucp.tensor import TensorRef
+from ucp.contract.problems import Problems
+from ucp.contract.rank_extras import Checksums
+from ucp.core.dtypes import DType
+from ucp.core.region import uncovered
+from ucp.core.tensor import TensorRef
 
 GARBAGE = -1
 
@@ -247,7 +247,7 @@ def test_right_mappings_never_disagree(source: Params, ranks: int) -> None:
 
 
 def fragment(held: Held, *, by: int = 0):
-    from ucp.inert import GlobalName, Stub
+    from ucp.core.pickle_values import GlobalName, Stub
 
     state = {"numel": held.stop - held.start, "start": held.offset + by}
     return Stub(GlobalName("deepspeed.utils.tensor_fragment", "fragment_address"), state=state, has_state=True)

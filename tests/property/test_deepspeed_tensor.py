@@ -8,14 +8,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from ucp_formats.deepspeed.affine_pieces import affine_layout
-from ucp_formats.deepspeed.tensor_layout import TensorLayout, cut_layout, equal_layout, lifted
-from ucp_formats.deepspeed.tensor_rules import TensorRules, TensorShapes
+from ucp_formats.deepspeed.tp.affine_map import affine_layout
+from ucp_formats.deepspeed.tp.layout import TensorLayout, cut_layout, equal_layout, lifted
+from ucp_formats.deepspeed.tp.universal_info import TensorRules, TensorShapes
 
-from ucp.dtypes import DType
-from ucp.fragment import Fragment
-from ucp.region import Box, flat_boxes
-from ucp.tensor import TensorRef, contiguous_strides
+from ucp.core.dtypes import DType
+from ucp.core.index import Fragment
+from ucp.core.region import Box, flat_boxes
+from ucp.core.tensor import TensorRef, contiguous_strides
 
 Whole = NDArray[np.int64]
 

@@ -12,14 +12,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from ucp_patterns.shard import Shard
 
-from ucp.expression import Expression
-from ucp.family import Family
-from ucp.family_text import read_family
-from ucp.layout import Layout, Overlap, local_shape, place, whole_shape
-from ucp.match import Match
-from ucp.region import uncovered
-from ucp.registry import families, family, library
-from ucp.rule import Alias, Rule
+from ucp.contract.registry import families, family, library
+from ucp.core.layout import Layout, Overlap, local_shape, place, whole_shape
+from ucp.core.region import uncovered
+from ucp.families.expression import Expression
+from ucp.families.family import Family
+from ucp.families.match import Match
+from ucp.families.rule import Alias, Rule
+from ucp.families.toml import read_family
 from ucp.testing.strategies import coordinates
 
 NUMBERS = {"layer": 3, "expert": 2, "mtp": 1}

@@ -16,19 +16,18 @@ from ucp_patterns.replicate import Replicate
 from ucp_patterns.shard import Shard
 from ucp_patterns.unique import Unique
 
-import ucp.gather
-import ucp.slice
-from ucp.atom import StateIndex
-from ucp.dtypes import DType
+import ucp.core.slices
+import ucp.transfer.gather
+from ucp.core.dtypes import DType
+from ucp.core.index import Fragment, StateIndex
+from ucp.core.layout import Overlap
+from ucp.core.region import Box, RegionPair
+from ucp.core.slices import Locator, Slice, block_ranges, in_file_order, resolve, resolve_copies, runs_of, whole_slice
 from ucp.errors import CoverError
-from ucp.fragment import Fragment
-from ucp.gather import Gatherer, Sources
-from ucp.layout import Overlap
-from ucp.numeric import numpy_dtype, viewed
-from ucp.region import Box, RegionPair
-from ucp.slice import Locator, Slice, block_ranges, in_file_order, resolve, resolve_copies, runs_of, whole_slice
+from ucp.io.elements import numpy_dtype, viewed
 from ucp.testing.handmade import Shards
 from ucp.testing.strategies import FLOATS, boxes_in, cuts, random_array, shapes, slices_of, states_of
+from ucp.transfer.gather import Gatherer, Sources
 
 DTYPES = st.sampled_from([DType.FLOAT32, DType.BFLOAT16, DType.INT64, DType.BOOL, DType.COMPLEX128, DType.FLOAT8_E5M2])
 LIMITS = st.sampled_from([(8 << 20, 64 << 10), (32, 8), (64, 1 << 20), (16, 1)])
@@ -53,8 +52,8 @@ def patterns(draw, shape: tuple[int, ...]):
 def limits(stretch: int, gap: int):
     """Small bounds, so that pieces are cut."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ucp.gather, "STRETCH", stretch)
-        patch.setattr(ucp.slice, "GAP", gap)
+        patch.setattr(ucp.transfer.gather, "STRETCH", stretch)
+        patch.setattr(ucp.core.slices, "GAP", gap)
         yield
 
 
@@ -221,7 +220,7 @@ def test_no_read_is_longer_than_a_stretch_unless_it_goes_straight_to_its_place(a
         own = data.draw(slices_of(state, patterns(array.shape), state.dtype))
         gatherer = Gatherer(sources=Sources())
         for piece in resolve(own, Locator(state), own.start, own.stop):
-            for part in ucp.gather._stretches(in_file_order(piece)):
+            for part in ucp.transfer.gather._stretches(in_file_order(piece)):
                 lead, run = runs_of(part)
                 assert math.prod(part.sizes[:lead]) * run <= max(stretch, state.dtype.itemsize)
         gatherer.sources.close()

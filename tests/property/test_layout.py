@@ -14,8 +14,8 @@ from ucp_patterns.replicate import Replicate
 from ucp_patterns.shard import Shard
 from ucp_patterns.unique import Unique
 
-from ucp.layout import AxisLayout, Layout, Overlap, local_shape, place
-from ucp.region import RegionPair, compose, uncovered
+from ucp.core.layout import AxisLayout, Layout, Overlap, local_shape, place
+from ucp.core.region import RegionPair, compose, uncovered
 from ucp.testing.strategies import coordinates, cuts, shapes
 
 

@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ucp
-from ucp.atom import Extra, ParamGroup, StateIndex
-from ucp.dtypes import DType
+from ucp.core.dtypes import DType
+from ucp.core.index import Extra, Fragment, ParamGroup, StateIndex
+from ucp.core.region import Box
 from ucp.errors import MalformedError, UcpError
-from ucp.fragment import Fragment
-from ucp.region import Box
 from ucp.store.format import StoreFormat
 from ucp.testing.handmade import Shards, inline, make_index, write_checkpoint
 

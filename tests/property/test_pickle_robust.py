@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ucp.errors import UcpError
-from ucp.io.archive import read_archive
+from ucp.io.pickle.unpickle import parse_pickle
 from ucp.io.safetensors import read_header
-from ucp.io.unpickle import parse_pickle
+from ucp.io.torch_file.archive import read_archive
 
 CODES = [opcode.code.encode("latin-1") for opcode in pickletools.opcodes]
 PROGRAM = st.lists(

@@ -10,20 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ucp_patterns.shard import Shard
 
-from ucp.atom import AtomIndex, Index, Kind, StateIndex
-from ucp.balance import bundle
-from ucp.dtypes import DType
+from ucp.core.dtypes import DType
+from ucp.core.index import AtomIndex, Fragment, Index, Kind, StateIndex
+from ucp.core.region import Box, RegionPair
+from ucp.core.slices import Slice
+from ucp.core.target import Literal, OutputFile, Placement, RawCopy, TargetPlan
+from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.topology import Topology
 from ucp.errors import CoverError, MemoryBudgetError, MissingStateError, UsageError
-from ucp.fragment import Fragment
-from ucp.plan import BLOCK, SCRATCH, TASK, check_target, checking_placements, fit_workers, make_job
-from ucp.region import Box, RegionPair
-from ucp.slice import Slice
-from ucp.target import Literal, OutputFile, Placement, RawCopy, TargetPlan
-from ucp.tensor import TensorRef, contiguous_strides
 from ucp.testing.strategies import cuts
-from ucp.topology import Topology
+from ucp.transfer.balance import bundle
+from ucp.transfer.tasks import BLOCK, SCRATCH, TASK, check_target, checking_placements, fit_workers, make_job
 
-PLAN = import_module("ucp.plan")  # `ucp.plan` is the function
+PLAN = import_module("ucp.transfer.tasks")  # `ucp.plan` is the function
 ITEM = 4
 
 

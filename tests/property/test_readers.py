@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp.dtypes import DType
-from ucp.live.readers import ALIGNMENT, Bucket, share_out
-from ucp.slice import Slice
+from ucp.core.dtypes import DType
+from ucp.core.slices import Slice
+from ucp.live.read_shares import ALIGNMENT, Bucket, share_out
 
 DTYPES = st.sampled_from([DType.FLOAT32, DType.BFLOAT16, DType.UINT8, DType.INT64, DType.COMPLEX128])
 

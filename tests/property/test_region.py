@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp.region import Box, RegionPair, compose, flat_boxes, intersect, local_flat_pairs, uncovered
+from ucp.core.region import Box, RegionPair, compose, flat_boxes, intersect, local_flat_pairs, uncovered
 from ucp.testing.strategies import boxes_in, shapes, tilings
 
 

@@ -7,12 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ucp.atom import Extra, ParamGroup
-from ucp.dtypes import DType
+from ucp.core.dtypes import DType
+from ucp.core.index import Extra, ParamGroup
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.testing.strategies import random_array
 
-BLOCK_USERS = ("plan", "union", "prepare", "compare", "convert", "store.target")
+BLOCK_USERS = (
+    "transfer.tasks",
+    "transfer.worker",
+    "transfer.compare",
+    "conversion.prepare",
+    "conversion.execute",
+    "store.target",
+)
 """Modules that know the size of a block."""
 
 
@@ -33,7 +40,7 @@ def shrink(monkeypatch, *, block: int, task: int) -> None:
         module = import_module(f"ucp.{name}")
         if hasattr(module, "BLOCK"):
             monkeypatch.setattr(module, "BLOCK", block)
-    monkeypatch.setattr(import_module("ucp.plan"), "TASK", task)
+    monkeypatch.setattr(import_module("ucp.transfer.tasks"), "TASK", task)
 
 
 @pytest.fixture

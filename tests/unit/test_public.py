@@ -10,8 +10,8 @@ import pytest
 
 import ucp
 from ucp.api import make_options
+from ucp.conversion.prepare import ConvertOptions, prepare
 from ucp.errors import MissingLibraryError, UcpError, UsageError
-from ucp.prepare import ConvertOptions, prepare
 
 ZERO1 = {"to": "deepspeed", "topology": "dp=2,zero=1", "exclude": ["counter"]}
 """Asked of `source`, whose counter no optimizer group has."""
@@ -32,7 +32,7 @@ def test_the_module_is_the_command():
 
 
 def test_tensors_ask_for_torch_only_when_they_are_read(source, monkeypatch):
-    monkeypatch.setattr("ucp.checkpoint.find_spec", lambda name: None)
+    monkeypatch.setattr("ucp.live.checkpoint.find_spec", lambda name: None)
     checkpoint = ucp.open(source)
     name = next(iter(checkpoint.atoms))
     for asked in (lambda: checkpoint.read(name, "weight"), lambda: checkpoint.atoms[name].dtype("weight")):

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ucp.dtypes import DType
+from ucp.core.dtypes import DType
+from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.errors import MalformedError, UnsupportedError
+from ucp.io.files import SourceFile, open_source
 from ucp.io.json_text import parsed
-from ucp.io.source import SourceFile, open_source
-from ucp.tensor import TensorRef, contiguous_strides
 
 __all__ = ["SafetensorsHeader", "SafetensorsLayout", "layout_safetensors", "read_header"]
 

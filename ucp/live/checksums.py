@@ -10,14 +10,14 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 
-from ucp.atom import Index
-from ucp.checksums import gaps, mismatches
+from ucp.core.index import Index
+from ucp.core.tensor import Record
 from ucp.errors import CorruptError, listed
-from ucp.gather import Span
 from ucp.live.ranks import Ranks, together
 from ucp.live.transfer import Reader
-from ucp.plan import BLOCK
-from ucp.tensor import Record
+from ucp.transfer.checksums import gaps, mismatches
+from ucp.transfer.gather import Span
+from ucp.transfer.tasks import BLOCK
 
 __all__ = ["check_records"]
 

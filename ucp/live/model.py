@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucp.dtypes import DType
+from ucp.core.dtypes import DType
 from ucp.errors import LoadError, UnsupportedError, listed
-from ucp.live.fit import LiveTensor
+from ucp.live.match import LiveTensor
 
 if TYPE_CHECKING:
     import torch

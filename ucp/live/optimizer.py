@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from ucp.dtypes import DType
+from ucp.core.dtypes import DType
 from ucp.errors import LoadError, UnsupportedError, listed
-from ucp.live.fit import LiveParam
-from ucp.live.hyper import LiveGroup
+from ucp.live.groups import LiveGroup
+from ucp.live.match import LiveParam
 from ucp.live.model import LiveModel, dtype_of
 
 if TYPE_CHECKING:

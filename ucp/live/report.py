@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ucp.core.names import WEIGHT
+from ucp.core.tensor import TensorRef
 from ucp.errors import counted
-from ucp.live.decide import Decision
-from ucp.state import WEIGHT
-from ucp.tensor import TensorRef
+from ucp.live.load_plan import Decision
 
 __all__ = ["LoadReport", "Traffic", "report_of"]
 

@@ -12,14 +12,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucp.gather import Gatherer, Sources, Span
-from ucp.live.fit import Want
+from ucp.core.region import local_flat_pairs
+from ucp.core.slices import Locator, Slice, block_ranges, resolve
+from ucp.live.match import Want
 from ucp.live.ranks import Ranks
-from ucp.live.readers import ALIGNMENT, Bucket, Segment
-from ucp.plan import BLOCK
-from ucp.region import local_flat_pairs
-from ucp.slice import Locator, Slice, block_ranges, resolve
-from ucp.tiles import is_crosswise
+from ucp.live.read_shares import ALIGNMENT, Bucket, Segment
+from ucp.transfer.gather import Gatherer, Sources, Span
+from ucp.transfer.tasks import BLOCK
+from ucp.transfer.tiles import is_crosswise
 
 if TYPE_CHECKING:
     import torch

@@ -1,7 +1,7 @@
 """Extras as files: JSON where the value is plain, else a `torch.save` file that holds the same recipe.
 
-Neither is ever executed: the second kind is written and read by our own pickle code (`ucp.io.emit`,
-`ucp.io.unpickle`). The manifest has the CRC-32 of every such file.
+Neither is ever executed: the second kind is written and read by our own pickle code (`ucp.io.pickle.emit`,
+`ucp.io.pickle.unpickle`). The manifest has the CRC-32 of every such file.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Iterable
 
 from zlib_ng import zlib_ng
 
-from ucp.checksums import combine
+from ucp.core.target import Literal, OutputFile, RawCopy
+from ucp.core.tensor import Record
 from ucp.errors import CorruptError, MalformedError
-from ucp.io.archive import read_embedded
-from ucp.io.graft import torch_file
+from ucp.io.files import SourceFile, open_source
 from ucp.io.json_text import NotJson, parsed
-from ucp.io.source import SourceFile, open_source
+from ucp.io.torch_file.archive import read_embedded
+from ucp.io.torch_file.copy_extras import torch_file
 from ucp.store.manifest import LONGEST, StoredExtra, read_text
 from ucp.store.values import NotPlainError, from_json, to_json
-from ucp.target import Literal, OutputFile, RawCopy
-from ucp.tensor import Record
+from ucp.transfer.checksums import combine
 
 __all__ = ["EXTRAS", "extra_file", "read_extra"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ucp.atom import Index
-from ucp.protocols import Evidence
+from ucp.contract.protocols import Evidence
+from ucp.core.index import Index
 from ucp.store.manifest import MANIFEST
 
 __all__ = ["StoreFormat"]

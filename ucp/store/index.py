@@ -8,13 +8,13 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ucp.atom import Extra, Index, SourceFile
+from ucp.core.index import Extra, Index, SourceFile
+from ucp.core.tensor import Record
 from ucp.errors import ChangedError, CorruptError, MalformedError, UcpError, counted, listed
-from ucp.identity import identity_of, size_and_time
+from ucp.io.identity import identity_of, size_and_time
 from ucp.store.extras import EXTRAS, read_extra
 from ucp.store.interpret import ReferredFile, files_of, inside, interpret
 from ucp.store.manifest import MANIFEST, StoredExtra, parse, read_text
-from ucp.tensor import Record
 
 __all__ = ["read_store"]
 

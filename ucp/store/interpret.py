@@ -15,17 +15,16 @@ from operator import gt
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from ucp.atom import AtomIndex, Index, Kind, Loss, ParamGroup, SourceFile, StateIndex
-from ucp.dtypes import DType
+from ucp.core.dtypes import DType
+from ucp.core.index import AtomIndex, Fragment, Index, Kind, Loss, ParamGroup, SourceFile, StateIndex
+from ucp.core.layout import Overlap
+from ucp.core.region import Box, local_flat_pairs
+from ucp.core.tensor import InlineTensor, Record, TensorRef, contiguous_strides
+from ucp.core.topology import Topology
 from ucp.errors import MalformedError, MissingFileError, UcpError, UnsupportedError, UsageError, counted, listed
-from ucp.fragment import Fragment
-from ucp.identity import size_and_time
-from ucp.layout import Overlap
-from ucp.region import Box, local_flat_pairs
+from ucp.io.identity import size_and_time
 from ucp.store.manifest import MANIFEST, VERSION, StoredExtra
 from ucp.store.values import from_json
-from ucp.tensor import InlineTensor, Record, TensorRef, contiguous_strides
-from ucp.topology import Topology
 
 __all__ = ["ReferredFile", "files_of", "inside", "interpret"]
 

@@ -14,14 +14,13 @@ from dataclasses import asdict, dataclass
 import xxhash
 from zlib_ng import zlib_ng
 
-from ucp.atom import AtomIndex, Index, StateIndex
-from ucp.dtypes import DType
+from ucp.core.dtypes import DType
+from ucp.core.index import AtomIndex, Fragment, Index, StateIndex
+from ucp.core.tensor import InlineTensor
 from ucp.errors import DestinationError, MalformedError
-from ucp.fragment import Fragment
+from ucp.io.files import open_source
 from ucp.io.json_text import NotJson, parsed
-from ucp.io.source import open_source
 from ucp.store.values import to_json
-from ucp.tensor import InlineTensor
 
 __all__ = [
     "LONGEST",

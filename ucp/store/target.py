@@ -5,7 +5,7 @@
     virtual         no tensor file at all: pieces of the source's own files
 
 Plain numbers, such as a step that the source keeps outside its tensors, stand in the manifest in every layout.
-With `compress`, packs hold encoded blocks (`ucp.codec`) and are named packs/00000.zst.
+With `compress`, packs hold encoded blocks (`ucp.io.codec`) and are named packs/00000.zst.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from urllib.parse import quote
 
-from ucp.atom import Extra, Index, Kind
-from ucp.codec import codec_name
-from ucp.dtypes import DType
+from ucp.contract.output_names import check_named, is_text
+from ucp.core.dtypes import DType
+from ucp.core.index import Extra, Index, Kind
+from ucp.core.slices import Slice, whole_slice
+from ucp.core.target import Literal, OutputFile, Placement, RawCopy, Receipt, Receipts, TargetOptions, TargetPlan
+from ucp.core.topology import Topology
 from ucp.errors import DestinationError, UsageError, counted, listed
-from ucp.identity import identity_of, producer, size_and_time
-from ucp.io.fields import described
-from ucp.io.named_paths import check_named, is_text
+from ucp.io.codec import codec_name
+from ucp.io.identity import identity_of, producer, size_and_time
+from ucp.io.pickle.fields import described
 from ucp.io.safetensors import layout_safetensors
-from ucp.plan import BLOCK
-from ucp.slice import Slice, whole_slice
 from ucp.store.extras import EXTRAS, extra_file
 from ucp.store.manifest import MANIFEST, SourceIdentity, Stored, StoredExtra, describe, dump, is_inline
 from ucp.store.values import is_plain
-from ucp.target import Literal, OutputFile, Placement, RawCopy, Receipt, Receipts, TargetOptions, TargetPlan
-from ucp.topology import Topology
+from ucp.transfer.tasks import BLOCK
 
 __all__ = ["LAYOUTS", "StoreTarget", "recogniser"]
 

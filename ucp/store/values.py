@@ -17,9 +17,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+from ucp.core.pickle_values import GlobalName, TorchSize
 from ucp.errors import MalformedError
-from ucp.inert import GlobalName, TorchSize
-from ucp.io.keys import check_keys
+from ucp.io.pickle.keys import check_keys
 
 __all__ = ["NotPlainError", "PlainJson", "from_json", "is_plain", "to_json"]
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ucp.engine.serial import SerialEngine
+from ucp.contract.protocols import Engine
+from ucp.core.target import TargetOptions
 from ucp.errors import MissingFileError, UcpError
-from ucp.plan import Job, Task, make_job
-from ucp.protocols import Engine
 from ucp.store.target import StoreTarget
-from ucp.target import TargetOptions
 from ucp.testing.handmade import Shards, make_index
-from ucp.union import Done
+from ucp.transfer.engines.serial import SerialEngine
+from ucp.transfer.tasks import Job, Task, make_job
+from ucp.transfer.worker import Done
 
 __all__ = ["EngineContract"]
 

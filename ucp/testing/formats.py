@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from ucp.atom import Index, check_cover
+from ucp.contract.protocols import Format
+from ucp.core.index import Index, check_cover
+from ucp.core.names import WEIGHT
+from ucp.core.slices import Locator, block_ranges, resolve, whole_slice
+from ucp.core.tensor import TensorRef
 from ucp.errors import UcpError
-from ucp.gather import Gatherer, Sources
-from ucp.plan import BLOCK
-from ucp.protocols import Format
-from ucp.slice import Locator, block_ranges, resolve, whole_slice
-from ucp.state import WEIGHT
 from ucp.store.values import to_json
-from ucp.tensor import TensorRef
+from ucp.transfer.gather import Gatherer, Sources
+from ucp.transfer.tasks import BLOCK
 
 __all__ = ["FormatContract"]
 

@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from zlib_ng import zlib_ng
 
-from ucp.atom import AtomIndex, Extra, Index, Kind, ParamGroup, SourceFile, StateIndex
-from ucp.dtypes import DType
-from ucp.fragment import Fragment
-from ucp.identity import size_and_time
-from ucp.region import Box
-from ucp.state import WEIGHT
+from ucp.core.dtypes import DType
+from ucp.core.index import AtomIndex, Extra, Fragment, Index, Kind, ParamGroup, SourceFile, StateIndex
+from ucp.core.names import WEIGHT
+from ucp.core.region import Box
+from ucp.core.tensor import InlineTensor, Record, TensorRef
+from ucp.core.topology import Topology
+from ucp.io.identity import size_and_time
 from ucp.store.manifest import MANIFEST, describe, dump
 from ucp.store.target import recogniser
-from ucp.tensor import InlineTensor, Record, TensorRef
-from ucp.topology import Topology
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import pytest
 
-from ucp.layout import AxisLayout, Layout, Overlap, Pattern, local_shape, whole_shape
-from ucp.region import Box, RegionPair, intersect, uncovered
+from ucp.core.layout import AxisLayout, Layout, Overlap, Pattern, local_shape, whole_shape
+from ucp.core.region import Box, RegionPair, intersect, uncovered
 
 __all__ = ["PatternContract"]
 

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ucp.atom import StateIndex
-from ucp.dtypes import DType
-from ucp.fragment import Fragment
-from ucp.layout import Layout, Pattern
-from ucp.numeric import numpy_dtype
-from ucp.region import Box, RegionPair, flat_boxes
-from ucp.slice import Slice
-from ucp.tensor import Tensor
+from ucp.core.dtypes import DType
+from ucp.core.index import Fragment, StateIndex
+from ucp.core.layout import Layout, Pattern
+from ucp.core.region import Box, RegionPair, flat_boxes
+from ucp.core.slices import Slice
+from ucp.core.tensor import Tensor
+from ucp.io.elements import numpy_dtype
 from ucp.testing.handmade import Shards, inline
 
 if TYPE_CHECKING:

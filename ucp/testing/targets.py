@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ucp.compare import compare
-from ucp.convert import carry_out
-from ucp.prepare import ConvertOptions, index_of, prepare
-from ucp.registry import recognise
+from ucp.contract.registry import recognise
+from ucp.conversion.execute import carry_out
+from ucp.conversion.prepare import ConvertOptions, index_of, prepare
+from ucp.transfer.compare import compare
 
 __all__ = ["TargetContract"]
 

@@ -22,11 +22,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 
+from ucp.contract.problems import Problems
+from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError
-from ucp.io.fields import Shape, text
-from ucp.io.problems import Problems
-from ucp.tensor import TensorRef
-from ucp_formats.deepspeed.saved_run import SavedFile, SavedRun
+from ucp.io.pickle.fields import Shape, text
+from ucp_formats.deepspeed.read.run import SavedFile, SavedRun
 
 __all__ = ["ExpertGroups", "Experts", "Numbered", "holders", "is_expert", "ranks_joined", "renumbered"]
 

@@ -1,9 +1,9 @@
-"""Typed access to what a pickle said, where only DeepSpeed's files need it; the rest is in `ucp.io.fields`."""
+"""Typed access to what a pickle said, where only DeepSpeed's files need it; the rest is in `ucp.io.pickle.fields`."""
 
 from __future__ import annotations
 
-from ucp.inert import Stub
-from ucp.io.fields import integer
+from ucp.core.pickle_values import Stub
+from ucp.io.pickle.fields import integer
 
 __all__ = ["number_of_enum"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ucp.contract.protocols import SourceOptions
 from ucp.errors import IdleOptionError, UnsupportedError, listed
-from ucp.protocols import SourceOptions
-from ucp_formats.deepspeed.folder import TagFolder
+from ucp_formats.deepspeed.locate import TagFolder
 from ucp_formats.deepspeed.names import OFFLOADED
 
 __all__ = ["refuse_contents", "refuse_idle_options", "refuse_names"]

@@ -92,7 +92,7 @@ def _is_torch_dist(folder: Path) -> bool:
     if os.path.lexists(folder / COMMON):
         return True
     try:
-        from ucp.io.dcp_metadata import read_metadata
+        from ucp.io.dcp.metadata import read_metadata
 
         objects = read_metadata(str(folder / DCP_METADATA)).objects
     except SourceError:

@@ -8,15 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucp.atom import Index
+from ucp.contract.companion_files import with_companions
+from ucp.contract.protocols import Evidence, LocalTensors, SourceOptions
+from ucp.core.index import Index
 from ucp.errors import UnsupportedError
-from ucp.io.companions import with_companions
-from ucp.protocols import Evidence, LocalTensors, SourceOptions
 from ucp_formats.megatron.backend import lost_backend, unknown_version
-from ucp_formats.megatron.folder import Located, SavedAs, is_of_the_format, locate, the_folder
+from ucp_formats.megatron.locate import Located, SavedAs, is_of_the_format, locate, the_folder
 
 if TYPE_CHECKING:
-    from ucp_formats.megatron.family_choice import ChooseFamily
+    from ucp_formats.megatron.run.family import ChooseFamily
 
 __all__ = ["MegatronFormat"]
 
@@ -73,11 +73,11 @@ class MegatronFormat:
             refused = unknown_version(located.root)
             if refused is not None:
                 raise refused
-            from ucp_formats.megatron.dist_source import read_dist
+            from ucp_formats.megatron.dist.source import read_dist
 
             return read_dist(located, self.name, self._choose())
         if located.saved_as is SavedAs.TORCH:
-            from ucp_formats.megatron.legacy_source import read_legacy
+            from ucp_formats.megatron.legacy.source import read_legacy
 
             return read_legacy(located, self.name, self._choose())
         lost = lost_backend(located.root) if located.saved_as is SavedAs.TORCH_DCP else None
@@ -88,12 +88,12 @@ class MegatronFormat:
 
     def local_tensors(self, path: Path) -> LocalTensors | None:
         """Tensors of the model by rank, of a checkpoint saved by ranks; None of one that records the wholes."""
-        from ucp_formats.megatron.legacy_local import read_local
+        from ucp_formats.megatron.legacy.local import read_local
 
         located = the_folder(locate(path), path)
         return read_local(located) if located.saved_as is SavedAs.TORCH else None
 
     def _choose(self) -> ChooseFamily:
-        from ucp_formats.megatron.family_choice import chooser
+        from ucp_formats.megatron.run.family import chooser
 
         return chooser(self._options)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from zlib_ng import zlib_ng
 
-from ucp.dtypes import DType
-from ucp.io.newtensor import NewStorage, NewTensor
-from ucp.io.torchzip import TorchZip
+from ucp.core.dtypes import DType
+from ucp.io.torch_file.layout import TorchZip
+from ucp.io.torch_file.tensors import NewStorage, NewTensor
 
 
 @dataclass

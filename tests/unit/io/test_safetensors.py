@@ -9,10 +9,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ucp.dtypes import DType
+from ucp.core.dtypes import DType
+from ucp.core.tensor import contiguous_strides
 from ucp.errors import MalformedError, UcpError, UnsupportedError
 from ucp.io.safetensors import layout_safetensors, read_header
-from ucp.tensor import contiguous_strides
 
 DTYPES = [dtype for dtype in DType if dtype != DType.COMPLEX128]
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from ucp.dtypes import DType
+from ucp.core.dtypes import DType
 from ucp.errors import LoadError, UnsupportedError
-from ucp.live.fit import LiveTensor
+from ucp.live.match import LiveTensor
 from ucp.live.model import describe_model
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from ucp.dtypes import DType
+from ucp.core.dtypes import DType
 from ucp.errors import LoadError, UnsupportedError
 from ucp.live.model import describe_model
 from ucp.live.optimizer import describe_optimizer, formed, forms_of, live_params, put_hyper, put_states

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ucp_formats.deepspeed.native_source import DeepSpeedFormat
+from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 
-from ucp.atom import check_cover
+from ucp.core.index import check_cover
 from ucp.errors import SourceError
 
 JUNK = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ucp_formats.deepspeed.native_source import DeepSpeedFormat
+from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 
 from ucp.errors import UnsupportedError
 

@@ -15,11 +15,11 @@ import torch
 from ucp_formats.megatron.source import MegatronFormat
 
 import ucp
-from ucp.atom import Index, check_cover
-from ucp.compare import compare_copies
+from ucp.conversion.prepare import Silent
+from ucp.core.index import Index, check_cover
+from ucp.core.names import WEIGHT
 from ucp.errors import CoverError, MalformedError, MissingFileError, UnsupportedError
-from ucp.prepare import Silent
-from ucp.state import WEIGHT
+from ucp.transfer.compare import compare_copies
 
 FIXTURES = Path(__file__).parents[4] / "fixtures" / "megatron"
 DIST = "llama-tp2-pp2-dp2-full"

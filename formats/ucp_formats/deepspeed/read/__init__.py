@@ -1,0 +1,1 @@
+"""A native checkpoint as an index."""

@@ -1,0 +1,175 @@
+"""Everything in a DeepSpeed checkpoint that is no tensor of a parameter, as named extras.
+
+| extra | what |
+|---|---|
+| engine | step and sample counts, world sizes, version, parallel dimensions |
+| lr_scheduler, data_sampler, random_ltd, sparse_tensor_module_names | as found |
+| universal_checkpoint_info, num_experts | as found |
+| pipeline | of each layer the start of names, of each stage the trained parameters; of universal checkpoints, True |
+| ds_config | the configuration |
+| client_state | every key that DeepSpeed did not write itself |
+| loss_scaler | the scaler object, or without ZeRO its numbers |
+| optimizer | what else the optimizer file says, with `class`, `zero_stage` and `file_prefix` |
+| module_metadata, module/NAME | versions of modules; entries of the module that are no tensors |
+| universal_parameters | what a universal checkpoint says of single parameters beside the tensor |
+| buffer/NAME | buffers of ranks that differ from rank 0's |
+| optimizer_state/GROUP/NAME | states of a group, or of a parameter, that cannot be given to single parameters |
+| param_groups | of an optimizer that has not stepped, and names nothing |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ucp.contract.rank_extras import Checksums, per_rank_extras
+from ucp.core.index import Extra
+from ucp_formats.deepspeed.read.run import SavedFile, SavedRun
+
+__all__ = [
+    "EMPTY_SHAPES",
+    "UNSTEPPED",
+    "joined",
+    "model_extras",
+    "optimizer_extras",
+    "universal_extras",
+    "whole_optimizer_extras",
+]
+
+UNSTEPPED = "param_groups"
+"""Extra: groups of a torch optimizer without states, where it is not known which parameters their numbers are."""
+EMPTY_SHAPES = "empty_param_shapes"
+"""Key of ucp's own, ignored by DeepSpeed: shapes of parameters without elements, where stage 3 records them nowhere."""
+
+_ENGINE = (
+    "global_steps",
+    "global_samples",
+    "skipped_steps",
+    "dp_world_size",
+    "mp_world_size",
+    "checkpoint_parallel_dimensions",
+    "ds_version",
+)
+_AS_FOUND = {
+    "lr_scheduler": "lr_scheduler",
+    "data_sampler": "data_sampler",
+    "random_ltd": "random_ltd",
+    "sparse_tensor_module_names": "sparse_tensor_module_names",
+    "csr_tensor_module_names": "sparse_tensor_module_names",  # before 0.5.9
+    "ds_config": "ds_config",
+    "universal_checkpoint_info": "universal_checkpoint_info",
+    "num_experts": "num_experts",
+}
+_IN_ATOMS = (
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "shared_params",
+    "frozen_param_fragments",
+    EMPTY_SHAPES,
+    "ds_autoep_layers",
+)
+_OPTIMIZER_IN_ATOMS = (
+    "base_optimizer_state",
+    "single_partition_of_fp32_groups",
+    "optimizer_state_dict",
+    "fp32_flat_groups",
+    "fp32_groups",
+    "fp32_groups_flat",
+)
+_OPTIMIZER_DERIVED = (
+    "group_paddings",
+    "param_alignment_paddings",
+    "partition_count",
+    "param_slice_mappings",
+    "zero_stage",
+    "ds_version",
+    "universal_checkpoint_info",
+)
+_SCALE_NUMBERS = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+
+
+def model_extras(models: Mapping[int, SavedFile], checksums: Checksums) -> list[Extra]:
+    """Extras out of model-states files (rank to file)."""
+    extras = per_rank_extras("engine", {rank: _engine(file.root) for rank, file in models.items()}, checksums)
+    for key, name in _AS_FOUND.items():
+        values = {rank: file.root[key] for rank, file in models.items() if file.root.get(key) is not None}
+        if values:
+            extras += per_rank_extras(name, values, checksums)
+    client = {rank: _client_state(file.root) for rank, file in models.items()}
+    return extras + (per_rank_extras("client_state", client, checksums) if any(client.values()) else [])
+
+
+def optimizer_extras(run: SavedRun, checksums: Checksums) -> list[Extra]:
+    """Extras out of optimizer files."""
+    files = run.optimizers
+    scalers = {rank: file.optimizer.get("loss_scaler") for rank, file in files.items()}
+    extras = per_rank_extras("loss_scaler", scalers, checksums) if any(v is not None for v in scalers.values()) else []
+    facts = {
+        "class": "BF16_Optimizer" if run.is_bf16_optimizer else "ZeRO-3" if run.stage == 3 else "ZeRO-1/2",
+        "zero_stage": run.stage,
+    }
+    left = {
+        rank: {**facts, "file_prefix": file.name.prefix, **_left(file.optimizer, ("loss_scaler",))}
+        for rank, file in files.items()
+    }
+    extras += per_rank_extras("optimizer", left, checksums)
+    config = run.model.root.get("ds_config")
+    configs = {rank: file.root["ds_config"] for rank, file in files.items() if "ds_config" in file.root}
+    own = {rank: value for rank, value in configs.items() if not checksums.same(value, config)}
+    extras += [Extra(name="optimizer_ds_config", value=value, rank=rank) for rank, value in own.items()]
+    return extras + _unknown_top(files, checksums)
+
+
+def whole_optimizer_extras(saved: Mapping[object, object], kind: str) -> list[Extra]:
+    """Extras out of an optimizer without ZeRO; `kind`: its class."""
+    if kind == "torch":
+        left = {str(key): value for key, value in saved.items() if key not in ("state", "param_groups")}
+        return [Extra(name="optimizer", value={"class": kind, "zero_stage": 0, **left})]
+    numbers = {key: saved[key] for key in _SCALE_NUMBERS if key in saved}
+    extras = [Extra(name="loss_scaler", value=numbers)] if "cur_scale" in numbers else []
+    left = _left(saved, tuple(numbers) if extras else ())
+    inner = saved.get("optimizer_state_dict")
+    if isinstance(inner, dict):
+        left |= {str(key): value for key, value in inner.items() if key not in ("state", "param_groups")}
+    return [*extras, Extra(name="optimizer", value={"class": kind, "zero_stage": 0, **left})]
+
+
+def universal_extras(saved: Mapping[object, object], info: Mapping[str, Mapping[str, object]]) -> list[Extra]:
+    """Extras out of `zero/optimizer_state.pt`, and what files of parameters say beside the tensor."""
+    scaler = saved.get("loss_scaler")
+    extras = [Extra(name="loss_scaler", value=scaler)] if scaler is not None else []
+    left = _left(saved, ("loss_scaler", "param_groups", "pipeline"))
+    extras.append(Extra(name="optimizer", value={"class": "universal", **left}))
+    special = {name: dict(own) for name, own in info.items() if own != {"cat_dim": 0}}
+    return extras + ([Extra(name="universal_parameters", value=special)] if special else [])
+
+
+def _engine(root: Mapping[object, object]) -> dict[object, object]:
+    return {key: root[key] for key in _ENGINE if key in root}
+
+
+def _client_state(root: Mapping[object, object]) -> dict[object, object]:
+    known = {*_ENGINE, *_AS_FOUND, *_IN_ATOMS}
+    return {key: value for key, value in root.items() if key not in known}
+
+
+def _left(saved: Mapping[object, object], taken: tuple[str, ...]) -> dict[str, object]:
+    known = {*_OPTIMIZER_IN_ATOMS, *_OPTIMIZER_DERIVED, *taken}
+    return {str(key): value for key, value in saved.items() if key not in known}
+
+
+def _unknown_top(files: Mapping[int, SavedFile], checksums: Checksums) -> list[Extra]:
+    """Keys beside `optimizer_state_dict` that no version known here writes."""
+    known = ("optimizer_state_dict", "ds_config", "ds_version")
+    left = {rank: {k: v for k, v in file.root.items() if k not in known} for rank, file in files.items()}
+    return per_rank_extras("optimizer_file", left, checksums) if any(left.values()) else []
+
+
+def joined(saved: Sequence[Extra], made: Sequence[Extra]) -> tuple[Extra, ...]:
+    """Extras of the files, and those made of what the user said, which hold where both have one of a name."""
+    names = {extra.name for extra in made}
+    kept = (replace(own, name=f"{own.name}.overruled") if own.name in names else own for own in saved)
+    return (*kept, *made)

@@ -1,0 +1,307 @@
+"""What model-parallel ranks hold, put together: one module and one optimizer of whole tensors.
+
+1. Collect the shapes that the tensor-parallel ranks hold of each parameter, and ask the rules for its layout.
+2. Lift every piece from the rank's tensor to the whole.
+3. Number the copies: of replicated tensors, and of tied ones on several stages. They are compared later.
+4. Join the parameter groups of the stages, and keep the extras that ranks have for themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from ucp.contract.problems import Problems
+from ucp.contract.rank_extras import Checksums
+from ucp.core.index import Extra, Fragment, Kind, ParamGroup, StateIndex
+from ucp.core.layout import Overlap
+from ucp.core.names import WEIGHT
+from ucp.core.region import Box
+from ucp.core.tensor import InlineTensor, TensorRef, contiguous_strides
+from ucp.errors import MalformedError, UnsupportedError, listed
+from ucp.io.pickle.fields import Shape
+from ucp_formats.deepspeed.read.merged import Merged
+from ucp_formats.deepspeed.read.module import ModuleEntry, ModulePart
+from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
+from ucp_formats.deepspeed.tp.layout import TensorLayout, lifted
+from ucp_formats.deepspeed.tp.universal_info import TensorShapes
+
+__all__ = ["RankPart", "Rules", "merge", "merged_extras"]
+
+
+class Rules(Protocol):
+    """Says how tensors lie over the tensor-parallel ranks."""
+
+    def layouts(self, tensors: Mapping[str, TensorShapes]) -> dict[str, TensorLayout]:
+        """Layout of every tensor. Raises SourceError with all names concerned."""
+
+    def padded_vocabulary(self, name: str, global_shape: Shape) -> int | None:
+        """Rows of a vocabulary that are not padding, where `name` is one and that is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPart:
+    """What one model-parallel rank holds."""
+
+    mp: int
+    """The rank, for messages and extras."""
+    tp: int
+    """Its tensor-parallel rank."""
+    order: int
+    """Its pipeline stage; where several have a tensor, that of the first is taken."""
+    module: ModulePart = field(default_factory=ModulePart)
+    """Its module; empty where another part has it."""
+    optimizer: OptimizerPart = field(default_factory=OptimizerPart)
+    """Its optimizer; empty where another part has it."""
+
+
+def merge(parts: Sequence[RankPart], tp: int, rules: Rules, checksums: Checksums, where: str) -> Merged:
+    """Join `parts` of `tp` tensor-parallel ranks; `rules` say how tensors lie over these. Raises SourceError."""
+    layouts = _layouts(parts, tp, rules, where) if tp > 1 else {}
+    merger = _Merger(parts, layouts, checksums)
+    problems = Problems()
+    groups = _groups(parts, checksums, problems)
+    optimizer = OptimizerPart(
+        states={name: merger.states(name) for name in merger.stated()},
+        groups=groups,
+        extras=merged_extras([(part.mp, part.optimizer.extras) for part in parts], checksums),
+        notes=_lines(part.optimizer.notes for part in parts),
+        dropped=_lines(part.optimizer.dropped for part in parts),
+        lost={name: loss for part in parts for name, loss in part.optimizer.lost.items()},
+    )
+    module = ModulePart(
+        entries={name: merger.entry(name) for name in _names(part.module.entries for part in parts)},
+        aliases={alias: name for part in parts for alias, name in part.module.aliases.items()},
+        extras=merged_extras([(part.mp, part.module.extras) for part in parts], checksums) + merger.extras,
+        notes=_lines(part.module.notes for part in parts) + merger.notes,
+        dropped=_lines(part.module.dropped for part in parts),
+    )
+    problems.wrong += merger.wrong
+    problems.raise_any(where, "model-parallel ranks")
+    return Merged(module=module, optimizer=optimizer, layouts=layouts, tied=_tied(parts))
+
+
+def _tied(parts: Sequence[RankPart]) -> frozenset[str]:
+    """Parameters that the optimizers of several stages have."""
+    stages: dict[str, set[int]] = {}
+    for part in parts:
+        for name in part.optimizer.states:
+            stages.setdefault(name, set()).add(part.order)
+    return frozenset(name for name, own in stages.items() if len(own) > 1)
+
+
+def _layouts(parts: Sequence[RankPart], tp: int, rules: Rules, where: str) -> dict[str, TensorLayout]:
+    """Layout of every parameter and buffer."""
+    held: dict[str, dict[int, Shape]] = {}
+    buffers: set[str] = set()
+    for part in parts:
+        own = {name: states[WEIGHT].global_shape for name, states in part.optimizer.states.items() if WEIGHT in states}
+        own |= {name: entry.shape for name, entry in part.module.entries.items()}
+        buffers |= {name for name, entry in part.module.entries.items() if entry.kind is Kind.BUFFER}
+        for name, shape in own.items():
+            if held.setdefault(name, {}).setdefault(part.tp, shape) != shape:
+                raise MalformedError(
+                    f"expected one shape of {name} on tensor-parallel rank {part.tp} of {where}; got "
+                    f"{list(held[name][part.tp])} and {list(shape)}. The files are of different runs"
+                )
+    lone = [f"{name}: on rank {', '.join(map(str, own))} only" for name, own in held.items() if len(own) < tp]
+    if lone:
+        raise UnsupportedError(
+            f"expected every parameter on all {tp} tensor-parallel ranks of {where}; got\n{listed(lone)}\nExperts that "
+            "are spread over tensor-parallel ranks are not read: resume with tensor-parallel degree 1 and save again"
+        )
+    shapes = {
+        name: TensorShapes(local=tuple(own[rank] for rank in range(tp)), declared=name not in buffers)
+        for name, own in held.items()
+    }
+    return rules.layouts(shapes)
+
+
+class _Merger:
+    """Lifts the tensors of ranks and numbers their copies."""
+
+    def __init__(self, parts: Sequence[RankPart], layouts: Mapping[str, TensorLayout], checksums: Checksums) -> None:
+        self.parts = sorted(parts, key=lambda part: (part.order, part.tp))
+        self.layouts = layouts
+        self.checksums = checksums
+        self.wrong: list[str] = []
+        self.extras: list[Extra] = []
+        self.notes: list[str] = []
+
+    def stated(self) -> list[str]:
+        """Parameters with states, in the order of the stages."""
+        return _names(part.optimizer.states for part in self.parts)
+
+    def states(self, name: str) -> dict[str, StateIndex]:
+        """Whole states of a parameter."""
+        holders = [(part, part.optimizer.states[name]) for part in self.parts if name in part.optimizer.states]
+        first = holders[0][1]
+        self.wrong += [
+            f"model-parallel rank {part.mp}: {name} has the states {', '.join(own)}; rank {holders[0][0].mp} has "
+            f"{', '.join(first)}"
+            for part, own in holders
+            if own.keys() != first.keys()
+        ]
+        return {key: self._state(name, key, [(part, own[key]) for part, own in holders if key in own]) for key in first}
+
+    def _state(self, name: str, key: str, held: Sequence[tuple[RankPart, StateIndex]]) -> StateIndex:
+        first = held[0][1]
+        layout = self.layouts.get(name)
+        where = [f"{own.dtype} {list(own.global_shape) if layout is None else ''}" for _, own in held]
+        if len(set(where)) > 1:
+            self.wrong.append(f"{name}/{key}: {' and '.join(dict.fromkeys(where))} on several model-parallel ranks")
+        pieces = [(part, piece) for part, own in held for piece in own.fragments]
+        local = first.global_shape if layout is None else layout.local_shape(held[0][0].tp)
+        if not first.global_shape or (first.numel == 1 and first.global_shape != local):
+            return replace(first, fragments=self._copies(f"{name}/{key}", pieces))
+        if layout is None:
+            return replace(first, fragments=_numbered((part.order, 0, piece) for part, piece in pieces))
+        odd = [part.mp for part, own in held if own.global_shape != layout.local_shape(part.tp)]
+        if odd:
+            self.wrong.append(f"{name}/{key}: of another shape than the parameter on model-parallel rank {odd}")
+            return first
+        return StateIndex(
+            dtype=first.dtype,
+            global_shape=layout.global_shape,
+            fragments=self._lifted(layout, pieces),
+            overlap=layout.overlap,
+        )
+
+    def entry(self, name: str) -> ModuleEntry:
+        """Whole tensor of the module."""
+        held = [(part, part.module.entries[name]) for part in self.parts if name in part.module.entries]
+        first = held[0][1]
+        kinds = {own.kind for _, own in held}
+        kind = Kind.PARAMETER if Kind.PARAMETER in kinds else first.kind
+        if kind is Kind.BUFFER:
+            held = list(self._same_buffers(name, held))
+        layout = self.layouts.get(name)
+        if len({own.dtype for _, own in held}) > 1:
+            self.wrong.append(f"{name}: of several types on the model-parallel ranks")
+        pieces = [(part, piece) for part, own in held for piece in own.fragments]
+        if layout is None:
+            fragments = _numbered((part.order, 0, piece) for part, piece in pieces)
+            return replace(first, kind=kind, fragments=fragments)
+        return replace(first, kind=kind, shape=layout.global_shape, fragments=self._lifted(layout, pieces))
+
+    def _same_buffers(
+        self, name: str, held: Sequence[tuple[RankPart, ModuleEntry]]
+    ) -> Iterator[tuple[RankPart, ModuleEntry]]:
+        """Buffers that are not known to differ from the first; others become extras, as those of running statistics."""
+        first = held[0][1].fragments[0].ref
+        layout = self.layouts.get(name)
+        for part, own in held:
+            ref = own.fragments[0].ref
+            equal = layout is None or layout.local_shape(part.tp) == layout.global_shape
+            refs = isinstance(ref, TensorRef) and isinstance(first, TensorRef)
+            if equal and refs and self.checksums.same_bytes(first, ref) is False:  # type: ignore[arg-type]  # just seen
+                self.extras.append(Extra(name=f"mp_rank_{part.mp:02d}/buffer/{name}", value=ref))
+                self.notes.append(
+                    f"buffer {name} of model-parallel rank {part.mp} differs from rank {held[0][0].mp}'s, which is "
+                    "taken; its own is an extra"
+                )
+            else:
+                yield part, own
+
+    def _lifted(self, layout: TensorLayout, pieces: Iterable[tuple[RankPart, Fragment]]) -> tuple[Fragment, ...]:
+        """Pieces of the whole, copies numbered."""
+        found = list(pieces)
+        if not any(piece.box.numel for _, piece in found):
+            return _of_nothing(layout.global_shape, found)
+        mean = layout.overlap is Overlap.MEAN
+        held = [layout.held(rank) for rank in range(layout.parts)]
+        whole = (
+            (part.order, 0 if mean else copy, replace(own, term=copy) if mean else own)
+            for part, piece in found
+            for copy, own in lifted(piece, held[part.tp])
+        )
+        return _numbered(whole)
+
+    def _copies(self, what: str, pieces: Sequence[tuple[RankPart, Fragment]]) -> tuple[Fragment, ...]:
+        """A count that every rank has a copy of. Numbers that stand in the files themselves must agree now."""
+        inline = {f"model-parallel rank {part.mp}": piece.ref for part, piece in pieces}
+        if all(isinstance(ref, InlineTensor) for ref in inline.values()):
+            if len({ref.data for ref in inline.values() if isinstance(ref, InlineTensor)}) > 1:
+                self.wrong.append(f"of another run: {what} differs among {', '.join(inline)}")
+            return (pieces[0][1],)
+        return tuple(replace(piece, replica=number) for number, (_, piece) in enumerate(pieces))
+
+
+def _numbered(pieces: Iterable[tuple[int, int, Fragment]]) -> tuple[Fragment, ...]:
+    """Fragments with replica numbers of their own for every stage, copy and replica; those of the first have 0."""
+    numbers: dict[tuple[int, int, int], int] = {}
+    found = []
+    orders: dict[int, int] = {}
+    for order, copy, piece in pieces:
+        key = (orders.setdefault(order, len(orders)), copy, piece.replica)
+        number = 0 if key == (0, 0, 0) else numbers.setdefault(key, len(numbers) + 1)
+        found.append(replace(piece, replica=number))
+    return tuple(found)
+
+
+def _of_nothing(shape: Shape, pieces: Sequence[tuple[RankPart, Fragment]]) -> tuple[Fragment, ...]:
+    """The piece of a tensor without elements."""
+    for _, piece in pieces[:1]:
+        if isinstance(piece.ref, TensorRef):
+            ref = replace(piece.ref, shape=shape, strides=contiguous_strides(shape))
+            return (Fragment(box=Box.whole(shape), ref=ref),)
+    return ()
+
+
+def _groups(parts: Sequence[RankPart], checksums: Checksums, problems: Problems) -> list[ParamGroup]:
+    """Groups of all stages, joined where their hyper-parameters are the same.
+
+    Several groups of one stage with the same hyper-parameters stay apart, and are joined with those of other stages in
+    their order. Tensor-parallel ranks of a stage have the same groups.
+    """
+    by_order: dict[int, list[RankPart]] = {}
+    for part in sorted(parts, key=lambda part: (part.order, part.tp)):
+        if part.optimizer.groups:
+            by_order.setdefault(part.order, []).append(part)
+    joined: list[tuple[dict[str, None], Mapping[str, object]]] = []
+    for own in by_order.values():
+        first = own[0]
+        problems.wrong += [
+            f"model-parallel rank {other.mp}: of another run: its parameter groups differ from those of rank {first.mp}"
+            for other in own[1:]
+            if not _same_groups(first.optimizer.groups, other.optimizer.groups, checksums)
+        ]
+        free = list(joined)
+        for group in first.optimizer.groups:
+            match = next((one for one in free if checksums.same(dict(one[1]), dict(group.hyper))), None)
+            if match is None:
+                joined.append((dict.fromkeys(group.params), group.hyper))
+            else:
+                free = [one for one in free if one is not match]
+                match[0].update(dict.fromkeys(group.params))
+    return [ParamGroup(params=tuple(params), hyper=hyper) for params, hyper in joined]
+
+
+def _same_groups(one: Sequence[ParamGroup], other: Sequence[ParamGroup], checksums: Checksums) -> bool:
+    return len(one) == len(other) and all(
+        a.params == b.params and checksums.same(dict(a.hyper), dict(b.hyper)) for a, b in zip(one, other, strict=True)
+    )
+
+
+def merged_extras(owned: Sequence[tuple[int, Sequence[Extra]]], checksums: Checksums) -> list[Extra]:
+    """Extras of the first rank; those of others that are not known to be the same, under a name of their own."""
+    found: list[Extra] = []
+    first: dict[tuple[str, int | None], object] = {}
+    for mp, extras in owned:
+        for extra in extras:
+            key = (extra.name, extra.rank)
+            if key not in first and (not found or mp == owned[0][0]):
+                first[key] = extra.value
+                found.append(extra)
+            elif key not in first or not checksums.same(first[key], extra.value):
+                found.append(replace(extra, name=f"mp_rank_{mp:02d}/{extra.name}"))
+    return found
+
+
+def _names(maps: Iterable[Mapping[str, object]]) -> list[str]:
+    return list(dict.fromkeys(name for own in maps for name in own))
+
+
+def _lines(lists: Iterable[Sequence[str]]) -> list[str]:
+    return list(dict.fromkeys(line for own in lists for line in own))

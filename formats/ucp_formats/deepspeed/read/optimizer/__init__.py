@@ -1,0 +1,1 @@
+"""The optimizer files of every ZeRO stage."""

@@ -1,0 +1,55 @@
+"""Format `deepspeed`: native checkpoints, told by names alone; what is in them is for `native_index` to say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ucp.contract.protocols import Evidence, SourceOptions
+from ucp.core.index import Index
+from ucp_formats.deepspeed.locate import locate_native, saved_as, the_folder
+
+__all__ = ["DeepSpeedFormat"]
+
+
+class DeepSpeedFormat:
+    """Format `deepspeed`.
+
+    `group_names`: names of the parameters of every optimizer group, in its order; only for checkpoints without ZeRO
+    whose optimizer does not tell (the error then says so). `options`: the family whose rules say how parameters lie
+    over tensor-parallel ranks, for checkpoints that do not record it.
+    """
+
+    name = "deepspeed"
+    usual = frozenset(
+        {
+            "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+            "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+            "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+            "deepspeed.runtime.zero.config.ZeroStageEnum",
+            "deepspeed.utils.tensor_fragment.fragment_address",
+        }
+    )
+
+    def __init__(
+        self, group_names: Sequence[Sequence[str]] | None = None, options: SourceOptions | None = None
+    ) -> None:
+        self._group_names = group_names
+        self._options = options or SourceOptions()
+
+    def configured(self, options: SourceOptions) -> DeepSpeedFormat:
+        """The same format, reading with these options."""
+        return DeepSpeedFormat(self._group_names, options)
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Whether `path` is, or leads to, a native tag folder."""
+        located = locate_native(path)
+        return None if located is None else Evidence(root=located.root, reasons=located.reasons)
+
+    def read(self, path: Path) -> Index:
+        """Index of the checkpoint at `path`."""
+        from ucp_formats.deepspeed.read.index import read_native
+
+        located = the_folder(locate_native(path), path)
+        index = read_native(located, self.name, group_names=self._group_names, options=self._options)
+        return saved_as(index, located)

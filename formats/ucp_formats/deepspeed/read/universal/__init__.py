@@ -1,0 +1,1 @@
+"""A universal checkpoint as an index."""

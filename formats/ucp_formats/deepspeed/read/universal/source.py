@@ -1,0 +1,36 @@
+"""Format `deepspeed-universal`: told by names alone; what is in a checkpoint is for `universal_index` to say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ucp.contract.protocols import Evidence, SourceOptions
+from ucp.core.index import Index
+from ucp_formats.deepspeed.locate import locate_universal, saved_as, the_folder
+
+__all__ = ["DeepSpeedUniversalFormat"]
+
+
+class DeepSpeedUniversalFormat:
+    """Format `deepspeed-universal`."""
+
+    name = "deepspeed-universal"
+
+    def __init__(self, options: SourceOptions | None = None) -> None:
+        self._options = options or SourceOptions()
+
+    def configured(self, options: SourceOptions) -> DeepSpeedUniversalFormat:
+        """The same format, reading with these options."""
+        return DeepSpeedUniversalFormat(options)
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Whether `path` is, or leads to, a tag folder with `zero/`."""
+        located = locate_universal(path)
+        return None if located is None else Evidence(root=located.root, reasons=located.reasons)
+
+    def read(self, path: Path) -> Index:
+        """Index of the checkpoint at `path`."""
+        from ucp_formats.deepspeed.read.universal.index import read_universal
+
+        located = the_folder(locate_universal(path), path)
+        return saved_as(read_universal(located, self.name, self._options), located)

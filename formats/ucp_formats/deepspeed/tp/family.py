@@ -1,0 +1,98 @@
+"""Layouts over tensor-parallel ranks by the rules of a model family, where the checkpoint itself does not record them.
+
+Names stay as they are in the files: a family only says which parameter a name stands for, and how that is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ucp.contract import registry
+from ucp.contract.protocols import SourceOptions
+from ucp.core.layout import Layout, whole_shape
+from ucp.errors import MalformedError, UnknownFamilyError, UnsupportedError, counted, listed
+from ucp.io.pickle.fields import Shape
+from ucp_formats.deepspeed.tp.layout import MisfitError, TensorLayout, cut_layout, equal_layout
+from ucp_formats.deepspeed.tp.universal_info import TensorShapes
+
+if TYPE_CHECKING:
+    from ucp.families.family import Family, Named
+
+__all__ = ["FamilyRules"]
+
+
+class FamilyRules:
+    """Rules of the family of one checkpoint: the one that `options` name, else the one that all evidence is for.
+
+    `arguments`: of the training script, as recorded. `where`: the checkpoint, for messages.
+    """
+
+    def __init__(self, options: SourceOptions, arguments: Mapping[str, object], where: str) -> None:
+        self._options = options
+        self._arguments = arguments
+        self._where = where
+        self.notes: list[str] = []
+        """How the family was chosen."""
+
+    def layouts(self, tensors: Mapping[str, TensorShapes]) -> dict[str, TensorLayout]:
+        """Layout of every tensor. Raises UnknownFamilyError, FamilyError, and others with all names concerned."""
+        parts = max((len(own.local) for own in tensors.values()), default=1)
+        try:
+            family, why = registry.choose_family(
+                names=list(tensors),
+                shapes={name: own.local[0] for name, own in tensors.items()},
+                arguments=self._arguments,
+                axes={"tp": parts},
+                options=self._options,
+            )
+        except UnknownFamilyError as error:
+            raise UnknownFamilyError(
+                f"expected universal_checkpoint_info in the model-states files of {self._where}, which says how "
+                f"{counted(len(tensors), 'tensor lies', 'tensors lie')} "
+                f"over {parts} tensor-parallel ranks; there is none, and {error}"
+            ) from None
+        self.notes.append(f"laid out over tensor-parallel ranks by the family {family.name}: {', '.join(why)}")
+        read = {name: family.read(name) for name in tensors}
+        family.match([name for name, named in read.items() if named is None and tensors[name].declared])
+        found: dict[str, TensorLayout] = {}
+        wrong: list[str] = []
+        for name, own in tensors.items():
+            named = read[name]
+            try:
+                if named is None:
+                    found[name] = equal_layout("replicate", own.local)
+                else:
+                    found[name] = _layout(family, named, own.local)
+            except (MisfitError, ValueError) as error:
+                wrong.append(f"{name}: {error}")
+        if wrong:
+            raise MalformedError(
+                f"the rules of the family {family.name} do not fit {counted(len(wrong), 'parameter')} "
+                f"of {self._where}:\n"
+                f"{listed(wrong)}\npass another with --family, or rules of your own with --patterns"
+            )
+        return found
+
+    def padded_vocabulary(self, name: str, global_shape: Shape) -> int | None:
+        """None: a family does not know how large the vocabulary is."""
+        return None
+
+
+def _layout(family: Family, named: Named, shapes: Sequence[Shape]) -> TensorLayout:
+    """Layout of a tensor that stands for all of a canonical one, or for one of several that join to it."""
+    if named.stacked:
+        raise UnsupportedError(f"{named.canonical}: tensors of several layers in one are not known of DeepSpeed")
+    degrees = {"tp": len(shapes), "etp": 1}
+    match = family.match([named.canonical])[named.canonical]
+    alias = named.alias
+    if alias is not None and (len(alias.names) > 1 or alias.view or alias.order or alias.groups is not None):
+        dims = {axis.dim for axis in match.rule.axes if axis.axis == "tp" and axis.pattern == "shard"}
+        if alias.view or alias.order or len(alias.names) == 1 or len(dims) > 1:
+            raise MisfitError(f"it stands for {named.canonical} in another arrangement, whose cut is not known")
+        return cut_layout(dims.pop(), shapes, None) if dims else equal_layout("replicate", shapes)
+    if not match.axes(degrees):
+        return equal_layout("replicate", shapes)
+    layout: Layout = match.layout(axes=degrees, local_shapes=list(shapes))
+    (axis,) = layout.axes
+    return TensorLayout(axis.pattern, whole_shape(layout, list(shapes)), len(shapes))

@@ -1,0 +1,173 @@
+"""How one parameter lies over the tensor-parallel ranks: a pattern, found to fit the shapes that the ranks hold.
+
+>>> layout = cut_layout(0, [(4, 8), (4, 8)], None)
+>>> layout.pattern.name, layout.global_shape
+('shard(dim=0)', (8, 8))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import gcd, prod
+
+from ucp.contract.registry import pattern
+from ucp.core.index import Fragment
+from ucp.core.layout import AxisLayout, Layout, Overlap, Pattern, local_shape
+from ucp.core.region import Box, RegionPair, intersect
+from ucp.core.tensor import TensorRef
+from ucp.errors import listed
+from ucp.io.pickle.fields import Shape
+
+__all__ = ["MisfitError", "TensorLayout", "cut_layout", "equal_layout", "lifted", "shared_divisors", "uneven_shown"]
+
+
+def shared_divisors(lengths: Iterable[int]) -> str:
+    """Degrees that divide all lengths, for a message.
+
+    >>> shared_divisors([8, 12])
+    '1, 2, 4'
+    """
+    most = gcd(*lengths)
+    return ", ".join(str(degree) for degree in range(1, most + 1) if most % degree == 0)
+
+
+def uneven_shown(parts: int, uneven: Sequence[str], lengths: Iterable[int]) -> str:
+    """That `uneven` tensors are not cut evenly by `parts` ranks; `lengths`: of the dims of all that are cut."""
+    return (
+        f"expected tensors that {parts} tensor-parallel ranks can cut evenly; got\n{listed(uneven)}\nchoose a degree "
+        f"that divides them, and all others that are cut: {shared_divisors(lengths)}"
+    )
+
+
+class MisfitError(ValueError):
+    """The shapes that the ranks hold are not those of the pattern; the argument says how, in a few words."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """A pattern over some ranks, for a tensor of one shape."""
+
+    pattern: Pattern
+    """How the tensor lies over them."""
+    global_shape: Shape
+    """Shape of the whole."""
+    parts: int
+    """Ranks."""
+
+    def __post_init__(self) -> None:
+        self.held(0)
+
+    @property
+    def overlap(self) -> Overlap:
+        """What pieces of several terms mean."""
+        return Overlap.MEAN if self.pattern.overlap is Overlap.MEAN else Overlap.EXCLUSIVE
+
+    def local_shape(self, index: int) -> Shape:
+        """Shape of the tensor that rank `index` holds."""
+        layout = Layout((AxisLayout("tp", self.parts, self.pattern),))
+        return local_shape(layout, self.global_shape, {"tp": index})
+
+    def block_widths(self) -> tuple[int, list[tuple[int, ...]]] | None:
+        """Dim that is cut, and the elements of each block on each rank; None for a tensor that is whole on all ranks.
+
+        Raises MisfitError for pieces that are no such blocks.
+        """
+        held = [self.held(index) for index in range(self.parts)]
+        whole = Box.whole(self.global_shape)
+        if all([pair.whole for pair in own] == [whole] for own in held):
+            return None
+        for dim in range(len(self.global_shape)):
+            blocks = _blocks(held, self.global_shape, dim)
+            if blocks is not None:
+                return dim, blocks
+        raise MisfitError(f"{self.pattern.name} is no cut of one dim, block by block")
+
+    def held(self, index: int) -> tuple[RegionPair, ...]:
+        """What rank `index` holds, in increasing local offset."""
+        return self.pattern.regions(self.global_shape, self.parts, index)
+
+
+def equal_layout(name: str, shapes: Sequence[Shape]) -> TensorLayout:
+    """The layout of a tensor that all ranks hold whole, under pattern `name`. Raises MisfitError."""
+    if len(set(shapes)) > 1:
+        raise MisfitError(f"expected one shape on all ranks; got {_listed(shapes)}")
+    return TensorLayout(pattern(name), shapes[0], len(shapes))
+
+
+def cut_layout(dim: int, shapes: Sequence[Shape], widths: Sequence[Sequence[int]] | None) -> TensorLayout:
+    """The layout of a tensor of which each rank holds a cut of `dim`. Raises MisfitError.
+
+    `shapes`: of what each rank holds. `widths`: elements of each block on each rank; None for one block.
+    """
+    if any(dim >= len(shape) for shape in shapes):
+        raise MisfitError(f"expected tensors with a dim {dim}, along which they are cut; got {_listed(shapes)}")
+    if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
+        raise MisfitError(f"expected shapes that differ in dim {dim} only; got {_listed(shapes)}")
+    lengths = [shape[dim] for shape in shapes]
+    blocks = [tuple(block) for block in widths] if widths is not None else [tuple(lengths)]
+    if any(len(block) != len(shapes) for block in blocks):
+        raise MisfitError(f"expected a width for each of {len(shapes)} ranks; got {[list(block) for block in blocks]}")
+    sums = [sum(own) for own in zip(*blocks, strict=True)]
+    if sums != lengths:
+        raise MisfitError(f"expected {sums} elements of dim {dim} on the ranks, as the widths say; got {lengths}")
+    whole = (*shapes[0][:dim], sum(lengths), *shapes[0][dim + 1 :])
+    return TensorLayout(_cut(dim, blocks), whole, len(shapes))
+
+
+def _blocks(held: Sequence[Sequence[RegionPair]], shape: Shape, dim: int) -> list[tuple[int, ...]] | None:
+    """Widths of blocks of `dim`, where each rank holds one stretch of each block, one after another; else None."""
+    across = (*shape[:dim], *shape[dim + 1 :])
+    boxes = [[pair.whole for pair in own if pair.whole.numel] for own in held]
+    if any((*box.sizes[:dim], *box.sizes[dim + 1 :]) != across for own in boxes for box in own):
+        return None
+    if len({len(own) for own in boxes}) != 1:
+        return None
+    edge, blocks = 0, []
+    for block in zip(*boxes, strict=True):
+        for box in block:
+            if box.offsets[dim] != edge:
+                return None
+            edge += box.sizes[dim]
+        blocks.append(tuple(box.sizes[dim] for box in block))
+    return blocks if edge == shape[dim] else None
+
+
+def _cut(dim: int, blocks: Sequence[tuple[int, ...]]) -> Pattern:
+    """`shard` where its own arithmetic gives these widths, else `cut`."""
+    if all(block == _even(sum(block), len(block)) for block in blocks):
+        return pattern("shard", dim=dim, blocks=tuple(map(sum, blocks)) if len(blocks) > 1 else ())
+    return pattern("cut", dim=dim, widths=tuple(blocks))
+
+
+def _even(length: int, parts: int) -> tuple[int, ...]:
+    base, rest = divmod(length, parts)
+    return tuple(base + (index < rest) for index in range(parts))
+
+
+def _listed(shapes: Sequence[Shape]) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes)
+
+
+def lifted(fragment: Fragment, held: Sequence[RegionPair]) -> Iterator[tuple[int, Fragment]]:
+    """What a fragment of a rank's tensor is of the whole, in each box that the rank holds, with the copy it is.
+
+    The fragments keep the replica number of `fragment`.
+    """
+    for pair in held:
+        shared = intersect(fragment.box, pair.local)
+        if shared is not None:
+            steps = zip(shared.offsets, pair.local.offsets, pair.whole.offsets, strict=True)
+            box = Box(tuple(at - near + far for at, near, far in steps), shared.sizes)
+            inside = [at - start for at, start in zip(shared.offsets, fragment.box.offsets, strict=True)]
+            yield pair.copy, replace(fragment, box=box, ref=_narrowed(fragment, inside, shared.sizes))
+
+
+def _narrowed(fragment: Fragment, start: Sequence[int], sizes: Shape) -> TensorRef:
+    """Elements of a fragment from `start` on, in each dim."""
+    ref = fragment.ref
+    if not isinstance(ref, TensorRef) or ref.codec:
+        raise TypeError(f"expected elements in a file, as they are; got {ref!r}")
+    step = sum(at * stride for at, stride in zip(start, ref.strides, strict=True))
+    offset = ref.offset + (step * ref.dtype.itemsize if prod(sizes) else 0)
+    return TensorRef(path=ref.path, offset=offset, dtype=ref.dtype, shape=sizes, strides=ref.strides)

@@ -1,0 +1,400 @@
+"""`universal_checkpoint_info`: which pattern each parameter has over the tensor-parallel ranks.
+
+The record lists regular expressions by category; a category with a match decides, in the order of DeepSpeed's own
+converter (`merge_tp_slices`, checkpoint/ds_to_universal.py, 0.19.8):
+
+| category | pattern |
+|---|---|
+| `affine_map` | as listed, piece by piece |
+| `tp_replicated_parameter_patterns` | replicate |
+| `parameter_to_average_patterns` | partial |
+| `parameter_with_2_sub_params_cat_dim_0` | shard of dim 0, two equal blocks |
+| `parameter_with_sub_params` | shard or cut of its `partition_dim`, a block per sub-parameter |
+| `parameter_with_row_parallelism_patterns` | shard of dim 1 |
+| none | shard of dim 0 |
+
+Where two categories without an `affine_map` want different things, DeepSpeed's converter takes the first; here that is
+an error. `vocabulary_parameter_patterns` only make it cut the padding off; the padded tensor is kept here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ucp.core.layout import Overlap
+from ucp.core.pickle_values import GlobalName, Stub
+from ucp.errors import MalformedError, TopologyError, UnsupportedError, counted, listed
+from ucp.io.pickle.fields import Shape, integer, mapping, sequence, shown, text
+from ucp_formats.deepspeed.tp.affine_map import AFFINE_VERSION, ScaledError, affine_layout
+from ucp_formats.deepspeed.tp.layout import MisfitError, TensorLayout, cut_layout, equal_layout, uneven_shown
+
+__all__ = ["TensorRules", "TensorShapes", "recorded_layouts"]
+
+_KNOWN_VERSION = 0.4
+"""`universal_checkpoint_version` up to which the record is understood."""
+
+_REPLICATED = "tp_replicated_parameter_patterns"
+_AVERAGED = "parameter_to_average_patterns"
+_TWO = "parameter_with_2_sub_params_cat_dim_0"
+_SUB = "parameter_with_sub_params"
+_ROW = "parameter_with_row_parallelism_patterns"
+_VOCABULARY = "vocabulary_parameter_patterns"
+_WIDTHS = "sub_param_shard_widths"
+_UNSUPPORTED = "autotp_unsupported_parameter_patterns"
+_AFFINE = "affine_map"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorShapes:
+    """What the ranks hold of one parameter."""
+
+    local: tuple[Shape, ...]
+    """Shape on each tensor-parallel rank."""
+    declared: bool = True
+    """Whether a tensor that the record does not name is cut, as parameters are; buffers are equal on all ranks."""
+
+
+class _Patterns:
+    r"""Regular expressions; those that are one name in full (`^a\.b$`, as AutoTP writes) are looked up."""
+
+    def __init__(self, found: Iterable[object], where: str) -> None:
+        self._literal: dict[str, str] = {}
+        self._others: list[tuple[str, re.Pattern[str]]] = []
+        for item in found:
+            pattern = text(item, where)
+            name = re.sub(r"\\(.)", r"\1", pattern[1:-1])
+            if pattern == f"^{re.escape(name)}$":
+                self._literal[name] = pattern
+                continue
+            try:
+                self._others.append((pattern, re.compile(pattern)))
+            except re.error as error:
+                raise MalformedError(f"expected regular expressions in {where}; got {pattern!r}: {error}") from None
+
+    def matching(self, name: str) -> list[str]:
+        """Those that match `name` from its start, as `re.match` does."""
+        own = [self._literal[name]] if name in self._literal else []
+        return own + [pattern for pattern, form in self._others if form.match(name)]
+
+
+class TensorRules:
+    """The record of one checkpoint; `where`: for messages."""
+
+    def __init__(self, info: Mapping[object, object], where: str) -> None:
+        self._info = info
+        self._where = where
+        self.notes: list[str] = []
+        """What was assumed: nothing."""
+        version = info.get("universal_checkpoint_version", 0.0)
+        self._version = float(version) if isinstance(version, int | float) else 0.0
+        if self._version > _KNOWN_VERSION:
+            raise UnsupportedError(
+                f"expected universal_checkpoint_version up to {_KNOWN_VERSION} in {where}; got {self._version}. Its "
+                "layouts are not known here: save with an older DeepSpeed, or use a newer ucp"
+            )
+        categories = (_REPLICATED, _AVERAGED, _TWO, _ROW, _VOCABULARY)
+        self._patterns = {name: _Patterns(self._list(name), f"{name} of {where}") for name in categories}
+        self._subs = [(_SubParams.of(item, where), where) for item in self._list(_SUB)]
+        self._sub_patterns = [_Patterns(sub.patterns, f"{_SUB} of {where}") for sub, _ in self._subs]
+        self._affine = self._affine_params()
+        self._affine_patterns = _Patterns(self._affine, f"{_AFFINE} of {where}")
+        unsupported = info.get(_UNSUPPORTED)
+        self._unsupported = unsupported if isinstance(unsupported, dict) else {}
+        self._unsupported_patterns = _Patterns(self._unsupported, f"{_UNSUPPORTED} of {where}")
+
+    def layouts(self, tensors: Mapping[str, TensorShapes]) -> dict[str, TensorLayout]:
+        """Layout of every tensor. Raises UnsupportedError and MalformedError, each with all names concerned."""
+        found: dict[str, TensorLayout] = {}
+        wrong: list[str] = []
+        unsupported: list[str] = []
+        for name, shapes in tensors.items():
+            try:
+                found[name] = self._layout(name, shapes)
+            except ScaledError as error:
+                unsupported.append(f"{name}: ranks hold it multiplied by {error}, as some biases of AutoTP are")
+            except _RefusedError as error:
+                unsupported.append(f"{name}: {error}")
+            except MisfitError as error:
+                wrong.append(f"{name}: {error}")
+        if unsupported:
+            raise UnsupportedError(
+                f"{self._where} records layouts over the tensor-parallel ranks that cannot be undone bit for bit:\n"
+                f"{listed(unsupported)}\nresume in DeepSpeed with tensor-parallel degree 1 and save again"
+            )
+        if wrong:
+            raise MalformedError(
+                f"universal_checkpoint_info of {self._where} does not fit {counted(len(wrong), 'parameter')}:\n"
+                f"{listed(wrong)}\nthe record is of another model or contradicts itself: correct the patterns where "
+                "they are made (universal_checkpoint_info() of the model) and save again"
+            )
+        return found
+
+    def layouts_of(self, wholes: Mapping[str, tuple[Shape, bool]], parts: int) -> dict[str, TensorLayout]:
+        """Layout over `parts` ranks of whole tensors: name to shape, and whether a name without a record is cut.
+
+        Raises TopologyError, UnsupportedError and MalformedError, each with all names concerned.
+        """
+        shapes: dict[str, TensorShapes] = {}
+        rules = self._for(parts)
+        uneven: list[str] = []
+        lengths: list[int] = []
+        found: dict[str, TensorLayout] = {}
+        for name, (shape, declared) in wholes.items():
+            own_layout = self._recorded(name, shape, parts)
+            if own_layout is not None:
+                found[name] = own_layout
+                continue
+            dim = rules.cut_dim(name, declared=declared)
+            lengths += shape[dim : dim + 1] if dim is not None else ()
+            if dim is None:
+                shapes[name] = TensorShapes(local=(shape,) * parts, declared=declared)
+            elif dim >= len(shape) or shape[dim] % parts:
+                uneven.append(f"{name}: {list(shape)} along dim {dim}")
+            else:
+                own = (*shape[:dim], shape[dim] // parts, *shape[dim + 1 :])
+                shapes[name] = TensorShapes(local=(own,) * parts, declared=declared)
+        if uneven:
+            raise TopologyError(uneven_shown(parts, uneven, lengths))
+        return {**found, **rules.layouts(shapes)}
+
+    def _recorded(self, name: str, shape: Shape, parts: int) -> TensorLayout | None:
+        """The layout of a tensor as it is recorded for just so many ranks and this shape; None where it is not."""
+        for pattern in self._affine_patterns.matching(name):
+            ranks = mapping(self._affine[pattern], f"{_AFFINE} of {name}").get("ranks")
+            if isinstance(ranks, dict) and len(ranks) == parts:
+                local = [mapping(ranks[rank], f"{_AFFINE} of {name}").get("shard_shape") for rank in sorted(ranks)]
+                sizes = [tuple(integer(n, name) for n in sequence(own, name)) for own in local]
+                layout = affine_layout(self._affine[pattern], sizes, f"{_AFFINE} of {name}")
+                return layout if layout.global_shape == shape else None
+        recorded = self._info.get(_WIDTHS)
+        for (sub, _), own in zip(self._subs, self._sub_patterns, strict=True):
+            for pattern in own.matching(name):
+                widths = recorded.get(pattern) if isinstance(recorded, dict) else None
+                if isinstance(widths, list | tuple) and all(len(block) == parts for block in widths):
+                    lengths = [sum(block) for block in zip(*widths, strict=True)]
+                    cut = [(*shape[: sub.dim], length, *shape[sub.dim + 1 :]) for length in lengths]
+                    return cut_layout(sub.dim, cut, widths) if sum(lengths) == shape[sub.dim] else None
+        return None
+
+    def _for(self, parts: int) -> TensorRules:
+        """The record for another number of ranks: without the maps and widths that hold for one number alone."""
+        widths = self._info.get(_WIDTHS)
+        info = {key: value for key, value in self._info.items() if key not in (_AFFINE, _WIDTHS)}
+        if isinstance(widths, dict):
+            info[_WIDTHS] = {pattern: _rewidened(own, parts) for pattern, own in widths.items()}
+        return TensorRules(info, self._where)
+
+    @property
+    def info(self) -> Mapping[object, object]:
+        """The record."""
+        return self._info
+
+    def for_degree(self, parts: int) -> Mapping[object, object]:
+        """The record for `parts` ranks."""
+        return self._for(parts).info
+
+    def cut_dim(self, name: str, *, declared: bool = True) -> int | None:
+        """Dim that a tensor is cut along, by its categories; None for one that is whole on all ranks."""
+        matched = {key: self._patterns[key].matching(name) for key in (_REPLICATED, _AVERAGED, _TWO, _ROW)}
+        if matched[_REPLICATED] or matched[_AVERAGED]:
+            return None
+        subs = [sub for (sub, _), own in zip(self._subs, self._sub_patterns, strict=True) if own.matching(name)]
+        if subs:
+            return subs[0].dim
+        if matched[_ROW]:
+            return 1
+        return 0 if matched[_TWO] or declared else None
+
+    def file_keys(self, name: str) -> dict[str, object]:
+        """What a universal checkpoint says beside the tensor, for DeepSpeed to cut it again (`merge_tp_slices`)."""
+        keys: dict[str, object] = {}
+        averaged = self._patterns[_REPLICATED].matching(name) or self._patterns[_AVERAGED].matching(name)
+        subs = [sub for (sub, _), own in zip(self._subs, self._sub_patterns, strict=True) if own.matching(name)]
+        if self._patterns[_TWO].matching(name):
+            keys["param_n_sub_params"] = 2
+        elif subs and not averaged:
+            keys["sub_param_shape"] = subs[0].saved
+        keys["cat_dim"] = 1 if self._patterns[_ROW].matching(name) and not averaged else 0
+        if self._patterns[_VOCABULARY].matching(name):
+            keys["vocab_tensor"] = True
+        return keys
+
+    def padded_vocabulary(self, name: str, global_shape: Shape) -> int | None:
+        """Rows of a vocabulary that are not padding, where `name` is one and has padding."""
+        size = self._info.get("original_vocab_size")
+        if not isinstance(size, int) or not self._patterns[_VOCABULARY].matching(name):
+            return None
+        return size if global_shape and size < global_shape[0] else None
+
+    def _list(self, key: str) -> Sequence[object]:
+        found = self._info.get(key)
+        return [] if found is None else sequence(found, f"{key} of {self._where}")
+
+    def _affine_params(self) -> Mapping[object, object]:
+        saved = self._info.get(_AFFINE)
+        if not saved:
+            return {}
+        found = mapping(saved, f"{_AFFINE} of {self._where}")
+        version = found.get("version", AFFINE_VERSION)
+        if version != AFFINE_VERSION:
+            raise UnsupportedError(
+                f"expected affine_map of version {AFFINE_VERSION} in {self._where}; got {shown(version)}. Use a newer "
+                "ucp"
+            )
+        return mapping(found.get("params", {}), f"{_AFFINE} of {self._where}")
+
+    def _layout(self, name: str, shapes: TensorShapes) -> TensorLayout:
+        reasons = [str(self._unsupported[pattern]) for pattern in self._unsupported_patterns.matching(name)]
+        if reasons:
+            raise _RefusedError(reasons[0])
+        affine = self._affine_patterns.matching(name)
+        if len(affine) > 1:
+            raise MisfitError(f"two patterns of {_AFFINE} match it: {affine}")
+        if affine:
+            return affine_layout(self._affine[affine[0]], shapes.local, f"{_AFFINE} of {name}")
+        matched = {key: self._patterns[key].matching(name) for key in (_REPLICATED, _AVERAGED, _TWO, _ROW)}
+        subs = [
+            (sub, pattern)
+            for (sub, _), own in zip(self._subs, self._sub_patterns, strict=True)
+            for pattern in own.matching(name)
+        ]
+        categories = [key for key, own in matched.items() if own]
+        _check_one(categories, matched, subs)
+        if not categories and not subs and not shapes.declared:
+            return equal_layout("replicate", shapes.local)
+        return self._by_category(categories, subs, shapes.local)
+
+    def _by_category(
+        self, categories: Sequence[str], subs: Sequence[tuple[_SubParams, str]], shapes: Sequence[Shape]
+    ) -> TensorLayout:
+        for key, name in ((_REPLICATED, "replicate"), (_AVERAGED, "partial")):
+            if key in categories:
+                return equal_layout(name, shapes)
+        if _TWO in categories:
+            if any(not shape or shape[0] % 2 for shape in shapes):
+                raise MisfitError(f"expected two equal blocks of dim 0 on each rank; got {[list(s) for s in shapes]}")
+            halves = [shape[0] // 2 for shape in shapes]
+            return cut_layout(0, shapes, [halves, halves])
+        if subs:
+            sub, pattern = subs[0]
+            return cut_layout(sub.dim, shapes, list(self._widths(sub, pattern, shapes)))
+        return cut_layout(1 if _ROW in categories else 0, shapes, None)
+
+    def _widths(self, sub: _SubParams, pattern: str, shapes: Sequence[Shape]) -> Iterator[list[int]]:
+        """Elements of every sub-parameter on every rank."""
+        recorded = self._info.get(_WIDTHS)
+        if isinstance(recorded, dict) and pattern in recorded:
+            where = f"{_WIDTHS} of {self._where}"
+            for widths in sequence(recorded[pattern], where):
+                yield [integer(width, where) for width in sequence(widths, where)]
+            return
+        if self._version >= 0.4:  # since then the widths are recorded, and a cut without them is not known to be even
+            raise MisfitError(f"expected widths of its sub-parameters under {pattern!r} in {_WIDTHS}; got none")
+        if any(sub.dim >= len(shape) for shape in shapes):
+            raise MisfitError(f"expected tensors with a dim {sub.dim}; got {[list(shape) for shape in shapes]}")
+        total = sum(shape[sub.dim] for shape in shapes)
+        for size in sub.sizes(total):
+            if size % len(shapes):
+                raise MisfitError(f"a sub-parameter of {size} elements is not cut evenly over {len(shapes)} ranks")
+            yield [size // len(shapes)] * len(shapes)
+
+
+def _rewidened(widths: object, parts: int) -> object:
+    """Widths of sub-parameters for another number of ranks, where all ranks have as much of each; else as they are."""
+    if not isinstance(widths, list | tuple) or not all(isinstance(own, list | tuple) for own in widths):
+        return widths
+    totals = [sum(own) for own in widths]
+    even = all(len(set(own)) == 1 for own in widths)
+    if not even or any(total % parts for total in totals):
+        return widths
+    return [[total // parts] * parts for total in totals]
+
+
+def recorded_layouts(layouts: Mapping[str, TensorLayout]) -> dict[str, object]:
+    """`universal_checkpoint_info` that says these layouts, a pattern for each name."""
+    info: dict[str, object] = {"universal_checkpoint_version": _KNOWN_VERSION, _VOCABULARY: []}
+    replicated: list[str] = []
+    averaged: list[str] = []
+    rows: list[str] = []
+    subs: list[dict[str, object]] = []
+    widths: dict[str, object] = {}
+    for name, layout in layouts.items():
+        own = f"^{re.escape(name)}$"
+        blocks = layout.block_widths()
+        if blocks is None:
+            (averaged if layout.overlap is Overlap.MEAN else replicated).append(own)
+            continue
+        dim, lengths = blocks
+        if len(lengths) > 1 or len(set(lengths[0])) > 1:
+            shape = [tuple(map(sum, lengths)) if at == dim else n for at, n in enumerate(layout.global_shape)]
+            subs.append({"patterns": [own], "shape": tuple(shape), "partition_dim": dim})
+            widths[own] = [list(block) for block in lengths]
+        elif dim == 1:
+            rows.append(own)
+        elif dim:
+            raise UnsupportedError(f"{name}: DeepSpeed cuts dim 0 or 1 of a tensor; got dim {dim}")
+    return {**info, _REPLICATED: replicated, _AVERAGED: averaged, _ROW: rows, _SUB: subs, _WIDTHS: widths}
+
+
+class _RefusedError(ValueError):
+    """DeepSpeed itself says that a layout cannot be described; the argument is its reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SubParams:
+    """An entry of `parameter_with_sub_params` (`SubparamShape`, checkpoint/universal_checkpoint.py)."""
+
+    patterns: tuple[str, ...]
+    """Names that it is about."""
+    dim: int
+    """Dim that is cut."""
+    spec: int | tuple[int, ...]
+    """Sizes of the sub-parameters along it; or how many equal ones there are."""
+    shape: tuple[object, ...]
+    """Shape as recorded."""
+
+    @property
+    def saved(self) -> Stub:
+        """The object that DeepSpeed's loader reads."""
+        made_by = GlobalName("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
+        state = {"patterns": list(self.patterns), "shape": self.shape, "partition_dim": self.dim}
+        return Stub(made_by, state=state, has_state=True)
+
+    @classmethod
+    def of(cls, saved: object, where: str) -> _SubParams:
+        get = saved.attribute if isinstance(saved, Stub) else mapping(saved, f"{_SUB} of {where}").get
+        where = f"an entry of {_SUB} of {where}"
+        dim = integer(get("partition_dim"), where)
+        shape = sequence(get("shape"), where)
+        if not 0 <= dim < len(shape):
+            raise MalformedError(f"expected partition_dim to be a dim of {list(shape)} in {where}; got {dim}")
+        own = shape[dim]
+        spec = integer(own, where) if isinstance(own, int) else tuple(integer(n, where) for n in sequence(own, where))
+        patterns = tuple(text(p, where) for p in sequence(get("patterns"), where))
+        return cls(patterns=patterns, dim=dim, spec=spec, shape=tuple(shape))
+
+    def sizes(self, total: int) -> tuple[int, ...]:
+        """Elements of each sub-parameter; `total`: of all."""
+        if isinstance(self.spec, tuple):
+            if sum(self.spec) != total:
+                raise MisfitError(f"sub-parameters of {list(self.spec)} elements do not add up to {total}")
+            return self.spec
+        if self.spec < 1 or total % self.spec:
+            raise MisfitError(f"{total} elements are not {self.spec} equal sub-parameters")
+        return (total // self.spec,) * self.spec
+
+
+def _check_one(
+    categories: Sequence[str], matched: Mapping[str, Sequence[str]], subs: Sequence[tuple[_SubParams, str]]
+) -> None:
+    """Raise MisfitError when the categories that match do not all say the same."""
+    kinds = [*categories, *([_SUB] if subs else [])]
+    agree = len(kinds) < 2 or (set(kinds) == {_SUB, _ROW} and all(sub.dim == 1 for sub, _ in subs))
+    specs = {(sub.dim, sub.spec) for sub, _ in subs}
+    if not agree:
+        shown = [f"{key} ({', '.join(map(repr, matched.get(key) or [p for _, p in subs]))})" for key in kinds]
+        raise MisfitError(f"the patterns contradict one another: it is matched by {' and '.join(shown)}")
+    if len(specs) > 1:
+        raise MisfitError(f"the patterns contradict one another: {_SUB} has it twice, with {sorted(map(str, specs))}")

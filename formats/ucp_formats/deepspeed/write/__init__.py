@@ -1,0 +1,1 @@
+"""Files that a run of DeepSpeed would have saved."""

@@ -1,0 +1,162 @@
+"""The model-states file of DeepSpeed: the module, and everything a run knows beside its optimizer.
+
+Keys and their order are those of `_common_checkpoint_state` (runtime/engine.py, 0.19.8); the client state lies among
+them, at the top.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+from ucp.core.dtypes import DType
+from ucp.core.index import AtomIndex, Index, Kind
+from ucp.core.names import WEIGHT
+from ucp.core.pickle_values import TorchSize
+from ucp.io.torch_file.layout import NewTensor
+from ucp_formats.deepspeed.partition import chunk, chunk_range
+from ucp_formats.deepspeed.read.extras import EMPTY_SHAPES
+from ucp_formats.deepspeed.write.draft import AtomDraft, Stretch
+from ucp_formats.deepspeed.write.optimizer.groups import is_optimized
+from ucp_formats.deepspeed.write.run import EMULATED, RunFacts
+
+__all__ = [
+    "Module",
+    "frozen_fragments",
+    "frozen_shapes",
+    "has_frozen",
+    "lost_shapes",
+    "model_state",
+    "module_tensors",
+    "placeholders",
+    "shapes",
+]
+
+Module = OrderedDict[object, object]
+"""A state_dict of a module: name to tensor."""
+
+
+def module_tensors(draft: AtomDraft, facts: RunFacts, kinds: Iterable[Kind] = Kind) -> Module:
+    """The module with whole tensors; tied names share one tensor."""
+    wanted = frozenset(kinds)
+    module: Module = OrderedDict()
+    for atom in facts.index.atoms.values():
+        if atom.kind in wanted:
+            module[atom.name] = draft.whole(atom.name, WEIGHT, facts.module_dtype(atom))
+    module.update({alias: module[name] for alias, name in facts.index.aliases.items() if name in module})
+    return _with_rest(draft, facts, module, 0)
+
+
+def placeholders(draft: AtomDraft, facts: RunFacts, rank: int) -> Module:
+    """The module as stage 3 saves it: the buffers of `rank`, and an empty tensor for each parameter.
+
+    One empty tensor per type serves all parameters, which keeps the files of thousands of ranks small.
+    """
+    own = dict(facts.extras.below("buffer/", rank))
+    empty: dict[DType, NewTensor] = {}
+    module: Module = OrderedDict()
+    for atom in facts.index.atoms.values():
+        if atom.name in own:
+            module[atom.name] = draft.carried(own[atom.name])
+        elif atom.kind is Kind.BUFFER:
+            module[atom.name] = draft.whole(atom.name, WEIGHT, facts.module_dtype(atom))
+        else:
+            dtype = facts.module_dtype(atom)
+            module[atom.name] = empty.setdefault(dtype, draft.zeros(dtype, (0,)))
+    module.update({alias: module[name] for alias, name in facts.index.aliases.items() if name in module})
+    return _with_rest(draft, facts, module, rank)
+
+
+def _with_rest(draft: AtomDraft, facts: RunFacts, module: Module, rank: int) -> Module:
+    """Entries that are no tensors, and the versions of the modules, which torch keeps as an attribute."""
+    module.update((name, draft.carried(value)) for name, value in facts.extras.below("module/", rank))
+    metadata = facts.extras.get("module_metadata")
+    if metadata is not None:
+        vars(module)["_metadata"] = metadata
+    return module
+
+
+def _unowned(index: Index) -> list[AtomIndex]:
+    """Parameters that the optimizer does not own: frozen, or without elements."""
+    return [atom for atom in index.atoms.values() if atom.kind is not Kind.BUFFER and not is_optimized(atom)]
+
+
+def has_frozen(index: Index) -> bool:
+    """Whether there is a frozen parameter with elements.
+
+    If not, the source may have been saved without them: then a loader must not be told of any, or it misses the others.
+    """
+    return any(0 not in atom.global_shape for atom in _unowned(index))
+
+
+def frozen_shapes(index: Index) -> OrderedDict[object, object]:
+    """Shapes of the parameters that the optimizer does not own."""
+    return OrderedDict((atom.name, TorchSize(atom.global_shape)) for atom in _unowned(index))
+
+
+def lost_shapes(index: Index) -> OrderedDict[object, object] | None:
+    """Shapes of parameters without elements that stage 3 says nowhere else; None where there are none.
+
+    DeepSpeed saves them with the frozen ones, but under `exclude_frozen_parameters` as an empty placeholder only, and
+    its loader asks for every frozen parameter of the model as soon as it finds some.
+    """
+    return None if has_frozen(index) else frozen_shapes(index) or None
+
+
+def frozen_fragments(draft: AtomDraft, facts: RunFacts, rank: int) -> OrderedDict[object, object]:
+    """Their values: whole under stage 2, the chunk of `rank` under stage 3."""
+    return OrderedDict((atom.name, _fragment(draft, facts, atom, rank)) for atom in _unowned(facts.index))
+
+
+def _fragment(draft: AtomDraft, facts: RunFacts, atom: AtomIndex, rank: int) -> NewTensor:
+    dtype = facts.module_dtype(atom)
+    if facts.stage < 3:
+        return draft.whole(atom.name, WEIGHT, dtype)
+    numel = atom.states[WEIGHT].numel
+    start, stop = chunk_range(numel, ranks=facts.ranks, rank=rank)
+    parts = [Stretch(param=atom.name, start=start, stop=stop, offset=0)] if start < stop else []
+    return draft.flat(WEIGHT, dtype, chunk(numel, ranks=facts.ranks), parts)
+
+
+def shapes(index: Index, groups: Iterable[Sequence[str]]) -> list[object]:
+    """`param_shapes`: name to shape, one mapping per flat buffer, in the order of the buffer."""
+    return [OrderedDict((name, TorchSize(index.atoms[name].global_shape)) for name in names) for names in groups]
+
+
+def model_state(draft: AtomDraft, facts: RunFacts, rank: int, own: Mapping[str, object]) -> dict[str, object]:
+    """The value of the file of `rank`.
+
+    `own`: `module`, and those of `optimizer`, `param_shapes`, `frozen_param_shapes`, `shared_params` and
+    `frozen_param_fragments` that the stage has, the others are None; and `EMPTY_SHAPES`, where it is needed.
+    """
+    extras, index = facts.extras, facts.index
+    engine = extras.mapping("engine", rank)
+    optional = {name: extras.get(name, rank) for name in ("sparse_tensor_module_names", "num_experts")}
+    if facts.rules is not None:
+        optional["universal_checkpoint_info"] = dict(facts.rules.for_degree(facts.tp))
+    state: dict[str, object] = {
+        "module": own["module"],
+        "buffer_names": [atom.name for atom in index.atoms.values() if atom.kind is Kind.BUFFER],
+        "optimizer": own.get("optimizer"),
+        "param_shapes": own.get("param_shapes"),
+        "frozen_param_shapes": own.get("frozen_param_shapes"),
+        "shared_params": own.get("shared_params"),
+        "frozen_param_fragments": own.get("frozen_param_fragments"),
+        **({EMPTY_SHAPES: own[EMPTY_SHAPES]} if EMPTY_SHAPES in own else {}),
+        "lr_scheduler": extras.get("lr_scheduler", rank),
+        "data_sampler": extras.get("data_sampler", rank),
+        "random_ltd": extras.get("random_ltd", rank),
+        "skipped_steps": engine.get("skipped_steps", 0),
+        "global_steps": engine.get("global_steps", index.step or 0),
+        **({"global_samples": engine["global_samples"]} if "global_samples" in engine else {}),
+        "dp_world_size": facts.ranks,
+        "mp_world_size": facts.tp * facts.pp,
+        "checkpoint_parallel_dimensions": {"pp_degree": facts.pp, "tp_degree": facts.tp},
+        "ds_config": facts.config.staged(facts.stage),
+        "ds_version": EMULATED,
+        **{name: value for name, value in optional.items() if value is not None},
+        **extras.client_state(rank),
+    }
+    carried = draft.carried({key: value for key, value in state.items() if key not in own})
+    assert isinstance(carried, dict)
+    return {key: own[key] if key in own else carried[key] for key in state}

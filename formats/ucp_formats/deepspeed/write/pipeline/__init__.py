@@ -1,0 +1,1 @@
+"""Stages and layers of a pipeline, written."""

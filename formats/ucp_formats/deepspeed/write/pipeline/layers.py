@@ -1,0 +1,150 @@
+"""What the files of a pipeline tell of its layers and stages.
+
+Known are the layers with a file (a module has one; a function has none, nor has a tied layer with a `forward_fn`) and
+the trained parameters of each stage, by its optimizer. Not known are the bounds of the stages where layers without
+parameters lie between them, which layer without a file uses a tied layer again, and functions after the last file.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ucp.core.index import ParamGroup
+from ucp_formats.deepspeed.write.run import RunFacts
+
+__all__ = ["PIPELINE", "Pipeline", "is_pipeline", "layer_of", "pipeline_of", "stage_at", "tied_key"]
+
+PIPELINE = "pipeline"
+"""Extra of a source that was a pipeline; key in `optimizer_state.pt` of ucp's universal checkpoints of one."""
+
+_TIED = "tied_modules."
+
+
+def layer_of(name: str) -> int | None:
+    """Layer that a parameter is named by; None for one of a tied layer."""
+    first = name.partition(".")[0]
+    return int(first) if first.isdecimal() else None
+
+
+def tied_key(name: str) -> str | None:
+    """Key of the tied layers that a parameter is of, or None.
+
+    >>> tied_key("tied_modules.embed.word.weight")
+    'embed'
+    """
+    return name.removeprefix(_TIED).partition(".")[0] if name.startswith(_TIED) else None
+
+
+def is_pipeline(facts: RunFacts) -> bool:
+    """Whether the source was a pipeline of DeepSpeed: its files say so, and names are those of a PipelineModule.
+
+    An `nn.Sequential` names its parameters alike, so that names alone say nothing.
+    """
+    told = facts.index.topology.pp > 1 or facts.extras.get(PIPELINE) is not None
+    return told and _names_layers(facts.index.atoms)
+
+
+def _names_layers(names: Iterable[str]) -> bool:
+    return all(layer_of(name) is not None or tied_key(name) is not None for name in names)
+
+
+def stage_at(bounds: Sequence[int], layer: int) -> int:
+    """Stage that has a layer."""
+    return bisect_right(bounds, layer) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What a source says of its pipeline."""
+
+    layers: Mapping[int, str]
+    """Layer with a file to what the names of its parameters start with."""
+    stages: Sequence[Sequence[str]]
+    """Trained parameters of each stage, as its optimizer has them."""
+
+    @property
+    def free(self) -> int:
+        """First layer after those with a file."""
+        return max(self.layers, default=-1) + 1
+
+    @property
+    def layer_stages(self) -> dict[int, int]:
+        """Layer with trained parameters of its own to its stage."""
+        owned = ((layer_of(name), stage) for stage, names in enumerate(self.stages) for name in names)
+        return {layer: stage for layer, stage in owned if layer is not None}
+
+    @property
+    def tied_stages(self) -> dict[str, set[int]]:
+        """Key of tied layers to the stages with their trained parameters."""
+        found: dict[str, set[int]] = {}
+        for stage, names in enumerate(self.stages):
+            for name in names:
+                key = tied_key(name)
+                if key is not None:
+                    found.setdefault(key, set()).add(stage)
+        return found
+
+    @property
+    def tied_layers(self) -> dict[str, list[int]]:
+        """Key of tied layers to those of them with a file."""
+        found: dict[str, list[int]] = {}
+        for layer, start in sorted(self.layers.items()):
+            key = tied_key(start)
+            if key is not None:
+                found.setdefault(key, []).append(layer)
+        return found
+
+    def window(self, stage: int) -> tuple[int, int | None]:
+        """Layers that `stage` can have at most, half-open; the last stage has no end."""
+        known = self.layer_stages
+        first = max((layer for layer, own in known.items() if own < stage), default=-1) + 1
+        stop = min((layer for layer, own in known.items() if own > stage), default=None)
+        return first, stop if stop is not None or stage == len(self.stages) - 1 else self.free
+
+    def agrees(self, bounds: Sequence[int], uses: Mapping[str, Iterable[int]]) -> bool:
+        """Whether stages of `bounds` have the trained parameters that the source's have; `uses`: of tied layers."""
+        if not any(self.stages):
+            return True
+        placed = {key: {stage_at(bounds, layer) for layer in layers} for key, layers in uses.items()}
+        tied = all(placed.get(key, set()) == own for key, own in self.tied_stages.items())
+        return tied and all(stage_at(bounds, layer) == own for layer, own in self.layer_stages.items())
+
+    def disorder(self, groups: Sequence[ParamGroup]) -> tuple[str, str] | None:
+        """Two parameters of one group and stage that do not come in the order of the module, else None.
+
+        A PipelineModule has tied layers before all others, as it registers them first.
+        """
+        group_of = {name: number for number, group in enumerate(groups) for name in group.params}
+        for names in self.stages:
+            for number in range(len(groups)):
+                own = [name for name in names if group_of.get(name) == number]
+                for one, other in pairwise(own):
+                    if _place(one) > _place(other):
+                        return one, other
+        return None
+
+    def stage_of(self, name: str) -> set[int]:
+        """Stages of a parameter or buffer that no optimizer has: that of the last layer before it with trained ones."""
+        key = tied_key(name)
+        if key is not None and key in self.tied_stages:
+            return self.tied_stages[key]
+        known = self.layer_stages
+        before = [layer for layer in known if layer <= (layer_of(name) or 0)]
+        return {known[max(before)] if before else 0}
+
+
+def _place(name: str) -> int:
+    layer = layer_of(name)
+    return -1 if layer is None else layer
+
+
+def pipeline_of(facts: RunFacts) -> Pipeline | None:
+    """The pipeline of the source, or None where it is not one."""
+    found = facts.extras.mapping(PIPELINE)
+    layers, stages = found.get("layers"), found.get("stages")
+    if not isinstance(layers, dict) or not isinstance(stages, list):
+        return None
+    return Pipeline({int(str(number)): str(start) for number, start in layers.items()}, stages)

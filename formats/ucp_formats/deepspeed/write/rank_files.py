@@ -1,0 +1,176 @@
+"""The files of one model-parallel rank: model states and optimizer states, in the shape of the ZeRO stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ucp.io.torch_file.draft import Drafted
+from ucp_formats.deepspeed.config import Precision
+from ucp_formats.deepspeed.experts import Numbered
+from ucp_formats.deepspeed.read.extras import EMPTY_SHAPES, UNSTEPPED
+from ucp_formats.deepspeed.write.draft import AtomDraft
+from ucp_formats.deepspeed.write.experts import ExpertRanks, expert_files, without_experts
+from ucp_formats.deepspeed.write.model_states import (
+    Module,
+    frozen_fragments,
+    frozen_shapes,
+    has_frozen,
+    lost_shapes,
+    model_state,
+    module_tensors,
+    placeholders,
+    shapes,
+)
+from ucp_formats.deepspeed.write.optimizer import zero0 as whole_optimizer
+from ucp_formats.deepspeed.write.optimizer import zero3 as chunked_optimizer
+from ucp_formats.deepspeed.write.optimizer import zero12 as flat_optimizer
+from ucp_formats.deepspeed.write.optimizer.groups import Group, check_flat, optimizer_groups, without_groups
+from ucp_formats.deepspeed.write.optimizer.step_forms import native_form
+from ucp_formats.deepspeed.write.optimizer.zero12 import Share
+from ucp_formats.deepspeed.write.plan import group_notes
+from ucp_formats.deepspeed.write.run import EMULATED, RunFacts, tag
+
+__all__ = ["RankFiles", "groups_of"]
+
+
+def groups_of(facts: RunFacts) -> Sequence[Group]:
+    """Optimizer groups; none at all where no parameter has a trained one."""
+    index = facts.index
+    groups = optimizer_groups(index, facts.dtypes, native_form(index)) if index.groups else ()
+    return groups if any(group.params for group in groups) else ()
+
+
+class RankFiles:
+    """Decides the files of one rank; `facts`: with its own parameters and shapes.
+
+    `numbered`, `ep`: experts, and the ranks they are dealt out to. `is_stage`: whether it is a stage of a pipeline,
+    whose modules are in files of layers.
+    """
+
+    def __init__(self, facts: RunFacts, numbered: Numbered, ep: int, *, is_stage: bool) -> None:
+        self.facts = facts
+        self.groups = groups_of(facts)
+        self.numbered = numbered
+        self.experts = ExpertRanks(facts, self.groups, numbered, ep) if numbered.counts else None
+        self.is_stage = is_stage
+
+    def drafted(self) -> tuple[list[Drafted], tuple[str, ...]]:
+        """The files, and what is to be said of them."""
+        files, notes = self._unsharded() if self.facts.stage == 0 else self._partitioned()
+        return [*files, *expert_files(self.facts, self.numbered)], notes
+
+    def _module(self, draft: AtomDraft) -> Module | None:
+        return None if self.is_stage else module_tensors(draft, without_experts(self.facts, self.numbered))
+
+    def _unsharded(self) -> tuple[list[Drafted], tuple[str, ...]]:
+        facts = self.facts
+        draft = facts.draft(self._model_path())
+        own: dict[str, object] = {"module": self._module(draft)}
+        unstepped = facts.extras.get(UNSTEPPED)
+        if not self.groups and unstepped is not None:
+            own["optimizer"] = {"state": {}, "param_groups": draft.carried(unstepped)}
+            note = (
+                "the optimizer had not stepped; its groups are written as they were, by the numbers of its parameters"
+            )
+            return [draft.finish(model_state(draft, facts, 0, own))], (note,)
+        if not self.groups:
+            note = f"the source {without_groups(facts.index)}: load the files with load_module_only=True"
+            return [draft.finish(model_state(draft, facts, 0, own))], (note,)
+        kind = whole_optimizer.wrapper(facts, self.groups)
+        notes = tuple(_stage0_notes(facts, kind))
+        if kind is whole_optimizer.Wrapper.FUSED:
+            check_flat(self.groups)
+            notes = (*notes, *group_notes(self.groups))
+        views = list(self.experts.views()) if self.experts else [(facts, self.groups)]
+        own |= self._whole_optimizer(draft, *views[0], kind)
+        files = [draft.finish(model_state(draft, facts, 0, own))]
+        for number, (view, groups) in enumerate(views if self.experts else ()):
+            name = f"expp_rank_{number}_mp_rank_{facts.mp:02d}_optim_states.pt"
+            draft = view.draft(f"{tag(facts.index)}/{name}")
+            files.append(draft.finish(self._whole_optimizer(draft, view, groups, kind)))
+        return files, notes
+
+    def _whole_optimizer(
+        self, draft: AtomDraft, facts: RunFacts, groups: Sequence[Group], kind: whole_optimizer.Wrapper
+    ) -> dict[str, object]:
+        counted = whole_optimizer.members(facts, groups, kind)
+        return {
+            "optimizer": whole_optimizer.optimizer_state(draft, facts, counted, kind),
+            "param_shapes": shapes(facts.index, [[atom.name for atom in atoms] for _, atoms in counted]),
+        }
+
+    def _partitioned(self) -> tuple[list[Drafted], tuple[str, ...]]:
+        check_flat(self.groups)
+        notes = group_notes(self.groups)
+        if self.facts.stage == 3:
+            return list(self._stage3()), notes
+        kept = [group for group in self.groups if group.params]
+        if len(kept) < len(self.groups):
+            left = len(self.groups) - len(kept)
+            notes = (*notes, f"{left} parameter groups without a trained parameter are left out")
+        return list(self._stages12(kept)), notes
+
+    def _stages12(self, groups: Sequence[Group]) -> Iterator[Drafted]:
+        facts = self.facts
+        draft = facts.draft(self._model_path())
+        flats = flat_optimizer.buffers(facts, groups)
+        buffers = [share.flat for share in self.experts.shares(0)] if self.experts else flats
+        own: dict[str, object] = {
+            "module": self._module(draft),
+            "param_shapes": shapes(facts.index, [flat.names for flat in buffers]),
+            "shared_params": dict(facts.index.aliases),
+        }
+        if facts.stage == 2 and has_frozen(facts.index):
+            own["frozen_param_shapes"] = frozen_shapes(facts.index)
+            own["frozen_param_fragments"] = frozen_fragments(draft, facts, 0)
+        yield draft.finish(model_state(draft, facts, 0, own))
+        for rank in range(facts.ranks):
+            shares = [Share(group, flat, rank) for group, flat in zip(groups, flats, strict=True)]
+            shares = self.experts.shares(rank) if self.experts else shares
+            draft = facts.draft(self._optim_path(rank))
+            yield draft.finish(self._optim(draft, flat_optimizer.optimizer_state(draft, facts, shares, rank)))
+
+    def _stage3(self) -> Iterator[Drafted]:
+        facts = self.facts
+        cut = list(zip(self.groups, chunked_optimizer.split(facts, self.groups), strict=True))
+        for rank in range(facts.ranks):
+            draft = facts.draft(self._model_path(rank))
+            own: dict[str, object] = {
+                "module": placeholders(draft, facts, rank),
+                "param_shapes": shapes(facts.index, [sub.names for _, subs in cut for sub in subs]),
+                "shared_params": dict(facts.index.aliases) if rank == 0 else {},
+            }
+            if has_frozen(facts.index):
+                own["frozen_param_shapes"] = frozen_shapes(facts.index)
+                own["frozen_param_fragments"] = frozen_fragments(draft, facts, rank)
+            elif empty := lost_shapes(facts.index):
+                own[EMPTY_SHAPES] = empty
+            yield draft.finish(model_state(draft, facts, rank, own))
+            draft = facts.draft(self._optim_path(rank))
+            yield draft.finish(self._optim(draft, chunked_optimizer.optimizer_state(draft, facts, cut, rank)))
+
+    def _optim(self, draft: AtomDraft, state: dict[str, object]) -> dict[str, object]:
+        config = draft.carried(self.facts.config.staged(self.facts.stage))
+        return {"optimizer_state_dict": state, "ds_config": config, "ds_version": EMULATED}
+
+    def _model_path(self, rank: int = 0) -> str:
+        name = f"mp_rank_{self.facts.mp:02d}"
+        name = f"zero_pp_rank_{rank}_{name}" if self.facts.stage == 3 else name
+        return f"{tag(self.facts.index)}/{name}_model_states.pt"
+
+    def _optim_path(self, rank: int) -> str:
+        prefix = "bf16_" if self.facts.precision is Precision.BF16 else ""
+        name = f"{prefix}zero_pp_rank_{rank}_mp_rank_{self.facts.mp:02d}_optim_states.pt"
+        return f"{tag(self.facts.index)}/{name}"
+
+
+def _stage0_notes(facts: RunFacts, kind: whole_optimizer.Wrapper) -> Iterator[str]:
+    if facts.index.topology.zero == 0:
+        return
+    if kind is not whole_optimizer.Wrapper.PLAIN:
+        yield f"the optimizer is written as {kind} of DeepSpeed {EMULATED} keeps it, for an engine of {facts.precision}"
+    elif frozen_shapes(facts.index):
+        yield (
+            "an optimizer of stage 0 counts its parameters: frozen ones are taken not to be among them, trained ones "
+            "without elements to be"
+        )

@@ -1,0 +1,150 @@
+"""A checkpoint as each model-parallel rank of a target sees it: its own parameters, with its own shapes.
+
+What writes the files of a data-parallel run then writes those of one model-parallel rank: from an index with local
+shapes, and from `cuts`, which say where a local tensor lies in the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from ucp.core.index import AtomIndex, Index, Kind
+from ucp.core.topology import Topology
+from ucp.errors import TopologyError, listed
+from ucp_formats.deepspeed.config import Precision
+from ucp_formats.deepspeed.experts import Numbered
+from ucp_formats.deepspeed.tp.layout import TensorLayout, shared_divisors
+from ucp_formats.deepspeed.write.pipeline.layers import is_pipeline as was_pipeline
+from ucp_formats.deepspeed.write.run import RunFacts
+
+__all__ = ["check_cuts", "check_degrees", "check_experts", "first_view", "narrowed", "rank_views"]
+
+
+def layouts_of(facts: RunFacts, tp: int) -> Mapping[str, TensorLayout]:
+    """Layouts over `tp` tensor-parallel ranks, of what is cut."""
+    if tp == 1 or facts.rules is None:
+        return {}
+    every = facts.index.atoms.values()
+    return facts.rules.layouts_of({atom.name: (atom.global_shape, atom.kind is not Kind.BUFFER) for atom in every}, tp)
+
+
+def first_view(facts: RunFacts, tp: int) -> RunFacts:
+    """Facts with all parameters in the shapes of the first of `tp` tensor-parallel ranks."""
+    layouts = layouts_of(facts, tp)
+    every = facts.index.atoms.items()
+    atoms = {n: _local(atom, layouts[n].local_shape(0)) if n in layouts else atom for n, atom in every}
+    return replace(facts, index=replace(facts.index, atoms=atoms))
+
+
+def rank_views(facts: RunFacts, wanted: Topology, stages: Sequence[Mapping[str, int]] | None = None) -> list[RunFacts]:
+    """Facts of every model-parallel rank of a run of `wanted`.
+
+    `stages`: the names that each stage has, numbered in the order in which its optimizer's groups have them.
+    """
+    facts = replace(facts, tp=wanted.tp, pp=wanted.pp)
+    layouts = layouts_of(facts, wanted.tp)
+    views = []
+    for stage in range(wanted.pp):
+        names = facts.index.atoms if stages is None else stages[stage]
+        for rank in range(wanted.tp):
+            cuts = {name: layouts[name].held(rank) for name in names if name in layouts}
+            atoms = {
+                name: _local(atom, layouts[name].local_shape(rank)) if name in layouts else atom
+                for name, atom in facts.index.atoms.items()
+                if name in names
+            }
+            index = narrowed(facts.index, atoms)
+            index = index if stages is None else _of_stage(index, stages[stage])
+            views.append(replace(facts, index=index, cuts=cuts, mp=stage * wanted.tp + rank))
+    return views
+
+
+def narrowed(index: Index, atoms: Mapping[str, AtomIndex]) -> Index:
+    """An index with these atoms only."""
+    groups = tuple(replace(group, params=tuple(p for p in group.params if p in atoms)) for group in index.groups)
+    aliases = {alias: name for alias, name in index.aliases.items() if name in atoms}
+    return replace(index, atoms=dict(atoms), groups=groups, aliases=aliases)
+
+
+def _of_stage(index: Index, places: Mapping[str, int]) -> Index:
+    """An index with the parameters of each group by their places; those of one place stay as they are.
+
+    Groups that the stage has nothing of go, as the engine removes them (`_configure_optimizer`, 0.19.8).
+    """
+    groups = [replace(group, params=tuple(sorted(group.params, key=places.__getitem__))) for group in index.groups]
+    return replace(index, groups=tuple(group for group in groups if group.params))
+
+
+def _local(atom: AtomIndex, shape: tuple[int, ...]) -> AtomIndex:
+    """An atom with the shape that a rank has; its states refer to the whole still."""
+    states = {
+        name: replace(state, global_shape=shape) if state.global_shape == atom.global_shape else state
+        for name, state in atom.states.items()
+    }
+    return replace(atom, global_shape=shape, states=states)
+
+
+def check_degrees(facts: RunFacts, wanted: Topology, *, is_pipeline: bool) -> None:
+    """Raise TopologyError where DeepSpeed, or this source, cannot have the degrees of `wanted`."""
+    if wanted.cp > 1:
+        raise TopologyError(f"DeepSpeed counts sequence-parallel ranks as data-parallel ones: drop cp; got {wanted}")
+    if wanted.vpp > 1 or wanted.etp is not None:
+        raise TopologyError(
+            f"a virtual pipeline and expert tensor parallelism are Megatron's: drop vpp and etp; got {wanted}"
+        )
+    check_cuts(facts, wanted.tp)
+    if not is_pipeline:
+        if wanted.pp > 1 and was_pipeline(facts):
+            raise TopologyError(
+                f"expected the files of the layers of a pipeline for {wanted}; {facts.index.path} has none, as of a "
+                "universal checkpoint, and which stage has a layer without parameters is not recorded. Convert from "
+                "the checkpoint that it was made of, or write files for pp=1"
+            )
+        if wanted.pp > 1:
+            raise TopologyError(
+                f"expected a source that was a pipeline of DeepSpeed for {wanted}; {facts.index.path} was none, so "
+                "which module of a PipelineModule holds a parameter is not recorded. Write files for pp=1"
+            )
+        return
+    stage = facts.stage
+    if stage > 1 or (stage == 0 and facts.precision is Precision.BF16):
+        raise TopologyError(
+            f"expected zero=1 for a pipeline, or zero=0 for one that does not compute in bf16; got zero={stage}: "
+            "DeepSpeed has no pipelines with ZeRO 2 or 3, and 0.19.8 cannot resume those of bf16 without ZeRO"
+        )
+
+
+def check_cuts(facts: RunFacts, tp: int) -> None:
+    """Raise TopologyError where the source does not say how `tp` tensor-parallel ranks cut parameters."""
+    if tp > 1 and facts.rules is None:
+        raise TopologyError(
+            f"expected universal_checkpoint_info in {facts.index.path}, which says how parameters are cut over "
+            f"{tp} tensor-parallel ranks; there is none, only runs of DeepSpeed with tensor parallelism record it. "
+            "Write files for tp=1"
+        )
+
+
+def check_experts(facts: RunFacts, wanted: Topology, names: Iterable[str]) -> Numbered:
+    """The experts of a source, found to fit `wanted`. Raises TopologyError."""
+    numbered = Numbered.of(names)
+    if not numbered.counts:
+        if wanted.ep > 1:
+            raise TopologyError(
+                f"expected experts of DeepSpeed's MoE layer (deepspeed_experts.N) in {facts.index.path} for {wanted}; "
+                "there are none: drop ep. Experts of another framework are written as parameters like others"
+            )
+        return numbered
+    odd = [f"{start}*: {count} experts" for start, count in numbered.counts.items() if count % wanted.ep]
+    odd += [f"dp={wanted.dp}"] if wanted.dp % wanted.ep else []
+    if odd:
+        raise TopologyError(
+            f"expected ep to divide dp and the numbers of experts; got {wanted}, which does not divide\n{listed(odd)}\n"
+            f"choose ep among {shared_divisors(numbered.counts.values())}, and a dp that it divides"
+        )
+    if wanted.tp > 1 or wanted.pp > 1 or facts.stage == 3:
+        raise TopologyError(
+            f"experts are written for tp=1, pp=1 and zero 0 to 2; got {wanted}. DeepSpeed has no native experts with "
+            "ZeRO 3"
+        )
+    return numbered

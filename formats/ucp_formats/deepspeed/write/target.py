@@ -1,0 +1,146 @@
+"""Native DeepSpeed files: as if a run of the asked topology had saved them, for a plain `load_checkpoint`.
+
+    DST/latest                                                    the tag of the source; written last
+    DST/global_step100/mp_rank_00_model_states.pt                 stages 0 to 2
+    DST/global_step100/[bf16_]zero_pp_rank_{r}_mp_rank_00_optim_states.pt   stages 1 to 3, one per rank
+    DST/global_step100/zero_pp_rank_{r}_mp_rank_00_model_states.pt          stage 3, one per rank
+    DST/global_step100/layer_{n}-model_states.pt                  pipelines, one per layer (and tensor-parallel rank)
+    DST/global_step100/layer_{n}_expert_{e}_mp_rank_00_model_states.pt      experts
+
+Tensor-parallel ranks and pipeline stages have the files of `mp_rank_00` each, under a number of their own.
+
+No `load_universal` is needed, and what a universal load leaves out is there: frozen parameters, buffers, and the
+hyper-parameters of every group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ucp.core.companions import place_companions
+from ucp.core.index import Index
+from ucp.core.names import WEIGHT
+from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
+from ucp.core.topology import Topology
+from ucp.errors import MissingStateError, TopologyError, UsageError, counted
+from ucp.io.torch_file.draft import Drafted
+from ucp_formats.deepspeed.experts import Numbered
+from ucp_formats.deepspeed.names import LATEST
+from ucp_formats.deepspeed.write.optimizer.groups import without_groups
+from ucp_formats.deepspeed.write.optimizer.lost_states import check_stepped, filled_with_zeros
+from ucp_formats.deepspeed.write.optimizer.missing_states import native_notes
+from ucp_formats.deepspeed.write.optimizer.step_notes import step_casts
+from ucp_formats.deepspeed.write.optimizer.zero0 import is_flat
+from ucp_formats.deepspeed.write.pipeline.choice import stages_of
+from ucp_formats.deepspeed.write.pipeline.layers import pipeline_of
+from ucp_formats.deepspeed.write.pipeline.settings import StageSettings, stage_settings
+from ucp_formats.deepspeed.write.pipeline.target import layer_files
+from ucp_formats.deepspeed.write.plan import pointer_file, target_plan
+from ucp_formats.deepspeed.write.rank_files import RankFiles, groups_of
+from ucp_formats.deepspeed.write.rank_views import check_degrees, check_experts, first_view, rank_views
+from ucp_formats.deepspeed.write.run import RunFacts, run_facts, tag
+
+__all__ = ["DeepSpeedTarget"]
+
+
+class DeepSpeedTarget:
+    """Target `deepspeed`."""
+
+    name = "deepspeed"
+    takes_settings = True
+    """How a pipeline has its stages (`stage_settings`)."""
+
+    def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
+        """Files of a run of `topology`; by default the source's own. Raises UsageError, MissingStateError."""
+        wanted = _wanted(index, topology, options)
+        stage = wanted.zero or 0
+        facts = run_facts(index, options, ranks=wanted.dp, stage=stage)
+        groups = groups_of(facts)
+        if stage and not groups:
+            raise MissingStateError(
+                f"expected optimizer groups and states, which ZeRO stage {stage} keeps the weights with; {index.path} "
+                f"{without_groups(index)}. Write stage-0 model files (--topology zero=0), to load with "
+                "load_module_only=True"
+            )
+        flat = is_flat(facts, groups, stage)
+        check_stepped(facts, groups, flat=flat)
+        drafted, notes = _files(facts, wanted, stage_settings(options.settings))
+        lost = native_notes(groups, stage=stage, flat=flat, precision=facts.precision)
+        plan = target_plan(index, list(drafted), notes=(*facts.extras.notes(), *notes, *lost), topology=wanted)
+        zeros = filled_with_zeros(groups) if flat else {}
+        plan = replace(plan, casts=(*plan.casts, *step_casts(groups)), zeros=zeros)
+        plan = place_companions(index, plan, own=(LATEST,))
+        return plan if groups else _without_states(plan, index)
+
+    def seal(
+        self,
+        index: Index,
+        plan: TargetPlan,
+        receipts: Receipts,  # the protocol's
+    ) -> tuple[OutputFile, ...]:
+        """`latest`, which makes the tag the one to load."""
+        return (pointer_file(LATEST, tag(index)),)
+
+
+def _without_states(plan: TargetPlan, index: Index) -> TargetPlan:
+    """The plan, with the states that are in no file because no optimizer group takes them."""
+    lost = {atom.name: frozenset(atom.states) - {WEIGHT} for atom in index.atoms.values()}
+    lost = {name: states for name, states in lost.items() if states}
+    names = ", ".join(dict.fromkeys(state for states in lost.values() for state in sorted(states)))
+    line = f"{names} of {counted(len(lost), 'parameter')}: no trained parameter is in an optimizer group of the source"
+    return replace(plan, lost=lost, dropped=(*plan.dropped, line)) if lost else plan
+
+
+def _wanted(index: Index, topology: Topology | None, options: TargetOptions) -> Topology:
+    wanted = topology or index.topology
+    if wanted.zero is None:
+        raise TopologyError(_no_stage(index, wanted, asked=topology is not None))
+    if options.layout or options.compress:
+        raise UsageError("DeepSpeed files have one layout and no compression; drop --layout and --compress")
+    return wanted
+
+
+def _no_stage(index: Index, wanted: Topology, *, asked: bool) -> str:
+    """That the stage is not known; `asked`: though there is a topology."""
+    kept = index.topology.zero
+    shown = replace(wanted if asked else Topology(dp=wanted.dp), zero=1 if kept is None else kept)
+    if not asked:
+        return (
+            f"expected the run that will load the files, as in --topology {shown}: {index.path} is of {wanted}, "
+            "and has no ZeRO stage to keep"
+        )
+    without = f"; without --topology the files are for a run as the source was, {index.topology}"
+    return (
+        f"expected the ZeRO stage of the run that will load the files, as in --topology {shown}; got {wanted}. Axes "
+        f"that --topology leaves out are 1, zero it has to say{'' if kept is None else without}"
+    )
+
+
+def _files(facts: RunFacts, wanted: Topology, said: StageSettings) -> tuple[list[Drafted], tuple[str, ...]]:
+    """Files of all model-parallel ranks, of layers and of experts."""
+    pipeline = pipeline_of(facts)
+    check_degrees(facts, wanted, is_pipeline=pipeline is not None)
+    numbered = check_experts(facts, wanted, facts.index.atoms)
+    if pipeline is None:
+        if not said.is_empty:
+            raise UsageError(f"--set says how a pipeline has its stages, and {facts.index.path} was none: drop it")
+        return _rank_files(rank_views(facts, wanted), numbered, wanted, is_stage=False)
+    stages = stages_of(first_view(facts, wanted.tp), pipeline, said, wanted.pp)
+    views = rank_views(facts, wanted, stages.places)
+    drafted, notes = _rank_files(views, numbered, wanted, is_stage=True)
+    for own in rank_views(facts, replace(wanted, pp=1)):
+        drafted += layer_files(own, pipeline)
+    return drafted, (*stages.notes, *notes)
+
+
+def _rank_files(
+    views: Sequence[RunFacts], numbered: Numbered, wanted: Topology, *, is_stage: bool
+) -> tuple[list[Drafted], tuple[str, ...]]:
+    drafted: list[Drafted] = []
+    notes: list[str] = []
+    for own in views:
+        files, told = RankFiles(own, numbered, wanted.ep, is_stage=is_stage).drafted()
+        drafted += files
+        notes += told
+    return drafted, tuple(notes)

@@ -1,0 +1,378 @@
+"""A DeepSpeed universal checkpoint that loads with `load_universal` under ZeRO 1, 2 and 3, at any number of ranks.
+
+    DST/latest, DST/latest_universal                            the tag; written last
+    DST/global_step100/mp_rank_00_model_states.pt               read by stages 1 and 2
+    DST/global_step100/zero_pp_rank_0_mp_rank_00_model_states.pt  read by stage 3
+    DST/global_step100/zero/optimizer_state.pt                  loss scale and groups, for all stages
+    DST/global_step100/zero/<parameter>/fp32.pt, exp_avg.pt, ..., step.pt
+
+DeepSpeed's own converter makes a directory for stages 1 and 2 or one for stage 3. This one is the union of both, and
+the model-states files hold what no other file does (frozen parameters and buffers), not a copy of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ucp.core.companions import place_companions
+from ucp.core.index import AtomIndex, Index, Kind
+from ucp.core.names import STEP, WEIGHT
+from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
+from ucp.core.topology import Topology
+from ucp.errors import MissingStateError, TopologyError, UnsupportedError, UsageError, counted
+from ucp.io.torch_file.draft import Drafted
+from ucp_formats.deepspeed.config import Precision
+from ucp_formats.deepspeed.experts import is_expert
+from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
+from ucp_formats.deepspeed.partition import flat_group
+from ucp_formats.deepspeed.read.universal.paths import check_places, state_path
+from ucp_formats.deepspeed.write.draft import AtomDraft
+from ucp_formats.deepspeed.write.model_states import Module, frozen_shapes, model_state, module_tensors, shapes
+from ucp_formats.deepspeed.write.optimizer.groups import (
+    Group,
+    check_flat,
+    is_optimized,
+    optimizer_groups,
+    without_groups,
+)
+from ucp_formats.deepspeed.write.optimizer.lost_states import check_stepped, filled_with_zeros
+from ucp_formats.deepspeed.write.optimizer.missing_states import ANEW, lacking, shared_notes
+from ucp_formats.deepspeed.write.optimizer.step_forms import universal_form
+from ucp_formats.deepspeed.write.optimizer.step_notes import check_steps, step_casts, step_is_tensor, step_notes
+from ucp_formats.deepspeed.write.optimizer.values import clipping, common_keys, count_of, group_entry, scalar_value
+from ucp_formats.deepspeed.write.optimizer.zero12 import keeps_whole
+from ucp_formats.deepspeed.write.pipeline.layers import PIPELINE, is_pipeline
+from ucp_formats.deepspeed.write.pipeline.norms import waiting_notes
+from ucp_formats.deepspeed.write.plan import group_notes, pointer_file, target_plan
+from ucp_formats.deepspeed.write.rank_views import check_cuts
+from ucp_formats.deepspeed.write.run import EMULATED, RunFacts, run_facts, tag
+
+__all__ = ["DeepSpeedUniversalTarget"]
+
+_FILE_NAMES = {WEIGHT: "fp32"}
+"""State to the stem of its file, where they differ."""
+
+_STAGE3_STATES = ("exp_avg", "exp_avg_sq")
+"""States that the loader of stage 3 knows (`load_hp_checkpoint_state_from_checkpoint_dir_stage3`, 0.19.8)."""
+
+_MOST_RANKS = 1024
+"""Numbers of ranks that are tried for the loader of stages 1 and 2."""
+_MOST_SPANS = 6
+"""Stretches of such numbers that are told."""
+
+
+class DeepSpeedUniversalTarget:
+    """Target `deepspeed-universal`."""
+
+    name = "deepspeed-universal"
+    takes_settings = True
+    """Whose optimizer loads it (`step_forms`)."""
+
+    def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
+        """Files for every stage and number of ranks. Raises UsageError for a `topology`, MissingStateError."""
+        wanted = topology or Topology()
+        if wanted != Topology(tp=wanted.tp, pp=wanted.pp):
+            raise TopologyError(
+                "a universal checkpoint is the same for all ZeRO stages and all numbers of ranks: drop --topology, or "
+                f"write native files for {wanted} alone with --to deepspeed. Only tp and pp mean something here: "
+                "DeepSpeed before 0.19.8 wants as many model-states files as the run that loads them has such ranks"
+            )
+        if options.layout or options.compress:
+            raise UsageError("DeepSpeed files have one layout and no compression; drop --layout and --compress")
+        if not any(is_optimized(index.atoms[name]) for group in index.groups for name in group.params):
+            raise MissingStateError(
+                f"expected optimizer groups and states, which DeepSpeed loads together with the weights; {index.path} "
+                f"{without_groups(index)}. Write stage-0 model files (--to deepspeed --topology zero=0)"
+            )
+        stage = index.topology.zero
+        facts = run_facts(index, options, ranks=index.topology.dp, stage=1 if stage is None else stage)
+        facts = replace(facts, tp=wanted.tp, pp=wanted.pp)
+        _check_degrees(facts)
+        steps = universal_form(index, options.settings)
+        groups = [group for group in optimizer_groups(index, options.dtypes, steps) if group.params]
+        if options.settings:
+            check_steps(groups, steps)
+        check_stepped(facts, groups)
+        check_flat(groups)
+        _check_counts(groups)
+        check_places(tag(index), _stems_of_all(groups))
+        drafted = [
+            *_model_files(facts, groups),
+            _globals(facts, groups),
+            *(file for group in groups for file in _parameter_files(facts, group)),
+        ]
+        notes = (*facts.extras.notes(), *group_notes(groups), *step_notes(groups), *_limits(facts, groups))
+        plan = target_plan(index, drafted, notes=notes)
+        plan = replace(plan, casts=(*plan.casts, *step_casts(groups)), zeros=filled_with_zeros(groups))
+        return place_companions(index, plan, own=(LATEST, LATEST_UNIVERSAL))
+
+    def seal(
+        self,
+        index: Index,
+        plan: TargetPlan,
+        receipts: Receipts,  # the protocol's
+    ) -> tuple[OutputFile, ...]:
+        """`latest`, then `latest_universal`, which makes the tag the one to load."""
+        return (pointer_file(LATEST, tag(index)), pointer_file(LATEST_UNIVERSAL, tag(index)))
+
+
+def _check_counts(groups: Sequence[Group]) -> None:
+    """Raise UnsupportedError for counts that `load_hp_checkpoint_state` takes for tensors, and fails with (0.19.8)."""
+    others = dict.fromkeys(name for group in groups for name in group.scalars if name != STEP)
+    if others:
+        left_out = " ".join(f"--exclude '*/{name}'" for name in others)
+        raise UnsupportedError(
+            f"expected no state that is one number for a parameter but {STEP}, as a universal load of DeepSpeed "
+            f"{EMULATED} takes no other; got {', '.join(others)}. Write native files (--to deepspeed), or leave it out "
+            f"({left_out})"
+        )
+
+
+def _check_degrees(facts: RunFacts) -> None:
+    """Raise TopologyError for a run that could not load the files: with tensors uncut, or without its layers."""
+    check_cuts(facts, facts.tp)
+    if facts.tp > 1 and facts.rules is not None:
+        atoms = facts.index.atoms.values()
+        cut = {own.name: (own.global_shape, own.kind is not Kind.BUFFER) for own in atoms if own.global_shape}
+        padded = {name for name, (shape, _) in cut.items() if facts.rules.padded_vocabulary(name, shape) is not None}
+        facts.rules.layouts_of({name: own for name, own in cut.items() if name not in padded}, facts.tp)
+    if facts.pp > 1 and not is_pipeline(facts):
+        raise TopologyError(
+            f"expected a source that was a pipeline of DeepSpeed for pp={facts.pp}, with parameters named by layers; "
+            f"{facts.index.path} was none: drop pp"
+        )
+
+
+def _model_files(facts: RunFacts, groups: Sequence[Group]) -> Iterator[Drafted]:
+    """The model-states files; the loader needs their counters and extras, no weights.
+
+    DeepSpeed before 0.19.8 wants as many as the run that loads them has model-parallel ranks.
+    """
+    named = [
+        (f"{start}mp_rank_{mp:02d}", kinds if mp == 0 else ())
+        for mp in range(facts.tp * facts.pp)
+        for start, kinds in (("", (Kind.FROZEN, Kind.BUFFER)), ("zero_pp_rank_0_", ()))
+    ]
+    for name, kinds in named:
+        draft = AtomDraft(f"{tag(facts.index)}/{name}_model_states.pt", facts.index)
+        own: dict[str, object] = {
+            "module": _unrestored(draft, facts, kinds),
+            "param_shapes": shapes(facts.index, [[atom.name for atom in group.params] for group in groups]),
+            "frozen_param_shapes": frozen_shapes(facts.index),
+            "shared_params": dict(facts.index.aliases),
+        }
+        yield draft.finish(model_state(draft, facts, 0, own))
+
+
+def _unrestored(draft: AtomDraft, facts: RunFacts, kinds: Sequence[Kind]) -> Module:
+    """Tensors that a universal load does not restore, for scripts that restore them."""
+    module = module_tensors(draft, facts, kinds)
+    if kinds:
+        for name in frozen_shapes(facts.index):
+            atom = facts.index.atoms[str(name)]
+            module.setdefault(atom.name, draft.whole(atom.name, WEIGHT, facts.module_dtype(atom)))
+    return module
+
+
+def _globals(facts: RunFacts, groups: Sequence[Group]) -> Drafted:
+    """`optimizer_state.pt`: `param_groups` is read by stages 1 and 2, `optimizer_state_dict` by stage 3."""
+    draft = AtomDraft(f"{tag(facts.index)}/zero/optimizer_state.pt", facts.index)
+    entries = [group_entry(draft, group, [number]) for number, group in enumerate(groups)]
+    kept = _shared_by_all(entries)
+    if _scheduled(facts) and "lr" in entries[0]:
+        kept["lr"] = entries[0]["lr"]
+    counts = {name: scalar_value(draft, groups[0], name) for name in groups[0].scalars}
+    root: dict[str, object] = {
+        **{key: value for key, value in common_keys(facts, 0).items() if key != "loss_scaler" or _has_scale(facts)},
+        **clipping(facts, 0),
+        "ds_version": EMULATED,
+        **({PIPELINE: True} if is_pipeline(facts) else {}),
+        "param_groups": entries,
+        "optimizer_state_dict": {"state": {0: counts}, "param_groups": [{**kept, "params": [0]}]},
+    }
+    return draft.finish(root)
+
+
+def _scheduled(facts: RunFacts) -> bool:
+    """Whether a scheduler sets the rates anew after the first step; until then the first group's is the nearest."""
+    return facts.extras.get("lr_scheduler") is not None
+
+
+def _has_scale(facts: RunFacts) -> bool:
+    """Whether there is a loss scale to restore; without the key an engine keeps its own scaler."""
+    return facts.precision is Precision.FP16
+
+
+def _shared_by_all(entries: Sequence[dict[object, object]]) -> dict[object, object]:
+    """Hyper-parameters on which all groups agree.
+
+    The loader of stage 3 copies the first entry over every group. What is not in it stays as the engine configured
+    each group, so what differs is left out.
+    """
+    first, *others = entries
+    return {
+        key: value
+        for key, value in first.items()
+        if key != "params" and all(key in other and other[key] == value for other in others)
+    }
+
+
+def _parameter_files(facts: RunFacts, group: Group) -> Iterator[Drafted]:
+    """One file per parameter and state; no others, as stages 1 and 2 take every `.pt` file of a folder for a state."""
+    stems = _stems(group)
+    dtypes = {**group.elementwise, WEIGHT: group.weight_dtype(facts.dtypes)}
+    counted_by = {state: _who_counts(facts, group, state) for state in group.scalars}
+    for atom in group.params:
+        for state, stem in stems.items():
+            draft = AtomDraft(state_path(tag(facts.index), atom.name, stem), facts.index)
+            if state in counted_by:
+                own = atom if state in atom.states else counted_by[state]
+                yield draft.finish(count_of(draft, own, state, group.steps))
+                continue
+            shape = atom.global_shape or (1,)
+            keys = {"cat_dim": 0} if facts.rules is None else facts.rules.file_keys(atom.name)
+            held = state in atom.states
+            dtype = dtypes[state]
+            tensor = draft.whole(atom.name, state, dtype, shape=shape) if held else draft.zeros(dtype, shape)
+            yield draft.finish({**keys, "param": tensor})
+
+
+def _stems(group: Group) -> dict[str, str]:
+    """States of each parameter of a group, its weight first, to the stems of their files."""
+    return {state: _FILE_NAMES.get(state, state) for state in (WEIGHT, *group.state_names)}
+
+
+def _stems_of_all(groups: Sequence[Group]) -> dict[str, tuple[str, ...]]:
+    """Parameter to the stems of its files."""
+    every = [(group, tuple(_stems(group).values())) for group in groups]
+    return {atom.name: stems for group, stems in every for atom in group.params}
+
+
+def _who_counts(facts: RunFacts, group: Group, state: str) -> AtomIndex:
+    """The parameter whose count stands for those that have none. Raises UnsupportedError where the others differ."""
+    lacks = any(state not in atom.states for atom in group.params)
+    if lacks:
+        return facts.index.atoms[group.scalar(state).param]
+    return group.params[0]
+
+
+def _limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
+    """What DeepSpeed does not restore from a universal checkpoint, whatever is in it."""
+    index = facts.index
+    pipeline = is_pipeline(facts)
+    stages = "stage 1 of ZeRO, as this is a pipeline" if pipeline else "ZeRO stages 1, 2 and 3"
+    yield f"DeepSpeed {EMULATED} loads universal checkpoints in {stages}; for stage 0 use --to deepspeed"
+    buffers = sum(atom.kind is Kind.BUFFER for atom in index.atoms.values())
+    frozen = sum(atom.kind is not Kind.BUFFER and not is_optimized(atom) for atom in index.atoms.values())
+    if buffers or frozen:
+        frozen_ones = counted(frozen, "frozen parameter", "frozen parameters")
+        kinds = [own for own, count in ((frozen_ones, frozen), (counted(buffers, "buffer"), buffers)) if count]
+        yield (
+            f"a universal load leaves {' and '.join(kinds)} as the model was built; they "
+            f"lie in 'module' of {tag(index)}/mp_rank_00_model_states.pt. --to deepspeed restores them"
+        )
+    yield from _partial(groups)
+    yield from _model_parallel(facts)
+    yield from waiting_notes(facts, groups) if pipeline else _stage3_limits(facts, groups)
+    if any(keeps_whole(facts, group, state) for group in groups for state in group.elementwise):
+        yield (
+            "stages 1 and 2 read the momentum of Muon in shares but use it whole, so that the first step after a load "
+            "fails at more than one rank; use --to deepspeed"
+        )
+    if facts.config.round_robin and not facts.config.parameter_alignment:
+        yield (
+            "stages 1 and 2 with round_robin_gradients put what they load in wrong places, without a word; load it "
+            "with that off, or use --to deepspeed"
+        )
+    ranks = _empty_at(groups)
+    if ranks:
+        which = "ZeRO 1" if pipeline else "stages 1 and 2"
+        part = "stages of the pipeline" if pipeline else "tensor-parallel ranks" if facts.rules is not None else ""
+        fewer = f", or already at fewer where {part} have a part of it each" if part else ""
+        yield (
+            f"{which} cannot load it at {ranks} ranks: some rank would hold none of a group{fewer}, and DeepSpeed "
+            f"fails with IndexError (numbers above {_MOST_RANKS:,} were not tried). --to deepspeed has no such limit"
+        )
+
+
+def _model_parallel(facts: RunFacts) -> Iterator[str]:
+    """What a load at other tensor- and expert-parallel degrees does."""
+    rules = facts.rules
+    if rules is None and facts.index.topology.tp > 1:
+        yield (
+            "how tensor-parallel ranks cut parameters is not in the files of this source: load it without tensor "
+            "parallelism, or with AutoTP, which cuts by records of its own. Another run with tp > 1 would get rows of "
+            "dim 0 of every parameter that it cuts, wrong ones in part, and DeepSpeed compares only how many elements"
+        )
+    padded = [
+        f"{name} of {atom.global_shape[0]} rows"
+        for name, atom in facts.index.atoms.items()
+        if rules is not None and rules.padded_vocabulary(name, atom.global_shape) is not None
+    ]
+    if padded:
+        yield (
+            f"the vocabulary keeps its padding ({', '.join(padded)}): stages 1 and 2 load it where they pad to as many "
+            "rows or more, with zeros in those that are new"
+        )
+    if any(map(is_expert, facts.index.atoms)):
+        yield (
+            "DeepSpeed looks for experts by their numbers on their own ranks, so that it loads these rightly with "
+            "expert-parallel degree 1 only; for others use --to deepspeed"
+        )
+
+
+def _partial(groups: Sequence[Group]) -> Iterator[str]:
+    """What stages 1 and 2 do without some of the states."""
+    yield from shared_notes(groups, "a load under stage 1 or 2")
+    missing = lacking(groups, each=False)
+    if missing:
+        yield (
+            f"stages 1 and 2 cannot resume the optimizer, which lacks {', '.join(missing)}: the first step after a "
+            f"load fails with KeyError. {ANEW}"
+        )
+
+
+def _stage3_limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
+    """What stage 3 does not restore, or why it does not load at all."""
+    missing = [name for name in _STAGE3_STATES if not all(name in group.elementwise for group in groups)]
+    if STEP not in groups[0].scalars:
+        missing.append(STEP)
+    if missing:
+        yield (
+            "stage 3 cannot load it: it asks for exp_avg, exp_avg_sq and step of every parameter, and not all have "
+            f"{', '.join(missing)}. With load_module_only=True it loads the weights alone"
+        )
+        return
+    entries: list[dict[object, object]] = [dict(group.hyper.items()) for group in groups]
+    differing = sorted({str(key) for entry in entries for key in entry.keys() - _shared_by_all(entries).keys()})
+    if differing:
+        yield (
+            f"stage 3 restores no hyper-parameters that differ between the {len(groups)} groups "
+            f"({', '.join(differing)}): there each group keeps what the engine was configured with"
+            f"{'; for the first step all take the lr of the first group' if _scheduled(facts) else ''}"
+        )
+    others = sorted({state for group in groups for state in group.elementwise if state not in _STAGE3_STATES})
+    if others:
+        yield f"stage 3 leaves out {', '.join(others)}: it loads exp_avg, exp_avg_sq and step only"
+    if any(STEP in group.scalars and step_is_tensor(group) for group in groups):
+        yield (
+            "stage 3 shares one step tensor between all its sub-groups, so that an optimizer counts it once for each; "
+            "after loading, replace optimizer.state[p]['step'] by its clone for every p, or use --to deepspeed (or "
+            "--set optimizer=deepspeed for an optimizer of DeepSpeed, which counts a number)"
+        )
+
+
+def _empty_at(groups: Sequence[Group]) -> str:
+    """Numbers of ranks, of those tried, at which one would hold no element of some group, in words; empty for none."""
+    sizes = {sum(numel for _, numel in group.sizes) for group in groups}
+    found = {
+        ranks: None
+        for ranks in range(2, _MOST_RANKS + 1)
+        if any((ranks - 1) * flat_group([("", used)], ranks=ranks).partition >= used for used in sizes)
+    }
+    starts = [ranks for ranks in found if ranks - 1 not in found]
+    stops = [ranks for ranks in found if ranks + 1 not in found]
+    spans = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, stops, strict=True)]
+    shown = spans if len(spans) <= _MOST_SPANS else [*spans[: _MOST_SPANS - 1], "...", spans[-1]]
+    return ", ".join(shown)

@@ -1,0 +1,1 @@
+"""torch_dist checkpoints, read as an index."""

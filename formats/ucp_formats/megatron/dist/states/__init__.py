@@ -1,0 +1,1 @@
+"""Optimizer states of a torch_dist checkpoint, in its six layouts."""

@@ -1,0 +1,260 @@
+"""Tensors of a torch_dist checkpoint taken apart into parameters: one layer, one expert, one name each.
+
+1. A key is understood (`dist_keys`): what its leading dims count, and whether it is a part of a fused tensor.
+2. Every chunk is cut into its layers and experts; a flattened one (up to megatron-core 0.15) into boxes.
+3. Parts of a fused tensor are put one behind the other along dim 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from ucp.core.dtypes import DType
+from ucp.errors import CoverError, MalformedError, counted, listed
+from ucp.io.dcp.checkpoint import StoredChunk, StoredTensor
+from ucp.core.region import Box, local_flat_pairs, uncovered
+from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp_formats.megatron.dist.keys import PARTS, ModelKey
+
+__all__ = ["Piece", "Whole", "check_tiled", "taken_apart"]
+
+Shape = tuple[int, ...]
+
+_MOST_EMPTY = 1 << 20
+"""Tensors without elements that one may be taken apart into: no chunk bears them out."""
+
+
+class Piece(NamedTuple):
+    """A box of a parameter, and where it lies."""
+
+    box: Box
+    """Elements of the parameter."""
+    ref: TensorRef
+    """Where they are stored."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Whole:
+    """One tensor of one parameter."""
+
+    name: str
+    """Name of the parameter."""
+    shape: Shape
+    """Elements per dim."""
+    dtype: DType
+    """Element type."""
+    pieces: list[Piece] = field(default_factory=list)
+    """Its pieces."""
+    parts: tuple[int, ...] = ()
+    """Lengths along dim 0 of the parts it was stored in, where it is a fused tensor stored apart."""
+
+
+_box = lru_cache(maxsize=1 << 12)(Box)
+"""Many tensors have the same shape: a box is made and checked once."""
+
+Flattened = Callable[[str], Shape | None]
+"""Shape of the tensor saved under a key that was flattened to be saved; None for one that was not."""
+
+
+def taken_apart(
+    tensors: Iterable[tuple[str, StoredTensor]], understood: Callable[[str], ModelKey], flattened: Flattened
+) -> dict[str, Whole]:
+    """Parameters in `tensors`, each given with the key of the model that it belongs to.
+
+    `understood`: a key, with the template of the canonical name. `flattened`: see there.
+
+    Raises
+    ------
+    MalformedError
+        A part of a fused tensor is not there, or a tensor does not have the dims that its key says.
+    """
+    problems: list[str] = []
+    fused: dict[str, dict[str, list[Whole]]] = {}
+    found: dict[str, Whole] = {}
+    for key, tensor in tensors:
+        parsed = understood(key)
+        original = flattened(tensor.saved.key)
+        if parsed.stacked or original is not None:
+            wholes = _Apart(parsed, tensor, original).wholes(problems)
+        else:
+            wholes = [_as_saved(parsed.template, tensor)]
+        if parsed.part:
+            fused.setdefault(parsed.template, {})[parsed.part] = wholes
+            continue
+        for whole in wholes:
+            if whole.name in found:
+                problems.append(f"{key}: a second tensor of {whole.name}")
+            found[whole.name] = whole
+    for template, parts in fused.items():
+        for whole in _joined(template, parts, problems):
+            found[whole.name] = whole
+    if problems:
+        raise MalformedError(
+            f"{counted(len(problems), 'tensor does not fit its key', 'tensors do not fit their keys')}"
+            f":\n{listed(problems)}\n"
+            "What .metadata says of them is damaged, or of another run: copy it again from where it was saved"
+        )
+    return found
+
+
+def check_tiled(wholes: Iterable[Whole], where: str) -> None:
+    """Prove that pieces tile tensors which are read as copies of masters; for all others, whoever reads them does so.
+
+    Raises CoverError listing every hole and overlap.
+    """
+    problems = [
+        f"{whole.name} {gap.box} of {list(whole.shape)}: held by {'nothing' if not gap.owners else 'several pieces'}"
+        for whole in wholes
+        if _lie_inside(whole)  # what lies past the end, `check_cover` tells
+        for gap in uncovered(whole.shape, [piece.box for piece in whole.pieces])
+    ]
+    if problems:
+        raise CoverError(
+            f"the pieces in {where} do not tile {counted(len(problems), 'region')} of the model's own tensors exactly "
+            f"once:\n{listed(problems)}\n.metadata is damaged or of another run: copy it again from where it was saved"
+        )
+
+
+def _lie_inside(whole: Whole) -> bool:
+    return all(
+        len(piece.box.sizes) == len(whole.shape) and not any(map(int.__gt__, piece.box.stops, whole.shape))
+        for piece in whole.pieces
+    )
+
+
+def _as_saved(name: str, tensor: StoredTensor) -> Whole:
+    """The tensor of one parameter that was saved alone."""
+    pieces = [Piece(_box(offsets, sizes), ref) for offsets, sizes, ref in tensor.chunks]
+    return Whole(name=name, shape=tensor.saved.shape, dtype=tensor.saved.dtype, pieces=pieces)
+
+
+class _Apart:
+    """One stored tensor, cut into layers and experts."""
+
+    def __init__(self, key: ModelKey, tensor: StoredTensor, original: Shape | None) -> None:
+        self._key = key
+        self._tensor = tensor
+        self._shape = tensor.saved.shape if original is None else original
+        self._flattened = original is not None
+        self._lead = len(key.stacked)
+
+    def wholes(self, problems: list[str]) -> list[Whole]:
+        """A whole per layer and expert."""
+        saved = self._tensor.saved
+        if len(self._shape) < self._lead:
+            problems.append(f"{saved.key}: expected {' and '.join(self._key.stacked)} as dims; got {list(self._shape)}")
+            return []
+        inner = self._shape[self._lead :]
+        if not self._is_borne_out(inner, problems):
+            return []
+        names = {index: self._name(index) for index in product(*map(range, self._shape[: self._lead]))}
+        wholes = {index: Whole(name=name, shape=inner, dtype=saved.dtype) for index, name in names.items()}
+        for chunk in self._tensor.chunks:
+            pieces = self._unflattened(chunk, problems) if self._flattened else self._cut(chunk)
+            for index, piece in pieces:
+                if index in wholes:
+                    wholes[index].pieces.append(piece)
+                else:
+                    problems.append(f"{saved.key}: a chunk at {list(chunk.offsets)}, past {list(self._shape)}")
+        return list(wholes.values())
+
+    def _is_borne_out(self, inner: Shape, problems: list[str]) -> bool:
+        """Whether there are bytes for as many tensors as the dims say; they may be damaged, and say anything."""
+        saved, count = self._tensor.saved, prod(self._shape[: self._lead])
+        held = sum(min(chunk.ref.numel, chunk.ref.extent // saved.dtype.itemsize) for chunk in self._tensor.chunks)
+        told = sum(prod(chunk.sizes) for chunk in self._tensor.chunks)
+        if count <= (held if prod(inner) else _MOST_EMPTY) and told <= held:
+            return True
+        problems.append(f"{saved.key}: {list(self._shape)} are {count:,} tensors; its chunks hold {held:,} elements")
+        return False
+
+    def _name(self, index: Shape) -> str:
+        name = self._key.template
+        for what, number in zip(self._key.stacked, index, strict=True):
+            name = name.replace(f"{{{what}}}", str(number))
+        return name
+
+    def _cut(self, chunk: StoredChunk) -> Iterator[tuple[Shape, Piece]]:
+        lead = self._lead
+        box = Box(chunk.offsets[lead:], chunk.sizes[lead:])
+        for at in product(*map(range, chunk.sizes[:lead])):
+            index = tuple(map(int.__add__, chunk.offsets[:lead], at))
+            yield index, Piece(box, _inner(chunk.ref, at))
+
+    def _unflattened(self, chunk: StoredChunk, problems: list[str]) -> Iterator[tuple[Shape, Piece]]:
+        """Boxes of a flattened chunk.
+
+        A tensor of shape [X, Y] in local tensors of [x, y] is saved as [X/x, Y/y, x*y] (megatron-core 0.15
+        dist_checkpointing/strategies/resharding.py): the last dim is the local tensor, flattened.
+        """
+        saved = self._tensor.saved
+        grid = saved.shape[:-1]
+        fits = len(grid) == len(self._shape) and not any(n % max(g, 1) for n, g in zip(self._shape, grid, strict=True))
+        if not fits or prod(grid) * saved.shape[-1] != prod(self._shape) or prod(chunk.sizes[:-1]) != 1:
+            problems.append(f"{saved.key}: {list(saved.shape)} is not {list(self._shape)}, flattened")
+            return
+        local = tuple(n // g for n, g in zip(self._shape, grid, strict=True))
+        origin = tuple(map(int.__mul__, chunk.offsets[:-1], local))
+        low = chunk.offsets[-1]
+        strides = contiguous_strides(local)[self._lead :]
+        for box, position in local_flat_pairs(local, low, low + chunk.sizes[-1]):
+            for at in product(*map(range, box.sizes[: self._lead])):
+                inside = sum(map(int.__mul__, at, contiguous_strides(box.sizes)[: self._lead]))
+                index = tuple(sum(t) for t in zip(origin, box.offsets, at, strict=False))  # only the stacked dims
+                yield index, self._flat_piece(chunk.ref, box, origin, position + inside, strides)
+
+    def _flat_piece(self, ref: TensorRef, box: Box, origin: Shape, position: int, strides: Shape) -> Piece:
+        lead = self._lead
+        offsets = tuple(map(int.__add__, origin[lead:], box.offsets[lead:]))
+        place = TensorRef(
+            path=ref.path,
+            offset=ref.offset + position * ref.dtype.itemsize,
+            dtype=ref.dtype,
+            shape=box.sizes[lead:],
+            strides=strides,
+        )
+        return Piece(Box(offsets, box.sizes[lead:]), place)
+
+
+def _inner(ref: TensorRef, at: Shape) -> TensorRef:
+    """The tensor at index `at` of the leading dims of `ref`."""
+    lead = len(at)
+    skip = sum(map(int.__mul__, at, ref.strides[:lead])) * ref.dtype.itemsize
+    return TensorRef(
+        path=ref.path, offset=ref.offset + skip, dtype=ref.dtype, shape=ref.shape[lead:], strides=ref.strides[lead:]
+    )
+
+
+def _joined(template: str, parts: dict[str, list[Whole]], problems: list[str]) -> Iterator[Whole]:
+    """Fused tensors out of their parts, one per layer and expert."""
+    row = next((row for row in PARTS if set(row) == set(parts)), None)
+    if row is None:
+        problems.append(f"{template}: expected all parts of a fused tensor; got {', '.join(sorted(parts))}")
+        return
+    by_name = [{whole.name: whole for whole in parts[part]} for part in row]
+    for name in by_name[0]:
+        own = [wholes[name] for wholes in by_name if name in wholes]
+        if len(own) != len(row) or any(
+            whole.shape[1:] != own[0].shape[1:] or whole.dtype is not own[0].dtype for whole in own[1:]
+        ):
+            problems.append(f"{name}: its parts {', '.join(row)} are not all there, or differ in shape")
+            continue
+        yield _fused(own)
+
+
+def _fused(parts: Sequence[Whole]) -> Whole:
+    lengths = tuple(part.shape[0] for part in parts)
+    first = parts[0]
+    whole = Whole(name=first.name, shape=(sum(lengths), *first.shape[1:]), dtype=first.dtype, parts=lengths)
+    before = 0
+    for part, length in zip(parts, lengths, strict=True):
+        for piece in part.pieces:
+            box = _box((piece.box.offsets[0] + before, *piece.box.offsets[1:]), piece.box.sizes)
+            whole.pieces.append(Piece(box, piece.ref))
+        before += length
+    return whole

@@ -1,0 +1,126 @@
+"""Flat buffers of optimizer states, and the parameters as one rank holds them: who is where, as boxes of the whole.
+
+The distributed optimizer lays the parameters of a rank end to end in one buffer per element type, which is then cut
+over the data-parallel ranks without regard to them. A file may keep the buffer whole, or in stretches.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ucp.core.dtypes import DType
+from ucp.core.index import Fragment
+from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs
+from ucp.core.tensor import TensorRef, contiguous_strides
+
+__all__ = ["Candidate", "FlatBuffer", "Stretch", "fragments_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive elements of a buffer."""
+
+    start: int
+    """First element, in the buffer."""
+    ref: TensorRef
+    """Where they are stored; 1-D, consecutive."""
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.ref.numel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatBuffer:
+    """One state of all parameters of a rank, end to end."""
+
+    where: str
+    """What it is, for messages."""
+    stretches: tuple[Stretch, ...]
+    """Its stored elements, in increasing start."""
+    numel: int
+    """Elements, gaps counted."""
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First elements of its stretches."""
+        return tuple(stretch.start for stretch in self.stretches)
+
+    def between(self, start: int, stop: int) -> Iterator[tuple[int, TensorRef]]:
+        """What is stored of the elements `start` to `stop`: (first element, in the buffer; where)."""
+        at = max(bisect_right(self.stretches, start, key=lambda stretch: stretch.start) - 1, 0)
+        for number in range(at, len(self.stretches)):
+            stretch = self.stretches[number]
+            low, high = max(start, stretch.start), min(stop, stretch.stop)
+            if stretch.start >= stop:
+                return
+            if low < high:
+                yield low, _narrowed(stretch.ref, low - stretch.start, high - stretch.start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A parameter as one rank of the model-parallel grid holds it."""
+
+    name: str
+    """Its name."""
+    local_shape: tuple[int, ...]
+    """Elements per dim on that rank."""
+    pairs: tuple[RegionPair, ...]
+    """Which boxes of the whole the local tensor is made of."""
+    refs: tuple[TensorRef, ...]
+    """The model's own elements: row-major stretches that, end to end, are the local tensor."""
+    kind: str = "dense"
+    """Parameters of different kinds do not share a buffer where experts are parallel: "dense" or "expert"."""
+    replica: int = 0
+    """0 where this rank is the first to hold the parameter; above, it holds a copy."""
+
+    @property
+    def numel(self) -> int:
+        """Elements on that rank."""
+        return sum(ref.numel for ref in self.refs)
+
+    @property
+    def dtype(self) -> DType:
+        """Type in which the model computes with it."""
+        return self.refs[0].dtype
+
+
+def fragments_of(held: Candidate, buffer: FlatBuffer, start: int) -> Iterator[Fragment]:
+    """Pieces of the parameter that lies in `buffer` from element `start` on."""
+    for low, ref in buffer.between(start, start + held.numel):
+        first = low - start
+        for run, position in local_flat_pairs(held.local_shape, first, first + ref.numel):
+            for pair in held.pairs:
+                shared = intersect(run, pair.local)
+                if shared is not None:
+                    yield _fragment(held, ref, pair, shared, position + _inside(shared, run, held.local_shape))
+
+
+def _fragment(held: Candidate, ref: TensorRef, pair: RegionPair, shared: Box, position: int) -> Fragment:
+    """The elements `shared` of the local tensor, of which the first is element `position` of `ref`."""
+    offsets = tuple(s - a + b for s, a, b in zip(shared.offsets, pair.local.offsets, pair.whole.offsets, strict=True))
+    place = TensorRef(
+        path=ref.path,
+        offset=ref.offset + position * ref.dtype.itemsize,
+        dtype=ref.dtype,
+        shape=shared.sizes,
+        strides=contiguous_strides(held.local_shape),
+    )
+    return Fragment(box=Box(offsets, shared.sizes), ref=place, replica=held.replica)
+
+
+def _inside(shared: Box, run: Box, shape: Sequence[int]) -> int:
+    """Row-major distance in the local tensor from the first element of `run` to that of `shared`."""
+    return shared.flat_start(shape) - run.flat_start(shape)
+
+
+def _narrowed(ref: TensorRef, low: int, high: int) -> TensorRef:
+    if low == 0 and high == ref.numel:
+        return ref
+    return TensorRef(
+        path=ref.path, offset=ref.offset + low * ref.dtype.itemsize, dtype=ref.dtype, shape=(high - low,), strides=(1,)
+    )

@@ -1,0 +1,1 @@
+"""Legacy checkpoints (`mp_rank_*`), read as an index."""

@@ -1,0 +1,176 @@
+"""The union: parts of parameters, held by ranks, put together into atoms.
+
+A parameter's rule says how it lies over the tensor-parallel ranks (of the model, or of an expert). Ranks that differ in
+nothing the rule speaks of hold copies: those are kept as replicas, to be compared. Where the optimizer has a master,
+that is the atom's weight, and the tensors of the model are replicas of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+from ucp.contract.scalars import scalar_state
+from ucp.core.index import AtomIndex, Fragment, Kind, StateIndex
+from ucp.core.layout import Layout, Overlap, Placed, place
+from ucp.core.names import WEIGHT
+from ucp.core.tensor import TensorRef
+from ucp.errors import MissingFileError, counted, listed
+from ucp.families.family import Match
+from ucp_formats.megatron.legacy.files import LegacyRun
+from ucp_formats.megatron.legacy.model import Held, LegacyModel, Slot
+from ucp_formats.megatron.legacy.optimizer.states import LegacyStates
+from ucp_formats.megatron.legacy.views import fragments
+
+__all__ = ["atoms_of"]
+
+Coordinates = tuple[int, ...]
+"""Rank along each axis of a parameter's rule."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """One rank's part of a parameter."""
+
+    held: Held
+    """What it stores."""
+    at: Coordinates
+    """Where it stands along the axes of the rule."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Laid:
+    """A parameter, laid out."""
+
+    match: Match
+    """Its rule."""
+    parts: tuple[_Part, ...]
+    """Its parts, copies among them, in the order of ranks."""
+    axes: Mapping[str, int]
+    """Axis of the rule to its degree."""
+    layout: Layout
+    """How it lies over them."""
+    global_shape: tuple[int, ...]
+    """Elements per dim."""
+    placed: Mapping[Coordinates, tuple[Placed, ...]]
+    """Boxes that the ranks at some coordinates hold."""
+
+    @property
+    def overlap(self) -> Overlap:
+        """What pieces of several terms mean."""
+        means = any(axis.pattern.overlap is Overlap.MEAN for axis in self.layout.axes)
+        return Overlap.MEAN if means else Overlap.EXCLUSIVE
+
+    def state(self, layers: Sequence[Mapping[Slot, TensorRef]]) -> StateIndex | None:
+        """The state whose elements are `layers`, of which the first that holds anything is taken, the others compared.
+
+        None when none of them holds anything.
+        """
+        found: list[Fragment] = []
+        copies = 0
+        for layer in layers:
+            counts: dict[Coordinates, int] = {}
+            for part in self.parts:
+                ref = layer.get(part.held.slot)
+                if ref is not None:
+                    copy = counts[part.at] = counts.get(part.at, 0) + 1
+                    shift = (copies + copy - 1) * prod(self.axes.values())
+                    pieces = fragments(part.held.view, self.placed[part.at], ref, copy=shift)
+                    found += (replace(piece, derived=copies > 0) for piece in pieces)
+            copies += max(counts.values(), default=0)
+        if not copies:
+            return None
+        dtype = next(layer[part.held.slot] for layer in layers for part in self.parts if part.held.slot in layer).dtype
+        return StateIndex(dtype=dtype, global_shape=self.global_shape, fragments=tuple(found), overlap=self.overlap)
+
+
+def atoms_of(run: LegacyRun, model: LegacyModel, states: LegacyStates) -> dict[str, AtomIndex]:
+    """Atoms in the order of the model. Raises MissingFileError, FamilyError."""
+    held: dict[str, list[Held]] = {}
+    for own in model.held:
+        if own.name in model.matches:
+            held.setdefault(own.name, []).append(own)
+    lacking: list[str] = []
+    laid = {name: _laid(run, model.matches[name], own, lacking) for name, own in held.items()}
+    if lacking:
+        raise MissingFileError(
+            f"{counted(len(lacking), 'parameter')} of {run.folder} with parts that no file holds:\n{listed(lacking)}\n"
+            "Copy the folders of all ranks from where they were saved"
+        )
+    ordered = model.family.sorted(held)
+    return {name: _atom(name, found, states) for name in ordered if (found := laid[name]) is not None}
+
+
+def _laid(run: LegacyRun, match: Match, held: Sequence[Held], lacking: list[str]) -> _Laid | None:
+    degrees = {"tp": run.grid.tp, "etp": run.grid.etp}
+    axes = {axis: degrees[axis] for axis in match.axes(degrees)}
+    parts = tuple(_Part(held=own, at=_coordinates(run, own, axes)) for own in held)
+    shapes: dict[Coordinates, tuple[int, ...]] = {}
+    for part in parts:
+        shapes.setdefault(part.at, part.held.view.shape)
+    everywhere = list(product(*map(range, axes.values())))
+    missing = [at for at in everywhere if at not in shapes]
+    if missing:
+        where = ("tensor-parallel rank " + ", ".join(map(str, at)) for at in missing)
+        lacking.append(f"{match.name}: {'; '.join(where)}")
+        return None
+    local_shapes = [shapes[at] for at in everywhere]
+    layout = match.layout(axes=axes, local_shapes=local_shapes)
+    shape = match.global_shape(layout, local_shapes)
+    placed = {at: place(layout, shape, coords=dict(zip(axes, at, strict=True))) for at in everywhere}
+    return _Laid(match=match, parts=parts, axes=axes, layout=layout, global_shape=shape, placed=placed)
+
+
+def _coordinates(run: LegacyRun, own: Held, axes: Iterable[str]) -> Coordinates:
+    where = run.ranks[own.slot.rank].place
+    ranks = {"tp": where.tp, "etp": run.grid.expert_part(where).etp}
+    return tuple(ranks[axis] for axis in axes)
+
+
+def _atom(name: str, laid: _Laid, states: LegacyStates) -> AtomIndex:
+    own = {part.held.slot: part.held.ref for part in laid.parts}
+    trained = {slot: states.tensors[slot] for slot in own if slot in states.tensors}
+    masters = {slot: tensors[WEIGHT] for slot, tensors in trained.items() if WEIGHT in tensors}
+    weight = laid.state([masters, own])
+    if weight is None:
+        weight = StateIndex(dtype=laid.parts[0].held.ref.dtype, global_shape=laid.global_shape, fragments=())
+    found = {WEIGHT: weight}
+    for key in dict.fromkeys(key for tensors in trained.values() for key in tensors if key != WEIGHT):
+        state = laid.state([{slot: tensors[key] for slot, tensors in trained.items() if key in tensors}])
+        if state is not None:
+            found[key] = state
+    found |= _numbers(own, states)
+    dtype = laid.parts[0].held.ref.dtype
+    return AtomIndex(
+        name=name,
+        global_shape=laid.global_shape,
+        kind=_kind(laid, has_states=bool(trained), states=states),
+        states=found,
+        model_dtype=dtype if dtype is not weight.dtype else None,
+        patterns={axis.axis: axis.pattern.name for axis in laid.layout.axes},
+    )
+
+
+def _kind(laid: _Laid, *, has_states: bool, states: LegacyStates) -> Kind:
+    if laid.match.buffer:
+        return Kind.BUFFER
+    return Kind.PARAMETER if has_states or states.is_empty else Kind.FROZEN
+
+
+def _numbers(own: Iterable[Slot], states: LegacyStates) -> dict[str, StateIndex]:
+    """States that are one number: the first rank's, and copies on the others."""
+    found: dict[str, list[StateIndex]] = {}
+    for slot in own:
+        for key, value in states.numbers.get(slot, {}).items():
+            state = scalar_state(value)
+            if state is not None:
+                found.setdefault(key, []).append(state)
+    return {key: _joined(copies) for key, copies in found.items()}
+
+
+def _joined(copies: Sequence[StateIndex]) -> StateIndex:
+    first = copies[0]
+    pieces = tuple(replace(state.fragments[0], replica=number) for number, state in enumerate(copies))
+    return replace(first, fragments=pieces)

@@ -1,0 +1,286 @@
+"""The files of one legacy checkpoint, read and found to belong together.
+
+1. Read the file of every rank's folder; one that cannot be read is a problem, not the end.
+2. What the run was: its arguments, from the first file that was read.
+3. The grid: every rank that must have saved did, and no rank is there that cannot be.
+4. The same run: iteration, version and degrees of parallelism are equal everywhere.
+5. The right places: no file was saved by another rank than its folder says.
+6. Raise all problems together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ucp.contract.problems import Problems
+from ucp.core.index import SourceFile
+from ucp.core.tensor import Record
+from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError
+from ucp.io.pickle.fields import described
+from ucp.io.torch_file.archive import Archive, read_archive
+from ucp_formats.megatron.legacy.grid import Grid
+from ucp_formats.megatron.legacy.ranks import misplaced
+from ucp_formats.megatron.names import (
+    DISTRIBUTED_OPTIMIZER,
+    MODEL,
+    MODEL_APART,
+    OPTIMIZER_APART,
+    GridPlace,
+    RankFolder,
+    is_side_file,
+    parse_rank_folder,
+    rank_folder_name,
+)
+from ucp_formats.megatron.run.arguments import Arguments, read_arguments
+
+__all__ = ["LegacyRun", "SavedRank", "read_run", "source_files"]
+
+_SAME_ARGUMENTS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "world_size",
+    "num_layers",
+    "hidden_size",
+    "padded_vocab_size",
+)
+"""Arguments that all ranks of a run have in common, and two runs easily differ in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRank:
+    """The files of one rank."""
+
+    name: str
+    """Name of its folder."""
+    place: GridPlace
+    """Where it is in the grid."""
+    path: str
+    """Its model file, absolute."""
+    root: Mapping[object, object]
+    """What that says."""
+    buffers: Archive | None
+    """Its file of the distributed optimizer, where there is one."""
+    records: tuple[Record, ...]
+    """Checksums of the storages of both files."""
+
+    @property
+    def chunks(self) -> tuple[tuple[int, object], ...]:
+        """Chunks of the model it holds, by number: one, or those of a virtual pipeline. Empty stages have none."""
+        if "model" in self.root:
+            return ((0, self.root["model"]),)
+        numbered = [(key, key.removeprefix("model")) for key in self.root if isinstance(key, str)]
+        found = [(int(rest), self.root[key]) for key, rest in numbered if key != rest and rest.isdecimal()]
+        return tuple(sorted(found, key=lambda pair: pair[0]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegacyRun:
+    """Files that belong together."""
+
+    folder: Path
+    """The iteration folder."""
+    ranks: tuple[SavedRank, ...]
+    """By stage, expert rank and tensor-parallel rank."""
+    arguments: Arguments
+    """Arguments of the run."""
+    grid: Grid
+    """Degrees that the files are named by."""
+    strays: tuple[str, ...]
+    """Files in the folders of ranks that are known and not read."""
+
+    @property
+    def root(self) -> Mapping[object, object]:
+        """Model file of the first rank."""
+        return self.ranks[0].root
+
+    @property
+    def version(self) -> float:
+        """Version of the checkpoint: 0 where there is none, as Megatron counts it."""
+        found = self.root.get("checkpoint_version", 0)
+        return float(found) if isinstance(found, int | float) else 0.0
+
+    @property
+    def vpp(self) -> int:
+        """Chunks of the model per pipeline stage."""
+        return self.arguments.vpp or max((number + 1 for rank in self.ranks for number, _ in rank.chunks), default=1)
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """Checksums of all storages."""
+        return tuple(record for rank in self.ranks for record in rank.records)
+
+
+def read_run(folder: Path) -> LegacyRun:
+    """Read and check the files of an iteration. Raises one error with all that is missing or of another run."""
+    folder = folder.absolute()
+    folders = _rank_folders(folder)
+    _refuse_apart(folder, folders)
+    problems = Problems()
+    read = {own.name: found for own in folders if (found := _read(folder / own.name, problems)) is not None}
+    roots = {name: root for name, (root, _, _) in read.items()}
+    saved = _arguments(roots, problems)
+    arguments = next((own for own in saved.values() if own.raw), Arguments(raw={}))
+    grid = Grid.of(arguments, folders)
+    _check_grid(grid, folders, problems)
+    _explain_unsaved(grid, problems)
+    if read and all((folder / name / DISTRIBUTED_OPTIMIZER).is_file() for name in read):
+        problems.missing = [line for own in problems.missing for line in _with_buffers(folder, own)]
+    _check_same_run(roots, saved, problems)
+    if len(saved) == len(roots):
+        problems.wrong += misplaced(
+            grid, folders, arguments, {name: own.raw.get("rank") for name, own in saved.items()}
+        )
+    problems.raise_any(str(folder), f"Megatron, {grid}")
+    ranks = [
+        SavedRank(
+            name=own.name,
+            place=own.place(pipelined=grid.pp > 1),
+            path=str(folder / own.name / MODEL),
+            root=read[own.name][0],
+            buffers=read[own.name][1],
+            records=read[own.name][2],
+        )
+        for own in folders
+    ]
+    return LegacyRun(
+        folder=folder,
+        ranks=tuple(sorted(ranks, key=lambda rank: (rank.place.pp, rank.place.ep, rank.place.tp))),
+        arguments=arguments,
+        grid=grid,
+        strays=tuple(_strays(folder, folders)),
+    )
+
+
+def source_files(run: LegacyRun) -> Iterator[SourceFile]:
+    """Identity of every file that was read."""
+    for rank in run.ranks:
+        yield _identity(rank.path, f"model of {rank.name}")
+        if rank.buffers is not None:
+            yield _identity(rank.buffers.path, f"distributed optimizer of {rank.name}")
+
+
+def _identity(path: str, role: str) -> SourceFile:
+    stat = os.stat(path)
+    return SourceFile(path=path, nbytes=stat.st_size, mtime_ns=stat.st_mtime_ns, role=role)
+
+
+def _rank_folders(folder: Path) -> tuple[RankFolder, ...]:
+    try:
+        entries = sorted(os.listdir(folder))
+    except OSError as error:
+        raise SourceError(f"cannot list {folder}: {error.strerror}") from error
+    parsed = [parse_rank_folder(entry) for entry in entries]
+    found = tuple(own for own in parsed if own is not None)
+    if not found:
+        raise MissingFileError(f"expected folders such as mp_rank_00 in {folder}; there is none. Copy them")
+    return found
+
+
+def _refuse_apart(folder: Path, folders: Iterable[RankFolder]) -> None:
+    """Refuse the layout of 2022-03 to 2023-05, in which every data-parallel rank saved its own part."""
+    apart = [own.name for own in folders if (folder / own.name / OPTIMIZER_APART).is_file()]
+    apart += [own.name for own in folders if (folder / own.name / MODEL_APART).is_file()]
+    if apart:
+        raise UnsupportedError(
+            f"{folder} keeps the optimizer of every data-parallel rank in a file of its own ({OPTIMIZER_APART}, "
+            f"{MODEL_APART}), as Megatron-LM did from 2022-03 to 2023-05. Load and save it once with Megatron-LM of "
+            "2023-06 (commit 49e4bd6857 or later), which gathers them"
+        )
+
+
+def _read(
+    folder: Path, problems: Problems
+) -> tuple[Mapping[object, object], Archive | None, tuple[Record, ...]] | None:
+    """What the files of one rank say, or None and a problem."""
+    model = _try_read(folder / MODEL, problems)
+    has_buffers = (folder / DISTRIBUTED_OPTIMIZER).is_file()
+    buffers = _try_read(folder / DISTRIBUTED_OPTIMIZER, problems) if has_buffers else None
+    if model is None:
+        return None
+    if not isinstance(model.root, dict):
+        problems.unsupported.append(f"{model.path}: expected a dict at the top; got {described(model.root)}")
+        return None
+    return model.root, buffers, (*model.records, *(buffers.records if buffers else ()))
+
+
+def _try_read(path: Path, problems: Problems) -> Archive | None:
+    try:
+        return read_archive(str(path))
+    except MissingFileError:
+        problems.missing.append(f"{path.parent.name}/{path.name}")
+    except UnsupportedError as error:
+        problems.unsupported.append(str(error))
+    except (SourceError, CorruptError) as error:
+        problems.wrong.append(str(error).replace(f"{path.parent.parent}/", ""))
+    return None
+
+
+def _check_grid(grid: Grid, folders: tuple[RankFolder, ...], problems: Problems) -> None:
+    if grid.collides:
+        problems.unsupported.append(
+            f"tp={grid.tp}, ep={grid.ep}, etp={grid.etp}: ranks with different parts of an expert have one folder "
+            "name, and only one of them is there (--ckpt-format torch cannot save this layout). Save with torch_dist"
+        )
+    there = {own.place(pipelined=grid.pp > 1): own.name for own in folders}
+    for place in grid.places():
+        if place not in there:
+            name = rank_folder_name(place, pipelined=grid.pp > 1, experts=grid.ep > 1)
+            problems.missing.append(f"{name}/{MODEL} (tp rank {place.tp}, stage {place.pp}, expert rank {place.ep})")
+    problems.wrong += [
+        f"extra: {name} lies outside the grid of {grid}" for place, name in there.items() if not grid.contains(place)
+    ]
+
+
+def _explain_unsaved(grid: Grid, problems: Problems) -> None:
+    """Say of files that no rank ever saved that they are not lost copies."""
+    names = [rank_folder_name(own, pipelined=grid.pp > 1, experts=grid.ep > 1) for own in grid.unsaved()]
+    lines = [line for line in problems.missing if line.startswith(tuple(f"{name}/{MODEL}" for name in names))]
+    if lines and len(lines) == len(names):
+        problems.missing = [line for line in problems.missing if line not in lines]
+        problems.unsupported.append(
+            f"tp={grid.tp}, ep={grid.ep}, etp={grid.etp}: no {MODEL} in {', '.join(names)}. Megatron let only the "
+            "first rank of every data-parallel group of experts save its model, and these are others: unless a newer "
+            "version saved them and they were lost since, their parts of the model were never written. Save once "
+            "more with --ckpt-format torch_dist, or with a version that saves the first rank of every dense group, too"
+        )
+
+
+def _with_buffers(folder: Path, line: str) -> Iterator[str]:
+    """A line of a missing file, and one of the distributed optimizer's where it is that of a model and lacks, too."""
+    yield line
+    name, _, rest = line.partition("/")
+    if rest.startswith(MODEL) and not (folder / name / DISTRIBUTED_OPTIMIZER).is_file():
+        yield f"{name}/{DISTRIBUTED_OPTIMIZER}{rest.removeprefix(MODEL)}"
+
+
+def _arguments(roots: Mapping[str, Mapping[object, object]], problems: Problems) -> dict[str, Arguments]:
+    """Folder to the arguments in it, without those that cannot be read."""
+    found = {}
+    for name, root in roots.items():
+        try:
+            found[name] = read_arguments(root.get("args"), name)
+        except MalformedError as error:
+            problems.wrong.append(str(error))
+    return found
+
+
+def _check_same_run(
+    roots: Mapping[str, Mapping[object, object]], saved: Mapping[str, Arguments], problems: Problems
+) -> None:
+    for key in ("iteration", "total_iters", "checkpoint_version"):
+        problems.agree(key, {name: root.get(key) for name, root in roots.items()})
+    for key in _SAME_ARGUMENTS:
+        problems.agree(key, {name: own.raw.get(key) for name, own in saved.items()})
+    has_optimizer = {name: "optimizer" in root for name, root in roots.items()}
+    problems.agree("whether it has an optimizer", has_optimizer)
+
+
+def _strays(folder: Path, folders: Iterable[RankFolder]) -> Iterator[str]:
+    for own in folders:
+        yield from (f"{own.name}/{name}" for name in sorted(os.listdir(folder / own.name)) if is_side_file(name))

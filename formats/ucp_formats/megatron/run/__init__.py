@@ -1,0 +1,1 @@
+"""What a checkpoint says of the run that saved it: arguments, modules, family, sizes."""

@@ -1,0 +1,1 @@
+"""A checkpoint that Megatron-LM resumes from."""

@@ -1,0 +1,1 @@
+"""The arguments that a written checkpoint carries."""

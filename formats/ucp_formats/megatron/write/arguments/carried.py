@@ -1,0 +1,94 @@
+"""The arguments that a written checkpoint carries: the source's own, with the layout's sizes put right.
+
+Megatron takes the layout of a checkpoint from them, and compares some with its own when it loads (checkpointing.py:
+check_checkpoint_args). What a source of another framework lacks is found in `target_derived`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ucp.core.index import Index
+from ucp.core.pickle_values import GlobalName, Stub
+from ucp.core.topology import Topology
+
+__all__ = ["arguments_extra", "namespace", "relaid_arguments"]
+
+_NAMESPACE = GlobalName("argparse", "Namespace")
+_VIRTUAL = "virtual_pipeline_model_parallel_size"
+_GROUP = "microbatch_group_size_per_vp_stage"
+"""As many as stages, where a run does not say."""
+_UNEVEN: Mapping[str, object] = {
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "pipeline_model_parallel_layout": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
+"""Arguments that deal layers out unevenly over the stages of one pipeline; others have equal stages."""
+
+
+def arguments_extra(index: Index) -> Mapping[str, object]:
+    """Arguments that the source carries; empty where it has none."""
+    for extra in index.extras:
+        if extra.name in ("args", "client_state/args") and extra.rank in (None, 0):
+            state = extra.value.state if isinstance(extra.value, Stub) else extra.value
+            if isinstance(state, dict):
+                return {key: value for key, value in state.items() if isinstance(key, str)}
+    return {}
+
+
+def namespace(arguments: Mapping[str, object]) -> Stub:
+    """The arguments as argparse keeps them."""
+    return Stub(_NAMESPACE, state=dict(arguments), has_state=True)
+
+
+def relaid_arguments(
+    arguments: Mapping[str, object],
+    own: Topology,
+    *,
+    ckpt_format: str,
+    iteration: int,
+    has_optimizer: bool,
+    has_random: bool,
+) -> dict[str, object]:
+    """`arguments` for a run of layout `own`, whose checkpoint is saved as `ckpt_format`.
+
+    `has_optimizer`, `has_random`: whether it holds optimizer and random states; Megatron asks for neither where the
+    arguments say that they were not saved.
+    """
+    virtual = own.vpp if own.vpp > 1 else None
+    layers = arguments.get("num_layers")
+    changed: dict[str, object] = {
+        "tensor_model_parallel_size": own.tp,
+        "pipeline_model_parallel_size": own.pp,
+        _VIRTUAL: virtual,
+        "context_parallel_size": own.cp,
+        "expert_model_parallel_size": own.ep,
+        "expert_tensor_parallel_size": own.expert_tp,
+        "world_size": own.tp * own.cp * own.dp * own.pp,
+        "data_parallel_size": own.dp,
+        "ckpt_format": ckpt_format,
+        "iteration": iteration,
+    }
+    for name, has in (("no_save_optim", has_optimizer), ("no_save_rng", has_random)):
+        if has == bool(arguments.get(name)):
+            changed[name] = not has
+    if arguments.get(_GROUP) == arguments.get("pipeline_model_parallel_size", own.pp) and _GROUP in arguments:
+        changed[_GROUP] = own.pp
+    if "transformer_pipeline_model_parallel_size" in arguments:
+        changed["transformer_pipeline_model_parallel_size"] = own.pp
+    if "num_virtual_stages_per_pipeline_rank" in arguments:
+        changed["num_virtual_stages_per_pipeline_rank"] = virtual
+    if "num_layers_per_virtual_pipeline_stage" in arguments:
+        each = layers // (own.pp * own.vpp) if isinstance(layers, int) and virtual else None
+        changed["num_layers_per_virtual_pipeline_stage"] = each
+    if own.pp != arguments.get("pipeline_model_parallel_size", 1) or virtual != arguments.get(_VIRTUAL):
+        changed |= {name: empty for name, empty in _UNEVEN.items() if name in arguments}
+    if "use_dist_ckpt" in arguments:
+        changed["use_dist_ckpt"] = ckpt_format == "torch_dist"
+    if ckpt_format == "torch_dist":
+        changed["dist_ckpt_optim_fully_reshardable"] = True
+    return {**arguments, **changed}

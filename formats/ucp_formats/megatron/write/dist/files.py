@@ -1,0 +1,132 @@
+"""torch_dist: a checkpoint that Megatron loads at any layout, with fully reshardable optimizer states (core_v0.16).
+
+    iter_0001000/__0_0.distcp ...      chunks of tensors, one per parameter and tensor-parallel rank, and small objects
+    iter_0001000/.metadata             where they lie
+    iter_0001000/metadata.json         which backend reads it
+    iter_0001000/common.pt             arguments, parameter groups, scheduler, iteration
+
+`common.pt` and the long form of metadata.json are those of megatron-core up to 0.18; 0.19 reads them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from ucp.core.dtypes import DType
+from ucp.io.dcp.emit import DcpDraft, NewChunk
+from ucp.io.torch_file.draft import Drafted, FileDraft
+from ucp.core.layout import place
+from ucp.core.region import Box, RegionPair, intersect
+from ucp.core.names import WEIGHT
+from ucp.core.target import Literal, OutputFile
+from ucp.core.topology import Topology
+from ucp_formats.megatron.write.dist.keys import StoredPart, extra_state_keys, key_style, stored_parts
+from ucp_formats.megatron.names import COMMON, METADATA, GridPlace
+from ucp_formats.megatron.write.arguments.carried import namespace
+from ucp_formats.megatron.write.groups import OptimizerGroup
+from ucp_formats.megatron.write.model import ModelTensor
+from ucp_formats.megatron.write.run import TargetRun
+
+__all__ = ["dist_places", "plan_dist"]
+
+_METADATA = (
+    b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, '
+    b'"common_backend": "torch", "common_backend_version": 1}'
+)
+_SHARDING = "fully_reshardable"
+
+
+def dist_places(topology: Topology) -> tuple[GridPlace, ...]:
+    """Ranks that random states are kept of: one per pipeline stage and tensor-parallel rank."""
+    return tuple(GridPlace(tp=tp, pp=pp, ep=0) for pp in range(topology.pp) for tp in range(topology.tp))
+
+
+def plan_dist(own: TargetRun, folder: str) -> tuple[Drafted, ...]:
+    """The files in `folder`. Raises FamilyError when a parameter has no name in torch_dist."""
+    draft = DcpDraft(folder)
+    style = key_style(own.arguments)
+    for tensor in own.model.tensors:
+        for part in stored_parts(tensor, own.model, style):
+            for key, state, dtype in _stored_states(own, tensor, part.key):
+                chunks = list(_chunks(own, tensor, part, state, dtype))
+                draft.tensor(key, dtype, part.shape, chunks)
+    for key in extra_state_keys(own.model, style):
+        draft.value(key, None)
+    pp, tp = own.topology.pp, own.topology.tp
+    for at, value in own.random.items():
+        draft.value(f"rng_state/shard_{at.pp}.{at.tp}_{pp}.{tp}", value)
+    common = FileDraft(f"{folder}/{COMMON}")
+    metadata = OutputFile(path=f"{folder}/{METADATA}", nbytes=len(_METADATA), literals=(Literal(0, _METADATA),))
+    return (*draft.finish(), common.finish(common.carried(_common(own))), Drafted(metadata, ()))
+
+
+def _stored_states(own: TargetRun, tensor: ModelTensor, key: str) -> Iterator[tuple[str, str, DType]]:
+    """Key, state and type of everything that is stored of a tensor: the model's own weight, then the optimizer's."""
+    yield key, WEIGHT, tensor.dtype
+    if not own.is_optimized(tensor):
+        return
+    master = "param" if own.distributed else "fp32_param"
+    yield f"optimizer.state.{master}.{key}", WEIGHT, DType.FLOAT32
+    for state, dtype in tensor.states.items():
+        if state != WEIGHT:
+            yield f"optimizer.state.{state}.{key}", state, DType(own.dtypes.get(state, dtype))
+
+
+def _chunks(own: TargetRun, tensor: ModelTensor, part: StoredPart, state: str, dtype: DType) -> Iterator[NewChunk]:
+    """One chunk per box that a rank of the run holds."""
+    lead = tuple(at for at, _ in part.lead)
+    for box in _rank_boxes(tensor, own.topology):
+        shared = intersect(box, part.box)
+        if shared is None:
+            continue
+        offsets = tuple(a - b for a, b in zip(shared.offsets, part.box.offsets, strict=True))
+        whole = Box.whole(shared.sizes)
+        parts = tensor.parts((RegionPair(shared, whole),), shared.sizes, state, dtype)
+        yield NewChunk(offsets=(*lead, *offsets), sizes=(*((1,) * len(lead)), *shared.sizes), parts=parts)
+
+
+def _rank_boxes(tensor: ModelTensor, topology: Topology) -> list[Box]:
+    """Boxes of the whole that ranks hold, each once."""
+    degrees = {"tp": topology.tp, "etp": topology.expert_tp}
+    axes = tensor.match.axes(degrees)
+    parts = [degrees[axis] for axis in axes]
+    if all(degree == 1 for degree in parts):
+        return [Box.whole(tensor.shape)]
+    layout = tensor.match.layout(axes=degrees, global_shape=tensor.shape)
+    found: dict[Box, None] = {}
+    for at in product(*map(range, parts)):
+        coords = dict(zip(axes, at, strict=True))
+        for placed in place(layout, tensor.shape, coords=coords):
+            if placed.replica == 0 and placed.box.numel:
+                found[placed.box] = None
+    return list(found)
+
+
+def _common(own: TargetRun) -> dict[str, object]:
+    """What all ranks have in common."""
+    content: dict[str, object] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if own.distributed and own.chain:
+        content = {"distrib_optim_sharding_type": _SHARDING, **content}
+        content["distrib_optim_fully_reshardable_mem_efficient"] = False
+    optimizers = [_optimizer(own, groups) for groups in own.chain]
+    optimizer: dict[str, object] = {}
+    if optimizers:
+        optimizer["optimizer"] = optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers))
+    return {
+        "args": namespace(own.arguments),
+        **own.common,
+        **optimizer,
+        "content_metadata": content,
+    }
+
+
+def _optimizer(own: TargetRun, groups: tuple[OptimizerGroup, ...]) -> dict[str, object]:
+    """One optimizer without its tensors. Its groups name no parameters: Megatron takes those of the run."""
+    if own.distributed:
+        entries = [group.entry() for group in groups]
+        return {"optimizer": {"param_groups": entries}, "param_state_sharding_type": _SHARDING, **own.scaler}
+    step = next((group.step for group in groups if group.step is not None), None)
+    state = {} if step is None else {"common_step": step}
+    entries = [dict(group.hyper) for group in groups]
+    return {"optimizer": {"state": state, "param_groups": entries}, **own.scaler}

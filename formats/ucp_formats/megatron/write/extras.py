@@ -1,0 +1,124 @@
+"""What goes into Megatron's files beside tensors, parameter groups and arguments, and what is left out.
+
+Megatron does not load an optimizer without a scheduler's state (checkpointing.py: load_checkpoint). A source of another
+framework has none of Megatron's; then one is written that only counts the samples seen, and the run's own values hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ucp.core.companions import is_companion
+from ucp.core.index import Index
+from ucp_formats.megatron.run.modules import MODULES
+from ucp_formats.megatron.write.division import division_notes
+from ucp_formats.megatron.write.groups import OptimizerGroup
+from ucp_formats.megatron.write.run import TargetRun, experts_apart
+
+__all__ = ["common_state", "consumed_samples", "extra_notes"]
+
+_SCHEDULER = "opt_param_scheduler"
+_CARRIED = (_SCHEDULER, "num_floating_point_operations_so_far", "checkpoint_version")
+"""Extras that go into the files as they are."""
+_REPLACED = ("args", "iteration", "content_metadata", "optimizer", "client_state/args", MODULES)
+"""Extras that are written anew."""
+_OF_A_LAYOUT = ("rerun_state_machine", "rerun_state_machine_state")
+"""Extras that mean nothing to another run, and Megatron does without."""
+_CONVOLUTION = ".mixer.conv1d.weight"
+_VERSION = 3.0
+"""`checkpoint_version`: the order of rows in fused attention."""
+
+
+def common_state(
+    index: Index, chain: tuple[tuple[OptimizerGroup, ...], ...], *, iteration: int, samples: int
+) -> dict[str, object]:
+    """What all ranks have in common: counts and the scheduler. `samples`: seen in training so far."""
+    found = {extra.name: extra.value for extra in index.extras if extra.name in _CARRIED and extra.rank in (None, 0)}
+    found = {name: value for name, value in found.items() if value is not None}
+    if chain and _SCHEDULER not in found:
+        found[_SCHEDULER] = _plain_scheduler(chain[0][0].hyper, samples)
+    return {**found, "iteration": iteration, "checkpoint_version": _VERSION}
+
+
+def _plain_scheduler(hyper: Mapping[str, object], samples: int) -> dict[str, object]:
+    """A scheduler that has counted `samples`; whoever loads it overrides the rest."""
+    return {
+        "max_lr": hyper.get("max_lr", hyper.get("lr")),
+        "min_lr": hyper.get("min_lr", 0.0),
+        "lr_warmup_steps": 0,
+        "lr_decay_steps": max(samples, 1),
+        "lr_decay_style": "constant",
+        "num_steps": samples,
+    }
+
+
+def consumed_samples(index: Index, arguments: Mapping[str, object]) -> int | None:
+    """Samples that were trained on: as recorded in the arguments, or counted by another framework; None if unknown."""
+    recorded = arguments.get("consumed_train_samples")
+    if isinstance(recorded, int):
+        return recorded
+    for extra in index.extras:
+        if extra.name == "engine" and isinstance(extra.value, dict):
+            counted = extra.value.get("global_samples")
+            return counted if isinstance(counted, int) else None
+    return None
+
+
+def extra_notes(run: TargetRun) -> Iterator[str]:
+    """What of the source's extras is not in the files, or not as it was."""
+    names = list(dict.fromkeys(extra.name for extra in run.index.extras if not is_companion(extra)))
+    random = [name for name in names if name.partition("/")[0] == "rng_state"]
+    yield from _random_notes(run, found=bool(random))
+    known = {*_CARRIED, *_REPLACED, *random}
+    placed = ("optimizer/", "extra_state/")
+    lost = [
+        name
+        for name in names
+        if name not in known and name.partition("/")[0] not in _OF_A_LAYOUT and not name.startswith(placed)
+    ]
+    if lost:
+        yield f"Megatron's files have no place for these extras, left out: {', '.join(sorted(lost))}"
+    yield from _model_notes(run)
+    if any(name.startswith("extra_state/") for name in names):
+        yield "states that modules keep of their own (FP8 scales) are left out: the run starts them anew"
+    if run.chain and _SCHEDULER not in names:
+        samples = run.arguments.get("consumed_train_samples")
+        seen = f"{samples} samples" if samples else "no sample (say so with --set consumed_train_samples=N)"
+        yield (
+            f"the source has no scheduler of Megatron: one that has seen {seen} is written; start the run with "
+            "--override-opt_param-scheduler"
+        )
+
+
+def _random_notes(run: TargetRun, *, found: bool) -> Iterator[str]:
+    """That random states are not in the files, and how a run does without; `found`: whether the source has some."""
+    legacy = run.arguments["ckpt_format"] == "torch"
+    if run.random or not (found or legacy):
+        return
+    why = "are left out, as they belong to the layout of the source" if found else "of Megatron are not in the source"
+    remedy = (
+        "start the run with --no-load-rng, or Megatron stops"
+        if legacy
+        else "the run draws new ones, also without --no-load-rng"
+    )
+    yield f"random states {why}: {remedy}"
+
+
+def _expert_optimizer(run: TargetRun) -> str:
+    if run.topology.ep > 1:
+        return "an optimizer of their own, for runs with ep above 1"
+    if experts_apart(run.model, run.topology):
+        return "an optimizer of their own, as since megatron-core 0.19 where etp is not tp (up to 0.18 not with ep=1)"
+    return "no optimizer of their own, for ep=1"
+
+
+def _model_notes(run: TargetRun) -> Iterator[str]:
+    """What of the layout a run has to match by itself."""
+    if run.chain and run.model.experts and run.arguments["ckpt_format"] == "torch_dist":
+        yield f"experts have {_expert_optimizer(run)}; Megatron refuses to load the optimizer otherwise"
+    yield from division_notes(run)
+    if run.arguments["ckpt_format"] == "torch" and any(own.name.endswith(_CONVOLUTION) for own in run.model.tensors):
+        yield (
+            "the convolution of Mamba is named conv1d.weight, as by megatron-core up to 0.16; 0.19 names it "
+            "conv1d_weight and does not load these files: for it write torch_dist (--layout torch_dist)"
+        )

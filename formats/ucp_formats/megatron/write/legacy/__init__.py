@@ -1,0 +1,1 @@
+"""Legacy files, written."""

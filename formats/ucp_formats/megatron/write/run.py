@@ -1,0 +1,114 @@
+"""What is to be written, and for which run: everything that both kinds of files are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import gcd
+
+from ucp.core.index import Index, Kind
+from ucp.core.topology import Topology
+from ucp.errors import TopologyError
+from ucp_formats.megatron.names import GridPlace
+from ucp_formats.megatron.write.groups import OptimizerGroup
+from ucp_formats.megatron.write.model import Model, ModelTensor
+
+__all__ = ["TargetRun", "check_topology", "experts_apart", "grid_problem", "random_states", "scaler_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetRun:
+    """A checkpoint of Megatron to be written, and the run that is to load it."""
+
+    index: Index
+    """The source."""
+    model: Model
+    """Its tensors."""
+    topology: Topology
+    """Layout of the run."""
+    arguments: Mapping[str, object]
+    """Arguments of the run."""
+    chain: tuple[tuple[OptimizerGroup, ...], ...]
+    """Groups of each optimizer; empty for weights alone."""
+    common: Mapping[str, object]
+    """What all ranks have in common beside arguments and optimizers: scheduler, counts."""
+    random: Mapping[GridPlace, object]
+    """Random states of ranks; empty where the layout changes."""
+    dtypes: Mapping[str, str]
+    """State to the type asked for."""
+
+    @property
+    def distributed(self) -> bool:
+        """Whether the run uses the distributed optimizer; it does unless its arguments say otherwise."""
+        return bool(self.arguments.get("use_distributed_optimizer", True))
+
+    @property
+    def scaler(self) -> Mapping[str, object]:
+        """Entry of an optimizer with the scale of the loss, where the source has one."""
+        found = scaler_of(self.index)
+        return {} if found is None else {"grad_scaler": found}
+
+    def is_optimized(self, tensor: ModelTensor) -> bool:
+        """Whether an optimizer has states of the tensor."""
+        return bool(self.chain) and tensor.kind is Kind.PARAMETER
+
+
+def experts_apart(model: Model, topology: Topology) -> bool:
+    """Whether experts have an optimizer of their own in a run.
+
+    Where experts are parallel, and since megatron-core 0.19 where they are cut over other ranks than the rest as well
+    (core/tensor_parallel/layers.py: use_expert_pgs).
+    """
+    return bool(model.experts) and (topology.ep > 1 or topology.expert_tp != topology.tp)
+
+
+def check_topology(topology: Topology) -> None:
+    """Raise TopologyError for words of another framework."""
+    if topology.zero is not None:
+        raise TopologyError(
+            f"ZeRO stages are DeepSpeed's: drop zero={topology.zero}. Megatron's optimizer is cut over dp anyway"
+        )
+
+
+def grid_problem(own: Topology) -> str | None:
+    """Why ranks of experts do not share those of the rest; None when they do."""
+    ranks, expert = own.tp * own.cp * own.dp, own.expert_tp * own.ep
+    if ranks % expert == 0:
+        return None
+    return (
+        f"ranks: etp x ep = {own.expert_tp} x {own.ep} does not divide tp x cp x dp = {own.tp} x {own.cp} x {own.dp}; "
+        f"raise dp to a multiple of {expert // gcd(expert, own.tp * own.cp)}, or lower ep"
+    )
+
+
+def random_states(index: Index, topology: Topology, wanted: Iterable[GridPlace]) -> dict[GridPlace, object]:
+    """Random states of all ranks `wanted`, where the run has the layout that they were saved at; else nothing."""
+    if index.topology != topology:
+        return {}
+    found = dict(_placed_states(index))
+    places = list(wanted)
+    return {place: found[place] for place in places} if found.keys() >= set(places) else {}
+
+
+def _placed_states(index: Index) -> Iterator[tuple[GridPlace, object]]:
+    for extra in index.extras:
+        name, _, place = extra.name.partition("/")
+        if name != "rng_state" or not place:
+            continue
+        numbers = {part[:2]: part[2:] for part in place.split(".")}
+        if set(numbers) <= {"pp", "tp", "ep"} and all(number.isdecimal() for number in numbers.values()):
+            at = {axis: int(number) for axis, number in numbers.items()}
+            yield GridPlace(tp=at.get("tp", 0), pp=at.get("pp", 0), ep=at.get("ep", 0)), extra.value
+
+
+def scaler_of(index: Index) -> object:
+    """State of the gradient scaler, which fp16 needs; None where the source has none."""
+    for extra in index.extras:
+        if extra.name.startswith("optimizer/") and "grad_scaler" in extra.name.split("/"):
+            return extra.value
+        if extra.name == "optimizer" and isinstance(extra.value, dict):
+            found = [extra.value, *(own for own in extra.value.values() if isinstance(own, dict))]
+            for own in found:
+                if own.get("grad_scaler"):
+                    return own["grad_scaler"]
+    return None

@@ -1,0 +1,252 @@
+"""Target `megatron`: a checkpoint that Megatron-LM resumes from.
+
+    DST/latest_checkpointed_iteration.txt      the iteration; written last
+    DST/iter_0001000/...                       torch_dist (the default), or one folder per rank (`--layout torch`)
+
+A source of another framework comes the same way: by names, which a model family translates, and by regions. What its
+checkpoint does not say and Megatron needs is derived where it is certain, and asked for where it is not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ucp.core.companions import place_companions
+from ucp.core.dtypes import DType
+from ucp.core.index import Index, Kind, check_weights
+from ucp.core.names import STEP, WEIGHT
+from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
+from ucp.core.topology import Topology
+from ucp.errors import MissingStateError, UsageError, counted, listed
+from ucp.io.torch_file.draft import Drafted
+from ucp_formats.megatron.names import RELEASE, TRACKER
+from ucp_formats.megatron.param_groups.settings import is_by_named_optimizer
+from ucp_formats.megatron.run.modules import chosen_modules
+from ucp_formats.megatron.write.arguments.asked import check_asked
+from ucp_formats.megatron.write.arguments.carried import arguments_extra, relaid_arguments
+from ucp_formats.megatron.write.arguments.derived import derived_arguments
+from ucp_formats.megatron.write.arguments.settings import check_settings, settings_of
+from ucp_formats.megatron.write.dist.files import dist_places, plan_dist
+from ucp_formats.megatron.write.dist.keys import Norms, key_style, stored_parts
+from ucp_formats.megatron.write.division import check_division
+from ucp_formats.megatron.write.extras import common_state, consumed_samples, extra_notes
+from ucp_formats.megatron.write.family import target_family
+from ucp_formats.megatron.write.groups import check_members, optimizer_chain
+from ucp_formats.megatron.write.legacy.files import legacy_places, plan_legacy
+from ucp_formats.megatron.write.lost import lost_lines, lost_states
+from ucp_formats.megatron.write.model import Model, check_layers, target_model
+from ucp_formats.megatron.write.run import TargetRun, check_topology, experts_apart, random_states
+
+__all__ = ["MegatronTarget"]
+
+_LAYOUTS = ("torch_dist", "torch")
+_GROUPS_UNSAID = (
+    "Files of torch_dist, or of the distributed optimizer, record no parameters of groups: write those "
+    "(--set use_distributed_optimizer=true)"
+)
+_EXPERTS_ALONG = (
+    "With more than one expert-parallel rank experts have an optimizer of their own: write for ep=1, or take a "
+    "checkpoint that records the groups"
+)
+_NEVER_STEPPED = (
+    "Megatron has no place for a parameter that was never stepped; train one step more, or write weights only"
+)
+_TWO_OPTIMIZERS = (
+    "The run trains matrices with {name}, and the rest with another optimizer that keeps other states; for Megatron "
+    "ucp writes one optimizer. Write the weights only (--include '*/weight') and start it anew, or keep all states "
+    "with --to ucp"
+)
+_ANEW = (
+    "no parameter has a moment, and without Megatron does not load an optimizer: none is written. Start the run with "
+    "--no-load-optim: it starts the optimizer anew, with masters made of the weights in the type it computes in"
+)
+
+
+class MegatronTarget:
+    """Target `megatron`."""
+
+    name = "megatron"
+    takes_settings = True
+    """Arguments of Megatron, by name."""
+    takes_family = True
+    """Rules of a model family, which say how its parameters lie."""
+
+    def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
+        """Files for a run of `topology`; by default the source's own. Raises UsageError, MissingStateError."""
+        layout = _checked_layout(options)
+        if options.tag:
+            raise UsageError(
+                f"Megatron finds a checkpoint by its iteration: it lies in {_folder(index)}, whatever it was called; "
+                "drop --tag"
+            )
+        run, notes = _run(index, topology or replace(index.topology, zero=None), layout, options)
+        check_division(run)
+        asked = settings_of(options.settings)
+        check_asked(asked, run.model, before=arguments_extra(index), written=run.arguments)
+        write = plan_legacy if layout == "torch" else plan_dist
+        drafted = write(run, _folder(index))
+        placements = tuple(place for own in drafted for place in own.placements)
+        lost = lost_states(run, placements)
+        plan = TargetPlan(
+            files=tuple(own.file for own in drafted),
+            placements=placements,
+            raw=tuple(copy for own in drafted for copy in own.raw),
+            notes=tuple(dict.fromkeys((*notes, *extra_notes(run)))),
+            casts=(*_casts(index, drafted), *_step_casts(index, run)),
+            lost=lost,
+            dropped=lost_lines(run, lost, placements),
+            topology=run.topology,
+            joined=run.model.joined,
+        )
+        return place_companions(index, plan, own=(TRACKER,))
+
+    def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
+        """The tracker, which makes the iteration the one to load."""
+        data = (RELEASE if index.step is None else str(index.step)).encode()
+        return (OutputFile(path=TRACKER, nbytes=len(data), literals=(Literal(0, data),)),)
+
+
+def _checked_layout(options: TargetOptions) -> str:
+    if options.compress:
+        raise UsageError("Megatron's files are not compressed; drop --compress")
+    if options.layout and options.layout not in _LAYOUTS:
+        raise UsageError(f"expected one of the layouts {', '.join(_LAYOUTS)} of Megatron; got {options.layout!r}")
+    return options.layout or _LAYOUTS[0]
+
+
+def _model(index: Index, arguments: Mapping[str, object], options: TargetOptions) -> Model:
+    weights = DType(options.dtypes[WEIGHT]) if WEIGHT in options.dtypes else None
+    return target_model(index, target_family(index, arguments, options), weights=weights)
+
+
+def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) -> tuple[TargetRun, tuple[str, ...]]:
+    """Everything that is to be written, and what was assumed."""
+    check_topology(topology)
+    check_weights(index)
+    native, asked = arguments_extra(index), settings_of(options.settings)
+    unknown = check_settings(asked, native)
+    modules = chosen_modules(index, native, asked)
+    said = {**modules.settings, **asked}
+    model = _model(index, {**native, **said}, options)
+    arguments = {**native, **said} if native else _derived(index, model, said)
+    check_layers(model, alike=key_style(arguments).stacked)
+    chain, notes = optimizer_chain(index, model.expert_atoms, split=experts_apart(model, topology))
+    if chain and _is_without_moments(model, arguments):
+        chain, notes = (), (_ANEW,)
+    _check_states(index, model, arguments, chain=bool(chain))
+    if chain and layout == "torch" and not arguments.get("use_distributed_optimizer", True):
+        check_members(index, index.atoms, remedy=_GROUPS_UNSAID)
+    elif len(chain) > 1:
+        check_members(index, model.expert_atoms, remedy=_EXPERTS_ALONG)
+    places = legacy_places(topology) if layout == "torch" else dist_places(topology)
+    samples = consumed_samples(index, arguments)
+    if samples is not None:
+        arguments["consumed_train_samples"] = samples
+    random = random_states(index, topology, places)
+    run = TargetRun(
+        index=index,
+        model=model,
+        topology=topology,
+        arguments=relaid_arguments(
+            arguments,
+            topology,
+            ckpt_format=layout,
+            iteration=_iteration(index),
+            has_optimizer=bool(chain),
+            has_random=bool(random),
+        ),
+        chain=chain,
+        common=common_state(index, chain, iteration=_iteration(index), samples=samples or 0),
+        random=random,
+        dtypes=options.dtypes,
+    )
+    same = layout == _LAYOUTS[0] and not modules.known_from and _same_keys(model, arguments)
+    return run, (*notes, *unknown, modules.note(same_keys=same))
+
+
+def _same_keys(model: Model, arguments: Mapping[str, object]) -> bool:
+    """Whether torch_dist has the same keys for both kinds of modules."""
+    style = key_style(arguments)
+    other = key_style({**arguments, "transformer_impl": "local" if style.norms is Norms.FUSED else ""})
+    return all(stored_parts(own, model, style) == stored_parts(own, model, other) for own in model.tensors)
+
+
+def _derived(index: Index, model: Model, asked: Mapping[str, object]) -> dict[str, object]:
+    """Arguments of a source that has none."""
+    shapes = {own.name: own.shape for own in model.tensors}
+    dtypes = {own.dtype for own in model.tensors if own.kind is Kind.PARAMETER}
+    return derived_arguments(shapes, dtypes, asked=asked, source=index.path)
+
+
+def _folder(index: Index) -> str:
+    return RELEASE if index.step is None else f"iter_{index.step:07d}"
+
+
+def _iteration(index: Index) -> int:
+    return index.step or 0
+
+
+def _is_without_moments(model: Model, arguments: Mapping[str, object]) -> bool:
+    """Whether no parameter has a state that Megatron's Adam, Lion or Muon would look for."""
+    trained = [own for own in model.tensors if own.kind is Kind.PARAMETER]
+    return arguments.get("optimizer") != "sgd" and not any(own.states.keys() - {WEIGHT} for own in trained)
+
+
+def _check_states(index: Index, model: Model, arguments: Mapping[str, object], *, chain: bool) -> None:
+    """Prove that trained parameters have all states that some have; `arguments`: of the run."""
+    if not chain:
+        return
+    wanted = dict.fromkeys(
+        state for own in model.tensors if own.kind is Kind.PARAMETER for state in own.states if state != WEIGHT
+    )
+    lacking = {
+        own.name: ", ".join(state for state in wanted if state not in own.states)
+        for own in model.tensors
+        if own.kind is Kind.PARAMETER and not wanted.keys() <= own.states.keys()
+    }
+    if lacking:
+        lines = listed(f"{name}: {states}" for name, states in lacking.items())
+        reasons = index.reasons(lacking)
+        why = _TWO_OPTIMIZERS.format(name=arguments["optimizer"]) if _has_two_optimizers(arguments) else _NEVER_STEPPED
+        raise MissingStateError(
+            f"expected the same optimizer states of all trained parameters; {index.path} lacks\n{lines}\n"
+            + ("\n".join(reasons) or why)
+        )
+
+
+def _has_two_optimizers(arguments: Mapping[str, object]) -> bool:
+    """Whether a run trains matrices by another optimizer than the rest."""
+    return is_by_named_optimizer(arguments, "", (1, 1))
+
+
+def _step_casts(index: Index, run: TargetRun) -> tuple[str, ...]:
+    """One line per change of the step's type: Megatron keeps a plain number per group."""
+    changed: Counter[str] = Counter()
+    for group in (group for chain in run.chain for group in chain):
+        written = DType.FLOAT64 if isinstance(group.step, float) else DType.INT64
+        for name in group.params:
+            kept = index.atoms[name].states.get(STEP) if name in index.atoms else None
+            if kept is not None and kept.dtype is not written:
+                changed[f"{STEP}: {kept.dtype} -> {written}, a number of the group,"] += 1
+    return tuple(f"{change} in {counted(count, 'parameter')}" for change, count in changed.items())
+
+
+def _casts(index: Index, drafted: Sequence[Drafted]) -> tuple[str, ...]:
+    """One line per state and change of type, with the number of parameters concerned."""
+    changed: dict[tuple[str, str, str], set[str]] = {}
+    kept = {(p.slice.param, p.slice.dtype) for own in drafted for p in own.placements if p.slice.state == WEIGHT}
+    for own in drafted:
+        for place in own.placements:
+            state = place.slice.state
+            source = index.atoms[place.slice.param].states[state].dtype
+            if source is not place.slice.dtype:
+                beside = " beside the masters" if state == WEIGHT and (place.slice.param, source) in kept else ""
+                changed.setdefault((state, source.value, place.slice.dtype.value + beside), set()).add(
+                    place.slice.param
+                )
+    return tuple(
+        f"{state}: {old} -> {new} in {counted(len(params), 'parameter')}"
+        for (state, old, new), params in changed.items()
+    )

@@ -1,0 +1,628 @@
+"""Reliability: where a conversion may write, what it does with damage, with full disks, with copies that differ."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import threading
+import time
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ucp
+from tests.unit.conftest import sample_arrays
+from ucp.conversion.prepare import index_of
+from ucp.core.dtypes import DType
+from ucp.core.index import Fragment, StateIndex
+from ucp.core.layout import Overlap
+from ucp.core.region import Box
+from ucp.errors import (
+    CorruptError,
+    CoverError,
+    DestinationError,
+    MissingFileError,
+    OverlapError,
+    ReplicaError,
+    UcpError,
+    UsageError,
+)
+from ucp.testing.handmade import Shards, make_index, write_checkpoint
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def look(root: Path) -> dict[str, tuple[int, int, bytes]]:
+    return {
+        str(p): (p.stat().st_mtime_ns, p.stat().st_mode, p.read_bytes() if p.is_file() else b"")
+        for p in [root, *root.rglob("*")]
+    }
+
+
+def partial(dst: Path) -> Path:
+    return dst.with_name(f"{dst.name}.ucp-partial")
+
+
+class TestDestination:
+    def test_the_source_is_left_alone(self, source, tmp_path, small_blocks):
+        before = look(source)
+        ucp.convert(source, tmp_path / "out", verify=True)
+        ucp.convert(source, tmp_path / "virtual", virtual=True)
+        assert look(source) == before
+
+    @pytest.mark.parametrize("place", [".", "inside", "inside/deeper", "../source", "../link", "../link/inside"])
+    def test_the_source_and_what_lies_in_it_are_refused(self, source, tmp_path, place):
+        (tmp_path / "link").symlink_to(source)
+        before = look(source)
+        with pytest.raises(OverlapError, match="is the source"):
+            ucp.convert(source, source / place, overwrite=True)
+        assert look(source) == before
+
+    @pytest.mark.parametrize("nbytes", [250, 255, 300])
+    def test_a_name_that_leaves_no_room_for_what_grows_beside_it(self, source, tmp_path, nbytes):
+        with pytest.raises(DestinationError, match="shorter name"):
+            ucp.convert(source, tmp_path / ("d" * nbytes))
+        assert [path.name for path in tmp_path.iterdir()] == [source.name]
+
+    def test_a_folder_around_the_source_is_refused(self, source, tmp_path):
+        with pytest.raises(OverlapError, match="lies inside the destination"):
+            ucp.convert(source, tmp_path, overwrite=True)
+
+    def test_files_that_the_source_refers_to_are_not_overwritten(self, source, tmp_path):
+        """A virtual store is a source whose bytes lie elsewhere."""
+        ucp.convert(source, tmp_path / "real")
+        ucp.convert(tmp_path / "real", tmp_path / "virtual", virtual=True)
+        before = look(tmp_path / "real")
+        for place in (tmp_path / "real", tmp_path / "real" / "packs"):
+            with pytest.raises(DestinationError, match="refers to"):
+                ucp.convert(tmp_path / "virtual", place, overwrite=True)
+        assert look(tmp_path / "real") == before
+
+    def test_a_file_is_refused(self, source, tmp_path):
+        (tmp_path / "out").write_text("mine")
+        with pytest.raises(DestinationError, match="a file is there"):
+            ucp.convert(source, tmp_path / "out", overwrite=True)
+        assert (tmp_path / "out").read_text() == "mine"
+
+    def test_a_folder_that_is_not_there_is_not_made(self, source, tmp_path):
+        with pytest.raises(DestinationError, match="create it first"):
+            ucp.convert(source, tmp_path / "a" / "b")
+
+    def test_an_empty_folder_is_taken(self, source, tmp_path):
+        (tmp_path / "out").mkdir()
+        ucp.convert(source, tmp_path / "out")
+        assert ucp.diff(source, tmp_path / "out").equal
+
+    def test_a_link_to_an_empty_folder_is_followed(self, source, tmp_path):
+        (tmp_path / "disk").mkdir()
+        (tmp_path / "disk" / "real").mkdir()
+        (tmp_path / "out").symlink_to(tmp_path / "disk" / "real")
+        ucp.convert(source, tmp_path / "out")
+        assert (tmp_path / "out").is_symlink()
+        assert (tmp_path / "disk" / "real" / "ucp.json").is_file()
+
+    def test_what_others_wrote_is_never_replaced(self, source, tmp_path):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "thesis.tex").write_text("mine")
+        for overwrite, message in ((False, "not empty"), (True, "not written by ucp")):
+            with pytest.raises(DestinationError, match=message):
+                ucp.convert(source, tmp_path / "out", overwrite=overwrite)
+        assert tree(tmp_path / "out") == {"thesis.tex": b"mine"}
+        assert not partial(tmp_path / "out").exists()
+
+    def test_what_ucp_wrote_is_replaced_when_asked(self, source, tmp_path):
+        ucp.convert(source, tmp_path / "out", layout="per-parameter")
+        with pytest.raises(DestinationError, match="not empty"):
+            ucp.convert(source, tmp_path / "out")
+        ucp.convert(source, tmp_path / "out", overwrite=True)
+        assert not (tmp_path / "out" / "atoms").exists()
+        assert ucp.diff(source, tmp_path / "out").equal
+        assert not partial(tmp_path / "out").exists()
+
+    def test_what_can_never_be_finished_is_discarded_when_asked(self, source, tmp_path):
+        """What an older version left of a conversion that it could not carry out blocks nothing for good."""
+        left = partial(tmp_path / "out")
+        (left / "data" / "atoms").mkdir(parents=True)
+        (left / "data" / "atoms" / "half").write_bytes(b"half")
+        begun = {"fingerprint": "another", "made": {"target": "ucp", "layout": "per-parameter"}}
+        (left / "journal.jsonl").write_text(json.dumps(begun) + "\n")
+        before = tree(left)
+        with pytest.raises(DestinationError, match="with --resume, or discard it and start over with --overwrite"):
+            ucp.convert(source, tmp_path / "out")
+        with pytest.raises(DestinationError, match=r"(?s)layout: per-parameter then, by default now.*Start over with"):
+            ucp.convert(source, tmp_path / "out", resume=True)
+        assert {path: data for path, data in tree(left).items() if path != "lock"} == before
+        ucp.convert(source, tmp_path / "out", overwrite=True)
+        assert not left.exists()
+        assert "atoms/half" not in tree(tmp_path / "out")
+        assert ucp.diff(source, tmp_path / "out").equal
+
+    def test_relative_paths(self, source, tmp_path, monkeypatch):
+        (tmp_path / "here").mkdir()
+        monkeypatch.chdir(tmp_path / "here")
+        ucp.convert(source, "out")
+        ucp.convert("../source", "../here2")
+        assert ucp.diff("out", "../here2").equal
+
+    @pytest.mark.parametrize("place", [".", "..", "../../here"])
+    def test_the_current_folder_is_refused(self, source, tmp_path, monkeypatch, place):
+        (tmp_path / "here" / "deeper").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / "here" / "deeper")
+        with pytest.raises(DestinationError, match="current folder"):
+            ucp.convert(source, place)
+
+    def test_two_at_once_do_not_mix(self, source, tmp_path, monkeypatch):
+        monkeypatch.setattr(import_module("ucp.io.staging"), "_PATIENCE", 0.2)
+
+        class Watch:
+            error: Exception | None = None
+
+            def begin(self, *, title, nbytes): ...
+            def end(self): ...
+
+            def advance(self, nbytes):
+                with pytest.raises(DestinationError, match="is running"):
+                    ucp.convert(source, tmp_path / "out", resume=True)
+
+        ucp.convert(source, tmp_path / "out", workers=1, observer=Watch())
+        assert ucp.diff(source, tmp_path / "out").equal
+
+    def test_one_that_waited_finds_the_other_done(self, source, tmp_path):
+        """The second was told to go on; by the time it may, all is done: it must not do it again over the first."""
+        results: list[ucp.ConvertReport] = []
+
+        class Watch:
+            started = False
+
+            def begin(self, *, title, nbytes): ...
+            def end(self): ...
+
+            def advance(self, nbytes):
+                if not self.started:
+                    self.started = True
+                    thread.start()
+                    time.sleep(0.3)
+
+        def second():
+            results.append(ucp.convert(source, tmp_path / "out", resume=True, workers=1))
+
+        thread = threading.Thread(target=second)
+        ucp.convert(source, tmp_path / "out", workers=1, observer=Watch())
+        thread.join()
+        (found,) = results
+        assert found.already_complete
+        assert ucp.diff(source, tmp_path / "out").equal
+        assert not partial(tmp_path / "out").exists()
+
+    def test_the_lock_is_let_go_after_a_refusal(self, source, tmp_path):
+        """In one process: a refused run must not be in the way of the next."""
+
+        class StopError(Exception): ...
+
+        class Watch:
+            def begin(self, *, title, nbytes):
+                raise StopError
+
+            def advance(self, nbytes): ...
+            def end(self): ...
+
+        with pytest.raises(StopError):
+            ucp.convert(source, tmp_path / "out", workers=1, observer=Watch())
+        with pytest.raises(DestinationError, match="with other options"):
+            ucp.convert(source, tmp_path / "out", resume=True, dtypes={"weight": "float16"})
+        start = time.monotonic()
+        ucp.convert(source, tmp_path / "out", resume=True)
+        assert time.monotonic() - start < 5
+
+    def test_links_into_what_grows_are_refused(self, source, tmp_path):
+        class Watch:
+            def begin(self, *, title, nbytes): ...
+            def end(self): ...
+
+            def advance(self, nbytes):
+                link = tmp_path / "link"
+                if not link.exists():
+                    link.symlink_to(partial(tmp_path / "out") / "data")
+                with pytest.raises(ucp.UcpError, match="unfinished conversion"):
+                    ucp.open(link)
+
+        ucp.convert(source, tmp_path / "out", workers=1, observer=Watch())
+
+
+class TestDamage:
+    def flip(self, path: Path, offset: int) -> None:
+        info = path.stat()
+        with path.open("r+b") as file:
+            file.seek(offset)
+            byte = file.read(1)[0]
+            file.seek(offset)
+            file.write(bytes([byte ^ 1]))
+        os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
+
+    @pytest.fixture
+    def damaged(self, source):
+        """The source with a flipped bit in the middle of a weight: beyond what its identity looks at? No: tiny."""
+        document = (source / "ucp.json").read_text()
+        index = index_of(source)
+        ref = index.atoms["head"].states["weight"].fragments[0].ref
+        self.flip(Path(ref.path), ref.offset + 400)
+        del document
+        write_checkpoint(replace(index, path=str(source)))
+        return source
+
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_a_flipped_bit_in_a_shard_is_named(self, damaged, tmp_path, workers, small_blocks):
+        with pytest.raises(CorruptError, match=r"(?s)weight\.bin.*head/weight.*copy them again"):
+            ucp.convert(damaged, tmp_path / "out", workers=workers)
+        assert not (tmp_path / "out").exists()
+        assert not partial(tmp_path / "out").exists()
+
+    def test_verify_names_it_too(self, damaged):
+        report = ucp.verify(damaged)
+        assert not report.ok
+        assert "weight.bin" in report.problems[0]
+
+    def test_damage_between_the_pieces_is_found(self, tmp_path, small_blocks):
+        """A record may hold padding that no piece refers to; its checksum covers it all the same."""
+        shards = Shards(tmp_path / "source")
+        whole = shards.put(np.arange(100, dtype="float32"))
+        part = replace(whole, shape=(60,), offset=whole.offset + 40)
+        state = StateIndex(
+            dtype=DType.FLOAT32, global_shape=(60,), fragments=(Fragment(box=Box.whole((60,)), ref=part),)
+        )
+        record = shards.record(whole)
+        self.flip(Path(whole.path), 399)
+        write_checkpoint(make_index(shards.folder, {("w", "weight"): state}, records=[record]))
+        with pytest.raises(CorruptError, match="w/weight"):
+            ucp.convert(shards.folder, tmp_path / "out")
+
+    def test_an_old_destination_survives_a_damaged_source(self, source, damaged, tmp_path):
+        ucp.convert(source, tmp_path / "other", include=["norm*"], exclude=["*/exp_avg*"])
+        before = tree(tmp_path / "other")
+        with pytest.raises(CorruptError):
+            ucp.convert(damaged, tmp_path / "other", overwrite=True)
+        assert tree(tmp_path / "other") == before
+
+    def test_a_file_that_is_gone_is_named(self, source, tmp_path):
+        (source / "exp_avg.bin").unlink()
+        with pytest.raises(MissingFileError, match=r"exp_avg\.bin"):
+            ucp.convert(source, tmp_path / "out")
+        assert list(tmp_path.iterdir()) == [source]
+
+
+class TestCopies:
+    def source(self, tmp_path, copy, *, array=None, **more):
+        shards = Shards(tmp_path / "source")
+        array = np.linspace(-2, 2, 1200, dtype="float32").reshape(30, 40) if array is None else array
+        fragments = (
+            Fragment(box=Box.whole(array.shape), ref=shards.put(array)),
+            Fragment(box=Box.whole(array.shape), ref=shards.put(copy(array), file="model.bin", **more), replica=1),
+        )
+        state = StateIndex(dtype=DType.FLOAT32, global_shape=array.shape, fragments=fragments)
+        write_checkpoint(make_index(shards.folder, {("w", "weight"): state}))
+        return shards.folder
+
+    @staticmethod
+    def bfloat16(array):
+        import ml_dtypes
+
+        return array.astype(ml_dtypes.bfloat16)
+
+    @pytest.mark.parametrize("order", [(), (1, 0)])
+    def test_copies_of_less_precision_are_equal_after_the_cast(self, tmp_path, order, small_blocks):
+        source = self.source(tmp_path, self.bfloat16, order=order)
+        report = ucp.convert(source, tmp_path / "out")
+        assert report.copies_checked == 1
+        assert ucp.verify(source).ok
+
+    def test_copies_that_drifted_are_named(self, tmp_path, small_blocks):
+        def drifted(array):
+            copy = self.bfloat16(array)
+            copy[17, 3] = 9
+            return copy
+
+        source = self.source(tmp_path, drifted)
+        with pytest.raises(ReplicaError, match=r"(?s)w/weight: 1 of .* bfloat16 copy.*model\.bin differ, by up to"):
+            ucp.convert(source, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        (problem,) = ucp.verify(source).problems
+        assert "w/weight" in problem
+
+    def test_nan_is_equal_to_nan_after_a_cast(self, tmp_path):
+        def other_nan(array):
+            copy = self.bfloat16(array)
+            copy.view(np.uint16)[3, 4] = 0xFFC1
+            return copy
+
+        array = np.ones((30, 40), dtype="float32")
+        array[3, 4] = np.nan
+        ucp.convert(self.source(tmp_path, other_nan, array=array), tmp_path / "out")
+
+    def test_terms_of_a_mean_are_not_copies_of_the_mean(self, tmp_path, small_blocks):
+        shards = Shards(tmp_path / "source")
+        arrays = [np.full((40,), value, dtype="float32") for value in (1.0, 4.0)]
+        box = Box.whole((40,))
+        fragments = [
+            Fragment(box=box, ref=shards.put(array), replica=replica, term=term)
+            for replica in range(2)
+            for term, array in enumerate(arrays)
+        ]
+        state = StateIndex(dtype=DType.FLOAT32, global_shape=(40,), fragments=tuple(fragments), overlap=Overlap.MEAN)
+        write_checkpoint(make_index(shards.folder, {("w", "weight"): state}))
+        ucp.convert(shards.folder, tmp_path / "out")
+        assert ucp.open(tmp_path / "out").read("w", "weight").tolist() == [2.5] * 40
+        assert ucp.verify(shards.folder).ok
+
+    def test_a_copy_of_a_term_that_drifted_is_named(self, tmp_path):
+        shards = Shards(tmp_path / "source")
+        arrays = [np.full((40,), value, dtype="float32") for value in (1.0, 4.0)]
+        box = Box.whole((40,))
+        fragments = [Fragment(box=box, ref=shards.put(array), term=term) for term, array in enumerate(arrays)]
+        fragments.append(Fragment(box=box, ref=shards.put(arrays[0] + 1, file="copy.bin"), replica=1, term=1))
+        state = StateIndex(dtype=DType.FLOAT32, global_shape=(40,), fragments=tuple(fragments), overlap=Overlap.MEAN)
+        write_checkpoint(make_index(shards.folder, {("w", "weight"): state}))
+        with pytest.raises(ReplicaError, match=r"copy\.bin differ, by up to 2"):
+            ucp.convert(shards.folder, tmp_path / "out")
+
+
+class TestCover:
+    def test_holes_and_overlaps_are_all_named(self, tmp_path):
+        shards = Shards(tmp_path / "source")
+        array = np.zeros((4, 3), dtype="float32")
+        pieces = {
+            "hole": [Box((0, 0), (1, 3)), Box((2, 0), (2, 3))],
+            "twice": [Box((0, 0), (3, 3)), Box((2, 0), (2, 3))],
+        }
+        states = {
+            (name, "weight"): StateIndex(
+                dtype=DType.FLOAT32,
+                global_shape=(4, 3),
+                fragments=tuple(Fragment(box=box, ref=shards.put(array[: box.sizes[0]])) for box in boxes),
+            )
+            for name, boxes in pieces.items()
+        }
+        write_checkpoint(make_index(shards.folder, states))
+        with pytest.raises(CoverError) as caught:
+            ucp.convert(shards.folder, tmp_path / "out")
+        text = str(caught.value)
+        assert "hole/weight [1:2, 0:3] of [4, 3]: held by nothing" in text
+        assert "twice/weight [2:3, 0:3] of [4, 3]: held by" in text
+        assert ucp.inspect(shards.folder).atoms.keys() == {"hole", "twice"}
+
+
+class TestSelection:
+    def test_what_is_kept_is_whole(self, source, tmp_path):
+        report = ucp.convert(source, tmp_path / "out", include=["embed", "norm"], exclude=["*/exp_avg_sq"])
+        index = index_of(tmp_path / "out")
+        assert {(atom.name, state) for atom, state, _ in index.states()} == {
+            (name, state) for name in ("embed", "norm") for state in ("weight", "exp_avg", "step")
+        }
+        assert [group.params for group in index.groups] == [("embed",), ("norm",)]
+        assert any("--include" in line for line in report.dropped)
+
+    def test_a_pattern_that_matches_nothing_is_refused(self, source, tmp_path):
+        with pytest.raises(UsageError, match="'emned'"):
+            ucp.convert(source, tmp_path / "out", include=["emned"])
+
+
+def mounted(folder: Path, *options: str) -> None:
+    done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"mount is not permitted here: {done.stderr.strip()}")
+
+
+class TestSystem:
+    @pytest.fixture
+    def small_disk(self, tmp_path):
+        folder = tmp_path / "disk"
+        folder.mkdir()
+        mounted(folder, "-t", "tmpfs", "-o", "size=64k", "tmpfs")
+        yield folder
+        subprocess.run(["umount", str(folder)], check=True)
+
+    @pytest.fixture
+    def large(self, tmp_path):
+        shards = Shards(tmp_path / "large")
+        array = np.arange(60_000, dtype="float32").reshape(600, 100)
+        write_checkpoint(make_index(shards.folder, {("w", "weight"): shards.whole(array)}))
+        return shards.folder
+
+    def test_too_little_space_is_seen_before_a_byte_is_written(self, large, small_disk):
+        with pytest.raises(DestinationError, match=r"expected .* free bytes"):
+            ucp.convert(large, small_disk / "out")
+        assert not (small_disk / "out").exists()
+
+    @pytest.mark.parametrize("workers", [1, 2])
+    @pytest.mark.parametrize("layout", ["packed", "per-parameter"])
+    def test_a_disk_that_fills_up_is_one_clear_error(
+        self, large, small_disk, monkeypatch, workers, layout, small_blocks
+    ):
+        monkeypatch.setattr(import_module("ucp.conversion.execute"), "_check_space", lambda *_: None)
+        with pytest.raises(DestinationError, match="no space is left; free some, then continue with --resume"):
+            ucp.convert(large, small_disk / "out", workers=workers, layout=layout)
+        assert not (small_disk / "out").exists()
+        with pytest.raises(UcpError):
+            ucp.open(small_disk / "out")
+        subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+        ucp.convert(large, small_disk / "out", resume=True, layout=layout)
+        assert ucp.diff(large, small_disk / "out").equal
+
+    @pytest.mark.parametrize("left", range(0, 40_000, 3_300))
+    def test_a_disk_that_fills_up_anywhere(self, source, small_disk, monkeypatch, left):
+        """Also in a header, in the manifest, or in the journal: a short write is never taken for a whole one."""
+        monkeypatch.setattr(import_module("ucp.conversion.execute"), "_check_space", lambda *_: None)
+        (small_disk / "filler").write_bytes(bytes(64 * 1024 - 4096 - left // 4096 * 4096))
+        try:
+            ucp.convert(source, small_disk / "out", workers=1, layout="per-parameter")
+        except DestinationError as found:
+            error = str(found)
+        else:
+            error = ""
+        assert (small_disk / "out").exists() == (not error)
+        assert "no space is left" in error or ucp.diff(source, small_disk / "out").equal
+
+    def test_a_short_write_is_continued(self, source, tmp_path, monkeypatch, small_blocks):
+        real = os.pwrite
+        monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[: max(1, len(data) // 3)], offset))
+        ucp.convert(source, tmp_path / "out", workers=1)
+        assert ucp.diff(source, tmp_path / "out").equal
+
+    def test_a_write_of_nothing_is_an_error(self, source, tmp_path, monkeypatch):
+        monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: 0)
+        with pytest.raises(DestinationError, match="takes no more"):
+            ucp.convert(source, tmp_path / "out", workers=1)
+
+    def test_a_file_that_may_not_grow(self, large, tmp_path):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+        try:
+            with pytest.raises(DestinationError, match="File too large"):
+                ucp.convert(large, tmp_path / "out")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert not (tmp_path / "out").exists()
+
+    @pytest.fixture
+    def sealed_disk(self, tmp_path):
+        folder = tmp_path / "sealed"
+        folder.mkdir()
+        mounted(folder, "-t", "tmpfs", "-o", "ro", "tmpfs")
+        yield folder
+        subprocess.run(["umount", str(folder)], check=True)
+
+    def test_a_disk_that_is_read_only(self, source, sealed_disk):
+        with pytest.raises(DestinationError, match=r"cannot write .*Read-only file system"):
+            ucp.convert(source, sealed_disk / "out")
+
+    def test_a_folder_without_permission(self, source, tmp_path, monkeypatch):
+        def denied(path, *args, **more):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+        monkeypatch.setattr(os, "mkdir", denied)
+        with pytest.raises(DestinationError, match=r"cannot write .*out\.ucp-partial: Permission denied; check"):
+            ucp.convert(source, tmp_path / "out")
+
+    def test_a_source_without_permission(self, source, tmp_path, monkeypatch):
+        real = os.open
+
+        def denied(path, *args, **more):
+            if str(path).endswith("exp_avg.bin"):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return real(path, *args, **more)
+
+        monkeypatch.setattr(os, "open", denied)
+        with pytest.raises(ucp.UcpError, match=r"cannot read .*exp_avg\.bin: Permission denied"):
+            ucp.convert(source, tmp_path / "out", workers=1)
+        assert not (tmp_path / "out").exists()
+
+    def test_a_mount_point_is_refused(self, source, small_disk):
+        with pytest.raises(DestinationError, match="mount point"):
+            ucp.convert(source, small_disk)
+
+
+class TestInterruption:
+    @pytest.mark.parametrize("moment", ["begin", "advance"])
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_no_worker_writes_on(self, source, tmp_path, moment, workers, small_blocks):
+        """Ctrl-C while the bar is drawn: by the time the error arrives, all is quiet and may be continued."""
+
+        class Watch:
+            def begin(self, *, title, nbytes):
+                self.happen("begin")
+
+            def advance(self, nbytes):
+                self.happen("advance")
+
+            def end(self): ...
+
+            def happen(self, now):
+                if now == moment:
+                    raise KeyboardInterrupt
+
+        try:
+            ucp.convert(source, tmp_path / "out", workers=workers, observer=Watch())
+        except KeyboardInterrupt:
+            alive = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            ucp.convert(source, tmp_path / "out", resume=True)
+        assert alive == []
+        assert ucp.diff(source, tmp_path / "out").equal
+
+
+class TestReport:
+    def test_it_counts_what_was_done(self, source, tmp_path):
+        arrays = sample_arrays()
+        report = ucp.convert(source, tmp_path / "out")
+        assert report.atoms == 6
+        assert report.nbytes_written == sum(array.nbytes for array in arrays.values())
+        assert report.resumed_bytes == 0
+        assert not report.already_complete
+        checked = sum(a.nbytes for (_, state), a in arrays.items() if state in ("weight", "exp_avg"))
+        assert report.checked_bytes >= checked
+        assert [Path(path).name for path in report.unchecked_files] == ["exp_avg_sq.bin", "step.bin"]
+
+    def test_progress_adds_up(self, source, tmp_path, small_blocks):
+        events: list[tuple[str, int]] = []
+
+        class Watch:
+            def begin(self, *, title, nbytes):
+                events.append((title, nbytes))
+
+            def advance(self, nbytes):
+                events.append(("", nbytes))
+
+            def end(self):
+                events.append(("end", 0))
+
+        ucp.convert(source, tmp_path / "out", observer=Watch())
+        assert events[0][0] == "convert"
+        assert events[-1] == ("end", 0)
+        assert sum(nbytes for title, nbytes in events if not title) == events[0][1]
+
+
+def test_nothing_stays_open(source, tmp_path, small_blocks):
+    ucp.convert(source, tmp_path / "warm", workers=1)
+    ucp.verify(tmp_path / "warm", against=source)
+    before = sorted(os.listdir("/proc/self/fd"))
+    ucp.convert(source, tmp_path / "out", workers=1)
+    ucp.verify(tmp_path / "out", against=source)
+    ucp.diff(source, tmp_path / "out")
+    ucp.open(tmp_path / "out").read("embed", "weight")
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+class TestFsync:
+    @pytest.fixture
+    def disk(self, monkeypatch):
+        """What the system is asked to bring to the disk."""
+        asked: list[str] = []
+        monkeypatch.setattr(os, "fsync", lambda descriptor: asked.append("fsync"))
+        monkeypatch.setattr(
+            import_module("ucp.transfer.worker"), "start_writeback", lambda *place: asked.append("writeback")
+        )
+        return asked
+
+    def test_bytes_begin_to_reach_the_disk_early_and_are_waited_for(self, source, tmp_path, disk):
+        ucp.convert(source, tmp_path / "out", workers=1)
+        assert set(disk) == {"writeback", "fsync"}
+        assert disk[-1] == "fsync"
+
+    def test_without_it_the_same_bytes_are_left_to_the_system(self, source, tmp_path, disk):
+        ucp.convert(source, tmp_path / "out", workers=1, fsync=False)
+        assert disk == []
+        ucp.convert(source, tmp_path / "waited", workers=1)
+        assert {name: data for name, data in tree(tmp_path / "out").items() if name.startswith("packs")} == {
+            name: data for name, data in tree(tmp_path / "waited").items() if name.startswith("packs")
+        }
+
+    def test_it_is_no_other_conversion(self, source, tmp_path, disk):
+        """What was begun with it may be continued without, and the other way round."""
+        ucp.convert(source, tmp_path / "out", fsync=False)
+        assert ucp.convert(source, tmp_path / "out", resume=True).already_complete

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ucp.conversion.journal import line_of, trusted
+from ucp.conversion.prepare import ConvertOptions, prepare
+from ucp.transfer.engines.serial import SerialEngine
+from ucp.transfer.output_files import create
+
+
+@pytest.fixture
+def run(source, tmp_path, small_blocks):
+    """A job, its folder, and the journal of all its tasks."""
+    job = prepare(source, ConvertOptions()).job
+    root = tmp_path / "data"
+    for file in job.target.files:
+        create(root, file)
+    done = list(SerialEngine().run(job, root, job.tasks, workers=1, threads=1))
+    lines = [json.loads(json.dumps(line_of(own))) for own in done]
+    return job, root, done, lines
+
+
+def test_a_journal_is_read_as_it_was_written(run):
+    job, root, done, lines = run
+    assert list(trusted(job, root, lines).values()) == done
+
+
+def test_a_task_noted_twice_is_one(run):
+    job, root, done, lines = run
+    assert list(trusted(job, root, lines + lines[:3])) == [own.task for own in done]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"task": 10_000},
+        {"task": -1},
+        {"task": "0"},
+        {"task": None},
+        {"sums": None},
+        {"sums": []},
+        {"sums": [[]]},
+        {"sums": [[0, 0, 64]]},
+        {"sums": [[0, 0, 64, "0" * 16, 0, 5]]},
+        {"spans": [[1]]},
+        {"spans": {}},
+        {"drift": 3},
+    ],
+)
+def test_a_line_that_says_something_else_is_not_believed(run, change):
+    job, root, _, lines = run
+    assert trusted(job, root, [{**lines[0], **change}]) == {}
+    assert trusted(job, root, [{}]) == {}
+
+
+def test_a_line_of_other_sections_is_not_believed(run):
+    """Blocks of another size, or tasks shared out in another way, are another run's."""
+    job, root, _, lines = run
+    assert trusted(job, root, [{**lines[0], "task": lines[1]["task"]}]) == {}
+
+
+def test_bytes_that_are_not_what_was_noted_are_not_believed(run):
+    job, root, _, lines = run
+    fill = job.tasks[3].fills[0]
+    with (root / fill.path).open("r+b") as file:
+        file.seek(fill.offset)
+        file.write(b"\xff\xfe")
+    assert 3 not in trusted(job, root, lines)
+    assert len(trusted(job, root, lines)) == len(lines) - 1
+    (root / fill.path).unlink()
+    assert trusted(job, root, lines) == {}

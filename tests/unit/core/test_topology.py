@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ucp.core.topology import AXES, Topology
+from ucp.errors import UsageError
+
+DEGREES = st.integers(1, 64)
+TOPOLOGIES = st.builds(
+    Topology,
+    **dict.fromkeys(AXES, DEGREES),
+    zero=st.none() | st.integers(0, 3),
+    etp=st.none() | DEGREES,
+) | st.builds(Topology, pp=st.integers(2, 64), vpp=DEGREES)
+
+
+@given(TOPOLOGIES)
+def test_parsing_undoes_printing(topology):
+    assert Topology.parse(str(topology)) == topology
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("dp=4", Topology(dp=4)),
+        (" dp = 4 , zero=0 ,", Topology(dp=4, zero=0)),
+        ("zero=3,tp=2,pp=2,ep=2,cp=2", Topology(tp=2, pp=2, ep=2, cp=2, zero=3)),
+        ("pp=2,vpp=3", Topology(pp=2, vpp=3)),
+        ("tp=4,ep=2,etp=1", Topology(tp=4, ep=2, etp=1)),
+    ],
+)
+def test_pairs_in_any_order(text, wanted):
+    assert Topology.parse(text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "such as dp=4,zero=3"),
+        (" , ", "such as dp=4,zero=3"),
+        ("dp", "expected axis=degree"),
+        ("dp=", "expected axis=degree"),
+        ("dp=two", "expected axis=degree"),
+        ("dp=-1", "expected axis=degree"),
+        ("dp=٣", "expected axis=degree"),
+        ("dp=1.5", "expected axis=degree"),
+        ("mp=2", "one of dp, tp, pp, ep, cp, zero, vpp, etp"),
+        ("dp=2,dp=4", "given twice"),
+        ("dp=0", ">= 1 for dp"),
+        ("zero=4", "ZeRO stage"),
+        ("etp=0", ">= 1 for etp"),
+        ("vpp=2", "expected pp above 1"),
+    ],
+)
+def test_what_means_nothing_is_refused(text, message):
+    with pytest.raises(UsageError, match=message):
+        Topology.parse(text)
+
+
+@pytest.mark.parametrize(
+    "degrees", [{"dp": 0}, {"tp": True}, {"pp": 2.0}, {"zero": -1}, {"zero": 4}, {"vpp": None}, {"etp": 1.5}]
+)
+def test_an_invalid_topology_cannot_exist(degrees):
+    with pytest.raises(UsageError):
+        Topology(**degrees)
+
+
+@pytest.mark.parametrize(("etp", "degree"), [(None, 4), (1, 1), (8, 8)])
+def test_experts_are_cut_over_tp_unless_said_otherwise(etp, degree):
+    assert Topology(tp=4, etp=etp).expert_tp == degree

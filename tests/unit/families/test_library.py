@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from random import Random
+
+import pytest
+from ucp_patterns.replicate import Replicate
+
+from ucp.contract import registry
+from ucp.contract.protocols import SourceOptions
+from ucp.contract.registry import choose_family, families, family, library
+from ucp.errors import FamilyError, UnknownFamilyError, UsageError
+from ucp.families.library import Library, choose
+from ucp.families.toml import read_family
+
+RULE = '[[rule]]\nname = "own.{layer}.w"\ntp = "replicate"\n'
+SOME_NUMBERS = {"layer": 1, "expert": 2, "mtp": 0}
+
+
+def names_of(name: str, style: str = "mcore") -> list[str]:
+    """A name of every rule, where the style has one."""
+    own = family(name).bind(arguments={"num_layers": 4, "swiglu": bool(family(name).given.get("gated", 1))})
+    canonical = dict.fromkeys(rule.name.filled(SOME_NUMBERS) for rule in own.rules)
+    return [each for one in canonical for _, way in own.spellings(one, style)[:1] for each in way]
+
+
+def library_of(**texts: str) -> Library:
+    return Library(lambda name: Replicate, {name: (f"{name}.toml", text) for name, text in texts.items()})
+
+
+@pytest.mark.parametrize("style", ["mcore", "te", "torch_dist", "torch_dist_layers", "torch_dist_singleton"])
+@pytest.mark.parametrize("name", families())
+def test_a_family_is_recognised_by_its_names(name, style):
+    found, reasons = choose_family(names=names_of(name, style))
+    assert found.name == name
+    assert any(reason.startswith("has ") for reason in reasons)
+
+
+@pytest.mark.parametrize("name", [own for own in families() if own != "mcore-gpt"])
+def test_and_by_those_of_hugging_face(name):
+    assert choose_family(names=names_of(name, "huggingface"), arguments={"num_hidden_layers": 4})[0].name == name
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_in_whatever_order_they_come(seed):
+    names = names_of("llama")
+    Random(seed).shuffle(names)
+    assert choose_family(names=names)[0].name == "llama"
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "bloom", "gpt-neox", "qwen2"])
+def test_and_by_those_of_old_megatron(name):
+    assert choose_family(names=names_of(name, "legacy"))[0].name == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ({"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope"}, "llama"),
+        ({"normalization": "LayerNorm"}, "mcore-gpt"),
+        ({"swiglu": False}, "mcore-gpt"),
+    ],
+)
+def test_recorded_arguments_speak_against_a_family(arguments, found):
+    own, reasons = choose_family(names=names_of("llama"), arguments=arguments)
+    assert own.name == found
+    if found == "llama":
+        assert "normalization = 'RMSNorm'" in reasons
+
+
+def test_the_family_knows_the_model():
+    shapes = {"decoder.layers.0.mlp.linear_fc1.weight": (8, 4), "decoder.layers.0.mlp.linear_fc2.weight": (4, 4)}
+    own, _ = choose_family(names=[*shapes, *names_of("mcore-gpt")], shapes=shapes, arguments={"num_layers": 2})
+    assert (own.values["layers"], own.values["gated"]) == (2, 1)
+
+
+def test_names_of_no_family_are_explained():
+    with pytest.raises(UnknownFamilyError, match=r"no model family fits.*; none has a rule for a single name\n"):
+        choose_family(names=["foo.bar", "foo.baz"])
+    names = [*names_of("llama"), "foo.bar", "foo.baz"]
+    with pytest.raises(UnknownFamilyError, match=r"the nearest is \S+: .*no rule for foo.bar and 1 more like it\n"):
+        choose_family(names=names)
+
+
+def test_several_families_are_not_guessed():
+    own = library_of(a=f'name = "a"\n{RULE}', b=f'name = "b"\n{RULE}')
+    with pytest.raises(UnknownFamilyError, match="may be of the families a, b; say which with --family"):
+        choose(own.concrete(), names=["own.0.w"], shapes={}, arguments={}, axes={})
+
+
+def test_the_special_one_is_preferred_at_any_remove():
+    own = library_of(
+        a=f'name = "a"\n{RULE}', b=f'name = "b"\nkind_of = ["a"]\n{RULE}', c=f'name = "c"\nkind_of = ["b"]\n{RULE}'
+    )
+    assert choose(own.concrete(), names=["own.0.w"], shapes={}, arguments={}, axes={})[0].name == "c"
+
+
+def test_evidence_that_is_absent():
+    text = 'name = "a"\n[evidence]\nnames = ["own.{layer}.w"]\nabsent = ["own.{layer}.b"]\n'
+    own = library_of(a=text + RULE + '[[rule]]\nname = "own.{layer}.b"\ntp = "replicate"')
+    assert choose(own.concrete(), names=["own.0.w"], shapes={}, arguments={}, axes={})[0].name == "a"
+    with pytest.raises(UnknownFamilyError, match=r"a: has own.\{layer\}.b"):
+        choose(own.concrete(), names=["own.0.w", "own.0.b"], shapes={}, arguments={}, axes={})
+
+
+class TestLibrary:
+    def test_parts_are_no_families(self):
+        assert "mcore-frame" in library().names()
+        assert "mcore-frame" not in families()
+
+    def test_a_name_that_is_not_there(self):
+        with pytest.raises(
+            UsageError, match=r"expected one of the families .*; got 'LLaMa'; did you mean 'llama'\?"
+        ) as c:
+            family("LLaMa")
+        assert str(c.value).partition("; got")[0].removeprefix("expected one of the families ") == ", ".join(families())
+
+    def test_a_part_of_families_cannot_be_chosen(self):
+        assert library().family("mcore-mla").abstract
+        with pytest.raises(UsageError, match="'mcore-mla' is only a part of some"):
+            library().chosen("mcore-mla")
+        with pytest.raises(UsageError, match="is only a part of some"):
+            choose_family(names=["a"], options=SourceOptions(family="mcore-mla"))
+
+    def test_what_is_extended_must_be_there(self):
+        with pytest.raises(UsageError, match=r"got 'b' \(extended by 'a'\)"):
+            library_of(a='name = "a"\nextends = ["b"]').family("a")
+
+    def test_a_circle_is_told(self):
+        own = library_of(a='name = "a"\nextends = ["b"]', b='name = "b"\nextends = ["a"]')
+        with pytest.raises(UsageError, match="in a circle: a -> b -> a"):
+            own.family("a")
+
+    def test_two_files_of_one_name(self, tmp_path, monkeypatch):
+        for package in ("first", "second"):
+            (tmp_path / package).mkdir()
+            (tmp_path / package / "__init__.py").touch()
+            (tmp_path / package / "x.toml").write_text(f'name = "x"\n{RULE}')
+        monkeypatch.syspath_prepend(tmp_path)
+        assert Library.of_packages(["first"], lambda name: Replicate).names() == ("x",)
+        with pytest.raises(UsageError, match=r"the family 'x' stands in first/x.toml and in second/x.toml"):
+            Library.of_packages(["first", "second"], lambda name: Replicate)
+
+
+class TestOfTheUser:
+    def file(self, folder: Path, text: str) -> Path:
+        path = folder / "my.toml"
+        path.write_text(text)
+        return path
+
+    def test_a_file_of_rules_is_the_family(self, tmp_path):
+        path = self.file(tmp_path, 'name = "mine"\nextends = ["llama"]\n' + RULE)
+        own, reasons = choose_family(names=[], options=SourceOptions(patterns=path), arguments={"num_layers": 9})
+        assert (own.name, own.values["layers"], reasons) == ("mine", 9, (f"--patterns {path}",))
+        assert own.canonical("own.3.w") == "own.3.w"
+        assert own.canonical("model.norm.weight") == "decoder.final_layernorm.weight"
+
+    def test_a_family_that_is_named_is_taken(self):
+        own, reasons = choose_family(names=names_of("mixtral"), options=SourceOptions(family="llama"))
+        assert (own.name, reasons) == ("llama", ("--family llama",))
+
+    def test_a_family_that_says_otherwise_than_the_checkpoint_is_refused(self, tmp_path):
+        """A gated model cut as one that is not would be silently wrong, though every name has a rule."""
+        arguments = {"swiglu": True}
+        with pytest.raises(FamilyError, match=r"none of the family 'gpt': gated is 0 in the family, 1 .* \(swiglu or"):
+            choose_family(names=[], arguments=arguments, options=SourceOptions(family="gpt"))
+        shapes = {"decoder.layers.0.mlp.linear_fc1.weight": (8, 4), "decoder.layers.0.mlp.linear_fc2.weight": (4, 4)}
+        with pytest.raises(FamilyError, match="gated is 0 in the family, 1 in the checkpoint"):
+            choose_family(names=[], shapes=shapes, options=SourceOptions(family="gpt"))
+        own = self.file(tmp_path, 'name = "mine"\nextends = ["gpt"]')
+        assert choose_family(names=[], arguments=arguments, options=SourceOptions(patterns=own))[0].values["gated"] == 0
+
+    def test_no_options_are_none(self):
+        assert choose_family(names=names_of("mixtral"), options=SourceOptions())[0].name == "mixtral"
+
+    def test_a_name_that_is_taken(self, tmp_path):
+        with pytest.raises(UsageError, match=r"my.toml: the name 'llama' is taken by ucp_patterns/families/llama.toml"):
+            library().with_file(self.file(tmp_path, 'name = "llama"'))
+
+    def test_a_file_that_is_not_there(self, tmp_path):
+        with pytest.raises(UsageError, match=r"expected a rules file \(TOML\) at .*nope.toml"):
+            library().with_file(tmp_path / "nope.toml")
+
+    def test_rules_in_place_of_known_ones_are_named(self, tmp_path):
+        text = 'name = "own"\nextends = ["llama"]\n[[rule]]\nname = "{}"\ntp = {}\n'
+        fc1, extra = "decoder.layers.{layer}.mlp.linear_fc1.weight", "decoder.layers.{layer}.extra"
+        lie = self.file(tmp_path, text.format(fc1, '{ pattern = "shard", dim = 0 }'))
+        _, (why,) = choose_family(names=[], options=SourceOptions(patterns=lie))
+        assert f"in place of known ones for {fc1}: a mistake" in why
+        more = self.file(tmp_path, text.format(extra, '"replicate"'))
+        assert choose_family(names=[], options=SourceOptions(patterns=more))[1] == (f"--patterns {more}",)
+
+
+def test_the_file_in_the_manual_is_one():
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "families.md").read_text()
+    text = re.search(r"```toml\n(.*?)```", page, re.DOTALL)[1]
+    own = read_family(text, "families.md", pattern=library().pattern, extended=[family("llama")])
+    sizes = {"num_attention_heads": 8, "num_query_groups": 2, "kv_channels": 4, "group_query_attention": True}
+    own = own.bind(arguments={"num_experts": 4, "moe_ffn_hidden_size": 6, **sizes}, axes={"ep": 2})
+    names = ["decoder.layers.0.fused_qkv.weight", "decoder.layers.0.experts.weight"]
+    qkv, experts = own.match(names).values()
+    (axis,) = qkv.layout(axes={"tp": 8}, global_shape=(48, 3)).axes
+    assert axis.pattern.name == "shard(dim=0, blocks=[32, 8, 8], copies=[1, 4, 4])"
+    layout = experts.layout(axes={"tp": 2, "ep": 2}, global_shape=(24, 3))
+    assert [each.axis for each in layout.axes] == ["ep", "tp"]
+    assert layout.axes[1].pattern.name == "shard(dim=0, blocks=[6], repeat=2)"
+
+
+class TestFilesThatAreNone:
+    """What cannot be a rules file is refused at once, whatever it is."""
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (b"\xff\xfe", "byte 0 is not UTF-8"),
+            (b'name="x"\ntitle="x"\nx=' + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
+            (b"#" * (5 << 20), "at most 4,194,304 bytes"),
+        ],
+        ids=["binary", "nested", "long"],
+    )
+    def test_content(self, tmp_path, content, said):
+        (tmp_path / "rules.toml").write_bytes(content)
+        with pytest.raises(UsageError, match=said):
+            library().with_file(tmp_path / "rules.toml")
+
+    @pytest.mark.parametrize("path", ["/dev/zero", "/", "/nowhere.toml"])
+    def test_place(self, path):
+        with pytest.raises(UsageError, match="expected a rules file"):
+            library().with_file(Path(path))
+
+
+def test_a_rule_that_makes_too_many_pieces_is_refused(tmp_path):
+    """Each axis alone is within bounds; composed, they are not."""
+    cut = '{ pattern = "shard", dim = 0, blocks = ["dim / 512"], repeat = "512" }'
+    text = f'name = "a"\n[[rule]]\nname = "own.{{layer}}.w"\nep = {cut}\ntp = {cut}\nmeaning = "x"'
+    (tmp_path / "a.toml").write_text(text)
+    library, name = registry.library().with_file(tmp_path / "a.toml")
+    own = library.family(name).bind(arguments={}, shapes={}, axes={"tp": 2, "ep": 2})
+    (match,) = own.match(["own.0.w"]).values()
+    match.layout(axes={"tp": 2}, global_shape=(2048, 2))
+    with pytest.raises(FamilyError, match="at most 65,536 pieces of a tensor on a rank"):
+        match.layout(axes={"tp": 2, "ep": 2}, global_shape=(2048, 2))

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import pytest
+from ucp_patterns.replicate import Replicate
+from ucp_patterns.shard import Shard
+
+from ucp.core.layout import AxisLayout, Layout
+from ucp.errors import UsageError
+from ucp.families.toml import header, read_family
+
+PATTERNS = {"shard": Shard, "replicate": Replicate}
+
+BASE = """
+name = "base"
+abstract = true
+order = ["decoder.layers.{layer}.a"]
+[sizes]
+half = ["width / 2", "b[0] / 2"]
+[given]
+gated = true
+[tensors]
+b = "layers.{layer}.b"
+[style.other]
+like = "mcore"
+[[rule]]
+name = "layers.{layer}.a"
+tp = "replicate"
+alias = { other = "block.{layer}.a" }
+[[rule]]
+name = "layers.{layer}.b"
+tp = { pattern = "shard", dim = 0, blocks = ["half", "half"] }
+"""
+
+
+def pattern(name: str):
+    if name not in PATTERNS:
+        raise UsageError(f"expected one of the patterns; got {name!r}")
+    return PATTERNS[name]
+
+
+def family(text: str, *extended):
+    return read_family(text, "my.toml", pattern=pattern, extended=extended)
+
+
+def test_a_family_is_what_its_text_says():
+    base = family(BASE)
+    assert (base.name, base.abstract, base.given) == ("base", True, {"gated": 1})
+    assert [str(rule.name) for rule in base.rules] == ["layers.{layer}.a", "layers.{layer}.b"]
+    assert [str(axis) for axis in base.rules[1].axes] == ["tp: shard(dim=0, blocks=[half, half])"]
+    bound = base.bind(arguments={"width": 8})
+    layout = bound.match(["layers.3.b"])["layers.3.b"].layout(axes={"tp": 2}, global_shape=(8, 3))
+    assert layout == Layout((AxisLayout("tp", 2, Shard(0, (4, 4))),))
+
+
+def test_a_rule_of_the_same_template_replaces():
+    text = 'name = "own"\n[[rule]]\nname = "layers.{layer}.b"\ntp = "replicate"\n[[rule]]\nname = "c"\ntp = "replicate"'
+    own = family(text, family(BASE))
+    assert [str(rule.name) for rule in own.rules] == ["layers.{layer}.a", "layers.{layer}.b", "c"]
+    assert own.rules[1].axes[0].pattern == "replicate"
+    assert (own.rules[0].source, own.rules[1].source) == ("base", "own")
+    assert own.given == {"gated": 1}
+    assert not own.abstract
+
+
+def test_rules_can_be_dropped():
+    own = family('name = "own"\ndrop = ["layers.{layer}.b"]', family(BASE))
+    assert [str(rule.name) for rule in own.rules] == ["layers.{layer}.a"]
+
+
+def test_aliases_can_be_added_to_rules_that_are_extended():
+    text = 'name = "own"\n[alias.other]\n"layers.{layer}.b" = { names = ["x.{layer}", "y.{layer}"], groups = "2" }'
+    own = family(text, family(BASE))
+    assert own.canonical("x.4") == "layers.4.b"
+    assert own.stored_as("layers.4.b", "other")[1] == ("x.4", "y.4")
+    assert own.styled("layers.4.a", "other") == "block.4.a"
+
+
+def test_rules_can_be_repeated_under_another_name():
+    text = """
+    name = "own"
+    [limits]
+    layer = "half"
+    [[repeat]]
+    rules = "layers.{layer}."
+    as = "extra.{extra}.layer."
+    other = { "block.{layer}." = "block.{extra+=half}." }
+    """
+    own = family(text, family(BASE)).bind(arguments={"width": 8})
+    assert [own.canonical(f"block.{number}.a") for number in (3, 4)] == ["layers.3.a", "extra.0.layer.a"]
+    assert own.styled("extra.2.layer.a", "other") == "block.6.a"
+    assert own.match(["extra.2.layer.b"])["extra.2.layer.b"].fields == {"extra": 2}
+
+
+def test_the_header_is_read_on_its_own():
+    assert header('name = "x"\nextends = ["a", "b"]', "f") == ("x", ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name = ", "my.toml: expected a TOML file"),
+        ("title = 'x'", "my.toml: name: expected a text; got None"),
+        ("name = 'x'\nnmae = 'y'", r"expected only .*; got \['nmae'\]"),
+        ("name = 'x'\nabstract = 1", "abstract: expected true or false; got 1"),
+        ("name = 'x'\norder = 'y'", "order: expected a list; got 'y'"),
+        ("name = 'x'\nrule = 3", r"rule: expected tables under \[\[rule\]\]; got 3"),
+        ("name = 'x'\n[[rule]]\nname = 'a.{'\ntp = 'replicate'", r"rule\[0\]: name: expected fields like"),
+        ("name = 'x'\n[[rule]]\nname = 'a'\nxp = 'replicate'", r"rule\[0\]: expected only .*; got \['xp'\]"),
+        ("name = 'x'\n[[rule]]\nname = 'a'\ntp = 'shart'", r"rule\[0\]: tp: expected one of the patterns; got 'shart'"),
+        ("name = 'x'\n[[rule]]\nname = 'a'\ntp = 3", r"rule\[0\]: tp: expected a table; got 3"),
+        (
+            "name = 'x'\n[[rule]]\nname = 'a'\ntp = { pattern = 'shard', dim = 'k' }",
+            r"tp: dim: expected the number of a dim; got 'k'",
+        ),
+        (
+            "name = 'x'\n[[rule]]\nname = 'a'\ntp = { pattern = 'shard', dim = 0, blocks = ['1 +'] }",
+            r"blocks\[0\]: expected an expression",
+        ),
+        (
+            "name = 'x'\n[[rule]]\nname = 'a'\ntp = { pattern = 'shard', dm = 0 }",
+            r"rule\[0\]: tp: the pattern 'shard' does not take these options: .*'dm'|tp: .*'dim'",
+        ),
+        (
+            "name = 'x'\n[[rule]]\nname = 'a'\ntp = { pattern = 'shard', dim = 0, blocks = ['wdith'] }",
+            r"expected names under \[sizes\] or \[given\], for a; got \['wdith'\]",
+        ),
+        ("name = 'x'\n[[rule]]\nname = 'a'\nwhen = 'a b'\ntp = 'replicate'", r"when: expected an expression"),
+        ("name = 'x'\n[[rule]]\nname = 'a'\npadded = true\ntp = 'replicate'", "padded: expected the number of a dim"),
+        ("name = 'x'\n[[rule]]\nname = 'a'\ntp = 'replicate'\nalias = { te = 'b' }", r"expected styles.*got \['te'\]"),
+        ("name = 'x'\n[style.a]\nlike = 'b'", "expected a style that is described; got 'b'"),
+        ("name = 'x'\n[given]\na = 'b'", "given: a: expected a whole number; got 'b'"),
+        ("name = 'x'\ndrop = ['a']", r"expected templates of rules that are extended; got \['a'\]"),
+        ("name = 'x'\n[alias.te]\na = 'b'", r"alias: expected templates of rules; got \['a'\]"),
+        ("name = 'x'\n[evidence]\nname = ['a']", r"evidence: expected only .*; got \['name'\]"),
+        ("name = 'x'\n[[tied]]\nname = 'a'", r"tied\[0\]: to: expected a text"),
+        ("name = 'x'\n[[repeat]]\nrules = 'a'", r"repeat\[0\]: as: expected a text"),
+        (
+            "name = 'x'\n[style.a]\nlike = 'a'",
+            r"style: a: like: expected at most 16 styles.*in no circle; got \['a', 'a'\]",
+        ),
+        ("name = 'x'\n[style.a]\nlike = 'b'\n[style.b]\nlike = 'a'", r"in no circle; got \['a', 'b', 'a'\]"),
+        ("name = 'x'\n[sizes]\na = 'min()'", r"sizes: a: expected one number or more for min\(\)"),
+        (
+            f"name = 'x'\n[given]\na = {'9' * 5000}",
+            "my.toml: expected a TOML file of rules; a number in it has thousands",
+        ),
+        (
+            f"name = 'x'\n[given]\na = 0x{'f' * 5000}",
+            "given: a: expected a whole number; got a number of thousands of digits",
+        ),
+        (
+            f"name = 'x'\n[sizes]\na = 0x{'f' * 5000}",
+            "sizes: a: expected a whole number; got a number of thousands of digits",
+        ),
+        (f"name = 0x{'f' * 5000}", "name: expected a text; got a number of thousands of digits"),
+        (
+            f"name = 'x'\n[sizes]\na = '{'9' * 50}'",
+            "sizes: a: expected a whole number of 64 bits for a number; got one of",
+        ),
+        (f"name = 'x'\n[sizes]\na = '{'-' * 300}1'", "sizes: a: expected at most 40 parts in one another"),
+        (
+            f"name = 'x'\n[[rule]]\nname = '{'a.' * 200}w'",
+            r"rule\[0\]: name: expected a name of at most 256 characters",
+        ),
+        (
+            "name = 'x'\n[[rule]]\nname = 'a'\ntp = { pattern = 'shard', dim = -3 }",
+            "tp: dim: expected the number of a dim; got -3",
+        ),
+        (
+            "name = 'x'\norder = ['a']\n" + "[[repeat]]\nrules = ''\nas = ''\n" * 24,
+            r"repeat\[13\]: expected at most 10,000 rules",
+        ),
+        (
+            "name = 'x'\n[[rule]]\nname = 'a'\n[[repeat]]\nrules = 'a'\nas = '{'",
+            r"repeat\[0\]: as: expected fields like",
+        ),
+        (
+            "name = 'x'\n[[rule]]\nname = 'a'\n[rule.alias]\nmcore = { name = 'b', order = [0, 0] }",
+            "order: expected every dim once",
+        ),
+    ],
+)
+def test_mistakes_are_named_with_their_place(text, message):
+    with pytest.raises(UsageError, match=message):
+        family(text)
+
+
+def test_ways_to_write_a_name_are_bounded():
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    rewrites = "\n".join(f"{own} = ['{own}', '{own.upper()}']" for own in letters)
+    own = family(f"name = 'x'\n[[rule]]\nname = '{letters}'\n[style.s]\nlike = 'mcore'\n[style.s.rewrite]\n{rewrites}")
+    with pytest.raises(UsageError, match=r"my.toml: style: s: rewrite: expected at most 256 ways to write a name"):
+        own.read("a")
+
+
+@pytest.mark.parametrize("part", ["b" * 40, "{"])
+def test_names_that_a_style_writes_are_names(part):
+    own = family(
+        f"name = 'x'\n[[rule]]\nname = 'aaaaaaaaaa'\n[style.s]\nlike = 'mcore'\n[style.s.rewrite]\na = '{part}'"
+    )
+    with pytest.raises(UsageError, match=r"my.toml: style: s: rewrite: a: expected (names of at most 256|fields like)"):
+        own.read("a")

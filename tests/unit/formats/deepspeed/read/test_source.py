@@ -1,0 +1,486 @@
+"""Native checkpoints of runs that never were: what is read, tolerated, noted and kept."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from ucp_formats.deepspeed.read.source import DeepSpeedFormat
+
+import ucp
+from ucp.core.dtypes import DType
+from ucp.core.index import Index, Kind, check_cover
+from ucp.core.tensor import InlineTensor
+from ucp.errors import MalformedError, MissingFileError, MissingStateError, UnsupportedError
+from ucp.io.torch_file.archive import read_archive
+
+OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+MODEL = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+
+
+def read(path: Path) -> Index:
+    index = DeepSpeedFormat().read(path)
+    check_cover(index)
+    return index
+
+
+def inner(root):
+    """The torch optimizer's state_dict in an optimizer file of any stage."""
+    saved = root["optimizer_state_dict"]
+    return saved.get("base_optimizer_state") or saved["optimizer_state_dict"]
+
+
+def extras(index: Index) -> dict[tuple[str, int | None], object]:
+    return {(extra.name, extra.rank): extra.value for extra in index.extras}
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 3), (1, 1), (1, 2), (1, 5), (2, 3), (3, 1), (3, 2), (3, 5), (3, 40)])
+def test_every_value_is_read(tmp_path: Path, fake_run, stage: int, ranks: int) -> None:
+    run = fake_run(stage, ranks, dtype=torch.float32)
+    path = run.save(tmp_path)
+    index = read(path)
+    assert (index.topology.dp, index.topology.zero, index.step, index.producer) == (ranks, stage, 7, "DeepSpeed 0.19.8")
+    assert list(index.atoms) == [*run.weights, "mean"]
+    assert index.aliases == {"head": "a.weight"}
+    checkpoint = ucp.open(path)
+    for name, weight in run.weights.items():
+        torch.testing.assert_close(checkpoint.read(name, "weight"), weight, rtol=0, atol=0)
+        if name != "frozen":
+            torch.testing.assert_close(checkpoint.read(name, "exp_avg"), 2 * weight, rtol=0, atol=0)
+            torch.testing.assert_close(checkpoint.read(name, "exp_avg_sq"), 3 * weight, rtol=0, atol=0)
+            assert float(checkpoint.read(name, "step")) == 7
+    kinds = {name: atom.kind for name, atom in index.atoms.items()}
+    assert kinds["frozen"] is Kind.FROZEN
+    assert kinds["mean"] is Kind.BUFFER
+    assert kinds["b.bias"] is Kind.PARAMETER
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_model_computes_in_bf16_over_fp32_masters(tmp_path: Path, fake_run, stage: int) -> None:
+    index = read(fake_run(stage, 2).save(tmp_path))
+    atom = index.atoms["a.weight"]
+    assert (atom.states["weight"].dtype, atom.model_dtype) == (DType.FLOAT32, DType.BFLOAT16)
+    copies = [piece for piece in atom.states["weight"].fragments if piece.replica]
+    assert [piece.ref.dtype for piece in copies] == ([] if stage == 3 else [DType.BFLOAT16])
+    frozen = index.atoms["frozen"]
+    assert (frozen.states["weight"].dtype, frozen.model_dtype) == (DType.BFLOAT16, None)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_groups_keep_their_hyper_parameters(tmp_path: Path, fake_run, stage: int) -> None:
+    index = read(fake_run(stage, 2).save(tmp_path))
+    assert [group.params for group in index.groups] == [("a.weight", "b.weight"), ("a.bias", "b.bias")]
+    assert [dict(group.hyper) for group in index.groups] == [
+        {"lr": 0.1, "betas": (0.9, 0.99)},
+        {"lr": 0.2, "betas": (0.9, 0.99)},
+    ]
+
+
+def test_sub_groups_belong_to_the_groups_that_list_them(tmp_path: Path, fake_run) -> None:
+    run = fake_run(3, 2, groups=({"a.weight": (3, 5)}, {"b.weight": (4, 2)}, {"a.bias": (3,)}))
+    for root in run.optimizers:
+        first, _, last = inner(root)["param_groups"]
+        inner(root)["param_groups"] = [{**first, "params": [0, 1]}, last]
+    index = read(run.save(tmp_path))
+    assert [group.params for group in index.groups] == [("a.weight", "b.weight"), ("a.bias",)]
+
+
+@pytest.mark.parametrize("prefix", ["bf16_", "fp16_"])
+def test_prefixes_of_optimizer_files(tmp_path: Path, fake_run, prefix: str) -> None:
+    run = fake_run(1, 2)
+    run.files = {prefix + name if "optim" in name else name: root for name, root in run.files.items()}
+    index = read(run.save(tmp_path))
+    assert extras(index)["optimizer", None]["file_prefix"] == prefix
+
+
+def test_old_names_without_an_underscore(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2)
+    run.files = {name.replace("_optim_", "optim_"): root for name, root in run.files.items()}
+    assert read(run.save(tmp_path)).topology.dp == 2
+
+
+def test_files_that_fast_persist_split(tmp_path: Path, fake_run) -> None:
+    run = fake_run(3, 2, dtype=torch.float32)
+    path = run.save(tmp_path)
+    tag = path / "global_step7"
+    for file in list(tag.iterdir()):
+        data = file.read_bytes()
+        cut = len(data) // 3
+        for part, piece in enumerate((data[:cut], data[cut : 2 * cut], data[2 * cut :])):
+            (tag / f"{file.name}-{part}.3").write_bytes(piece)
+        file.unlink()
+    index = read(path)
+    assert len(index.files) == 12
+    assert {Path(file.path).name for file in index.files} == {file.name for file in tag.iterdir()}
+    torch.testing.assert_close(ucp.open(path).read("b.weight", "exp_avg"), 2 * run.weights["b.weight"])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_files_from_before_the_zip_container(tmp_path: Path, fake_run, stage: int) -> None:
+    path = fake_run(stage, 2, dtype=torch.float32).save(tmp_path, legacy=True)
+    index = read(path)
+    assert index.records == ()
+    assert float(ucp.open(path).read("a.weight", "weight")[2, 4]) == 15
+
+
+def test_bf16_optimizer_pads_its_masters_and_names_no_stage(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 3)
+    for root in run.optimizers:
+        saved = root["optimizer_state_dict"]
+        for key in ("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow"):
+            del saved[key]
+        flats = saved["single_partition_of_fp32_groups"]
+        shares = [state["exp_avg"].numel() for state in inner(root)["state"].values()]
+        saved["single_partition_of_fp32_groups"] = [
+            torch.cat([flat, torch.zeros(share - flat.numel())]) for flat, share in zip(flats, shares, strict=True)
+        ]
+    index = read(run.save(tmp_path))
+    assert index.topology.zero == 1
+    assert extras(index)["optimizer", None] == {
+        "class": "BF16_Optimizer", "zero_stage": 1, "file_prefix": "", "clip_grad": 1.0,
+    }  # fmt: skip
+
+
+def test_param_shapes_of_the_oldest_files_are_one_dict(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2, groups=({"a.weight": (3, 5)},))
+    run.models[0]["param_shapes"] = run.models[0]["param_shapes"][0]
+    assert list(read(run.save(tmp_path)).atoms) == ["a.weight", "frozen", "mean"]
+
+
+# ---- step, scalars, states that are missing ----
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_python_step_is_kept_as_a_whole_number(tmp_path: Path, fake_run, stage: int) -> None:
+    run = fake_run(stage, 2)
+    for root in run.optimizers:
+        for state in inner(root)["state"].values():
+            state["step"] = 7
+    step = read(run.save(tmp_path)).atoms["b.bias"].states["step"]
+    (piece,) = step.fragments
+    assert piece.ref == InlineTensor(data=(7).to_bytes(8, "little"), dtype=DType.INT64)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_that_stands_in_the_group_only(tmp_path: Path, fake_run, stage: int) -> None:
+    run = fake_run(stage, 2)
+    for root in run.optimizers:
+        for state in inner(root)["state"].values():
+            del state["step"]
+        for group in inner(root)["param_groups"]:
+            group["step"] = 7
+    index = read(run.save(tmp_path))
+    assert float(ucp.open(tmp_path).read("a.bias", "step")) == 7
+    assert index.groups[0].hyper["step"] == 7
+    assert any("step of group 0 is taken from the parameter group" in note for note in index.notes)
+
+
+def test_a_stale_step_in_the_group_is_only_a_hyper_parameter(tmp_path: Path, fake_run) -> None:
+    run = fake_run(2, 2)
+    for root in run.optimizers:
+        inner(root)["param_groups"][0]["step"] = 0
+    index = read(run.save(tmp_path))
+    assert index.groups[0].hyper["step"] == 0
+    assert float(ucp.open(tmp_path).read("a.weight", "step")) == 7
+    assert index.notes == ()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_optimizer_that_never_stepped(tmp_path: Path, fake_run, stage: int) -> None:
+    run = fake_run(stage, 2)
+    for root in run.optimizers:
+        inner(root)["state"] = {}
+    index = read(run.save(tmp_path))
+    assert [list(atom.states) for atom in index.atoms.values()] == [["weight"]] * 6
+    assert len(index.groups) == 2
+
+
+def test_states_differ_between_groups(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2)
+    for root in run.optimizers:
+        first = inner(root)["state"][0]
+        inner(root)["state"][0] = {"momentum_buffer": first["exp_avg"]}
+    index = read(run.save(tmp_path))
+    assert list(index.atoms["a.weight"].states) == ["weight", "momentum_buffer"]
+    assert list(index.atoms["a.bias"].states) == ["weight", "step", "exp_avg", "exp_avg_sq"]
+
+
+def test_a_state_that_is_none_is_named_as_dropped(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2)
+    for root in run.optimizers:
+        inner(root)["state"][0]["momentum_buffer"] = None
+    assert "group 0: state momentum_buffer is None everywhere" in read(run.save(tmp_path)).dropped
+
+
+def test_a_state_that_is_no_tensor_is_an_extra(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2)
+    for root in run.optimizers:
+        inner(root)["state"][0]["history"] = ["a"]
+    assert extras(read(run.save(tmp_path)))["optimizer_state/group 0/history", None] == ["a"]
+
+
+def test_a_state_that_one_rank_lacks(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2)
+    del inner(run.optimizers[1])["state"][0]["exp_avg"]
+    with pytest.raises(MalformedError, match=r"rank_1_mp_rank_00_optim_states.pt: group 0 has no state exp_avg"):
+        read(run.save(tmp_path))
+
+
+def test_a_rank_that_holds_nothing_may_lack_a_state(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 5, groups=({"a": (3,)},))
+    inner(run.optimizers[4])["state"] = {}
+    assert list(read(run.save(tmp_path)).atoms["a"].states) == ["weight", "step", "exp_avg", "exp_avg_sq"]
+
+
+def test_states_that_cannot_be_given_to_parameters_are_kept_and_named(tmp_path: Path, fake_run) -> None:
+    """Eight-bit optimizers have such; all else is read, and only what needs them is refused."""
+    run = fake_run(1, 2)
+    for rank, root in enumerate(run.optimizers):
+        inner(root)["state"][1]["absmax1"] = torch.full((3,), float(rank))
+        inner(root)["state"][1]["qmap1"] = torch.zeros(16, 16)
+        inner(root)["state"][1]["history"] = ["a"]
+    index = read(run.save(tmp_path / "run"))
+    told = "\n".join(index.notes)
+    assert re.search(r"(?s)group 1 \(a.bias, b.bias, ...\): state absmax1.*state qmap1.*state history is", told)
+    assert [name for name in index.lost if "weight" in name] == []
+    assert list(index.atoms["a.bias"].states) == ["weight", "step", "exp_avg", "exp_avg_sq"]
+    kept = extras(index)
+    assert kept["optimizer_state/group 1/qmap1", None].shape == (16, 16)
+    assert {rank for name, rank in kept if name.endswith("absmax1")} == {None, 1}
+
+    for number in (0, 1, 3):
+        with pytest.raises(MissingStateError, match=r"(?s)cannot be given to single parameters.*absmax1.*a\.bias"):
+            ucp.plan(tmp_path / "run", to="deepspeed", topology=f"dp=2,zero={number}")
+    ucp.convert(tmp_path / "run", tmp_path / "atoms", workers=1)
+    with pytest.raises(MissingStateError, match="absmax1"):
+        ucp.plan(tmp_path / "atoms", to="deepspeed-universal")
+    ucp.convert(tmp_path / "atoms", tmp_path / "out", to="deepspeed", topology="dp=1,zero=1", include=["*/weight"])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_one_number_in_a_tensor_is_a_count(tmp_path: Path, fake_run, stage: int) -> None:
+    run = fake_run(stage, 2)
+    holders = [inner(root)["state"] for root in run.optimizers] or [run.models[0]["optimizer"]["state"]]
+    for states in holders:
+        for state in states.values():
+            state |= {"count": torch.full((1,), 7.0), "grid": torch.ones(1, 1), "warm": True, "seen": 1 << 70}
+    index = read(run.save(tmp_path / "run"))
+    found = index.atoms["a.weight"].states
+    assert [found[name].global_shape for name in ("count", "grid", "warm")] == [(1,), (1, 1), ()]
+    assert "seen" not in found  # past any integer of a tensor
+    assert any(name.startswith("optimizer_state/") and name.endswith("seen") for name, _ in extras(index))
+
+
+def test_a_count_of_a_parameter_of_one_element_stays_one(tmp_path: Path, fake_run) -> None:
+    """In a flat buffer it is one for the whole group, whichever shape the parameters have."""
+    run = fake_run(1, 2, groups=({"a": (1,), "b": (1,), "c": (1,)}, {"d": (4,)}))
+    for root in run.optimizers:
+        for state in inner(root)["state"].values():
+            state["count"] = torch.full((1,), 7.0)
+    run.save(tmp_path / "run")
+    ucp.convert(tmp_path / "run", tmp_path / "out", to="deepspeed", topology="dp=1,zero=1", workers=1, verify=True)
+    (file,) = (tmp_path / "out").glob("*/*_optim_states.pt")
+    saved = read_archive(str(file)).root["optimizer_state_dict"]["base_optimizer_state"]["state"]
+    assert [state["count"].shape for state in saved.values()] == [(1,), (1,)]
+    assert ucp.open(tmp_path / "out").read("d", "count").tolist() == [7.0]
+
+
+def test_a_state_that_is_a_tensor_here_and_a_number_there(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2)
+    inner(run.optimizers[1])["state"][0]["step"] = 7
+    with pytest.raises(MalformedError, match="the kind of step of group 0"):
+        read(run.save(tmp_path))
+
+
+def test_moments_of_two_types(tmp_path: Path, fake_run) -> None:
+    run = fake_run(3, 2)
+    state = inner(run.optimizers[1])["state"][0]
+    state["exp_avg"] = state["exp_avg"].bfloat16()
+    with pytest.raises(MalformedError, match="the type of exp_avg of sub-group 0"):
+        read(run.save(tmp_path))
+
+
+def test_narrow_masters_and_moments_stay_narrow(tmp_path: Path, fake_run) -> None:
+    run = fake_run(3, 2)
+    for root in run.optimizers:
+        saved = root["optimizer_state_dict"]
+        saved["fp32_flat_groups"] = [flat.bfloat16() for flat in saved["fp32_flat_groups"]]
+        inner(root)["state"][0]["exp_avg"] = inner(root)["state"][0]["exp_avg"].half()
+    atom = read(run.save(tmp_path)).atoms["a.weight"]
+    assert atom.states["weight"].dtype is DType.BFLOAT16
+    assert atom.states["exp_avg"].dtype is DType.FLOAT16
+    assert atom.model_dtype is None
+
+
+# ---- the module ----
+
+
+def test_tied_tensors_that_lie_apart_are_compared(tmp_path: Path, fake_run) -> None:
+    run = fake_run(2, 2)
+    run.models[0]["module"]["head"] = run.models[0]["module"]["a.weight"].clone()
+    index = read(run.save(tmp_path))
+    assert index.aliases == {"head": "a.weight"}
+    assert [piece.replica for piece in index.atoms["a.weight"].states["weight"].fragments[-2:]] == [1, 2]
+
+
+def test_ties_are_seen_without_a_record_of_them(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2)
+    run.models[0]["shared_params"] = {}
+    assert read(run.save(tmp_path)).aliases == {"head": "a.weight"}
+
+
+def test_a_wrong_record_of_a_tie_is_noted(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2)
+    run.models[0]["shared_params"] = {"frozen": "a.weight", "b.bias": "a.bias"}
+    index = read(run.save(tmp_path))
+    assert index.aliases == {"head": "a.weight"}
+    assert any("ties frozen to a.weight, but their shapes differ" in note for note in index.notes)
+    assert {"frozen", "b.bias"} <= index.atoms.keys()
+
+
+def test_what_a_module_keeps_beside_tensors(tmp_path: Path, fake_run) -> None:
+    run = fake_run(3, 2)
+    for rank, root in enumerate(run.models):
+        root["module"]["a._extra_state"] = torch.zeros(3, dtype=torch.uint8)
+        root["module"]["a.note"] = f"of rank {rank}"
+    found = extras(read(run.save(tmp_path)))
+    assert found["module/a._extra_state", None].shape == (3,)
+    assert found["module/a.note", None] == "of rank 0"
+    assert found["module/a.note", 1] == "of rank 1"
+
+
+def test_a_module_of_nested_dicts_is_refused(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2)
+    run.models[0]["module"] = {"language_model": {"a": torch.zeros(2)}}
+    with pytest.raises(UnsupportedError, match="'language_model' is a dict of its own"):
+        read(run.save(tmp_path))
+
+
+def test_a_shape_in_the_module_that_param_shapes_contradicts(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2)
+    run.models[0]["module"]["b.weight"] = torch.zeros(2, 4)
+    with pytest.raises(MalformedError, match=r"expected b.weight of \[4, 2\]"):
+        read(run.save(tmp_path))
+
+
+def test_trained_parameters_that_the_module_lacks_come_last(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2)
+    del run.models[0]["module"]["a.weight"], run.models[0]["module"]["head"]
+    index = read(run.save(tmp_path))
+    assert list(index.atoms)[-1] == "a.weight"
+    assert index.atoms["a.weight"].model_dtype is DType.BFLOAT16
+    assert index.aliases == {"head": "a.weight"}
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_buffers_of_other_ranks(tmp_path: Path, fake_run, same: bool) -> None:
+    run = fake_run(3, 3)
+    if not same:
+        run.models[2]["module"]["mean"] = torch.ones(2)
+    index = read(run.save(tmp_path))
+    assert float(ucp.open(tmp_path).read("mean", "weight")[0]) == 0.5
+    assert [piece.replica for piece in index.atoms["mean"].states["weight"].fragments] == [0]
+    own = [(extra.name, extra.rank) for extra in index.extras if extra.name.startswith("buffer/")]
+    assert own == ([] if same else [("buffer/mean", 2)])
+    assert any("buffer mean of rank 2 differs" in note for note in index.notes) is not same
+
+
+def test_persistent_parameters_of_stage_3_are_copies(tmp_path: Path, fake_run) -> None:
+    run = fake_run(3, 2)
+    run.models[0]["module"]["a.bias"] = run.weights["a.bias"].bfloat16()
+    pieces = read(run.save(tmp_path)).atoms["a.bias"].states["weight"].fragments
+    assert [piece.replica for piece in pieces] == [0, 0, 1]
+
+
+def test_names_without_data_are_named_as_dropped(tmp_path: Path, fake_run) -> None:
+    run = fake_run(3, 2)
+    for root in run.models:
+        root["frozen_param_shapes"] = root["frozen_param_fragments"] = None
+    index = read(run.save(tmp_path))
+    assert "frozen" not in index.atoms
+    assert any(line.startswith("frozen: the checkpoint has no data of it") for line in index.dropped)
+    assert any("exclude_frozen_parameters" in note for note in index.notes)
+
+
+def test_quantised_frozen_weights_are_refused(tmp_path: Path, fake_run) -> None:
+    run = fake_run(3, 2)
+    for root in run.models:
+        root["frozen_param_fragments"]["frozen"] = torch.zeros(4, dtype=torch.int8)
+    with pytest.raises(UnsupportedError, match="frozen is quantised to int8"):
+        read(run.save(tmp_path))
+
+
+# ---- extras ----
+
+
+def test_nothing_is_lost(tmp_path: Path, fake_run) -> None:
+    run = fake_run(2, 2)
+    model = run.models[0]
+    model |= {"epoch": 3, "rng": torch.arange(4), "lr_scheduler": {"t": 1}, "universal_checkpoint_info": {"v": 0.4}}
+    model["csr_tensor_module_names"] = ["emb"]
+    for root in run.optimizers:
+        root["optimizer_state_dict"]["from_the_future"] = 1
+        root["also_from_the_future"] = 2
+    found = extras(read(run.save(tmp_path)))
+    assert found["client_state", None]["epoch"] == 3
+    assert found["client_state", None]["rng"].shape == (4,)
+    assert found["lr_scheduler", None] == {"t": 1}
+    assert found["universal_checkpoint_info", None] == {"v": 0.4}
+    assert found["sparse_tensor_module_names", None] == ["emb"]
+    assert found["optimizer", None]["from_the_future"] == 1
+    assert found["optimizer_file", None] == {"also_from_the_future": 2}
+    assert found["engine", None] == {
+        "global_steps": 7, "global_samples": 70, "skipped_steps": 0, "dp_world_size": 2, "mp_world_size": 1,
+        "ds_version": "0.19.8 ",
+    }  # fmt: skip
+
+
+def test_what_ranks_have_for_themselves(tmp_path: Path, fake_run) -> None:
+    run = fake_run(3, 3)
+    for rank, root in enumerate(run.models):
+        root |= {"epoch": 3, "rng": torch.tensor([min(rank, 1)])}
+    run.models[2]["mine"] = "only here"
+    found = extras(read(run.save(tmp_path)))
+    assert found["client_state", None].keys() == {"epoch", "rng"}
+    assert found["client_state", 1].keys() == {"rng"}
+    assert found["client_state", 2].keys() == {"rng", "mine"}
+
+
+def test_lr_scheduler_of_ranks_is_compared_key_by_key(tmp_path: Path, fake_run) -> None:
+    run = fake_run(3, 2)
+    for rank, root in enumerate(run.models):
+        root["lr_scheduler"] = {"same": 1, "own": rank}
+    found = extras(read(run.save(tmp_path)))
+    assert found["lr_scheduler", None] == {"same": 1, "own": 0}
+    assert found["lr_scheduler", 1] == {"own": 1}
+
+
+def test_files_that_are_not_part_of_it_are_noted(tmp_path: Path, fake_run) -> None:
+    path = fake_run(1, 2).save(tmp_path)
+    (path / "global_step7" / "rng_state.pth").write_bytes(b"")
+    assert any("rng_state.pth" in note for note in read(path).notes)
+
+
+# ---- lost model-states files under ZeRO-3 (DeepSpeed issue 7546) ----
+
+
+def test_lost_model_states_of_other_ranks_are_tolerated(tmp_path: Path, fake_run) -> None:
+    run = fake_run(3, 4)
+    for root in run.models:
+        root["frozen_param_shapes"].clear()
+        root["frozen_param_fragments"].clear()
+        del root["module"]["frozen"]
+    for rank in (1, 3):
+        del run.files[MODEL.format(rank)]
+    index = read(run.save(tmp_path))
+    assert any("no model-states file of rank 1, 3" in note for note in index.notes)
+
+
+def test_lost_model_states_with_frozen_shards_are_missing(tmp_path: Path, fake_run) -> None:
+    run = fake_run(3, 4)
+    for rank in (1, 3):
+        del run.files[MODEL.format(rank)]
+    with pytest.raises(MissingFileError, match=r"(?s)2 model-states files.*rank_1.*elements 2:4 of frozen.*rank_3"):
+        read(run.save(tmp_path))

@@ -1,0 +1,704 @@
+"""Native DeepSpeed files: keys, order, padding and dtypes, stage by stage."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ucp_formats.deepspeed.write.target import DeepSpeedTarget
+
+from ucp.core.dtypes import DType
+from ucp.core.index import Extra, Fragment, Index, Loss, StateIndex
+from ucp.core.pickle_values import GlobalName, Stub
+from ucp.core.region import Box
+from ucp.core.target import TargetOptions
+from ucp.core.tensor import InlineTensor, Record, TensorRef
+from ucp.core.topology import Topology
+from ucp.errors import MissingStateError, UnsupportedError, UsageError
+from ucp.io.torch_file.archive import read_archive
+
+TAG = "global_step7"
+TARGET = DeepSpeedTarget()
+Make = Callable[..., Any]
+
+
+def optim(rank: int, prefix: str = "") -> str:
+    return f"{TAG}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def config(**sections: object) -> list[Extra]:
+    return [Extra(name="ds_config", value=sections)]
+
+
+def flat(source: Any, names: list[str], state: str) -> list[float]:
+    return [float(x) for name in names for x in source.arrays[f"{name}/{state}"].reshape(-1)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_shares_of_stages_1_and_2_join_to_the_group_buffers(source: Make, write: Make, stage: int, ranks: int) -> None:
+    made = source()
+    written = write(made, TARGET, Topology(dp=ranks, zero=stage))
+    files = [written.load(optim(rank))["optimizer_state_dict"] for rank in range(ranks)]
+    for number, names in enumerate(made.groups):
+        weights = np.concatenate([file["single_partition_of_fp32_groups"][number] for file in files])
+        assert weights.tolist() == flat(made, names, "weight")
+        for state in ("exp_avg", "exp_avg_sq"):
+            shares = [file["base_optimizer_state"]["state"][number][state] for file in files]
+            assert len({share.size for share in shares}) == 1
+            assert shares[0].size % 2 == 0
+            joined = np.concatenate(shares)
+            assert joined[: weights.size].tolist() == flat(made, names, state)
+            assert not joined[weights.size :].any()
+            paddings = [file["group_paddings"][number] for file in files]
+            assert sum(paddings) == joined.size - weights.size
+        assert all(file["base_optimizer_state"]["state"][number]["step"] == 3.0 for file in files)
+    assert [file["zero_stage"] for file in files] == [("ZeroStageEnum", (stage,))] * ranks
+
+
+def test_slice_mappings_find_every_parameter_also_under_round_robin(source: Make, write: Make) -> None:
+    made = source(extras=config(zero_optimization={"stage": 3, "round_robin_gradients": True}))
+    written = write(made, TARGET, Topology(dp=3, zero=2))
+    shapes = written.load(f"{TAG}/mp_rank_00_model_states.pt")["param_shapes"]
+    assert [list(group) for group in shapes] == [["emb", "w"], ["gate", "scalar", "bias"]]
+    found: dict[str, list[float]] = {}
+    for rank in range(3):
+        file = written.load(optim(rank))["optimizer_state_dict"]
+        for mapping, share in zip(file["param_slice_mappings"], file["single_partition_of_fp32_groups"], strict=True):
+            for name, (_, address) in mapping.items():
+                piece = share[address["start"] : address["start"] + address["numel"]]
+                found.setdefault(name, []).extend(piece.tolist())
+    assert found == {name: flat(made, [name], "weight") for names in made.groups for name in names}
+
+
+def test_round_robin_deals_to_the_ranks_of_the_target(source: Make, write: Make) -> None:
+    made = source(extras=config(zero_optimization={"round_robin_gradients": True}))
+    written = write(made, TARGET, Topology(dp=2, zero=1))
+    shapes = written.load(f"{TAG}/mp_rank_00_model_states.pt")["param_shapes"]
+    assert [list(group) for group in shapes] == [["emb", "w"], ["gate", "bias", "scalar"]]
+
+
+def test_parameter_alignment_pads_and_says_so(source: Make, write: Make) -> None:
+    made = source(extras=config(zero_optimization={"parameter_alignment": True}))
+    file = write(made, TARGET, Topology(dp=1, zero=2)).load(optim(0))["optimizer_state_dict"]
+    assert file["param_alignment_paddings"] == [[1, 0], [1, 3, 0]]
+    zero = [0.0]
+    assert file["single_partition_of_fp32_groups"][1].tolist() == [
+        *flat(made, ["gate"], "weight"),
+        *zero,
+        *flat(made, ["scalar"], "weight"),
+        *zero * 3,
+        *flat(made, ["bias"], "weight"),
+    ]
+
+
+def test_bf16_optimizer_of_stage_1_knows_no_reordering(source: Make, write: Make) -> None:
+    sections = {
+        "zero_optimization": {"round_robin_gradients": True, "parameter_alignment": True},
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    made = source(extras=config(**sections), model_dtype=DType.BFLOAT16)
+    written = write(made, TARGET, Topology(dp=2, zero=1))
+    assert written.load(optim(0, "bf16_"))["optimizer_state_dict"]["param_alignment_paddings"] == [[0, 0], [0, 0, 0]]
+    shapes = written.load(f"{TAG}/mp_rank_00_model_states.pt")["param_shapes"]
+    assert list(shapes[1]) == ["gate", "scalar", "bias"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("limit", [4, 1_000_000_000])
+def test_chunks_of_stage_3_join_to_the_parameters(source: Make, write: Make, ranks: int, limit: int) -> None:
+    made = source(extras=config(zero_optimization={"stage": 3, "sub_group_size": limit}))
+    written = write(made, TARGET, Topology(dp=ranks, zero=3))
+    files = [written.load(optim(rank))["optimizer_state_dict"] for rank in range(ranks)]
+    shapes = written.load(f"{TAG}/zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
+    entries = files[0]["optimizer_state_dict"]["param_groups"]
+    assert [number for entry in entries for number in entry["params"]] == list(range(len(shapes)))
+    assert [entry["lr"] for entry in entries] == [0.1, 0.2]
+    for number, group in enumerate(shapes):
+        at = 0
+        for name, shape in group.items():
+            numel = int(np.prod(shape))
+            width = -(-numel // ranks)
+            for state, flats in (
+                ("weight", [file["fp32_flat_groups"][number] for file in files]),
+                ("exp_avg", [file["optimizer_state_dict"]["state"][number]["exp_avg"] for file in files]),
+            ):
+                joined = np.concatenate([own[at : at + width] for own in flats])
+                assert joined[:numel].tolist() == flat(made, [name], state)
+                assert not joined[numel:].any()
+            at += width
+
+
+def test_stage_3_model_files_hold_placeholders_buffers_and_chunks_of_what_is_frozen(source: Make, write: Make) -> None:
+    made = source(aliases={"head": "emb"})
+    written = write(made, TARGET, Topology(dp=2, zero=3))
+    models = [written.load(f"{TAG}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt") for rank in range(2)]
+    for model in models:
+        assert {name: value.shape for name, value in model["module"].items() if name != "mean"} == {
+            name: (0,) for name in [*made.shapes, "head"] if name != "mean"
+        }
+        assert model["module"]["mean"].tolist() == flat(made, ["mean"], "weight")
+        assert model["frozen_param_shapes"] == {"frozen": (3, 3), "void": (0, 4)}
+    chunks = [model["frozen_param_fragments"]["frozen"] for model in models]
+    assert [chunk.size for chunk in chunks] == [5, 5]
+    assert np.concatenate(chunks)[:9].tolist() == flat(made, ["frozen"], "weight")
+    assert [model["shared_params"] for model in models] == [{"head": "emb"}, {}]
+
+
+def test_stage_2_model_file_holds_the_module_and_frozen_fragments(source: Make, write: Make) -> None:
+    made = source(aliases={"head": "emb"})
+    model = write(made, TARGET, Topology(dp=2, zero=2)).load(f"{TAG}/mp_rank_00_model_states.pt")
+    for name, array in model["module"].items():
+        assert np.array_equal(array, made.arrays[f"{'emb' if name == 'head' else name}/weight"])
+    assert model["frozen_param_fragments"].keys() == {"frozen", "void"}
+    assert model["frozen_param_fragments"]["void"].shape == (0, 4)
+    assert model["buffer_names"] == ["mean"]
+    assert model["optimizer"] is None
+
+
+def test_stage_1_has_no_frozen_fragments(source: Make, write: Make) -> None:
+    model = write(source(), TARGET, Topology(dp=2, zero=1)).load(f"{TAG}/mp_rank_00_model_states.pt")
+    assert model["frozen_param_shapes"] is None
+    assert model["frozen_param_fragments"] is None
+
+
+def test_without_frozen_parameters_fragments_are_none_as_the_loader_skips_them_then(source: Make, write: Make) -> None:
+    made = source(
+        shapes={"w": (2, 2)}, groups=[["w"]], hypers=[{}], states=[["exp_avg"]], steps=[1], frozen=[], buffers=[]
+    )
+    model = write(made, TARGET, Topology(dp=1, zero=2)).load(f"{TAG}/mp_rank_00_model_states.pt")
+    assert model["frozen_param_fragments"] is None
+
+
+def test_bf16_module_is_cast_masters_are_not_and_the_prefix_says_bf16(source: Make, write: Make) -> None:
+    made = source(model_dtype=DType.BFLOAT16)
+    written = write(made, TARGET, Topology(dp=2, zero=2))
+    module = written.load(f"{TAG}/mp_rank_00_model_states.pt")["module"]
+    assert module["emb"].dtype == np.dtype("<u2")
+    assert module["mean"].dtype == np.dtype("<f4")
+    masters = written.load(optim(0, "bf16_"))["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    assert masters[0].dtype == np.dtype("<f4")
+    assert written.plan.casts == ("weight: float32 -> bfloat16 in 1 parameter",), "the frozen one has no master"
+
+
+def test_stage_0_fp32_keeps_one_state_per_parameter_and_counts_empty_ones(source: Make, write: Make) -> None:
+    made = source(steps=[3, 3])
+    state = write(made, TARGET, Topology(dp=4, zero=0)).load(f"{TAG}/mp_rank_00_model_states.pt")
+    assert state["dp_world_size"] == 4
+    optimizer = state["optimizer"]
+    assert [entry["params"] for entry in optimizer["param_groups"]] == [[0, 1, 2], [3, 4, 5]]
+    numbered = dict(enumerate(["emb", "w", "void", "gate", "scalar", "bias"]))
+    assert sorted(optimizer["state"]) == [0, 1, 3, 4, 5]
+    for number, own in optimizer["state"].items():
+        assert np.array_equal(own["exp_avg"], made.arrays[f"{numbered[number]}/exp_avg"])
+        assert own["step"] == 3
+        assert type(own["step"]) is int
+
+
+def test_an_empty_parameter_that_could_be_in_several_groups_is_refused_at_stage_0(source: Make, write: Make) -> None:
+    made = source(groups=[["emb", "gate"], ["w", "scalar", "bias"]])
+    with pytest.raises(UnsupportedError, match=r"void \[0, 4\]"):
+        write(made, TARGET, Topology(dp=1, zero=0))
+
+
+def test_stage_0_bf16_is_unfused_with_a_master_per_parameter(source: Make, write: Make) -> None:
+    made = source(model_dtype=DType.BFLOAT16)
+    optimizer = write(made, TARGET, Topology(dp=1, zero=0)).load(f"{TAG}/mp_rank_00_model_states.pt")["optimizer"]
+    assert [len(masters) for masters in optimizer["fp32_groups"]] == [2, 3]
+    assert np.array_equal(optimizer["fp32_groups"][1][2], made.arrays["bias/weight"])
+    assert optimizer["optimizer_state_dict"]["param_groups"][1]["params"] == [2, 3, 4]
+    assert optimizer["dynamic_loss_scale"] is False
+    assert optimizer["cur_scale"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("extras", "hyper"),
+    [
+        (config(optimizer={"type": "AdamW", "params": {"lr": 1.0}}), {}),
+        ([], {"bias_correction": True}),
+    ],
+)
+def test_stage_0_of_fused_adam_is_flat_without_padding(
+    source: Make, write: Make, extras: list[Extra], hyper: dict[str, object]
+) -> None:
+    made = source(model_dtype=DType.BFLOAT16, extras=extras, hypers=[hyper, hyper])
+    optimizer = write(made, TARGET, Topology(dp=2, zero=0)).load(f"{TAG}/mp_rank_00_model_states.pt")["optimizer"]
+    assert optimizer["fp32_groups_flat"][1].tolist() == flat(made, ["gate", "scalar", "bias"], "weight")
+    assert optimizer["optimizer_state_dict"]["state"][0]["exp_avg"].tolist() == flat(made, ["emb", "w"], "exp_avg")
+
+
+@pytest.mark.parametrize("own", ["amsgrad", "foreach", "maximize"])
+def test_bias_correction_that_torch_s_adam_has_kept_is_none_of_fused_adam(source: Make, write: Make, own: str) -> None:
+    hyper = {"bias_correction": True, own: None}
+    made = source(model_dtype=DType.BFLOAT16, hypers=[hyper, hyper])
+    optimizer = write(made, TARGET, Topology(dp=2, zero=0)).load(f"{TAG}/mp_rank_00_model_states.pt")["optimizer"]
+    assert "fp32_groups_flat" not in optimizer
+    assert [len(masters) for masters in optimizer["fp32_groups"]] == [2, 3]
+
+
+def test_a_parameter_that_was_never_stepped_has_zeros_in_a_flat_group(source: Make, write: Make) -> None:
+    made = source()
+    del made.arrays["w/exp_avg"], made.arrays["w/exp_avg_sq"]
+    index = made.index()
+    del index.atoms["w"].states["step"]
+    made.index = lambda: index
+    written = write(made, TARGET, Topology(dp=1, zero=1))
+    share = written.load(optim(0))["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"]
+    assert share[:15].tolist() == flat(made, ["emb"], "exp_avg")
+    assert not share[15:].any()
+    assert "1 parameter lacks states that others of their group have (w, ...): those are zero" in written.plan.notes[0]
+    assert written.plan.zeros == {"w": {"exp_avg", "exp_avg_sq", "step"}}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_parameter_that_was_stepped_and_lost_its_moments_is_refused(source: Make, stage: int) -> None:
+    made = source()
+    del made.arrays["w/exp_avg"], made.arrays["w/exp_avg_sq"]
+    with pytest.raises(MissingStateError, match=r"w: exp_avg, exp_avg_sq, and has step\n.*--zero-moments keep"):
+        TARGET.plan(made.index(), Topology(dp=1, zero=stage), TargetOptions())
+    plan = TARGET.plan(made.index(), Topology(dp=1, zero=stage), TargetOptions(keeps_zeros=True))
+    assert plan.zeros == {"w": {"exp_avg", "exp_avg_sq"}}
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_states_that_the_reader_left_out_are_refused_with_its_reason(source: Make, stage: int) -> None:
+    made = source()
+    del made.arrays["w/exp_avg"], made.arrays["w/exp_avg_sq"]
+    others = {f"other.{n}": Loss(why="written shifted: save again", detail="by 8 elements") for n in range(30)}
+    lost = {**others, "w": Loss(why="written shifted: save again", detail="by 64 elements")}
+    index = replace(made.index(), lost=lost)
+    del index.atoms["w"].states["step"]
+    with pytest.raises(MissingStateError, match=r"written shifted: save again:\n  w: by 64 elements\nAdam"):
+        TARGET.plan(index, Topology(dp=1, zero=stage), TargetOptions())
+
+
+FUSED = {"model_dtype": DType.BFLOAT16, "extras": [Extra(name="ds_config", value={"optimizer": {"type": "AdamW"}})]}
+CHOSEN = {"w": Loss(why="all of these parameters, left out by --exclude", chosen=True)}
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "flat"), [(0, {}, False), (0, FUSED, True), (1, {}, True), (2, {}, True), (3, FUSED, True)]
+)
+def test_all_states_of_a_parameter_that_the_user_left_out_are_no_zeros_in_a_flat_group(
+    source: Make, stage: int, changes: dict[str, object], flat: bool
+) -> None:
+    """Where each parameter has its own, torch's optimizers start it anew."""
+    index = replace(without_states(source(**changes), "w"), lost=CHOSEN)
+    topology = Topology(dp=1, zero=stage)
+    if flat:
+        with pytest.raises(MissingStateError, match=r"left out by --exclude:\n  w\n.*--zero-moments keep"):
+            TARGET.plan(index, topology, TargetOptions())
+    plan = TARGET.plan(index, topology, TargetOptions(keeps_zeros=flat))
+    assert plan.zeros == ({"w": {"exp_avg", "exp_avg_sq", "step"}} if flat else {})
+
+
+def test_nor_is_one_state_of_it_nor_those_of_a_group_that_has_none(source: Make) -> None:
+    index = replace(source().index(), lost=CHOSEN)
+    del index.atoms["w"].states["step"]
+    with pytest.raises(MissingStateError, match="left out by --exclude"):
+        TARGET.plan(index, Topology(dp=1, zero=1), TargetOptions())
+    for atom in ("emb", "w", "void"):
+        for state in index.atoms[atom].states.keys() - {"weight"}:
+            del index.atoms[atom].states[state]
+    plan = TARGET.plan(index, Topology(dp=1, zero=1), TargetOptions())
+    assert plan.zeros == {}
+    assert any("no states of groups 0 of the optimizer are there" in note for note in plan.notes)
+
+
+def test_stage_0_of_fused_adam_is_as_flat_as_other_stages(source: Make, write: Make) -> None:
+    made = source(**FUSED)
+    index = made.index()
+    del index.atoms["w"].states["exp_avg"]
+    with pytest.raises(MissingStateError, match="w: exp_avg, and has exp_avg_sq, step"):
+        TARGET.plan(index, Topology(dp=1, zero=0), TargetOptions())
+    plan = TARGET.plan(index, Topology(dp=1, zero=0), TargetOptions(keeps_zeros=True))
+    assert plan.zeros == {"w": {"exp_avg"}}
+    assert not any("KeyError" in note for note in plan.notes)
+    made.index = lambda: without_states(made, "w", index)
+    optimizer = write(made, TARGET, Topology(dp=1, zero=0)).load(f"{TAG}/mp_rank_00_model_states.pt")["optimizer"]
+    first = optimizer["optimizer_state_dict"]["state"][0]["exp_avg"]
+    assert first[:15].tolist() == flat(made, ["emb"], "exp_avg")
+    assert not first[15:].any()
+
+
+def without_states(made: Make, name: str, index: Index | None = None) -> Index:
+    """The index of a source, with the weight alone of parameter `name`."""
+    index = index or made.index()
+    for state in index.atoms[name].states.keys() - {"weight"}:
+        del index.atoms[name].states[state]
+    return index
+
+
+def test_different_steps_in_a_flat_group_are_refused(source: Make, write: Make) -> None:
+    made = source()
+    index = made.index()
+    index.atoms["w"].states["step"] = made._step(4.0)
+    made.index = lambda: index
+    with pytest.raises(UnsupportedError, match=r"(?s)emb: 3.*w: 4"):
+        write(made, TARGET, Topology(dp=1, zero=1))
+
+
+def test_states_differ_by_group_as_with_muon(source: Make, write: Make) -> None:
+    made = source(states=[["momentum_buffer"], ["exp_avg", "exp_avg_sq"]], steps=[None, 3])
+    state = write(made, TARGET, Topology(dp=2, zero=3)).load(optim(0))["optimizer_state_dict"]["optimizer_state_dict"][
+        "state"
+    ]
+    assert list(state[0]) == ["momentum_buffer"]
+    assert list(state[1]) == ["exp_avg", "exp_avg_sq", "step"]
+
+
+def test_an_optimizer_without_states_is_written_without_states(source: Make, write: Make) -> None:
+    made = source(states=[[], []], steps=[])
+    file = write(made, TARGET, Topology(dp=2, zero=1)).load(optim(1))["optimizer_state_dict"]
+    assert file["base_optimizer_state"]["state"] == {}
+    assert [entry["lr"] for entry in file["base_optimizer_state"]["param_groups"]] == [0.1, 0.2]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"groups": [], "hypers": [], "states": [], "steps": []},
+        {"shapes": {"frozen": (3, 3)}, "groups": [[]], "hypers": [{}], "states": [[]], "steps": [], "buffers": []},
+    ],
+)
+def test_weights_alone_make_a_stage_0_model_file_only(source: Make, write: Make, changes: dict[str, object]) -> None:
+    made = source(**changes)
+    written = write(made, TARGET, Topology(dp=2, zero=0))
+    assert written.load(f"{TAG}/mp_rank_00_model_states.pt")["optimizer"] is None
+    assert "load_module_only" in written.plan.notes[-1]
+    with pytest.raises(MissingStateError, match="zero=0"):
+        write(made, TARGET, Topology(dp=2, zero=1))
+
+
+def test_stage_0_names_its_parameters_in_param_shapes_not_in_the_groups(source: Make, write: Make) -> None:
+    for changes, names in (
+        ({}, [["emb", "w", "void"], ["gate", "scalar", "bias"]]),
+        ({"model_dtype": DType.BFLOAT16}, [["emb", "w"], ["gate", "scalar", "bias"]]),
+    ):
+        made = source(**changes)
+        state = write(made, TARGET, Topology(dp=2, zero=0)).load(f"{TAG}/mp_rank_00_model_states.pt")
+        assert [list(group) for group in state["param_shapes"]] == names
+        assert state["param_shapes"][0]["emb"] == (5, 3)
+        optimizer = state["optimizer"]
+        groups = optimizer.get("optimizer_state_dict", optimizer)["param_groups"]
+        assert [sorted(group) for group in groups] == [["eps", "lr", "params", "weight_decay"]] * 2
+
+
+def test_names_that_the_source_s_own_groups_have_stay_there(source: Make, write: Make) -> None:
+    made = source(hypers=[{"param_names": ["emb", "w", "void"]}, {"param_names": ["gate", "scalar", "bias"]}])
+    optimizer = write(made, TARGET, Topology(dp=1, zero=0)).load(f"{TAG}/mp_rank_00_model_states.pt")["optimizer"]
+    assert [group["param_names"][0] for group in optimizer["param_groups"]] == ["emb", "gate"]
+
+
+def test_torch_adds_a_group_to_an_optimizer_that_loaded_a_stage_0_file(source: Make, write: Make) -> None:
+    """`add_param_group` refuses a group without names beside groups that have some."""
+    made = source(hypers=[{"lr": 0.1}, {"lr": 0.2}])
+    written = write(made, TARGET, Topology(dp=1, zero=0))
+    saved = torch.load(written.root / TAG / "mp_rank_00_model_states.pt", weights_only=True)
+    shapes = [[saved["module"][name].shape for name in group] for group in saved["param_shapes"]]
+    params = [[torch.nn.Parameter(torch.zeros(shape)) for shape in own] for own in shapes]
+    optimizer = torch.optim.AdamW([{"params": own} for own in params])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert np.array_equal(optimizer.state[params[0][1]]["exp_avg"].numpy(), made.arrays["w/exp_avg"])
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+
+
+def test_stage_3_keeps_the_shape_of_an_empty_parameter_that_nothing_frozen_stands_beside(
+    source: Make, write: Make
+) -> None:
+    """Then `frozen_param_shapes` stays None: the source may have been saved without its frozen parameters."""
+    alone = source(shapes={"w": (2, 2), "void": (0, 4)}, groups=[["w"]], hypers=[{}], states=[[]], steps=[], buffers=[])
+    for rank in range(2):
+        path = f"{TAG}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        model = write(alone, TARGET, Topology(dp=2, zero=3)).load(path)
+        assert model["frozen_param_shapes"] is model["frozen_param_fragments"] is None
+        assert model["empty_param_shapes"] == {"void": (0, 4)}
+        assert model["module"]["void"].shape == (0,), "stage 3 loads placeholders"
+        assert "empty_param_shapes" not in write(source(), TARGET, Topology(dp=2, zero=3)).load(path)
+
+
+ADAM = {"betas": (0.9, 0.99), "eps": 1e-8}
+
+
+@pytest.mark.parametrize(
+    ("stage", "states", "words"),
+    [
+        (0, [], "no states of the optimizer are there: load_checkpoint restores weights and hyper-parameters"),
+        (3, [], "no states of the optimizer are there: load_checkpoint restores weights and hyper-parameters"),
+        (
+            0,
+            ["exp_avg"],
+            "lacks exp_avg_sq, step: it fails, or the first step after it, with KeyError. load_module_only",
+        ),
+        (1, ["exp_avg"], "KeyError. load_optimizer_states=False loads the weights alone. Leave out all states"),
+        (3, ["exp_avg_sq"], "lacks exp_avg, step: .*loads the weights alone; load_module_only=True would load none"),
+    ],
+)
+def test_what_deepspeed_cannot_resume_is_told(
+    source: Make, write: Make, stage: int, states: list[str], words: str
+) -> None:
+    made = source(states=[states, states], steps=[], hypers=[ADAM, ADAM])
+    notes = write(made, TARGET, Topology(dp=2, zero=stage)).plan.notes
+    assert sum(re.search(words, note) is not None for note in notes) == 1, notes
+
+
+def test_masters_that_would_be_rounded_are_told(source: Make, write: Make) -> None:
+    made = source(states=[["exp_avg"]] * 2, hypers=[ADAM, ADAM], model_dtype=DType.BFLOAT16)
+    notes = write(made, TARGET, Topology(dp=2, zero=2)).plan.notes
+    assert any("with masters rounded to bf16" in note for note in notes)
+
+
+def test_one_group_without_states_is_named(source: Make, write: Make) -> None:
+    made = source(states=[["momentum_buffer"], []], steps=[])
+    notes = write(made, TARGET, Topology(dp=2, zero=2)).plan.notes
+    assert any(note.startswith("no states of groups 1 of the optimizer are there") for note in notes)
+
+
+def test_at_stage_0_a_single_parameter_that_lacks_a_state_is_named(source: Make, write: Make) -> None:
+    made = source(hypers=[ADAM, ADAM])
+    del made.arrays["w/exp_avg"]
+    notes = write(made, TARGET, Topology(dp=1, zero=0)).plan.notes
+    assert any("which lacks exp_avg of w: " in note for note in notes)
+    del made.arrays["w/exp_avg_sq"], made.arrays["gate/exp_avg"], made.arrays["gate/exp_avg_sq"]
+    index = made.index()
+    for name in ("w", "gate"):
+        del index.atoms[name].states["step"]
+    plan = TARGET.plan(index, Topology(dp=1, zero=0), TargetOptions())
+    assert not any("lacks" in note for note in plan.notes), "never stepped: torch starts those when it first steps them"
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_whole_optimizers_need_no_notes(source: Make, write: Make, stage: int) -> None:
+    for states, hyper in ((["exp_avg", "exp_avg_sq"], ADAM), (["exp_avg"], {"betas": (0.9, 0.99)})):
+        made = source(states=[states, states], hypers=[hyper, hyper])
+        notes = write(made, TARGET, Topology(dp=2, zero=stage)).plan.notes
+        assert not any("load_checkpoint" in note for note in notes)
+
+
+def test_a_trained_parameter_outside_all_groups_is_refused(source: Make, write: Make) -> None:
+    with pytest.raises(MissingStateError, match="bias"):
+        write(source(groups=[["emb", "w"], ["gate", "scalar"]]), TARGET, Topology(dp=2, zero=1))
+
+
+@pytest.mark.parametrize("topology", [Topology(dp=2), Topology(dp=2, tp=2, zero=1)])
+def test_topologies_it_cannot_write_are_refused(source: Make, write: Make, topology: Topology) -> None:
+    with pytest.raises((UsageError, UnsupportedError), match=r"ZeRO stage|tp"):
+        write(source(), TARGET, topology)
+
+
+def test_layouts_and_compression_are_refused(source: Make, write: Make) -> None:
+    with pytest.raises(UsageError, match="--layout"):
+        write(source(), TARGET, Topology(dp=1, zero=1), TargetOptions(compress=True))
+
+
+def test_the_source_topology_is_the_default(source: Make, write: Make) -> None:
+    written = write(source(topology=Topology(dp=3, zero=3)), TARGET)
+    assert len([name for name in written.names() if name.endswith("optim_states.pt")]) == 3
+
+
+def test_latest_names_the_tag(source: Make, write: Make) -> None:
+    written = write(source(), TARGET, Topology(dp=1, zero=1))
+    assert (written.root / "latest").read_text() == TAG
+
+
+def test_extras_are_where_the_engine_reads_them(source: Make, write: Make) -> None:
+    made = source()
+    ref = made.index().atoms["gate"].states["weight"].fragments[0].ref
+    extras = [
+        Extra(name="engine", value={"skipped_steps": 2, "global_steps": 9, "global_samples": 72}),
+        Extra(name="lr_scheduler", value={"last_batch_iteration": 8}),
+        Extra(name="optimizer", value={"clip_grad": 0.5, "overflow": True}),
+        Extra(name="client_state", value={"epoch": 4, "ema": [ref]}),
+        Extra(name="ds_config", value={"zero_optimization": {"stage": 1, "overlap_comm": True}}),
+        Extra(name="torchrun_log", value=1),
+    ]
+    made = source(extras=extras)
+    written = write(made, TARGET, Topology(dp=2, zero=3))
+    for rank in range(2):
+        model = written.load(f"{TAG}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        assert (model["skipped_steps"], model["global_steps"], model["global_samples"]) == (2, 9, 72)
+        assert model["lr_scheduler"] == {"last_batch_iteration": 8}
+        assert model["epoch"] == 4
+        assert model["ema"][0].tolist() == flat(made, ["gate"], "weight")
+        assert model["ds_config"]["zero_optimization"] == {"stage": 3, "overlap_comm": True}
+    assert written.load(optim(0))["optimizer_state_dict"]["overflow"] is True
+    assert any("torchrun_log" in note for note in written.plan.notes)
+
+
+def test_values_of_single_ranks_come_back_when_the_ranks_are_as_many(source: Make, write: Make) -> None:
+    extras = [
+        Extra(name="client_state", value={"epoch": 4}),
+        *(Extra(name="client_state", value={"seed": rank}, rank=rank) for rank in range(2)),
+    ]
+    same = write(source(extras=extras, topology=Topology(dp=2, zero=3)), TARGET, Topology(dp=2, zero=3))
+    path = f"{TAG}/zero_pp_rank_1_mp_rank_00_model_states.pt"
+    assert (same.load(path)["epoch"], same.load(path)["seed"]) == (4, 1)
+    other = write(source(extras=extras, topology=Topology(dp=2, zero=3)), TARGET, Topology(dp=3, zero=3))
+    assert "seed" not in other.load(path)
+    assert any("values of single ranks" in note and "client_state" in note for note in other.plan.notes)
+
+
+def test_without_a_known_gradient_clipping_the_engine_keeps_its_own(source: Make, write: Make) -> None:
+    bare = write(source(), TARGET, Topology(dp=1, zero=1)).load(optim(0))["optimizer_state_dict"]
+    assert "clip_grad" not in bare
+    known = source(extras=config(gradient_clipping=1.5))
+    assert write(known, TARGET, Topology(dp=1, zero=2)).load(optim(0))["optimizer_state_dict"]["clip_grad"] == 1.5
+
+
+SCALER = Stub(
+    GlobalName("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
+    state={
+        "cur_scale": 512.0,
+        "dynamic": True,
+        "cur_iter": 5,
+        "last_overflow_iter": 3,
+        "scale_factor": 2.0,
+        "scale_window": 100,
+        "cur_hysteresis": 1,
+    },
+    has_state=True,
+)
+FP16 = {"fp16": {"enabled": True, "hysteresis": 3, "min_loss_scale": 2}}
+
+
+def test_a_loss_scaler_goes_from_an_object_to_numbers(source: Make, write: Make) -> None:
+    made = source(model_dtype=DType.FLOAT16, extras=[Extra(name="loss_scaler", value=SCALER), *config(**FP16)])
+    optimizer = write(made, TARGET, Topology(dp=1, zero=0)).load(f"{TAG}/mp_rank_00_model_states.pt")["optimizer"]
+    numbers = {key: optimizer[key] for key in ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter")}
+    assert numbers == {"dynamic_loss_scale": True, "cur_scale": 512.0, "cur_iter": 5, "last_overflow_iter": 3}
+    kept = write(made, TARGET, Topology(dp=1, zero=2)).load(optim(0))["optimizer_state_dict"]
+    assert kept["loss_scaler"] == ("DynamicLossScaler", SCALER.state)
+    assert kept["dynamic_loss_scale"] is True
+
+
+def test_a_loss_scaler_goes_from_numbers_to_an_object(source: Make, write: Make) -> None:
+    numbers = {
+        "dynamic_loss_scale": True,
+        "cur_scale": 64.0,
+        "cur_iter": 9,
+        "last_overflow_iter": -1,
+        "scale_factor": 2.0,
+        "scale_window": 50,
+    }
+    made = source(model_dtype=DType.FLOAT16, extras=[Extra(name="loss_scaler", value=numbers), *config(**FP16)])
+    name, state = write(made, TARGET, Topology(dp=1, zero=3)).load(optim(0))["optimizer_state_dict"]["loss_scaler"]
+    assert name == "DynamicLossScaler"
+    assert (state["cur_scale"], state["cur_iter"], state["scale_window"]) == (64.0, 9, 50)
+    assert (state["delayed_shift"], state["min_scale"], state["consecutive_hysteresis"]) == (3, 2, False)
+    assert state["dtype"] == GlobalName("torch", "float16")
+
+
+MUON = [{"use_muon": True, "momentum": 0.95}, {"use_muon": False}]
+
+
+def test_muon_keeps_its_momentum_whole_for_every_parameter_that_a_share_touches(source: Make, write: Make) -> None:
+    made = source(states=[["momentum_buffer"], ["exp_avg", "exp_avg_sq"]], hypers=MUON, steps=[None, 3])
+    written = write(made, TARGET, Topology(dp=3, zero=2))
+    touched = [["emb"], ["emb", "w"], ["w"]]
+    for rank, names in enumerate(touched):
+        state = written.load(optim(rank))["optimizer_state_dict"]["base_optimizer_state"]["state"]
+        assert state[0]["momentum_buffer"].tolist() == flat(made, names, "momentum_buffer")
+        assert state[1]["exp_avg"].size == 4
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    ],
+)
+def test_muon_on_the_cpu_and_in_bf16_optimizer_shares_its_momentum(
+    source: Make, write: Make, sections: dict[str, object]
+) -> None:
+    made = source(states=[["momentum_buffer"], []], hypers=MUON, steps=[], extras=config(**sections))
+    prefix = "bf16_" if "bf16" in sections else ""
+    file = write(made, TARGET, Topology(dp=3, zero=1)).load(optim(0, prefix))["optimizer_state_dict"]
+    assert file["base_optimizer_state"]["state"][0]["momentum_buffer"].size == 10
+
+
+def test_buffers_of_single_ranks_go_to_the_files_of_those_ranks(source: Make, write: Make) -> None:
+    made = source()
+    ref = made.index().atoms["mean"].states["weight"].fragments[0].ref
+    other = made.index().atoms["bias"].states["weight"].fragments[0].ref
+    own = replace(other, shape=ref.shape)
+    made = source(extras=[Extra(name="buffer/mean", value=own, rank=1)], topology=Topology(dp=2, zero=3))
+    written = write(made, TARGET, Topology(dp=2, zero=3))
+    means = [written.load(f"{TAG}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt")["module"]["mean"] for rank in (0, 1)]
+    assert means[0].tolist() == flat(made, ["mean"], "weight")
+    assert means[1].tolist() == flat(made, ["bias"], "weight")[:2]
+    narrowed = write(made, TARGET, Topology(dp=2, zero=1))
+    assert any("buffer/mean" in note for note in narrowed.plan.notes)
+
+
+def test_what_a_module_keeps_beside_tensors_is_in_the_module_again(source: Make, write: Make) -> None:
+    versions = OrderedDict({"": {"version": 1}})
+    extras = [Extra(name="module/norm._extra_state", value={"calls": 3}), Extra(name="module_metadata", value=versions)]
+    written = write(source(extras=extras), TARGET, Topology(dp=1, zero=1))
+    root = read_archive(str(written.root / TAG / "mp_rank_00_model_states.pt")).root
+    assert isinstance(root, dict)
+    assert root["module"]["norm._extra_state"] == {"calls": 3}
+    assert root["module"]._metadata == versions
+
+
+def test_steps_that_are_tensors_are_compared_by_recorded_checksums(source: Make, write: Make) -> None:
+    made = source()
+    index = made.index()
+
+    def step_at(offset: int) -> StateIndex:
+        ref = TensorRef(path=str(made.path), offset=offset, dtype=DType.FLOAT32, shape=(), strides=())
+        return StateIndex(dtype=DType.FLOAT32, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=ref),))
+
+    for number, name in enumerate(("emb", "w", "gate", "scalar", "bias")):
+        index.atoms[name].states["step"] = step_at(4 * number)
+    crcs = [7, 7, 9, 9, 9]
+    same = [Record(path=str(made.path), name="", offset=4 * n, nbytes=4, crc32=crc) for n, crc in enumerate(crcs)]
+    sure = TARGET.plan(replace(index, records=tuple(same)), Topology(dp=1, zero=2), TargetOptions())
+    assert not any("step" in note for note in sure.notes)
+    unsure = TARGET.plan(index, Topology(dp=1, zero=2), TargetOptions())
+    assert any("step" in note and "first parameter's is taken" in note for note in unsure.notes)
+    differing = (*same[:-1], replace(same[-1], crc32=8))
+    with pytest.raises(UnsupportedError, match="a tensor at 16"):
+        TARGET.plan(replace(index, records=differing), Topology(dp=1, zero=2), TargetOptions())
+
+
+def test_a_static_loss_scale_stays_static(source: Make, write: Make) -> None:
+    made = source(model_dtype=DType.FLOAT16, extras=config(fp16={"enabled": True, "loss_scale": 128}))
+    file = write(made, TARGET, Topology(dp=1, zero=2)).load(optim(0))["optimizer_state_dict"]
+    assert file["loss_scaler"] == ("LossScaler", {"cur_scale": 128.0, "dynamic": False})
+    assert file["dynamic_loss_scale"] is False
+
+
+def test_a_state_of_another_shape_cannot_lie_in_a_flat_buffer(source: Make, write: Make) -> None:
+    made = source()
+    made.arrays["emb/exp_avg"] = made.arrays["emb/exp_avg"][:, 0].copy()
+    with pytest.raises(UnsupportedError, match=r"emb/exp_avg: \[5\]"):
+        write(made, TARGET, Topology(dp=1, zero=1))
+
+
+def test_dtypes_asked_for_reach_masters_and_moments(source: Make, write: Make) -> None:
+    options = TargetOptions(dtypes={"exp_avg": "bfloat16"})
+    written = write(source(), TARGET, Topology(dp=1, zero=1), options)
+    state = written.load(optim(0))["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (np.dtype("<u2"), np.dtype("<f4"))
+    assert written.plan.casts == ("exp_avg: float32 -> bfloat16 in 5 parameters",)
+
+
+def test_a_step_that_was_a_python_float_is_a_whole_number(source: Make, write: Make) -> None:
+    made = source()
+    index = made.index()
+    ref = InlineTensor(data=struct.pack("<d", 3.0), dtype=DType.FLOAT64)
+    step = StateIndex(dtype=DType.FLOAT64, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=ref),))
+    for name in ("emb", "w", "gate", "scalar", "bias"):
+        index.atoms[name].states["step"] = step
+    made.index = lambda: index
+    state = write(made, TARGET, Topology(dp=1, zero=1)).load(optim(0))["optimizer_state_dict"]["base_optimizer_state"]
+    assert type(state["state"][0]["step"]) is int

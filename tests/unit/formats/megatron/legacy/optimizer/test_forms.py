@@ -1,0 +1,179 @@
+"""Names of optimizer states that are recorded without any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ucp_formats.megatron.source import MegatronFormat
+
+from ucp.core.index import Kind, check_cover
+from ucp.errors import MalformedError
+
+
+def reorder(run) -> None:
+    """Save the model's tensors in another order than the optimizer has them."""
+    for root in run.roots.values():
+        root["model"] = dict(reversed(root["model"].items()))
+
+
+@pytest.mark.parametrize("optimizer", ["whole", "L1", "L2", "L3", "L3a"])
+def test_contents_tell_where_the_order_is_another(fake_legacy, tmp_path: Path, optimizer: str) -> None:
+    run = fake_legacy(kind="llama", tp=2, optimizer=optimizer)
+    ordered = MegatronFormat().read(run.save(tmp_path / "ordered"))
+    reorder(run)
+    index = MegatronFormat().read(run.save(tmp_path / "reordered"))
+    check_cover(index)
+    for name, atom in index.atoms.items():
+        for state, own in atom.states.items():
+            if own.global_shape:
+                boxes = [(piece.box, piece.ref.strides) for piece in own.fragments]
+                assert boxes == [
+                    (piece.box, piece.ref.strides) for piece in ordered.atoms[name].states[state].fragments
+                ]
+    assert any("not in the usual order" in note for note in index.notes)
+
+
+@pytest.mark.parametrize("optimizer", ["L3", "L3a"])
+def test_what_is_not_trained_has_no_states(fake_legacy, tmp_path: Path, optimizer: str) -> None:
+    frozen = ("embedding.word_embeddings.weight", "decoder.layers.2.mlp.linear_fc1.weight")
+    run = fake_legacy(kind="llama", optimizer=optimizer, frozen=frozen)
+    index = MegatronFormat().read(run.save(tmp_path))
+    check_cover(index)
+    assert {name for name, atom in index.atoms.items() if atom.kind is Kind.FROZEN} == set(frozen)
+    assert set(index.atoms[frozen[0]].states) == {"weight"}
+    assert not set(frozen) & {name for group in index.groups for name in group.params}
+
+
+def test_groups_follow_the_rule(fake_legacy, tmp_path: Path) -> None:
+    index = MegatronFormat().read(fake_legacy(kind="gpt", optimizer="L3a").save(tmp_path))
+    decayed, others = index.groups
+    assert decayed.hyper["wd_mult"] == 1.0
+    assert all(len(index.atoms[name].global_shape) == 2 for name in decayed.params)
+    assert all(len(index.atoms[name].global_shape) == 1 for name in others.params)
+    assert list(decayed.params) == [name for name in index.atoms if name in decayed.params]
+
+
+def test_a_step_of_every_parameter(fake_legacy, tmp_path: Path) -> None:
+    for optimizer, dtype in (("whole", "float32"), ("L3a", "int64")):
+        index = MegatronFormat().read(fake_legacy(kind="llama", tp=2, optimizer=optimizer).save(tmp_path / optimizer))
+        steps = [atom.states["step"] for atom in index.atoms.values()]
+        assert {str(step.dtype) for step in steps} == {dtype}
+        assert {len(step.fragments) for step in steps} == {2}
+
+
+def test_parameters_kept_in_fp32_have_a_buffer_of_their_own(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="llama", optimizer="L3a")
+    model = run.roots["mp_rank_00"]["model"]
+    own = run.buffers["mp_rank_00"][0][torch.bfloat16, torch.float32]
+    norms = [name for name in model if name.endswith("layernorm.weight")]
+    apart, rest, values = {}, {}, {"param": run.masters, **run.moments}
+    for key, tensors in values.items():
+        for chosen, into in ((norms, apart), ([n for n in tensors if n not in norms], rest)):
+            parts = []
+            for name in reversed(chosen):
+                flat = tensors[name].flatten()
+                gap = -sum(len(part) for part in parts) % 64
+                parts += [torch.zeros(gap), flat]
+            into[key] = torch.cat(parts)
+    assert own["param"].numel() >= rest["param"].numel()
+    file = {"buckets_coalesced": True, 0: {(torch.bfloat16, torch.float32): rest}, 1: {(torch.float32,) * 2: apart}}
+    run.buffers["mp_rank_00"] = file
+    for name in norms:
+        model[name] = run.masters[name].clone()
+    index = MegatronFormat().read(run.save(tmp_path))
+    check_cover(index)
+    assert {name for name, atom in index.atoms.items() if atom.model_dtype is None} == set(norms)
+    assert all(atom.kind is Kind.PARAMETER for atom in index.atoms.values())
+
+
+def test_masters_of_some_parameters_only(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="llama", optimizer="whole")
+    root = run.roots["mp_rank_00"]
+    norms = [name for name in root["model"] if name.endswith("layernorm.weight")]
+    for name in norms:
+        root["model"][name] = run.masters[name].clone()
+    root["optimizer"]["fp32_from_fp16_params"][1] = []
+    index = MegatronFormat().read(run.save(tmp_path))
+    check_cover(index)
+    assert {name for name, atom in index.atoms.items() if atom.model_dtype is None} == set(norms)
+
+
+def test_the_scale_of_the_loss_is_kept_once(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="llama", tp=2, optimizer="whole")
+    for root in run.roots.values():
+        root["optimizer"]["grad_scaler"] = {"scale": torch.tensor([4.0]), "growth_tracker": 3}
+    index = MegatronFormat().read(run.save(tmp_path / "same"))
+    assert [extra.name for extra in index.extras if extra.name.startswith("optimizer")] == ["optimizer/grad_scaler"]
+    run.roots["mp_rank_01"]["optimizer"]["grad_scaler"] = {"scale": torch.tensor([8.0]), "growth_tracker": 3}
+    index = MegatronFormat().read(run.save(tmp_path / "other"))
+    assert [extra.name for extra in index.extras if extra.name.startswith("optimizer")] == [
+        "optimizer/grad_scaler/pp0.tp0",
+        "optimizer/grad_scaler/pp0.tp1",
+    ]
+
+
+NORM = "decoder.layers.{}.{}_layernorm.weight"
+
+
+@pytest.mark.parametrize("optimizer", ["whole", "L1", "L2", "L3", "L3a"])
+def test_equal_norms_that_are_all_trained_go_by_order(fake_legacy, tmp_path: Path, optimizer: str) -> None:
+    run = fake_legacy(kind="llama", tp=2, optimizer=optimizer, plain_norms=True)
+    index = MegatronFormat().read(run.save(tmp_path))
+    check_cover(index)
+    for name, atom in index.atoms.items():
+        if "norm" in name:
+            ref = atom.states["exp_avg"].fragments[0].ref
+            with open(ref.path, "rb") as file:
+                file.seek(ref.offset)
+                data = bytearray(file.read(ref.nbytes))
+            assert torch.equal(torch.frombuffer(data, dtype=torch.float32), run.moments["exp_avg"][name])
+
+
+@pytest.mark.parametrize("optimizer", ["whole", "L3", "L3a"])
+def test_equal_norms_between_trained_weights_are_known(fake_legacy, tmp_path: Path, optimizer: str) -> None:
+    """Frozen weights leave no doubt: as many norms are trained as there are."""
+    frozen = ("decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.2.self_attention.linear_qkv.weight")
+    run = fake_legacy(kind="llama", optimizer=optimizer, plain_norms=True, frozen=frozen)
+    index = MegatronFormat().read(run.save(tmp_path))
+    assert {name for name, atom in index.atoms.items() if atom.kind is Kind.FROZEN} == set(frozen)
+
+
+@pytest.mark.parametrize("optimizer", ["whole", "fp32", "L2", "L3", "L3a"])
+def test_equal_norms_of_which_some_are_frozen_are_refused(fake_legacy, tmp_path: Path, optimizer: str) -> None:
+    """Of a frozen norm and its neighbour either may be trained: nothing in the files tells."""
+    layer = tuple(name for name in fake_legacy(kind="llama").masters if name.startswith("decoder.layers.1."))
+    kept = NORM.format(1, "pre_mlp")
+    frozen = tuple(name for name in layer if name != kept)
+    run = fake_legacy(kind="llama", optimizer=optimizer, plain_norms=True, frozen=frozen)
+    with pytest.raises(MalformedError, match="order does not tell them apart") as caught:
+        MegatronFormat().read(run.save(tmp_path))
+    assert kept in str(caught.value)
+    assert NORM.format(1, "input") in str(caught.value)
+    assert "--no-save-optim" in str(caught.value)
+
+
+def test_a_frozen_norm_of_a_whole_optimizer(fake_legacy, tmp_path: Path) -> None:
+    """Groups are listed apart from weights, so that norms between weights are not between them there."""
+    run = fake_legacy(kind="llama", optimizer="whole", plain_norms=True, frozen=(NORM.format(0, "input"),))
+    with pytest.raises(MalformedError, match="8 parameters have the same contents"):
+        MegatronFormat().read(run.save(tmp_path))
+
+
+def test_contents_tell_frozen_norms_of_a_whole_optimizer(fake_legacy, tmp_path: Path) -> None:
+    frozen = (NORM.format(0, "input"), "embedding.word_embeddings.weight")
+    run = fake_legacy(kind="llama", tp=2, optimizer="whole", frozen=frozen)
+    index = MegatronFormat().read(run.save(tmp_path))
+    check_cover(index)
+    assert {name for name, atom in index.atoms.items() if atom.kind is Kind.FROZEN} == set(frozen)
+    assert not [note for note in index.notes if "usual order" in note]
+
+
+def test_equal_norms_in_an_unusual_order_are_refused(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="llama", optimizer="whole", plain_norms=True)
+    root = run.roots["mp_rank_00"]
+    rows = root["optimizer"]["fp32_from_fp16_params"]
+    rows[0].reverse()
+    with pytest.raises(MalformedError, match="order does not tell them apart"):
+        MegatronFormat().read(run.save(tmp_path))

@@ -1,0 +1,269 @@
+"""What is wrong with a legacy checkpoint is told, all of a kind together."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from ucp_formats.megatron.legacy.source import read_legacy
+from ucp_formats.megatron.locate import locate
+from ucp_formats.megatron.source import MegatronFormat
+
+from ucp.api import convert
+from ucp.contract import registry
+from ucp.errors import (
+    FamilyError,
+    MalformedError,
+    MissingFileError,
+    ReplicaError,
+    SourceError,
+    UnknownFamilyError,
+    UnsupportedError,
+)
+
+
+def read(folder: Path) -> object:
+    return MegatronFormat().read(folder)
+
+
+def test_missing_ranks_are_named_together(fake_legacy, tmp_path: Path) -> None:
+    folder = fake_legacy(kind="llama", tp=2, pp=2).save(tmp_path)
+    shutil.rmtree(folder / "iter_0000010" / "mp_rank_01_000")
+    (folder / "iter_0000010" / "mp_rank_00_001" / "model_optim_rng.pt").unlink()
+    with pytest.raises(MissingFileError, match="tp=2,pp=2") as caught:
+        read(folder)
+    assert "mp_rank_01_000/model_optim_rng.pt (tp rank 1, stage 0, expert rank 0)" in str(caught.value)
+    assert "mp_rank_00_001/model_optim_rng.pt" in str(caught.value)
+
+
+def test_every_file_of_a_missing_rank_is_named(fake_legacy, tmp_path: Path) -> None:
+    """Also where its folder is there: what the other ranks have of the distributed optimizer, it lacks."""
+    there = fake_legacy(kind="llama", tp=2, pp=2, optimizer="L3a").save(tmp_path) / "iter_0000010"
+    shutil.rmtree(there / "mp_rank_01_001")
+    (there / "mp_rank_00_001" / "model_optim_rng.pt").unlink()
+    (there / "mp_rank_01_000" / "model_optim_rng.pt").unlink()
+    (there / "mp_rank_01_000" / "distrib_optim.pt").unlink()
+    with pytest.raises(MissingFileError, match="5 problems") as caught:
+        read(there.parent)
+    told = [line.split()[1] for line in str(caught.value).splitlines() if "missing: " in line]
+    assert sorted(told) == [
+        "mp_rank_00_001/model_optim_rng.pt",
+        "mp_rank_01_000/distrib_optim.pt",
+        "mp_rank_01_000/model_optim_rng.pt",
+        "mp_rank_01_001/distrib_optim.pt",
+        "mp_rank_01_001/model_optim_rng.pt",
+    ]
+
+
+def test_a_sparse_grid_lacks_nothing(fake_legacy, tmp_path: Path) -> None:
+    folder = fake_legacy(kind="mixtral", tp=2, ep=2, etp=1, dp=1).save(tmp_path)
+    assert sorted(own.name for own in (folder / "iter_0000010").iterdir()) == ["mp_rank_00_000", "mp_rank_01_001"]
+    shutil.rmtree(folder / "iter_0000010" / "mp_rank_01_001")
+    with pytest.raises(MissingFileError, match="mp_rank_01_001"):
+        read(folder)
+
+
+def test_files_that_no_rank_saved_are_no_lost_copies(fake_legacy, tmp_path: Path) -> None:
+    folder = fake_legacy(kind="mixtral", tp=4, ep=2, etp=1, dp=1).save(tmp_path)
+    there = folder / "iter_0000010"
+    read(folder)  # as versions save it that let the first of every dense group save, too
+    for name in ("mp_rank_02_000", "mp_rank_03_001"):
+        (there / name / "model_optim_rng.pt").unlink()
+    with pytest.raises(UnsupportedError, match=r"no model_optim_rng.pt in mp_rank_02_000, mp_rank_03_001") as caught:
+        read(folder)
+    assert "opy what is missing" not in str(caught.value)
+    (there / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
+    with pytest.raises(MissingFileError, match=r"missing: mp_rank_01_001"):
+        read(folder)
+
+
+def test_stages_of_which_a_later_one_begins_the_model(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="llama", pp=2, optimizer="none")
+    for root in run.roots.values():
+        del root["args"].rank
+    folder = run.save(tmp_path)
+    read(folder)
+    there = folder / "iter_0000010"
+    (there / "mp_rank_00_000").rename(there / "aside")
+    (there / "mp_rank_00_001").rename(there / "mp_rank_00_000")
+    (there / "aside").rename(there / "mp_rank_00_001")
+    with pytest.raises(MalformedError, match=r"on stage 0, chunk 0, .*; it is on stage 1, chunk 0 only"):
+        read(folder)
+
+
+def test_missing_buffers_are_named_together(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="llama", tp=2, optimizer="L3a")
+    run.buffers.clear()
+    with pytest.raises(MissingFileError, match="2 files") as caught:
+        read(run.save(tmp_path))
+    assert "mp_rank_01/distrib_optim.pt" in str(caught.value)
+
+
+def test_damaged_and_foreign_files_are_told_together(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="llama", tp=4)
+    run.roots["mp_rank_02"]["iteration"] = 11
+    folder = run.save(tmp_path)
+    (folder / "iter_0000010" / "mp_rank_03" / "model_optim_rng.pt").write_bytes(b"nonsense")
+    with pytest.raises(MalformedError, match="2 problems") as caught:
+        read(folder)
+    assert "mp_rank_03/model_optim_rng.pt" in str(caught.value)
+    assert "iteration is a int (11), elsewhere a int (10)" in str(caught.value)
+
+
+def test_arguments_that_are_none_are_told_beside_what_is_missing(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="llama", tp=4)
+    run.roots["mp_rank_02"]["args"] = "none"
+    folder = run.save(tmp_path)
+    shutil.rmtree(folder / "iter_0000010" / "mp_rank_03")
+    with pytest.raises(SourceError, match="mp_rank_02") as caught:
+        read(folder)
+    assert "mp_rank_03/model_optim_rng.pt" in str(caught.value)
+
+
+def test_a_rank_too_many_is_of_another_run(fake_legacy, tmp_path: Path) -> None:
+    folder = fake_legacy(kind="llama", tp=2).save(tmp_path)
+    there = folder / "iter_0000010"
+    shutil.copytree(there / "mp_rank_00", there / "mp_rank_02")
+    with pytest.raises(MalformedError, match="extra: mp_rank_02"):
+        read(folder)
+
+
+def test_file_names_that_collide_are_refused(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="mixtral", ep=2, dp=2)
+    for root in run.roots.values():
+        root["args"].expert_tensor_parallel_size = 2
+    with pytest.raises(UnsupportedError, match="one folder name"):
+        read(run.save(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["model_rng.pt", "optim.pt"])
+def test_the_layout_of_2022_is_refused_by_name(fake_legacy, tmp_path: Path, name: str) -> None:
+    folder = fake_legacy(kind="llama").save(tmp_path)
+    (folder / "iter_0000010" / "mp_rank_00" / name).write_bytes(b"")
+    with pytest.raises(UnsupportedError, match="2022-03 to 2023-05"):
+        read(folder)
+
+
+@pytest.mark.parametrize(("pp", "said"), [(1, 3), (1, 0), (2, 0), (2, 1)])
+def test_layers_beyond_those_that_the_arguments_say(fake_legacy, tmp_path: Path, pp: int, said: int) -> None:
+    run = fake_legacy(kind="llama", pp=pp, optimizer="none")
+    for root in run.roots.values():
+        root["args"].num_layers = said
+    with pytest.raises(MalformedError, match=rf"expected {said} layers.*there are 4"):
+        read(run.save(tmp_path))
+
+
+def test_layers_that_do_not_add_up(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="llama", pp=2, optimizer="none")
+    for root in run.roots.values():
+        root["args"].num_layers = 6
+    with pytest.raises(MalformedError, match=r"expected 6 layers.*there are 4") as caught:
+        read(run.save(tmp_path))
+    assert "stage 1, chunk 0: 2 layers" in str(caught.value)
+
+
+def test_names_without_a_rule_are_listed_together(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="llama", optimizer="none")
+    run.roots["mp_rank_00"]["model"] |= {"my.adapter.weight": torch.ones(2), "my.gate": torch.ones(1)}
+    folder = run.save(tmp_path)
+    with pytest.raises(UnknownFamilyError, match=r"my\.adapter\.weight"):
+        read(folder)
+
+    def llama(shapes, arguments, axes):
+        return registry.family("llama").bind(shapes=shapes, arguments=arguments, axes=axes), ("asked for",)
+
+    with pytest.raises(FamilyError, match="2 names have no rule") as caught:
+        read_legacy(locate(folder), "megatron", llama)
+    assert "my.adapter.weight" in str(caught.value)
+    assert "my.gate" in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 4}])
+def test_names_without_a_rule_are_those_of_all_stages(fake_legacy, tmp_path: Path, options: dict[str, int]) -> None:
+    """The keys of every stage begin at 0; the numbers told are those of the model, each once."""
+    folder = fake_legacy(kind="llama", optimizer="none", **options).save(tmp_path)
+
+    def mixtral(shapes, arguments, axes):
+        return registry.family("mixtral").bind(shapes=shapes, arguments=arguments, axes=axes), ("asked for",)
+
+    with pytest.raises(FamilyError, match="8 names have no rule in the family 'mixtral'") as caught:
+        read_legacy(locate(folder), "megatron", mixtral)
+    told = [line.strip() for line in str(caught.value).splitlines() if line.startswith("  ")]
+    assert sorted(told) == [f"decoder.layers.{n}.mlp.linear_fc{part}.weight" for n in range(4) for part in (1, 2)]
+
+
+def test_names_with_two_rules_are_listed_together(fake_legacy, tmp_path: Path) -> None:
+    folder = fake_legacy(kind="llama", optimizer="none").save(tmp_path / "source")
+    mine = tmp_path / "mine.toml"
+    rule = '[[rule]]\nname = "decoder.layers.{block}.mlp.linear_fc2.weight"\ntp = "replicate"\n'
+    mine.write_text(f'name = "mine"\nextends = ["llama"]\n{rule}')
+
+    def chosen(shapes, arguments, axes):
+        library, name = registry.library().with_file(mine)
+        return library.family(name).bind(shapes=shapes, arguments=arguments, axes=axes), ("asked for",)
+
+    with pytest.raises(FamilyError, match="4 names have two rules") as caught:
+        read_legacy(locate(folder), "megatron", chosen)
+    assert "decoder.layers.3.mlp.linear_fc2.weight" in str(caught.value)
+
+
+def test_the_wrong_family_is_told_what_it_lacks(fake_legacy, tmp_path: Path) -> None:
+    folder = fake_legacy(kind="mixtral", optimizer="none").save(tmp_path)
+
+    def llama(shapes, arguments, axes):
+        return registry.family("llama").bind(shapes=shapes, arguments=arguments, axes=axes), ("asked for",)
+
+    with pytest.raises(FamilyError, match="36 names have no rule in the family 'llama'"):
+        read_legacy(locate(folder), "megatron", llama)
+
+
+def test_drift_of_a_replica_is_told_by_name(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="llama", tp=2)
+    drifted = run.masters["decoder.layers.1.input_layernorm.weight"] + 1
+    run.roots["mp_rank_01"]["model"]["decoder.layers.1.input_layernorm.weight"] = drifted.bfloat16()
+    run.roots["mp_rank_01"]["optimizer"]["fp32_from_fp16_params"][1][2] = drifted
+    with pytest.raises(ReplicaError, match=r"decoder\.layers\.1\.input_layernorm\.weight/weight") as caught:
+        convert(run.save(tmp_path / "source"), tmp_path / "out")
+    assert "mp_rank_01" in str(caught.value)
+
+
+def test_tied_embeddings_that_drifted_are_told(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="gpt", pp=2, tied=True, optimizer="none")
+    run.roots["mp_rank_00_001"]["model"]["output_layer.weight"][0, 0] += 1
+    with pytest.raises(ReplicaError, match=r"embedding\.word_embeddings\.weight/weight: 1 of 128"):
+        convert(run.save(tmp_path / "source"), tmp_path / "out")
+
+
+def test_weights_that_are_not_those_of_the_masters(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="llama", optimizer="whole")
+    run.roots["mp_rank_00"]["model"]["decoder.layers.1.mlp.linear_fc2.weight"][0] += 1
+    with pytest.raises(MalformedError, match=r"do not:\n  decoder.layers.1.mlp.linear_fc2.weight \[8, 12\]\nNames of"):
+        read(run.save(tmp_path))
+
+
+def test_masters_of_another_run(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="llama", optimizer="whole")
+    for own in run.roots["mp_rank_00"]["model"].values():
+        if own is not None:
+            own.add_(1)
+    with pytest.raises(MalformedError, match=r"fits none of them") as caught:
+        read(run.save(tmp_path))
+    assert "decoder.layers.1.mlp.linear_fc2.weight [8, 12]" in str(caught.value)
+
+
+def test_stretches_of_buffers_without_a_parameter(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="llama", optimizer="L3a")
+    run.roots["mp_rank_00"]["model"]["decoder.layers.1.mlp.linear_fc2.weight"][0] += 1
+    with pytest.raises(MalformedError, match="1 stretch of its buffers without a parameter of the model") as caught:
+        read(run.save(tmp_path))
+    assert "decoder.layers.1.mlp.linear_fc2.weight [8, 12]" in str(caught.value)
+
+
+def test_packed_tensors_with_gaps_are_refused(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="llama", optimizer="none")
+    model = run.roots["mp_rank_00"]["model"]
+    model["output_layer.weight"] = model["output_layer.weight"].t().contiguous().t()
+    with pytest.raises(UnsupportedError, match=r"output_layer\.weight"):
+        read(run.save(tmp_path))

@@ -1,0 +1,112 @@
+"""Legacy checkpoints, cut from known tensors, read back bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ucp_formats.megatron.source import MegatronFormat
+
+from ucp.core.dtypes import DType
+from ucp.core.index import Index, Kind, check_cover
+from ucp.core.slices import Locator, resolve, resolve_copies, whole_slice
+from ucp.transfer.gather import Gatherer, Sources
+from ucp.transfer.worker import drift
+
+LAYOUTS = [
+    {"kind": "gpt"},
+    {"kind": "gpt", "tp": 2, "pp": 2},
+    {"kind": "gpt", "tp": 2, "pp": 2, "tied": True},
+    {"kind": "gpt", "tied": True},
+    {"kind": "gpt", "pp": 2, "per_layer": (1, 3)},
+    {"kind": "llama", "tp": 4},
+    {"kind": "llama", "tp": 2, "pp": 2, "vpp": 2},
+    {"kind": "mixtral", "ep": 2},
+    {"kind": "mixtral", "tp": 2, "ep": 2, "dp": 2},
+    {"kind": "mixtral", "tp": 2, "ep": 2, "etp": 1, "dp": 1},
+    {"kind": "mixtral", "tp": 2, "pp": 2, "ep": 2, "etp": 1, "dp": 2},
+    {"kind": "mixtral", "tp": 4, "ep": 2, "etp": 1, "dp": 1},
+    {"kind": "mixtral", "ep": 4, "dp": 4, "pp": 2},
+]
+OPTIMIZERS = [
+    {"optimizer": "none"},
+    {"optimizer": "fp32"},
+    {"optimizer": "whole"},
+    {"optimizer": "L1"},
+    {"optimizer": "L2"},
+    {"optimizer": "L2", "bucket": 100},
+    {"optimizer": "L3"},
+    {"optimizer": "L3", "bucket": 100},
+    {"optimizer": "L3a"},
+    {"optimizer": "L3a", "bucket": 100},
+]
+
+
+def shown(options: dict[str, object]) -> str:
+    return ",".join(f"{key}={value}" for key, value in options.items())
+
+
+def read(index: Index, name: str, state: str) -> torch.Tensor:
+    """A whole state, taken as conversions take it; its copies are compared."""
+    found = index.atoms[name].states[state]
+    own, locator = whole_slice(name, state, found), Locator(found)
+    data = memoryview(bytearray(found.nbytes))
+    gatherer = Gatherer(sources=Sources())
+    gatherer.fill(data, found.dtype, resolve(own, locator, 0, found.numel))
+    assert list(drift(own, locator, data, gatherer)) == []
+    gatherer.sources.close()
+    dtype = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.INT64: torch.int64}[found.dtype]
+    return torch.frombuffer(data, dtype=dtype).reshape(found.global_shape)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=shown)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=shown)
+def test_every_state_is_what_was_cut(fake_legacy, tmp_path: Path, layout, optimizer) -> None:
+    run = fake_legacy(**layout, **optimizer)
+    index = MegatronFormat().read(run.save(tmp_path))
+    check_cover(index)
+    assert set(index.atoms) == set(run.masters)
+    has_states = run.optimizer != "none"
+    for name, atom in index.atoms.items():
+        assert atom.kind is Kind.PARAMETER
+        for state in ("weight", "exp_avg", "exp_avg_sq") if has_states else ("weight",):
+            assert torch.equal(read(index, name, state).float(), run.expected(name, state)), (name, state)
+        assert ("step" in atom.states) == has_states
+    assert [len(group.params) > 0 for group in index.groups].count(True) == (
+        0 if not has_states else 4 - (run.kind == "mixtral") if run.ep > 1 else 2
+    )
+    assert index.step == 10
+    assert index.aliases == ({"output_layer.weight": "embedding.word_embeddings.weight"} if run.tied else {})
+
+
+STYLES = [
+    {"style": "te", "kind": "llama", "tp": 2},
+    {"style": "te", "kind": "mixtral", "ep": 2, "tp": 2},
+    {"style": "grouped", "kind": "mixtral"},
+    {"style": "grouped", "kind": "mixtral", "ep": 2, "pp": 2},
+    {"style": "grouped", "kind": "mixtral", "tp": 2, "ep": 2, "etp": 2},
+    {"style": "legacy", "kind": "gpt", "tp": 2, "version": 3.0},
+    {"style": "legacy", "kind": "gpt", "tp": 2, "pp": 2, "version": 0, "tied": True},
+    {"style": "legacy", "kind": "gpt", "tp": 2, "version": 1.0},
+]
+
+
+@pytest.mark.parametrize("layout", STYLES, ids=shown)
+@pytest.mark.parametrize("optimizer", ["whole", "L1", "L3a"])
+def test_other_module_classes_give_the_same(fake_legacy, tmp_path: Path, layout, optimizer) -> None:
+    run = fake_legacy(**layout, optimizer=optimizer)
+    index = MegatronFormat().read(run.save(tmp_path))
+    check_cover(index)
+    assert set(index.atoms) == set(run.masters)
+    for name in index.atoms:
+        for state in ("weight", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(read(index, name, state), run.expected(name, state)), (name, state)
+
+
+def test_copies_are_kept_to_be_compared(fake_legacy, tmp_path: Path) -> None:
+    run = fake_legacy(kind="mixtral", tp=2, ep=2, dp=2)
+    index = MegatronFormat().read(run.save(tmp_path))
+    state = index.atoms["decoder.final_layernorm.weight"].states["weight"]
+    own, locator = whole_slice("x", "weight", state), Locator(state)
+    assert len(resolve_copies(own, locator, 0, state.numel)) == 7  # 4 masters and 4 weights, but the one taken

@@ -1,0 +1,273 @@
+"""Checkpoints of other frameworks: names are translated, tensors joined, arguments derived or asked for."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import ucp
+from tests.unit.formats.megatron.write.dist.test_files import tensors
+from ucp.api import convert, diff, make_options, verify
+from ucp.checks.verify import prove_written
+from ucp.conversion.execute import ConvertReport, carry_out
+from ucp.conversion.prepare import Silent, prepare
+from ucp.core.index import ParamGroup
+from ucp.errors import CorruptError, FamilyError, MissingStateError, UnsupportedError, UsageError
+from ucp.testing.handmade import Shards, make_index, write_checkpoint
+
+FIXTURES = Path(__file__).parents[5] / "fixtures"
+HEADS, GROUPS, WIDTH, HIDDEN, FFN, VOCAB, LAYERS = 4, 2, 2, 8, 12, 16, 2
+
+
+def huggingface() -> dict[str, torch.Tensor]:
+    """A Llama as transformers names it, every element different."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        shapes |= {
+            f"{at}.input_layernorm.weight": (HIDDEN,),
+            f"{at}.self_attn.q_proj.weight": (HEADS * WIDTH, HIDDEN),
+            f"{at}.self_attn.k_proj.weight": (GROUPS * WIDTH, HIDDEN),
+            f"{at}.self_attn.v_proj.weight": (GROUPS * WIDTH, HIDDEN),
+            f"{at}.self_attn.o_proj.weight": (HIDDEN, HEADS * WIDTH),
+            f"{at}.post_attention_layernorm.weight": (HIDDEN,),
+            f"{at}.mlp.gate_proj.weight": (FFN, HIDDEN),
+            f"{at}.mlp.up_proj.weight": (FFN, HIDDEN),
+            f"{at}.mlp.down_proj.weight": (HIDDEN, FFN),
+        }
+    shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
+    generator = torch.Generator().manual_seed(3)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def fused(model: dict[str, torch.Tensor], layer: int) -> torch.Tensor:
+    """Queries, key and value of every group (megatron-core, attention.py)."""
+    q, k, v = (model[f"model.layers.{layer}.self_attn.{part}_proj.weight"] for part in "qkv")
+    parts = zip(q.chunk(GROUPS), k.chunk(GROUPS), v.chunk(GROUPS), strict=True)
+    return torch.cat([torch.cat(own) for own in parts])
+
+
+@pytest.fixture
+def model():
+    return huggingface()
+
+
+@pytest.fixture
+def store(model, tmp_path) -> Path:
+    """The model as atoms, with moments that are its weights times 2 and 3."""
+    shards = Shards(tmp_path / "store")
+    states = {}
+    for name, value in model.items():
+        for state, factor in (("weight", 1), ("exp_avg", 2), ("exp_avg_sq", 3)):
+            states[name, state] = shards.whole((value * factor).numpy())
+        states[name, "step"] = shards.whole(torch.tensor(5.0).numpy())
+    groups = [ParamGroup(params=tuple(model), hyper={"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.01})]
+    write_checkpoint(make_index(tmp_path / "store", states, groups=groups))
+    return tmp_path / "store"
+
+
+def to_megatron(src: Path, dst: Path, topology: str, layout: str = "", **settings: object) -> ConvertReport:
+    given = {"transformer_impl": "local", **{key: str(value) for key, value in settings.items()}}
+    return convert(
+        src,
+        dst,
+        to="megatron",
+        topology=topology,
+        layout=layout,
+        settings=given,
+        dtypes={"weight": "bfloat16"},
+        workers=1,
+    )
+
+
+SAID = {"num_attention_heads": HEADS, "num_query_groups": GROUPS, "group_query_attention": True, "kv_channels": WIDTH}
+
+
+@pytest.mark.parametrize("topology", ["tp=1", "tp=2"])
+def test_names_of_huggingface(topology, model, store, tmp_path):
+    to_megatron(store, tmp_path / "b", topology, **SAID)
+    found = tensors(tmp_path / "b" / "iter_0000007")
+    qkv = torch.stack([fused(model, layer) for layer in range(LAYERS)])
+    assert torch.equal(found["optimizer.state.param.decoder.layers.self_attention.linear_qkv.weight"], qkv)
+    assert torch.equal(found["optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight"], qkv * 2)
+    assert torch.equal(found["decoder.layers.self_attention.linear_qkv.weight"], qkv.bfloat16())
+    gates = [[model[f"model.layers.{n}.mlp.{part}_proj.weight"] for part in ("gate", "up")] for n in range(LAYERS)]
+    fc1 = torch.stack([torch.cat(own) for own in gates])
+    assert torch.equal(found["optimizer.state.param.decoder.layers.mlp.linear_fc1.weight"], fc1)
+    assert torch.equal(found["output_layer.weight"], model["lm_head.weight"].bfloat16())
+
+
+def test_legacy_files_without_random_states_say_how_to_start(store, tmp_path):
+    """Megatron ends where files of ranks have none, unless it is told not to ask."""
+    report = to_megatron(store, tmp_path / "b", "tp=2", "torch", **SAID)
+    (note,) = (note for note in report.notes if "random states" in note)
+    assert note == (
+        "random states of Megatron are not in the source: start the run with --no-load-rng, or Megatron stops"
+    )
+
+
+def test_arguments_follow_from_shapes(store, tmp_path):
+    report = to_megatron(store, tmp_path / "b", "tp=2", **SAID, consumed_train_samples=640)
+    common = torch.load(tmp_path / "b" / "iter_0000007" / "common.pt", weights_only=False)
+    args: Namespace = common["args"]
+    assert (args.num_layers, args.hidden_size, args.ffn_hidden_size, args.padded_vocab_size) == (2, 8, 12, 16)
+    assert (args.swiglu, args.normalization, args.untie_embeddings_and_output_weights) == (True, "RMSNorm", True)
+    assert (args.bf16, args.params_dtype, args.use_distributed_optimizer) == (True, torch.bfloat16, True)
+    assert common["opt_param_scheduler"]["num_steps"] == args.consumed_train_samples == 640
+    groups = common["optimizer"]["optimizer"]["param_groups"]
+    assert [(own["wd_mult"], own["lr"], own["step"]) for own in groups] == [(1.0, 0.1, 5), (0.0, 0.1, 5)]
+    assert any("640 samples" in note for note in report.notes)
+    assert any("parameter groups of ucp" in note for note in report.notes)
+
+
+def test_what_shapes_do_not_tell_is_asked_for(store, tmp_path):
+    with pytest.raises(UsageError, match=r"expected .*num_attention_heads.*--set num_attention_heads=\.\.\."):
+        convert(store, tmp_path / "b", to="megatron", topology="tp=1", settings={"num_query_groups": "2"})
+
+
+def test_settings_are_for_targets_that_ask(store, tmp_path):
+    with pytest.raises(UsageError, match="drop --set swiglu"):
+        convert(store, tmp_path / "b", settings={"swiglu": "true"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_attention_heads": "4", "padded_vocab_sise": "64"}, r"padded_vocab_sise: did you mean padded_vocab_size"),
+        ({"num_attention_heads": "many"}, r"whole number for num_attention_heads in the arguments of --set.*'many'"),
+        ({"num_attention_heads": "4", "num_layers": "-1"}, r"num_layers: -1 is below 0"),
+    ],
+)
+def test_settings_that_no_model_has(store, tmp_path, settings, message):
+    with pytest.raises(UsageError, match=message):
+        convert(store, tmp_path / "b", to="megatron", topology="tp=1", settings=settings)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_part_of_a_joined_tensor_is_missing(store, tmp_path):
+    with pytest.raises((MissingStateError, UnsupportedError), match="linear_qkv"):
+        convert(
+            store,
+            tmp_path / "b",
+            to="megatron",
+            topology="tp=1",
+            settings={key: str(value) for key, value in SAID.items()},
+            exclude=["model.layers.1.self_attn.k_proj.weight"],
+        )
+
+
+def test_steps_that_differ(model, tmp_path):
+    shards = Shards(tmp_path / "store")
+    states = {}
+    for number, (name, value) in enumerate(model.items()):
+        for state in ("weight", "exp_avg", "exp_avg_sq"):
+            states[name, state] = shards.whole(value.numpy())
+        states[name, "step"] = shards.whole(torch.tensor(float(number)).numpy())
+    groups = [ParamGroup(params=tuple(model), hyper={"lr": 0.1})]
+    write_checkpoint(make_index(tmp_path / "store", states, groups=groups))
+    with pytest.raises(UnsupportedError, match="one step count for all parameters"):
+        to_megatron(tmp_path / "store", tmp_path / "b", "tp=1", **SAID)
+
+
+def test_a_family_may_be_named(model, store, tmp_path):
+    given = {key: str(value) for key, value in SAID.items()}
+    options = {"to": "megatron", "topology": "tp=1", "settings": given, "workers": 1}
+    convert(store, tmp_path / "b", family="llama", **options)
+    found = tensors(tmp_path / "b" / "iter_0000007")
+    assert torch.equal(found["embedding.word_embeddings.weight"], model["model.embed_tokens.weight"])
+    with pytest.raises(UsageError, match="expected one of the families"):
+        convert(store, tmp_path / "c", family="lama", **options)
+    with pytest.raises(UsageError, match="read without a model family"):
+        convert(store, tmp_path / "c", family="llama", workers=1)
+
+
+def test_a_family_is_for_the_target_where_the_source_has_no_use_for_one(model, store, tmp_path):
+    """DeepSpeed's files of one tensor-parallel rank hold whole tensors: rules say nothing of how to read them."""
+    given = {key: str(value) for key, value in SAID.items()}
+    convert(store, tmp_path / "zero", to="deepspeed", topology="dp=2,zero=1", workers=1)
+    for layout in ("torch_dist", "torch"):
+        options = {"to": "megatron", "topology": "tp=2", "layout": layout, "settings": given, "workers": 1}
+        convert(tmp_path / "zero", tmp_path / layout, family="llama", verify=True, **options)
+        assert diff(tmp_path / layout, tmp_path / layout, family="llama").equal
+        assert verify(tmp_path / layout, family="llama").ok
+    with pytest.raises(UsageError, match="drop --family"):
+        convert(tmp_path / "zero", tmp_path / "atoms", family="llama", workers=1)
+
+
+def test_what_is_read_back_is_compared_under_megatrons_names(store, tmp_path):
+    options = make_options(to="megatron", topology="tp=2", settings={key: str(value) for key, value in SAID.items()})
+    prepared = prepare(store, options)
+    carry_out(store, tmp_path / "b", options, Silent())
+    made = dict(prepared.job.target.joined)
+    assert len(made["decoder.layers.0.self_attention.linear_qkv.weight"]) == 3 * GROUPS
+    told = {"told": options.source, "observer": Silent(), "threads": 1}
+    prove_written(prepared.job, tmp_path / "b", **told)
+    one, other = (f"decoder.layers.{layer}.self_attention.linear_proj.weight" for layer in (0, 1))
+    made[one], made[other] = made[other], made[one]
+    wrong = replace(prepared.job, target=replace(prepared.job.target, joined=made))
+    with pytest.raises(CorruptError, match=rf"{one}/weight values") as caught:
+        prove_written(wrong, tmp_path / "b", **told)
+    assert str(caught.value).count("linear_proj") == 6
+    assert "linear_qkv" not in str(caught.value)
+
+
+def test_tensors_whose_dims_go_the_other_way_are_refused(tmp_path):
+    """GPT-2 keeps [in, out]; square ones would go unnoticed."""
+    made = json.loads((FIXTURES / "huggingface" / "names-5.23.0.json").read_text())["models"]["gpt2"]
+    shards = Shards(tmp_path / "store")
+    states = {(name, "weight"): shards.whole(torch.zeros(shape).numpy()) for name, shape in made["tensors"].items()}
+    write_checkpoint(make_index(tmp_path / "store", states))
+    with pytest.raises(UnsupportedError, match=r"16 do not, and ucp transposes nothing") as caught:
+        to_megatron(tmp_path / "store", tmp_path / "b", "tp=1", num_attention_heads=4)
+    assert "transformer.h.0.attn.c_proj.weight [20, 20]: decoder.layers.0.self_attention.linear_proj.weight" in str(
+        caught.value
+    )
+
+
+def test_names_that_several_parameters_have_go_by_what_stands_beside_them(tmp_path):
+    """Nemotron-H calls the norm of every layer `norm`; the names are those that transformers wrote."""
+    made = json.loads((FIXTURES / "huggingface" / "names-5.23.0.json").read_text())["models"]["nemotron-h"]
+    generator = torch.Generator().manual_seed(3)
+    model = {name: torch.randn(shape, generator=generator) for name, shape in made["tensors"].items()}
+    shards = Shards(tmp_path / "store")
+    states = {(name, "weight"): shards.whole(value.numpy()) for name, value in model.items()}
+    write_checkpoint(make_index(tmp_path / "store", states))
+    to_megatron(tmp_path / "store", tmp_path / "b", "tp=2", num_attention_heads=4, num_query_groups=2)
+    found = ucp.open(tmp_path / "b")
+    for layer, norm in enumerate(["norm", "input_layernorm", "norm", "pre_mlp_layernorm"]):
+        stored = model[f"backbone.layers.{layer}.norm.weight"].bfloat16()  # without an optimizer, what it computes in
+        assert torch.equal(found.read(f"decoder.layers.{layer}.{norm}.weight", "weight"), stored)
+    with pytest.raises(FamilyError, match=r"decoder.layers.0.mixer.in_proj.weight.*none of these is in the checkpoint"):
+        convert(
+            tmp_path / "store",
+            tmp_path / "c",
+            to="megatron",
+            topology="tp=1",
+            exclude=["backbone.layers.0.mixer.*"],
+            settings={"num_attention_heads": "4"},
+        )
+
+
+def without_modules(src: Path, dst: Path, layout: str = "", **settings: object) -> list[str]:
+    """What is said of modules where `to_megatron` does not say which."""
+    given = {**{key: str(value) for key, value in SAID.items()}, **{key: str(own) for key, own in settings.items()}}
+    report = convert(src, dst, to="megatron", topology="tp=1", layout=layout, settings=given, workers=1)
+    return [note for note in report.notes if "transformer_impl" in note]
+
+
+def test_modules_that_nothing_tells_are_said(store, tmp_path):
+    (note,) = without_modules(store, tmp_path / "b", "torch")
+    assert "transformer_impl transformer_engine), Megatron's default, because the source does not say" in note
+    assert note.endswith("for it add --set transformer_impl=local")
+    (note,) = without_modules(store, tmp_path / "c")
+    assert note.endswith("(transformer_impl): the keys fit both")
+
+
+def test_modules_that_megatron_does_not_have(store, tmp_path):
+    with pytest.raises(UsageError, match="transformer_impl to be one of local, transformer_engine"):
+        without_modules(store, tmp_path / "b", transformer_impl="Local")

@@ -1,0 +1,24 @@
+"""The pause of the search for cycles."""
+
+import gc
+
+import pytest
+
+from ucp.io.pickle.collection import no_cycle_collection
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_what_was_is_restored(*, was_on: bool) -> None:
+    before = gc.isenabled()
+    try:
+        gc.enable() if was_on else gc.disable()
+        with pytest.raises(ValueError, match="seen False"):
+            paused_and_failing()
+        assert gc.isenabled() is was_on
+    finally:
+        gc.enable() if before else gc.disable()
+
+
+def paused_and_failing() -> None:
+    with no_cycle_collection():
+        raise ValueError(f"seen {gc.isenabled()}")

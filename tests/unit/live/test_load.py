@@ -1,0 +1,506 @@
+"""`load_into` on checkpoints made by hand: one process, and several ranks that are threads."""
+
+import os
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+
+from tests.unit.live.threads import run
+from ucp.core.dtypes import DType
+from ucp.core.index import Extra, Fragment, Kind, ParamGroup, StateIndex
+from ucp.core.region import Box
+from ucp.core.tensor import InlineTensor, Record
+from ucp.core.topology import Topology
+from ucp.errors import CorruptError, LoadError, MissingFileError, UnsupportedError, UsageError
+from ucp.io.identity import size_and_time
+from ucp.live.load import ENVIRONMENT, LoadReport, load_into
+from ucp.testing.handmade import Shards, make_index, write_checkpoint
+
+RANDOM = np.random.default_rng(5)
+
+
+class Net(nn.Module):
+    """Everything delicate in a few numbers; one parameter is not contiguous."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(11, 7, dtype=dtype)
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.emb.weight
+        self.turned = nn.Parameter(torch.zeros(5, 3, dtype=dtype).t())
+        self.frozen = nn.Parameter(torch.zeros(4, dtype=dtype), requires_grad=False)
+        self.scalar = nn.Parameter(torch.zeros((), dtype=dtype))
+        self.void = nn.Parameter(torch.zeros(0, 3, dtype=dtype))
+        self.register_buffer("drift", torch.zeros(7))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("ramp", torch.full((2,), 8.0), persistent=False)
+
+
+SHAPES = {"turned": (3, 5), "frozen": (4,), "scalar": (), "void": (0, 3), "emb.weight": (11, 7), "drift": (7,)}
+STEPPED = ("turned", "scalar", "emb.weight")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+HYPER = {"lr": 0.125, "betas": (0.5, 0.75), "eps": 1e-6, "weight_decay": 0.25, "initial_lr": 0.5}
+
+
+def random(shape: tuple[int, ...]) -> np.ndarray:
+    return np.asarray(RANDOM.normal(size=shape), dtype=np.float32)
+
+
+def arrays() -> dict[tuple[str, str], np.ndarray]:
+    """Every state of the checkpoint, in exact float32."""
+    found = {(name, "weight"): random(shape) for name, shape in SHAPES.items()}
+    found["seen", "weight"] = np.array(2**40 + 1, dtype=np.int64)
+    for name in STEPPED:
+        found[name, "exp_avg"] = random(SHAPES[name])
+        found[name, "exp_avg_sq"] = np.asarray(np.abs(random(SHAPES[name])))
+        found[name, "step"] = np.array(9, dtype=np.int64)
+    return found
+
+
+class Saved:
+    """A checkpoint by hand: rows of a tensor lie in several files, with checksums recorded for two of three."""
+
+    def __init__(self, folder) -> None:
+        self.arrays = arrays()
+        shards = Shards(folder)
+        states, records = {}, []
+        for (name, state), array in self.arrays.items():
+            if state == "step":
+                ref = InlineTensor(data=array.tobytes(), dtype=DType.INT64)
+                pieces = [Fragment(box=Box((), ()), ref=ref)]
+            else:
+                pieces = list(self._pieces(shards, array))
+                records += [shards.record(p.ref) for p in pieces if p.ref.numel and not p.ref.path.endswith("2.bin")]
+            dtype = DType(array.dtype.name)
+            states[name, state] = StateIndex(dtype=dtype, global_shape=array.shape, fragments=tuple(pieces))
+        index = make_index(folder, states, groups=[ParamGroup(params=(*STEPPED, "void"), hyper=HYPER)], records=records)
+        kinds = {"frozen": Kind.FROZEN, "drift": Kind.BUFFER, "seen": Kind.BUFFER}
+        atoms = {name: replace(atom, kind=kinds.get(name, Kind.PARAMETER)) for name, atom in index.atoms.items()}
+        self.index = replace(index, atoms=atoms, aliases={"head.weight": "emb.weight"})
+        self.path = write_checkpoint(self.index)
+
+    @staticmethod
+    def _pieces(shards, array):
+        if not array.shape or not array.size:
+            yield Fragment(box=Box.whole(array.shape), ref=shards.put(array, file="0.bin"))
+            return
+        for number, rows in enumerate(np.array_split(np.arange(len(array)), 3)):
+            if rows.size:
+                box = Box((int(rows[0]), *(0,) * (array.ndim - 1)), (len(rows), *array.shape[1:]))
+                yield Fragment(box=box, ref=shards.put(array[rows], file=f"{number}.bin", gap=number))
+
+    def check(self, net, optimizer=None, dtype=np.float32) -> None:
+        """Raise unless model and optimizer hold exactly what was saved."""
+        tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+        for (name, state), array in self.arrays.items():
+            if state == "weight":
+                found = tensors[name].detach()
+            elif optimizer is None:
+                continue
+            else:
+                found = optimizer.state[tensors[name]][state]
+            wanted = torch.from_numpy(array)
+            if state == "step":
+                wanted = wanted.to(torch.float32)
+            elif name != "drift":
+                wanted = wanted.to(found.dtype)
+            assert found.dtype == wanted.dtype, (name, state)
+            assert torch.equal(found, wanted), (name, state)
+        assert net.head.weight is net.emb.weight
+        assert torch.equal(net.ramp, torch.full((2,), 8.0))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return Saved(tmp_path_factory.mktemp("saved"))
+
+
+class Foreign(optim.Optimizer):
+    """An optimizer that torch does not have."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {"lr": 1.0, "betas": [0.0, 0.0]})
+
+
+def adam(net, **options):
+    return optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=7.0, **options)
+
+
+def test_a_single_process_gets_everything(saved):
+    net = Net()
+    optimizer = adam(net)
+    report = load_into(net, checkpoint=saved.path, optimizer=optimizer)
+    saved.check(net, optimizer)
+    assert isinstance(report, LoadReport)
+    assert set(report.names) == {*SHAPES, "seen"}
+    assert set(report.states) == {"step", "exp_avg", "exp_avg_sq"}
+    assert (report.step, report.ranks, report.fresh) == (7, 1, ("void",))
+    assert report.nbytes_read == report.nbytes_total
+    assert not (report.missing)
+    assert not (report.unexpected)
+    assert not (report.problems)
+    assert not (report.casts)
+    assert not (report.dropped)
+    assert [os.path.basename(path) for path in report.unchecked] == ["2.bin"]
+    (group,) = optimizer.param_groups
+    assert {key: group[key] for key in HYPER} == HYPER
+    assert net.void not in optimizer.state
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("bucket_nbytes", [64, 1 << 20])
+def test_ranks_share_the_reading_and_hold_the_same(saved, count, bucket_nbytes):
+    def load(ranks):
+        net = Net()
+        optimizer = adam(net)
+        report = load_into(
+            net, f"dp={count}", checkpoint=saved.path, optimizer=optimizer, group=ranks, bucket_nbytes=bucket_nbytes
+        )
+        saved.check(net, optimizer)
+        return report, ranks.gatherings
+
+    found = run(count, load)
+    for result in found:
+        if isinstance(result, Exception):
+            raise result
+    reports = [report for report, _ in found]
+    assert {report.ranks for report in reports} == {count}
+    assert {report.nbytes_total for report in reports} == {sum(report.nbytes_read for report in reports)}
+    assert len({gatherings for _, gatherings in found}) == 1
+    assert (found[0][1] > 1) == (bucket_nbytes == 64)
+
+
+def test_weights_alone(saved):
+    net = Net()
+    report = load_into(net, checkpoint=saved.path)
+    saved.check(net)
+    assert report.states == ()
+    assert report.dropped == ("optimizer states exp_avg, exp_avg_sq, step: no optimizer was given",)
+
+
+def test_lower_precision_is_cast_and_told(saved):
+    net = Net(torch.bfloat16)
+    optimizer = adam(net)
+    report = load_into(net, checkpoint=saved.path, optimizer=optimizer)
+    saved.check(net, optimizer)
+    assert report.casts == (
+        "weight: float32 to bfloat16, 5 tensors",
+        "exp_avg: float32 to bfloat16, 3 tensors",
+        "exp_avg_sq: float32 to bfloat16, 3 tensors",
+    )
+
+
+def by_torch(saved, net, optimizer) -> None:
+    """Load the same values as torch's own `load_state_dict` does."""
+    tensors = dict(net.named_parameters())
+    for name in SHAPES.keys() & tensors.keys():
+        tensors[name].detach().copy_(torch.from_numpy(saved.arrays[name, "weight"]))
+    order = [name for name, param in tensors.items() if param.requires_grad]
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for name in STEPPED:
+        own = state[order.index(name)] = {"step": torch.tensor(9.0)}
+        for moment in MOMENTS:  # with the strides of the parameter, as torch itself makes and saves them
+            own[moment] = torch.empty_like(tensors[name].detach())
+            own[moment].copy_(torch.from_numpy(saved.arrays[name, moment]))
+    group = {**optimizer.state_dict()["param_groups"][0], **HYPER}
+    optimizer.load_state_dict({"state": state, "param_groups": [group]})
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}])
+def test_training_goes_on_as_after_load_state_dict(saved, options):
+    ours, theirs = Net(), Net()
+    mine, reference = adam(ours, **options), adam(theirs, **options)
+    load_into(ours, checkpoint=saved.path, optimizer=mine)
+    by_torch(saved, theirs, reference)
+    for _ in range(3):
+        for net, optimizer in ((ours, mine), (theirs, reference)):
+            optimizer.zero_grad()
+            (net.head(net.emb.weight).square().sum() + net.turned.sum() * net.scalar).backward()
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_states_that_are_there_are_filled_in_place(saved):
+    net = Net()
+    optimizer = adam(net)
+    for param in net.parameters():
+        param.grad = torch.ones_like(param) if param.requires_grad else None
+    optimizer.step()
+    before = optimizer.state[net.emb.weight]["exp_avg"]
+    assert net.void in optimizer.state
+    load_into(net, checkpoint=saved.path, optimizer=optimizer)
+    saved.check(net, optimizer)
+    assert optimizer.state[net.emb.weight]["exp_avg"] is before
+
+
+def test_the_checkpoint_may_be_named_by_the_environment(saved, monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT, str(saved.path))
+    net = Net()
+    load_into(net)
+    saved.check(net)
+
+
+def test_a_checkpoint_must_be_named(monkeypatch):
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    with pytest.raises(UsageError, match="UCP_CHECKPOINT"):
+        load_into(Net())
+    monkeypatch.setenv(ENVIRONMENT, "")
+    with pytest.raises(UsageError, match="expected a checkpoint"):
+        load_into(Net())
+
+
+@pytest.mark.parametrize("topology", ["tp=2", "dp=2,pp=2", "ep=4", "zero=3", Topology(dp=1, zero=1)])
+def test_sharded_targets_are_refused_by_name(saved, topology):
+    with pytest.raises(UnsupportedError, match="expected a topology with whole parameters"):
+        load_into(Net(), topology, checkpoint=saved.path)
+
+
+def test_the_topology_must_be_that_of_the_group(saved):
+    with pytest.raises(UsageError, match="expected a topology of 1 ranks"):
+        load_into(Net(), "dp=2", checkpoint=saved.path)
+    load_into(Net(), "dp=1,zero=0", checkpoint=saved.path)
+
+
+def test_everything_that_does_not_fit_is_in_one_error_and_nothing_is_written(saved):
+    net = Net()
+    net.extra = nn.Linear(2, 2)
+    net.frozen = nn.Parameter(torch.zeros(9))
+    del net.drift
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    optimizer = optim.SGD(net.parameters(), lr=1.0, momentum=0.9)
+    with pytest.raises(LoadError) as error:
+        load_into(net, checkpoint=saved.path, optimizer=optimizer)
+    text = str(error.value)
+    for line in (
+        "extra.weight",
+        "extra.bias",
+        "drift",
+        "frozen has shape [9] in the model and [4] in the checkpoint",
+        "scalar: the optimizer keeps momentum_buffer; the checkpoint has exp_avg, exp_avg_sq, step",
+    ):
+        assert f"  {line}" in text, text
+    assert not optimizer.state
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+def test_what_does_not_fit_may_be_left_as_it_is(saved):
+    net = Net()
+    net.extra = nn.Linear(2, 2)
+    net.frozen = nn.Parameter(torch.full((9,), 3.0), requires_grad=False)
+    optimizer = adam(net)
+    report = load_into(net, checkpoint=saved.path, optimizer=optimizer, strict=False)
+    assert report.missing == ("extra.weight", "extra.bias")
+    assert report.problems == ("frozen has shape [9] in the model and [4] in the checkpoint",)
+    assert torch.equal(net.frozen, torch.full((9,), 3.0))
+    assert torch.equal(net.turned, torch.from_numpy(saved.arrays["turned", "weight"]))
+    assert "missing: extra.weight" in str(report)
+
+
+def test_a_checkpoint_of_something_else_is_refused_even_so(saved):
+    with pytest.raises(LoadError, match=r"has a name of the model, nothing was loaded:(.*\n)+pass rename=FUNCTION"):
+        load_into(nn.Linear(3, 3), checkpoint=saved.path, strict=False)
+    net = nn.Module()
+    net.turned = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(LoadError, match=r"fits the model(.*\n)+.*turned has shape \[4, 4\] in the model and \[3, 5\]"):
+        load_into(net, checkpoint=saved.path, strict=False)
+
+
+def test_names_may_be_mapped(saved):
+    net = nn.Module()
+    net.inner = Net()
+    with pytest.raises(LoadError, match=r"pass rename=lambda name: name\.removeprefix\('inner\.'\)"):
+        load_into(net, checkpoint=saved.path)
+    load_into(net, checkpoint=saved.path, rename=lambda name: name.removeprefix("inner."))
+    saved.check(net.inner)
+
+
+def test_a_state_of_a_shape_of_its_own_is_kept_as_it_is(tmp_path):
+    shards = Shards(tmp_path)
+    rows = random((3, 1))
+    states = {("w", "weight"): shards.whole(random((3, 4))), ("w", "row_var"): shards.whole(rows)}
+    path = write_checkpoint(make_index(tmp_path, states))
+    net = nn.Module()
+    net.w = nn.Parameter(torch.zeros(3, 4))
+    optimizer = Foreign([net.w])
+    load_into(net, checkpoint=path, optimizer=optimizer)
+    assert torch.equal(optimizer.state[net.w]["row_var"], torch.from_numpy(rows))
+
+
+def test_an_optimizer_of_another_kind_gets_states_as_they_are_stored(saved):
+    net = Net()
+    optimizer = Foreign([p for p in net.parameters() if p.requires_grad])
+    report = load_into(net, checkpoint=saved.path, optimizer=optimizer)
+    state = optimizer.state[net.scalar]
+    assert torch.equal(state["step"], torch.tensor(9))
+    assert torch.equal(state["exp_avg"], torch.from_numpy(saved.arrays["scalar", "exp_avg"]))
+    assert optimizer.param_groups[0]["betas"] == [0.5, 0.75]
+    assert any("the optimizer has no eps=1e-06, weight_decay=0.25" in note for note in report.notes)
+
+
+def test_hyper_parameters_stored_as_tensors_are_numbers(saved, tmp_path):
+    ref = saved.index.atoms["scalar"].states["weight"].fragments[0].ref
+    inline = InlineTensor(data=np.float64(0.5).tobytes(), dtype=DType.FLOAT64)
+    group = ParamGroup(params=STEPPED, hyper={"lr": ref, "eps": inline})
+    from ucp.live.load_plan import _plain_groups
+
+    (plain,) = _plain_groups(replace(saved.index, groups=(group,)))
+    assert plain.hyper == {"lr": float(saved.arrays["scalar", "weight"]), "eps": 0.5}
+
+
+def spoiled(folder):
+    """A checkpoint one byte of which has changed since its checksums were recorded."""
+    own = Saved(folder)
+    path = folder / "1.bin"
+    data = bytearray(path.read_bytes())
+    data[own.index.records[1].offset + 1] ^= 16
+    path.write_bytes(data)
+    files = tuple(replace(file, mtime_ns=size_and_time(file.path)[1]) for file in own.index.files)
+    return write_checkpoint(replace(own.index, files=files))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_damage_is_found_on_all_ranks(tmp_path, count):
+    path = spoiled(tmp_path)
+    found = run(count, lambda ranks: load_into(Net(), checkpoint=path, group=ranks))
+    assert [type(error) for error in found] == [CorruptError] * count
+    assert len({str(error) for error in found}) == 1
+    assert "1.bin" in str(found[0])
+    assert all("partly overwritten" in error.__notes__[0] for error in found)
+
+
+def test_checking_can_be_left_out(tmp_path):
+    path = spoiled(tmp_path)
+    report = load_into(Net(), checkpoint=path, check=False)
+    assert len(report.unchecked) == 3
+
+
+def one_record(folder, *, moment: int):
+    """A weight and a moment of so many numbers in one file, under one checksum; a virtual store of them."""
+    shards = Shards(folder)
+    arrays = {("w", "weight"): random((700_000,)), ("w", "exp_avg"): random((moment,))}
+    states = {name: shards.whole(array) for name, array in arrays.items()}
+    data = (folder / "shard.bin").read_bytes()
+    record = Record(path=str(folder / "shard.bin"), name="all", offset=0, nbytes=len(data), crc32=zlib.crc32(data))
+    return arrays["w", "weight"], make_index(folder, states, records=[record])
+
+
+class Flat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(700_000))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_lies_beside_is_read_for_the_checksum_if_it_is_little(tmp_path, count):
+    weight, index = one_record(tmp_path, moment=100)
+    path = write_checkpoint(index)
+    nets = [Flat() for _ in range(count)]
+    found = run(count, lambda ranks: load_into(nets[ranks.rank], checkpoint=path, group=ranks))
+    assert [report.unchecked for report in found] == [()] * count
+    assert found[0].nbytes_total == 4 * 700_100
+    assert all(torch.equal(net.w.detach(), torch.from_numpy(weight)) for net in nets)
+    damaged = bytearray((tmp_path / "shard.bin").read_bytes())
+    damaged[-1] ^= 1
+    (tmp_path / "shard.bin").write_bytes(damaged)
+    files = tuple(replace(file, mtime_ns=size_and_time(file.path)[1]) for file in index.files)
+    path = write_checkpoint(replace(index, files=files))
+    found = run(count, lambda ranks: load_into(nets[ranks.rank], checkpoint=path, group=ranks))
+    assert [type(error) for error in found] == [CorruptError] * count
+
+
+def test_a_record_of_which_little_is_wanted_is_not_read_for_its_checksum(tmp_path):
+    _, index = one_record(tmp_path, moment=500_000)
+    report = load_into(Flat(), checkpoint=write_checkpoint(index))
+    assert report.unchecked == (str(tmp_path / "shard.bin"),)
+    assert report.nbytes_total == 4 * 700_000
+
+
+def test_a_tensor_of_many_blocks_and_buckets(tmp_path):
+    shards = Shards(tmp_path)
+    array = random((6 << 20,))
+    path = write_checkpoint(make_index(tmp_path, {("w", "weight"): shards.whole(array)}))
+    nets = [nn.Module() for _ in range(2)]
+    for net in nets:
+        net.w = nn.Parameter(torch.zeros(6 << 20))
+    reports = run(2, lambda ranks: load_into(nets[ranks.rank], checkpoint=path, group=ranks, bucket_nbytes=20 << 20))
+    assert [report.nbytes_read for report in reports] == [12 << 20, 12 << 20]
+    assert all(torch.equal(net.w.detach(), torch.from_numpy(array)) for net in nets)
+
+
+def test_a_tensor_that_cannot_be_written_stops_all_ranks(saved):
+    with torch.inference_mode():
+        frozen = Net()
+
+    def load(ranks):
+        return load_into(frozen if ranks.rank == 0 else Net(), checkpoint=saved.path, group=ranks, bucket_nbytes=64)
+
+    found = run(2, load)
+    assert {type(error) for error in found} == {LoadError}
+    assert len({str(error) for error in found}) == 1
+    assert "rank 0 of 2: RuntimeError: Inplace update to inference tensor" in str(found[0])
+
+
+def test_a_file_that_one_rank_cannot_read_stops_all_of_them(tmp_path):
+    """One node lacks a file: every rank says so, and none waits."""
+    own = Saved(tmp_path / "whole")
+
+    def load(ranks):
+        if ranks.rank != 1:
+            return load_into(Net(), checkpoint=own.path, group=ranks, bucket_nbytes=64)
+        return load_into(Net(), checkpoint=tmp_path / "nowhere", group=ranks, bucket_nbytes=64)
+
+    found = run(3, load)
+    assert len({(type(error), str(error)) for error in found}) == 1
+    assert "rank 1 of 3" in str(found[0])
+
+
+def test_a_file_that_goes_away_under_way_stops_all_of_them(tmp_path):
+    own = Saved(tmp_path)
+
+    class Vanishing:
+        """Removes a file once the ranks have agreed on what to do."""
+
+        def __init__(self, ranks) -> None:
+            self._ranks = ranks
+            self.rank, self.count, self.device = ranks.rank, ranks.count, ranks.device
+
+        def share(self, value):
+            told = self._ranks.share(value)
+            (tmp_path / "2.bin").unlink(missing_ok=True)
+            return told
+
+        def gather(self, part):
+            return self._ranks.gather(part)
+
+    found = run(2, lambda ranks: load_into(Net(), checkpoint=own.path, group=Vanishing(ranks), bucket_nbytes=64))
+    assert [type(error) for error in found] == [MissingFileError] * 2
+    assert len({str(error) for error in found}) == 1
+    assert "2.bin" in str(found[0])
+
+
+def test_ranks_with_different_models_are_told_apart(saved):
+    def load(ranks):
+        net = Net(torch.float64 if ranks.rank else torch.float32)
+        return load_into(net, checkpoint=saved.path, group=ranks)
+
+    found = run(2, load)
+    assert {str(error) for error in found} == {
+        "expected the same on every rank; these are not those of rank 0:\n  model of rank 1\n  plan of rank 1"
+    }
+
+
+def test_extras_are_named(tmp_path):
+    own = Saved(tmp_path)
+    from ucp.live.load_plan import decide
+    from ucp.live.report import Traffic, report_of
+
+    decision = decide(Net(), None, own.path, strict=True, rename=None)
+    index = replace(decision.index, extras=(Extra(name="lr_scheduler", value={}), Extra(name="rng", value={}, rank=1)))
+    traffic = Traffic(nbytes=(5, 6), rank=1, checked=frozenset(), seconds=1.0)
+    report = report_of(replace(decision, index=index), traffic)
+    assert report.extras == ("lr_scheduler", "rng")
+    assert "11 bytes read (6 by this one of 2 ranks) in 1.00 s" in str(report)

@@ -1,0 +1,1 @@
+"""Looking without writing: verify, explain, propose."""

@@ -1,0 +1,188 @@
+"""What the rules of a model family say about a checkpoint: the rule of every parameter, and what fits none.
+
+Works on the index of any format: names and global shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ucp.contract.protocols import Configurable, SourceOptions
+from ucp.contract.registry import choose_family, recognise
+from ucp.core.index import AtomIndex, Index
+from ucp.core.pickle_values import Stub
+from ucp.errors import FamilyError, UnknownFamilyError
+from ucp.families.family import Family, Named
+from ucp.families.rule import Rule
+from ucp.families.template import kind
+
+__all__ = ["NO_RULE", "Explained", "FamilyReport", "explain", "explain_index", "recorded_arguments"]
+
+NO_RULE = "no rule"
+"""The problem of a name that falls under none."""
+
+_ARGUMENTS = ("args", "client_state/args")
+"""Extras that hold the arguments of a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """One parameter, and what is known of it."""
+
+    name: str
+    """Name in the checkpoint."""
+    global_shape: tuple[int, ...]
+    """Elements per dim."""
+    canonical: str
+    """Canonical name, numbers that the name lacks left open; empty without a rule."""
+    style: str
+    """Naming style of the name; empty without a rule."""
+    template: str
+    """Template of that style that the name falls under; empty without a rule."""
+    part: int | None
+    """Which of the tensors that join to the canonical one it is; None when it is all of it."""
+    rule: Rule | None
+    """Its rule."""
+    patterns: tuple[str, ...]
+    """How it lies over each axis at the degrees of the checkpoint, e.g. "tp: shard(dim=0)"."""
+    problem: str
+    """What is wrong; empty when nothing is."""
+    order: tuple[int, ...] = ()
+    """Dims of the stored tensor in the order of the rule's; empty when they agree."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyReport:
+    """What a family says about a checkpoint."""
+
+    path: str
+    """Checkpoint."""
+    format: str
+    """Format that read it."""
+    family: Family | None
+    """The family, bound to the model; None where none fits and none is needed: the checkpoint records its layout."""
+    reasons: tuple[str, ...]
+    """Why it is this one."""
+    parameters: tuple[Explained, ...]
+    """Every parameter, in the order of the checkpoint."""
+    unused: tuple[Rule, ...]
+    """Rules that hold for the model, and no name falls under."""
+    recorded_in: Mapping[str, str] = field(default_factory=dict)
+    """Mesh axis to where the checkpoint says how tensors lie over it, where no family does."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every parameter has one rule and fits it."""
+        return not any(own.problem for own in self.parameters)
+
+
+def explain(path: Path, options: SourceOptions | None = None) -> FamilyReport:
+    """What a family says about the checkpoint at `path`: the one in `options`, else the one chosen by evidence.
+
+    Raises SourceError, UnknownFamilyError when none or several fit and one is needed, UsageError.
+    """
+    fmt, _ = recognise(path)
+    try:
+        index = fmt.read(path)
+    except UnknownFamilyError:
+        if options is None or options == SourceOptions() or not isinstance(fmt, Configurable):
+            raise
+        index = fmt.configured(options).read(path)
+    return explain_index(index, options)
+
+
+def explain_index(index: Index, options: SourceOptions | None = None) -> FamilyReport:
+    """What a family says about the parameters of `index`; see `explain`."""
+    shapes = {name: atom.global_shape for name, atom in index.atoms.items()}
+    arguments = recorded_arguments(index)
+    try:
+        family, reasons = choose_family(names=list(shapes), shapes=shapes, arguments=arguments, options=options)
+    except UnknownFamilyError:
+        if not index.recorded_in:
+            raise
+        return _recorded(index)
+    topology = index.topology
+    axes = {"tp": topology.tp, "ep": topology.ep, "etp": topology.expert_tp}
+    explained = tuple(_explained(atom, family, axes) for atom in index.atoms.values() if not family.ignores(atom.name))
+    used = {own.rule.name for own in explained if own.rule is not None}
+    return FamilyReport(
+        path=index.path,
+        format=index.format,
+        family=family,
+        reasons=reasons,
+        parameters=explained,
+        unused=tuple(rule for rule in family.rules if rule.name not in used and family.holds(rule) is not False),
+    )
+
+
+def _recorded(index: Index) -> FamilyReport:
+    """What the checkpoint itself says, by axis and parameter."""
+    return FamilyReport(
+        path=index.path,
+        format=index.format,
+        family=None,
+        reasons=(),
+        parameters=tuple(
+            Explained(
+                name=atom.name,
+                global_shape=atom.global_shape,
+                canonical="",
+                style="",
+                template=kind(f".{atom.name}").removeprefix("."),
+                part=None,
+                rule=None,
+                patterns=tuple(f"{axis}: {pattern}" for axis, pattern in atom.patterns.items()),
+                problem="",
+            )
+            for atom in index.atoms.values()
+        ),
+        unused=(),
+        recorded_in=index.recorded_in,
+    )
+
+
+def recorded_arguments(index: Index) -> Mapping[str, object]:
+    """Arguments of the run, as far as the checkpoint has them; empty when it has none."""
+    for extra in index.extras:
+        if extra.name in _ARGUMENTS and extra.rank in (None, 0):
+            value = extra.value.state if isinstance(extra.value, Stub) else extra.value
+            if isinstance(value, dict):
+                return {str(name): own for name, own in value.items()}
+    return {}
+
+
+def _explained(atom: AtomIndex, family: Family, axes: Mapping[str, int]) -> Explained:
+    named: Named | None = None
+    rule: Rule | None = None
+    patterns: tuple[str, ...] = ()
+    try:
+        named = family.read(atom.name)
+        problem = "" if named else NO_RULE
+        if named is not None:
+            rule = named.rule
+            if not named.stacked:
+                (match,) = family.match([named.canonical]).values()
+                rule = match.rule
+                shapes = named.whole_shapes(atom.global_shape)
+                layouts = [match.layout(axes=axes, global_shape=shape) for shape in shapes]
+                patterns = tuple(f"{own.axis}: {own.pattern.name}" for layout in layouts for own in layout.axes)
+    except FamilyError as error:
+        problem = str(error)
+    return Explained(
+        name=atom.name,
+        global_shape=atom.global_shape,
+        canonical=named.canonical if named else "",
+        style=named.style if named else "",
+        template=_template(named) if named else "",
+        part=named.part if named and named.alias and len(named.alias.names) > 1 else None,
+        rule=rule,
+        patterns=patterns or (tuple(map(str, rule.axes)) if rule else ()),
+        problem=problem,
+        order=named.alias.order if named and named.alias else (),
+    )
+
+
+def _template(named: Named) -> str:
+    return named.rule.name.text if named.alias is None else named.alias.names[named.part]

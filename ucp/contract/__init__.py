@@ -1,0 +1,1 @@
+"""What formats, targets, patterns and engines are held to, and what they share."""

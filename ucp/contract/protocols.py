@@ -1,0 +1,166 @@
+"""The extension contract, on one page.
+
+A *format* says where the bytes of a checkpoint lie (`detect`, `read`). A *target* says what files a checkpoint
+consists of (`plan`, `seal`). An *engine* carries out tasks. An *observer* is told how far they are. None of them sees
+another's insides, and none reads a tensor but the engine. Formats, targets and engines are found by entry point
+(groups `ucp.formats`, `ucp.targets`, `ucp.engines`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from ucp.core.index import Index
+from ucp.core.layout import Pattern
+from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
+from ucp.core.tensor import Tensor
+from ucp.core.topology import Topology
+from ucp.errors import UsageError
+
+if TYPE_CHECKING:
+    from ucp.transfer.tasks import Job, Task
+    from ucp.transfer.worker import Done
+
+__all__ = [
+    "Configurable",
+    "Engine",
+    "Evidence",
+    "Format",
+    "LocalTensor",
+    "LocalTensors",
+    "Observer",
+    "Pattern",
+    "Sharded",
+    "SourceOptions",
+    "Target",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Why a path is thought to be of a format."""
+
+    root: Path
+    """The directory or file that the format would read: what `latest`, a tag or a parent folder resolves to."""
+    reasons: tuple[str, ...]
+    """What was seen, e.g. "zero_pp_rank_*_optim_states.pt"."""
+
+
+class Format(Protocol):
+    """Reads the indexes of one kind of checkpoint.
+
+    It may have `usual`: names of classes ("module.name") that its framework pickles.
+    """
+
+    name: str
+    """Name on the command line, e.g. "deepspeed"."""
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Whether `path` is such a checkpoint, from names alone; None if not."""
+
+    def read(self, path: Path) -> Index:
+        """Index of the checkpoint at `path` (as given by the user). Raises SourceError; reads no tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """What the user says of a source that its files do not, or not clearly."""
+
+    family: str | None = None
+    """Name of the model family whose rules hold, instead of the one chosen by evidence."""
+    patterns: Path | None = None
+    """TOML file with a family of the user's own."""
+
+    @classmethod
+    def of(cls, family: str | None, patterns: str | PathLike[str] | None) -> SourceOptions:
+        """What a user says of a source. Raises UsageError for a family by name and by file at once."""
+        if family is not None and patterns is not None:
+            raise UsageError("expected a family by name (--family) or by file (--patterns); got both")
+        return cls(family, None if patterns is None else Path(patterns))
+
+
+@runtime_checkable
+class Configurable(Protocol):
+    """A format that can be told about its sources."""
+
+    def configured(self, options: SourceOptions) -> Format:
+        """The same format, reading with these options."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalTensor:
+    """A tensor of the model as one rank stores it."""
+
+    name: str
+    """Name in the rank's file; layers and experts may be numbered from 0 on every rank."""
+    coords: Mapping[str, int]
+    """Where the rank is: "tp", and "pp", "ep", "chunk" where ranks of them hold other tensors."""
+    ref: Tensor
+    """Its elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalTensors:
+    """The model as its ranks store it, without any rule that says how parts make up wholes."""
+
+    arguments: Mapping[str, object]
+    """Arguments of the run, as recorded."""
+    tensors: tuple[LocalTensor, ...]
+    """Every tensor of every rank."""
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """A format that can tell what each rank stores, of a model that no family knows."""
+
+    def local_tensors(self, path: Path) -> LocalTensors | None:
+        """Tensors of the model by rank; None when the files at `path` record the wholes."""
+
+
+class Target(Protocol):
+    """Lays a checkpoint out as files of one kind.
+
+    It may have, set to true, `takes_settings` (--set), `takes_family` (--family and --patterns are for it where the
+    source has no use for them) and `takes_parts` (a part of a model is of use there: no warning of one).
+    """
+
+    name: str
+    """Name on the command line, e.g. "deepspeed-universal"."""
+
+    def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
+        """Files, and which slice of which state goes where. Writes nothing. Raises UsageError, MissingStateError."""
+
+    def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
+        """Files to write last, in order, once all bytes are down: the presence of the last is the commit."""
+
+
+class Observer(Protocol):
+    """Is told about the progress of a run."""
+
+    def begin(self, *, title: str, nbytes: int) -> None:
+        """A stage starts, of so many bytes to write (or to read, when nothing is written)."""
+
+    def advance(self, nbytes: int) -> None:
+        """So many more bytes are done."""
+
+    def end(self) -> None:
+        """The stage is over."""
+
+
+class Engine(Protocol):
+    """Carries out tasks."""
+
+    name: str
+    """Name, e.g. "processes"."""
+
+    def run(
+        self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int
+    ) -> Generator[Done, None, None]:
+        """Reports of `tasks`, in the order they finish. Raises what a worker raised; then the rest is not done.
+
+        Closing the generator ends the work.
+        """

@@ -1,0 +1,156 @@
+"""Whether values of several ranks are the same, tensors by their recorded checksums: no tensor byte is read.
+
+>>> Checksums(()).same({"lr": [0.1, float("nan")]}, {"lr": [0.1, float("nan")]})
+True
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from operator import attrgetter
+
+from ucp.core.index import Extra
+from ucp.core.pickle_values import Stub
+from ucp.core.tensor import Record, TensorRef
+
+__all__ = ["Checksums", "per_rank_extras"]
+
+
+class Checksums:
+    """Recorded checksums of the storages of many files."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self._by_path: dict[str, list[Record]] = {}
+        for record in records:
+            self._by_path.setdefault(record.path, []).append(record)
+        for own in self._by_path.values():
+            own.sort(key=attrgetter("offset"))
+
+    def storage(self, ref: TensorRef) -> Record | None:
+        """The storage that a tensor lies in, where the file recorded one."""
+        own = self._by_path.get(ref.path, ())
+        at = bisect_right(own, ref.offset, key=attrgetter("offset"))
+        found = own[at - 1] if at else None
+        return found if found is not None and ref.offset + ref.extent <= found.offset + found.nbytes else None
+
+    def same_bytes(self, a: TensorRef, b: TensorRef) -> bool | None:
+        """Whether two tensors hold the same bytes; None where the files do not tell."""
+        if (a.dtype, a.shape, a.strides) != (b.dtype, b.shape, b.strides):
+            return False
+        if a.numel == 0 or (a.path, a.offset) == (b.path, b.offset):
+            return True
+        mine, other = self.storage(a), self.storage(b)
+        if mine is None or other is None:
+            return None
+        whole = a.offset - mine.offset == b.offset - other.offset and mine.nbytes == other.nbytes
+        if whole and mine.crc32 == other.crc32:
+            return True
+        return False if whole and a.extent == mine.nbytes else None
+
+    def same(self, a: object, b: object) -> bool:
+        """Whether two values are known to be the same: of any depth, whatever they share, and if they hold themselves.
+
+        Objects are taken to be the same as soon as they are compared, so that no pair is looked into twice (Hopcroft
+        and Karp 1971, on the equality of automata).
+        """
+        taken = _Taken()
+        rest = [(a, b)]
+        while rest:
+            one, other = rest.pop()
+            if type(one) is not type(other):
+                return False
+            if isinstance(one, dict | list | tuple | Stub):
+                if not taken.join(one, other):
+                    continue
+                parts = _parts(one, other)
+                if parts is None:
+                    return False
+                rest.extend(parts)
+            elif not self._same_leaves(one, other):
+                return False
+        return True
+
+    def first_same(self, values: Iterable[object]) -> list[int]:
+        """For each value the position of the first that is known to be the same.
+
+        >>> Checksums(()).first_same(["a", "b", "a"])
+        [0, 1, 0]
+        """
+        firsts: dict[int, object] = {}
+        found = []
+        for at, value in enumerate(values):
+            found.append(next((first for first, own in firsts.items() if self.same(own, value)), at))
+            firsts.setdefault(found[-1], value)
+        return found
+
+    def _same_leaves(self, a: object, b: object) -> bool:
+        match a, b:
+            case TensorRef(), TensorRef():
+                return self.same_bytes(a, b) is True
+            case float(), float():
+                return a.hex() == b.hex()
+        return a == b
+
+
+class _Taken:
+    """Objects that are taken to be the same: a forest, each object below one of those that it is the same as."""
+
+    def __init__(self) -> None:
+        self._above: dict[int, int] = {}
+
+    def join(self, a: object, b: object) -> bool:
+        """Take `a` and `b` to be the same; whether they were not."""
+        one, other = self._root(id(a)), self._root(id(b))
+        self._above[one] = other
+        return one != other
+
+    def _root(self, key: int) -> int:
+        while (above := self._above.get(key, key)) != key:
+            self._above[key] = self._above.get(above, above)
+            key = above
+        return key
+
+
+Pairs = Iterable[tuple[object, object]]
+
+
+def _parts(a: object, b: object) -> Pairs | None:
+    """What has to be the same for two objects of one class to be; None where they differ on the face of it."""
+    match a, b:
+        case dict(), dict():
+            if len(a) != len(b) or not all(key in b for key in a):
+                return None
+            attributes = vars(a) if hasattr(a, "__dict__") else {}, vars(b) if hasattr(b, "__dict__") else {}
+            return [(value, b[key]) for key, value in a.items()] + ([attributes] if any(attributes) else [])
+        case Stub(), Stub():
+            if (a.made_by, a.new, a.has_state, len(a.entries)) != (b.made_by, b.new, b.has_state, len(b.entries)):
+                return None
+            whole = (a.args, b.args), (a.kwargs, b.kwargs), (a.state, b.state), (a.items, b.items)
+            return chain(whole, zip(chain.from_iterable(a.entries), chain.from_iterable(b.entries), strict=True))
+        case ((list() | tuple()), (list() | tuple())) if len(a) == len(b):
+            return zip(a, b, strict=True)
+    return None
+
+
+def per_rank_extras(name: str, values: Mapping[int, object], checksums: Checksums) -> list[Extra]:
+    """Extras for what every rank of `values` (rank to value) saved under `name`.
+
+    The first rank's value stands for all; a rank whose value differs has an extra of its own. Dicts are compared key
+    by key: such an extra holds only the keys that differ, and a key that some ranks lack is kept for those with it.
+    """
+    first, common = next(iter(values.items()))
+    if isinstance(common, dict) and all(isinstance(value, dict) for value in values.values()):
+        dicts = {rank: value for rank, value in values.items() if isinstance(value, dict)}
+        shared = {key: value for key, value in common.items() if all(key in own for own in dicts.values())}
+        extras = [Extra(name=name, value=shared)] if shared or not common else []
+        for rank, own in dicts.items():
+            if checksums.same(own, shared):  # what its values share is then looked into once
+                continue
+            apart = {k: v for k, v in own.items() if k not in shared or not checksums.same(v, shared[k])}
+            extras += [Extra(name=name, value=apart, rank=rank)] if apart else []
+        return extras
+    extras = [Extra(name=name, value=common)]
+    others = ((rank, value) for rank, value in values.items() if rank != first)
+    return extras + [Extra(name=name, value=v, rank=rank) for rank, v in others if not checksums.same(v, common)]

@@ -1,0 +1,233 @@
+"""Formats, targets, engines, patterns and families, found by entry point: built-ins and others use the same door.
+
+Groups: `ucp.formats`, `ucp.targets`, `ucp.engines`, `ucp.patterns`: the name of the entry point is the name users type.
+`ucp.families`: a package with a TOML file per model family (see `ucp.families`).
+`ucp.unread`: functions that say what a path is that no format reads, and what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from ucp.contract.protocols import Configurable, Engine, Evidence, Format, Pattern, SourceOptions, Target
+from ucp.core.index import Index
+from ucp.errors import FamilyError, IdleOptionError, UcpError, UnknownFormatError, UsageError, listed
+from ucp.io.folder import url_scheme
+from ucp.io.pickle.callables import CALLS, GROUPS, unusual_calls
+from ucp.io.staging import refuse_partial
+
+if TYPE_CHECKING:
+    from ucp.families.family import Family
+    from ucp.families.library import Library
+    from ucp.families.rule import PatternFactory
+
+__all__ = [
+    "choose_family",
+    "engine",
+    "families",
+    "family",
+    "library",
+    "names",
+    "pattern",
+    "recognise",
+    "target",
+    "with_callables",
+]
+
+_MOST_TRIED = 50
+"""Folders looked into for a checkpoint that may have been meant."""
+
+
+@cache
+def _found(group: str) -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=group)}
+
+
+@cache
+def _loaded(group: str, name: str) -> object:
+    points = _found(group)
+    if name not in points:
+        known = ", ".join(sorted(points)) or "none: is universal-checkpoint installed?"
+        near = get_close_matches(name, points, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"expected one of the {group.removeprefix('ucp.')} {known}; got {name!r}{hint}")
+    return points[name].load()
+
+
+@cache
+def _made(group: str, name: str) -> object:
+    return cast("Callable[[], object]", _loaded(group, name))()  # a class without needed arguments, by the contract
+
+
+def names(group: str) -> tuple[str, ...]:
+    """Names registered in one of the groups, e.g. `ucp.formats`."""
+    return tuple(sorted(_found(group)))
+
+
+def target(name: str) -> Target:
+    """The target of that name. Raises UsageError naming those there are."""
+    return cast("Target", _made("ucp.targets", name))  # what the group promises
+
+
+def engine(name: str) -> Engine:
+    """The engine of that name. Raises UsageError naming those there are."""
+    return cast("Engine", _made("ucp.engines", name))  # what the group promises
+
+
+def pattern(name: str, **fields: object) -> Pattern:
+    """The pattern of that name with its fields. Raises UsageError naming those there are.
+
+    >>> pattern("shard", dim=0, blocks=(4, 2)).name
+    'shard(dim=0, blocks=[4, 2])'
+    """
+    return cast("Callable[..., Pattern]", _loaded("ucp.patterns", name))(**fields)  # what the group promises
+
+
+def _pattern_factory(name: str) -> PatternFactory:
+    return cast("PatternFactory", _loaded("ucp.patterns", name))  # what the group promises
+
+
+@cache
+def library() -> Library:
+    """All registered model families. Raises UsageError when two have one name."""
+    from ucp.families.library import Library  # most checkpoints are read without a family
+
+    return Library.of_packages([point.value for point in _found("ucp.families").values()], _pattern_factory)
+
+
+def families() -> tuple[str, ...]:
+    """Names of the model families that a checkpoint can be of."""
+    return tuple(own.name for own in library().concrete())
+
+
+def family(name: str) -> Family:
+    """The model family of that name. Raises UsageError naming those there are."""
+    return library().family(name)
+
+
+def choose_family(
+    *,
+    names: Iterable[str],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    arguments: Mapping[str, object] | None = None,
+    axes: Mapping[str, int] | None = None,
+    options: SourceOptions | None = None,
+) -> tuple[Family, tuple[str, ...]]:
+    """The family that a checkpoint is of, bound to its sizes, and the reasons: by evidence unless `options` say.
+
+    `names`: of the model's tensors, in any style. `shapes`: of wholes, or of the parts of one rank, with degrees in
+    `axes`. `arguments`: as recorded. Raises UnknownFamilyError when none or several fit, FamilyError when the one that
+    `options` name says otherwise than the checkpoint, UsageError for one that is not there or a rules file with a
+    mistake.
+    """
+    found = library()
+    name = options.family if options is not None else None
+    why = f"--family {name}"
+    if options is not None and options.patterns is not None:
+        found, own = found.with_file(options.patterns)
+        name, why = (name, why) if name else (own, f"--patterns {options.patterns}")
+        if replaced := found.replaced(own):
+            why += (
+                f", where rules of its own stand in place of known ones for {', '.join(replaced)}: a mistake in them "
+                "joins the wrong rows, and nothing that is read by the same rules can tell"
+            )
+    if name is not None:
+        bound = found.chosen(name).bind(arguments=arguments, shapes=shapes, axes=axes)
+        if bound.conflicts and (options is None or options.patterns is None):
+            raise FamilyError(
+                f"the model is none of the family {name!r}: {'; '.join(bound.conflicts)}. Drop --family to see which "
+                "it is; where the checkpoint is wrong, say so under [given] in a rules file of your own (--patterns)"
+            )
+        return bound.among(names), (why,)
+    from ucp.families.library import choose
+
+    return choose(found.concrete(), names=list(names), shapes=shapes or {}, arguments=arguments or {}, axes=axes or {})
+
+
+def with_callables(index: Index) -> Index:
+    """The index, with a note on what objects in it call when they are unpickled, where that is nothing usual."""
+    usual = {name for own in names("ucp.formats") for name in getattr(_made("ucp.formats", own), "usual", ())}
+    kept = [*((extra.name, extra.value) for extra in index.extras), *((GROUPS, dict(g.hyper)) for g in index.groups)]
+    notes = [note for note in index.notes if not note.startswith(CALLS)]
+    return replace(index, notes=(*notes, *unusual_calls(kept, usual)))
+
+
+def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | None = None) -> tuple[Format, Evidence]:
+    """The one format that `path` is of; `unfinished`: even when it is the growing part of a conversion.
+
+    `options`: what the user says of the source. Raises UnknownFormatError when none or several formats recognise it,
+    IncompleteError for an unfinished conversion, IdleOptionError for options that the format has no use for.
+    """
+    if not path.exists():
+        raise UnknownFormatError(f"expected a checkpoint at {path}; {_absent(path)}")
+    if not unfinished:
+        refuse_partial(path.resolve())
+    formats = [cast("Format", _made("ucp.formats", name)) for name in names("ucp.formats")]
+    found = [(fmt, evidence) for fmt in formats if (evidence := fmt.detect(path)) is not None]
+    if len(found) == 1:
+        ((fmt, evidence),) = found
+        return _configured(fmt, options or SourceOptions()), evidence
+    if found:
+        claims = "; ".join(f"{fmt.name} because of {', '.join(evidence.reasons)}" for fmt, evidence in found)
+        raise UnknownFormatError(f"{path} could be several formats ({claims}); pass the folder of one of them")
+    near = _nearby(path, formats)
+    if near:
+        advice = (
+            f"Did you mean {near[0]}?" if len(near) == 1 else f"It holds several:\n{listed(near)}\nPass one of them"
+        )
+    else:
+        advice = _remedy(path) or "Pass the folder that the framework saved to"
+    raise UnknownFormatError(
+        f"expected a checkpoint of {', '.join(names('ucp.formats'))}; {path} is none of them ({_contents(path)}). "
+        f"{advice}"
+    )
+
+
+def _absent(path: Path) -> str:
+    scheme = url_scheme(path)
+    if scheme == "file":
+        return "pass the path alone, without file://"
+    if scheme:
+        return f"{scheme}:// is remote storage, and only local files are read. Copy it to this machine, or mount it"
+    return "nothing is there. Check the path"
+
+
+def _remedy(path: Path) -> str | None:
+    """What a path is that no format reads, and what to do about it, as far as anyone knows."""
+    known = (cast("Callable[[Path], str | None]", _loaded("ucp.unread", name)) for name in names("ucp.unread"))
+    return next((said for remedy in known if (said := remedy(path))), None)
+
+
+def _configured(fmt: Format, options: SourceOptions) -> Format:
+    if options == SourceOptions():
+        return fmt
+    if not isinstance(fmt, Configurable):
+        raise IdleOptionError(f"{fmt.name} checkpoints are read without a model family: drop --family and --patterns")
+    return fmt.configured(options)
+
+
+def _nearby(path: Path, formats: Sequence[Format]) -> list[str]:
+    """Checkpoints one level down, or else the one up, if there are any."""
+    below = sorted(entry for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else []
+    for candidates in (below[:_MOST_TRIED], [path.parent]):
+        near = [str(candidate) for candidate in candidates if any(fmt.detect(candidate) for fmt in formats)]
+        if near:
+            return near
+    return []
+
+
+def _contents(path: Path) -> str:
+    if not path.is_dir():
+        return f"a file of {path.stat().st_size} bytes"
+    try:
+        entries = sorted(entry.name for entry in path.iterdir())
+    except OSError as error:
+        raise UcpError(f"cannot read {path}: {error.strerror}") from error
+    shown = ", ".join(entries[:5]) or "nothing"
+    return f"it holds {shown}{', ...' if len(entries) > 5 else ''}"

@@ -1,0 +1,1 @@
+"""A conversion, from the options to the committed destination."""

@@ -1,0 +1,136 @@
+"""Files of ranks that are copies of one another, where the ranks hold different parts of the model.
+
+Which rank wrote a file often stands in its name alone. A file that was copied over that of another rank then reads as
+that rank's, and its bytes are sound. What tells are the recorded checksums: two files agree in all of them. So do the
+files of ranks that hold the same (replicas), and those of ranks whose parts have the same values:
+
+* what is constant: moments of zero, norms of one, padding;
+* parameters that begin alike, such as experts made of one dense layer, or layers doubled, until they are trained.
+
+Two parts of one tensor do not begin alike, and two parameters do not stay alike. So a pair of files is told of where
+some tensor in them is not constant, and is another part of the same tensor, or belongs to another parameter, which was
+trained: its moments are not constant. A file with a single tensor is of no rank, and parameters whose gradients are
+always equal have equal moments: this is told of files with several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from os.path import relpath
+
+from ucp.conversion.zero_moments import moments
+from ucp.core.index import AtomIndex, Doubt, DoubtKind, Fragment, Index
+from ucp.core.tensor import Record, Tensor, TensorRef
+from ucp.transfer.probe import Prober
+
+__all__ = ["copied_ranks"]
+
+_WINDOW = 64
+"""Elements looked at of a tensor, at its ends and in the middle."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A fragment, with what it is a part of."""
+
+    atom: AtomIndex
+    """Parameter."""
+    state: str
+    """State of it."""
+    fragment: Fragment
+    """Where it lies."""
+
+    def __str__(self) -> str:
+        return f"{self.atom.name}/{self.state} {self.fragment.box}"
+
+
+def copied_ranks(index: Index) -> tuple[Doubt, ...]:
+    """A doubt for every two files that are copies of one another and should not be. Reads windows of these alone."""
+    twins = list(_twins(index.records))
+    if not twins:
+        return ()
+    pieces = _pieces(index, {path for own in twins for path in own})
+    root = index.path
+    found = []
+    with Prober() as prober:
+        for paths in twins:
+            first = pieces.get(paths[0], {})
+            for path in paths[1:]:
+                pair = _contradiction(first, pieces.get(path, {}), prober)
+                if pair is not None:
+                    found.append(_doubt(relpath(paths[0], root), relpath(path, root), pair))
+    return tuple(found)
+
+
+def _doubt(a: str, b: str, pair: tuple[_Piece, _Piece]) -> Doubt:
+    text = (
+        f"expected the files of two ranks to differ, as they hold other parts of the model; {a} and {b} hold the same "
+        f"bytes, {pair[0]} in the one and {pair[1]} in the other. One is a copy of the other: copy both again from "
+        "where they were saved"
+    )
+    return Doubt(kind=DoubtKind.EQUAL_RANKS, text=text)
+
+
+def _twins(records: Iterable[Record]) -> Iterator[list[str]]:
+    """Files with several storages that agree in the place and checksum of each."""
+    files: dict[str, list[Record]] = {}
+    for record in records:
+        files.setdefault(record.path, []).append(record)
+    similar: dict[tuple[int, int, int], list[str]] = {}
+    for path, own in files.items():
+        if len(own) > 1:
+            similar.setdefault((len(own), own[-1].offset, own[-1].crc32), []).append(path)
+    for paths in similar.values():
+        if len(paths) > 1:
+            alike: dict[tuple[tuple[int, int, int], ...], list[str]] = {}
+            for path in paths:
+                places = tuple((record.offset, record.nbytes, record.crc32) for record in files[path])
+                alike.setdefault(places, []).append(path)
+            yield from (own for own in alike.values() if len(own) > 1)
+
+
+def _pieces(index: Index, paths: set[str]) -> dict[str, dict[int, list[_Piece]]]:
+    """What lies in some files: path to offset to the fragments there."""
+    found: dict[str, dict[int, list[_Piece]]] = {}
+    for atom, name, state in index.states():
+        for fragment in state.fragments:
+            ref = fragment.ref
+            if isinstance(ref, TensorRef) and ref.path in paths and ref.numel:
+                found.setdefault(ref.path, {}).setdefault(ref.offset, []).append(_Piece(atom, name, fragment))
+    return found
+
+
+def _contradiction(
+    a: dict[int, list[_Piece]], b: dict[int, list[_Piece]], prober: Prober
+) -> tuple[_Piece, _Piece] | None:
+    """Two pieces of the same bytes that should differ; None where there are none."""
+    for offset, own in a.items():
+        for mine in own:
+            others = b.get(offset, ())
+            if any(_is_same(mine, other) for other in others) or not _varies(mine.fragment.ref, prober):
+                continue
+            for other in others:
+                if mine.atom is other.atom or _was_trained(mine.atom, prober):
+                    return mine, other
+    return None
+
+
+def _is_same(a: _Piece, b: _Piece) -> bool:
+    """Whether two pieces are copies of one region, or of no one region: the same number is counted for each."""
+    return a.atom is b.atom and a.state == b.state and a.fragment.box == b.fragment.box
+
+
+def _was_trained(atom: AtomIndex, prober: Prober) -> bool:
+    return any(_varies(own.ref, prober) for _, state in moments(atom) for own in state.fragments)
+
+
+def _varies(ref: Tensor, prober: Prober) -> bool:
+    """Whether a tensor is seen not to be constant, in a window at each end and one in the middle."""
+    first = prober.window(ref, 0, min(1, ref.numel))
+    last = max(ref.numel - _WINDOW, 0)
+    for start in sorted({0, last // 2, last}):
+        data = prober.window(ref, start, min(start + _WINDOW, ref.numel))
+        if data != first * (len(data) // ref.dtype.itemsize):
+            return True
+    return False

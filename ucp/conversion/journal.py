@@ -1,0 +1,72 @@
+"""What an earlier run of the same conversion finished, as far as its bytes are really there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import xxhash
+
+from ucp.errors import CorruptError
+from ucp.io.codec import codec_name, decode
+from ucp.transfer.gather import Span
+from ucp.transfer.tasks import Job, Section, Task
+from ucp.transfer.worker import Done, Sum
+
+__all__ = ["line_of", "trusted"]
+
+Line = dict[str, object]
+
+
+def line_of(done: Done) -> Line:
+    """The journal line of a finished task."""
+    return {"task": done.task, "sums": done.sums, "spans": done.spans, "drift": done.drift}
+
+
+def trusted(job: Job, root: Path, lines: Sequence[Line]) -> dict[int, Done]:
+    """Finished tasks whose bytes are there as they were reported, by number; anything else is to be done again."""
+    found: dict[int, Done] = {}
+    for line in lines:
+        done = _done(line)
+        if done is not None and 0 <= done.task < len(job.tasks) and _stands(root, job.tasks[done.task], done):
+            found[done.task] = done
+    return found
+
+
+def _done(line: Line) -> Done | None:
+    """The report that `line_of` was given; None when the line says something else."""
+    match line:
+        case {"task": int(task), "sums": list(sums), "spans": list(spans), "drift": list(drift)}:
+            try:
+                return Done(
+                    task=task,
+                    sums=tuple(Sum._make([*own[:-1], own[-1] and tuple(own[-1])]) for own in sums),
+                    spans=tuple(Span(*own) for own in spans),
+                    drift=tuple(drift),
+                )
+            except (IndexError, TypeError):
+                return None
+    return None
+
+
+def _stands(root: Path, task: Task, done: Done) -> bool:
+    sections = [(fill.path, section) for fill in task.fills for section in fill.sections]
+    wanted = [(section.placement, section.start, section.nbytes) for _, section in sections]
+    if wanted != [(own.placement, own.start, own.nbytes) for own in done.sums]:
+        return False
+    try:
+        return all(
+            xxhash.xxh3_64_hexdigest(_stored(root / path, section, own)) == own.digest
+            for (path, section), own in zip(sections, done.sums, strict=True)
+        )
+    except (OSError, CorruptError):
+        return False
+
+
+def _stored(path: Path, section: Section, own: Sum) -> bytes | memoryview:
+    """The bytes of a section as they are in the file now, decoded."""
+    offset, nbytes = own.block or (section.offset, section.nbytes)
+    with path.open("rb") as file:
+        file.seek(offset)
+        data = file.read(nbytes)
+    return decode(memoryview(data), codec_name(section.nbytes // (section.stop - section.start))) if own.block else data

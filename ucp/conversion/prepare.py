@@ -1,0 +1,431 @@
+"""Decide a conversion: read indexes, plan the target, plan the work. Nothing is written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import xxhash
+
+from ucp.contract.protocols import Observer, SourceOptions, Target
+from ucp.contract.registry import recognise, target, with_callables
+from ucp.contract.state_gaps import gap_text, state_gaps, with_gaps
+from ucp.conversion.copied_ranks import copied_ranks
+from ucp.conversion.replica_policy import Drift, settle
+from ucp.conversion.zero_moments import ZeroMoments, check_moments
+from ucp.core.companions import Companions, chosen_companions
+from ucp.core.index import (
+    TAG,
+    AtomIndex,
+    DoubtKind,
+    Extra,
+    Index,
+    Loss,
+    SourceFile,
+    check_cover,
+    check_doubts,
+    check_names,
+)
+from ucp.core.names import WEIGHT, NameFilter
+from ucp.core.target import TargetOptions, TargetPlan
+from ucp.core.topology import Topology
+from ucp.errors import IdleOptionError, UsageError, counted
+from ucp.io.identity import producer
+from ucp.transfer.tasks import BLOCK, Job, fit_workers, make_job
+
+__all__ = ["ConvertOptions", "Prepared", "Silent", "Survey", "index_as_told", "index_of", "judged", "prepare", "survey"]
+
+
+_PER_ATOM, _PER_STATE, _PER_PIECE = 4 << 10, 4 << 10, 1 << 10
+"""Bytes of memory, at most, that a parameter, each of its states and each piece of these take until the end."""
+
+_DROP = "drop"
+"""Setting that every target takes: extras to leave out."""
+
+_SELECTION = "left out by --include/--exclude"
+"""Why a selection has no more."""
+
+
+class Silent:
+    """Observer that wants to know nothing."""
+
+    def begin(self, *, title: str, nbytes: int) -> None:
+        """Nothing."""
+
+    def advance(self, nbytes: int) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """What the user asked for."""
+
+    to: str = "ucp"
+    """Name of the target."""
+    topology: Topology | None = None
+    """Layout of the run that will load it; None where the target has no ranks."""
+    target: TargetOptions = field(default_factory=TargetOptions)
+    """Options of the target."""
+    names: NameFilter = field(default_factory=NameFilter)
+    """Which parameters and states to take."""
+    source: SourceOptions = field(default_factory=SourceOptions)
+    """What the user says of the source."""
+    drift: Drift = Drift.ERROR
+    """What to do about copies that should be equal and are not."""
+    zero_moments: ZeroMoments = ZeroMoments.ERROR
+    """What to do about moments that are all zero although steps were taken."""
+    accept: frozenset[DoubtKind] = frozenset()
+    """Doubts of the source that are to be passed over."""
+    workers: int = 0
+    """Processes; 0 for one per core."""
+    memory: int = 1 << 30
+    """Bytes of memory for the whole run, beyond the interpreter's own and that of the index."""
+    resume: bool = False
+    """Continue an unfinished conversion."""
+    overwrite: bool = False
+    """Replace a destination that ucp wrote."""
+    companions: Companions = Companions.SMALL
+    """Which files beside the checkpoint to carry along."""
+    fsync: bool = True
+    """Wait until everything is on the disk; else the system brings it there in its own time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A conversion that is decided and not begun."""
+
+    job: Job
+    """The work."""
+    target: Target
+    """Who planned it."""
+    workers: int
+    """Processes."""
+    threads: int
+    """Threads in each."""
+    fingerprint: str
+    """Digest of source files, options and target: two conversions of the same fingerprint write the same bytes."""
+    facts: Mapping[str, str]
+    """What that digest is of, by name, as messages tell it; what was not asked for is left out."""
+    warnings: tuple[str, ...] = ()
+    """What keeps a run from resuming as it would from the source."""
+
+    @property
+    def nbytes_out(self) -> int:
+        """Bytes of the files that hold tensors and of those beside; not of what compressed ones will hold.
+
+        Those that are written last, and say what the others hold, are not counted.
+        """
+        return sum(file.nbytes for file in self.job.target.files)
+
+    @property
+    def references(self) -> int:
+        """Pieces in files of the source that a virtual destination refers to; 0 for any other."""
+        held = () if self.job.target.placements else self.job.index.states()
+        return sum(len(state.fragments) for _, _, state in held)
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory that the index of the source and the plan take, at most, beside that of the workers."""
+        states = [state for _, _, state in self.job.index.states()]
+        pieces = sum(len(state.fragments) for state in states)
+        return len(self.job.index.atoms) * _PER_ATOM + len(states) * _PER_STATE + pieces * _PER_PIECE
+
+    @property
+    def projected_bytes(self) -> int:
+        """Memory that the workers need at once."""
+        return self.workers * self.threads * max((task.projected_bytes for task in self.job.tasks), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What can be told of a checkpoint whose index cannot be read."""
+
+    path: str
+    """Directory or file that was resolved, absolute."""
+    format: str
+    """Name of the format that it looks like."""
+    evidence: tuple[str, ...]
+    """What the format was recognised by."""
+    files: tuple[SourceFile, ...]
+    """Every file there, by name; what they hold is not known."""
+
+
+def survey(path: Path) -> Survey:
+    """What lies at `path`, from names and sizes alone. Raises UnknownFormatError, IncompleteError."""
+    fmt, evidence = recognise(path)
+    root = evidence.root.absolute()
+    found = (Path(folder) / name for folder, _, names in os.walk(root) for name in names)
+    return Survey(
+        path=str(root),
+        format=fmt.name,
+        evidence=evidence.reasons,
+        files=tuple(_present(file) for file in (sorted(found) if root.is_dir() else [root])),
+    )
+
+
+def _present(path: Path) -> SourceFile:
+    """A file as it is; a link that leads nowhere has no bytes."""
+    status = path.stat() if path.exists() else path.lstat()
+    return SourceFile(
+        path=str(path), nbytes=status.st_size if path.exists() else 0, mtime_ns=status.st_mtime_ns, role=""
+    )
+
+
+def index_of(
+    path: Path,
+    names: NameFilter | None = None,
+    *,
+    source: SourceOptions | None = None,
+    unfinished: bool = False,
+) -> Index:
+    """Index of the checkpoint at `path`, its cover proved; only what `names` keeps.
+
+    `source`: what the user says of it. `unfinished`: it may be the growing part of a conversion.
+
+    Raises SourceError, CoverError, UsageError.
+    """
+    fmt, _ = recognise(path, unfinished=unfinished, options=source)
+    index = fmt.read(path)
+    check_cover(index)
+    check_names(index)
+    index = judged(index)
+    return index if names is None else _selected(index, names)
+
+
+def judged(index: Index) -> Index:
+    """`index` with what its own contents tell against it: copied files, and states that were lost."""
+    return with_gaps(replace(index, doubts=(*index.doubts, *copied_ranks(index))))
+
+
+def index_as_told(path: Path, *, source: SourceOptions, unfinished: bool = False) -> Index:
+    """`index_of`; what the user says may be for another, and is left aside where the reader has no use for it."""
+    try:
+        return index_of(path, source=source, unfinished=unfinished)
+    except IdleOptionError:
+        return index_of(path, unfinished=unfinished)
+
+
+def _selected(index: Index, names: NameFilter) -> Index:
+    """What `names` keeps of `index`. Raises UsageError when a glob matches nothing, or nothing is kept."""
+    if names == NameFilter():
+        return index
+    names.check_used((atom.name, state) for atom, state, _ in index.states())
+    atoms: dict[str, AtomIndex] = {}
+    for atom in index.atoms.values():
+        states = {name: state for name, state in atom.states.items() if names.keeps(atom.name, name)}
+        if states:
+            atoms[atom.name] = replace(atom, states=states)
+    if not atoms:
+        raise UsageError("--include and --exclude together leave nothing; `ucp plan` shows what a selection holds")
+    groups = tuple(replace(g, params=tuple(p for p in g.params if p in atoms)) for g in index.groups)
+    aliases = {alias: name for alias, name in index.aliases.items() if name in atoms}
+    left = _left_out(index, atoms)
+    dropped = (*index.dropped, f"{left}: {_SELECTION}") if left else index.dropped
+    return replace(
+        index,
+        atoms=atoms,
+        groups=groups,
+        aliases=aliases,
+        dropped=dropped,
+        lost=_lost(index, atoms),
+        unselected=index.unselected + len(index.atoms) - len(atoms),
+    )
+
+
+def _lost(index: Index, kept: Mapping[str, AtomIndex]) -> dict[str, Loss]:
+    """Of what parameters the selection `kept` has no states that it has of others, and what was lost before."""
+    lost = {name: loss for name, loss in index.lost.items() if name in kept}
+    held = {state for atom in kept.values() for state in atom.states}
+    for name, atom in kept.items():
+        states = [own for own in index.atoms[name].states if own in held and own not in atom.states]
+        if states and name not in lost:
+            why = f"{', '.join(states)} of these parameters, {_SELECTION} and kept of others: take them along"
+            lost[name] = Loss(why=why, chosen=True)
+    return lost
+
+
+def _left_out(index: Index, kept: Mapping[str, AtomIndex]) -> str:
+    """How much of `index` is not kept, in words; empty for nothing."""
+    whole = [atom for name, atom in index.atoms.items() if name not in kept]
+    states = sum(len(index.atoms[name].states) - len(atom.states) for name, atom in kept.items())
+    parts = [
+        f"{counted(len(whole), 'parameter')} of {len(index.atoms):,}" if whole else "",
+        f"{counted(states, 'state')} of {'the others' if whole else 'parameters'}" if states else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _part_warnings(whole: Index, index: Index) -> Iterator[str]:
+    """What a framework will make of `index`, which was selected of `whole`, where it is a part of a model."""
+    if index.unselected:
+        part = f"{counted(index.unselected, 'parameter')} of {index.unselected + len(index.atoms):,}: {_SELECTION}"
+        yield (
+            f"a part of the model is written: {part}. A run of the whole model does not resume from it: "
+            "what is left out is missing when it loads, or stays as it was initialised. Drop --include and --exclude; "
+            "a part is kept as atoms (--to ucp)"
+        )
+    for state in dict.fromkeys(name for _, name, _ in index.states()):
+        had = [name for name in index.atoms if state in whole.atoms[name].states]
+        lacking = [name for name in had if state not in index.atoms[name].states]
+        if lacking:
+            yield (
+                f"{state} is left out of {counted(len(lacking), 'parameter')} and kept of {len(had) - len(lacking):,}: "
+                f"the optimizer starts anew for {lacking[0]}{', ...' if len(lacking) > 1 else ''}, or goes on with "
+                "zeros where parameters lie flat, and goes on for the others. Leave it out of all (--exclude '*/"
+                + state
+                + "'), or of none"
+            )
+
+
+def _gap_warnings(whole: Index, index: Index) -> Iterator[str]:
+    """What the parameters lack of which `index` has a state beside the weight, where the source lost it."""
+    lost = {
+        name: states
+        for name, states in state_gaps(whole).items()
+        if name in index.atoms and index.atoms[name].states.keys() - {WEIGHT}
+    }
+    if lost:
+        yield f"{gap_text(lost)}\nThe weights alone are whole (--include '*/weight')"
+
+
+def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None) -> Prepared:
+    """Decide everything: writes nothing.
+
+    Of tensors it reads windows of moments (all of those that are zero there), and copies that are to be settled.
+    """
+    chosen = target(options.to)
+    read = index_as_told if getattr(chosen, "takes_family", False) else index_of
+    whole = read(src, source=options.source)
+    check_doubts(whole, options.accept)
+    index = _selected(whole, options.names)
+    warnings = (
+        *(f"--accept {doubt.kind}: {doubt.text}" for doubt in whole.doubts),
+        *_gap_warnings(whole, index),
+        *(() if getattr(chosen, "takes_parts", False) else _part_warnings(whole, index)),
+    )
+    check_moments(whole, options.zero_moments, taken=index)
+    index = settle(index, options.drift, observer or Silent(), memory=options.memory)
+    _check_dtypes(index, options.target.dtypes)
+    index, settings = _dropped(index, options.target.settings)
+    index = with_callables(index)
+    _check_settings(chosen, settings)
+    index = chosen_companions(_tagged(index, options.target.tag), options.companions)
+    own = replace(
+        options.target,
+        settings=settings,
+        family=options.source.family or "",
+        patterns=str(options.source.patterns or ""),
+        keeps_zeros=options.zero_moments is ZeroMoments.KEEP,
+    )
+    plan = chosen.plan(index, options.topology, own)
+    index = _without(index, plan)
+    job = replace(make_job(index, plan), fsync=options.fsync)
+    workers, threads = fit_workers(options.memory, workers=options.workers or _cores(), threads=2)
+    return Prepared(
+        job=job,
+        target=chosen,
+        workers=workers,
+        threads=threads,
+        fingerprint=_fingerprint(index, options),
+        facts=_facts(job, options),
+        warnings=warnings,
+    )
+
+
+def _without(index: Index, plan: TargetPlan) -> Index:
+    """What of `index` the target holds, and a line for everything else."""
+    if not plan.lost:
+        return replace(index, dropped=(*index.dropped, *plan.dropped)) if plan.dropped else index
+    atoms: dict[str, AtomIndex] = {}
+    for name, atom in index.atoms.items():
+        lost = plan.lost.get(name, frozenset())
+        states = {state: own for state, own in atom.states.items() if state not in lost}
+        if states:
+            atoms[name] = replace(atom, states=states)
+    aliases = {alias: name for alias, name in index.aliases.items() if name in atoms}
+    return replace(index, atoms=atoms, aliases=aliases, dropped=(*index.dropped, *plan.dropped))
+
+
+def _tagged(index: Index, tag: str) -> Index:
+    """`index` under the name `tag`; under its own where that is empty."""
+    if not tag:
+        return index
+    others = (extra for extra in index.extras if extra.name != TAG)
+    return replace(index, extras=(*others, Extra(name=TAG, value=tag)))
+
+
+def _check_dtypes(index: Index, dtypes: Mapping[str, str]) -> None:
+    known = dict.fromkeys(name for _, name, _ in index.states())
+    unknown = [state for state in dtypes if state not in known]
+    if unknown:
+        raise UsageError(f"no parameter has a state {', '.join(unknown)} to cast; there are {', '.join(known)}")
+
+
+def _dropped(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mapping[str, str]]:
+    """The index without the extras that --set drop=NAME,... names, and the other settings. Raises UsageError."""
+    if _DROP not in settings:
+        return index, settings
+    asked = settings[_DROP].split(",")
+    names = {extra.name: {extra.name, extra.name.partition("/")[0]} for extra in index.extras}
+    known = sorted(set().union(*names.values()))
+    unknown = [name for name in asked if name not in known]
+    if unknown:
+        raise UsageError(
+            f"expected extras of {index.path} to leave out (--set drop); it has no {', '.join(unknown)}, only "
+            f"{', '.join(known) or 'none'}"
+        )
+    left = [name for name, own in names.items() if own.intersection(asked)]
+    kept = tuple(extra for extra in index.extras if extra.name not in left)
+    lines = [f"{name}: not taken from the source, as asked (--set drop)" for name in left]
+    others = {name: text for name, text in settings.items() if name != _DROP}
+    return replace(index, extras=kept, dropped=(*index.dropped, *lines)), others
+
+
+def _check_settings(chosen: Target, settings: Mapping[str, str]) -> None:
+    if settings and not getattr(chosen, "takes_settings", False):
+        raise UsageError(f"the target {chosen.name} asks for no settings; drop --set {', '.join(settings)}")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _facts(job: Job, options: ConvertOptions) -> dict[str, str]:
+    asked = {
+        "source": job.index.path,
+        "target": options.to,
+        "topology": str(options.topology or job.target.topology or ""),
+        "layout": options.target.layout,
+        "compression": "zstd" if options.target.compress else "",
+        "dtypes": ", ".join(f"{state}={dtype}" for state, dtype in sorted(options.target.dtypes.items())),
+        "settings": ", ".join(f"{name}={value}" for name, value in sorted(options.target.settings.items())),
+        "included": ", ".join(options.names.include),
+        "left out": ", ".join(options.names.exclude),
+        "tag": options.target.tag,
+        "companion files": "" if options.companions is Companions.SMALL else options.companions.value,
+        "family": options.source.family or str(options.source.patterns or ""),
+        "of copies that differ": "" if options.drift is Drift.ERROR else options.drift.value,
+        "program": producer(),
+    }
+    return {name: value for name, value in asked.items() if value}
+
+
+def _fingerprint(index: Index, options: ConvertOptions) -> str:
+    asked = [
+        producer(),
+        index.format,
+        sorted((file.path, file.nbytes, file.mtime_ns) for file in index.files),
+        options.to,
+        str(options.topology),
+        asdict(options.target),
+        asdict(options.names),
+        [options.source.family, str(options.source.patterns), options.drift.value, options.companions.value],
+        BLOCK,
+    ]
+    return xxhash.xxh3_128_hexdigest(json.dumps(asked, sort_keys=True).encode())

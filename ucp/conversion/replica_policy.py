@@ -1,0 +1,98 @@
+"""Copies that should be equal and are not: which value a conversion takes.
+
+Norms and biases that every tensor-parallel rank holds can drift apart during training (BLOOM's did). A conversion
+refuses that unless it is told what to take:
+
+    error   stop, naming every parameter (the default; found while the bytes are copied)
+    first   take what the first rank holds
+    mean    take the mean of all ranks, computed in float32 or wider (the paper's Partial pattern)
+
+`first` and `mean` look at all copies once before the work is planned; what they settle is named in the notes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from enum import StrEnum
+
+from ucp.contract.protocols import Observer
+from ucp.core.index import Fragment, Index, StateIndex
+from ucp.core.layout import Overlap
+from ucp.core.region import uncovered
+from ucp.errors import ReplicaError, counted, listed
+from ucp.transfer.compare import drifting, fit_threads
+
+__all__ = ["Drift", "settle"]
+
+
+class Drift(StrEnum):
+    """What to do about copies that differ."""
+
+    ERROR = "error"
+    """Stop."""
+    FIRST = "first"
+    """Take the first rank's."""
+    MEAN = "mean"
+    """Take the mean of all ranks'."""
+
+
+def settle(index: Index, drift: Drift, observer: Observer, *, memory: int) -> Index:
+    """`index` with one value for every state whose copies differ; unchanged when none does, or for `Drift.ERROR`.
+
+    Reads every state that has copies, within `memory` bytes. Raises ReplicaError when a mean cannot be made of what the
+    copies cover.
+    """
+    if drift is Drift.ERROR:
+        return index
+    found = drifting(index, observer, threads=fit_threads(memory))
+    if not found:
+        return index
+    atoms = dict(index.atoms)
+    for param, name in found:
+        atom = atoms[param]
+        atoms[param] = replace(
+            atom, states={**atom.states, name: _SETTLED[drift](atom.states[name], f"{param}/{name}")}
+        )
+    return replace(index, atoms=atoms, notes=(*index.notes, *_notes(found, drift)))
+
+
+def _first(state: StateIndex, label: str) -> StateIndex:
+    del label  # it cannot fail
+    return replace(state, fragments=tuple(own for own in state.fragments if own.replica == 0))
+
+
+def _mean(state: StateIndex, label: str) -> StateIndex:
+    """All whole copies of the state's own type as the terms of a mean, but those that a rank computed from others."""
+    terms: dict[int, list[Fragment]] = {}
+    for own in state.fragments:
+        if own.ref.dtype is state.dtype and not own.derived:
+            terms.setdefault(own.replica, []).append(own)
+    if len(terms) < 2 or state.overlap is Overlap.MEAN or not state.dtype.is_floating:
+        raise ReplicaError(
+            f"{label}: expected several whole copies in {state.dtype} to take the mean of; got {len(terms)}. What "
+            "differs is a copy in another precision, or the model's own beside its master: take the first with --drift "
+            "first"
+        )
+    for replica, pieces in terms.items():
+        gaps = uncovered(state.global_shape, [own.box for own in pieces], most=1)
+        if gaps:
+            raise ReplicaError(
+                f"{label}: copy {replica} does not hold {gaps[0].box} of {list(state.global_shape)}, so there is no "
+                "mean of whole copies; take the first with --drift first"
+            )
+    fragments = (
+        replace(own, replica=0, term=n) for n, (_, pieces) in enumerate(sorted(terms.items())) for own in pieces
+    )
+    return replace(state, fragments=tuple(fragments), overlap=Overlap.MEAN)
+
+
+_SETTLED = {Drift.FIRST: _first, Drift.MEAN: _mean}
+
+
+def _notes(found: Mapping[tuple[str, str], list[str]], drift: Drift) -> Iterator[str]:
+    taken = "the first rank's value was taken" if drift is Drift.FIRST else "their mean was taken"
+    lines = [f"{line}" for _, own in sorted(found.items()) for line in sorted(own)]
+    yield (
+        f"copies of {counted(len(found), 'state')} differ, and {taken}, as asked with --drift {drift}:\n{listed(lines)}"
+    )

@@ -1,0 +1,156 @@
+"""Moments that are all zero although steps were taken: an optimizer that was lost on the way.
+
+A run that loads its weights and not its optimizer starts with moments of zero, and may yet go on counting steps. What
+it saves then looks like any other checkpoint. To resume from it is to resume without the optimizer's memory, and
+nothing says so. A conversion, and a live loader that is given an optimizer, refuse it unless told to keep the zeros:
+
+    error   stop, once every element has been looked at (the default)
+    keep    take them as they are
+
+Nearly always the first window of the first moment that is read holds something, and that is all that is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from enum import StrEnum
+
+from ucp.core.dtypes import DType
+from ucp.core.index import AtomIndex, Fragment, Index, Kind, StateIndex
+from ucp.core.names import STEP, WEIGHT
+from ucp.core.tensor import Tensor, TensorRef
+from ucp.errors import MalformedError, SourceError
+from ucp.io.elements import viewed
+from ucp.transfer.probe import Prober
+
+__all__ = ["ZeroMoments", "check_moments", "moments", "moments_note"]
+
+_PROBED = 256
+"""Parameters looked at before every element is, at most."""
+_WINDOW = 64
+"""Elements looked at of a piece, at its ends and in the middle."""
+_BLOCK = 1 << 20
+"""Elements read at once where all are."""
+
+
+class ZeroMoments(StrEnum):
+    """What to do about moments that are all zero although steps were taken."""
+
+    ERROR = "error"
+    """Stop."""
+    KEEP = "keep"
+    """Take them as they are."""
+
+
+def moments_note(index: Index) -> str | None:
+    """What to tell of moments that are zero wherever they are looked at, in a few windows; None when they are not."""
+    if not _stepped_with_zeros(index):
+        return None
+    return (
+        "the moments of the optimizer are zero wherever they were looked at, although steps were taken: the run that "
+        "wrote this had lost its optimizer. It is converted only if told so (--zero-moments keep)"
+    )
+
+
+def check_moments(index: Index, policy: ZeroMoments, *, taken: Index | None = None) -> None:
+    """Prove that some moment is not zero, where there are any and steps were taken. Raises MalformedError.
+
+    `taken`: the part of `index` that is wanted; where it has no moments, nothing is to be proved. A part is judged by
+    the whole: experts that saw no token have moments of zero in the best of runs.
+    """
+    wanted = (taken or index).atoms.values()
+    if policy is ZeroMoments.KEEP or not any(True for atom in wanted for _ in moments(atom)):
+        return
+    atoms = _stepped_with_zeros(index)
+    with Prober() as prober:
+        if not atoms or not all(_is_zero(piece.ref, prober, whole=True) for piece in _pieces(atoms)):
+            return
+    states = dict.fromkeys(name for atom in atoms for name, _ in moments(atom))
+    left_out = " ".join(f"--exclude '*/{name}'" for name in states)
+    raise MalformedError(
+        f"expected moments that are not zero, as steps were taken; in {index.path} every element of "
+        f"{', '.join(states)} of all {len(atoms):,} trained parameters is. The run that wrote it had lost its "
+        "optimizer, and one that resumes from it goes on without saying so. Convert a checkpoint from before that; or "
+        f"leave the moments out, so that the optimizer starts anew ({left_out}; ucp.load_into without optimizer); or, "
+        "if they are meant to be zero, keep them (--zero-moments keep; zero_moments='keep' in Python)"
+    )
+
+
+def _stepped_with_zeros(index: Index) -> list[AtomIndex]:
+    """Parameters with moments, where all windows of some are zero although steps were taken; none of others."""
+    if index.groups and all(group.hyper.get("lr") == 0 for group in index.groups):
+        return []
+    atoms = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER and any(moments(atom))]
+    some = atoms[:: max(1, len(atoms) // _PROBED)]
+    with Prober() as prober:
+        if not atoms or not all(_is_zero(piece.ref, prober, whole=False) for piece in _pieces(some)):
+            return []
+        return atoms if any(_has_stepped(atom, index, prober) for atom in some) else []
+
+
+def moments(atom: AtomIndex) -> Iterator[tuple[str, StateIndex]]:
+    """States with a value per element, beside the weight."""
+    for name, state in atom.states.items():
+        is_moment = name not in (WEIGHT, STEP) and state.dtype.is_floating and state.numel > 0
+        if is_moment and state.global_shape == atom.global_shape:
+            yield name, state
+
+
+def _pieces(atoms: Iterable[AtomIndex]) -> Iterator[Fragment]:
+    for atom in atoms:
+        for _, state in moments(atom):
+            yield from state.fragments
+
+
+def _has_stepped(atom: AtomIndex, index: Index, prober: Prober) -> bool:
+    """Whether the optimizer has stepped a parameter, as recorded with it, with its group, or of the run.
+
+    A run that took no step has none to show, whatever its optimizer counts: wrappers step once without gradients as
+    they are built.
+    """
+    if index.step is not None and index.step <= index.skipped:
+        return False
+    if STEP in atom.states:
+        ref = atom.states[STEP].fragments[0].ref
+        return not _is_zero(ref, prober, whole=True)
+    group = next((own for own in index.groups if atom.name in own.params), None)
+    step = None if group is None else group.hyper.get(STEP)
+    if step is None:
+        step = index.step
+    return isinstance(step, int | float) and step > 0
+
+
+def _is_zero(ref: Tensor, prober: Prober, *, whole: bool) -> bool:
+    """Whether all elements are zero, or those of three windows; False where it cannot be told."""
+    if whole and isinstance(ref, TensorRef):
+        ref = _in_file_order(ref)
+    try:
+        windows = _windows(ref.numel, whole=whole)
+        return all(_holds_nothing(prober.window(ref, start, stop), ref.dtype) for start, stop in windows)
+    except SourceError:
+        return False
+
+
+def _in_file_order(ref: TensorRef) -> TensorRef:
+    """The same elements in the order in which they lie, so that all of them are read in long runs."""
+    dims = sorted(range(len(ref.shape)), key=lambda dim: -ref.strides[dim])
+    return replace(ref, shape=tuple(ref.shape[dim] for dim in dims), strides=tuple(ref.strides[dim] for dim in dims))
+
+
+def _holds_nothing(data: bytes, dtype: DType) -> bool:
+    """Whether every value is zero; of either sign, which bits tell apart and an optimizer does not."""
+    if data.count(0) == len(data):
+        return True
+    if not dtype.is_floating or data.translate(None, b"\0\x80"):  # a byte that no zero has
+        return False
+    return not viewed(memoryview(data), dtype).any()
+
+
+def _windows(numel: int, *, whole: bool) -> Iterator[tuple[int, int]]:
+    if whole:
+        starts, count = list(range(0, numel, _BLOCK)), _BLOCK
+    else:
+        last = max(numel - _WINDOW, 0)
+        starts, count = sorted({0, last // 2, last}), _WINDOW
+    return ((start, min(start + count, numel)) for start in starts)

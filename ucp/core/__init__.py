@@ -1,0 +1,1 @@
+"""Values and the planner: integers and strings, which know no files, processes or torch."""

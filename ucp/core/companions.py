@@ -1,0 +1,172 @@
+"""Companion files: what a training script keeps beside a checkpoint, and cannot go on without.
+
+A trainer saves its own state next to the files of its framework: trainer_state.json, scheduler.pt, the tokenizer, the
+random states of ranks. No format knows them. They go with the checkpoint byte for byte: in an index each is an extra,
+`companion/NAME`, whose value refers to all bytes of the file; an atom store keeps it as one; a target of a framework
+writes it beside its own files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from ucp.core.dtypes import DType
+from ucp.core.index import Extra, Index
+from ucp.core.target import OutputFile, RawCopy, TargetPlan
+from ucp.core.tensor import TensorRef
+from ucp.errors import MalformedError, counted
+
+__all__ = [
+    "MOST_SMALL",
+    "Companion",
+    "Companions",
+    "chosen_companions",
+    "companion_extra",
+    "companions_of",
+    "is_companion",
+    "is_plain_name",
+    "left_text",
+    "place_companions",
+]
+
+MOST_SMALL = 64 << 20
+"""Bytes of the largest companion file that is carried along unasked."""
+
+_PREFIX = "companion/"
+_OF_A_RANK = re.compile(r"rng_state(?:_(?P<trainer>\d+))?\.pth|random_states_(?P<accelerate>\d+)\.pkl")
+"""Files of single ranks: of the Trainer (transformers/trainer.py: _save_rng_state) and of accelerate (constants.py).
+
+Examples: rng_state_3.pth, rng_state.pth (of a run of one rank), random_states_3.pkl.
+"""
+_MOST_SHOWN = 24
+
+
+class Companions(StrEnum):
+    """Which companion files to carry along."""
+
+    SMALL = "small"
+    """Those of up to `MOST_SMALL` bytes each."""
+    ALL = "all"
+    """All of them."""
+    NONE = "none"
+    """None of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Companion:
+    """A file beside a checkpoint."""
+
+    name: str
+    """Its name; it lies in the folder itself, in none below."""
+    rank: int | None
+    """Rank that saved it for itself; None for all."""
+    ref: TensorRef
+    """Its bytes, all of them."""
+
+
+def companion_extra(name: str, path: str, nbytes: int) -> Extra:
+    """The extra that stands for the file `path` of `nbytes` bytes.
+
+    >>> companion_extra("rng_state_3.pth", "ckpt/rng_state_3.pth", 14244).rank
+    3
+    """
+    found = _OF_A_RANK.fullmatch(name)
+    rank = None if found is None else int(found["trainer"] or found["accelerate"] or 0)
+    ref = TensorRef(path=path, offset=0, dtype=DType.UINT8, shape=(nbytes,), strides=(1,))
+    return Extra(name=_PREFIX + name, value=ref, rank=rank)
+
+
+def is_companion(extra: Extra) -> bool:
+    """Whether an extra stands for a companion file."""
+    return extra.name.startswith(_PREFIX)
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether `name` can be that of a file in a folder, and be shown in a line of text."""
+    return name.isprintable() and "/" not in name and name not in ("", ".", "..")
+
+
+def companions_of(index: Index) -> Iterator[Companion]:
+    """Companion files of a checkpoint. Raises MalformedError for an extra that can be none: of a damaged store."""
+    for extra in filter(is_companion, index.extras):
+        name, ref = extra.name.removeprefix(_PREFIX), extra.value
+        is_whole = isinstance(ref, TensorRef) and ref.dtype is DType.UINT8 and len(ref.shape) == 1 and ref.is_contiguous
+        if not isinstance(ref, TensorRef) or not is_whole or not is_plain_name(name):
+            raise MalformedError(
+                f"expected the bytes of a file of a name without a path as the extra {extra.name!r} of {index.path}; "
+                "got something else. The store is damaged: make it again"
+            )
+        yield Companion(name=name, rank=extra.rank, ref=ref)
+
+
+def chosen_companions(index: Index, policy: Companions) -> Index:
+    """`index` with the companion files that `policy` takes along, and a line for those that it leaves."""
+    if policy is Companions.ALL:
+        return index
+    every = list(companions_of(index))
+    left = [own for own in every if policy is Companions.NONE or own.ref.nbytes > MOST_SMALL]
+    if not left:
+        return index
+    names = {_PREFIX + own.name for own in left}
+    why = (
+        "--companions none"
+        if policy is Companions.NONE
+        else f"larger than {MOST_SMALL >> 20} MiB, and --companions all was not asked for"
+    )
+    return replace(
+        index,
+        extras=tuple(extra for extra in index.extras if extra.name not in names),
+        dropped=(*index.dropped, left_text((f"{own.name} ({own.ref.nbytes:,} bytes)" for own in left), why)),
+    )
+
+
+def place_companions(index: Index, plan: TargetPlan, *, own: Iterable[str]) -> TargetPlan:
+    """`plan`, with the companion files of `index` beside its files.
+
+    Those that a rank saved for itself go only to a run of as many ranks. `own`: names of the files that the target
+    writes last, which are not in the plan.
+    """
+    taken = {*own, *(file.path.partition("/")[0] for file in plan.files)}
+    alien = _alien(index, plan)
+    carried: list[Companion] = []
+    left: dict[str, list[str]] = {}
+    for found in companions_of(index):
+        if found.name in taken:
+            left.setdefault("the target writes what has that name itself", []).append(found.name)
+        elif alien and found.rank is not None:
+            left.setdefault(alien, []).append(found.name)
+        else:
+            carried.append(found)
+            taken.add(found.name)
+    note = f"carried along from beside the checkpoint: {_names_text(own.name for own in carried)}"
+    return replace(
+        plan,
+        files=(*plan.files, *(OutputFile(path=own.name, nbytes=own.ref.nbytes) for own in carried)),
+        raw=(*plan.raw, *(RawCopy(src=own.ref, path=own.name, offset=0) for own in carried if own.ref.nbytes)),
+        notes=(*plan.notes, note) if carried else plan.notes,
+        dropped=(*plan.dropped, *(left_text(names, reason) for reason, names in left.items())),
+    )
+
+
+def _alien(index: Index, plan: TargetPlan) -> str:
+    """Why files of single ranks are none of the run that loads what is written; empty where they are."""
+    before = counted(index.topology.ranks, "rank")
+    if plan.topology is None:
+        return f"of single ranks, of {before}; what is written is for any number of them"
+    now = plan.topology.ranks
+    return "" if now == index.topology.ranks else f"of single ranks; there were {before}, and will be {now:,}"
+
+
+def left_text(names: Iterable[str], reason: str) -> str:
+    """That files beside the checkpoint are not carried along."""
+    return f"{_names_text(names)}, beside the checkpoint: {reason}"
+
+
+def _names_text(names: Iterable[str]) -> str:
+    """Names in a line, long lists cut."""
+    every = list(names)
+    rest = f" and {len(every) - _MOST_SHOWN:,} more" if len(every) > _MOST_SHOWN else ""
+    return ", ".join(every[:_MOST_SHOWN]) + rest

@@ -1,0 +1,368 @@
+"""Atoms: parameters as wholes, and the index of a checkpoint that says where every piece of them lies.
+
+An `Index` is what a format gives for a path: names, shapes and places, no tensor bytes. It is made of fragments: which
+part of a whole tensor some stored bytes are.
+
+>>> ref = TensorRef(path="shard", offset=0, dtype=DType.FLOAT32, shape=(2, 4), strides=(4, 1))
+>>> Fragment(box=Box((1, 0), (2, 4)), ref=ref).box.numel
+8
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import prod
+
+from ucp.core.dtypes import DType
+from ucp.core.layout import Overlap
+from ucp.core.names import STEP, WEIGHT
+from ucp.core.region import Box, uncovered
+from ucp.core.tensor import Record, Tensor, TensorRef
+from ucp.core.topology import Topology
+from ucp.errors import CoverError, MalformedError, MissingStateError, UsageError, counted, listed
+
+__all__ = [
+    "TAG",
+    "AtomIndex",
+    "Doubt",
+    "DoubtKind",
+    "Extra",
+    "Fragment",
+    "Index",
+    "Kind",
+    "Loss",
+    "ParamGroup",
+    "SourceFile",
+    "StateIndex",
+    "check_cover",
+    "check_doubts",
+    "check_names",
+    "check_weights",
+]
+
+
+TAG = "tag"
+"""Name of the extra with the name that a checkpoint was saved under, where its framework leaves that to the script."""
+
+
+class Kind(StrEnum):
+    """What a tensor of a model is to its optimizer."""
+
+    PARAMETER = "parameter"
+    """Trained."""
+    FROZEN = "frozen"
+    """A parameter that is not trained: no optimizer state."""
+    BUFFER = "buffer"
+    """Not a parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    """A piece of a source: a box of the whole, and where its elements lie."""
+
+    box: Box
+    """Elements of the global tensor."""
+    ref: Tensor
+    """Where they are stored; its shape is the size of the box."""
+    replica: int = 0
+    """0: the bytes to take. Above: a copy that must be equal (after a cast, where its dtype is narrower)."""
+    term: int = 0
+    """Which summand of a mean it is, where the state combines by MEAN."""
+    derived: bool = False
+    """Whether a rank computed it from what it stores as well (the model's own weight beside its master): compared like
+    any copy, but no rank's word on the value."""
+
+    def __post_init__(self) -> None:
+        if self.ref.shape != self.box.sizes:
+            raise ValueError(f"{self.ref.shape} elements stored for a box of {self.box.sizes}")
+
+    @property
+    def path(self) -> str | None:
+        """File of the bytes, or None when they stand in the index itself."""
+        return self.ref.path if isinstance(self.ref, TensorRef) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateIndex:
+    """One state of an atom: its type and the pieces it is stored in."""
+
+    dtype: DType
+    """Type the atom has: that of the pieces taken, before any cast asked for."""
+    global_shape: tuple[int, ...]
+    """Elements per dim: the atom's shape, or that of a count such as `step`: () or 1 in each dim."""
+    fragments: tuple[Fragment, ...]
+    """Pieces; those with replica 0 tile the whole (once per term, when `overlap` is MEAN)."""
+    overlap: Overlap = Overlap.EXCLUSIVE
+    """What pieces of several terms mean."""
+    digests: tuple[str, ...] = ()
+    """xxh3-64 of every `digest_nbytes` bytes of the row-major elements, where the source recorded them."""
+    digest_nbytes: int = 0
+    """Bytes under one digest; the last may be under fewer."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return prod(self.global_shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtomIndex:
+    """One parameter (or buffer) as a whole."""
+
+    name: str
+    """Name in the model."""
+    global_shape: tuple[int, ...]
+    """Elements per dim."""
+    kind: Kind
+    """Parameter, frozen parameter or buffer."""
+    states: Mapping[str, StateIndex]
+    """State name to its pieces; always has `weight`."""
+    model_dtype: DType | None = None
+    """Type in which the model computes with it, where that differs from the weight kept (mixed precision)."""
+    patterns: Mapping[str, str] = field(default_factory=dict)
+    """Mesh axis to the name of the pattern it was laid out by, for messages."""
+
+    def is_count(self, state: str) -> bool:
+        """Whether a state is one number for the whole parameter, such as `step`: 0-d, or a tensor of one element."""
+        own = self.states[state]
+        return state == STEP or (own.numel == 1 and own.global_shape != self.global_shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(state.nbytes for state in self.states.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamGroup:
+    """Parameters that share optimizer hyper-parameters, in the optimizer's order."""
+
+    params: tuple[str, ...]
+    """Names, in the order of the optimizer."""
+    hyper: Mapping[str, object]
+    """Plain values: lr, betas, weight_decay, ..."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extra:
+    """Something in a checkpoint that is not a tensor of a parameter."""
+
+    name: str
+    """What it is: a path-like name such as "lr_scheduler" or "client_state/iteration"."""
+    value: object
+    """Plain values, `Stub`s and `TensorRef`s (see `ucp.core.pickle_values`)."""
+    rank: int | None = None
+    """Rank whose own value it is, where ranks differ; None for all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """A file that an index refers to, as it was when it was read."""
+
+    path: str
+    """Absolute path."""
+    nbytes: int
+    """Bytes."""
+    mtime_ns: int
+    """Time of last change, nanoseconds since 1970."""
+    role: str
+    """What it holds, e.g. "optimizer states of dp rank 3"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Why a parameter lacks optimizer states, or a place in a group, that it had."""
+
+    why: str
+    """The reason and what to do, for people; it goes before a list of such parameters."""
+    detail: str = ""
+    """What is told beside the name of the parameter."""
+    chosen: bool = False
+    """Whether the user left them out; else the source does not have them, or not as they were."""
+
+
+class DoubtKind(StrEnum):
+    """Why the files of a checkpoint may not be those that were saved, although they can be read."""
+
+    EQUAL_RANKS = "equal-ranks"
+    """Files of two ranks, which hold other parts of the model, have the same bytes."""
+    MISSING_LAYERS = "missing-layers"
+    """A layer of a pipeline has no file, as happens to layers of some models."""
+
+    @classmethod
+    def accepted(cls, asked: Iterable[str]) -> frozenset[DoubtKind]:
+        """Those that a user names. Raises UsageError for a name of none."""
+        names = (asked,) if isinstance(asked, str) else tuple(asked)
+        if not set(names) <= set(cls):
+            raise UsageError(f"expected accept as a list of {', '.join(cls)}; got {asked!r}")
+        return frozenset(map(cls, names))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doubt:
+    """What speaks against a checkpoint: it is converted and loaded only if the user accepts that."""
+
+    kind: DoubtKind
+    """Kind, by which it is accepted."""
+    text: str
+    """What was expected, what was found, and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Index:
+    """A checkpoint, without its tensor bytes."""
+
+    path: str
+    """Directory or file that was resolved, absolute."""
+    format: str
+    """Name of the format that read it."""
+    evidence: tuple[str, ...]
+    """What the format was recognised by."""
+    producer: str
+    """Program and version that wrote it, as far as it says."""
+    topology: Topology
+    """Layout of the run that wrote it."""
+    step: int | None
+    """Training step, where recorded."""
+    skipped: int = 0
+    """How many of these steps changed nothing, as gradients overflowed; 0 where that is not recorded."""
+    atoms: Mapping[str, AtomIndex]
+    """Name to atom, in the order of the model."""
+    groups: tuple[ParamGroup, ...] = ()
+    """Optimizer parameter groups; empty when there is no optimizer state."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Tied name to the name it is stored under."""
+    extras: tuple[Extra, ...] = ()
+    """Everything else."""
+    files: tuple[SourceFile, ...] = ()
+    """Files read or referred to."""
+    records: tuple[Record, ...] = ()
+    """Stretches with a recorded checksum."""
+    notes: tuple[str, ...] = ()
+    """What was assumed or inferred."""
+    dropped: tuple[str, ...] = ()
+    """What the source holds and atoms do not, each with the reason; for people, long lists cut short."""
+    lost: Mapping[str, Loss] = field(default_factory=dict)
+    """Parameter to why it lacks states that it had: every one of which that is known."""
+    doubts: tuple[Doubt, ...] = ()
+    """What speaks against its files."""
+    unselected: int = 0
+    """Whole parameters that a selection left out, this one or one that a store was made of."""
+    recorded_in: Mapping[str, str] = field(default_factory=dict)
+    """Mesh axis to the file and field that say how tensors lie over it; empty where a model family has to say."""
+    origin: str = ""
+    """Format that the extras were read from, where they are kept as they were (atoms); empty for its own."""
+    unchecked: tuple[str, ...] = ()
+    """Those of `notes` that say what no checksum covers, and what lies there and is not read."""
+
+    def states(self) -> Iterator[tuple[AtomIndex, str, StateIndex]]:
+        """Every atom with every state of it."""
+        for atom in self.atoms.values():
+            for name, state in atom.states.items():
+                yield atom, name, state
+
+    def reasons(self, params: Iterable[str]) -> tuple[str, ...]:
+        """Why those of `params` that `lost` has lack states: each reason once, with the names it holds for."""
+        names: dict[str, list[str]] = {}
+        for name in params:
+            if name in self.lost:
+                loss = self.lost[name]
+                names.setdefault(loss.why, []).append(f"{name}: {loss.detail}" if loss.detail else name)
+        return tuple(f"{why}:\n{listed(own)}" for why, own in names.items())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states of all atoms."""
+        return sum(atom.nbytes for atom in self.atoms.values())
+
+    def __repr__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        return f"<{self.format} checkpoint {self.path}: {counted(len(self.atoms), 'parameter')}, {self.topology}{step}>"
+
+
+def check_cover(index: Index) -> None:
+    """Prove that the pieces of every state tile it. Raises CoverError listing every hole and overlap."""
+    problems = [problem for atom, name, state in index.states() for problem in _gaps(atom.name, name, state)]
+    if problems:
+        raise CoverError(
+            f"the pieces in {index.path} do not tile {counted(len(problems), 'region')} of tensors exactly once:\n"
+            f"{listed(problems)}\nfiles of this checkpoint are missing, or are from different runs"
+        )
+
+
+def check_doubts(index: Index, accepted: Collection[DoubtKind]) -> None:
+    """Raise MalformedError with everything that speaks against the files of a checkpoint and was not accepted."""
+    found = [doubt for doubt in index.doubts if doubt.kind not in accepted]
+    if found:
+        texts = "\n".join(doubt.text for doubt in found)
+        kinds = " ".join(f"--accept {kind}" for kind in dict.fromkeys(doubt.kind for doubt in found))
+        raise MalformedError(f"{texts}\nIf {index.path} is as it was saved, go on with {kinds}")
+
+
+def check_names(index: Index) -> None:
+    """Prove that groups and tied names are of parameters that are there, each in one group. Raises MalformedError."""
+    held = Counter(name for group in index.groups for name in group.params)
+    unknown = [f"group: {name}" for name in held if name not in index.atoms]
+    unknown += [f"tied: {alias} = {name}" for alias, name in index.aliases.items() if name not in index.atoms]
+    twice = [f"in several groups: {name}" for name, count in held.items() if count > 1]
+    if unknown or twice:
+        raise MalformedError(
+            f"expected parameter groups and tied names of parameters that {index.path} holds, each in one group at "
+            f"most; got\n{listed([*unknown, *twice])}\nIt is damaged, or was edited: copy it again"
+        )
+
+
+def check_weights(index: Index) -> None:
+    """Prove that every parameter has a weight, as files of a framework do. Raises MissingStateError with all others."""
+    bare = [
+        f"{atom.name}: {', '.join(atom.states) or 'no state'}"
+        for atom in index.atoms.values()
+        if WEIGHT not in atom.states
+    ]
+    if bare:
+        raise MissingStateError(
+            f"expected the weight of every parameter, beside which a framework keeps its other states; of "
+            f"{index.path} there are only\n{listed(bare)}\ntake the weights along where --include or --exclude leaves "
+            "them out; a store that lacks them has to be made again from the checkpoint that has them"
+        )
+
+
+def _gaps(param: str, name: str, state: StateIndex) -> Iterable[str]:
+    if _is_whole_once(state):
+        return
+    label = f"{param}/{name}"
+    outside = [fragment for fragment in state.fragments if not _lies_in(fragment.box, state.global_shape)]
+    if outside:
+        for fragment in outside:
+            yield f"{label} {fragment.box}, held by {fragment.path}, lies past {list(state.global_shape)}"
+        return
+    taken = [fragment for fragment in state.fragments if fragment.replica == 0]
+    terms: dict[int, list[Fragment]] = {}
+    for fragment in taken:
+        terms.setdefault(fragment.term if state.overlap is Overlap.MEAN else 0, []).append(fragment)
+    for _, pieces in sorted(terms.items()) or [(0, [])]:
+        for gap in uncovered(state.global_shape, [piece.box for piece in pieces]):
+            what = "nothing" if not gap.owners else " and ".join(str(pieces[o].path) for o in gap.owners)
+            yield f"{label} {gap.box} of {list(state.global_shape)}: held by {what}"
+
+
+def _is_whole_once(state: StateIndex) -> bool:
+    """Whether every piece is the whole, and one of them the piece to take: the commonest state, cheap to see."""
+    taken = 0
+    for fragment in state.fragments:
+        if any(fragment.box.offsets) or fragment.box.sizes != state.global_shape:
+            return False
+        taken += fragment.replica == 0
+    return taken == 1
+
+
+def _lies_in(box: Box, shape: tuple[int, ...]) -> bool:
+    return len(box.sizes) == len(shape) and all(stop <= n for stop, n in zip(box.stops, shape, strict=True))

@@ -1,0 +1,167 @@
+"""What a destination will look like, decided before a byte moves.
+
+A destination is described exactly as a source is: fragments whose references point into files. Around them stand
+literal bytes (headers, pickles, small text files) and checksum fields that are filled in once the bytes are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ucp.core.fused_names import Stretch
+from ucp.core.slices import Slice
+from ucp.core.tensor import TensorRef
+from ucp.core.topology import Topology
+
+__all__ = [
+    "CrcField",
+    "Literal",
+    "OutputFile",
+    "Placement",
+    "RawCopy",
+    "Receipt",
+    "Receipts",
+    "TargetOptions",
+    "TargetPlan",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Bytes known in advance."""
+
+    offset: int
+    """First byte in the file."""
+    data: bytes
+    """The bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrcField:
+    """A CRC-32 of part of the file, to be stored little-endian in four bytes at each place."""
+
+    start: int
+    """First byte that is summed."""
+    stop: int
+    """One past the last byte that is summed."""
+    at: tuple[int, ...]
+    """Byte offsets of the fields."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFile:
+    """One file to write. Bytes covered by neither a literal nor a fragment are zero."""
+
+    path: str
+    """Relative to the destination, with forward slashes."""
+    nbytes: int
+    """Bytes of the whole file."""
+    literals: tuple[Literal, ...] = ()
+    """Known bytes, in increasing offset."""
+    crcs: tuple[CrcField, ...] = ()
+    """Checksums to fill in, in increasing start."""
+
+    def __post_init__(self) -> None:
+        if self.path.startswith("/") or ".." in self.path.split("/"):
+            raise ValueError(f"an output path stays below the destination: {self.path!r}")
+        if any(part.offset + len(part.data) > self.nbytes for part in self.literals):
+            raise ValueError(f"a literal of {self.path!r} lies past its end")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a slice goes."""
+
+    slice: Slice
+    """What is stored."""
+    path: str
+    """Output file."""
+    offset: int
+    """Byte in it of the first element; the slice is stored without gaps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawCopy:
+    """A tensor of an extra, copied as it is (row-major in the destination)."""
+
+    src: TensorRef
+    """Where it lies in the source."""
+    path: str
+    """Output file."""
+    offset: int
+    """Byte in it of the first element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetPlan:
+    """A whole destination, decided."""
+
+    files: tuple[OutputFile, ...]
+    """Files to create, in the order they are best written."""
+    placements: tuple[Placement, ...]
+    """Slices that fill them, each file's in increasing offset."""
+    raw: tuple[RawCopy, ...] = ()
+    """Tensors of extras that fill them."""
+    notes: tuple[str, ...] = ()
+    """What the target cannot hold or restore, for the user."""
+    casts: tuple[str, ...] = ()
+    """Every change of dtype, one line per kind."""
+    dropped: tuple[str, ...] = ()
+    """What of the source's tensors the target does not hold, with the reasons, for the user."""
+    lost: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Parameter to its states that are not held at all: what is written is not compared with these."""
+    zeros: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Parameter to states that the source lacks and the target has nonetheless: they are not compared with it."""
+    compress: bool = False
+    """Placements are written as encoded blocks, one pack per file, whose sizes are known only afterwards."""
+    topology: Topology | None = None
+    """Layout of the run that loads the files; None where they fit any."""
+    joined: Mapping[str, tuple[Stretch, ...]] = field(default_factory=dict)
+    """Name in what is written to the stretches of atoms it is made of; empty where the names are the source's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOptions:
+    """What the user asked of the destination, beside its topology."""
+
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    """State name to the name of the dtype to store it in."""
+    layout: str = ""
+    """Variant of the target's own layout, e.g. "per-parameter" for the atom store; empty for its default."""
+    compress: bool = False
+    """Compress tensor bytes, where the target can."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """What the source does not record and the target needs, by the target's own name for it, as text."""
+    family: str = ""
+    """Model family whose rules the target goes by, where the user named one."""
+    patterns: str = ""
+    """File with a family of the user's own, where there is one."""
+    tag: str = ""
+    """Name to save under, where the user chose one and the target's framework leaves it to the script."""
+    keeps_zeros: bool = False
+    """Moments that were lost may be zero (--zero-moments keep)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """What was written for one placement, known once the bytes are."""
+
+    placement: Placement
+    """What it was."""
+    digests: tuple[str, ...]
+    """xxh3-64 of each block of its stored, uncompressed bytes, 16 hex digits."""
+    crc32: int
+    """CRC-32 of its stored, uncompressed bytes."""
+    blocks: tuple[tuple[int, int], ...] = ()
+    """File offset and encoded bytes per block, when compressed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipts:
+    """What was written, known once the bytes are."""
+
+    placements: tuple[Receipt, ...]
+    """One per placement, in the order of the plan."""
+    files: Mapping[str, int]
+    """Path to the CRC-32 of the whole file, of every planned file that holds no placement."""

@@ -1,0 +1,128 @@
+"""A tensor is a reference: where its elements lie, never the elements themselves.
+
+>>> ref = TensorRef(path="a.pt", offset=64, dtype=DType.FLOAT32, shape=(2, 3), strides=(3, 1))
+>>> ref.nbytes, ref.is_contiguous
+(24, True)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from ucp.core.dtypes import DType
+
+__all__ = ["InlineTensor", "Record", "Tensor", "TensorRef", "contiguous_strides"]
+
+
+@lru_cache(maxsize=4096)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides of `shape`, in elements.
+
+    >>> contiguous_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    strides: list[int] = []
+    step = 1
+    for sizes in reversed(shape):
+        strides.append(step)
+        step *= max(sizes, 1)
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRef:
+    """Elements of one tensor in one file."""
+
+    path: str
+    """File, absolute for a source; relative to the root of a destination."""
+    offset: int
+    """Byte offset in the file of element [0, ..., 0]."""
+    dtype: DType
+    """Element type as stored."""
+    shape: tuple[int, ...]
+    """Elements per dim."""
+    strides: tuple[int, ...]
+    """Elements to step in the file per dim; never negative."""
+    codec: str = ""
+    """Empty: raw elements. Else the name of the block codec that `offset` and `codec_nbytes` go with."""
+    codec_nbytes: int = 0
+    """Encoded bytes at `offset`, when a codec is named."""
+    codec_start: int = 0
+    """Byte of the decoded block where element [0, ..., 0] stands, when a codec is named."""
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.strides) or min((self.offset, *self.shape, *self.strides)) < 0:
+            raise ValueError(f"not a tensor reference: {self!r}")
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, gaps not counted."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def extent(self) -> int:
+        """Bytes from the first element to the end of the last, gaps counted; 0 when empty."""
+        if 0 in self.shape:
+            return 0
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie in row-major order without a gap."""
+        wanted = contiguous_strides(self.shape)
+        if self.strides == wanted or self.numel == 0:
+            return True
+        return all(n == 1 or s == w for n, s, w in zip(self.shape, self.strides, wanted, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InlineTensor:
+    """A small tensor whose bytes stand in an index (a step count that was a Python number)."""
+
+    data: bytes
+    """Little-endian elements, row-major."""
+    dtype: DType
+    """Element type."""
+    shape: tuple[int, ...] = ()
+    """Elements per dim."""
+
+    def __post_init__(self) -> None:
+        if len(self.data) != prod(self.shape) * self.dtype.itemsize:
+            raise ValueError(f"{len(self.data)} bytes do not hold {self.shape} of {self.dtype}")
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return len(self.data)
+
+
+Tensor = TensorRef | InlineTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A stretch of a source file whose checksum the writer recorded (a member of a zip archive)."""
+
+    path: str
+    """File."""
+    name: str
+    """Name of the stretch in the file, for messages."""
+    offset: int
+    """First byte."""
+    nbytes: int
+    """Bytes."""
+    crc32: int
+    """CRC-32 (polynomial of zip) of those bytes."""

@@ -1,0 +1,411 @@
+"""A model family: rules by name template, and what they say about the names of a checkpoint.
+
+1. `bind` finds the sizes and flags of one model from its recorded arguments and the shapes of its tensors.
+2. `canonical` brings a name of any style into the family's own; `styled` goes back.
+3. `match` finds the rule of every name, or tells all names that have none, or two.
+4. `Match.layout` makes the patterns, once degrees and shapes are known.
+
+Pure values: files are read in `ucp.families`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import prod
+
+from ucp.errors import FamilyError, UsageError, counted, listed
+from ucp.families.expression import Expression, ExpressionError
+from ucp.families.match import Match
+from ucp.families.naming import CANONICAL, Evidence, Named, Stored, Style, Tied, undecided
+from ucp.families.rule import Alias, Rule
+from ucp.families.template import LONGEST, MOST_SHIFT, Template, kind, outline
+
+__all__ = ["CANONICAL", "Evidence", "Family", "Match", "Named", "Style", "Tied", "distinct_shapes"]
+
+_COMPUTED = re.compile(r"(?:\{|\+)=([^}]*)\}")
+"""A number in an alias that is computed from sizes: `{=layers + 4}.weight`, or `{mtp+=layers}` beside a field."""
+
+_MOST_WAYS = 256
+"""Ways in which the parts of one name that a style writes otherwise may combine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Rules, sizes and names of one kind of model; `bind` fits it to one model."""
+
+    name: str
+    """E.g. "llama"."""
+    title: str = ""
+    """What it is, for people."""
+    rules: tuple[Rule, ...] = ()
+    """Rules, in the order in which the parameters are registered."""
+    sizes: Mapping[str, tuple[Expression, ...]] = field(default_factory=dict)
+    """Size or flag to the ways to find it, in order, from arguments, tensors, degrees and sizes before it."""
+    given: Mapping[str, int] = field(default_factory=dict)
+    """Sizes and flags that all models of the family share."""
+    limits: Mapping[str, Expression] = field(default_factory=dict)
+    """Field to the number that it stays below, where that is known: tells apart what a style counts on."""
+    tensors: Mapping[str, Template] = field(default_factory=dict)
+    """Names in `sizes` that stand for the shape of a tensor."""
+    evidence: Evidence = field(default_factory=Evidence)
+    """How it is recognised."""
+    styles: Mapping[str, Style] = field(default_factory=dict)
+    """Other ways to write the names."""
+    tied: tuple[Tied, ...] = ()
+    """Parameters with two names."""
+    ignored: tuple[str, ...] = ()
+    """Endings of names that are no parameters and have no rule."""
+    order: tuple[str, ...] = ()
+    """Name prefixes whose order does not follow from the rules' order."""
+    kind_of: tuple[str, ...] = ()
+    """More general families, that it is preferred to."""
+    abstract: bool = False
+    """Only there for others to extend."""
+    source: str = ""
+    """Where its rules were read."""
+    values: Mapping[str, int] = field(default_factory=dict)
+    """Sizes and flags found by `bind`."""
+    conflicts: tuple[str, ...] = ()
+    """What the model that `bind` was given has otherwise than all models of the family."""
+    held: frozenset[str] = frozenset()
+    """Canonical names, among those that tell others apart, that the model has which `among` was given."""
+    _rules: Mapping[str, tuple[Rule, ...]] = field(init=False, repr=False, compare=False)
+    _entries: dict[tuple[str | None, str], tuple[Stored, ...]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    _limits: Mapping[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        rules: dict[str, list[Rule]] = {}
+        for rule in self.rules:
+            rules.setdefault(rule.name.outline, []).append(rule)
+        object.__setattr__(self, "_rules", {key: tuple(own) for key, own in rules.items()})
+        limits = {own: _attempt(limit, self.values) for own, limit in self.limits.items()}
+        object.__setattr__(self, "_limits", {own: limit for own, limit in limits.items() if limit is not None})
+
+    def bind(
+        self,
+        *,
+        arguments: Mapping[str, object] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        axes: Mapping[str, int] | None = None,
+    ) -> Family:
+        """This family with the sizes and flags of one model.
+
+        `arguments`: as recorded. `shapes`: name (any style) to shape, either of wholes, or of the parts of one rank;
+        then `axes` has the degrees.
+        """
+        known: dict[str, object] = {"tp": 1, "etp": 1, "ep": 1, "pp": 1, **(arguments or {}), **(axes or {})}
+        known |= self._tensor_shapes(shapes or {})
+        found = dict(self.given)
+        conflicts = []
+        for name, ways in self.sizes.items():
+            values = ((way, _attempt(way, {**known, **found})) for way in ways)
+            way, value = next(((way, value) for way, value in values if value is not None), (None, None))
+            if value is not None and found.setdefault(name, value) != value:
+                conflicts.append(f"{name} is {found[name]} in the family, {value} in the checkpoint ({way})")
+        return replace(self, values=found, conflicts=tuple(conflicts))
+
+    def _tensor_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+        """Name used in `sizes` to shape, where all tensors of that template have the same; `has_NAME` to 1 or 0."""
+        keys = {template.text: key for key, template in self.tensors.items()}
+        found: dict[str, set[tuple[int, ...]]] = {}
+        for name, shape in distinct_shapes(shapes).items() if keys else ():
+            rules = self.rules_of(name)
+            key = keys.get(rules[0].name.text) if len(rules) == 1 else None
+            named = None if key is None else self.read(name)
+            if named is not None and key is not None:
+                found.setdefault(key, set()).update(named.whole_shapes(shape))
+        alike: dict[str, object] = {key: next(iter(own)) for key, own in found.items() if len(own) == 1}
+        return alike | {f"has_{key}": int(key in found) for key in keys.values() if shapes}
+
+    def among(self, names: Iterable[str]) -> Family:
+        """This family, told all names of one model (any style): what stands beside a name of several rules decides."""
+        ways = [alias for rule in self.rules for own in rule.aliases.values() for alias in own]
+        telling = {template for alias in ways for template in alias.beside}
+        held = {
+            entry.rule.name.filled(fields)
+            for name in (names if telling else ())
+            for entry in self._stored_as(name, None)
+            if entry.rule.name.text in telling and (fields := entry.template.fields_in(name)) is not None
+        }
+        return replace(self, held=frozenset(held)) if telling else self
+
+    def match(self, names: Iterable[str]) -> dict[str, Match]:
+        """Rule of every canonical name, those that are ignored left out.
+
+        Raises FamilyError naming all names without a rule, and all that two rules claim.
+        """
+        found: dict[str, Match] = {}
+        without, twice = [], []
+        for name in names:
+            if self.ignores(name):
+                continue
+            matches = self._match(name)
+            if not matches:
+                without.append(name)
+            elif len(matches) > 1:
+                twice.append(f"{name}: {' and '.join(str(match.rule) for match in matches)}")
+            else:
+                found[name] = matches[0]
+        if without or twice:
+            raise FamilyError(self._no_fit(without, twice))
+        return found
+
+    def _match(self, name: str) -> list[Match]:
+        """Matches of a name: one per rule that holds; one for all rules among which nothing decides."""
+        holding: list[Rule] = []
+        undecided: list[Rule] = []
+        fields: Mapping[str, int] = {}
+        for rule in self._rules.get(outline(name), ()):
+            own = rule.name.fields_in(name)
+            holds = None if own is None else self._holds(rule.when)
+            if own is not None and holds is not False:
+                fields = own
+                (undecided if holds is None else holding).append(rule)
+        if undecided and not holding:
+            return [Match(name=name, rules=tuple(undecided), fields=fields, values=self.values)]
+        return [Match(name=name, rules=(rule,), fields=fields, values=self.values) for rule in holding]
+
+    def holds(self, rule: Rule) -> bool | None:
+        """Whether the rule's condition holds for the model; None when that is not known."""
+        return self._holds(rule.when)
+
+    def _holds(self, when: Expression | None) -> bool | None:
+        """Whether a condition holds; None when that is not known."""
+        if when is None:
+            return True
+        value = _attempt(when, self.values)
+        return None if value is None else bool(value)
+
+    def _no_fit(self, without: Sequence[str], twice: Sequence[str]) -> str:
+        parts = []
+        if without:
+            parts.append(
+                f"{counted(len(without), 'name has', 'names have')} "
+                f"no rule in the family {self.name!r}:\n{listed(without)}"
+            )
+        if twice:
+            parts.append(
+                f"{counted(len(twice), 'name has', 'names have')} "
+                f"two rules in the family {self.name!r}:\n{listed(twice)}"
+            )
+        remedy = "choose another family with --family, or add rules of your own with --patterns my.toml"
+        return "\n".join((*parts, f"{remedy} (`ucp patterns check` explains, `ucp patterns infer` proposes rules)"))
+
+    def ignores(self, name: str) -> bool:
+        """Whether the family knows such names, and they are no parameters."""
+        return name.endswith(self.ignored) if self.ignored else False
+
+    def read(self, name: str, style: str | None = None) -> Named | None:
+        """What a stored name stands for; None when it is no name of that style (None: of any).
+
+        Raises FamilyError when it can be two parameters, and what is beside it does not tell (see `among`).
+        """
+        found: dict[str, Named] = {}
+        for entry in self._stored_as(name, style):
+            fields = entry.template.fields_in(name)
+            if fields is not None and self._within(fields):
+                rule = entry.rule
+                stacked = tuple(own for own in rule.name.fields if own not in fields)
+                named = Named(rule, rule.name.filled(fields), fields, stacked, entry.part, entry.alias, entry.style)
+                found.setdefault(named.canonical, named)
+        if len(found) > 1:
+            told = [own for own in found.values() if self.held.intersection(own.beside)]
+            if len(told) != 1:
+                raise FamilyError(f"in the family {self.name!r}, {undecided(name, list(found.values()), told)}")
+            return told[0]
+        return next(iter(found.values()), None)
+
+    def rules_of(self, name: str) -> tuple[Rule, ...]:
+        """Rules that a stored name of any style can be of; several where only the rest of the model tells."""
+        entries = self._stored_as(name, None)
+        found = {own.rule.name: own.rule for own in entries if own.template.fields_in(name) is not None}
+        return tuple(found.values())
+
+    def _within(self, fields: Mapping[str, int]) -> bool:
+        return all(fields.get(own, -1) < limit for own, limit in self._limits.items())
+
+    def canonical(self, name: str, style: str | None = None) -> str | None:
+        """Canonical name of a stored name, with `{field}` for a number that it lacks; None when it is of no rule."""
+        named = self.read(name, style)
+        return None if named is None else named.canonical
+
+    def styled(self, name: str, style: str) -> str:
+        """The name in another style, where that stores it as one tensor. Raises FamilyError, UsageError."""
+        names = self.stored_as(name, style)[1]
+        if len(names) != 1:
+            raise FamilyError(f"{name} is {counted(len(names), 'tensor')} in the style {style!r}: {', '.join(names)}")
+        return names[0]
+
+    def stored_as(self, name: str, style: str) -> tuple[Alias, tuple[str, ...]]:
+        """How a style stores a canonical name: as which names, and how they join to it.
+
+        Raises FamilyError when the style has no such parameter, UsageError when there is no such style.
+        """
+        ways = self.spellings(name, style)
+        if not ways:
+            raise FamilyError(f"{name} has no name in the style {style!r} of the family {self.name!r}")
+        return ways[0]
+
+    def spellings(self, name: str, style: str) -> tuple[tuple[Alias, tuple[str, ...]], ...]:
+        """All ways in which a style may store a canonical name, the likeliest first; see `stored_as`."""
+        matches = self._match(name)
+        if not matches:
+            raise FamilyError(self._no_fit([name], []))
+        rule, fields = matches[0].rules[0], matches[0].fields
+        aliases = sorted(self._aliases(rule, style), key=lambda own: self._holds(own.when) is False)
+        return tuple((own, tuple(Template(each).filled(fields) for each in own.names)) for own in aliases)
+
+    def written(self, rule: Rule, style: str) -> tuple[str, ...]:
+        """Templates of the names that a style writes for a rule; empty when it has none. Raises UsageError."""
+        ways = sorted(self._aliases(rule, style), key=lambda own: self._holds(own.when) is False)
+        return ways[0].names if ways else ()
+
+    def _stored_as(self, name: str, style: str | None) -> Sequence[Stored]:
+        """Entries whose templates may be that of a stored name; the table of them is made when it is first needed."""
+        if not self._entries and not self.abstract:
+            found: dict[tuple[str | None, str], dict[tuple[Template, Template], Stored]] = {}
+            for entry in self._stored_names():
+                for own in (entry.style, None):  # None: any, the canonical one first
+                    alike = found.setdefault((own, entry.template.outline), {})
+                    alike.setdefault((entry.template, entry.rule.name), entry)
+            self._entries.update((key, tuple(alike.values())) for key, alike in found.items())
+        return self._entries.get((style, outline(name)), ())
+
+    def _stored_names(self) -> Iterable[Stored]:
+        for rule in self.rules:
+            yield Stored(rule.name, rule, None, 0, CANONICAL)
+            for style in self.styles:
+                for alias in self._aliases(rule, style):
+                    for part, name in enumerate(alias.names):
+                        yield Stored(Template(name), rule, alias, part, style)
+
+    def _aliases(self, rule: Rule, style: str) -> tuple[Alias, ...]:
+        """Ways in which a style stores a rule's parameters, names complete; the first is the one written."""
+        if style == CANONICAL:
+            return (Alias(names=(rule.name.text,)),)
+        if style not in self.styles:
+            known = ", ".join((CANONICAL, *self.styles))
+            raise UsageError(f"expected one of the naming styles {known} of {self.name!r}; got {style!r}")
+        own = self.styles[style]
+        aliases = rule.aliases.get(style)
+        if aliases is None:
+            aliases = () if own.like is None else self._aliases(rule, own.like)
+        found: list[Alias] = []
+        for alias in aliases:
+            found.extend(replace(alias, names=names) for names in self._rewritten(alias.names, own))
+            self._check_ways(len(found), alias.names, own)
+        return tuple(dict.fromkeys(found))
+
+    def _rewritten(self, names: tuple[str, ...], style: Style) -> list[tuple[str, ...]]:
+        """The names with the parts that a style writes otherwise, in every way it does; none when a size lacks."""
+        filled = [name for name in map(self._computed, names) if name is not None]
+        if len(filled) < len(names):
+            return []
+        choices = [
+            [(part, own) for own in others]
+            for part, others in style.rewrite.items()
+            if any(part in name for name in filled)
+        ]
+        self._check_ways(prod(map(len, choices)), names, style)
+        ways = []
+        for choice in product(*choices):
+            way = filled
+            for part, own in choice:
+                way = [self._replaced(name, part, own, style) for name in way]
+            ways.append(tuple(way))
+        return ways
+
+    def _check_ways(self, count: int, names: tuple[str, ...], style: Style) -> None:
+        if count > _MOST_WAYS:
+            raise UsageError(
+                f"{self.source}: style: {style.name}: rewrite: expected at most {_MOST_WAYS} ways to write a name; got "
+                f"{count:,} for {names[0]}"
+            )
+
+    def _replaced(self, name: str, part: str, own: str, style: Style) -> str:
+        """`name` with `own` for `part`. Raises UsageError where that is no name."""
+        try:
+            if len(name) + name.count(part) * (len(own) - len(part)) > LONGEST:
+                raise ValueError(f"expected names of at most {LONGEST} characters")
+            return Template(name.replace(part, own)).text
+        except ValueError as error:
+            where = f"{self.source}: style: {style.name}: rewrite: {part}"
+            raise UsageError(f"{where}: {error}, from {name!r}") from error
+
+    def _computed(self, name: str) -> str | None:
+        """The alias with its computed numbers; None when a size is not known, or is none that a name can count to."""
+        for text in _COMPUTED.findall(name):
+            value = _attempt(Expression(text), self.values)
+            if value is None or not 0 <= value <= MOST_SHIFT:
+                return None
+            name = name.replace("{=" + text + "}", str(value)).replace("+=" + text + "}", f"+{value}}}")
+        return name
+
+    def tied_to(self, name: str) -> str | None:
+        """The name that a parameter is stored under, when this name is its second; None otherwise."""
+        for tie in self.tied:
+            fields = Template(tie.name).fields_in(name)
+            if fields is not None and self._holds(tie.when):
+                return Template(tie.to).filled(fields)
+        return None
+
+    def ordered(self) -> tuple[Rule, ...]:
+        """The rules in the order in which the model registers their parameters."""
+        positions = _positions((*self.order, *(rule.name.text for rule in self.rules)))
+        return tuple(sorted(self.rules, key=lambda own: _order_key(own.name.text, "", positions)))
+
+    def sorted(self, names: Iterable[str]) -> list[str]:
+        """Canonical names in the order in which the model registers them; those without a rule last, by name."""
+        positions = _positions((*self.order, *(rule.name.text for rule in self.rules)))
+        ruled: list[tuple[list[tuple[int, int]], str]] = []
+        others = []
+        for name in names:
+            rules = self._rules.get(outline(name), ())
+            template = next((own.name for own in rules if own.name.fields_in(name) is not None), None)
+            if template is None:
+                others.append(name)
+            else:
+                ruled.append((_order_key(template.text, name, positions), name))
+        return [*(name for _, name in sorted(ruled)), *sorted(others)]
+
+
+def distinct_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """One name for every shape that names of a kind have; the others tell nothing new."""
+    found = {(kind(name), shape): name for name, shape in shapes.items()}
+    return {name: shape for (_, shape), name in found.items()}
+
+
+def _attempt(expression: Expression, values: Mapping[str, object]) -> int | None:
+    """Value of an expression, or None when it has none with these values."""
+    try:
+        return expression.value(values)
+    except ExpressionError:
+        return None
+
+
+def _positions(templates: Iterable[str]) -> dict[tuple[str, ...], int]:
+    """Path of a module or parameter, as templates write it, to its place among all, by first mention."""
+    positions: dict[tuple[str, ...], int] = {}
+    for text in templates:
+        path = tuple(text.split("."))
+        for stop in range(1, len(path) + 1):
+            positions.setdefault(path[:stop], len(positions))
+    return positions
+
+
+def _order_key(template: str, name: str, positions: Mapping[tuple[str, ...], int]) -> list[tuple[int, int]]:
+    """Per segment of a name: the place of its module, then its number where the template leaves one open.
+
+    Without a name, the numbers do not count.
+    """
+    path = tuple(template.split("."))
+    segments = name.split(".") if name else ["0"] * len(path)
+    return [
+        (positions[path[: at + 1]], int(segment) if path[at].startswith("{") else 0)
+        for at, segment in enumerate(segments)
+    ]

@@ -1,0 +1,264 @@
+"""Model families by name, from the folders that are registered for them, and the choice of one by evidence.
+
+Group `ucp.families`: an entry point names a package; every `*.toml` file in it is a family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from ucp.errors import UnknownFamilyError, UsageError
+from ucp.families.family import Family, distinct_shapes
+from ucp.families.rule import PatternFactory, Rule
+from ucp.families.template import kind
+from ucp.families.toml import header, read_family
+from ucp.io.pickle.fields import shown
+
+__all__ = ["Library", "choose"]
+
+_MOST_BYTES = 4 << 20
+"""Longest rules file that is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """All families that can be had, read when they are asked for."""
+
+    pattern: Callable[[str], PatternFactory]
+    """Gives the pattern registered under a name."""
+    texts: Mapping[str, tuple[str, str]]
+    """Family to where it stands, and its TOML text."""
+    _read: dict[str, Family] = field(default_factory=dict)
+
+    @classmethod
+    def of_packages(cls, packages: Iterable[str], pattern: Callable[[str], PatternFactory]) -> Library:
+        """Families of the TOML files in these packages. Raises UsageError when two have one name."""
+        texts: dict[str, tuple[str, str]] = {}
+        for package in packages:
+            for entry in sorted(files(package).iterdir(), key=lambda own: own.name):
+                if entry.name.endswith(".toml"):
+                    _add(texts, entry.read_text(encoding="utf-8"), _place(entry, package))
+        return cls(pattern, texts)
+
+    def with_file(self, path: Path) -> tuple[Library, str]:
+        """This library and one more file, and the name of its family. Raises UsageError."""
+        text = _text_of(path)
+        texts = dict(self.texts)
+        name, _ = header(text, str(path))
+        if name in texts:
+            raise UsageError(f"{path}: the name {name!r} is taken by {texts[name][0]}; give it another")
+        texts[name] = (str(path), text)
+        return Library(self.pattern, texts), name
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all families, also of those that are only there to be extended."""
+        return tuple(sorted(self.texts))
+
+    def family(self, name: str) -> Family:
+        """The family of that name, or the part of families. Raises UsageError, naming what a checkpoint can be of."""
+        return self._family(name, ())
+
+    def chosen(self, name: str) -> Family:
+        """`family`, of which a checkpoint can be: raises UsageError for a mere part of families too."""
+        found = self.family(name)
+        if found.abstract:
+            raise UsageError(
+                f"expected one of the families {', '.join(self._choices())}; {name!r} is only a part of some, which no "
+                "checkpoint is of by itself"
+            )
+        return found
+
+    def replaced(self, name: str) -> tuple[str, ...]:
+        """Templates of the rules that family `name` has instead of rules, unlike them, of those that it extends."""
+        source, text = self.texts[name]
+        ours = _by_template(self.family(name).rules)
+        theirs = _by_template(rule for own in header(text, source)[1] for rule in self.family(own).rules)
+        return tuple(template for template, rules in theirs.items() if ours.get(template, rules) != rules)
+
+    def _family(self, name: str, below: tuple[str, ...]) -> Family:
+        if name in below:
+            raise UsageError(f"families extend one another in a circle: {' -> '.join((*below, name))}")
+        if name not in self._read:
+            source, text = self._text(name, below)
+            _, extends = header(text, source)
+            extended = [self._family(own, (*below, name)) for own in extends]
+            self._read[name] = read_family(text, source, pattern=self.pattern, extended=extended)
+        return self._read[name]
+
+    def _text(self, name: str, below: tuple[str, ...]) -> tuple[str, str]:
+        if name in self.texts:
+            return self.texts[name]
+        choices = self.names() if below else self._choices()
+        near = get_close_matches(name.lower(), choices, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        where = f" (extended by {below[-1]!r})" if below else ""
+        raise UsageError(f"expected one of the families {', '.join(choices)}; got {name!r}{where}{hint}")
+
+    def _choices(self) -> tuple[str, ...]:
+        return tuple(own.name for own in self.concrete())
+
+    def concrete(self) -> tuple[Family, ...]:
+        """Families that a checkpoint can be of."""
+        return tuple(own for own in map(self.family, self.names()) if not own.abstract)
+
+
+def _by_template(rules: Iterable[Rule]) -> dict[str, list[Rule]]:
+    found: dict[str, list[Rule]] = {}
+    for rule in rules:
+        found.setdefault(rule.name.text, []).append(rule)
+    return found
+
+
+def _place(entry: Traversable, package: str) -> str:
+    return f"{package.replace('.', '/')}/{entry.name}"
+
+
+def _add(texts: dict[str, tuple[str, str]], text: str, source: str) -> None:
+    name, _ = header(text, source)
+    if name in texts:
+        raise UsageError(f"the family {name!r} stands in {texts[name][0]} and in {source}")
+    texts[name] = (source, text)
+
+
+def choose(
+    families: Sequence[Family],
+    *,
+    names: Iterable[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    arguments: Mapping[str, object],
+    axes: Mapping[str, int],
+) -> tuple[Family, tuple[str, ...]]:
+    """The one family that a checkpoint is of, bound to its sizes, and the reasons.
+
+    `names`: of the model's tensors, in any style. Raises UnknownFamilyError when none fits, or no fitting one is more
+    special than all others.
+    """
+    names = list(names)
+    kinds = {kind(name): name for name in names}
+    doubts: dict[str, list[str]] = {}
+    unread: dict[str, int] = {}
+    fitting: dict[str, Family] = {}
+    few = distinct_shapes(shapes)
+    for family in families:
+        bound = family.bind(arguments=arguments, shapes=few, axes=axes)
+        doubts[family.name] = _doubts(bound, kinds.values(), arguments)
+        unread[family.name] = sum(not bound.ignores(own) and not bound.rules_of(own) for own in kinds.values())
+        if not doubts[family.name]:
+            fitting[family.name] = bound
+    general = {own for family in fitting.values() for own in _more_general(family, families)}
+    best = [family for name, family in fitting.items() if name not in general]
+    if len(best) == 1:
+        return best[0].among(names), _reasons(best[0], arguments)
+    nearest = min(doubts, key=lambda own: (unread[own], len(doubts[own])), default="")
+    is_near = bool(doubts) and unread[nearest] < len(kinds)
+    raise UnknownFamilyError(_undecided([family.name for family in best], nearest, doubts[nearest] if is_near else ()))
+
+
+def contradictions(
+    family: Family, *, arguments: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, ...]:
+    """Sizes and flags of a model for which its recorded arguments give one value and its tensors another.
+
+    `shapes`: name (any style) to the shape of the whole. A size under [given] of the family counts as said, and is not
+    compared; nor is one that differs from layer to layer.
+    """
+    few = distinct_shapes(shapes)
+    said, seen = family.bind(arguments=arguments).values, family.bind(shapes=few).values
+    return tuple(
+        _contradiction(family, name, arguments, few)
+        for name, value in said.items()
+        if name not in family.given and seen.get(name, value) != value
+    )
+
+
+def _contradiction(
+    family: Family, size: str, arguments: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
+) -> str:
+    """One of `contradictions`, e.g. "hidden: hidden_size = 40, and embedding.word_embeddings.weight is [64, 20]"."""
+    names: list[str] = []
+    waiting = [size]
+    while waiting:
+        own = waiting.pop(0)
+        names.append(own)
+        waiting += sorted(other for way in family.sizes.get(own, ()) for other in way.names if other not in names)
+    recorded = (f"{own} = {shown(arguments[own])}" for own in dict.fromkeys(names) if arguments.get(own) is not None)
+    templates = {family.tensors[own].text for own in names if own in family.tensors}
+    found: dict[str, str] = {}
+    for name, shape in shapes.items():
+        for rule in family.rules_of(name):
+            if rule.name.text in templates:
+                found.setdefault(rule.name.text, f"{name} is {list(shape)}")
+    return f"{size}: the arguments say {', '.join(recorded)}; {', '.join(found.values())}"
+
+
+def _doubts(family: Family, names: Iterable[str], arguments: Mapping[str, object]) -> list[str]:
+    """What speaks against a family. `names`: one of each kind, for those of other layers fall under the same rules."""
+    held: set[str] = set()
+    unread: list[str] = []
+    for name in names:
+        if not family.ignores(name):
+            rules = family.rules_of(name)
+            held.update(rule.name.text for rule in rules)
+            unread += [] if rules else [name]
+    doubts = [f"no {text}" for text in family.evidence.names if text not in held]
+    doubts += [f"has {text}" for text in family.evidence.absent if text in held]
+    for key, wanted in family.evidence.arguments.items():
+        if key in arguments and arguments[key] != wanted:
+            doubts.append(f"{key} is {shown(arguments[key])}, not {wanted!r}")
+    doubts += family.conflicts
+    if unread:
+        more = f" and {len(unread) - 1} more like it" if len(unread) > 1 else ""
+        doubts.append(f"no rule for {unread[0]}{more}")
+    return doubts
+
+
+def _more_general(family: Family, families: Sequence[Family]) -> set[str]:
+    """Families that this one is a kind of, at any remove."""
+    by_name = {own.name: own for own in families}
+    found: set[str] = set()
+    waiting = list(family.kind_of)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting.extend(by_name[name].kind_of if name in by_name else ())
+    return found
+
+
+def _reasons(family: Family, arguments: Mapping[str, object]) -> tuple[str, ...]:
+    told = [f"{key} = {value!r}" for key, value in family.evidence.arguments.items() if key in arguments]
+    return (*(f"has {name}" for name in family.evidence.names), *told)
+
+
+def _undecided(best: Sequence[str], nearest: str, doubts: Sequence[str]) -> str:
+    """`nearest`: the family that has rules for most names; `doubts`: what speaks against it, nothing if it has none."""
+    if best:
+        return f"the model may be of the families {', '.join(best)}; say which with --family"
+    why = f"the nearest is {nearest}: {'; '.join(doubts[:3])}" if doubts else "none has a rule for a single name"
+    return (
+        f"no model family fits the names of this checkpoint; {why}\n"
+        "say which with --family, or bring rules with --patterns my.toml (`ucp patterns infer` proposes them)"
+    )
+
+
+def _text_of(path: Path) -> str:
+    """Text of a rules file. Raises UsageError for what cannot be one."""
+    if not path.is_file():
+        raise UsageError(
+            f"expected a rules file (TOML) at {path}; there is {'no file' if path.exists() else 'nothing'}"
+        )
+    if path.stat().st_size > _MOST_BYTES:
+        raise UsageError(
+            f"expected a rules file of at most {_MOST_BYTES:,} bytes at {path}; got {path.stat().st_size:,}"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"expected a rules file at {path}; it cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"expected a rules file (TOML) at {path}; byte {error.start} is not UTF-8 text") from error

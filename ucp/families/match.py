@@ -1,0 +1,154 @@
+"""A name that fell under a rule, and the layout that the rule gives it.
+
+The patterns of a rule are made here, once the degrees of the mesh and the shape of the whole, or of all its parts, are
+known: from the whole inward, or from the parts outward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from ucp.core.layout import AxisLayout, Layout, Pattern, local_shape, whole_shape
+from ucp.errors import FamilyError
+from ucp.families.expression import ExpressionError
+from ucp.families.rule import DIM, AxisRule, Rule
+
+__all__ = ["Match"]
+
+_MOST_PIECES = 1 << 16
+"""Pieces that the axes of a rule may cut a tensor into: they are composed one with another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """A name, and the rule it falls under."""
+
+    name: str
+    """Canonical name."""
+    rules: tuple[Rule, ...]
+    """The rule; several when it takes a size or flag that is not known to choose."""
+    fields: Mapping[str, int]
+    """Field to number, e.g. {"layer": 7, "expert": 3}."""
+    values: Mapping[str, int] = field(repr=False)
+    """Sizes and flags that are known."""
+
+    @property
+    def rule(self) -> Rule:
+        """The one rule. Raises FamilyError when the model is not known well enough to choose."""
+        if any(rule.axes != self.rules[0].axes for rule in self.rules):
+            wanted = sorted({name for rule in self.rules if rule.when for name in rule.when.names} - set(self.values))
+            raise FamilyError(
+                f"the layout of {self.name} depends on {', '.join(wanted)}, which neither the recorded arguments nor "
+                f"the shapes tell; say so in a rules file: [given] {wanted[0] if wanted else '...'} = 1 (--patterns)"
+            )
+        return self.rules[0]
+
+    @property
+    def template(self) -> str:
+        """The template that stands for the name."""
+        return self.rules[0].name.text
+
+    @property
+    def buffer(self) -> bool:
+        """Whether it is no trained parameter."""
+        return self.rules[0].buffer
+
+    def renamed(self, **fields: int) -> str:
+        """The canonical name with other numbers: `match.renamed(layer=12)`."""
+        return self.rules[0].name.filled({**self.fields, **fields})
+
+    def axes(self, axes: Mapping[str, int]) -> tuple[str, ...]:
+        """Axes of `axes` that matter to it, outermost first: what `local_shapes` of `layout` run over."""
+        return tuple(own.axis for own in self.rule.axes if own.axis in axes)
+
+    def layout(
+        self,
+        *,
+        axes: Mapping[str, int],
+        local_shapes: Sequence[tuple[int, ...]] = (),
+        global_shape: tuple[int, ...] | None = None,
+        sizes: Mapping[str, int] | None = None,
+    ) -> Layout:
+        """How the tensor lies over those of `axes` that the rule names (see `axes`).
+
+        `axes`: degree of every axis of the mesh. Give the shape of the whole, or those of all parts: one per rank of
+        the rule's axes, the first axis slowest. `sizes`: values for names in expressions, before those found by
+        `Family.bind`. Raises FamilyError when a size is not known or the shapes do not fit the rule.
+        """
+        own = [axis for axis in self.rule.axes if axis.axis in axes]
+        values: dict[str, object] = {**axes, **self.values, **(sizes or {})}
+        try:
+            if global_shape is not None:
+                return _from_whole(own, values, axes, global_shape)
+            return _from_parts(own, values, axes, list(local_shapes))
+        except (ExpressionError, ValueError) as error:
+            raise FamilyError(self._misfit(error, global_shape, local_shapes)) from error
+
+    def global_shape(self, layout: Layout, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """Shape of the whole under `layout`. Raises FamilyError when the parts do not fit together."""
+        try:
+            return whole_shape(layout, local_shapes)
+        except ValueError as error:
+            raise FamilyError(self._misfit(error, None, local_shapes)) from error
+
+    def _misfit(
+        self, error: Exception, global_shape: tuple[int, ...] | None, local_shapes: Sequence[tuple[int, ...]]
+    ) -> str:
+        shape = f"shape {list(global_shape)}" if global_shape else f"parts {[list(shape) for shape in local_shapes]}"
+        rule = self.rule
+        how = "; ".join(map(str, rule.axes))
+        return (
+            f"{self.name}, {shape}, does not fit its rule {rule} ({how}) of {rule.source}: {error}. "
+            f"Check --family, or say what is missing in a rules file (--patterns)"
+        )
+
+
+def _from_whole(
+    own: Sequence[AxisRule], values: Mapping[str, object], degrees: Mapping[str, int], shape: tuple[int, ...]
+) -> Layout:
+    """Patterns from the shape of the whole, outermost first."""
+    layouts = []
+    whole = shape
+    for axis in own:
+        length = shape[axis.dim] if axis.dim < len(shape) else 0
+        layouts.append(AxisLayout(axis.axis, degrees[axis.axis], axis.made({**values, DIM: length})))
+        shape = local_shape(Layout((layouts[-1],)), shape, {axis.axis: 0})
+    return _bounded(Layout(tuple(layouts)), whole)
+
+
+def _from_parts(
+    own: Sequence[AxisRule], values: Mapping[str, object], degrees: Mapping[str, int], shapes: list[tuple[int, ...]]
+) -> Layout:
+    """Patterns from the shapes of all parts, innermost first."""
+    ranks = prod(degrees[axis.axis] for axis in own)
+    if len(shapes) != ranks:
+        over = " x ".join(f"{axis.axis}={degrees[axis.axis]}" for axis in own) or "no axis"
+        raise ValueError(f"expected the shapes of {ranks} parts ({over}); got {len(shapes)}")
+    layouts: list[AxisLayout] = []
+    for axis in reversed(own):
+        parts = degrees[axis.axis]
+        groups = [shapes[at : at + parts] for at in range(0, len(shapes), parts)]
+        patterns = [_pattern_of(axis, values, group) for group in groups]
+        if any(pattern != patterns[0] for pattern in patterns):
+            raise ValueError(f"parts along {axis.axis} are laid out in different ways: {patterns}")
+        layouts.insert(0, AxisLayout(axis.axis, parts, patterns[0]))
+        shapes = [pattern.whole_shape(group) for pattern, group in zip(patterns, groups, strict=True)]
+    return _bounded(Layout(tuple(layouts)), shapes[0])
+
+
+def _bounded(layout: Layout, shape: tuple[int, ...]) -> Layout:
+    """`layout`, of a tensor of this shape, when its axes together do not make too many pieces. Raises ValueError."""
+    pieces = 1
+    for axis in layout.axes if len(layout.axes) > 1 else ():
+        pieces *= len(axis.pattern.regions(shape, axis.parts, 0))
+        shape = local_shape(Layout((axis,)), shape, {axis.axis: 0})
+        if pieces > _MOST_PIECES:
+            raise ValueError(f"expected at most {_MOST_PIECES:,} pieces of a tensor on a rank; got {pieces:,}")
+    return layout
+
+
+def _pattern_of(axis: AxisRule, values: Mapping[str, object], group: Sequence[tuple[int, ...]]) -> Pattern:
+    length = sum(shape[axis.dim] for shape in group if axis.dim < len(shape)) if axis.needs_length else 0
+    return axis.made({**values, DIM: length})

@@ -1,0 +1,115 @@
+"""What a family says of names: how it is recognised by them, how styles write them, what a stored one stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ucp.families.expression import Expression
+from ucp.families.rule import Alias, Rule
+from ucp.families.template import Template
+
+__all__ = ["CANONICAL", "Evidence", "Named", "Stored", "Style", "Tied", "undecided"]
+
+CANONICAL = "mcore"
+"""The style of the names that rules are written in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """How a family is recognised."""
+
+    names: tuple[str, ...] = ()
+    """Templates that all must stand for some name of the checkpoint."""
+    absent: tuple[str, ...] = ()
+    """Templates that must not."""
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    """Values that recorded arguments must have, where they are recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """A way to write the names of the same parameters."""
+
+    name: str
+    """E.g. "te", "torch_dist", "huggingface"."""
+    like: str | None = None
+    """Style whose name is taken where a rule has none in this one; None: such a rule has no name here."""
+    rewrite: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Part of a template to what stands in its place; the first is the one written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tied:
+    """A parameter that is another one under a second name."""
+
+    name: str
+    """Second name."""
+    to: str
+    """Name it is stored under."""
+    when: Expression | None
+    """Condition on the model; None for always."""
+
+
+class Named(NamedTuple):
+    """What a stored name stands for."""
+
+    rule: Rule
+    """Its rule, or the first of several."""
+    canonical: str
+    """Canonical name; fields in `stacked` are left open."""
+    fields: Mapping[str, int]
+    """Numbers found in the name."""
+    stacked: tuple[str, ...]
+    """Fields that count leading dims of the stored tensor, outermost first."""
+    part: int
+    """Which of the tensors that join to the canonical one it is; 0 when it is all of it."""
+    alias: Alias | None
+    """How they join, or None for the canonical name itself."""
+    style: str
+    """Style of the stored name."""
+
+    def whole_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Shape of one canonical tensor in a stored one of that shape; none where that takes more to know."""
+        alias = self.alias
+        if alias is not None and (len(alias.names) > 1 or alias.view or alias.order):
+            return []
+        return [tuple(shape[len(self.stacked) :])]
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Canonical names of which the model has one where the stored name stands for this parameter and no other."""
+        return () if self.alias is None else tuple(Template(own).filled(self.fields) for own in self.alias.beside)
+
+
+def undecided(name: str, found: Sequence[Named], told: Sequence[Named]) -> str:
+    """Why it is open which of the parameters `found` a name stands for, and what to do.
+
+    `told`: those that other names of the checkpoint speak for.
+    """
+    ways = [own.canonical + (f" (beside {' or '.join(own.beside)})" if own.beside else "") for own in found]
+    rules = "give the name to one of them in a rules file of your own (--patterns)"
+    if not any(own.beside for own in found):
+        either = " or ".join(ways)
+        return f"{name} can be {either}, and nothing tells which. Choose another family with --family, or {rules}"
+    seen = f"what speaks for {' and for '.join(own.canonical for own in told)} is" if told else "none of these is"
+    return (
+        f"{name} can be {', or '.join(ways)}; {seen} in the checkpoint. Take the whole model, without --include and "
+        f"--exclude, or {rules}"
+    )
+
+
+class Stored(NamedTuple):
+    """A name under which a style stores a rule's parameters, or a part of them."""
+
+    template: Template
+    """The name."""
+    rule: Rule
+    """The rule."""
+    alias: Alias | None
+    """How several tensors join to the parameter, or None for the canonical name."""
+    part: int
+    """Which of them it is."""
+    style: str
+    """The style."""

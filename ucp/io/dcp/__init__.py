@@ -1,0 +1,1 @@
+"""PyTorch distributed checkpoints (torch.distributed.checkpoint): `.metadata` and its `.distcp` files."""

@@ -1,0 +1,141 @@
+"""A folder of torch.distributed.checkpoint as values: tensors in chunks of references, and objects. No tensor is read.
+
+    .metadata            which tensors and objects there are, and in which bytes of which file each item lies
+    __<rank>_<n>.distcp  items, one after another; each is a whole file of torch.save
+
+Only files that `.metadata` refers to are touched: a folder may hold stale ones of an earlier, larger run.
+
+>>> read_dcp("nowhere")
+Traceback (most recent call last):
+ucp.errors.MissingFileError: expected a file at nowhere/.metadata; nothing is there. Check the path, or copy it
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+from ucp.core.tensor import Record, TensorRef, contiguous_strides
+from ucp.errors import MalformedError, counted, listed
+from ucp.io.dcp.items import Item, check_files, read_items
+from ucp.io.dcp.metadata import METADATA, DcpMetadata, SavedTensor, read_metadata
+
+__all__ = ["METADATA", "Dcp", "StoredChunk", "StoredObject", "StoredTensor", "read_dcp"]
+
+
+class StoredChunk(NamedTuple):
+    """A stored box of a tensor. Offsets and sizes are those of the metadata, which may reach past the tensor."""
+
+    offsets: tuple[int, ...]
+    """First element, per dim."""
+    sizes: tuple[int, ...]
+    """Elements, per dim."""
+    ref: TensorRef
+    """Where they lie; its shape is `sizes`."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in chunks."""
+
+    saved: SavedTensor
+    """What the metadata says."""
+    chunks: tuple[StoredChunk, ...]
+    """Its chunks, in the order of the metadata."""
+    records: tuple[Record, ...]
+    """Checksums of the chunks, where recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object that is no tensor."""
+
+    value: object
+    """Plain values, stubs and tensor references."""
+    records: tuple[Record, ...]
+    """Checksums of the tensors in it, where recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dcp:
+    """A checkpoint whose metadata has been read and whose files are there."""
+
+    folder: str
+    """Absolute path."""
+    metadata: DcpMetadata
+    """What `.metadata` says."""
+    files: Mapping[str, int]
+    """Files that it refers to: relative name to bytes."""
+
+    def path(self, file: str) -> str:
+        """Absolute path of one of `files`."""
+        return os.path.join(self.folder, file)
+
+    def tensors(self, keys: Iterable[str]) -> dict[str, StoredTensor]:
+        """Where the chunks of the tensors named `keys` lie.
+
+        Raises
+        ------
+        MalformedError
+            An item is damaged, or is not the tensor that the metadata announces; all are named.
+        """
+        saved = [self.metadata.tensors[key] for key in keys]
+        items = iter(read_items(self.folder, [chunk.place for tensor in saved for chunk in tensor.chunks]))
+        wrong: list[str] = []
+        found = {tensor.key: _stored(tensor, [next(items) for _ in tensor.chunks], wrong) for tensor in saved}
+        if wrong:
+            raise MalformedError(
+                f"{counted(len(wrong), 'item')} of {self.folder} not as .metadata announces:\n{listed(wrong)}\n"
+                "The files are of different runs; copy the checkpoint again"
+            )
+        return found
+
+    def objects(self, keys: Iterable[str]) -> dict[str, StoredObject]:
+        """The objects named `keys`. Raises MalformedError naming all that cannot be read."""
+        names = list(keys)
+        items = read_items(self.folder, [self.metadata.objects[key] for key in names])
+        return {key: StoredObject(item.root, item.records) for key, item in zip(names, items, strict=True)}
+
+
+def read_dcp(folder: str) -> Dcp:
+    """The checkpoint in `folder`.
+
+    Raises
+    ------
+    MissingFileError
+        `.metadata` or files that it refers to are not there; all are named.
+    MalformedError
+        The metadata cannot be read, or files are truncated.
+    UnsupportedError
+        Items are transformed, or of an element type that is not known.
+    """
+    metadata = read_metadata(os.path.join(folder, METADATA))
+    return Dcp(folder=folder, metadata=metadata, files=check_files(folder, metadata.places()))
+
+
+def _stored(saved: SavedTensor, items: Sequence[Item], wrong: list[str]) -> StoredTensor:
+    chunks = []
+    for (offsets, sizes, _), (ref, _) in zip(saved.chunks, items, strict=True):
+        if type(ref) is TensorRef and ref.dtype is saved.dtype:
+            fitted = ref if ref.shape == sizes else _fitted(ref, sizes)
+            if fitted is not None:
+                chunks.append(StoredChunk(offsets, sizes, fitted))
+                continue
+        announced = f"{saved.dtype} {list(sizes)}"
+        wrong.append(f"{saved.key} at {list(offsets)}: expected {announced}; got {_described(ref)}")
+    if len(items) == 1:
+        return StoredTensor(saved, tuple(chunks), items[0].records)
+    return StoredTensor(saved, tuple(chunks), tuple(chain.from_iterable([item.records for item in items])))
+
+
+def _fitted(ref: TensorRef, sizes: tuple[int, ...]) -> TensorRef | None:
+    """The same elements with dims of one element more or fewer; None when the shapes differ otherwise."""
+    if [n for n in ref.shape if n != 1] != [n for n in sizes if n != 1] or not ref.is_contiguous:
+        return None
+    return TensorRef(path=ref.path, offset=ref.offset, dtype=ref.dtype, shape=sizes, strides=contiguous_strides(sizes))
+
+
+def _described(root: object) -> str:
+    return f"{root.dtype} {list(root.shape)}" if type(root) is TensorRef else f"a {type(root).__name__}"

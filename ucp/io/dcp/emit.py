@@ -1,0 +1,215 @@
+"""Write a distributed checkpoint of torch: `.distcp` files of independent items, and the `.metadata` that finds them.
+
+Every item is a file of torch.save of its own at a recorded place: a chunk of a tensor, or an object. Bytes of chunks
+come later, as everywhere in a target; where every item lies is known before. Items start at multiples of 64 bytes, so
+that elements are aligned in the file as torch aligns them in an item (torch itself does not). No random ids are
+written: the same content gives the same bytes. Layout of torch 2.13 (torch/distributed/checkpoint/filesystem.py,
+metadata.py); what readers of any version 2.1 to 2.14 need is there and nothing else.
+
+>>> draft = DcpDraft()
+>>> draft.value("note/shard_0_1", None)
+>>> [own.file.path for own in draft.finish()]
+['__0_0.distcp', '.metadata']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from ucp.core.dtypes import DType
+from ucp.core.pickle_values import GlobalName, Stub, TorchSize
+from ucp.core.target import CrcField, Literal, OutputFile, Placement, RawCopy
+from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.io.dcp.metadata import METADATA
+from ucp.io.pickle.emit import emit_pickle
+from ucp.io.torch_file.copy_extras import grafted
+from ucp.io.torch_file.draft import Drafted, Part
+from ucp.io.torch_file.layout import NewStorage, NewTensor, TorchZip, layout_torch_zip
+from ucp.io.torch_file.zipdir import ALIGNMENT
+
+__all__ = ["FILE", "DcpDraft", "NewChunk"]
+
+FILE = 4 << 30
+"""Bytes from which another `.distcp` file is begun."""
+_MODULE = "torch.distributed.checkpoint.metadata"
+_STORAGE_INFO = GlobalName("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewChunk:
+    """A box of a tensor, to be stored as one item."""
+
+    offsets: tuple[int, ...]
+    """First element, per dim."""
+    sizes: tuple[int, ...]
+    """Elements, per dim."""
+    parts: tuple[Part, ...]
+    """Slices that fill it, in increasing offset."""
+
+    def __post_init__(self) -> None:
+        numel = sum(part.slice.stop - part.slice.start for part in self.parts)
+        if numel != prod(self.sizes) or len(self.offsets) != len(self.sizes):
+            raise ValueError(f"a chunk of {self.sizes} at {self.offsets} is filled with {numel} elements")
+
+
+class DcpDraft:
+    """Takes tensors and objects, in the order they are to lie in, and lays them out.
+
+    `folder`: of the checkpoint, relative to the destination; empty for the destination itself. `file_nbytes`: bytes
+    from which another file is begun.
+    """
+
+    def __init__(self, folder: str = "", *, file_nbytes: int = FILE) -> None:
+        self._folder = f"{folder}/" if folder else ""
+        self._limit = file_nbytes
+        self._files: list[_File] = []
+        self._saved: dict[object, object] = {}
+        self._stored: dict[object, object] = {}
+        self._templates: dict[tuple[DType, tuple[int, ...]], _Item] = {}
+        self._properties: dict[DType, Stub] = {}
+
+    def tensor(self, key: str, dtype: DType, shape: tuple[int, ...], chunks: Iterable[NewChunk]) -> None:
+        """A tensor of `shape`, made of chunks that tile it. Given again, it gains the chunks."""
+        entry = self._saved.get(key)
+        if entry is None:
+            state = {"properties": self._typed(dtype), "size": TorchSize(shape), "chunks": []}
+            entry = self._saved[key] = _object("TensorStorageMetadata", state)
+        assert isinstance(entry, Stub)
+        listed = entry.attribute("chunks")
+        assert isinstance(listed, list)
+        for chunk in chunks:
+            offsets = TorchSize(chunk.offsets)
+            listed.append(_object("ChunkStorageMetadata", {"offsets": offsets, "sizes": TorchSize(chunk.sizes)}))
+            self._place(key, offsets, self._template(dtype, chunk.sizes), chunk.parts)
+
+    def value(self, key: str, value: object) -> None:
+        """A value of plain parts and tensors of the source, as megatron-core stores it: in a list of one."""
+        self._saved[key] = Stub(GlobalName(_MODULE, "BytesStorageMetadata"))
+        moved: dict[NewStorage, TensorRef] = {}
+        layout = layout_torch_zip([grafted(value, moved)])
+        start = self._place(key, None, _Item.of(layout, None), ())
+        file = self._files[-1]
+        file.raw += [
+            RawCopy(src=ref, path=file.path, offset=start + layout.storages[storage]) for storage, ref in moved.items()
+        ]
+
+    def finish(self) -> tuple[Drafted, ...]:
+        """The files: those of items, then `.metadata`."""
+        root = _object(
+            "Metadata",
+            {
+                "state_dict_metadata": self._saved,
+                "planner_data": None,
+                "storage_data": self._stored,
+                "storage_meta": None,
+                "version": "1.0.0",
+            },
+        )
+        data = emit_pickle(root).data
+        index = OutputFile(path=f"{self._folder}{METADATA}", nbytes=len(data), literals=(Literal(0, data),))
+        return (*(own.finish() for own in self._files), Drafted(index, ()))
+
+    def _place(self, key: str, offsets: TorchSize | None, item: _Item, parts: tuple[Part, ...]) -> int:
+        if not self._files or self._files[-1].nbytes >= self._limit:
+            self._files.append(_File(self._folder, f"__{len(self._files)}_0.distcp"))
+        file = self._files[-1]
+        start = file.append(item, parts)
+        index: dict[object, object] = {"fqn": key}
+        if offsets is not None:
+            index["offset"] = offsets
+        where = {"relative_path": file.name, "offset": start, "length": item.nbytes}
+        self._stored[_object("MetadataIndex", {**index, "index": None})] = Stub(
+            _STORAGE_INFO, state=where, has_state=True
+        )
+        return start
+
+    def _template(self, dtype: DType, sizes: tuple[int, ...]) -> _Item:
+        """Layout of an item, which depends on element type and shape alone."""
+        if (dtype, sizes) not in self._templates:
+            storage = NewStorage(dtype, prod(sizes))
+            tensor = NewTensor(storage=storage, shape=sizes, strides=contiguous_strides(sizes))
+            self._templates[dtype, sizes] = _Item.of(layout_torch_zip(tensor), storage)
+        return self._templates[dtype, sizes]
+
+    def _typed(self, dtype: DType) -> Stub:
+        """Properties of a tensor: type, layout, requires_grad, memory format, pinned."""
+        if dtype not in self._properties:
+            layout = Stub(GlobalName("torch.serialization", "_get_layout"), ("torch.strided",), new=False)
+            memory = Stub(GlobalName(_MODULE, "_MEM_FORMAT_ENCODING"), (0,), new=False)
+            state = (GlobalName("torch", dtype.value), layout, False, memory, False)
+            self._properties[dtype] = _object("TensorProperties", state)
+        return self._properties[dtype]
+
+
+def _object(name: str, state: object) -> Stub:
+    return Stub(GlobalName(_MODULE, name), state=state, has_state=True)
+
+
+class _Item(NamedTuple):
+    """Bytes of an item around its elements."""
+
+    nbytes: int
+    """Bytes of the item."""
+    literals: tuple[Literal, ...]
+    """Known bytes."""
+    crcs: tuple[CrcField, ...]
+    """Checksums to fill in."""
+    elements: int
+    """Byte of the first element; 0 where there is none."""
+
+    @classmethod
+    def of(cls, layout: TorchZip, storage: NewStorage | None) -> _Item:
+        """The item that is a file of torch.save."""
+        elements = 0 if storage is None else layout.storages[storage]
+        return cls(layout.nbytes, layout.literals, layout.crcs, elements)
+
+
+class _File:
+    """A `.distcp` file so far. Known bytes that follow one another are joined."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self.name = name
+        self.path = f"{folder}{name}"
+        self.nbytes = 0
+        self.placements: list[Placement] = []
+        self.raw: list[RawCopy] = []
+        self._literals: list[Literal] = []
+        self._crcs: list[CrcField] = []
+        self._at = 0
+        self._known = bytearray()
+
+    def append(self, item: _Item, parts: tuple[Part, ...]) -> int:
+        """Add an item; its first byte."""
+        start = self.nbytes + -self.nbytes % ALIGNMENT
+        self._add(self.nbytes, bytes(start - self.nbytes))
+        for known in item.literals:
+            self._add(start + known.offset, known.data)
+        self._crcs += [
+            CrcField(start=start + crc.start, stop=start + crc.stop, at=tuple(start + at for at in crc.at))
+            for crc in item.crcs
+        ]
+        for part in parts:
+            at = start + item.elements + part.offset * part.slice.dtype.itemsize
+            self.placements.append(Placement(slice=part.slice, path=self.path, offset=at))
+        self.nbytes = start + item.nbytes
+        return start
+
+    def _add(self, offset: int, data: bytes) -> None:
+        if offset != self._at + len(self._known):
+            self._flush()
+            self._at = offset
+        self._known += data
+
+    def _flush(self) -> None:
+        if self._known:
+            self._literals.append(Literal(self._at, bytes(self._known)))
+        self._known = bytearray()
+
+    def finish(self) -> Drafted:
+        """The file."""
+        self._flush()
+        file = OutputFile(path=self.path, nbytes=self.nbytes, literals=tuple(self._literals), crcs=tuple(self._crcs))
+        return Drafted(file, tuple(self.placements), tuple(self.raw))

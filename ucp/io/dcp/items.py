@@ -1,0 +1,220 @@
+"""Items of a distributed checkpoint: where their elements lie, without reading these.
+
+1. Check that every file that is referred to is there and long enough; all that are not go into one error.
+2. Both ends of an item, where its structure is, are read; neighbours in a file by one read.
+3. An item that equals a template is known (`ucp.io.dcp.template`); any other is parsed and becomes one.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
+
+from ucp.core.tensor import Record, TensorRef
+from ucp.errors import MalformedError, MissingFileError, SourceError, UcpError, counted, listed
+from ucp.io.dcp.metadata import ItemPlace
+from ucp.io.dcp.template import ITEM_END, ObjectTemplate, TensorTemplate, object_template, tensor_template
+from ucp.io.files import SourceFile, open_source
+from ucp.io.torch_file.archive import read_embedded
+from ucp.io.torch_file.zipdir import Window
+
+__all__ = ["Item", "check_files", "read_items"]
+
+_GAP = 64 << 10
+"""Bytes that are read in vain rather than by a request of their own."""
+_SPAN = 4 << 20
+"""Most bytes of one read."""
+_MOST_TEMPLATES = 64
+"""Most templates of one length; a checkpoint of more kinds of one length is parsed item by item."""
+
+
+class Item(NamedTuple):
+    """What one item holds."""
+
+    root: object
+    """A tensor reference, or plain values with tensor references in them."""
+    records: tuple[Record, ...]
+    """Checksums of its storages, where recorded."""
+
+
+def check_files(folder: str, places: Iterable[ItemPlace]) -> dict[str, int]:
+    """Files that `places` refer to, by relative name, with their bytes.
+
+    Raises
+    ------
+    MissingFileError
+        Files are not there; all are named.
+    MalformedError
+        Files end before their last item does; all are named.
+    """
+    stops: dict[str, int] = {}
+    for file, offset, nbytes in places:
+        if stops.get(file, -1) < offset + nbytes:
+            stops[file] = offset + nbytes
+    missing, short, sizes = [], [], {}
+    for file, stop in sorted(stops.items()):
+        try:
+            sizes[file] = os.stat(os.path.join(folder, file)).st_size
+        except FileNotFoundError:
+            missing.append(file)
+            continue
+        except OSError as error:
+            raise SourceError(f"cannot read {folder}/{file}: {error.strerror}") from error
+        except ValueError as error:  # the metadata may name anything
+            raise MalformedError(
+                f"{folder}/.metadata: expected the name of a file; got {file!r}. It is damaged: copy it again"
+            ) from error
+        if sizes[file] < stop:
+            short.append(f"{file}: {sizes[file]} bytes; the metadata refers to {stop}")
+    if missing:
+        raise MissingFileError(
+            f"{len(missing)} of {counted(len(stops), 'file')} "
+            f"that .metadata refers to not found in {folder}; copy what is missing:\n"
+            f"{listed(missing, most=100)}"
+        )
+    if short:
+        raise MalformedError(
+            f"{counted(len(short), 'truncated file')} in {folder}; copy again:\n{listed(short, most=100)}"
+        )
+    return sizes
+
+
+def read_items(folder: str, places: Sequence[ItemPlace]) -> list[Item]:
+    """What the items at `places` hold, in that order. Raises MalformedError with all that cannot be read."""
+    items: list[Item | None] = [None] * len(places)
+    wrong: list[str] = []
+    kinds = _Kinds()
+    order = sorted(range(len(places)), key=places.__getitem__)
+    for name, group in groupby(order, key=lambda i: places[i].file):
+        numbers = list(group)
+        with open_source(os.path.join(folder, name)) as file:
+            ends = _Ends(file, [(places[i].offset, places[i].nbytes) for i in numbers])
+            for i in numbers:
+                _, offset, nbytes = places[i]
+                try:
+                    items[i] = kinds.read(file, ends, offset, nbytes)
+                except UcpError as error:
+                    wrong.append(str(error))
+    if wrong:
+        raise MalformedError(
+            f"{counted(len(wrong), 'item')} in {folder} cannot be read:\n{listed(wrong)}\nCopy the files again"
+        )
+    return [item for item in items if item is not None]
+
+
+class _Kinds:
+    """Kinds of items met so far, by their length; the kind met last is tried first."""
+
+    def __init__(self) -> None:
+        self._templates: dict[int, list[TensorTemplate | ObjectTemplate]] = {}
+
+    def read(self, file: SourceFile, ends: _Ends, start: int, nbytes: int) -> Item:
+        """The item in the bytes `start` to `start + nbytes`."""
+        known = self._templates.get(nbytes)
+        if known is not None:
+            for number, template in enumerate(known):
+                if isinstance(template, TensorTemplate):
+                    item = _tensor(template, file.path, ends, start, nbytes)
+                else:
+                    item = _object(template, ends, start, nbytes)
+                if item is not None:
+                    if number:
+                        known.insert(0, known.pop(number))
+                    return item
+        return self._parse(file, start, nbytes)
+
+    def _parse(self, file: SourceFile, start: int, nbytes: int) -> Item:
+        archive = read_embedded(file, start=start, nbytes=nbytes)
+        known = self._templates.setdefault(nbytes, [])
+        if len(known) < _MOST_TEMPLATES:
+            window = Window(file, start, nbytes)
+            template = tensor_template(window, archive) or object_template(window, archive)
+            if template is not None:
+                known.insert(0, template)
+        return Item(archive.root, archive.records)
+
+
+def _tensor(template: TensorTemplate, path: str, ends: _Ends, start: int, nbytes: int) -> Item | None:
+    buffer, at = ends.find(start)
+    if not buffer.startswith(template.head, at):
+        return None
+    tail = nbytes - template.tail_nbytes
+    if nbytes <= 2 * ITEM_END:  # all of it is in one buffer
+        at += tail
+    else:
+        buffer, at = ends.find(start + tail)
+    match = template.tail.fullmatch(buffer, at, at + template.tail_nbytes)
+    if match is None:
+        return None
+    offset = start + len(template.head)
+    ref = TensorRef(path=path, offset=offset, dtype=template.dtype, shape=template.shape, strides=template.strides)
+    if not template.summed:
+        return Item(ref, ())
+    crc = int.from_bytes(match[1], "little")
+    return Item(ref, (Record(path=path, name=template.record, offset=offset, nbytes=template.nbytes, crc32=crc),))
+
+
+def _object(template: ObjectTemplate, ends: _Ends, start: int, nbytes: int) -> Item | None:
+    buffer, at = ends.find(start)
+    return Item(template.root, ()) if template.pattern.fullmatch(buffer, at, at + nbytes) else None
+
+
+class _Span(NamedTuple):
+    """A stretch of a file that was read."""
+
+    start: int
+    stop: int
+    data: bytes
+
+
+class _Ends:
+    """Both ends of the items of one file, read in few reads as they are asked for in order."""
+
+    def __init__(self, file: SourceFile, items: Sequence[tuple[int, int]]) -> None:
+        """`items`: (offset, bytes), in increasing offset."""
+        self._file = file
+        self._spans = list(_spans(items))
+        self._starts = [start for start, _ in self._spans]
+        self._held: OrderedDict[int, bytes] = OrderedDict()
+        self._last = _Span(0, 0, b"")
+
+    def find(self, offset: int) -> tuple[bytes, int]:
+        """A buffer with the byte at `offset` of the file and what follows, and where in it that byte is."""
+        start, stop, buffer = self._last
+        if start <= offset < stop:
+            return buffer, offset - start
+        number = bisect_right(self._starts, offset) - 1
+        start, stop = self._spans[number]
+        held = self._held.get(number)
+        if held is None:
+            held = self._held[number] = self._file.read(start, stop - start)
+            if len(self._held) > 2:
+                self._held.popitem(last=False)
+        self._last = _Span(start, stop, held)
+        return held, offset - start
+
+
+def _spans(items: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Stretches to read (first byte, one past the last): both ends of every item whole in one of them each."""
+    ends = []
+    for offset, nbytes in items:
+        if nbytes <= 2 * ITEM_END:
+            ends.append((offset, offset + nbytes))
+        else:
+            ends += [(offset, offset + ITEM_END), (offset + nbytes - ITEM_END, offset + nbytes)]
+    ends.sort(key=itemgetter(0))
+    low, high = -1, -1
+    for start, stop in ends:
+        if low >= 0 and start <= high + _GAP and stop - low <= _SPAN:
+            high = max(high, stop)
+        else:
+            if low >= 0:
+                yield low, high
+            low, high = start, stop
+    if low >= 0:
+        yield low, high

@@ -1,0 +1,307 @@
+"""What the `.metadata` of a distributed checkpoint says, as values: tensors, their chunks, and where items lie.
+
+`.metadata` is a pickle of torch.distributed.checkpoint.metadata.Metadata (torch 2.1 to 2.14). It is read as data by
+`ucp.io.torch_file.archive.read_pickle`: classes are told by name alone, so that those of frameworks built on torch
+(and those that moved between versions of torch) are the same to us. Plans of the writer (`all_local_plans`) are not
+read.
+
+>>> ItemPlace(file="__0_0.distcp", offset=0, nbytes=1513).stop
+1513
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from ucp.core.dtypes import DType
+from ucp.core.pickle_values import GlobalName, Stub, TorchSize
+from ucp.errors import MalformedError, UnsupportedError, counted, listed
+from ucp.io.files import open_source
+from ucp.io.pickle.fields import described, shown
+from ucp.io.pickle.unpickle import parse_pickle
+from ucp.io.torch_file.archive import read_pickle
+
+__all__ = ["METADATA", "Chunk", "DcpMetadata", "ItemPlace", "SavedTensor", "read_metadata"]
+
+METADATA = ".metadata"
+"""Name of the file; torch renames it into place last, so that its presence is the commit."""
+_DTYPES = {dtype.value: dtype for dtype in DType}
+
+
+class ItemPlace(NamedTuple):
+    """Where one written item lies."""
+
+    file: str
+    """Path relative to the folder of the checkpoint."""
+    offset: int
+    """First byte."""
+    nbytes: int
+    """Bytes."""
+
+    @property
+    def stop(self) -> int:
+        """One past the last byte."""
+        return self.offset + self.nbytes
+
+
+class Chunk(NamedTuple):
+    """A stored box of a tensor."""
+
+    offsets: tuple[int, ...]
+    """First element, per dim."""
+    sizes: tuple[int, ...]
+    """Elements, per dim."""
+    place: ItemPlace
+    """Where it lies."""
+
+
+class SavedTensor(NamedTuple):
+    """A tensor that was saved in chunks."""
+
+    key: str
+    """Name it was saved under."""
+    dtype: DType
+    """Element type."""
+    shape: tuple[int, ...]
+    """Elements per dim, of the whole."""
+    chunks: tuple[Chunk, ...]
+    """Its chunks that hold elements, in the order of the metadata."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpMetadata:
+    """Everything that a `.metadata` says and readers need."""
+
+    tensors: Mapping[str, SavedTensor]
+    """Key to tensor, in the order of the metadata."""
+    objects: Mapping[str, ItemPlace]
+    """Key to where an object that is no tensor lies, in the order of the metadata."""
+    paths: Mapping[str, tuple[object, ...]]
+    """Key to the path in the nested dict that was saved (`planner_data`), where it was recorded."""
+    facts: Mapping[str, object]
+    """Every other attribute of the metadata but the plans, as found (`version`, `storage_meta`, `mcore_data`, ...)."""
+
+    def places(self) -> Iterator[ItemPlace]:
+        """Places of all items, chunks first."""
+        for tensor in self.tensors.values():
+            for chunk in tensor.chunks:
+                yield chunk.place
+        yield from self.objects.values()
+
+
+def read_metadata(path: str) -> DcpMetadata:
+    """What the `.metadata` at `path` says.
+
+    Raises
+    ------
+    MissingFileError
+        Nothing is there.
+    MalformedError
+        It is no such pickle, is truncated, or contradicts itself.
+    UnsupportedError
+        Items are transformed (compressed), or of an element type that is not known.
+    """
+    root = _read_root(path)
+    attributes = _attributes(root, f"{path}")
+    saved = attributes.get("state_dict_metadata")
+    if not isinstance(root, Stub) or root.made_by.qualname.rpartition(".")[2] not in _ROOTS or type(saved) is not dict:
+        raise MalformedError(
+            f"{path}: expected the metadata of torch.distributed.checkpoint; got {described(root)}. "
+            "Check that the folder was written by torch.distributed.checkpoint"
+        )
+    storage = _storage(attributes.get("storage_data"), path)
+    reader = _Reader(path, storage)
+    for key, entry in saved.items():
+        reader.take(key, entry)
+    reader.raise_any()
+    planner = attributes.get("planner_data")
+    return DcpMetadata(
+        tensors=reader.tensors,
+        objects=reader.objects,
+        paths={k: v for k, v in planner.items() if type(k) is str and type(v) is tuple}
+        if type(planner) is dict
+        else {},
+        facts={str(key): value for key, value in attributes.items() if key not in _TAKEN},
+    )
+
+
+def _read_root(path: str) -> object:
+    """The pickle at `path`, without the plans of the writer where they can be left out.
+
+    megatron-core saves them as the last attribute, and they are as long as all the rest. The pickle is closed before
+    them: SETITEMS and BUILD end the object, STOP the pickle. Where that does not give a whole object, all is read.
+    """
+    with open_source(path) as file:
+        data = file.read(0, file.nbytes)
+    at = data.rfind(_PLANS)
+    if at > 0 and data.endswith(_STOP):
+        try:
+            closed = data[:at] + _CLOSED + data[at + len(_CLOSED) :]
+            parsed = parse_pickle(closed, where=path, repetitive=True)
+        except MalformedError:
+            parsed = None
+        if parsed is not None and parsed.end == at + len(_CLOSED) and _is_whole(parsed.value):
+            return parsed.value
+    return read_pickle(path)
+
+
+def _is_whole(root: object) -> bool:
+    """Whether an object has the attributes that are needed, and none that was given twice."""
+    return type(root) is Stub and {"state_dict_metadata", "storage_data"} <= _state(root).keys()
+
+
+_PLANS = b"\x8c\x0fall_local_plans"
+_STOP = b"."
+_CLOSED = b"ub."
+_ROOTS = ("Metadata", "MCoreMetadata")
+"""Classes of the whole; megatron-core 0.15 subclasses torch's."""
+_TAKEN = ("state_dict_metadata", "storage_data", "planner_data", "all_local_plans")
+_Places = dict[tuple[str, tuple[int, ...] | None], ItemPlace]
+
+
+class _Reader:
+    """Entries of `state_dict_metadata` joined with where their items lie; everything wrong is gathered."""
+
+    def __init__(self, path: str, storage: _Places) -> None:
+        self._path = path
+        self._storage = storage
+        self._dtypes: dict[GlobalName, DType | None] = {}
+        self._wrong: list[str] = []
+        self._unknown: list[str] = []
+        self.tensors: dict[str, SavedTensor] = {}
+        self.objects: dict[str, ItemPlace] = {}
+
+    def take(self, key: object, entry: object) -> None:
+        """Take in one entry."""
+        if type(key) is not str or type(entry) is not Stub:
+            self._wrong.append(f"an entry {described(key)} that is {described(entry)}")
+            return
+        kind = entry.made_by.qualname
+        if kind == "BytesStorageMetadata":
+            place = self._storage.get((key, None))
+            if place is None:
+                self._wrong.append(f"{key}: no place is recorded for it")
+            else:
+                self.objects[key] = place
+        elif kind == "TensorStorageMetadata":
+            self._take_tensor(key, _state(entry))
+        else:
+            self._wrong.append(f"{key}: expected the metadata of a tensor or of bytes; got {described(entry)}")
+
+    def _take_tensor(self, key: str, state: Mapping[object, object]) -> None:
+        shape, saved, properties = _shape(state.get("size")), state.get("chunks"), state.get("properties")
+        if shape is None or type(saved) is not list or type(properties) is not Stub:
+            self._wrong.append(f"{key}: expected its size, chunks and properties; got {described(state.get('size'))}")
+            return
+        dtype = self._dtype(properties)
+        if dtype is None:
+            self._unknown.append(f"{key}: elements of {described(_first(properties))}")
+            return
+        chunks = []
+        for entry in saved:
+            own = _state(entry)
+            offsets, sizes = _shape(own.get("offsets")), _shape(own.get("sizes"))
+            if offsets is None or sizes is None or not len(offsets) == len(sizes) == len(shape):
+                self._wrong.append(f"{key}: a chunk at {described(own.get('offsets'))}, {described(own.get('sizes'))}")
+                return
+            place = self._storage.get((key, offsets))
+            if 0 in sizes:
+                continue
+            if place is None:
+                self._wrong.append(f"{key}: no place is recorded for its chunk at {list(offsets)}")
+                continue
+            chunks.append(Chunk(offsets, sizes, place))
+        self.tensors[key] = SavedTensor(key, dtype, shape, tuple(chunks))
+
+    def _dtype(self, properties: Stub) -> DType | None:
+        name = _first(properties)
+        if type(name) is not GlobalName:
+            return None
+        if name not in self._dtypes:
+            self._dtypes[name] = _DTYPES.get(name.qualname) if name.module == "torch" else None
+        return self._dtypes[name]
+
+    def raise_any(self) -> None:
+        """Raise one error with everything wrong."""
+        if self._wrong:
+            raise MalformedError(
+                f"{self._path} contradicts itself in {counted(len(self._wrong), 'place')}:\n{listed(self._wrong)}\n"
+                "Copy it again from where it was saved"
+            )
+        if self._unknown:
+            raise UnsupportedError(
+                f"{self._path}: {counted(len(self._unknown), 'tensor')} of an element type that is not read here:\n"
+                f"{listed(self._unknown)}"
+            )
+
+
+def _storage(saved: object, path: str) -> _Places:
+    """Places by key and offsets (None for objects)."""
+    if type(saved) is not dict:
+        raise MalformedError(f"{path}: expected storage_data, a dict; got {described(saved)}")
+    places: _Places = {}
+    files: dict[str, str] = {}
+    transformed = []
+    for index, info in saved.items():
+        where, stored = _state(index), _state(info)
+        key, at = where.get("fqn"), where.get("offset")
+        offsets = None if at is None else _shape(at)
+        file, offset, nbytes = stored.get("relative_path"), stored.get("offset"), stored.get("length")
+        if type(key) is not str or (at is not None and offsets is None):
+            raise MalformedError(f"{path}: expected a key and offsets in storage_data; got {described(index)}")
+        if type(file) is not str or type(offset) is not int or type(nbytes) is not int or min(offset, nbytes) < 0:
+            raise MalformedError(f"{path}: expected file, offset and length of {key!r}; got {described(info)}")
+        if stored.get("transform_descriptors"):
+            transformed.append(f"{key}: {shown(stored['transform_descriptors'])}")
+        name = files.get(file) or files.setdefault(file, _checked_name(file, path))
+        places[key, offsets] = ItemPlace(name, offset, nbytes)
+    if transformed:
+        raise UnsupportedError(
+            f"{path}: {counted(len(transformed), 'item is', 'items are')} "
+            f"transformed (compressed or encrypted), which is not read here:\n"
+            f"{listed(transformed)}\nLoad the checkpoint with torch and save it without extensions"
+        )
+    return places
+
+
+def _checked_name(file: str, path: str) -> str:
+    """`file`, which stays in the folder of the checkpoint."""
+    parts = PurePosixPath(file).parts
+    if not parts or file.startswith("/") or ".." in parts or "\0" in file:
+        raise MalformedError(f"{path}: expected the name of a file beside it; got {file!r}. It is damaged, or hostile")
+    return file
+
+
+def _attributes(value: object, where: str) -> Mapping[object, object]:
+    return _state(value) if type(value) is Stub else {}
+
+
+def _state(value: object) -> Mapping[object, object]:
+    """Attributes of an object that a pickle describes."""
+    if type(value) is not Stub:
+        return {}
+    state = value.state
+    if type(state) is dict:
+        return state
+    if type(state) is tuple and len(state) == 2 and type(state[1]) is dict:
+        return {**(state[0] or {}), **state[1]}
+    return {}
+
+
+def _first(properties: Stub) -> object:
+    """Element type of torch's TensorProperties, whose state is a tuple (torch 2.1 to 2.14) or plain attributes."""
+    if type(properties.state) is tuple and properties.state:
+        return properties.state[0]
+    return _state(properties).get("dtype")
+
+
+def _shape(value: object) -> tuple[int, ...] | None:
+    """Sizes or offsets; None for anything else."""
+    if type(value) is TorchSize:
+        return tuple(value) if not value or min(value) >= 0 else None
+    if isinstance(value, tuple | list) and all(type(n) is int and n >= 0 for n in value):
+        return tuple(value)
+    return None

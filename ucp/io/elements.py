@@ -1,0 +1,182 @@
+"""The few operations on elements that bytes alone cannot do: strided copies, casts, means, comparison.
+
+numpy and ml_dtypes (bfloat16, float8) are imported on first use, so that plain copies start without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ucp.core.dtypes import DType
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = [
+    "Difference",
+    "add",
+    "assign",
+    "differing",
+    "enlarge",
+    "fraction_of",
+    "mean_dtype",
+    "numpy_dtype",
+    "strided",
+    "viewed",
+    "widened",
+    "without_payloads",
+]
+
+
+_WINDOW = 1 << 16
+"""Elements that are compared at once where two arrays differ: what is known of each difference is large."""
+
+
+@cache
+def numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    """Numpy type of the same elements."""
+    import numpy as np
+
+    if dtype.value.startswith(("bfloat", "float8")):
+        import ml_dtypes
+
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.value))
+        return found
+    return np.dtype(dtype.value)
+
+
+def viewed(data: memoryview, dtype: DType) -> NDArray[Any]:
+    """The bytes as a 1-D array of elements; shares memory."""
+    import numpy as np
+
+    return np.frombuffer(data, dtype=numpy_dtype(dtype))
+
+
+def strided(
+    data: memoryview, dtype: DType, *, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]
+) -> NDArray[Any]:
+    """View of elements in a buffer. `offset`, `strides`: bytes; `sizes`: elements per dim; shares memory."""
+    import numpy as np
+
+    return np.ndarray(sizes, dtype=numpy_dtype(dtype), buffer=data, offset=offset, strides=strides)
+
+
+def widened(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """The values in a wider type; NaNs of any kind stay NaNs, without a warning."""
+    import numpy as np
+
+    with np.errstate(invalid="ignore"):
+        return values.astype(dtype)
+
+
+def assign(target: NDArray[Any], values: NDArray[Any]) -> None:
+    """Put `values` into `target`, cast to its type; what is too large for it becomes infinite, as in torch."""
+    import numpy as np
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        target[...] = values
+
+
+def add(sums: NDArray[Any], values: NDArray[Any], *, fraction: float = 1.0) -> None:
+    """Add `values`, or that fraction of them, to `sums` in place and in their type; too large a sum is infinite."""
+    import numpy as np
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        if fraction == 1.0:
+            np.add(sums, values, out=sums, dtype=sums.dtype, casting="same_kind")
+            return
+        rows = max(1, _WINDOW * len(values) // max(values.size, 1))
+        for low in range(0, len(values), rows):
+            part = values[low : low + rows].astype(sums.dtype) * fraction
+            sums[low : low + rows] += part
+
+
+def fraction_of(count: int) -> float:
+    """A power of two: the sum of so many finite numbers is finite when each counts for that part of itself.
+
+    >>> fraction_of(3), fraction_of(4)
+    (0.125, 0.0625)
+    """
+    return 0.5 ** (count.bit_length() + 1)
+
+
+def enlarge(values: NDArray[Any], *, by: float) -> None:
+    """Multiply floating-point values in place; what is finite stays so, at most the largest number of its type."""
+    import numpy as np
+
+    parts = values.view(values.real.dtype)  # of complex numbers both
+    most = np.finfo(parts.dtype).max / by
+    for low in range(0, parts.size, _WINDOW):
+        part = parts[low : low + _WINDOW]
+        np.clip(part, -most, most, out=part, where=np.isfinite(part))
+        part *= by
+
+
+def mean_dtype(dtypes: Iterable[DType]) -> DType:
+    """Type as in which a mean of elements of `dtypes` is summed: float32, or wider where that would lose digits.
+
+    >>> mean_dtype([DType.BFLOAT16]), mean_dtype([DType.INT64])
+    (<DType.FLOAT32: 'float32'>, <DType.FLOAT64: 'float64'>)
+    """
+    held = set(dtypes)
+    if held & {DType.COMPLEX64, DType.COMPLEX128}:
+        return DType.COMPLEX128
+    exact = all(dtype.is_floating and dtype is not DType.FLOAT64 for dtype in held)
+    return DType.FLOAT32 if exact else DType.FLOAT64
+
+
+class Difference:
+    """How two arrays of the same elements differ."""
+
+    __slots__ = ("first", "largest", "numel")
+
+    def __init__(self, *, numel: int, first: int, largest: float) -> None:
+        self.numel = numel
+        """Elements whose bits differ."""
+        self.first = first
+        """Row-major position of the first of them."""
+        self.largest = largest
+        """Largest absolute difference of value; nan where one of the two is not a number."""
+
+
+def differing(a: NDArray[Any], b: NDArray[Any]) -> Difference | None:
+    """Where `a` and `b`, of one type and shape, differ in their bits; None when nowhere."""
+    import numpy as np
+
+    plain = a.ndim == 1 and a.flags.c_contiguous and b.flags.c_contiguous and a.nbytes % 8 == 0
+    if plain and np.array_equal(a.view(np.uint64), b.view(np.uint64)):
+        return None
+    raw = np.dtype(f"V{a.dtype.itemsize}") if a.dtype.itemsize > 8 else np.dtype(f"u{a.dtype.itemsize}")
+    flat_a, flat_b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
+    found: Difference | None = None
+    for low in range(0, flat_a.size, _WINDOW):
+        own_a, own_b = flat_a[low : low + _WINDOW], flat_b[low : low + _WINDOW]
+        where = np.flatnonzero(own_a.view(raw) != own_b.view(raw))
+        if not where.size:
+            continue
+        largest = _largest(own_a[where], own_b[where])
+        if found is None:
+            found = Difference(numel=int(where.size), first=low + int(where[0]), largest=largest)
+        else:
+            found.numel += int(where.size)
+            found.largest = float(np.maximum(found.largest, largest))  # not a number stays so
+    return found
+
+
+def without_payloads(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
+    """`a`, with the bits of `b` where both are not a number."""
+    import numpy as np
+
+    found: NDArray[Any] = np.where(np.isnan(a) & np.isnan(b), b, a)
+    return found
+
+
+def _largest(a: NDArray[Any], b: NDArray[Any]) -> float:
+    import numpy as np
+
+    wide = np.complex128 if a.dtype.kind == "c" else np.float64
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(np.max(np.abs(a.astype(wide) - b.astype(wide))))

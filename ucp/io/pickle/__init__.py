@@ -1,0 +1,1 @@
+"""Pickles, read and written as values: nothing in them is ever executed."""

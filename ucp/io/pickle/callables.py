@@ -1,0 +1,112 @@
+"""What unpickling a value would call: told where it is nothing that torch, a framework or plain values need.
+
+Nothing is called here. But what a checkpoint says of an object goes into the files that are written, and a framework
+unpickles them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator
+
+from ucp.core.dtypes import DType
+from ucp.core.pickle_values import GlobalName, Stub
+
+__all__ = ["CALLS", "GROUPS", "callables_of", "unusual_calls"]
+
+CALLS = "unpickled by a framework, this checkpoint calls"
+"""How the note begins."""
+GROUPS = "parameter groups"
+"""Where a callable stands that is in no extra."""
+_SHOWN = 8
+"""Callables that are named."""
+_HOLDERS = (list, tuple, dict, set, frozenset, Stub)
+
+_USUAL = frozenset(
+    f"{module}.{name}"
+    for module, names in {
+        "builtins": "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple",
+        "collections": "Counter OrderedDict defaultdict deque",
+        "copyreg": "__newobj__ __newobj_ex__ _reconstructor",
+        "_codecs": "encode",
+        "argparse": "Namespace",
+        "types": "SimpleNamespace",
+        "datetime": "date datetime time timedelta timezone",
+        "decimal": "Decimal",
+        "uuid": "UUID",
+        "pathlib": "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath",
+        "_io": "BytesIO",
+        "io": "BytesIO",
+        "numpy": "dtype ndarray",
+        "numpy.core.multiarray": "_reconstruct scalar",
+        "numpy._core.multiarray": "_reconstruct scalar",
+        "numpy.core.numeric": "_frombuffer",
+        "numpy._core.numeric": "_frombuffer",
+        "numpy.random._pickle": "__bit_generator_ctor __generator_ctor __randomstate_ctor",
+        "torch": "Size Tensor device dtype memory_format Generator " + " ".join(dtype.value for dtype in DType),
+        "torch._tensor": "Tensor _rebuild_from_type_v2",
+        "torch._utils": (
+            "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter _rebuild_parameter_with_state "
+            "_rebuild_qtensor _rebuild_sparse_tensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage "
+            "_rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor _rebuild_wrapper_subclass"
+        ),
+        "torch.nn.parameter": "Buffer Parameter",
+        "torch.serialization": "_get_layout",
+        "torch.storage": "TypedStorage UntypedStorage",
+    }.items()
+    for name in names.split()
+)
+"""What torch and plain values are pickled by: of torch, as its unpickler of weights knows it (2.13)."""
+
+
+def callables_of(value: object) -> Iterator[GlobalName]:
+    """What is called, or handed to what is called, when an unpickler makes `value`; some of it may come twice.
+
+    >>> made = Stub(GlobalName("builtins", "map"), args=(GlobalName("os", "system"), ["true"]), new=False)
+    >>> [str(name) for name in callables_of({"key": [made]})]
+    ['builtins.map', 'os.system']
+    """
+    met: set[tuple[int, bool]] = set()
+    rest: list[tuple[object, bool]] = [(value, False)]
+    while rest:
+        own, is_argument = rest.pop()
+        if isinstance(own, GlobalName) and is_argument:
+            yield own
+        if not isinstance(own, _HOLDERS) or (id(own), is_argument) in met:
+            continue
+        met.add((id(own), is_argument))
+        if isinstance(own, Stub):
+            yield own.made_by
+            rest += [(own.args, True), (own.kwargs, True), (own.state, is_argument), (own.items, is_argument)]
+            rest += [(part, is_argument) for entry in own.entries for part in entry]
+        else:
+            rest += [(part, is_argument) for part in _parts(own)]
+
+
+def _parts(value: object) -> Iterable[object]:
+    match value:
+        case dict():
+            attributes = vars(value).values() if isinstance(value, OrderedDict) else ()
+            return (*value, *value.values(), *attributes)
+        case list() | tuple() | set() | frozenset():
+            return value
+    return ()
+
+
+def unusual_calls(values: Iterable[tuple[str, object]], usual: Collection[str]) -> Iterator[str]:
+    """A note on callables in `values` (where, value) that are not `usual` ("module.name"); or none."""
+    found: dict[str, dict[str, None]] = {}
+    for where, value in values:
+        for name in callables_of(value):
+            if str(name) not in _USUAL and str(name) not in usual:
+                text = str(name) if str(name).isprintable() else repr(str(name))
+                found.setdefault(text, {})[where] = None
+    if found:
+        told = [f"{name} (in {', '.join(where)})" for name, where in found.items()]
+        more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+        places = dict.fromkeys(place.partition("/")[0] for own in found.values() for place in own if place != GROUPS)
+        hint = f"; --set drop={','.join(places)} leaves it out of what is written" if places else ""
+        yield (
+            f"{CALLS} {', '.join(told[:_SHOWN])}{more}, which no framework needs. ucp calls nothing and carries it as "
+            f"it is{hint}"
+        )

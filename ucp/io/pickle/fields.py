@@ -1,0 +1,158 @@
+"""Typed access to what a pickle said: each function gives the value or says what stands there instead.
+
+>>> integer("4", "partition_count of a.pt")
+Traceback (most recent call last):
+ucp.errors.MalformedError: expected a whole number for partition_count of a.pt; got a str ('4')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NoReturn
+
+from ucp.core.pickle_values import GlobalName, Stub
+from ucp.core.tensor import TensorRef
+from ucp.errors import MalformedError
+
+__all__ = [
+    "Shape",
+    "described",
+    "flattened",
+    "integer",
+    "mapping",
+    "sequence",
+    "shapes",
+    "short",
+    "short_members",
+    "shown",
+    "tensor",
+    "text",
+]
+
+Shape = tuple[int, ...]
+
+_LONGEST = 60
+"""Characters of a value that is shown."""
+
+_DEEPEST = 100
+"""Dicts in dicts whose keys are joined."""
+
+
+def described(value: object) -> str:
+    """Kind of a value, and the value where it is short."""
+    match value:
+        case TensorRef():
+            return f"a tensor of {value.dtype} {list(value.shape)}"
+        case Stub():
+            return f"an object of {value.made_by}"
+        case GlobalName():
+            return f"the name {value}"
+        case None:
+            return "None"
+    text = short(value)
+    return f"a {type(value).__name__} ({text})" if text else f"a {type(value).__name__}"
+
+
+def short(value: object, most: int = _LONGEST) -> str:
+    """A number, text or None as Python writes it, in at most so many characters; else nothing.
+
+    >>> short(0.1), short("text", 4), short([])
+    ('0.1', '', '')
+    """
+    if isinstance(value, int) and value.bit_length() > 4 * most:  # of thousands of digits Python writes none
+        return ""
+    cut = value[: most + 1] if isinstance(value, str) else value
+    text = repr(cut) if cut is None or isinstance(cut, bool | int | float | str) else ""
+    return text if len(text) <= most else ""
+
+
+def short_members(value: Collection[object], most: int = _LONGEST) -> str:
+    """A list or the like of such values as Python writes it, in at most so many characters; else nothing."""
+    if len(value) > most or not all(short(item, most) for item in value):
+        return ""
+    text = repr(value)
+    return text if len(text) <= most else ""
+
+
+def shown(value: object) -> str:
+    """A value on one line: as Python writes it where it is short, else what it is.
+
+    >>> shown((0.9, 0.95)), shown([[]])
+    ('(0.9, 0.95)', 'a list')
+    """
+    members = short_members(value) if isinstance(value, list | tuple | set | frozenset) else ""
+    return members or short(value) or described(value)
+
+
+def _wrong(expected: str, where: str, value: object) -> NoReturn:
+    raise MalformedError(f"expected {expected} for {where}; got {described(value)}")
+
+
+def mapping(value: object, where: str) -> Mapping[object, object]:
+    """`value`, which is a dict."""
+    if not isinstance(value, dict):
+        _wrong("a dict", where, value)
+    return value
+
+
+def flattened(saved: Mapping[object, object]) -> Iterator[tuple[str, object]]:
+    """Values in nested dicts by their keys joined with dots, as modules nest.
+
+    A dict that lies too deep, or was met before (in itself, it may be), is a value.
+
+    >>> list(flattened({"layer": {"weight": 1, "bias": {}}, "step": 2}))
+    [('layer.weight', 1), ('step', 2)]
+    """
+    met = {id(saved)}
+    rest = [("", iter(saved.items()))]
+    while rest:
+        prefix, items = rest[-1]
+        for key, value in items:
+            name = f"{prefix}{key}"
+            if isinstance(value, dict) and id(value) not in met and len(rest) < _DEEPEST:
+                met.add(id(value))
+                rest.append((f"{name}.", iter(value.items())))
+                break
+            if not isinstance(value, dict) or value:
+                yield name, value
+        else:
+            rest.pop()
+
+
+def sequence(value: object, where: str) -> Sequence[object]:
+    """`value`, which is a list or tuple."""
+    if not isinstance(value, list | tuple):
+        _wrong("a list", where, value)
+    return value
+
+
+def integer(value: object, where: str) -> int:
+    """`value`, which is an int and no bool."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        _wrong("a whole number", where, value)
+    return value
+
+
+def text(value: object, where: str) -> str:
+    """`value`, which is a str."""
+    if not isinstance(value, str):
+        _wrong("a text", where, value)
+    return value
+
+
+def tensor(value: object, where: str) -> TensorRef:
+    """`value`, which is a tensor."""
+    if not isinstance(value, TensorRef):
+        _wrong("a tensor", where, value)
+    return value
+
+
+def shapes(value: object, where: str) -> dict[str, Shape]:
+    """Name to shape, in order."""
+    found: dict[str, Shape] = {}
+    for name, shape in mapping(value, where).items():
+        sizes = sequence(shape, f"the shape of {name!r} in {where}")
+        if not all(type(n) is int and n >= 0 for n in sizes):
+            _wrong("sizes", f"{name!r} in {where}", shape)
+        found[text(name, f"a name in {where}")] = tuple(int(n) for n in sizes if isinstance(n, int))
+    return found

@@ -1,0 +1,213 @@
+"""The calls of a pickle that have a harmless meaning, and that meaning as a plain value.
+
+This is an allow-list of *interpretations*: nothing is looked up, imported or called. A call that is not in the table,
+or whose arguments are not of the known form, becomes a `Stub`.
+
+>>> called(GlobalName("builtins", "complex"), (1.0, 2.0))
+(1+2j)
+>>> called(GlobalName("os", "system"), ("true",)).made_by
+GlobalName(module='os', qualname='system')
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from ucp.core.pickle_values import GlobalName, Stub, TorchSize
+from ucp.core.tensor import TensorRef
+from ucp.io.pickle.keys import check_keys
+from ucp.io.torch_file.storage import LEFT_INERT, rebuilt_parameter, rebuilt_tensor, rebuilt_typed_tensor
+
+__all__ = ["called", "constructed", "set_attributes"]
+
+_LATIN1 = frozenset({"latin1", "latin-1", "iso-8859-1"})
+_INTEGERS = frozenset({int})
+_MOST_BITS = 64
+_PLAIN_TENSORS = frozenset(
+    {
+        GlobalName("torch", "Tensor"),
+        GlobalName("torch._tensor", "Tensor"),
+        GlobalName("torch.nn.parameter", "Parameter"),
+        GlobalName("torch.nn.parameter", "Buffer"),
+    }
+)
+"""Classes whose attributes say nothing about the elements."""
+
+
+def called(function: object, args: tuple[object, ...]) -> object:
+    """What `function(*args)` stands for: a plain value, a tensor, or a `Stub`."""
+    if type(function) is not GlobalName:
+        return Stub(GlobalName("operator", "call"), (function, *args), new=False)
+    builder = _BUILDERS.get((function.module, function.qualname))
+    if builder is not None:
+        value = builder(args)
+        if value is not LEFT_INERT:
+            return value
+    return Stub(function, args, new=False)
+
+
+def constructed(cls: object, args: tuple[object, ...], kwargs: dict[str, object] | None = None) -> Stub:
+    """The recipe of `cls.__new__(cls, *args, **kwargs)`."""
+    if type(cls) is GlobalName:
+        return Stub(cls, args, kwargs or {})
+    if kwargs:
+        return Stub(GlobalName("copyreg", "__newobj_ex__"), (cls, args, kwargs), new=False)
+    return Stub(GlobalName("copyreg", "__newobj__"), (cls, *args), new=False)
+
+
+def set_attributes(target: OrderedDict[object, object], state: object) -> None:
+    """Keep the attributes of an ordered dict (torch keeps `_metadata` of a state_dict so). Raises ValueError."""
+    if type(state) is not dict:
+        raise ValueError(f"expected the attributes of an OrderedDict as a dict; got a {type(state).__name__}")
+    for name, value in state.items():
+        if type(name) is not str or hasattr(OrderedDict, name):
+            raise ValueError("expected attributes of an OrderedDict that hide none of its own")
+        setattr(target, name, value)
+
+
+def _ordered_dict(args: tuple[object, ...]) -> object:
+    match args:
+        case ():
+            return OrderedDict()
+        case (list(pairs),) if all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
+            check_keys(key for key, _ in pairs)
+            return OrderedDict(pairs)
+        case _:
+            return LEFT_INERT
+
+
+def _size(args: tuple[object, ...]) -> object:
+    if len(args) == 1 and type(args[0]) is tuple and _INTEGERS.issuperset(map(type, args[0])):
+        return TorchSize(args[0])
+    match args:
+        case (list(sizes),) | (tuple(sizes),) if all(type(n) is int for n in sizes):
+            return TorchSize(sizes)
+        case _:
+            return LEFT_INERT
+
+
+def _set(args: tuple[object, ...]) -> object:
+    match args:
+        case ():
+            return set()
+        case (list(members),) | (tuple(members),):
+            check_keys(members)
+            return set(members)
+        case _:
+            return LEFT_INERT
+
+
+def _frozenset(args: tuple[object, ...]) -> object:
+    members = _set(args)
+    return frozenset(members) if isinstance(members, set) else LEFT_INERT
+
+
+def _bytes(args: tuple[object, ...]) -> object:
+    return b"" if args == () else LEFT_INERT
+
+
+def _bytearray(args: tuple[object, ...]) -> object:
+    match args:
+        case ():
+            return bytearray()
+        case (bytes(data),):
+            return bytearray(data)
+        case (str(text), str(encoding)) if encoding in _LATIN1:
+            return bytearray(text.encode("latin-1"))
+        case _:
+            return LEFT_INERT
+
+
+def _encode(args: tuple[object, ...]) -> object:
+    """Bytes of _codecs.encode(text, "latin1"), which is how protocol 2 writes bytes."""
+    match args:
+        case (str(text), str(encoding)) if encoding in _LATIN1:
+            return text.encode("latin-1")
+        case _:
+            return LEFT_INERT
+
+
+def _complex(args: tuple[object, ...]) -> object:
+    match args:
+        case (float(real), float(imaginary)):
+            return complex(real, imaginary)
+        case _:
+            return LEFT_INERT
+
+
+def _slice(args: tuple[object, ...]) -> object:
+    return slice(*args) if len(args) == 3 and all(own is None or _is_short(own) for own in args) else LEFT_INERT
+
+
+def _range(args: tuple[object, ...]) -> object:
+    match args:
+        case (int(start), int(stop), int(step)) if step != 0 and all(map(_is_short, args)):
+            return range(start, stop, step)
+        case _:
+            return LEFT_INERT
+
+
+def _is_short(value: object) -> bool:
+    """Whether a value is a number of 64 bits, as those of slices and ranges are."""
+    return isinstance(value, int) and value.bit_length() <= _MOST_BITS
+
+
+def _getattr(args: tuple[object, ...]) -> object:
+    """The dotted name of getattr(<name>, "attribute"), which is how protocols 0 to 3 write nested classes."""
+    match args:
+        case (GlobalName(module, qualname), str(attribute)) if attribute.isidentifier():
+            return GlobalName(module, f"{qualname}.{attribute}")
+        case _:
+            return LEFT_INERT
+
+
+def _reconstructor(args: tuple[object, ...]) -> object:
+    """The object of copyreg._reconstructor(cls, object, None), which is how protocols 0 and 1 write cls.__new__."""
+    match args:
+        case (GlobalName() as cls, GlobalName("builtins", "object"), None):
+            return Stub(cls)
+        case _:
+            return LEFT_INERT
+
+
+def _newobj(args: tuple[object, ...]) -> object:
+    match args:
+        case (GlobalName() as cls, *rest):
+            return Stub(cls, tuple(rest))
+        case _:
+            return LEFT_INERT
+
+
+def _from_type(args: tuple[object, ...]) -> object:
+    """The tensor of torch._tensor._rebuild_from_type_v2 for classes that are plain tensors."""
+    match args:
+        case (GlobalName() as function, GlobalName() as cls, tuple(inner), _) if cls in _PLAIN_TENSORS:
+            value = called(function, inner)
+            return value if isinstance(value, TensorRef) else LEFT_INERT
+        case _:
+            return LEFT_INERT
+
+
+_BUILDERS: dict[tuple[str, str], Callable[[tuple[object, ...]], object]] = {
+    ("collections", "OrderedDict"): _ordered_dict,
+    ("torch", "Size"): _size,
+    ("builtins", "set"): _set,
+    ("builtins", "frozenset"): _frozenset,
+    ("builtins", "bytes"): _bytes,
+    ("builtins", "bytearray"): _bytearray,
+    ("builtins", "complex"): _complex,
+    ("builtins", "slice"): _slice,
+    ("builtins", "range"): _range,
+    ("builtins", "getattr"): _getattr,
+    ("_codecs", "encode"): _encode,
+    ("copyreg", "_reconstructor"): _reconstructor,
+    ("copyreg", "__newobj__"): _newobj,
+    ("torch._utils", "_rebuild_tensor"): rebuilt_tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): rebuilt_tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): rebuilt_typed_tensor,
+    ("torch._utils", "_rebuild_parameter"): rebuilt_parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): rebuilt_parameter,
+    ("torch._tensor", "_rebuild_from_type"): _from_type,
+    ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
+}

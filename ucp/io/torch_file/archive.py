@@ -1,0 +1,258 @@
+"""A file of torch.save as references: what its pickle says, with every tensor a `TensorRef` into the file.
+
+Three containers, told apart by their first bytes: the zip archive of torch 1.6 and later, the older sequence of
+pickles and raw storages (`legacy`), and the tar file of torch 0.1, which is refused by name. The bytes of a storage
+are never read.
+
+>>> read_archive("nothing-here.pt")
+Traceback (most recent call last):
+ucp.errors.MissingFileError: expected a file at nothing-here.pt; nothing is there. Check the path, or copy it
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from zlib_ng import zlib_ng
+
+from ucp.core.tensor import Record
+from ucp.errors import CorruptError, MalformedError, SourceError, UnsupportedError
+from ucp.io.files import SourceFile, open_source
+from ucp.io.pickle.unpickle import parse_pickle
+from ucp.io.torch_file.legacy import read_legacy
+from ucp.io.torch_file.storage import StorageId, StorageRef
+from ucp.io.torch_file.zipdir import Window, ZipMember, data_offset, data_offsets, read_directory
+
+__all__ = ["Archive", "read_archive", "read_embedded", "read_pickle"]
+
+_SIGNATURES = {
+    b"version https://git-lfs": "a Git LFS pointer; run `git lfs pull`",
+    b"\x89HDF": "an HDF5 file",
+    b"GGUF": "a GGUF file",
+    b"\x1f\x8b": "a gzip file; gunzip it",
+    b"\x28\xb5\x2f\xfd": "a zstandard file; unzstd it",
+    b"\x93NUMPY": "a numpy file",
+    b"PK\x05\x06": "an empty zip archive",
+    b"": "other bytes",
+}
+"""What else a file may be, by its first bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Archive:
+    """One file of torch.save."""
+
+    path: str
+    """File."""
+    kind: Literal["zip", "legacy"]
+    """Container."""
+    root: object
+    """What was saved: plain values, names, stubs and tensor references."""
+    records: tuple[Record, ...] = ()
+    """Checksums of the storages, where the writer recorded them (zip)."""
+    saved_as: str = ""
+    """Name that the file was saved under, without its suffix: torch keeps it as the folder in the archive (zip)."""
+
+
+def read_archive(path: str, *, start: int = 0, nbytes: int | None = None) -> Archive:
+    """The file at `path`, or the archive in its bytes `start` to `start + nbytes`.
+
+    Parameters
+    ----------
+    path
+        A file of torch.save, whole or split in parts (`ucp.io.files`).
+    start, nbytes
+        Where the archive lies when it is embedded in a larger file, in bytes; to the end of the file without `nbytes`.
+
+    Raises
+    ------
+    MissingFileError
+        Nothing is at `path`.
+    MalformedError
+        No file of torch.save, a truncated or inconsistent one, or one that has the name of another rank's.
+    UnsupportedError
+        Big-endian, compressed, or the tar format of torch 0.1.
+    CorruptError
+        The pickle does not match its checksum.
+    """
+    with open_source(path) as file:
+        archive = read_embedded(file, start=start, nbytes=file.nbytes - start if nbytes is None else nbytes)
+    if not start and nbytes is None:
+        _check_name(archive)
+    return archive
+
+
+def _check_name(archive: Archive) -> None:
+    """Refuse a file that lies under the name of another rank or layer: files exchanged, or one renamed.
+
+    A file that was copied over another, or has a name of another kind, is nothing to refuse here.
+    """
+    folder, name = os.path.split(archive.path)
+    stem, suffix = os.path.splitext(name)
+    if archive.saved_as in ("", stem):
+        return
+    other = os.path.join(folder, archive.saved_as + suffix)
+    if os.path.isfile(other):
+        named = _saved_as(other)
+        why = "" if named in ("", archive.saved_as) else f"what has that name as {named}{suffix}: files were exchanged"
+    else:
+        is_of_its_kind = _NUMBER.sub("#", archive.saved_as) == _NUMBER.sub("#", stem)
+        why = "there is none of that name: it was renamed" if is_of_its_kind else ""
+    if why:
+        raise MalformedError(
+            f"expected the file that was saved as {name}; {archive.path} was saved as {archive.saved_as}{suffix}, and "
+            f"{why}. Copy the files again, or give them the names that they were saved under"
+        )
+
+
+_NUMBER = re.compile(r"[0-9]+")
+"""What tells names of ranks and layers apart."""
+
+
+def _saved_as(path: str) -> str:
+    """Name that a file was saved under; empty where that cannot be seen."""
+    try:
+        with open_source(path) as file:
+            window = Window(file, 0, file.nbytes)
+            return _prefix(window, read_directory(window))
+    except SourceError:
+        return ""
+
+
+def read_embedded(file: SourceFile, *, start: int, nbytes: int) -> Archive:
+    """The archive in the bytes `start` to `start + nbytes` of an open file, of which there may be many.
+
+    Raises as `read_archive` does.
+    """
+    window = Window(file, start, nbytes)
+    head = window.read(0, min(512, window.nbytes))
+    if head.startswith(b"PK\x03\x04"):
+        return _read_zip(window)
+    if head[:1] == b"\x80" and len(head) > 1 and head[1] <= 5:
+        return Archive(path=file.path, kind="legacy", root=read_legacy(window))
+    raise _unknown(window, head)
+
+
+def read_pickle(path: str) -> object:
+    """What the plain pickle at `path` says (the `.metadata` of a distributed checkpoint).
+
+    Raises
+    ------
+    MalformedError
+        No pickle, a truncated one, or bytes after it.
+    """
+    with open_source(path) as file:
+        data = file.read(0, file.nbytes)
+    parsed = parse_pickle(data, where=path, repetitive=True)
+    if parsed.end != len(data):
+        raise MalformedError(f"{path}: expected {parsed.end} bytes; got {len(data)}. Copy the file again")
+    return parsed.value
+
+
+def _read_zip(window: Window) -> Archive:
+    members = read_directory(window)
+    prefix = _prefix(window, members)
+    pickled = members[f"{prefix}/data.pkl"]
+    summed = any(member.crc32 for member in members.values())
+    data = window.read(data_offset(window, pickled), pickled.nbytes)
+    if summed and zlib_ng.crc32(data) != pickled.crc32:
+        raise CorruptError(
+            f"{window.where}: expected data.pkl of CRC-32 {pickled.crc32:08x}; got {zlib_ng.crc32(data):08x}. "
+            "The file is damaged; copy it again"
+        )
+    _check_byte_order(window, members.get(f"{prefix}/byteorder"))
+    stored = {name: member for name, member in members.items() if name.startswith(f"{prefix}/data/")}
+    offsets = data_offsets(window, tuple(stored.values()), directory=members)
+    storages = _Storages(window, f"{prefix}/data/", stored, offsets)
+    root = parse_pickle(data, where=f"{window.where}: {pickled.name}", persistent=storages.find).value
+    records = storages.records() if summed else ()
+    return Archive(path=window.file.path, kind="zip", root=root, records=records, saved_as=prefix)
+
+
+class _Storages:
+    """Storages of one archive by the persistent ids that name them."""
+
+    def __init__(self, window: Window, prefix: str, members: dict[str, ZipMember], offsets: dict[str, int]) -> None:
+        self._window = window
+        self._prefix = prefix
+        self._members = members
+        self._offsets = offsets
+        self._known: dict[tuple[str, str], StorageRef] = {}
+        self._named: dict[str, None] = {}
+
+    def find(self, pid: object) -> StorageRef:
+        """The storage of a persistent id. Raises ValueError."""
+        asked = StorageId.parse(pid)
+        known = self._known.get((asked.key, asked.kind.qualname))
+        if known is None or known.nbytes != asked.nbytes:
+            known = self._known[asked.key, asked.kind.qualname] = self._find(asked)
+        return known
+
+    def _find(self, asked: StorageId) -> StorageRef:
+        name = self._prefix + asked.key
+        member = self._members.get(name)
+        if member is None:
+            raise ValueError(f"a storage {name!r} that the archive does not hold")
+        if member.nbytes != asked.nbytes:
+            raise ValueError(f"a storage of {asked.nbytes} bytes; the member {name!r} has {member.nbytes}")
+        self._named[name] = None
+        return StorageRef(
+            path=self._window.file.path,
+            offset=self._window.start + self._offsets[name],
+            nbytes=member.nbytes,
+            kind=asked.kind,
+            dtype=asked.dtype,
+        )
+
+    def records(self) -> tuple[Record, ...]:
+        """Recorded checksums of the storages found so far, in the order of the file."""
+        found = sorted((self._offsets[name], name) for name in self._named)
+        return tuple(
+            Record(
+                path=self._window.file.path,
+                name=name,
+                offset=self._window.start + offset,
+                nbytes=self._members[name].nbytes,
+                crc32=self._members[name].crc32,
+            )
+            for offset, name in found
+        )
+
+
+def _prefix(window: Window, members: dict[str, ZipMember]) -> str:
+    """The folder that holds data.pkl: torch names it after the file."""
+    found = [name.removesuffix("/data.pkl") for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
+    if len(found) != 1:
+        raise MalformedError(
+            f"{window.where}: expected one member <folder>/data.pkl; got {len(found)} among {len(members)} members. "
+            "This zip archive was not written by torch.save"
+        )
+    return found[0]
+
+
+def _check_byte_order(window: Window, member: ZipMember | None) -> None:
+    if member is None:
+        return
+    order = window.read(data_offset(window, member), min(member.nbytes, 16))
+    if order == b"big":
+        raise UnsupportedError(
+            f"{window.where}: expected little-endian elements; got big-endian ones. Load it with torch on a "
+            "little-endian machine and save it again"
+        )
+    if order != b"little":
+        raise MalformedError(f"{window.where}: expected byteorder 'little'; got {order!r}. Copy the file again")
+
+
+def _unknown(window: Window, head: bytes) -> MalformedError | UnsupportedError:
+    if head[257:262] == b"ustar" or head.startswith((b"./", b"storages\0", b"sys_info\0", b"pickle\0")):
+        return UnsupportedError(
+            f"{window.where}: the tar format of torch 0.1 (2016). Load it with torch and save it again with torch.save"
+        )
+    kind = next(what for magic, what in _SIGNATURES.items() if head.startswith(magic))
+    return MalformedError(
+        f"{window.where}: expected a file of torch.save, which begins with b'PK\\x03\\x04' or a pickle; got {kind} "
+        f"({head[:16]!r}, {window.nbytes} bytes). Check that the right file was copied, and wholly"
+    )

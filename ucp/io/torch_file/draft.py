@@ -1,0 +1,90 @@
+"""A torch file of a destination in the making: its value, and the slices that will fill its tensors.
+
+The value is built from plain values and the tensors that a draft hands out; `finish` lays the file out and says where
+each slice goes.
+
+>>> from ucp.core.dtypes import DType
+>>> draft = FileDraft("empty.pt")
+>>> draft.finish({"step": 3, "mask": draft.filled(DType.FLOAT32, (2, 2))}).file.path
+'empty.pt'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import PurePath
+
+from ucp.core.dtypes import DType
+from ucp.core.slices import Slice
+from ucp.core.target import OutputFile, Placement, RawCopy
+from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.io.torch_file.copy_extras import grafted
+from ucp.io.torch_file.layout import NewStorage, NewTensor, layout_torch_zip
+
+__all__ = ["Drafted", "FileDraft", "Part"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A slice that fills part of a tensor."""
+
+    offset: int
+    """Element of the tensor where it starts."""
+    slice: Slice
+    """What is stored there, without gaps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A file that is decided."""
+
+    file: OutputFile
+    """Its size and known bytes."""
+    placements: tuple[Placement, ...]
+    """Slices that fill it, in increasing offset."""
+    raw: tuple[RawCopy, ...] = ()
+    """Tensors of extras that fill it."""
+
+
+class FileDraft:
+    """Hands out the tensors of one file and remembers what fills them."""
+
+    def __init__(self, path: str) -> None:
+        """Draft of the file at `path`, relative to the destination."""
+        self._path = path
+        self._filled: list[tuple[NewStorage, Part]] = []
+        self._moved: dict[NewStorage, TensorRef] = {}
+
+    def tensor(self, own: Slice) -> NewTensor:
+        """A tensor that is all of the local tensor of a slice."""
+        return self.filled(own.dtype, own.local_shape, [Part(offset=0, slice=own)])
+
+    def filled(self, dtype: DType, shape: tuple[int, ...], parts: Iterable[Part] = ()) -> NewTensor:
+        """A tensor of `shape` with slices in it; zero elsewhere."""
+        storage = NewStorage(dtype, prod(shape))
+        self._filled += [(storage, part) for part in parts if part.slice.nbytes]
+        return NewTensor(storage=storage, shape=shape, strides=contiguous_strides(shape))
+
+    def carried(self, value: object) -> object:
+        """A value of the source's extras, its tensors copied into this file."""
+        return grafted(value, self._moved)
+
+    def finish(self, root: object) -> Drafted:
+        """The file that holds `root`."""
+        layout = layout_torch_zip(root, folder=PurePath(self._path).stem)
+        places = [
+            Placement(
+                slice=part.slice,
+                path=self._path,
+                offset=layout.storages[storage] + part.offset * part.slice.dtype.itemsize,
+            )
+            for storage, part in self._filled
+        ]
+        places.sort(key=lambda place: place.offset)
+        copies = [
+            RawCopy(src=ref, path=self._path, offset=layout.storages[storage]) for storage, ref in self._moved.items()
+        ]
+        file = OutputFile(path=self._path, nbytes=layout.nbytes, literals=layout.literals, crcs=layout.crcs)
+        return Drafted(file, tuple(places), tuple(copies))

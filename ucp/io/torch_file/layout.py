@@ -1,0 +1,198 @@
+"""Layout of a file of torch.save: every byte known before the elements are.
+
+The file is made of literals (headers, the pickle, the directory), of the bytes of the storages, written later by
+whoever has them, and of the CRC-32 of each storage, filled in last. Members, flags, padding and end records are those
+of torch 2.13, byte for byte (caffe2/serialize/inline_container.cc over miniz): storages lie at multiples of 64 bytes,
+can be memory-mapped, and torch's own offset arithmetic (`calculate_storage_offsets`) finds them.
+
+>>> from ucp.core.dtypes import DType
+>>> storage = NewStorage(DType.FLOAT32, 6)
+>>> layout = layout_torch_zip({"weight": NewTensor(storage=storage, shape=(2, 3), strides=(3, 1))})
+>>> layout.storages[storage] % 64, layout.crcs[0].stop - layout.crcs[0].start
+(0, 24)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+from struct import pack
+
+from zlib_ng import zlib_ng
+
+from ucp.core.target import CrcField, Literal
+from ucp.io.pickle.emit import emit_pickle
+from ucp.io.torch_file.tensors import NewStorage, NewTensor
+from ucp.io.torch_file.zipdir import ALIGNMENT, UINT32_MAX, aligned_start
+
+__all__ = ["NewStorage", "NewTensor", "TorchZip", "layout_torch_zip"]
+
+_UTF8 = 0x0800
+_DESCRIPTOR = 0x0008
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchZip:
+    """A file of torch.save to be written."""
+
+    nbytes: int
+    """Bytes of the whole file."""
+    literals: tuple[Literal, ...]
+    """Known bytes, in increasing offset; the fields of `crcs` are zero in them."""
+    crcs: tuple[CrcField, ...]
+    """Checksums to fill in, one per storage that has bytes, in increasing start."""
+    storages: dict[NewStorage, int]
+    """Byte offset in the file of the elements of each storage."""
+
+
+def layout_torch_zip(root: object, *, folder: str = "archive") -> TorchZip:
+    """Layout of the file that torch.load reads as `root`.
+
+    Parameters
+    ----------
+    root
+        Plain values, names, stubs and `NewTensor`, in any nesting.
+    folder
+        Name of the folder inside the archive; torch.save takes the stem of the file name.
+
+    Raises
+    ------
+    DestinationError
+        `root` holds a value of a type that has no place in a checkpoint.
+    """
+    pickled = emit_pickle(root)
+    plan = _Plan(folder)
+    plan.literal("data.pkl", pickled.data)
+    plan.literal(".format_version", b"1")
+    plan.literal(".storage_alignment", b"%d" % ALIGNMENT)
+    plan.literal("byteorder", b"little")
+    storages = {}
+    for key, storage in enumerate(pickled.storages):
+        storages[storage] = plan.reserve(f"data/{key}", storage.nbytes)
+    plan.literal("version", b"3\n")
+    plan.literal(".data/serialization_id", _serialization_id(pickled.data))
+    return plan.finish(storages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """One member laid out."""
+
+    name: bytes
+    """Name with its folder."""
+    header: int
+    """Byte offset of the local header."""
+    start: int
+    """Byte offset of the data."""
+    nbytes: int
+    """Bytes of data."""
+    crc32: int | None
+    """CRC-32 of the data; None when they are not known yet."""
+
+    @property
+    def stop(self) -> int:
+        """One past the last byte of data."""
+        return self.start + self.nbytes
+
+    @property
+    def flags(self) -> int:
+        """General purpose flags; miniz leaves out the descriptor of an empty member."""
+        return _UTF8 | (_DESCRIPTOR if self.nbytes else 0)
+
+    @property
+    def wide(self) -> bytes:
+        """The zip64 extra field, empty when 32 bits hold everything."""
+        sizes = pack("<QQ", self.nbytes, self.nbytes) if self.nbytes >= UINT32_MAX else b""
+        place = pack("<Q", self.header) if self.header >= UINT32_MAX else b""
+        return pack("<HH", 1, len(sizes + place)) + sizes + place if sizes or place else b""
+
+    def local_header(self) -> bytes:
+        """Header up to the data; the padding is an extra field "FB" full of Z."""
+        padding = self.start - self.header - 30 - len(self.name) - len(self.wide) - 4
+        extra = self.wide + b"FB" + pack("<H", padding) + b"Z" * padding
+        fields = pack("<4sHHHHHIIIHH", b"PK\x03\x04", 0, self.flags, 0, 0, 0, 0, 0, 0, len(self.name), len(extra))
+        return fields + self.name + extra
+
+    def descriptor(self) -> bytes:
+        """What follows the data: CRC-32 (zero when not known yet) and sizes."""
+        if not self.nbytes:
+            return b""
+        form = "<4sIQQ" if self.wide else "<4sIII"
+        return pack(form, b"PK\x07\x08", self.crc32 or 0, self.nbytes, self.nbytes)
+
+    def entry(self) -> bytes:
+        """Entry of the central directory, with the CRC-32 at byte 16."""
+        nbytes, header = min(self.nbytes, UINT32_MAX), min(self.header, UINT32_MAX)
+        sizes = (self.crc32 or 0, nbytes, nbytes, len(self.name), len(self.wide))
+        fields = pack("<4sHHHHHHIIIHHHHHII", b"PK\x01\x02", 0, 0, self.flags, 0, 0, 0, *sizes, 0, 0, 0, 0, header)
+        return fields + self.name + self.wide
+
+
+class _Plan:
+    """Members laid out so far, and the known bytes between the reserved ones."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._members: list[_Member] = []
+        self._literals: list[Literal] = []
+        self._known_at = 0
+        self._known = bytearray()
+
+    def literal(self, name: str, data: bytes) -> None:
+        """Lay out a member whose bytes are known."""
+        member = self._member(name, len(data), zlib_ng.crc32(data))
+        self._known += member.local_header() + data + member.descriptor()
+
+    def reserve(self, name: str, nbytes: int) -> int:
+        """Lay out a member whose bytes come later; the offset of its data."""
+        member = self._member(name, nbytes, None if nbytes else 0)
+        self._known += member.local_header()
+        if nbytes:
+            self._flush()
+            self._known_at = member.stop
+            self._known += member.descriptor()
+        return member.start
+
+    def finish(self, storages: dict[NewStorage, int]) -> TorchZip:
+        """Lay out the directory and the end records."""
+        at = directory = self._cursor
+        crcs = []
+        for member in self._members:
+            entry = member.entry()
+            if member.crc32 is None:
+                crcs.append(CrcField(start=member.start, stop=member.stop, at=(member.stop + 4, at + 16)))
+            self._known += entry
+            at += len(entry)
+        self._known += _end_records(len(self._members), start=directory, stop=at)
+        nbytes = self._cursor
+        self._flush()
+        return TorchZip(nbytes=nbytes, literals=tuple(self._literals), crcs=tuple(crcs), storages=storages)
+
+    @property
+    def _cursor(self) -> int:
+        return self._known_at + len(self._known)
+
+    def _member(self, name: str, nbytes: int, crc32: int | None) -> _Member:
+        stored, header = f"{self._folder}/{name}".encode(), self._cursor
+        start = aligned_start(header=header, name_nbytes=len(stored), nbytes=nbytes)
+        member = _Member(name=stored, header=header, start=start, nbytes=nbytes, crc32=crc32)
+        self._members.append(member)
+        return member
+
+    def _flush(self) -> None:
+        self._literals.append(Literal(self._known_at, bytes(self._known)))
+        self._known = bytearray()
+
+
+def _end_records(count: int, *, start: int, stop: int) -> bytes:
+    """The zip64 end record, its locator and the end record; torch writes all three into every file."""
+    wide = pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 0x031E, 45, 0, 0, count, count, stop - start, start)
+    locator = pack("<4sIQI", b"PK\x06\x07", 0, stop, 1)
+    few = min(count, 0xFFFF)
+    sizes = (min(stop - start, UINT32_MAX), min(start, UINT32_MAX))
+    return wide + locator + pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, few, few, *sizes, 0)
+
+
+def _serialization_id(pickled: bytes) -> bytes:
+    """Forty digits, which torch writes for its logs and never reads; ours depend on the pickle alone."""
+    return b"%040d" % (int.from_bytes(sha256(pickled).digest()) % 10**40)

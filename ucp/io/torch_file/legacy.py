@@ -1,0 +1,121 @@
+"""The container of torch.save before 1.6, still written with `_use_new_zipfile_serialization=False`.
+
+Five pickles (magic number, protocol, system, object, storage keys), then per key an int64 count of elements and the
+raw elements (torch/serialization.py, `_legacy_save`). Where a storage lies is known only after the object was read, so
+the object is read twice: once to learn the kinds of the storages, once with their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ucp.errors import MalformedError, UnsupportedError
+from ucp.io.pickle.unpickle import Parsed, TruncatedPickleError, parse_pickle
+from ucp.io.torch_file.storage import StorageId, StorageRef
+from ucp.io.torch_file.zipdir import Window
+
+__all__ = ["read_legacy"]
+
+_MAGIC = 0x1950A86A20F9469CFC6C
+_PROTOCOL = 1001
+_FIRST_NBYTES = 1 << 20
+
+
+def read_legacy(window: Window) -> object:
+    """What the archive says, every tensor a reference into its file.
+
+    Raises
+    ------
+    MalformedError
+        No such archive, or a truncated or inconsistent one.
+    UnsupportedError
+        Written on a big-endian machine.
+    """
+    reader = _Pickles(window)
+    if reader.next().value != _MAGIC:
+        raise MalformedError(
+            f"{window.where}: expected the magic number of torch.save; got another pickle. Check the file"
+        )
+    protocol, system = reader.next().value, reader.next().value
+    if protocol != _PROTOCOL or not isinstance(system, dict):
+        raise MalformedError(f"{window.where}: expected protocol {_PROTOCOL} of torch.save. Copy the file again")
+    if system.get("little_endian") is not True:
+        raise UnsupportedError(f"{window.where}: expected little-endian elements. Load it with torch and save it again")
+    seen: dict[str, StorageId] = {}
+    place = reader.at
+    reader.next(lambda pid: _note(seen, pid))
+    keys = reader.next().value
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or set(keys) != set(seen):
+        raise MalformedError(f"{window.where}: its list of storages does not fit its object. Copy the file again")
+    storages = _walk(window, keys, seen, start=reader.at)
+    reader.at = place
+    return reader.next(lambda pid: _found(storages, pid)).value
+
+
+class _Pickles:
+    """Consecutive pickles at the front of a file that may be far longer than they are."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._data = window.read(0, min(window.nbytes, _FIRST_NBYTES))
+        self.at = 0
+
+    def next(self, persistent: Callable[[object], object] | None = None) -> Parsed:
+        """The next pickle; more of the file is read until it is whole."""
+        while True:
+            try:
+                parsed = parse_pickle(self._data, where=self._window.where, start=self.at, persistent=persistent)
+            except TruncatedPickleError:
+                if len(self._data) == self._window.nbytes:
+                    raise
+                self._data = self._window.read(0, min(self._window.nbytes, 4 * len(self._data)))
+            else:
+                self.at = parsed.end
+                return parsed
+
+
+def _note(seen: dict[str, StorageId], pid: object) -> object:
+    """Remember a storage of the object; the place-holder is never looked into."""
+    if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":
+        return pid[1]
+    asked = StorageId.parse(pid)
+    first = seen.setdefault(asked.key, asked)
+    if (first.kind, first.numel) != (asked.kind, asked.numel):
+        raise ValueError(f"a storage {asked.key!r} of two kinds or lengths")
+    return None
+
+
+def _found(storages: dict[str, StorageRef], pid: object) -> object:
+    if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":
+        return pid[1]
+    asked = StorageId.parse(pid)
+    whole = storages[asked.key]
+    if asked.view is None:
+        return whole
+    start, count = (n * asked.itemsize for n in asked.view)
+    if start + count > whole.nbytes:
+        raise ValueError(f"a view past the end of storage {asked.key!r}")
+    return StorageRef(path=whole.path, offset=whole.offset + start, nbytes=count, kind=whole.kind, dtype=whole.dtype)
+
+
+def _walk(window: Window, keys: list[str], seen: dict[str, StorageId], *, start: int) -> dict[str, StorageRef]:
+    """Places of the storages, which follow one another from byte `start` on."""
+    storages = {}
+    at = start
+    for key in keys:
+        asked = seen[key]
+        numel = int.from_bytes(window.read(at, 8), "little", signed=True)
+        if numel != asked.numel:
+            raise MalformedError(
+                f"{window.where}: expected {asked.numel} elements of storage {key!r} at byte {at}; got {numel}. "
+                "The file is damaged, or its parts were joined wrongly"
+            )
+        at += 8
+        storages[key] = StorageRef(
+            path=window.file.path, offset=window.start + at, nbytes=asked.nbytes, kind=asked.kind, dtype=asked.dtype
+        )
+        at += asked.nbytes
+    if at != window.nbytes:
+        state = "truncated" if at > window.nbytes else "followed by other bytes"
+        raise MalformedError(f"{window.where}: expected {at} bytes; got {window.nbytes}: it is {state}. Copy it again")
+    return storages

@@ -1,0 +1,193 @@
+"""Storages and the tensors that view them, as references.
+
+torch pickles a tensor as a call of a rebuild function on a storage, and a storage as a persistent id
+`("storage", <class>, key, location, numel)` (torch/serialization.py, `_save`). The archive says where the storage
+lies; the functions here turn the call into a `TensorRef`. A call of any other form is left alone: `LEFT_INERT`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ucp.core.dtypes import DType
+from ucp.core.pickle_values import GlobalName
+from ucp.core.tensor import TensorRef
+
+__all__ = [
+    "LEFT_INERT",
+    "STORAGE_CLASSES",
+    "StorageId",
+    "StorageRef",
+    "rebuilt_parameter",
+    "rebuilt_tensor",
+    "rebuilt_typed_tensor",
+]
+
+LEFT_INERT = object()
+"""Result of a builder for arguments that it does not know: the call becomes a `Stub`."""
+
+_KINDS = {
+    "DoubleStorage": (DType.FLOAT64, 8),
+    "FloatStorage": (DType.FLOAT32, 4),
+    "HalfStorage": (DType.FLOAT16, 2),
+    "BFloat16Storage": (DType.BFLOAT16, 2),
+    "LongStorage": (DType.INT64, 8),
+    "IntStorage": (DType.INT32, 4),
+    "ShortStorage": (DType.INT16, 2),
+    "CharStorage": (DType.INT8, 1),
+    "ByteStorage": (DType.UINT8, 1),
+    "BoolStorage": (DType.BOOL, 1),
+    "ComplexDoubleStorage": (DType.COMPLEX128, 16),
+    "ComplexFloatStorage": (DType.COMPLEX64, 8),
+    "UntypedStorage": (DType.UINT8, 1),
+    "QInt8Storage": (None, 1),
+    "QUInt8Storage": (None, 1),
+    "QInt32Storage": (None, 4),
+    "QUInt4x2Storage": (None, 1),
+    "QUInt2x4Storage": (None, 1),
+}
+"""Storage classes: element type (None: quantised, no type of ours) and bytes per element (torch/storage.py)."""
+STORAGE_CLASSES = {dtype: name for name, (dtype, _) in _KINDS.items() if dtype and name != "UntypedStorage"}
+"""Storage classes that say their element type; tensors of later types name it themselves (torch/storage.py)."""
+_MODULES = frozenset({"torch", "torch.storage", "torch.cuda"})
+_MOST = 1 << 63
+"""Bound of integers in torch."""
+_MOST_DIMS = 64
+_DTYPES = {dtype.value: dtype for dtype in DType}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageId:
+    """What a persistent id says of a storage."""
+
+    kind: GlobalName
+    """Storage class."""
+    dtype: DType | None
+    """Element type; None when the class is a quantised one."""
+    itemsize: int
+    """Bytes of one element."""
+    key: str
+    """Name of the storage in its archive."""
+    numel: int
+    """Elements."""
+    view: tuple[int, int] | None = None
+    """Elements before and in a view of the stored storage (legacy files only)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage."""
+        return self.numel * self.itemsize
+
+    @classmethod
+    def parse(cls, pid: object) -> StorageId:
+        """Read a persistent id. Raises ValueError when it is none of torch's."""
+        match pid:
+            case ("storage", GlobalName() as kind, str(key), _, int(numel), *rest) if 0 <= numel < _MOST:
+                dtype, itemsize = _kind(kind)
+                return cls(kind=kind, dtype=dtype, itemsize=itemsize, key=key, numel=numel, view=_viewed(rest))
+            case _:
+                raise ValueError("expected the persistent id of a storage (class, key, location, numel)")
+
+
+def _viewed(rest: list[object]) -> tuple[int, int] | None:
+    """View of a storage in the last part of a persistent id, which only legacy files have."""
+    match rest:
+        case [] | [None]:
+            return None
+        case [(str(), int(start), int(count))] if 0 <= start < _MOST and 0 <= count < _MOST:
+            return start, count
+        case _:
+            raise ValueError("expected the view of a storage (key, start, count) in its persistent id")
+
+
+def _kind(kind: GlobalName) -> tuple[DType | None, int]:
+    known = _KINDS.get(kind.qualname) if kind.module in _MODULES else None
+    if known is None:
+        raise ValueError(f"expected a storage class of torch; got {kind}")
+    return known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageRef:
+    """Bytes of one storage in one file."""
+
+    path: str
+    """File."""
+    offset: int
+    """First byte."""
+    nbytes: int
+    """Bytes."""
+    kind: GlobalName
+    """Storage class, e.g. torch.FloatStorage."""
+    dtype: DType | None
+    """Element type; None when the class is a quantised one."""
+
+
+def rebuilt_tensor(args: tuple[object, ...]) -> object:
+    """Tensor of torch._utils._rebuild_tensor and _rebuild_tensor_v2: the storage gives the element type."""
+    match args:
+        case (StorageRef() as storage, int(start), tuple(shape), tuple(strides), *rest) if len(rest) <= 3:
+            dtype = storage.dtype
+            marked = rest[2] if len(rest) == 3 else None
+        case _:
+            return LEFT_INERT
+    if dtype is None or _is_lazy(marked):
+        return LEFT_INERT
+    return _view(storage, dtype, start, shape, strides)
+
+
+def rebuilt_typed_tensor(args: tuple[object, ...]) -> object:
+    """Tensor of torch._utils._rebuild_tensor_v3: the element type is an argument."""
+    match args:
+        case (StorageRef() as storage, int(start), tuple(shape), tuple(strides), _, _, GlobalName() as name, *rest):
+            dtype = _DTYPES.get(name.qualname) if name.module == "torch" else None
+        case _:
+            return LEFT_INERT
+    if dtype is None or len(rest) > 1 or any(_is_lazy(part) for part in rest):
+        return LEFT_INERT
+    return _view(storage, dtype, start, shape, strides)
+
+
+def rebuilt_parameter(args: tuple[object, ...]) -> object:
+    """The tensor of torch._utils._rebuild_parameter(_with_state): the wrapper says nothing about the elements."""
+    match args:
+        case (TensorRef() as tensor, bool(), _) | (TensorRef() as tensor, bool(), _, _):
+            return tensor
+        case _:
+            return LEFT_INERT
+
+
+def _is_lazy(metadata: object) -> bool:
+    """Whether the elements stand for their conjugate or negative (torch._utils.get_tensor_metadata)."""
+    return metadata is not None and metadata != {} and not _all_false(metadata)
+
+
+def _all_false(metadata: object) -> bool:
+    return type(metadata) is dict and all(flag is False for flag in metadata.values())
+
+
+def _view(
+    storage: StorageRef, dtype: DType, start: int, shape: tuple[object, ...], strides: tuple[object, ...]
+) -> TensorRef:
+    sizes, steps = _integers(shape), _integers(strides)
+    if len(sizes) != len(steps) or not 0 <= start < _MOST:
+        raise ValueError(f"expected as many strides as sizes of a tensor; got {sizes}, {steps}, start {start:#x}")
+    last = start + sum([(n - 1) * step for n, step in zip(sizes, steps, strict=True)])
+    skip = start * dtype.itemsize
+    if 0 in sizes:
+        skip = min(skip, storage.nbytes)
+    elif (last + 1) * dtype.itemsize > storage.nbytes:
+        raise ValueError(
+            f"expected a view inside its storage of {storage.nbytes} bytes; got {dtype} of shape {sizes}, "
+            f"strides {steps}, starting at element {start}"
+        )
+    return TensorRef(path=storage.path, offset=storage.offset + skip, dtype=dtype, shape=sizes, strides=steps)
+
+
+def _integers(values: tuple[object, ...]) -> tuple[int, ...]:
+    integers = tuple([n for n in values if type(n) is int and 0 <= n < _MOST])
+    if len(integers) != len(values) or len(values) > _MOST_DIMS:
+        raise ValueError(
+            f"expected at most {_MOST_DIMS} integers from 0 to {_MOST - 1} as sizes and strides of a tensor"
+        )
+    return integers

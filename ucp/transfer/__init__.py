@@ -1,0 +1,1 @@
+"""Moving bytes: tasks, the worker that carries one out, and the engines that run many."""

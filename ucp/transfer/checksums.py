@@ -1,0 +1,149 @@
+"""Checksums of stretches of a file, combined from checksums of their parts.
+
+CRC-32 of "ab" follows from those of "a" and "b": parts may be read or written in any order, by any process.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from zlib_ng import zlib_ng
+
+from ucp.core.target import CrcField, Literal, OutputFile
+from ucp.core.tensor import Record
+from ucp.errors import CoverError
+from ucp.transfer.gather import Span
+
+__all__ = ["combine", "file_crc", "gaps", "mismatches", "patches", "zeros"]
+
+_ZEROS = bytes(1 << 20)
+
+
+def combine(parts: Iterable[tuple[int, int]]) -> int:
+    """CRC-32 of the concatenation of parts given as (CRC-32, bytes).
+
+    >>> import zlib
+    >>> combine([(zlib.crc32(b"ab"), 2), (zlib.crc32(b"c"), 1)]) == zlib.crc32(b"abc")
+    True
+    """
+    crc = 0
+    for own, nbytes in parts:
+        crc = zlib_ng.crc32_combine(crc, own, nbytes)
+    return crc
+
+
+def zeros(nbytes: int) -> int:
+    """CRC-32 of so many zero bytes."""
+    crc = 0
+    while nbytes:
+        step = min(nbytes, len(_ZEROS))
+        crc = zlib_ng.crc32(memoryview(_ZEROS)[:step], crc)
+        nbytes -= step
+    return crc
+
+
+def gaps(records: Sequence[Record], spans: Sequence[Span]) -> list[tuple[str, int, int]]:
+    """What is still to be read (path, offset, bytes) before every record that was read from can be checked."""
+    missing = []
+    for record, inside in _matched(records, spans):
+        at = record.offset
+        for span in [*_chain(record, inside), None]:
+            until = record.offset + record.nbytes if span is None else span.offset
+            if until > at:
+                missing.append((record.path, at, until - at))
+            at = until if span is None else span.offset + span.nbytes
+    return missing
+
+
+def mismatches(records: Sequence[Record], spans: Sequence[Span]) -> list[Record]:
+    """Records that were read whole and whose bytes are not what was recorded."""
+    wrong = []
+    for record, inside in _matched(records, spans):
+        chain = list(_chain(record, inside))
+        if sum(span.nbytes for span in chain) != record.nbytes:
+            continue
+        if combine((span.crc32, span.nbytes) for span in chain) != record.crc32:
+            wrong.append(record)
+    return wrong
+
+
+def _matched(records: Sequence[Record], spans: Sequence[Span]) -> Iterator[tuple[Record, list[Span]]]:
+    """Every record that was read from, with the spans that start in it, in order."""
+    ordered = sorted(spans, key=lambda span: (span.path, span.offset, -span.nbytes))
+    by_path = {path: list(own) for path, own in groupby(ordered, key=lambda span: span.path)}
+    cursors = dict.fromkeys(by_path, 0)
+    for record in sorted(records, key=lambda record: (record.path, record.offset)):
+        own = by_path.get(record.path, [])
+        at = cursors.get(record.path, 0)
+        inside = []
+        while at < len(own) and own[at].offset < record.offset + record.nbytes:
+            if own[at].offset >= record.offset:
+                inside.append(own[at])
+            at += 1
+        cursors[record.path] = at
+        if inside:
+            yield record, inside
+
+
+def _chain(record: Record, inside: Sequence[Span]) -> Iterator[Span]:
+    """Spans that follow one another in the record without overlap, leaving out those that were read twice."""
+    at, stop = record.offset, record.offset + record.nbytes
+    for span in inside:
+        if span.offset >= at and span.offset + span.nbytes <= stop:
+            yield span
+            at = span.offset + span.nbytes
+
+
+def patches(file: OutputFile, sums: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, bytes]]:
+    """Bytes to put in place (offset, data) so that every checksum field of `file` is right.
+
+    `sums`: (offset, bytes, CRC-32) of what was written beside the literals, in increasing offset. Raises CoverError
+    when some of it lies only partly in a field.
+    """
+    known = sorted(file.literals, key=lambda part: part.offset)
+    starts = [part.offset for part in known]
+    at = 0
+    for field in sorted(file.crcs, key=lambda field: field.start):
+        while at < len(sums) and sums[at][0] + sums[at][1] <= field.start:
+            at += 1
+        first = at
+        while at < len(sums) and sums[at][0] < field.stop:
+            at += 1
+        near = known[max(0, bisect_right(starts, field.start) - 1) : bisect_left(starts, field.stop)]
+        crc = combine(_with_zeros(field, sorted([*sums[first:at], *_clipped(near, field)])))
+        for place in field.at:
+            yield place, crc.to_bytes(4, "little")
+
+
+def file_crc(file: OutputFile, sums: Sequence[tuple[int, int, int]]) -> int:
+    """CRC-32 of all of `file` once its checksum fields, which lie in literals, are filled in; `sums`: see `patches`."""
+    literals = sorted(file.literals, key=lambda part: part.offset)
+    starts = [part.offset for part in literals]
+    filled = [bytearray(part.data) for part in literals]
+    for place, data in patches(file, sums):
+        at = bisect_right(starts, place) - 1
+        filled[at][place - starts[at] : place - starts[at] + len(data)] = data
+    whole = CrcField(start=0, stop=file.nbytes, at=())
+    known = [(start, len(data), zlib_ng.crc32(data)) for start, data in zip(starts, filled, strict=True)]
+    return combine(_with_zeros(whole, sorted([*sums, *known])))
+
+
+def _clipped(literals: Iterable[Literal], field: CrcField) -> Iterator[tuple[int, int, int]]:
+    """Sums of the parts of literals that lie in a field."""
+    for part in literals:
+        low, high = max(part.offset, field.start), min(part.offset + len(part.data), field.stop)
+        if low < high:
+            yield low, high - low, zlib_ng.crc32(memoryview(part.data)[low - part.offset : high - part.offset])
+
+
+def _with_zeros(field: CrcField, sums: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
+    at = field.start
+    for offset, nbytes, crc in sums:
+        if offset < at or offset + nbytes > field.stop:
+            raise CoverError(f"bytes {offset}:{offset + nbytes} straddle a checksummed stretch at {field.start}")
+        yield zeros(offset - at), offset - at
+        yield crc, nbytes
+        at = offset + nbytes
+    yield zeros(field.stop - at), field.stop - at

@@ -1,0 +1,178 @@
+"""Tasks shared out over processes of this machine, and over threads within each so that I/O overlaps.
+
+Whoever is free takes the next task: tasks are about equal in bytes (`ucp.plan.TASK`), so the last to finish is at most
+one task behind the first. Workers end when the parent is gone, whatever they are at and however it went. They are
+forked before any thread of ours is started (comparing threads of an earlier stage have been joined), and are deaf to
+the signals that end the parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ucp.errors import UcpError, WorkerDiedError, counted
+from ucp.transfer.balance import interleave
+from ucp.transfer.tasks import Job, Task
+from ucp.transfer.worker import Done, Worker
+
+if TYPE_CHECKING:
+    from multiprocess.connection import Connection
+
+__all__ = ["ProcessEngine"]
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a run: the parent's to act on. A terminal or a scheduler sends them to every process of a group."""
+
+
+_PR_SET_PDEATHSIG = 1
+"""Option of prctl(2) (linux/prctl.h)."""
+
+
+class ProcessEngine:
+    """`workers` processes of `threads` threads each."""
+
+    name = "processes"
+
+    def run(
+        self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int
+    ) -> Generator[Done, None, None]:
+        """Reports of `tasks`, in the order they finish.
+
+        Workers are there when this returns: whoever asks may then start threads, which must not be there at a fork.
+        """
+        tasks = interleave(tasks, key=lambda task: task.fills[0].path)  # writers of one file wait for its lock
+        pool: dict[Any, Any] = {}
+        try:
+            with _undisturbed():
+                _start(pool, job, root, tasks, workers=workers, threads=threads)
+            reports = _reports(pool, len(tasks))
+            next(reports)
+        except BaseException:
+            _stop(pool)
+            raise
+        return reports
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Generator[None, None, None]:
+    """Keep signals that end a run waiting: every worker is known here, and deaf to them, before they are heard."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start(pool: dict[Any, Any], job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int) -> None:
+    """Start workers, and put each into `pool` under the end of the pipe that its reports come from."""
+    import multiprocess
+
+    context = multiprocess.get_context("fork" if hasattr(os, "fork") else "spawn")
+    queue = context.Value("q", 0)
+    for _ in range(max(1, min(workers, len(tasks)))):
+        receiver, sender = context.Pipe(duplex=False)
+        shared = {"queue": queue, "threads": threads, "sender": sender, "parent": os.getpid()}
+        process = context.Process(target=_serve, args=(job, root, tasks), kwargs=shared, daemon=True)
+        process.start()
+        sender.close()
+        pool[receiver] = process
+
+
+def _stop(pool: dict[Any, Any]) -> None:
+    for receiver, process in pool.items():
+        process.kill()
+        process.join()
+        receiver.close()
+
+
+def _reports(pool: dict[Any, Any], expected: int) -> Generator[Any, None, None]:
+    """Nothing once, then what workers report; closing it, even before a report was taken, ends them."""
+    from multiprocess import connection
+
+    live, missing = dict(pool), expected
+    try:
+        yield None
+        while live:
+            for receiver in connection.wait(list(live)):
+                try:
+                    message = receiver.recv()
+                except EOFError:
+                    _check_end(live.pop(receiver))
+                    continue
+                if isinstance(message, BaseException):
+                    raise message
+                missing -= 1
+                yield message
+        if missing:
+            raise WorkerDiedError(
+                f"{missing} of {counted(expected, 'task')} not reported by any worker; try again with --resume"
+            )
+    finally:
+        _stop(pool)
+
+
+def _check_end(process: Any) -> None:
+    process.join()
+    if process.exitcode:
+        how = f"killed by signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
+        raise WorkerDiedError(
+            f"a worker process ended early ({how}); the machine may be out of memory. "
+            "Try again with --resume and fewer --workers"
+        )
+
+
+def _end_with(parent: int) -> None:
+    """Have the system end this process when its parent is gone (Linux `prctl`); elsewhere it ends after its task."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it went before that was asked for
+        os._exit(1)
+
+
+def _serve(
+    job: Job, root: Path, tasks: Sequence[Task], *, queue: Any, threads: int, sender: Connection, parent: int
+) -> None:
+    """Body of a worker process; `parent`: process without which there is nobody to work for."""
+    _end_with(parent)
+    for number in _STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+    lock = threading.Lock()
+
+    def take() -> Task | None:
+        with queue.get_lock():
+            position = queue.value
+            queue.value = position + 1
+        return tasks[position] if position < len(tasks) and os.getppid() == parent else None
+
+    def send(message: Done | BaseException) -> None:
+        with lock, contextlib.suppress(BrokenPipeError):  # nobody is left to be told
+            sender.send(message)
+
+    def serve() -> None:
+        worker = Worker(job, root)
+        try:
+            while (task := take()) is not None:
+                send(worker.carry_out(task))
+        except (UcpError, OSError) as error:
+            send(error)
+        except BaseException:  # noqa: BLE001  # reported, and raised again by the parent
+            send(WorkerDiedError(f"a worker failed in a way that was not foreseen:\n{traceback.format_exc()}"))
+        finally:
+            worker.close()
+
+    team = [threading.Thread(target=serve) for _ in range(threads)]
+    for thread in team:
+        thread.start()
+    for thread in team:
+        thread.join()
+    sender.close()

@@ -1,0 +1,28 @@
+"""All tasks in this process, one after another: for tests, debuggers and the smallest of memories."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+from ucp.transfer.tasks import Job, Task
+from ucp.transfer.worker import Done, Worker
+
+__all__ = ["SerialEngine"]
+
+
+class SerialEngine:
+    """One process, one thread; `workers` and `threads` are not used."""
+
+    name = "serial"
+
+    def run(
+        self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int
+    ) -> Generator[Done, None, None]:
+        """Reports of `tasks`, in order."""
+        worker = Worker(job, root)
+        try:
+            for task in tasks:
+                yield worker.carry_out(task)
+        finally:
+            worker.close()

@@ -1,0 +1,310 @@
+"""Bring the pieces of a slice together in a buffer: the only place where tensor bytes are read.
+
+Pieces that lie one after another in a file are read by one call, straight to their places (`preadv`). Strided
+pieces are read in stretches of bounded size, in the order of the file and without long gaps, and scattered; casts and
+means are done on the way.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import repeat
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zlib_ng import zlib_ng
+
+from ucp.core.dtypes import DType
+from ucp.core.slices import Piece, in_file_order, runs_of, starts_of
+from ucp.core.tensor import InlineTensor, TensorRef, contiguous_strides
+from ucp.errors import CorruptError
+from ucp.io.codec import decode
+from ucp.io.elements import add, assign, enlarge, fraction_of, mean_dtype, numpy_dtype, strided, viewed
+from ucp.io.files import SourceFile, open_source
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Gatherer", "Sources", "Span", "piece_values"]
+
+STRETCH = 8 << 20
+"""Most bytes read at once for a strided or cast piece."""
+
+START = 128
+"""Bytes that the place of a run takes while it is read."""
+
+OPEN_FILES = 128
+"""Most source files held open by one worker."""
+
+
+class Span(NamedTuple):
+    """Bytes that were read, with their checksum."""
+
+    path: str
+    """Source file."""
+    offset: int
+    """First byte."""
+    nbytes: int
+    """Bytes."""
+    crc32: int
+    """CRC-32 of them."""
+
+
+class Sources:
+    """Open source files of one thread, the least recently used closed first."""
+
+    def __init__(self, limit: int = OPEN_FILES) -> None:
+        self._limit = limit
+        self._open: OrderedDict[str, SourceFile] = OrderedDict()
+
+    def get(self, path: str) -> SourceFile:
+        """The file at `path`, opened if it is not open."""
+        file = self._open.get(path)
+        if file is None:
+            file = self._open[path] = open_source(path)
+            if len(self._open) > self._limit:
+                self._open.popitem(last=False)[1].close()
+        self._open.move_to_end(path)
+        return file
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+@dataclass(slots=True)
+class Gatherer:
+    """Fills buffers from pieces, and keeps the checksums of what it read."""
+
+    sources: Sources
+    """Where files are opened."""
+    tracked: frozenset[str] = frozenset()
+    """Files whose reads are summed, because checksums of theirs are recorded."""
+    spans: list[Span] = field(default_factory=list)
+    """What was read of tracked files."""
+    nbytes_read: int = 0
+    """Bytes read, of all files."""
+    _block: tuple[tuple[str, int], memoryview] | None = None
+    """The block decoded last, by file and offset: a block is several pieces where it does not end with a row."""
+
+    def fill(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece], at: int = 0) -> None:
+        """Put `pieces` into `buffer`, elements of `dtype`, positions counted from byte `at`."""
+        self.fill_many([(buffer[at:], dtype, pieces)])
+
+    def scan(self, path: str, offset: int, nbytes: int) -> None:
+        """Read bytes only for their checksum."""
+        self._read(path, offset, [memoryview(bytearray(nbytes))])
+
+    def scan_many(self, path: str, stretches: Sequence[tuple[int, int]]) -> None:
+        """Read stretches (offset, bytes), in increasing offset and near one another, for the checksum of each."""
+        low, high = stretches[0][0], max(offset + nbytes for offset, nbytes in stretches)
+        data = memoryview(bytearray(high - low))
+        self.sources.get(path).read_into([data], low)
+        self.nbytes_read += high - low
+        parts = ((offset, nbytes, data[offset - low : offset - low + nbytes]) for offset, nbytes in stretches)
+        self.spans.extend(Span(path, offset, nbytes, zlib_ng.crc32(part)) for offset, nbytes, part in parts)
+
+    def fill_many(self, wanted: Sequence[tuple[memoryview, DType, Sequence[Piece]]]) -> None:
+        """`fill` for several buffers at once, so that reads of neighbours are joined."""
+        direct: list[tuple[TensorRef, int, memoryview]] = []
+        indirect: list[tuple[memoryview, DType, list[Piece]]] = []
+        for buffer, dtype, pieces in wanted:
+            others: list[Piece] = []
+            for piece in pieces:
+                view = _direct_view(piece, dtype, buffer)
+                if view is None:
+                    others.append(piece)
+                elif isinstance(piece.ref, InlineTensor):
+                    view[:] = piece.ref.data[piece.src_offset : piece.src_offset + view.nbytes]
+                else:
+                    direct.append((piece.ref, piece.ref.offset + piece.src_offset, view))
+            if others:
+                indirect.append((buffer, dtype, others))
+        direct.sort(key=lambda item: (item[0].path, item[1]))
+        for path, offset, views in _joined(direct):
+            self._read(path, offset, views)
+        for buffer, dtype, others in indirect:
+            self._fill_indirect(buffer, dtype, others)
+
+    def _read(self, path: str, offset: int, views: list[memoryview]) -> None:
+        self.sources.get(path).read_into(views, offset)
+        self.nbytes_read += sum(view.nbytes for view in views)
+        if path in self.tracked:
+            for view in views:
+                self.spans.append(Span(path, offset, view.nbytes, zlib_ng.crc32(view)))
+                offset += view.nbytes
+
+    def _fill_indirect(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece]) -> None:
+        terms = len({piece.term for piece in pieces})
+        if terms > 1:
+            self._fill_mean(buffer, dtype, pieces, terms)
+            return
+        for piece in pieces:
+            for part, values in self.values(piece):
+                assign(_scatter(buffer, dtype, part), values)
+
+    def _fill_mean(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece], terms: int) -> None:
+        """Mean over so many terms: summed in their order, then divided; in float32 (as DeepSpeed 0.19.8) or wider.
+
+        Where finite terms have a sum too large for that type, they are read once more and summed as fractions.
+        """
+        import numpy as np
+
+        wide = mean_dtype(piece.ref.dtype for piece in pieces)
+        total = np.zeros(buffer.nbytes // dtype.itemsize, dtype=numpy_dtype(wide))
+        self._add_terms(total, wide, pieces)
+        total /= terms
+        mean = viewed(buffer, dtype)
+        assign(mean, total)
+        too_large = ~np.isfinite(total)
+        if not too_large.any():
+            return
+        fraction = fraction_of(terms)
+        total[:] = 0
+        self._add_terms(total, wide, pieces, fraction=fraction)
+        total /= terms
+        enlarge(total, by=1 / fraction)
+        mean[too_large] = total[too_large]
+
+    def _add_terms(self, total: NDArray[Any], dtype: DType, pieces: Sequence[Piece], *, fraction: float = 1.0) -> None:
+        """Add that fraction of all terms to `total`, elements of `dtype`, in the order of the terms."""
+        sums = total.data.cast("B")
+        for piece in sorted(pieces, key=lambda piece: piece.term):
+            for part, values in self.values(piece):
+                add(_scatter(sums, dtype, part), values, fraction=fraction)
+
+    def join_spans(self, apart: Container[tuple[str, int]]) -> None:
+        """Make one span of those that follow one another, but where a place (file, offset) of `apart` is between."""
+        joined: list[Span] = []
+        for span in sorted(self.spans):
+            last = joined[-1] if joined else span
+            follows = last.path == span.path and last.offset + last.nbytes == span.offset
+            if follows and (span.path, span.offset) not in apart:
+                crc = zlib_ng.crc32_combine(last.crc32, span.crc32, span.nbytes)
+                joined[-1] = Span(last.path, last.offset, last.nbytes + span.nbytes, crc)
+            else:
+                joined.append(span)
+        self.spans = joined
+
+    def values(self, piece: Piece) -> Iterator[tuple[Piece, NDArray[Any]]]:
+        """The elements of a piece, in stretches of bounded size: (the part of the piece, its values)."""
+        if isinstance(piece.ref, InlineTensor):
+            yield piece, piece_values(memoryview(piece.ref.data), piece, piece.src_offset)
+        elif piece.ref.codec:
+            yield piece, piece_values(self._decoded(piece), piece, piece.ref.codec_start + piece.src_offset)
+        else:
+            for part in _stretches(in_file_order(piece)):
+                yield part, self._stretch(part)
+
+    def _stretch(self, part: Piece) -> NDArray[Any]:
+        """The elements of a part that is read at once: as it lies, or run after run without the gaps between them."""
+        ref = part.ref
+        assert isinstance(ref, TensorRef)
+        lead, nbytes = runs_of(part)
+        starts = starts_of(part.sizes[:lead], part.src_strides[:lead], first=ref.offset + part.src_offset)
+        scratch = memoryview(bytearray(nbytes * len(starts)))
+        self._read_runs(ref.path, starts, scratch)
+        steps = tuple(step * nbytes for step in contiguous_strides(part.sizes[:lead]))
+        return piece_values(scratch, replace(part, src_strides=(*steps, *part.src_strides[lead:])), 0)
+
+    def _read_runs(self, path: str, starts: Sequence[int], into: memoryview) -> None:
+        """Bytes of equally long runs of a file, one after another."""
+        nbytes = len(into) // len(starts)
+        self.sources.get(path).read_runs(into, starts)
+        self.nbytes_read += len(into)
+        if path in self.tracked:
+            crcs = [zlib_ng.crc32(into[at : at + nbytes]) for at in range(0, len(into), nbytes)]
+            self.spans.extend(map(Span, repeat(path), starts, repeat(nbytes), crcs))
+
+    def _decoded(self, piece: Piece) -> memoryview:
+        """The whole block that holds an encoded piece."""
+        ref = piece.ref
+        assert isinstance(ref, TensorRef)  # an inline tensor has no codec
+        key = (ref.path, ref.offset)
+        raw = self._block[1] if self._block and self._block[0] == key else self._read_block(ref)
+        self._block = key, raw
+        needed = ref.codec_start + piece.src_offset + piece.extent
+        if needed > raw.nbytes:
+            raise CorruptError(
+                f"{ref.path}: expected a compressed block of {needed} bytes or more at {ref.offset}; got {raw.nbytes}"
+            )
+        return raw
+
+    def _read_block(self, ref: TensorRef) -> memoryview:
+        self._block = None  # one block at a time in memory
+        data = memoryview(bytearray(ref.codec_nbytes))
+        self._read(ref.path, ref.offset, [data])
+        try:
+            return decode(data, ref.codec)
+        except CorruptError as error:
+            raise CorruptError(f"{ref.path}, bytes {ref.offset}:{ref.offset + ref.codec_nbytes}: {error}") from error
+
+
+def piece_values(data: memoryview, piece: Piece, offset: int) -> NDArray[Any]:
+    """View of a piece's elements in source bytes whose first element stands at `offset`."""
+    return strided(data, piece.ref.dtype, offset=offset, sizes=piece.sizes, strides=piece.src_strides)
+
+
+def _direct_view(piece: Piece, dtype: DType, buffer: memoryview) -> memoryview | None:
+    """Where the piece's bytes go, if they are consecutive on both sides and need no change; else None."""
+    ref = piece.ref
+    if ref.dtype is not dtype or len(piece.sizes) != 1 or piece.mean or (isinstance(ref, TensorRef) and ref.codec):
+        return None
+    if piece.sizes[0] > 1 and (piece.src_strides[0] != dtype.itemsize or piece.dst_strides[0] != 1):
+        return None
+    start = piece.dst_offset * dtype.itemsize
+    return buffer[start : start + piece.sizes[0] * dtype.itemsize]
+
+
+def _joined(direct: Sequence[tuple[TensorRef, int, memoryview]]) -> Iterator[tuple[str, int, list[memoryview]]]:
+    """Neighbours in a file as one read: (path, offset, buffers in order)."""
+    path, start, stop = "", 0, -1
+    views: list[memoryview] = []
+    for ref, offset, view in direct:
+        if ref.path != path or offset != stop:
+            if views:
+                yield path, start, views
+            path, start, views = ref.path, offset, []
+            stop = offset
+        views.append(view)
+        stop += view.nbytes
+    if views:
+        yield path, start, views
+
+
+def _scatter(buffer: memoryview, dtype: DType, piece: Piece) -> NDArray[Any]:
+    item = dtype.itemsize
+    strides = tuple(step * item for step in piece.dst_strides)
+    return strided(buffer, dtype, offset=piece.dst_offset * item, sizes=piece.sizes, strides=strides)
+
+
+def _stretches(piece: Piece) -> Iterator[Piece]:
+    """Parts of a piece, in file order, each of at most `STRETCH` bytes to read."""
+    lead, nbytes = runs_of(piece)
+    total = prod(piece.sizes[:lead]) * (nbytes + START) if lead else nbytes
+    if total <= STRETCH or piece.sizes == (1,):
+        yield piece
+    elif piece.sizes[0] == 1:
+        yield from _stretches(_dropped(piece))
+    else:
+        count, step = piece.sizes[0], piece.src_strides[0]
+        rows = STRETCH * count // total if lead else (STRETCH - piece.extent) // step + count
+        for low in range(0, count, max(rows, 1)):
+            yield from _stretches(_rows(piece, low, min(low + max(rows, 1), count)))
+
+
+def _rows(piece: Piece, low: int, high: int) -> Piece:
+    return replace(
+        piece,
+        sizes=(high - low, *piece.sizes[1:]),
+        src_offset=piece.src_offset + low * piece.src_strides[0],
+        dst_offset=piece.dst_offset + low * piece.dst_strides[0],
+    )
+
+
+def _dropped(piece: Piece) -> Piece:
+    """A piece whose first dim is one element long, without that dim."""
+    return replace(piece, sizes=piece.sizes[1:], src_strides=piece.src_strides[1:], dst_strides=piece.dst_strides[1:])

@@ -1,0 +1,149 @@
+r"""A few elements of a tensor, read to recognise it: for layouts that record no names.
+
+Where a checkpoint says nowhere which part of a flat buffer is which parameter, the contents do: a master of fp32, cast
+to the type of the model, equals the model's own weight bit for bit. Windows of a few hundred bytes are read for it.
+
+>>> nan, one = b"\0\0\xc0\x7f", b"\0\0\x80\x3f"
+>>> cast_bits(one + nan, DType.FLOAT32, DType.BFLOAT16).hex()
+'803fc07f'
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import product
+from types import TracebackType
+from typing import Self
+
+from ucp.core.dtypes import DType
+from ucp.core.region import flat_boxes
+from ucp.core.tensor import InlineTensor, Tensor, TensorRef
+from ucp.errors import CorruptError
+from ucp.io.codec import decode
+from ucp.io.files import SourceFile, open_source
+
+__all__ = ["Prober", "cast_bits"]
+
+_OPEN_FILES = 64
+"""Most files held open."""
+
+
+class Prober:
+    """Reads windows of tensors; files stay open between them."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[str, SourceFile] = OrderedDict()
+        self._block: tuple[tuple[str, int], memoryview] | None = None
+        self.nbytes_read = 0
+        """Bytes read so far."""
+
+    def window(self, tensor: Tensor, start: int, stop: int, *, dtype: DType | None = None) -> bytes:
+        """Elements `start` to `stop` of the row-major order of `tensor`, as bytes, cast to `dtype` if one is given.
+
+        With a `dtype`, be it the tensor's own, whatever is no number is one and the same: so what was cast elsewhere
+        compares equal (`cast_bits`).
+
+        Raises ValueError for a range outside the tensor, SourceError when it cannot be read.
+        """
+        if not 0 <= start <= stop <= tensor.numel:
+            raise ValueError(f"elements {start}:{stop} of a tensor of {tensor.numel}")
+        data = self._raw(tensor, start, stop)
+        return data if dtype is None else cast_bits(data, tensor.dtype, dtype)
+
+    def joined(self, tensors: Sequence[Tensor], start: int, stop: int, *, dtype: DType | None = None) -> bytes:
+        """`window` of tensors laid end to end."""
+        parts, base = [], 0
+        for tensor in tensors:
+            low, high = max(start - base, 0), min(stop - base, tensor.numel)
+            if low < high:
+                parts.append(self.window(tensor, low, high, dtype=dtype))
+            base += tensor.numel
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _raw(self, tensor: Tensor, start: int, stop: int) -> bytes:
+        item = tensor.dtype.itemsize
+        if isinstance(tensor, InlineTensor):
+            return tensor.data[start * item : stop * item]
+        if tensor.codec:
+            return bytes(self._decoded(tensor)[start * item : stop * item])
+        if tensor.is_contiguous:
+            return self._read(tensor.path, tensor.offset + start * item, (stop - start) * item)
+        return b"".join(self._read(tensor.path, offset, nbytes) for offset, nbytes in _runs(tensor, start, stop))
+
+    def _decoded(self, tensor: TensorRef) -> memoryview:
+        """All bytes of an encoded tensor, which is a stretch of one block; the block read last is kept."""
+        key = (tensor.path, tensor.offset)
+        if self._block is None or self._block[0] != key:
+            self._block = None  # one block at a time in memory
+            self._block = key, decode(memoryview(self._read(*key, tensor.codec_nbytes)), tensor.codec)
+        stop = tensor.codec_start + tensor.numel * tensor.dtype.itemsize
+        if stop > self._block[1].nbytes:
+            raise CorruptError(
+                f"{tensor.path}: expected a compressed block of {stop} bytes or more at {tensor.offset}; got "
+                f"{self._block[1].nbytes}"
+            )
+        return self._block[1][tensor.codec_start : stop]
+
+    def _read(self, path: str, offset: int, nbytes: int) -> bytes:
+        file = self._open.get(path)
+        if file is None:
+            file = self._open[path] = open_source(path)
+            if len(self._open) > _OPEN_FILES:
+                self._open.popitem(last=False)[1].close()
+        self._open.move_to_end(path)
+        self.nbytes_read += nbytes
+        return file.read(offset, nbytes)
+
+
+def cast_bits(data: bytes, dtype: DType, to: DType) -> bytes:
+    """Elements of `dtype` as elements of `to`, rounded as torch rounds: to the nearest, ties to even.
+
+    What is too large for `to` becomes infinite. Whatever is no number becomes one and the same, also where `dtype` is
+    `to`: which bits torch gives it depends on the processor and on how many elements are cast at once.
+    """
+    if dtype is to and not dtype.is_floating:
+        return data
+    import numpy as np
+
+    from ucp.io.elements import assign, numpy_dtype, viewed  # numpy is imported when it is needed
+
+    values = viewed(memoryview(data), dtype)
+    if dtype is to and not np.isnan(values).any():
+        return data
+    out = np.empty(values.shape, dtype=numpy_dtype(to))
+    assign(out, values)
+    wrong = np.isnan(values)
+    if wrong.any():
+        out[wrong] = np.nan
+    return out.tobytes()
+
+
+def _runs(tensor: TensorRef, start: int, stop: int) -> list[tuple[int, int]]:
+    """Byte offsets and lengths of consecutive elements of a strided tensor, in row-major order."""
+    item = tensor.dtype.itemsize
+    last = tensor.strides[-1]
+    runs = []
+    for box in flat_boxes(tensor.shape, start, stop):
+        outer = [range(o, o + n) for o, n in zip(box.offsets[:-1], box.sizes[:-1], strict=True)]
+        for index in product(*outer):
+            origin = tensor.offset + item * sum(i * s for i, s in zip(index, tensor.strides[:-1], strict=True))
+            low, count = box.offsets[-1], box.sizes[-1]
+            if last == 1:
+                runs.append((origin + low * item, count * item))
+            else:
+                runs += [(origin + at * last * item, item) for at in range(low, low + count)]
+    return runs

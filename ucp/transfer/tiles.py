@@ -1,0 +1,161 @@
+"""Tiles: how a tensor is gone through where its source and what is made of it lie in different orders.
+
+A block of a destination is a stretch of its row-major order. Where the source is transposed, or a destination holds
+some columns of it only, a block is spread over the source in runs of a few bytes, and reading every block by itself
+reads the source many times over. Such a tensor is gone through once, in boxes that are long runs on both sides:
+
+1. `is_crosswise` sees whether the blocks of a slice are spread so;
+2. `tiles` cuts the whole into boxes, in the order of the source;
+3. `within` says which elements of a tile go where in a slice;
+4. `blocks` cuts whatever is to be read for itself, in tiles or in stretches of its order.
+
+>>> _tile_shape((1000, 1000), (1, 0), numel=10_000, gap=100)
+(93, 93)
+>>> _tile_shape((1000, 1000), (0, 1), numel=10_000, gap=100)
+(8, 1000)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+from ucp.core.index import Fragment, StateIndex
+from ucp.core.region import Box, RegionPair
+from ucp.core.slices import (
+    GAP,
+    Locator,
+    Piece,
+    Slice,
+    block_ranges,
+    in_file_order,
+    pieces_within,
+    resolve,
+    resolve_copies,
+    runs_of,
+)
+from ucp.core.tensor import TensorRef, contiguous_strides
+
+__all__ = ["blocks", "is_crosswise", "tiles", "within"]
+
+LEAST = 1 << 20
+"""Bytes of a state below which it may as well be read several times."""
+
+CALL = 32 << 10
+"""Bytes that could be read in the time that a read of its own for a short run costs."""
+
+
+def is_crosswise(own: Slice, state: StateIndex, *, nbytes: int) -> bool:
+    """Whether filling a slice in its own order, `nbytes` at a time, would read twice its bytes, or in short runs.
+
+    So would comparing it with the copies that the source holds.
+    """
+    if state.nbytes < LEAST or own.start == own.stop or _is_plain(own, state):
+        return False
+    stop = min(own.stop, own.start + nbytes // own.dtype.itemsize)
+    source = Locator(state)
+    return any(
+        _cost(pieces) > 2 * sum(prod(piece.sizes) * piece.ref.dtype.itemsize for piece in pieces)
+        for pieces in (resolve(own, source, own.start, stop), *resolve_copies(own, source, own.start, stop))
+    )
+
+
+def _is_plain(own: Slice, state: StateIndex) -> bool:
+    """Whether slice and pieces are stretches of the row-major order, as nearly all are."""
+    return (
+        len(own.pairs) == 1
+        and own.pairs[0].whole.is_flat_in(state.global_shape)
+        and all(
+            isinstance(ref, TensorRef) and ref.is_contiguous and not ref.codec and box.is_flat_in(state.global_shape)
+            for ref, box in ((fragment.ref, fragment.box) for fragment in state.fragments)
+        )
+    )
+
+
+def _cost(pieces: Sequence[Piece]) -> int:
+    """Bytes that are read for pieces, and those that could be in the time that reads of many short runs take."""
+    cost = 0
+    for piece in map(in_file_order, pieces):
+        lead, nbytes = runs_of(piece)
+        is_decoded = isinstance(piece.ref, TensorRef) and piece.ref.codec
+        cost += prod(piece.sizes[:lead]) * (nbytes + CALL) if lead and not is_decoded else piece.extent
+    return cost
+
+
+def tiles(own: Slice, state: StateIndex, *, nbytes: int) -> Iterator[Slice]:
+    """The whole of which `own` is a slice, in boxes of at most `nbytes` bytes, in the order of the source."""
+    shape, order = state.global_shape, _source_order(state)
+    tile = _tile_shape(shape, order, numel=nbytes // own.dtype.itemsize, gap=GAP // own.dtype.itemsize)
+    for starts in product(*(range(0, shape[dim], tile[dim]) for dim in order)):
+        at = dict(zip(order, starts, strict=True))
+        offsets = tuple(at[dim] for dim in range(len(shape)))
+        box = Box(offsets, tuple(min(n, whole - o) for n, whole, o in zip(tile, shape, offsets, strict=True)))
+        pairs = (RegionPair(box, Box.whole(box.sizes)),)
+        yield replace(own, pairs=pairs, local_shape=box.sizes, start=0, stop=box.numel)
+
+
+def blocks(own: Slice, state: StateIndex, *, nbytes: int) -> Iterator[Slice]:
+    """`own`, which is a whole state, in parts of at most `nbytes` bytes, such that all of them read the source once."""
+    if 0 < own.nbytes <= nbytes:
+        yield own
+    elif is_crosswise(own, state, nbytes=nbytes):
+        yield from tiles(own, state, nbytes=nbytes)
+    else:
+        for low, high in block_ranges(own.start, own.stop, nbytes // own.dtype.itemsize):
+            yield replace(own, start=low, stop=high)
+
+
+def _source_order(state: StateIndex) -> tuple[int, ...]:
+    """Dims from the outermost in the files of the source to the innermost; those of a piece that is not row-major."""
+    usual = tuple(range(len(state.global_shape)))
+    for fragment in state.fragments:
+        ref = fragment.ref
+        if isinstance(ref, TensorRef) and not ref.codec:
+            order = tuple(sorted(usual, key=lambda dim: -ref.strides[dim]))
+            if order != usual:
+                return order
+    return usual
+
+
+def _tile_shape(shape: tuple[int, ...], order: tuple[int, ...], *, numel: int, gap: int) -> tuple[int, ...]:
+    """Box of at most `numel` elements, of which the runs in the source and in the row-major order are about equal.
+
+    The side whose run is shorter grows by half, again and again. (Elements that lie a power of two apart compete for
+    the same lines of a processor's cache: growing so, few do.) Fewer than `gap` elements of a dim are not left over:
+    such gaps would be read along.
+    """
+    tile = [1] * len(shape)
+    sides = [order, tuple(range(len(shape)))]
+    while sides:
+        side = min(sides, key=lambda dims: _run(tile, shape, dims))
+        dim = next((dim for dim in reversed(side) if tile[dim] < shape[dim]), None)
+        if dim is None:
+            break
+        wider = (3 * tile[dim] + 1) // 2
+        if shape[dim] - wider < gap:
+            wider = shape[dim]
+        if prod(tile) // tile[dim] * wider > numel:
+            sides.remove(side)
+        else:
+            tile[dim] = wider
+    return tuple(tile)
+
+
+def _run(tile: Sequence[int], shape: Sequence[int], dims: Sequence[int]) -> int:
+    """Elements of a tile that follow one another where dims lie in that order."""
+    run = 1
+    for dim in reversed(dims):
+        run *= tile[dim]
+        if tile[dim] < shape[dim]:
+            break
+    return run
+
+
+def within(own: Slice, tile: Slice, shape: tuple[int, ...]) -> Iterator[Piece]:
+    """Copies from the bytes of a tile to those of a slice: what of the tile it holds. `shape`: that of the whole."""
+    box = tile.pairs[0].whole
+    ref = TensorRef(path="", offset=0, dtype=tile.dtype, shape=box.sizes, strides=contiguous_strides(box.sizes))
+    held = StateIndex(dtype=tile.dtype, global_shape=shape, fragments=(Fragment(box=box, ref=ref),))
+    return pieces_within(own, Locator(held), 0, own.start, own.stop)

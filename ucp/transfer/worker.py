@@ -1,0 +1,389 @@
+"""Carry out one task: bring blocks together, compare copies, sum, write in place.
+
+A task may be run twice and by any worker: it writes the same bytes to the same places.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import chain, groupby
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import NamedTuple
+
+import xxhash
+from zlib_ng import zlib_ng
+
+from ucp.core.dtypes import DType
+from ucp.core.layout import Overlap
+from ucp.core.slices import Locator, Piece, Slice, block_ranges, resolve, resolve_copies, starts_of
+from ucp.core.tensor import TensorRef
+from ucp.errors import CorruptError
+from ucp.io.codec import encode
+from ucp.io.elements import differing, numpy_dtype, strided, viewed, without_payloads
+from ucp.io.write import read_back, start_writeback, write_at
+from ucp.transfer.gather import Gatherer, Sources, Span, piece_values
+from ucp.transfer.tasks import BLOCK, Fill, Job, Section, Task, raw_slice
+from ucp.transfer.tiles import tiles, within
+
+__all__ = ["Done", "Sum", "Worker", "drift", "drifts"]
+
+MEAN_WINDOW = BLOCK // 8
+"""Bytes of a mean that are made at once: its sum is wider than what is written, and so are its casts."""
+
+
+TILE = 2 * BLOCK
+"""Bytes of a tile that is not compared with copies, which needs less room beside it."""
+
+WINDOW = 256 << 10
+"""Bytes that are read and summed at once, while they are in the processor's cache."""
+
+LOCATORS = 1024
+"""States whose pieces one thread keeps sorted: a large one is many blocks."""
+
+SPANS = 4096
+"""Spans that are worth joining."""
+
+
+class Sum(NamedTuple):
+    """What is known of a section once its bytes are written."""
+
+    placement: int
+    """Placement it is a block of."""
+    start: int
+    """First element."""
+    nbytes: int
+    """Bytes, uncompressed."""
+    digest: str
+    """xxh3-64 of them, 16 hex digits."""
+    crc32: int
+    """CRC-32 of them."""
+    block: tuple[int, int] | None = None
+    """File offset and encoded bytes, when compressed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Report of a finished task."""
+
+    task: int
+    """Its number."""
+    sums: tuple[Sum, ...]
+    """One per section, in order."""
+    spans: tuple[Span, ...]
+    """What was read of files with recorded checksums."""
+    drift: tuple[str, ...] = field(default=())
+    """Copies that differ from what was taken, one line each."""
+
+
+class _Spot(NamedTuple):
+    """Where a slice goes that is not written from front to back."""
+
+    section: Section
+    """Its first section."""
+    file: str | int
+    """Output file, or its descriptor."""
+    offset: int
+    """Byte in it of the first element."""
+
+
+class Worker:
+    """Carries out tasks of one job, one at a time; every thread has its own."""
+
+    def __init__(self, job: Job, root: Path) -> None:
+        self._job = job
+        self._root = root
+        self._sources = Sources()
+        self._tracked = frozenset(record.path for record in job.index.records)
+        self._locator = lru_cache(LOCATORS)(self._make_locator)
+        self._buffer = memoryview(mmap.mmap(-1, TILE))  # of which what is never used takes no memory
+
+    def carry_out(self, task: Task) -> Done:
+        """Write everything a task writes. Raises UcpError or OSError; then the task is simply not done."""
+        gatherer = Gatherer(sources=self._sources, tracked=self._tracked)
+        found: list[str] = []
+        sums: list[Sum] = []
+        if not self._is_encoded(task.fills[0]) and task.fills[0].sections[0].placement in self._job.crosswise:
+            sums.extend(self._sweep(task.fills, gatherer, found))
+        else:
+            for fill in task.fills:
+                write = self._write_encoded if self._is_encoded(fill) else self._write
+                sums.extend(write(fill, gatherer, found))
+        return Done(task=task.number, sums=tuple(sums), spans=tuple(gatherer.spans), drift=tuple(found))
+
+    def close(self) -> None:
+        """Close source files."""
+        self._sources.close()
+
+    def _is_encoded(self, fill: Fill) -> bool:
+        """Whether a fill is a pack of encoded blocks; tensors of extras never are."""
+        target = self._job.target
+        return target.compress and fill.sections[0].placement < len(target.placements)
+
+    def _write(self, fill: Fill, gatherer: Gatherer, found: list[str]) -> list[Sum]:
+        data = self._buffer[: fill.nbytes]
+        sums = self._gathered(fill, data, gatherer, found)
+        descriptor = os.open(self._root / fill.path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            write_at(descriptor, data, fill.offset)
+            if self._job.fsync:
+                start_writeback(descriptor, fill.offset, fill.nbytes)
+        finally:
+            os.close(descriptor)
+        return sums
+
+    def _write_encoded(self, fill: Fill, gatherer: Gatherer, found: list[str]) -> Iterator[Sum]:
+        """A whole pack, block after block; started afresh however far an earlier try came."""
+        offset = 0
+        with open(self._root / fill.path, "wb") as file:
+            for own in self._plain(fill, gatherer, found):
+                itemsize = self._job.target.placements[own.placement].slice.dtype.itemsize
+                encoded = encode(self._buffer[: own.nbytes], itemsize)
+                file.write(encoded)
+                yield own._replace(block=(offset, len(encoded)))
+                offset += len(encoded)
+
+    def _plain(self, fill: Fill, gatherer: Gatherer, found: list[str]) -> Iterator[Sum]:
+        """Every section of a pack in the buffer, one after another, before it is encoded."""
+        for number, own in groupby(fill.sections, lambda section: section.placement):
+            sections = list(own)
+            if number not in self._job.crosswise:
+                for section in sections:
+                    yield from self._gathered(
+                        Fill(path=fill.path, sections=(section,)), self._buffer[: section.nbytes], gatherer, found
+                    )
+                continue
+            with TemporaryFile(dir=self._root.parent) as rows:  # blocks are encoded in order, and come in another
+                first = sections[0]
+                self._lay([_Spot(first, rows.fileno(), 0)], gatherer, found)
+                for section in sections:
+                    yield self._read_back(section, rows.fileno(), section.offset - first.offset)
+
+    def _sweep(self, fills: Sequence[Fill], gatherer: Gatherer, found: list[str]) -> Iterator[Sum]:
+        """Slices of one state, each a fill, in the order of the source; they are summed as they were written."""
+        self._lay([_Spot(f.sections[0], str(self._root / f.path), f.offset) for f in fills], gatherer, found)
+        for fill in fills:
+            with _opened(str(self._root / fill.path)) as descriptor:
+                for section in fill.sections:
+                    yield self._read_back(section, descriptor, section.offset)
+                if self._job.fsync:
+                    start_writeback(descriptor, fill.offset, fill.nbytes)
+
+    def _lay(self, spots: Sequence[_Spot], gatherer: Gatherer, found: list[str]) -> None:
+        """Put the slices that begin with these sections in their places, tile by tile; compare each with its copies."""
+        own, locator = self._slice(spots[0].section)
+        state = locator.state
+        slices = [self._slice(spot.section)[0] for spot in spots]
+        is_checked = any(spot.section.placement in self._job.checking for spot in spots)
+        apart = {(f.ref.path, f.ref.offset) for f in state.fragments if isinstance(f.ref, TensorRef)}
+        many = 0
+        nbytes = MEAN_WINDOW if state.overlap is Overlap.MEAN else BLOCK if locator.replicas else TILE
+        for tile in tiles(own, state, nbytes=nbytes):
+            copies = [
+                (s, piece) for s, o in zip(spots, slices, strict=True) for piece in within(o, tile, state.global_shape)
+            ]
+            if not copies:
+                continue
+            data = self._buffer[: tile.nbytes]
+            gatherer.fill(data, tile.dtype, resolve(tile, locator, 0, tile.stop))
+            if is_checked:
+                found.extend(drift(tile, locator, data, gatherer))
+            for spot, piece in copies:
+                _put(spot, piece, data)
+            if len(gatherer.spans) > 2 * many + SPANS:
+                gatherer.join_spans(apart)
+                many = len(gatherer.spans)
+        gatherer.join_spans(apart)
+
+    def _read_back(self, section: Section, descriptor: int, offset: int) -> Sum:
+        """The bytes of a section, which were written at `offset`, in the buffer; their sums."""
+        digest, crc = xxhash.xxh3_64(), 0
+        for low in range(0, section.nbytes, WINDOW):
+            part = self._buffer[low : min(low + WINDOW, section.nbytes)]
+            read_back(descriptor, part, offset + low)
+            digest.update(part)
+            crc = zlib_ng.crc32(part, crc)
+        return Sum(section.placement, section.start, section.nbytes, digest.hexdigest(), crc)
+
+    def _gathered(self, fill: Fill, data: memoryview, gatherer: Gatherer, found: list[str]) -> list[Sum]:
+        """Bytes of all sections in `data`, compared with their copies; their sums."""
+        parts, wanted, taken = [], [], []
+        for section in fill.sections:
+            own, locator = self._slice(section)
+            at = section.offset - fill.offset
+            part = data[at : at + section.nbytes]
+            parts.append(part)
+            for low, high, window in _windows(section, part, locator):
+                wanted.append((window, own.dtype, resolve(own, locator, low, high)))
+                if section.placement in self._job.checking and locator.replicas:
+                    taken.append((replace(own, start=low, stop=high), locator, window))
+        try:
+            gatherer.fill_many(wanted)
+        except CorruptError as error:
+            raise self._named(error, fill) from error
+        found.extend(line for _, lines in drifts(taken, gatherer) for line in lines)
+        return [
+            Sum(s.placement, s.start, part.nbytes, xxhash.xxh3_64_hexdigest(part), zlib_ng.crc32(part))
+            for s, part in zip(fill.sections, parts, strict=True)
+        ]
+
+    def _named(self, error: CorruptError, fill: Fill) -> CorruptError:
+        """The error with the state whose bytes it is about, found by reading each alone."""
+        for section in fill.sections:
+            own, locator = self._slice(section)
+            data = self._buffer[: section.nbytes]
+            pieces = resolve(own, locator, section.start, section.stop)
+            try:
+                Gatherer(sources=self._sources).fill(data, own.dtype, pieces)
+            except CorruptError as found:
+                return CorruptError(f"{own.param}/{own.state}: {found}")
+        return error
+
+    def _slice(self, section: Section) -> tuple[Slice, Locator]:
+        placements = self._job.target.placements
+        if section.placement < len(placements):
+            own = placements[section.placement].slice
+            return own, self._locator(own.param, own.state)
+        ref = self._job.target.raw[section.placement - len(placements)].src
+        return raw_slice(ref)
+
+    def _make_locator(self, param: str, state: str) -> Locator:
+        return Locator(self._job.index.atoms[param].states[state])
+
+
+@contextmanager
+def _opened(file: str | int) -> Iterator[int]:
+    """A descriptor of an output file, to write to it and to read back."""
+    descriptor = os.dup(file) if isinstance(file, int) else os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _put(spot: _Spot, piece: Piece, data: memoryview) -> None:
+    """Write a piece, which lies in `data`, run by run to its places."""
+    import numpy as np
+
+    values = piece_values(data, piece, piece.src_offset)
+    lead, run = len(piece.sizes), values.itemsize  # dims before those that lie together, and the bytes of these
+    while lead and (piece.sizes[lead - 1] == 1 or piece.dst_strides[lead - 1] * values.itemsize == run):
+        lead -= 1
+        run *= piece.sizes[lead]
+    steps = tuple(step * values.itemsize for step in piece.dst_strides)
+    first = spot.offset + piece.dst_offset * values.itemsize
+    rows = len(values) if values.flags.c_contiguous else max(1, BLOCK * len(values) // values.nbytes)
+    with _opened(spot.file) as descriptor:
+        for low in range(0, len(values), rows):
+            packed = np.ascontiguousarray(values[low : low + rows]).reshape(-1).view(np.uint8).data
+            own = (min(rows, len(values) - low), *piece.sizes[1:])[:lead]
+            starts = starts_of(own, steps[:lead], first=first + low * steps[0])
+            nbytes = packed.nbytes // len(starts)
+            for at, start in zip(range(0, packed.nbytes, nbytes), starts, strict=True):
+                write_at(descriptor, packed[at : at + nbytes], start)
+
+
+def _windows(section: Section, part: memoryview, locator: Locator) -> Iterator[tuple[int, int, memoryview]]:
+    """Element ranges of a section and their bytes: all at once, or a mean, which needs room for its sum, in parts."""
+    if locator.state.overlap is not Overlap.MEAN:
+        yield section.start, section.stop, part
+        return
+    itemsize = section.nbytes // (section.stop - section.start)
+    for low, high in block_ranges(section.start, section.stop, MEAN_WINDOW // itemsize):
+        yield low, high, part[(low - section.start) * itemsize : (high - section.start) * itemsize]
+
+
+Taken = tuple[Slice, Locator, memoryview]
+"""A slice, the pieces of its state, and the bytes that were taken for it."""
+
+
+def drifts(taken: Sequence[Taken], gatherer: Gatherer) -> Iterator[tuple[Slice, list[str]]]:
+    """Slices of which copies differ, with the lines of `drift`. All together are at most a block."""
+    if len(taken) > 1 and _agree(taken, gatherer):
+        return
+    for own, locator, part in taken:
+        lines = list(drift(own, locator, part, gatherer))
+        if lines:
+            yield own, lines
+
+
+def _agree(taken: Sequence[Taken], gatherer: Gatherer) -> bool:
+    """Whether all copies hold what was taken, seen at once; False also where that needs a closer look."""
+    alike: dict[tuple[DType, DType], list[tuple[memoryview, Piece]]] = {}
+    for own, locator, part in taken:
+        for piece in chain.from_iterable(resolve_copies(own, locator, own.start, own.stop)):
+            if own.dtype is not locator.state.dtype and piece.ref.dtype is not own.dtype:
+                continue
+            if piece.mean or piece.dst_strides != (1,):
+                return False
+            at, nbytes = (n * own.dtype.itemsize for n in (piece.dst_offset, piece.sizes[0]))
+            alike.setdefault((own.dtype, piece.ref.dtype), []).append((part[at : at + nbytes], piece))
+    return all(_hold(pairs, *dtypes, gatherer) for dtypes, pairs in alike.items())
+
+
+def _hold(pairs: Sequence[tuple[memoryview, Piece]], dtype: DType, copied: DType, gatherer: Gatherer) -> bool:
+    """Whether pieces of type `copied` hold the bytes of `dtype` beside them, after a cast; read together."""
+    import numpy as np
+
+    data = memoryview(bytearray(sum(piece.sizes[0] for _, piece in pairs) * copied.itemsize))
+    wanted, at = [], 0
+    for _, piece in pairs:
+        nbytes = piece.sizes[0] * copied.itemsize
+        wanted.append((data[at : at + nbytes], copied, (replace(piece, dst_offset=0),)))
+        at += nbytes
+    gatherer.fill_many(wanted)
+    taken = viewed(memoryview(b"".join(view for view, _ in pairs)), dtype)
+    if copied is not dtype:
+        with np.errstate(over="ignore", invalid="ignore"):
+            taken = taken.astype(numpy_dtype(copied))
+    return differing(taken, viewed(data, copied)) is None
+
+
+def drift(own: Slice, locator: Locator, part: memoryview, gatherer: Gatherer) -> Iterator[str]:
+    """A line for each stretch of a copy that differs from what was taken, in the copy's own precision.
+
+    Where a cast was asked for, only copies of the type that is written are compared. A copy of one term of a mean is
+    compared with that term. `part`: bytes of the slice, which is a block at most.
+    """
+    uncast = own.dtype is locator.state.dtype
+    for pieces in resolve_copies(own, locator, own.start, own.stop):
+        for piece in (piece for piece in pieces if uncast or piece.ref.dtype is own.dtype):
+            taken = _term(own, locator, piece.term, gatherer) if piece.mean else part
+            yield from _differences(own, piece, taken, gatherer)
+
+
+def _term(own: Slice, locator: Locator, term: int, gatherer: Gatherer) -> memoryview:
+    """One summand of a slice whose whole is a mean."""
+    data = memoryview(bytearray(own.nbytes))
+    pieces = resolve(own, locator, own.start, own.stop)
+    gatherer.fill(data, own.dtype, [replace(piece, mean=False) for piece in pieces if piece.term == term])
+    return data
+
+
+def _differences(own: Slice, piece: Piece, part: memoryview, gatherer: Gatherer) -> Iterator[str]:
+    """A line for each stretch of a piece that differs from `part`, the bytes it was resolved for."""
+    import numpy as np
+
+    dtype = own.dtype
+    for stretch, copied in gatherer.values(piece):
+        strides = tuple(step * dtype.itemsize for step in stretch.dst_strides)
+        offset = stretch.dst_offset * dtype.itemsize
+        taken = strided(part, dtype, offset=offset, sizes=stretch.sizes, strides=strides)
+        is_cast = copied.dtype != taken.dtype
+        if is_cast:
+            with np.errstate(over="ignore", invalid="ignore"):
+                taken = taken.astype(numpy_dtype(stretch.ref.dtype))
+        found = differing(taken, copied)
+        if found and is_cast:  # casts need not agree in the payload of a NaN
+            found = differing(without_payloads(taken, copied), copied)
+        if found:
+            path = stretch.ref.path if isinstance(stretch.ref, TensorRef) else "a number in the index"
+            yield (
+                f"{own.param}/{own.state}: {found.numel} of {copied.size} elements of the {stretch.ref.dtype} copy "
+                f"in {path} differ, by up to {found.largest:.6g}"
+            )

@@ -1,0 +1,134 @@
+"""`ucp convert`: a checkpoint as atoms, or for another run or framework."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Unpack
+
+import click
+
+from ucp import api
+from ucp.conversion.execute import ConvertReport
+from ucp_cli.failures import stopped
+from ucp_cli.options import PATH, ConvertArguments, as_json, convert_options, example, progress
+from ucp_cli.pages.documents import convert_document
+from ucp_cli.pages.render import facts, lines, write, write_json
+from ucp_cli.pages.units import nbytes_text, plural, rate_text, seconds_text
+from ucp_cli.progress import watch
+
+__all__ = ["command"]
+
+
+@click.command(
+    "convert",
+    epilog=example(
+        "ucp convert checkpoints/ atoms/",
+        "ucp convert checkpoints/ resumed/ --to deepspeed --topology dp=4,zero=3",
+        "ucp convert checkpoints/ weights/ --include '*/weight' --dtype weight=bfloat16 --verify",
+    ),
+)
+@click.argument("src", type=PATH)
+@click.argument("dst", type=PATH)
+@convert_options
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Continue a conversion that was interrupted; one with --overwrite too, if both are given.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace a DST that ucp wrote, once the new one is whole.")
+@click.option(
+    "--no-fsync",
+    is_flag=True,
+    help="Leave it to the system when bytes reach the disk, as cp does: no harm from kill -9, but from a power cut.",
+)
+@click.option("--verify", is_flag=True, help="Then read everything back and compare it with SRC, bit for bit.")
+@progress
+@as_json
+def command(
+    *,
+    src: Path,
+    dst: Path,
+    resume: bool,
+    overwrite: bool,
+    no_fsync: bool,
+    verify: bool,
+    progress: str,
+    quiet: bool,
+    as_json: bool,
+    **asked: Unpack[ConvertArguments],
+) -> None:
+    """Convert a checkpoint to atoms, or for another run or framework.
+
+    SRC is a checkpoint of any format; it is never written to. DST is a folder that appears when it is complete.
+    Numbers are copied bit for bit, but for casts asked for with --dtype.
+    """
+    begun = time.monotonic()
+    try:
+        report = api.convert(
+            src,
+            dst,
+            resume=resume,
+            overwrite=overwrite,
+            fsync=not no_fsync,
+            verify=verify,
+            observer=watch(progress, quiet=quiet),
+            **asked,
+        )
+    except KeyboardInterrupt as stop:
+        raise stopped(stop, _advice(dst)) from None
+    seconds = time.monotonic() - begun
+    if as_json:
+        write_json(convert_document(report, seconds=seconds, verified=verify))
+    elif not quiet:
+        write(
+            facts(_facts(report, seconds, verified=verify)),
+            lines("Warnings", report.warnings, style="bold red"),
+            lines("Casts", report.casts, style="yellow"),
+            lines("Notes", report.notes),
+            lines("Left behind", report.dropped, style="yellow"),
+        )
+
+
+def _advice(dst: Path) -> str:
+    """How to go on after an interrupt."""
+    if api.is_unfinished(dst):
+        return f"; the same command with --resume continues {dst}"
+    return "" if dst.exists() else "; nothing was written"
+
+
+def _facts(report: ConvertReport, seconds: float, *, verified: bool) -> Iterator[tuple[str, str]]:
+    layout = ", ".join(filter(None, [report.to, report.layout, str(report.topology or "")]))
+    yield "wrote", f"{report.dst} ({layout})"
+    if report.already_complete:
+        yield "", "was complete already: nothing was written"
+        return
+    yield "tensors", _tensors(report, seconds, verified=verified)
+    last = f"{'manifest' if report.references else 'index'}: {_files(report.files_last, report.nbytes_last)}"
+    yield "files", f"{_files(report.files_out, report.nbytes_out)}, and the {last}"
+    yield "resumed", f"{nbytes_text(report.resumed_bytes)} were there already" if report.resumed_bytes else ""
+    yield "checked", ", ".join(_checks(report))
+    yield "verified", "read back and equal to the source" if verified else ""
+
+
+def _tensors(report: ConvertReport, seconds: float, *, verified: bool) -> str:
+    """What was done with the bytes of tensors."""
+    whose, spent = f"of {plural(report.atoms, 'parameter')}", f"in {seconds_text(seconds)}"
+    if report.references:
+        return f"{plural(report.references, 'reference')} into the source, {whose}; nothing copied; {spent}"
+    rate = "with --verify" if verified else rate_text(report.nbytes_written, seconds)
+    return f"{nbytes_text(report.nbytes_written)} written, {whose}, {spent} ({rate})"
+
+
+def _files(count: int, nbytes: int) -> str:
+    return f"{plural(count, 'file')} of {nbytes_text(nbytes)}"
+
+
+def _checks(report: ConvertReport) -> Iterator[str]:
+    if report.checked_bytes:
+        yield f"{nbytes_text(report.checked_bytes)} of the source against checksums"
+    if report.copies_checked:
+        yield f"{plural(report.copies_checked, 'state')} against copies in the source"
+    if report.unchecked_files:
+        yield f"{plural(len(report.unchecked_files), 'file')} of the source without checksums"

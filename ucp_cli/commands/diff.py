@@ -1,0 +1,64 @@
+"""`ucp diff`: where two checkpoints differ, and by how much."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.text import Text
+
+from ucp import api
+from ucp_cli.exits import DIFFERENT
+from ucp_cli.options import PATH, as_json, compare_options, example, progress, source_options
+from ucp_cli.pages.changes import change_tables
+from ucp_cli.pages.documents import diff_document
+from ucp_cli.pages.render import lines, write, write_json
+from ucp_cli.pages.units import nbytes_text, plural
+from ucp_cli.progress import watch
+
+__all__ = ["command"]
+
+
+@click.command("diff", epilog=example("ucp diff checkpoints/global_step1000 atoms/"))
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
+@click.option("--extras", is_flag=True, help="Compare also what is no parameter: schedulers, client state, ...")
+@source_options
+@compare_options
+@progress
+@as_json
+@click.pass_context
+def command(
+    ctx: click.Context,
+    *,
+    a: Path,
+    b: Path,
+    extras: bool,
+    family: str | None,
+    patterns: Path | None,
+    workers: int | None,
+    memory: int,
+    progress: str,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Compare two checkpoints of any formats.
+
+    Parameters, states, dtypes, hyper-parameters and every element are compared, bit for bit, whatever the layout; what
+    is no parameter (schedulers, random states, arguments) with --extras, entry by entry under the names that `ucp
+    inspect` shows. Exit code 0 when they are equal, 3 when they differ.
+    --family and --patterns are about both, and are left aside for one that is read without a family, such as atoms.
+    """
+    observer = watch(progress, quiet=quiet)
+    report = api.diff(
+        a, b, extras=extras, family=family, patterns=patterns, workers=workers, memory=memory, observer=observer
+    )
+    if as_json:
+        write_json(diff_document(report))
+    elif not quiet:
+        shared = f"{plural(report.compared, 'state')} of {nbytes_text(report.nbytes_compared)} compared"
+        verdict = "equal" if report.equal else plural(len(report.changes), "difference")
+        tables = change_tables(report.changes, a=report.a, b=report.b)
+        write(Text(f"{verdict}; {shared}"), tables, lines("Notes", report.notes))
+    if not report.equal:
+        ctx.exit(DIFFERENT)

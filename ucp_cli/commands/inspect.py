@@ -1,0 +1,98 @@
+"""`ucp inspect`: what is in a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ucp import api
+from ucp.contract.state_gaps import gap_text, state_gaps
+from ucp.core.index import Index, check_cover
+from ucp.core.names import NameFilter
+from ucp.errors import CorruptError, CoverError, FamilyError, SourceError
+from ucp_cli.options import PATH, as_json, example, source_options
+from ucp_cli.pages.detail import detail
+from ucp_cli.pages.documents import index_document, survey_document
+from ucp_cli.pages.overview import file_rows, overview
+from ucp_cli.pages.remains import remains
+from ucp_cli.pages.render import table, write, write_json
+
+__all__ = ["command"]
+
+
+@click.command(
+    "inspect",
+    epilog=example(
+        "ucp inspect checkpoints/",
+        "ucp inspect checkpoints/global_step1000 --param 'layers.0.*'",
+        "ucp inspect checkpoints/ --json | jq .topology",
+    ),
+)
+@click.argument("path", type=PATH)
+@click.option("--param", "params", metavar="GLOB", multiple=True, help="Where the pieces of these parameters lie.")
+@click.option("--files", is_flag=True, help="The files, with what they hold.")
+@source_options
+@as_json
+def command(
+    *,
+    path: Path,
+    params: tuple[str, ...],
+    files: bool,
+    family: str | None,
+    patterns: Path | None,
+    as_json: bool,
+) -> None:
+    """Show what a checkpoint holds.
+
+    PATH is the folder that the framework saved to, or one checkpoint in it. Only indexes are read, nothing in the
+    checkpoint is executed, and holes in a tensor are shown. --json prints everything,
+    pieces only for the parameters of --param.
+
+    Where files are missing or damaged so that it cannot be read, what can be told without them is shown, and the exit
+    code is 1; what else is wrong stands on the page (`ucp verify` ends with 1 for it).
+    """
+    try:
+        index = api.inspect(path, family=family, patterns=patterns)
+    except (SourceError, CorruptError) as error:
+        if isinstance(error, FamilyError) and (family or patterns):
+            raise  # the family is wrong, or its rules are: that tells nothing of the checkpoint
+        _show_remains(path, str(error), files=files, as_json=as_json)
+        raise
+    wanted = _named(index, params)
+    if as_json:
+        write_json(index_document(index, missing=_missing(index), detailed=frozenset(wanted)))
+        return
+    if not wanted and not files:
+        write(*overview(index, _missing(index)))
+        return
+    listing = table("Files", ("file", "holds", ">bytes"), file_rows(index)) if files else None
+    write(*(detail(index, index.atoms[name]) for name in wanted), listing)
+
+
+def _show_remains(path: Path, problem: str, *, files: bool, as_json: bool) -> None:
+    """What can be told of a checkpoint that cannot be read. Raises UnknownFormatError for what is none."""
+    found = api.survey(path)
+    if as_json:
+        write_json(survey_document(found, problem))
+    else:
+        write(*remains(found, problem, each=files))
+
+
+def _named(index: Index, globs: tuple[str, ...]) -> list[str]:
+    """Names that `globs` match. Raises UsageError for one that matches none."""
+    if not globs:
+        return []
+    names = NameFilter(include=globs)
+    names.check_used((atom.name, state) for atom, state, _ in index.states())
+    return [name for name, atom in index.atoms.items() if any(names.keeps(name, state) for state in atom.states)]
+
+
+def _missing(index: Index) -> list[str]:
+    lost = state_gaps(index)
+    lines = [gap_text(lost)] if lost else []
+    try:
+        check_cover(index)
+    except CoverError as error:
+        return [str(error), *lines]
+    return lines

@@ -1,0 +1,118 @@
+"""`ucp patterns`: the model families, their rules, and what they say about a checkpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import click
+
+from ucp.checks.explain import explain
+from ucp.checks.propose import propose
+from ucp.contract import registry
+from ucp.contract.protocols import SourceOptions
+from ucp.errors import UnknownFamilyError
+from ucp.families.infer import Certainty
+from ucp_cli.exits import DIFFERENT
+from ucp_cli.failures import Unfitting
+from ucp_cli.options import PATH, as_json, example, source_options
+from ucp_cli.pages.family_documents import families_document, family_document, proposal_document, report_document
+from ucp_cli.pages.family_page import family_page, family_table, report_page
+from ucp_cli.pages.render import lines, write, write_json
+
+__all__ = ["command"]
+
+
+@click.group(
+    "patterns",
+    epilog=example("ucp patterns list", "ucp patterns show llama", "ucp patterns check checkpoints/"),
+)
+def command() -> None:
+    """Show model families, and what their rules say about a checkpoint.
+
+    A family is a TOML file of rules: name template to pattern per mesh axis. It is chosen by evidence; --family names
+    another, --patterns brings one of your own.
+    """
+
+
+@command.command("list", epilog=example("ucp patterns list", "ucp patterns list --json | jq -r '.families[].name'"))
+@as_json
+def list_command(*, as_json: bool) -> None:
+    """List the families and patterns there are."""
+    families = [registry.family(name) for name in registry.families()]
+    patterns = registry.names("ucp.patterns")
+    if as_json:
+        write_json(families_document(families, patterns))
+    else:
+        write(family_table(families), lines("Patterns", patterns))
+
+
+@command.command(
+    "show",
+    epilog=example("ucp patterns show llama", "ucp patterns show llama --style huggingface"),
+)
+@click.argument("family")
+@click.option("--style", metavar="STYLE", help="Also show the names in this style: te, torch_dist, huggingface, ...")
+@as_json
+def show_command(*, family: str, style: str | None, as_json: bool) -> None:
+    """Show the rules of a family.
+
+    That is how the parameters of FAMILY lie over the mesh, what they are, and what other naming styles call them.
+    """
+    found = registry.library().family(family)
+    if style is not None and found.rules:
+        found.written(found.rules[0], style)  # raises for a style that there is not, with --json too
+    if as_json:
+        write_json(family_document(found))
+    else:
+        write(*family_page(found, style))
+
+
+@command.command(
+    "check",
+    epilog=example("ucp patterns check checkpoints/", "ucp patterns check checkpoints/ --patterns my.toml"),
+)
+@click.argument("path", metavar="CKPT", type=PATH)
+@source_options
+@as_json
+@click.pass_context
+def check_command(ctx: click.Context, *, path: Path, family: str | None, patterns: Path | None, as_json: bool) -> None:
+    """Explain every parameter of a checkpoint.
+
+    Shows which rule of the family each name falls under and what that means, names without a rule, and rules that
+    matched nothing. A checkpoint that records its own layout needs no family: then what it records is shown, and where.
+    Exit code 3 when a name has no rule, no family fits where one is needed, or a shape does not fit.
+    """
+    try:
+        report = explain(path, SourceOptions.of(family, patterns))
+    except UnknownFamilyError as error:
+        raise Unfitting(str(error)) from error
+    if as_json:
+        write_json(report_document(report))
+    else:
+        write(*report_page(report))
+    if not report.ok:
+        ctx.exit(DIFFERENT)
+
+
+@command.command(
+    "infer",
+    epilog=example("ucp patterns infer checkpoints/ > my.toml", "ucp patterns infer checkpoints/ --all"),
+)
+@click.argument("path", metavar="CKPT", type=PATH)
+@click.option("--all", "everything", is_flag=True, help="Also for names that a family has rules for.")
+@as_json
+def infer_command(*, path: Path, everything: bool, as_json: bool) -> None:
+    """Propose rules for a model that no family knows.
+
+    From what the ranks hold alone: which parts are equal, which are cut, and along which dim. Prints a rules file, each
+    rule with how sure it is and why; read it and correct it before you pass it with --patterns.
+    """
+    found = propose(path, everything=everything)
+    if as_json:
+        write_json(proposal_document(found))
+        return
+    click.echo(found.toml, nl=False)
+    counts = Counter(own.certainty.value for own in found.proposals)
+    told = ", ".join(f"{counts[own.value]} {own.value}" for own in Certainty if counts[own.value])
+    click.echo(told or "nothing to propose: every name has a rule, see `ucp patterns check`", err=True)

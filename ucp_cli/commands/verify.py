@@ -1,0 +1,100 @@
+"""`ucp verify`: whether a checkpoint is what it should be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.console import RenderableType
+from rich.text import Text
+
+from ucp import api
+from ucp.api import VerifyReport
+from ucp_cli.exits import DIFFERENT, FAILED
+from ucp_cli.options import PATH, as_json, compare_options, example, progress, source_options
+from ucp_cli.pages.changes import change_tables
+from ucp_cli.pages.documents import verify_document
+from ucp_cli.pages.render import facts, lines, write, write_json
+from ucp_cli.pages.units import nbytes_text, plural
+from ucp_cli.progress import watch
+
+__all__ = ["command"]
+
+
+@click.command("verify", epilog=example("ucp verify atoms/", "ucp verify atoms/ --against checkpoints/global_step1000"))
+@click.argument("path", type=PATH)
+@click.option("--against", type=PATH, metavar="SRC", help="Also compare with this checkpoint, bit for bit.")
+@source_options
+@compare_options
+@progress
+@as_json
+@click.pass_context
+def command(
+    ctx: click.Context,
+    *,
+    path: Path,
+    against: Path | None,
+    family: str | None,
+    patterns: Path | None,
+    workers: int | None,
+    memory: int,
+    progress: str,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Prove that a checkpoint is whole and undamaged.
+
+    Pieces must tile every tensor, bytes must have the checksums that were recorded, copies must be equal. Exit code
+    1 when PATH is damaged, 3 when it is not and differs from SRC. --family and --patterns are about both, and are left
+    aside for one that is read without a family, such as atoms.
+    """
+    observer = watch(progress, quiet=quiet)
+    report = api.verify(
+        path,
+        against=against,
+        family=family,
+        patterns=patterns,
+        workers=workers,
+        memory=memory,
+        observer=observer,
+    )
+    if as_json:
+        write_json(verify_document(report))
+    elif not quiet:
+        write(*_parts(report))
+    if not report.ok:
+        ctx.exit(FAILED if report.problems else DIFFERENT)
+
+
+def _verdict(report: VerifyReport) -> str:
+    """The first line: what was found, in a word."""
+    if len(report.problems) > len(report.drift):
+        return f"{report.path}: damaged"
+    if report.drift:
+        return f"{report.path}: holds copies that should be equal and are not"
+    if report.changes:
+        return f"{report.path}: differs from {report.against}, {plural(len(report.changes), 'difference')}"
+    return f"{report.path}: whole and undamaged"
+
+
+def _parts(report: VerifyReport) -> list[RenderableType | None]:
+    equal = "rounds from" if report.casts else "equal to"
+    checked = f"{nbytes_text(report.checked_bytes)} against checksums" if report.checked_bytes else ""
+    whole = "whole and undamaged" if report.changes else ""
+    not_compared = report.against if report.problems and report.against else ""
+    return [
+        Text(_verdict(report)),
+        facts(
+            [
+                ("in itself", whole),
+                ("checked", checked),
+                (equal, (report.against or "") if report.ok else ""),
+                ("not compared with", not_compared),
+            ]
+        ),
+        lines("Compared after these casts", report.casts, style="yellow"),
+        lines("Damage", [line for line in report.problems if line not in report.drift], style="red"),
+        lines("Copies that differ", report.drift, style="red"),
+        lines("Notes", report.notes),
+        change_tables(report.changes, a=report.against or "", b=report.path),
+    ]

@@ -1,0 +1,1 @@
+"""What the verbs print: pages, tables, and documents for --json."""

@@ -1,0 +1,61 @@
+"""`ucp inspect --param`: parameters one by one, down to where their bytes lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+
+from ucp.core.index import AtomIndex, Fragment, Index, StateIndex
+from ucp.core.layout import Overlap
+from ucp.core.tensor import TensorRef
+from ucp_cli.pages.overview import shown_path
+from ucp_cli.pages.render import facts, heading, stacked, table
+from ucp_cli.pages.units import count_text, nbytes_text, shape_text
+
+__all__ = ["detail"]
+
+_COLUMNS = ("state", ">at byte", ">bytes", "of file")
+
+
+def detail(index: Index, atom: AtomIndex) -> RenderableType:
+    """Facts of one parameter, and a row per piece of each of its states."""
+    group = next((str(n) for n, group in enumerate(index.groups) if atom.name in group.params), "")
+    tied = ", ".join(alias for alias, name in index.aliases.items() if name == atom.name)
+    own = facts(
+        [
+            ("shape", shape_text(atom.global_shape)),
+            ("kind", atom.kind.value),
+            ("computes in", atom.model_dtype.value if atom.model_dtype else ""),
+            ("laid out", ", ".join(f"{pattern} over {axis}" for axis, pattern in atom.patterns.items())),
+            ("group", group),
+            ("tied", tied),
+            ("bytes", nbytes_text(atom.nbytes)),
+        ]
+    )
+    rows = [row for name, state in atom.states.items() for row in _rows(index, atom, name, state)]
+    return stacked(heading(atom.name), own, table("", _COLUMNS, rows))
+
+
+def _rows(index: Index, atom: AtomIndex, name: str, state: StateIndex) -> Iterator[tuple[str, ...]]:
+    """A row for the state, then one per piece."""
+    rule = "" if state.overlap is Overlap.EXCLUSIVE else f", {state.overlap} of terms"
+    shape = "" if state.global_shape == atom.global_shape else f" {shape_text(state.global_shape)}"
+    yield f"{name} {state.dtype}{shape}{rule}", "", "", ""
+    for fragment in state.fragments:
+        yield (f"  {fragment.box}" if fragment.box.sizes else "  scalar", *_place(index, state, fragment))
+
+
+def _place(index: Index, state: StateIndex, fragment: Fragment) -> tuple[str, str, str]:
+    ref = fragment.ref
+    words = [
+        f"copy {fragment.replica}" if fragment.replica else "",
+        f"term {fragment.term}" if fragment.term else "",
+        ref.dtype.value if ref.dtype is not state.dtype else "",
+    ]
+    if not isinstance(ref, TensorRef):
+        return "", count_text(ref.nbytes), " ".join(("(in the index)", *filter(None, words)))
+    words += ["" if ref.is_contiguous else "strided", ref.codec]
+    said = ", ".join(filter(None, words))
+    path = shown_path(index, ref.path) + (f" ({said})" if said else "")
+    return count_text(ref.offset), count_text(ref.codec_nbytes if ref.codec else ref.nbytes), path

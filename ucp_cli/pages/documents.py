@@ -1,0 +1,183 @@
+"""What --json prints: one document per verb, whose keys do not change within a schema version.
+
+Every document has `schema`, the name of the verb and a version, e.g. "ucp.inspect/1".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+
+from ucp.api import DiffReport, PlanReport, Survey, VerifyReport
+from ucp.conversion.execute import ConvertReport
+from ucp.core.index import AtomIndex, Extra, Fragment, Index, StateIndex
+from ucp.core.tensor import TensorRef
+from ucp.core.topology import Topology
+from ucp.transfer.compare import Change
+from ucp_cli.pages.tally import count_kinds, count_patterns, count_states
+from ucp_cli.pages.values import json_value, what_is_held
+
+__all__ = [
+    "convert_document",
+    "diff_document",
+    "index_document",
+    "plan_document",
+    "survey_document",
+    "verify_document",
+]
+
+
+def index_document(index: Index, *, missing: Sequence[str], detailed: Collection[str]) -> dict[str, object]:
+    """What `ucp inspect` found. `detailed`: names of the parameters whose pieces are told."""
+    group_of = {name: number for number, group in enumerate(index.groups) for name in group.params}
+    return {
+        "schema": "ucp.inspect/1",
+        **_source(index),
+        "evidence": list(index.evidence),
+        "kinds": {t.kind.value: {"tensors": t.tensors, "numel": t.numel} for t in count_kinds(index)},
+        "nbytes": index.nbytes,
+        "states": [asdict(tally) for tally in count_states(index)],
+        "atoms": {name: _atom(atom, group_of.get(name), pieces=name in detailed) for name, atom in index.atoms.items()},
+        "groups": [{"params": list(group.params), "hyper": _values(group.hyper)} for group in index.groups],
+        "aliases": dict(index.aliases),
+        "extras": [_extra(extra) for extra in index.extras],
+        "files": [asdict(file) for file in index.files],
+        "missing": list(missing),
+        "doubts": [asdict(doubt) for doubt in index.doubts],
+        "notes": list(index.notes),
+        "dropped": list(index.dropped),
+    }
+
+
+def survey_document(survey: Survey, problem: str) -> dict[str, object]:
+    """What `ucp inspect` found of a checkpoint that cannot be read. `problem`: why."""
+    return {"schema": "ucp.inspect.partial/1", **asdict(survey), "problems": [problem]}
+
+
+def plan_document(report: PlanReport) -> dict[str, object]:
+    """What `ucp plan` decided."""
+    return {
+        "schema": "ucp.plan/1",
+        "source": _source(report.source),
+        "to": report.to,
+        "topology": None if report.topology is None else _topology(report.topology),
+        "atoms": report.atoms,
+        "nbytes": report.nbytes,
+        "files": [{"path": path, "nbytes": nbytes} for path, nbytes in report.files.items()],
+        "nbytes_written": report.nbytes_written,
+        "nbytes_out": report.nbytes_out,
+        "references": report.references,
+        "tasks": report.tasks,
+        "workers": report.workers,
+        "threads": report.threads,
+        "memory": report.memory,
+        "projected_bytes": report.projected_bytes,
+        "index_bytes": report.index_bytes,
+        "patterns": count_patterns(report.source),
+        "warnings": list(report.warnings),
+        "casts": list(report.casts),
+        "notes": list(report.notes),
+        "dropped": list(report.dropped),
+    }
+
+
+def convert_document(report: ConvertReport, *, seconds: float, verified: bool) -> dict[str, object]:
+    """What `ucp convert` did."""
+    return {"schema": "ucp.convert/1", **asdict(report), "seconds": round(seconds, 3), "verified": verified}
+
+
+def verify_document(report: VerifyReport) -> dict[str, object]:
+    """What `ucp verify` found."""
+    return {
+        "schema": "ucp.verify/1",
+        "ok": report.ok,
+        "path": report.path,
+        "against": report.against,
+        "checked_bytes": report.checked_bytes,
+        "problems": list(report.problems),
+        "drift": list(report.drift),
+        "changes": [_change(change) for change in report.changes],
+        "casts": list(report.casts),
+        "notes": list(report.notes),
+    }
+
+
+def diff_document(report: DiffReport) -> dict[str, object]:
+    """What `ucp diff` found."""
+    return {
+        "schema": "ucp.diff/1",
+        "equal": report.equal,
+        "a": report.a,
+        "b": report.b,
+        "compared": report.compared,
+        "nbytes": report.nbytes,
+        "nbytes_compared": report.nbytes_compared,
+        "changes": [_change(change) for change in report.changes],
+        "notes": list(report.notes),
+    }
+
+
+def _source(index: Index) -> dict[str, object]:
+    return {
+        "path": index.path,
+        "format": index.format,
+        "producer": index.producer,
+        "topology": _topology(index.topology),
+        "step": index.step,
+    }
+
+
+def _topology(topology: Topology) -> dict[str, object]:
+    return asdict(topology)
+
+
+def _values(values: Mapping[str, object]) -> dict[str, object]:
+    return {name: json_value(value) for name, value in values.items()}
+
+
+def _atom(atom: AtomIndex, group: int | None, *, pieces: bool) -> dict[str, object]:
+    return {
+        "kind": atom.kind.value,
+        "shape": list(atom.global_shape),
+        "model_dtype": None if atom.model_dtype is None else atom.model_dtype.value,
+        "group": group,
+        "patterns": dict(atom.patterns),
+        "states": {name: _state(state, pieces=pieces) for name, state in atom.states.items()},
+    }
+
+
+def _state(state: StateIndex, *, pieces: bool) -> dict[str, object]:
+    described: dict[str, object] = {
+        "dtype": state.dtype.value,
+        "shape": list(state.global_shape),
+        "nbytes": state.nbytes,
+        "overlap": state.overlap.value,
+    }
+    if pieces:
+        described["pieces"] = [_piece(fragment) for fragment in state.fragments]
+    return described
+
+
+def _piece(fragment: Fragment) -> dict[str, object]:
+    ref = fragment.ref
+    return {
+        "offsets": list(fragment.box.offsets),
+        "sizes": list(fragment.box.sizes),
+        "dtype": ref.dtype.value,
+        "replica": fragment.replica,
+        "term": fragment.term,
+        "path": fragment.path,
+        "offset": ref.offset if isinstance(ref, TensorRef) else None,
+        "strides": list(ref.strides) if isinstance(ref, TensorRef) else None,
+        "codec": (ref.codec if isinstance(ref, TensorRef) else "") or None,
+    }
+
+
+def _extra(extra: Extra) -> dict[str, object]:
+    return {"name": extra.name, "rank": extra.rank, "what": what_is_held(extra), "value": json_value(extra.value)}
+
+
+def _change(change: Change) -> dict[str, object]:
+    largest = change.largest if math.isfinite(change.largest) else repr(change.largest)
+    return {**asdict(change), "largest": largest}

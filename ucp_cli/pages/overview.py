@@ -1,0 +1,160 @@
+"""`ucp inspect` without further options: a checkpoint on a page."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from ucp.core.index import AtomIndex, Index, Kind, ParamGroup
+from ucp_cli.pages.render import facts, lines, table
+from ucp_cli.pages.tally import count_kinds, count_states
+from ucp_cli.pages.tree import Line, collapsed
+from ucp_cli.pages.units import count_text, nbytes_text, plural, printable, ranges_text, shape_text
+from ucp_cli.pages.values import brief, what_is_held
+
+__all__ = ["file_rows", "overview", "shown_path", "source_facts"]
+
+
+def overview(index: Index, missing: Sequence[str]) -> list[RenderableType | None]:
+    """The parts of the page. `missing`: what keeps the pieces from being whole."""
+    return [
+        facts([*source_facts(index), *_size_facts(index), *_whole_fact(index, missing)]),
+        lines("Missing", missing, style="bold red"),
+        lines("In doubt", [doubt.text for doubt in index.doubts], style="bold red"),
+        table("States", ("state", "dtype", ">tensors", ">elements", ">bytes"), _state_rows(index)),
+        *_tree(index),
+        lines("Tied", [f"{alias} = {name}" for alias, name in index.aliases.items()]),
+        table("Parameter groups", (">group", ">parameters", "hyper-parameters"), _group_rows(index.groups)),
+        table("Extras", ("name", "holds"), _extra_rows(index)),
+        lines("Notes", index.notes),
+        lines("Left behind", index.dropped, style="yellow"),
+    ]
+
+
+def source_facts(index: Index) -> Iterator[tuple[str, str]]:
+    """What it is, where it comes from."""
+    yield "checkpoint", index.path
+    yield "format", f"{index.format} ({', '.join(index.evidence)})" if index.evidence else index.format
+    yield "producer", index.producer
+    yield "topology", str(index.topology)
+    yield "step", "not recorded" if index.step is None else count_text(index.step)
+
+
+def _size_facts(index: Index) -> Iterator[tuple[str, str]]:
+    words = {Kind.PARAMETER: "trained", Kind.FROZEN: "frozen"}
+    kinds = [
+        (count_text(own.tensors) + f" {words[own.kind]}" if own.kind in words else plural(own.tensors, "buffer"), own)
+        for own in count_kinds(index)
+        if own.tensors
+    ]
+    yield "parameters", ", ".join(f"{many} of {count_text(own.numel)}" for many, own in kinds) + " elements"
+    low = Counter(atom.model_dtype for atom in index.atoms.values() if atom.model_dtype is not None)
+    yield "computes in", ", ".join(f"{dtype} ({plural(count, 'tensor')})" for dtype, count in low.items())
+    stored = sum(file.nbytes for file in index.files)
+    yield (
+        "bytes",
+        f"{nbytes_text(index.nbytes)} of tensors, in {plural(len(index.files), 'file')} of {nbytes_text(stored)}",
+    )
+
+
+def _whole_fact(index: Index, missing: Sequence[str]) -> Iterator[tuple[str, str]]:
+    pieces = sum(len(state.fragments) for _, _, state in index.states())
+    no = "Missing" if missing else "In doubt" if index.doubts else ""
+    yield "whole", f"NO: see {no}" if no else f"yes: {plural(pieces, 'piece')} make up every tensor"
+
+
+def _state_rows(index: Index) -> list[tuple[str, ...]]:
+    return [
+        (t.state, t.dtype.value, count_text(t.tensors), count_text(t.numel), nbytes_text(t.nbytes))
+        for t in count_states(index)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What is shown of an atom; atoms of one look are one line."""
+
+    shape: str
+    dtype: str
+    others: str
+    kind: Kind
+
+    def remark(self, usual: str) -> str:
+        """What is to be said of its states, when `usual` goes without saying."""
+        if self.kind is not Kind.PARAMETER:
+            return ", ".join(filter(None, [self.kind.value, self.others]))
+        return "" if self.others == usual else self.others or "no other state"
+
+
+def _look(atom: AtomIndex) -> _Look:
+    weight = atom.states["weight"].dtype if "weight" in atom.states else None
+    others = (
+        name if weight in (None, state.dtype) else f"{name}:{state.dtype}"
+        for name, state in atom.states.items()
+        if name != "weight"
+    )
+    return _Look(shape_text(atom.global_shape), weight.value if weight else "-", " ".join(others), atom.kind)
+
+
+def _tree(index: Index) -> Iterator[RenderableType | None]:
+    """The parameters, and what the signs of the tree mean where they occur in it."""
+    looks = {name: _look(atom) for name, atom in index.atoms.items()}
+    common = Counter(look.others for look in looks.values() if look.kind is Kind.PARAMETER).most_common(1)
+    usual = common[0][0] if common else ""
+    title = f"Parameters, each with {usual} where nothing else is said" if usual else "Parameters"
+    rows = list(collapsed(looks))
+    yield table(title, ("name", ">", "shape", "dtype", ""), [_tree_row(line, usual) for line in rows])
+    folded = next((line for line in rows if line.ranges), None)
+    if folded is not None:
+        first = folded.ranges.partition(" ")[0]
+        yield Text(f"  #  [{first}]: the same below each of these numbers; ×N: N such tensors", style="dim")
+
+
+def _tree_row(line: Line[_Look], usual: str) -> tuple[str | Text, ...]:
+    label = Text("  " * line.depth + printable(line.label))
+    if line.ranges:
+        label.append(f"  [{line.ranges}]", style="cyan")
+    if line.leaf is None:
+        return label, "", "", "", ""
+    times = Text(f"×{line.count}" if line.count > 1 else "", style="dim")
+    return label, times, line.leaf.shape, line.leaf.dtype, line.leaf.remark(usual)
+
+
+def _group_rows(groups: Sequence[ParamGroup]) -> list[tuple[str, str, str]]:
+    """A row per group with what sets it apart, and one with what all of them share."""
+    said = [[f"{key}={brief(value)}" for key, value in group.hyper.items()] for group in groups]
+    shared = [text for text in said[0] if all(text in own for own in said)] if len(groups) > 1 else []
+    rows = [
+        (str(number), count_text(len(group.params)), "  ".join(text for text in own if text not in shared))
+        for number, (group, own) in enumerate(zip(groups, said, strict=True))
+    ]
+    return [*rows, ("all", count_text(sum(len(group.params) for group in groups)), "  ".join(shared))][
+        : len(rows) + bool(shared)
+    ]
+
+
+def _extra_rows(index: Index) -> list[tuple[str, ...]]:
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for extra in index.extras:
+        own = ranks.setdefault((extra.name, what_is_held(extra)), [])
+        if extra.rank is not None:
+            own.append(extra.rank)
+    return [
+        (f"{name} (ranks {ranges_text(sorted(own))})" if own else name, what) for (name, what), own in ranks.items()
+    ]
+
+
+def file_rows(index: Index) -> list[tuple[str, ...]]:
+    """A row per file: name, role, bytes."""
+    return [(shown_path(index, file.path), file.role, nbytes_text(file.nbytes)) for file in index.files]
+
+
+def shown_path(index: Index, path: str) -> str:
+    """`path` seen from the checkpoint, where it lies in it."""
+    root = index.path if os.path.isdir(index.path) else os.path.dirname(index.path)
+    return os.path.relpath(path, root) if path.startswith(root + os.sep) else path

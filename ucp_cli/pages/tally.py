@@ -1,0 +1,78 @@
+"""Sums over an index: what there is of each kind and of each state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+
+from ucp.core.dtypes import DType
+from ucp.core.index import Index, Kind
+
+__all__ = ["KindTally", "StateTally", "count_kinds", "count_patterns", "count_states"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindTally:
+    """Tensors of a model of one kind."""
+
+    kind: Kind
+    """Trained, frozen or buffer."""
+    tensors: int
+    """How many."""
+    numel: int
+    """Elements of them all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTally:
+    """Tensors of one state and dtype."""
+
+    state: str
+    """Name of the state."""
+    dtype: DType
+    """Type of its elements."""
+    tensors: int
+    """How many."""
+    numel: int
+    """Elements of them all."""
+    nbytes: int
+    """Bytes of them all."""
+
+
+def count_kinds(index: Index) -> tuple[KindTally, ...]:
+    """One tally per kind, all kinds, in the order of `Kind`."""
+    tensors: Counter[Kind] = Counter()
+    numel: Counter[Kind] = Counter()
+    for atom in index.atoms.values():
+        tensors[atom.kind] += 1
+        numel[atom.kind] += prod(atom.global_shape)
+    return tuple(KindTally(kind=kind, tensors=tensors[kind], numel=numel[kind]) for kind in Kind)
+
+
+def count_states(index: Index) -> tuple[StateTally, ...]:
+    """One tally per state and dtype: states in order of first appearance, the commonest dtype of each first."""
+    tensors: Counter[tuple[str, DType]] = Counter()
+    numel: Counter[tuple[str, DType]] = Counter()
+    for _, name, state in index.states():
+        tensors[name, state.dtype] += 1
+        numel[name, state.dtype] += state.numel
+    order = {name: position for position, name in enumerate(dict.fromkeys(name for name, _ in tensors))}
+    ranked = sorted(tensors.items(), key=lambda item: (order[item[0][0]], -item[1]))
+    return tuple(
+        StateTally(
+            state=name,
+            dtype=dtype,
+            tensors=count,
+            numel=numel[name, dtype],
+            nbytes=numel[name, dtype] * dtype.itemsize,
+        )
+        for (name, dtype), count in ranked
+    )
+
+
+def count_patterns(index: Index) -> dict[str, int]:
+    """Parameters laid out by each pattern over each axis, e.g. {"shard(dim=0) over tp": 12}."""
+    return dict(
+        Counter(f"{pattern} over {axis}" for atom in index.atoms.values() for axis, pattern in atom.patterns.items())
+    )

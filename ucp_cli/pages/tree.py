@@ -1,0 +1,123 @@
+"""Names as a tree in which equal layers are one line.
+
+A name is cut at its dots. Children of a node that are numbers and have the same things below them are one child, `#`.
+
+>>> names = {f"layers.{n}.mlp.{p}.weight": "4x4" for n in range(3) for p in ("up", "down")}
+>>> for line in collapsed({"emb.weight": "8x4", **names}):
+...     print("  " * line.depth + line.label, line.ranges, line.leaf or "", line.count)
+emb.weight  8x4 1
+layers.#.mlp 0-2  6
+  up.weight  4x4 3
+  down.weight  4x4 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Generic, TypeAlias, TypeVar
+
+from ucp_cli.pages.units import ranges_text
+
+__all__ = ["Line", "collapsed"]
+
+Leaf = TypeVar("Leaf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line(Generic[Leaf]):
+    """One line of the tree."""
+
+    depth: int
+    """Nodes above it."""
+    label: str
+    """Parts of the name joined by dots, with "#" for numbers that are one line."""
+    ranges: str
+    """Numbers that the "#" stand for, one group each, e.g. "0-79"; empty without one."""
+    leaf: Leaf | None
+    """What the name stands for; None for a line that only has others below."""
+    count: int
+    """Names that this line stands for."""
+
+
+@dataclass(slots=True)
+class _Node(Generic[Leaf]):
+    leaf: Leaf | None = None
+    below: dict[str, _Node[Leaf]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Folded(Generic[Leaf]):
+    """A node whose equal numbered children are joined. One object stands for all that read the same."""
+
+    leaf: Leaf | None
+    below: tuple[_Step[Leaf], ...]
+    """Ways down."""
+    count: int
+    """Names in it."""
+
+
+_Step: TypeAlias = tuple[str, tuple[int, ...], _Folded[Leaf]]
+"""Part of the name, numbers that "#" stands for (none without), node."""
+
+
+def collapsed(leaves: Mapping[str, Leaf]) -> Iterator[Line[Leaf]]:
+    """Lines of the tree of `leaves` (name to a hashable value), in order of first appearance."""
+    root: _Node[Leaf] = _Node()
+    for name, leaf in leaves.items():
+        node = root
+        for part in name.split("."):
+            below = node.below.get(part)
+            if below is None:
+                below = node.below[part] = _Node()
+            node = below
+        node.leaf = leaf
+    yield from _below(_folded(root, {}), 0, 1)
+
+
+def _folded(node: _Node[Leaf], known: dict[object, _Folded[Leaf]]) -> _Folded[Leaf]:
+    """`node` folded. `known`: every different folded node so far, so that equal ones are identical."""
+    groups: dict[tuple[str, int], tuple[list[int], _Folded[Leaf]]] = {}
+    for part, child in node.below.items():
+        numbered = part.isascii() and part.isdigit() and (part == "0" or part[0] != "0")
+        below = _folded(child, known)
+        numbers, _ = groups.setdefault(("#" if numbered else part, id(below)), ([], below))
+        if numbered:
+            numbers.append(int(part))
+    joined = tuple(_named(part, numbers, below) for (part, _), (numbers, below) in groups.items())
+    key = (node.leaf, tuple((part, numbers, id(below)) for part, numbers, below in joined))
+    count = (node.leaf is not None) + sum(max(1, len(numbers)) * below.count for _, numbers, below in joined)
+    return known.setdefault(key, _Folded(node.leaf, joined, count))
+
+
+def _named(part: str, numbers: list[int], below: _Folded[Leaf]) -> _Step[Leaf]:
+    if len(numbers) == 1:
+        return str(numbers[0]), (), below
+    return part, tuple(sorted(numbers)), below
+
+
+def _below(node: _Folded[Leaf], depth: int, times: int) -> Iterator[Line[Leaf]]:
+    for path in (path for step in node.below for path in _paths(step)):
+        last = path[-1][2]
+        ranges = [numbers for _, numbers, _ in path if numbers]
+        own = times * prod(map(len, ranges))
+        yield Line(
+            depth=depth,
+            label=".".join(part for part, _, _ in path),
+            ranges=" ".join(map(ranges_text, ranges)),
+            leaf=last.leaf,
+            count=own * last.count,
+        )
+        yield from _below(last, depth + 1, own)
+
+
+def _paths(step: _Step[Leaf]) -> Iterator[tuple[_Step[Leaf], ...]]:
+    """Steps that make one line: down to where names part, numbers not counted as parting."""
+    below = step[2].below
+    if step[2].leaf is None and (len(below) == 1 or all(numbers or part.isdigit() for part, numbers, _ in below)):
+        for inner in below:
+            for path in _paths(inner):
+                yield (step, *path)
+    else:
+        yield (step,)

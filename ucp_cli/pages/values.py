@@ -1,0 +1,93 @@
+"""Values of a checkpoint, which may be anything, as JSON or as one line of text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+
+from ucp.core.companions import is_companion
+from ucp.core.index import Extra
+from ucp.core.pickle_values import GlobalName, Stub
+from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.io.pickle.fields import short, short_members
+from ucp.store.values import PlainJson
+from ucp_cli.pages.units import count_text, nbytes_text, plural, shape_text
+
+__all__ = ["brief", "json_value", "what_is_held"]
+
+_LONGEST = 60
+"""Characters of a value that is shown whole."""
+
+_SHORT = 24
+"""The same for a value of a dict."""
+
+_MOST = 6
+"""Entries of a dict that are shown."""
+
+
+def json_value(value: object) -> object:
+    """`value` as JSON, marked as in the extras of an atom store where it is plain.
+
+    What is not plain becomes its state under the name of its class, or a text in angle brackets, as does what lies too
+    deep and what is more than a page takes.
+
+    >>> from ucp.core.dtypes import DType
+    >>> json_value({"best": (1, 2), "ema": TensorRef(path="", offset=0, dtype=DType.INT8, shape=(3,), strides=(1,))})
+    {'best': {'!tuple': [1, 2]}, 'ema': '<tensor 3 int8>'}
+    """
+
+    def other(value: object) -> object:
+        if isinstance(value, Stub):
+            return {"!object": str(value.made_by), "state": shown.of(value.state)}
+        return f"<{brief(value)}>"
+
+    shown = PlainJson(other, lambda _: "<...>")
+    return shown.of(value)
+
+
+def what_is_held(extra: Extra) -> str:
+    """What an extra holds, in a few words; of a companion file how long it is.
+
+    >>> from ucp.core.companions import companion_extra
+    >>> what_is_held(Extra(name="tag", value="best")), what_is_held(companion_extra("config.json", "", 714))
+    ("'best'", 'file of 714 B')
+    """
+    if is_companion(extra) and isinstance(extra.value, TensorRef):
+        return f"file of {nbytes_text(extra.value.nbytes)}"
+    return brief(extra.value)
+
+
+def brief(value: object) -> str:
+    """What `value` is, in a few words.
+
+    >>> brief({"last_epoch": 3, "base_lrs": [0.1]}), brief((0.9, 0.95)), brief(b"abcd"), brief([[]] * 9)
+    ('last_epoch=3, base_lrs=...', '(0.9, 0.95)', '4 bytes', 'list of 9')
+    """
+    match value:
+        case TensorRef() | InlineTensor():
+            return f"tensor {shape_text(value.shape)} {value.dtype}"
+        case Stub():
+            return f"object of {value.made_by}"
+        case GlobalName():
+            return str(value)
+        case bytes() | bytearray():
+            return plural(len(value), "byte")
+        case dict():
+            return _entries(value)
+        case list() | tuple() | set() | frozenset():
+            return short_members(value, _LONGEST) or f"{type(value).__name__} of {count_text(len(value))}"
+        case str():
+            return short(value, _LONGEST) or f"text of {plural(len(value), 'character')}"
+        case int():
+            return short(value, _LONGEST) or f"a number of {plural(value.bit_length(), 'bit')}"
+    return repr(value)
+
+
+def _entries(value: Mapping[object, object]) -> str:
+    shown = [f"{_key(key)}={short(item, _SHORT) or '...'}" for key, item in islice(value.items(), _MOST)]
+    more = [f"and {len(value) - _MOST} more"] if len(value) > _MOST else []
+    return ", ".join((*shown, *more)) or "nothing"
+
+
+def _key(key: object) -> str:
+    return key if isinstance(key, str) and 0 < len(key) <= _LONGEST else brief(key)
