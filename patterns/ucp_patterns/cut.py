@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ucp.core.layout import Overlap
-from ucp.core.region import Box, RegionPair
+from ucp.core.region import RegionPair
+from ucp_patterns.dim import check_dim, joined_shape, regions_of
 
 __all__ = ["Cut"]
 
@@ -46,37 +48,16 @@ class Cut:
 
         Raises ValueError when the tensor lacks the dim, or the widths are not those of it and of so many parts.
         """
-        if self.dim >= len(global_shape):
-            raise ValueError(f"a tensor of shape {global_shape} has no dim {self.dim} to cut")
-        length = global_shape[self.dim]
+        length = check_dim(global_shape, self.dim)
         if sum(map(sum, self.widths)) != length or any(len(block) != parts for block in self.widths):
             raise ValueError(f"widths {self.widths} do not cut the {length} elements of dim {self.dim} in {parts}")
-        pairs = []
-        begin = local = 0
-        for block in self.widths:
-            if block[index]:
-                pairs.append(self._pair(global_shape, begin + sum(block[:index]), local, block[index]))
-            begin += sum(block)
-            local += block[index]
-        return tuple(pairs) or (self._pair(global_shape, 0, 0, 0),)
+        begins = accumulate(map(sum, self.widths), initial=0)
+        starts = [begin + sum(block[:index]) for begin, block in zip(begins, self.widths, strict=False)]
+        stretches = [(start, start + block[index], 0) for start, block in zip(starts, self.widths, strict=True)]
+        return regions_of(global_shape, self.dim, stretches)
 
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The shapes with their lengths of the dim added up.
-
-        Raises ValueError when other dims differ, or the lengths are not those of the widths.
-        """
-        others = {(*shape[: self.dim], *shape[self.dim + 1 :]) for shape in local_shapes}
-        if len(others) != 1 or any(self.dim >= len(shape) for shape in local_shapes):
-            shown = [list(shape) for shape in local_shapes]
-            raise ValueError(f"{self.name}: expected parts that differ in dim {self.dim} only; got shapes {shown}")
-        lengths = [shape[self.dim] for shape in local_shapes]
+        """The shapes with their lengths of the dim added up. Raises ValueError when they are not those recorded."""
+        length = sum(check_dim(shape, self.dim) for shape in local_shapes)
         wanted = [sum(own) for own in zip(*self.widths, strict=True)]
-        if lengths != wanted:
-            raise ValueError(f"{self.name}: expected parts with {wanted} elements of dim {self.dim}; got {lengths}")
-        first = local_shapes[0]
-        return (*first[: self.dim], sum(lengths), *first[self.dim + 1 :])
-
-    def _pair(self, shape: tuple[int, ...], whole: int, local: int, length: int) -> RegionPair:
-        sizes = (*shape[: self.dim], length, *shape[self.dim + 1 :])
-        offsets = [tuple(at if dim == self.dim else 0 for dim in range(len(shape))) for at in (whole, local)]
-        return RegionPair(Box(offsets[0], sizes), Box(offsets[1], sizes))
+        return joined_shape(self.name, self.dim, local_shapes, wanted=wanted, length=length)

@@ -8,11 +8,12 @@ the same piece (grouped attention with fewer key and value heads than tensor-par
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ucp.core.layout import Overlap
-from ucp.core.region import Box, RegionPair
+from ucp.core.region import RegionPair
+from ucp_patterns.dim import Stretch, check_dim, joined_shape, regions_of
 
 __all__ = ["Shard"]
 
@@ -71,21 +72,10 @@ class Shard:
 
         Raises ValueError when the tensor lacks the dim, the blocks do not add up to it, or copies do not divide parts.
         """
-        if self.dim >= len(global_shape):
-            raise ValueError(f"a tensor of shape {global_shape} has no dim {self.dim} to cut")
-        length = global_shape[self.dim]
-        blocks = self.blocks * self.repeat or (length,)
-        if sum(blocks) != length:
+        length = check_dim(global_shape, self.dim)
+        if sum(self.blocks) * self.repeat != length and self.blocks:
             raise ValueError(f"{self.name}: blocks do not add up to the {length} elements of dim {self.dim}")
-        pairs = []
-        begin = local = 0
-        for block, copies in zip(blocks, self._copies(len(blocks), parts), strict=True):
-            low, high = _cut(block, parts // copies, index // copies)
-            if high > low:
-                pairs.append(self._pair(global_shape, begin + low, local, high - low, copy=index % copies))
-            begin += block
-            local += high - low
-        return tuple(pairs) or (self._pair(global_shape, 0, 0, 0, copy=0),)
+        return regions_of(global_shape, self.dim, list(self._held(length, parts, index)))
 
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The shapes with their lengths of the dim added up, copies counted once.
@@ -93,42 +83,24 @@ class Shard:
         Raises ValueError when other dims differ, or the lengths are not those of the blocks' cuts.
         """
         parts = len(local_shapes)
-        others = {(*shape[: self.dim], *shape[self.dim + 1 :]) for shape in local_shapes}
-        if len(others) != 1 or any(self.dim >= len(shape) for shape in local_shapes):
-            shown = [list(shape) for shape in local_shapes]
-            raise ValueError(f"{self.name}: expected parts that differ in dim {self.dim} only; got shapes {shown}")
-        lengths = [shape[self.dim] for shape in local_shapes]
-        whole = list(local_shapes[0])
-        whole[self.dim] = sum(self.blocks) * self.repeat if self.blocks else sum(lengths)
-        wanted = [self._local_length(whole[self.dim], parts, index) for index in range(parts)]
-        if wanted != lengths:
-            raise ValueError(f"{self.name}: expected parts with {wanted} elements of dim {self.dim}; got {lengths}")
-        return tuple(whole)
+        lengths = [check_dim(shape, self.dim) for shape in local_shapes]
+        length = sum(self.blocks) * self.repeat if self.blocks else sum(lengths)
+        wanted = [sum(high - low for low, high, _ in self._held(length, parts, index)) for index in range(parts)]
+        return joined_shape(self.name, self.dim, local_shapes, wanted=wanted, length=length)
 
-    def _local_length(self, length: int, parts: int, index: int) -> int:
-        blocks = self.blocks * self.repeat or (length,)
-        cuts = (
-            _cut(block, parts // copies, index // copies)
-            for block, copies in zip(blocks, self._copies(len(blocks), parts), strict=True)
-        )
-        return sum(high - low for low, high in cuts)
-
-    def _copies(self, blocks: int, parts: int) -> tuple[int, ...]:
+    def _held(self, length: int, parts: int, index: int) -> Iterator[Stretch]:
+        """This part's cut of every block."""
         if any(parts % copies for copies in self.copies):
             raise ValueError(f"{self.name}: copies do not divide {parts} parts")
-        return self.copies * self.repeat or (1,) * blocks
-
-    def _pair(self, shape: tuple[int, ...], whole: int, local: int, length: int, *, copy: int) -> RegionPair:
-        zero = (0,) * len(shape)
-        sizes = (*shape[: self.dim], length, *shape[self.dim + 1 :])
-        return RegionPair(Box(_at(zero, self.dim, whole), sizes), Box(_at(zero, self.dim, local), sizes), copy)
+        blocks = self.blocks * self.repeat or (length,)
+        begin = 0
+        for block, copies in zip(blocks, self.copies * self.repeat or (1,) * len(blocks), strict=True):
+            low, high = _cut(block, parts // copies, index // copies)
+            yield begin + low, begin + high, index % copies
+            begin += block
 
 
 def _cut(length: int, parts: int, index: int) -> tuple[int, int]:
     base, rest = divmod(length, parts)
     start = index * base + min(index, rest)
     return start, start + base + (index < rest)
-
-
-def _at(offsets: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
-    return (*offsets[:dim], value, *offsets[dim + 1 :])

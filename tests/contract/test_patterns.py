@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import pytest
+from ucp_patterns.chunk import Chunk
 from ucp_patterns.cut import Cut
 from ucp_patterns.partial import Partial
+from ucp_patterns.partition import Partition
 from ucp_patterns.pieces import Pieces
 from ucp_patterns.replicate import Replicate
 from ucp_patterns.shard import Shard
+from ucp_patterns.strided import Strided
+from ucp_patterns.touched import Touched
 from ucp_patterns.unique import Unique
 
 from ucp.core.layout import Overlap
@@ -141,3 +145,46 @@ class TestPieces(PatternContract):
 
     def test_it_is_named_by_how_many_there_are(self):
         assert self.cases[0][0].name == "pieces(2+1)"
+
+
+class TestChunk(PatternContract):
+    cases = tuple((Chunk(dim), shape, parts) for shape in SHAPES for parts in PARTS for dim in range(len(shape)))
+
+    def test_the_last_parts_are_short_or_empty(self):
+        assert [Chunk(0).regions((9,), 4, index)[0].whole.numel for index in range(4)] == [3, 3, 3, 0]
+
+
+class TestStrided(PatternContract):
+    cases = tuple(
+        (Strided(dim, factor), shape, parts)
+        for shape in SHAPES
+        for parts in PARTS
+        for dim in range(len(shape))
+        for factor in (1, 2, 3)
+    )
+
+
+BUFFERS = [
+    (start, share, (numel,), parts)
+    for parts in PARTS
+    for share in (1, 4, 10)
+    for start in (0, 3, 9)
+    for numel in (0, 1, 7, 11)
+    if start + numel <= parts * share
+]
+"""Starts and shares of buffers of some parts, and what they have room for."""
+
+
+class TestPartition(PatternContract):
+    cases = tuple((Partition(start, share), shape, parts) for start, share, shape, parts in BUFFERS)
+
+    def test_a_part_begins_where_the_parameter_or_the_share_does(self):
+        assert [Partition(start=3, share=4).offset(index) for index in range(2)] == [3, 0]
+
+    def test_a_parameter_that_leaves_the_buffer(self):
+        with pytest.raises(ValueError, match="leave a buffer of 2 x 4"):
+            Partition(start=3, share=4).regions((6,), 2, 0)
+
+
+class TestTouched(PatternContract):
+    cases = tuple((Touched(start, share), shape, parts) for start, share, shape, parts in BUFFERS)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from ucp_patterns.chunk import Chunk
 from ucp_patterns.shard import Shard
 
 from ucp.contract.registry import families, family, library
-from ucp.core.layout import Layout, Overlap, local_shape, place, whole_shape
+from ucp.core.layout import AxisLayout, Layout, Overlap, local_shape, place, whole_shape
 from ucp.core.region import uncovered
 from ucp.families.expression import Expression
 from ucp.families.family import Family
@@ -125,14 +125,9 @@ def test_split_then_union_is_the_identity(case):
 @given(cases(), st.integers(1, 5))
 def test_a_flat_partition_of_every_part_makes_up_the_whole(case, dp):
     """As a distributed optimizer cuts what each rank holds, whether it divides or not."""
-    layout, shape = case.layout, case.shape
-    boxes = []
-    for rank in coordinates(layout):
-        numel = prod(local_shape(layout, shape, rank))
-        edges = [min(numel, index * -(-numel // dp)) for index in range(dp + 1)]
-        for low, high in itertools.pairwise(edges):
-            placed = place(layout, shape, coords=rank, flat=(low, high))
-            boxes += [own.box for own in placed if own.replica == own.term == 0]
+    layout, shape = replace(case.layout, flat=(AxisLayout("dp", dp, Chunk(0)),)), case.shape
+    placed = (own for rank in layout.ranks() for own in place(layout, shape, coords=rank))
+    boxes = [own.box for own in placed if own.replica == own.term == 0]
     assert uncovered(shape, boxes) == ()
 
 

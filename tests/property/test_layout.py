@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from math import prod
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ucp_patterns.chunk import Chunk
+from ucp_patterns.cut import Cut
 from ucp_patterns.partial import Partial
 from ucp_patterns.replicate import Replicate
 from ucp_patterns.shard import Shard
+from ucp_patterns.touched import Touched
 from ucp_patterns.unique import Unique
 
-from ucp.core.layout import AxisLayout, Layout, Overlap, local_shape, place
+from ucp.core.layout import AxisLayout, Layout, Overlap, local_shape, part_of, place
 from ucp.core.region import RegionPair, compose, uncovered
 from ucp.testing.strategies import coordinates, cuts, shapes
 
@@ -31,6 +35,11 @@ def cases(draw, *, most_axes: int = 3):
         # A shard by blocks needs one length on all parts: it is only ever the last cut of its dim here.
         local = tuple(-1 if pattern == Shard(dim) or blocked(pattern, dim) else n for dim, n in enumerate(local))
     return shape, Layout(tuple(axes))
+
+
+def cut_flat(layout: Layout, low: int, high: int, numel: int) -> Layout:
+    """`layout`, of whose rank with `numel` elements part 1 of 3 over dp stores a range of the row-major order."""
+    return replace(layout, flat=(AxisLayout("dp", 3, Cut(0, ((low, high - low, numel - high),))),))
 
 
 def blocked(pattern, dim: int) -> bool:
@@ -103,7 +112,9 @@ def test_a_flat_partition_holds_a_range_of_the_local_tensor(case, data):
             continue
         edges = data.draw(cuts(wanted.size))
         for low, high in itertools.pairwise(edges):
-            placed = place(layout, shape, coords=rank, flat=(low, high))
+            flat = cut_flat(layout, low, high, wanted.size)
+            placed = place(flat, shape, coords={**rank, "dp": 1})
+            assert part_of(flat, shape, coords={**rank, "dp": 1}).numel == high - low
             assert held(placed, whole, high - low).tolist() == wanted.reshape(-1)[low:high].tolist()
 
 
@@ -112,14 +123,11 @@ def test_split_then_union_is_the_identity(case, dp):
     """Over every rank of the mesh, its local tensor cut flat over dp, also where dp > numel."""
     shape, layout = case
     whole = np.arange(prod(shape)).reshape(shape)
+    layout = replace(layout, flat=(AxisLayout("dp", dp, Chunk(0)),))
     copies: dict[tuple[int, int], list] = {}
-    for rank in coordinates(layout):
-        numel = prod(local_shape(layout, shape, rank))
-        step = -(-numel // dp)
-        for d in range(dp):
-            low, high = min(d * step, numel), min((d + 1) * step, numel)
-            for own in place(layout, shape, coords=rank, flat=(low, high)):
-                copies.setdefault((own.replica, own.term), []).append(own.box)
+    for rank in layout.ranks():
+        for own in place(layout, shape, coords=rank):
+            copies.setdefault((own.replica, own.term), []).append(own.box)
     if prod(shape):
         assert (0, 0) in copies
     degree = prod(axis.parts for axis in layout.axes if axis.pattern.overlap is not Overlap.EXCLUSIVE)
@@ -162,7 +170,7 @@ class TestHybrid:
         assert local_shape(self.layout, (4, 3, 6), {"ep": 1, "tp": 0}) == (2, 3, 3)
 
     def test_a_zero_partition_of_it_is_a_few_boxes(self):
-        found = place(self.layout, (4, 3, 6), coords={"ep": 1, "tp": 1}, flat=(4, 13))
+        found = place(cut_flat(self.layout, 4, 13, 18), (4, 3, 6), coords={"ep": 1, "tp": 1, "dp": 1})
         assert [str(own.box) for own in found] == [
             "[2:3, 1:2, 4:6]",
             "[2:3, 2:3, 3:6]",
@@ -185,12 +193,23 @@ class TestReplicas:
         found = [place(layout, (), coords=rank)[0].replica for rank in coordinates(layout)]
         assert found == [0, 1, 2, 3, 4, 5]
 
+    def test_copies_of_a_flat_range_are_numbered_within_those_of_the_axes(self):
+        layout = Layout((AxisLayout("tp", 2, Replicate()),), flat=(AxisLayout("dp", 3, Touched(start=0, share=3)),))
+        found = [[own.replica for own in place(layout, (4,), coords=rank)] for rank in layout.ranks()]
+        assert found == [[0], [1], [], [3], [4], []]
+
+    def test_two_flat_axes(self):
+        """HSDP: replicated over one axis, cut over the other."""
+        layout = Layout(flat=(AxisLayout("dp_replicate", 2, Replicate()), AxisLayout("dp_shard", 2, Chunk(0))))
+        found = [[(str(own.box), own.replica) for own in place(layout, (3,), coords=rank)] for rank in layout.ranks()]
+        assert found == [[("[0:2]", 0)], [("[2:3]", 0)], [("[0:2]", 1)], [("[2:3]", 1)]]
+
 
 class TestPartsThatHoldNothing:
     def test_what_is_not_owned_is_not_cut_further(self):
         layout = Layout((AxisLayout("pp", 2, Unique(1)), AxisLayout("tp", 2, Shard(0, (4, 2)))))
         assert place(layout, (6, 3), coords={"pp": 0, "tp": 0}) == ()
-        assert place(layout, (6, 3), coords={"pp": 0, "tp": 0}, flat=(0, 0)) == ()
+        assert place(cut_flat(layout, 0, 0, 0), (6, 3), coords={"pp": 0, "tp": 0, "dp": 1}) == ()
         assert [str(own.box) for own in place(layout, (6, 3), coords={"pp": 1, "tp": 1})] == [
             "[2:4, 0:3]",
             "[5:6, 0:3]",
@@ -200,7 +219,7 @@ class TestPartsThatHoldNothing:
     def test_a_scalar_that_is_not_owned(self):
         layout = Layout((AxisLayout("pp", 2, Unique(0)),))
         assert place(layout, (), coords={"pp": 1}) == ()
-        assert place(layout, (), coords={"pp": 0}, flat=(0, 1))[0].box.numel == 1
+        assert place(cut_flat(layout, 0, 1, 1), (), coords={"pp": 0, "dp": 1})[0].box.numel == 1
 
     @pytest.mark.parametrize("blocks", [(), (1, 1), (0, 2)])
     def test_more_parts_than_elements_keep_the_other_dims(self, blocks):

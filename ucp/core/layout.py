@@ -1,20 +1,21 @@
 """How a parameter is laid out over the axes of a mesh: patterns, their composition, their overlap rules.
 
 A pattern says which boxes of a tensor part `index` of `parts` holds, and where they lie in its local tensor. Several
-axes compose, outermost first. What a rank then holds of the whole is `place(...)`; a ZeRO or FSDP1 flat partition is
-a flat range over that local tensor (`place(..., flat=(start, stop))`).
+axes compose, outermost first. ZeRO, the distributed optimizer and FSDP1 then cut the row-major order of the local
+tensor: patterns like any other, over one dim (`Layout.flat`). What a rank holds of the whole is `place(...)`.
 
->>> from ucp.core.topology import Topology
->>> layout = Layout()
->>> [str(piece.box) for piece in place(layout, (3, 4), coords={}, flat=(2, 9))]
-['[0:1, 2:4]', '[1:2, 0:4]', '[2:3, 0:1]']
+>>> from ucp_patterns.chunk import Chunk
+>>> layout = Layout(flat=(AxisLayout("dp", 2, Chunk(0)),))
+>>> [str(piece.box) for piece in place(layout, (3, 4), coords={"dp": 1})]
+['[1:2, 2:4]', '[2:3, 0:4]']
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import product
 from math import prod
 from typing import Protocol, runtime_checkable
 
@@ -23,12 +24,15 @@ from ucp.core.tensor import contiguous_strides
 
 __all__ = [
     "AxisLayout",
+    "Held",
     "Layout",
     "Overlap",
+    "Part",
     "Pattern",
     "Placed",
     "common_shape",
     "local_shape",
+    "part_of",
     "place",
     "whole_shape",
 ]
@@ -77,6 +81,8 @@ class AxisLayout:
     """Degree of that axis."""
     pattern: Pattern
     """How the tensor lies along it."""
+    known_from: str = field(default="", compare=False)
+    """Where that is known from, e.g. "param_shapes of FILE", "family llama", "ZeRO-3" (a law of the framework)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,23 @@ class Layout:
     """Patterns over several axes, outermost first; none at all means one whole tensor."""
 
     axes: tuple[AxisLayout, ...] = ()
-    """One entry per axis that matters."""
+    """One entry per axis that matters, over the dims of the tensor."""
+    flat: tuple[AxisLayout, ...] = ()
+    """One entry per axis that cuts the row-major order of what `axes` leave: patterns over one dim."""
+
+    @property
+    def every(self) -> tuple[AxisLayout, ...]:
+        """All axes, outermost first."""
+        return self.axes + self.flat
+
+    def ranks(self) -> Iterator[dict[str, int]]:
+        """Coordinates of every rank of its axes, the first axis slowest.
+
+        >>> list(Layout().ranks())
+        [{}]
+        """
+        for at in product(*(range(axis.parts) for axis in self.every)):
+            yield dict(zip((axis.axis for axis in self.every), at, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +115,10 @@ class Placed:
 
     box: Box
     """Elements of the whole."""
+    local: Box
+    """The same elements in the rank's local tensor, before a flat cut."""
     offset: int
-    """Element of the rank's storage (local tensor, or flat range of it) where the box starts."""
+    """Element of the rank's storage (row-major local tensor, or its part of that order) where the box starts."""
     strides: tuple[int, ...]
     """Elements to step in that storage, per dim of the box."""
     replica: int
@@ -144,62 +168,121 @@ def _part_shape(pairs: tuple[RegionPair, ...]) -> tuple[int, ...]:
     return tuple(max(stops) for stops in zip(*(pair.local.stops for pair in pairs), strict=True))
 
 
-def place(
-    layout: Layout,
-    global_shape: Sequence[int],
-    *,
-    coords: Mapping[str, int],
-    flat: tuple[int, int] | None = None,
-) -> tuple[Placed, ...]:
-    """Boxes of the whole that the rank at `coords` stores.
+def place(layout: Layout, global_shape: Sequence[int], *, coords: Mapping[str, int]) -> tuple[Placed, ...]:
+    """Boxes of the whole that the rank at `coords` stores, in increasing offset where there is a flat cut."""
+    part = part_of(layout, global_shape, coords=coords)
+    return tuple(
+        Placed(box=box, local=local, offset=offset, strides=part.strides, replica=own.replica, term=own.term)
+        for own, box, local, offset in _stored(part)
+    )
 
-    `flat`: element range of the row-major local tensor that this rank stores; None for all of it.
-    """
+
+def part_of(layout: Layout, global_shape: Sequence[int], *, coords: Mapping[str, int]) -> Part:
+    """What the rank at `coords` stores, before a flat range is resolved to boxes: see `place`."""
     whole = Box.whole(global_shape)
-    held = [_Held(RegionPair(whole, whole), 0, 0)]
+    held = [Held(RegionPair(whole, whole), 0, 0)]
     shape = tuple(global_shape)
     for axis in layout.axes:
         inner = axis.pattern.regions(shape, axis.parts, coords[axis.axis])
         if not inner:
-            return ()
+            return Part(held=(), local_shape=(0,) * len(shape), flat=None)
         held = [deeper for own in held for near in inner for deeper in own.cut(axis, near)]
         shape = _part_shape(inner)
-    return tuple(
-        Placed(box=box, offset=offset, strides=strides, replica=own.replica, term=own.term)
-        for own, box, offset, strides in _stored(held, shape, flat)
+    return Part(
+        held=tuple(held),
+        local_shape=shape,
+        flat=_flat_runs(layout, prod(shape), coords),
+        flat_copies=_degree(layout.flat, Overlap.EQUAL),
+        flat_terms=_degree(layout.flat, Overlap.MEAN),
     )
 
 
+def _degree(axes: Iterable[AxisLayout], overlap: Overlap) -> int:
+    return prod(axis.parts for axis in axes if axis.pattern.overlap is overlap)
+
+
+def _flat_runs(layout: Layout, numel: int, coords: Mapping[str, int]) -> tuple[Held, ...] | None:
+    """What the flat axes leave of `numel` elements, as pairs over one dim; None where there is no such axis."""
+    if not layout.flat:
+        return None
+    whole = Box.whole((numel,))
+    runs = [Held(RegionPair(whole, whole), 0, 0)]
+    length = numel
+    for axis in layout.flat:
+        inner = axis.pattern.regions((length,), axis.parts, coords[axis.axis])
+        if not inner:
+            return ()
+        runs = [deeper for own in runs for near in inner for deeper in own.cut(axis, near)]
+        length = _part_shape(inner)[0]
+    return tuple(runs)
+
+
 @dataclass(frozen=True, slots=True)
-class _Held:
+class Held:
     """A region of a rank's local tensor, while axes are composed."""
 
     pair: RegionPair
+    """Where it lies in the whole, and in the local tensor."""
     replica: int
+    """0 where the rank is the first to hold it."""
     term: int
+    """Which summand of a mean it is."""
 
-    def cut(self, axis: AxisLayout, near: RegionPair) -> list[_Held]:
+    def cut(self, axis: AxisLayout, near: RegionPair) -> list[Held]:
         """What one region of the next axis leaves of it: one piece or none."""
         overlap = axis.pattern.overlap
         replica = self.replica * axis.parts + near.copy if overlap is Overlap.EQUAL else self.replica
         term = self.term * axis.parts + near.copy if overlap is Overlap.MEAN else self.term
-        return [_Held(pair, replica, term) for pair in compose((self.pair,), (near,))]
+        return [Held(pair, replica, term) for pair in compose((self.pair,), (near,))]
 
 
-def _stored(
-    held: list[_Held], shape: tuple[int, ...], flat: tuple[int, int] | None
-) -> list[tuple[_Held, Box, int, tuple[int, ...]]]:
-    """Every region with its box of the whole, storage offset and strides, cut to the flat range if there is one."""
-    strides = contiguous_strides(shape)
-    if flat is None:
-        return [(own, own.pair.whole, own.pair.local.flat_start(shape) if shape else 0, strides) for own in held]
-    found = []
-    for run, position in local_flat_pairs(shape, *flat):
-        for own in held:
-            near, far = own.pair.local, own.pair.whole
-            shared = intersect(run, near)
-            if shared is not None:
-                offsets = tuple(s - a + b for s, a, b in zip(shared.offsets, near.offsets, far.offsets, strict=True))
-                inside = shared.flat_start(shape) - run.flat_start(shape)
-                found.append((own, Box(offsets, shared.sizes), position + inside, strides))
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one rank stores of a tensor."""
+
+    held: tuple[Held, ...]
+    """Boxes of the whole that make up its local tensor."""
+    local_shape: tuple[int, ...]
+    """Shape of that tensor, elements."""
+    flat: tuple[Held, ...] | None
+    """Ranges of its row-major order that are stored, one after another; None for all of it, in its own shape."""
+    flat_copies: int = 1
+    """Copies of it that the axes over that order make."""
+    flat_terms: int = 1
+    """Summands of a mean that they make."""
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements to step in the storage, per dim."""
+        return contiguous_strides(self.local_shape)
+
+    @property
+    def numel(self) -> int:
+        """Elements stored."""
+        if not self.held:
+            return 0
+        return prod(self.local_shape) if self.flat is None else sum(run.pair.local.numel for run in self.flat)
+
+
+def _stored(part: Part) -> Iterator[tuple[Held, Box, Box, int]]:
+    """Every region with its box of the whole, that of the local tensor and its storage offset."""
+    shape = part.local_shape
+    if part.flat is None:
+        for own in part.held:
+            yield own, own.pair.whole, own.pair.local, own.pair.local.flat_start(shape) if shape else 0
+        return
+    for run in part.flat:
+        start, length = run.pair.whole.offsets[0], run.pair.whole.sizes[0]
+        for box, position in local_flat_pairs(shape, start, start + length):
+            for own in part.held:
+                near, far = own.pair.local, own.pair.whole
+                shared = intersect(box, near)
+                if shared is not None:
+                    offsets = tuple(
+                        s - a + b for s, a, b in zip(shared.offsets, near.offsets, far.offsets, strict=True)
+                    )
+                    inside = shared.flat_start(shape) - box.flat_start(shape)
+                    at = run.pair.local.offsets[0] + position + inside
+                    replica = own.replica * part.flat_copies + run.replica
+                    term = own.term * part.flat_terms + run.term
+                    yield Held(own.pair, replica, term), Box(offsets, shared.sizes), shared, at

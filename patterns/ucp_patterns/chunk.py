@@ -1,0 +1,50 @@
+"""Chunk: a dim is cut into parts of ceil(length / parts), as `torch.chunk` does; the last ones are shorter, or empty.
+
+Of dim 0 it is `Shard(0)` of a DTensor (FSDP2). Of a flattened tensor it is the partition of ZeRO-3, where every rank
+stores ceil(numel / ranks) elements, padded at the end (`partition_parameters.py`, DeepSpeed 0.19.8), and of FSDP1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ucp.core.layout import Overlap
+from ucp.core.region import RegionPair
+from ucp_patterns.dim import check_dim, chunks, joined_shape, regions_of
+
+__all__ = ["Chunk"]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A dim cut into chunks.
+
+    >>> [str(pair.whole) for index in range(4) for pair in Chunk(0).regions((9,), 4, index)]
+    ['[0:3]', '[3:6]', '[6:9]', '[0:0]']
+    """
+
+    dim: int
+    """Dim that is cut."""
+    overlap: Overlap = Overlap.EXCLUSIVE
+    """Parts share nothing."""
+
+    def __post_init__(self) -> None:
+        if self.dim < 0:
+            raise ValueError(f"expected a dim that is not negative; got {self.dim}")
+
+    @property
+    def name(self) -> str:
+        """Name as printed."""
+        return f"chunk(dim={self.dim})"
+
+    def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
+        """The chunk of part `index`, empty past the end. `global_shape`: elements. Raises ValueError: no such dim."""
+        start, stop = chunks(check_dim(global_shape, self.dim), parts)[index]
+        return regions_of(global_shape, self.dim, [(start, stop, 0)])
+
+    def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The shapes with their lengths of the dim added up. Raises ValueError when they are not those of chunks."""
+        length = sum(check_dim(shape, self.dim) for shape in local_shapes)
+        wanted = [stop - start for start, stop in chunks(length, len(local_shapes))]
+        return joined_shape(self.name, self.dim, local_shapes, wanted=wanted, length=length)

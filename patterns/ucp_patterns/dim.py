@@ -1,0 +1,64 @@
+"""A dim cut in stretches: what all patterns that cut one dim have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ucp.core.region import Box, RegionPair
+
+__all__ = ["Stretch", "check_dim", "chunks", "joined_shape", "regions_of"]
+
+Stretch = tuple[int, int, int]
+"""First element and one past the last, of the dim of the whole; and which copy of them it is."""
+
+
+def check_dim(shape: Sequence[int], dim: int) -> int:
+    """Length of the dim. Raises ValueError when the tensor lacks it."""
+    if dim >= len(shape):
+        raise ValueError(f"a tensor of shape {tuple(shape)} has no dim {dim} to cut")
+    return shape[dim]
+
+
+def regions_of(shape: tuple[int, ...], dim: int, stretches: Iterable[Stretch]) -> tuple[RegionPair, ...]:
+    """A part that holds `stretches` of a dim one after another; one empty box where that is nothing."""
+    zero = (0,) * len(shape)
+    pairs = []
+    local = 0
+    for start, stop, copy in stretches:
+        if stop > start:
+            sizes = (*shape[:dim], stop - start, *shape[dim + 1 :])
+            pairs.append(RegionPair(Box(_at(zero, dim, start), sizes), Box(_at(zero, dim, local), sizes), copy))
+            local += stop - start
+    nothing = Box(zero, (*shape[:dim], 0, *shape[dim + 1 :]))
+    return tuple(pairs) or (RegionPair(nothing, nothing),)
+
+
+def joined_shape(
+    name: str, dim: int, local_shapes: Sequence[tuple[int, ...]], *, wanted: Sequence[int], length: int
+) -> tuple[int, ...]:
+    """Shape of the whole with `length` elements in the dim, of parts that should have `wanted` there.
+
+    `name`: of the pattern. Raises ValueError when other dims differ, or the lengths do.
+    """
+    others = {(*shape[:dim], *shape[dim + 1 :]) for shape in local_shapes}
+    if len(others) != 1:
+        shown = [list(shape) for shape in local_shapes]
+        raise ValueError(f"{name}: expected parts that differ in dim {dim} only; got shapes {shown}")
+    lengths = [shape[dim] for shape in local_shapes]
+    if list(wanted) != lengths:
+        raise ValueError(f"{name}: expected parts with {list(wanted)} elements of dim {dim}; got {lengths}")
+    return (*local_shapes[0][:dim], length, *local_shapes[0][dim + 1 :])
+
+
+def chunks(length: int, parts: int) -> list[tuple[int, int]]:
+    """`torch.chunk` of a dim: stretches of ceil(length / parts), the last ones shorter, or empty.
+
+    >>> chunks(9, 4)
+    [(0, 3), (3, 6), (6, 9), (9, 9)]
+    """
+    each = -(-length // parts)
+    return [(min(at * each, length), min((at + 1) * each, length)) for at in range(parts)]
+
+
+def _at(offsets: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*offsets[:dim], value, *offsets[dim + 1 :])

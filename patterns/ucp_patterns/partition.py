@@ -1,0 +1,82 @@
+"""Partition: a range of a buffer that many flattened parameters share, where every part holds an equal share of it.
+
+ZeRO-1/2 and BF16_Optimizer lay the parameters of a group end to end, and each rank has `share` elements of that
+(`stage_1_and_2.py`, DeepSpeed 0.19.8); Megatron's distributed optimizer does so bucket by bucket
+(`param_and_grad_buffer.py`, core_v0.16). Where the parameter starts in the buffer and how long a share is follow from
+the order, the sizes and the alignment of all parameters; what a part has of it follows from these two numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ucp.core.layout import Overlap
+from ucp.core.region import Box, RegionPair
+
+__all__ = ["Partition"]
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """The elements of a flattened parameter that lie in the share of each part.
+
+    >>> [str(pair.whole) for index in range(2) for pair in Partition(start=3, share=4).regions((4,), 2, index)]
+    ['[0:1]', '[1:4]']
+    """
+
+    start: int
+    """Element of the buffer where the parameter starts."""
+    share: int
+    """Elements of the buffer that each part holds, padding counted."""
+    overlap: Overlap = field(default=Overlap.EXCLUSIVE, repr=False)
+    """Parts share nothing."""
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.share < 0:
+            raise ValueError(f"expected a start and a share that are not negative; got {self.start}, {self.share}")
+
+    @property
+    def name(self) -> str:
+        """Name as printed: the same for all parameters of a buffer."""
+        return f"partition(share={self.share})"
+
+    def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
+        """What the share of part `index` has of a parameter of shape (numel,); nothing where they do not meet.
+
+        Raises ValueError for a shape that is not flat, or one that leaves the buffer.
+        """
+        (numel,) = _flat(global_shape)
+        if self.start + numel > parts * self.share:
+            raise ValueError(
+                f"elements {self.start} to {self.start + numel} leave a buffer of {parts} x {self.share} elements"
+            )
+        low, high = index * self.share - self.start, (index + 1) * self.share - self.start
+        start, stop = max(low, 0), min(high, numel)
+        if start >= stop:
+            return ()
+        return (RegionPair(Box((start,), (stop - start,)), Box((0,), (stop - start,))),)
+
+    def offset(self, index: int) -> int:
+        """Element of the share of part `index` where its part of the parameter begins."""
+        return max(self.start - index * self.share, 0)
+
+    def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The lengths added up. Raises ValueError when the shares would hold other lengths."""
+        if any(len(shape) != 1 for shape in local_shapes):
+            raise ValueError(f"{self.name}: expected flat parts; got {[list(shape) for shape in local_shapes]}")
+        numel = sum(shape[0] for shape in local_shapes)
+        bounds = [
+            (index * self.share - self.start, (index + 1) * self.share - self.start)
+            for index in range(len(local_shapes))
+        ]
+        wanted = [max(min(high, numel) - max(low, 0), 0) for low, high in bounds]
+        if wanted != [shape[0] for shape in local_shapes]:
+            raise ValueError(f"{self.name}: expected parts of {wanted} elements; got {[s[0] for s in local_shapes]}")
+        return (numel,)
+
+
+def _flat(shape: tuple[int, ...]) -> tuple[int]:
+    if len(shape) != 1:
+        raise ValueError(f"expected a flattened tensor; got one of shape {shape}")
+    return (shape[0],)
