@@ -1,4 +1,4 @@
-# make demo | test | check | fuzz | integration | bench: each installs what it needs into .venv first.
+# make demo | test | check | registry | fuzz | integration | bench: each installs what it needs into .venv first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ TRANSFORMERS := transformers==5.23.0
 ACCELERATE := accelerate==1.15.0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint check fuzz integration bench mcore clean
+.PHONY: demo test lint check registry fuzz integration bench mcore clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -54,6 +54,10 @@ lint: $(VENV)/.installed-dev
 
 check: lint
 	$(BIN)/python -m pytest -n auto -m "not integration" --cov --cov-report=term --cov-fail-under=90 -q
+
+# How many (parameter, axis) pairs of the kept checkpoints a declared pattern places.
+registry: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.registry
 
 # Five minutes unless told otherwise: make fuzz FUZZ="--seconds 3600 --seed 7"
 FUZZ ?=

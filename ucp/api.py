@@ -14,6 +14,7 @@ from os import PathLike
 from pathlib import Path
 
 from ucp.checks.verify import DiffReport, VerifyReport, differences, prove, prove_written
+from ucp.contract.companions import Companions
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.contract.registry import recognise, with_callables
 from ucp.conversion.execute import ConvertReport, carry_out
@@ -21,7 +22,6 @@ from ucp.conversion.plan_report import PlanReport, preview
 from ucp.conversion.prepare import ConvertOptions, Silent, Survey, index_of, judged, survey
 from ucp.conversion.replica_policy import Drift
 from ucp.conversion.zero_moments import ZeroMoments, moments_note
-from ucp.core.companions import Companions
 from ucp.core.dtypes import DType
 from ucp.core.index import DoubtKind, Index
 from ucp.core.names import NameFilter

@@ -10,9 +10,9 @@ from typing import TypedDict, TypeVar
 
 import click
 
+from ucp.contract.companions import Companions
 from ucp.conversion.replica_policy import Drift
 from ucp.conversion.zero_moments import ZeroMoments
-from ucp.core.companions import Companions
 from ucp.core.index import DoubtKind
 from ucp.core.topology import Topology
 from ucp.errors import UsageError

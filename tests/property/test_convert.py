@@ -17,7 +17,8 @@ from ucp_patterns.shard import Shard
 import ucp
 from ucp.conversion.prepare import index_of
 from ucp.core.dtypes import DType
-from ucp.core.index import Fragment, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import StateIndex
 from ucp.core.region import Box, flat_boxes
 from ucp.core.slices import Locator, resolve, whole_slice
 from ucp.testing.handmade import Shards, make_index, write_checkpoint

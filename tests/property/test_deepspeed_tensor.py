@@ -13,7 +13,7 @@ from ucp_formats.deepspeed.tp.layout import TensorLayout, cut_layout, equal_layo
 from ucp_formats.deepspeed.tp.universal_info import TensorRules, TensorShapes
 
 from ucp.core.dtypes import DType
-from ucp.core.index import Fragment
+from ucp.core.fragments import Fragment
 from ucp.core.region import Box, flat_boxes
 from ucp.core.tensor import TensorRef, contiguous_strides
 

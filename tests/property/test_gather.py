@@ -19,7 +19,8 @@ from ucp_patterns.unique import Unique
 import ucp.core.slices
 import ucp.transfer.gather
 from ucp.core.dtypes import DType
-from ucp.core.index import Fragment, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Locator, Slice, block_ranges, in_file_order, resolve, resolve_copies, runs_of, whole_slice

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import ucp
 from ucp.core.dtypes import DType
-from ucp.core.index import Extra, Fragment, ParamGroup, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import Extra, ParamGroup, StateIndex
 from ucp.core.region import Box
 from ucp.errors import MalformedError, UcpError
 from ucp.store.format import StoreFormat

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from ucp_patterns.shard import Shard
 
 from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Fragment, Index, Kind, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import AtomIndex, Index, Kind, StateIndex
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
 from ucp.core.target import Literal, OutputFile, Placement, RawCopy, TargetPlan

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ucp.contract.companions import companions_of, is_companion
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.contract.registry import recognise
 from ucp.contract.state_gaps import gap_text, state_gaps
 from ucp.conversion.execute import owners
 from ucp.conversion.prepare import index_as_told, index_of
-from ucp.core.companions import companions_of, is_companion
 from ucp.core.fused_names import joined
 from ucp.core.index import TAG, Index
 from ucp.core.names import WEIGHT

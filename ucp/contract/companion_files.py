@@ -1,4 +1,4 @@
-"""Companion files of a checkpoint, found in the folder that it was saved in (`ucp.core.companions`)."""
+"""Companion files of a checkpoint, found in the folder that it was saved in (`ucp.contract.companions`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
-from ucp.core.companions import companion_extra, is_plain_name, left_text
+from ucp.contract.companions import companion_extra, is_plain_name, left_text
 from ucp.core.index import Index, SourceFile
 from ucp.io.staging import MARK, PARTIAL
 

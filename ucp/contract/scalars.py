@@ -5,7 +5,8 @@ from __future__ import annotations
 from struct import pack
 
 from ucp.core.dtypes import DType
-from ucp.core.index import Fragment, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import StateIndex
 from ucp.core.region import Box
 from ucp.core.tensor import InlineTensor, TensorRef
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from os.path import relpath
 
 from ucp.conversion.zero_moments import moments
-from ucp.core.index import AtomIndex, Doubt, DoubtKind, Fragment, Index
+from ucp.core.fragments import Fragment
+from ucp.core.index import AtomIndex, Doubt, DoubtKind, Index
 from ucp.core.tensor import Record, Tensor, TensorRef
 from ucp.transfer.probe import Prober
 

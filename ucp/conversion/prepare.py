@@ -10,13 +10,13 @@ from pathlib import Path
 
 import xxhash
 
+from ucp.contract.companions import Companions, chosen_companions
 from ucp.contract.protocols import Observer, SourceOptions, Target
 from ucp.contract.registry import recognise, target, with_callables
 from ucp.contract.state_gaps import gap_text, state_gaps, with_gaps
 from ucp.conversion.copied_ranks import copied_ranks
 from ucp.conversion.replica_policy import Drift, settle
 from ucp.conversion.zero_moments import ZeroMoments, check_moments
-from ucp.core.companions import Companions, chosen_companions
 from ucp.core.index import (
     TAG,
     AtomIndex,

@@ -17,7 +17,8 @@ from dataclasses import replace
 from enum import StrEnum
 
 from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Fragment, Index, Kind, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import AtomIndex, Index, Kind, StateIndex
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.tensor import Tensor, TensorRef
 from ucp.errors import MalformedError, SourceError

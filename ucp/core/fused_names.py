@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ucp.core.index import AtomIndex, Fragment, Index, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import AtomIndex, Index, StateIndex
 from ucp.core.region import Box, intersect
 from ucp.core.tensor import InlineTensor, Tensor
 

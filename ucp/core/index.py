@@ -1,11 +1,6 @@
 """Atoms: parameters as wholes, and the index of a checkpoint that says where every piece of them lies.
 
-An `Index` is what a format gives for a path: names, shapes and places, no tensor bytes. It is made of fragments: which
-part of a whole tensor some stored bytes are.
-
->>> ref = TensorRef(path="shard", offset=0, dtype=DType.FLOAT32, shape=(2, 4), strides=(4, 1))
->>> Fragment(box=Box((1, 0), (2, 4)), ref=ref).box.numel
-8
+An `Index` is what a format gives for a path: names, shapes and places, no tensor bytes.
 """
 
 from __future__ import annotations
@@ -17,10 +12,11 @@ from enum import StrEnum
 from math import prod
 
 from ucp.core.dtypes import DType
-from ucp.core.layout import Overlap
+from ucp.core.fragments import Fragment
+from ucp.core.layout import Layout, Overlap
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box, uncovered
-from ucp.core.tensor import Record, Tensor, TensorRef
+from ucp.core.tensor import Record
 from ucp.core.topology import Topology
 from ucp.errors import CoverError, MalformedError, MissingStateError, UsageError, counted, listed
 
@@ -30,7 +26,6 @@ __all__ = [
     "Doubt",
     "DoubtKind",
     "Extra",
-    "Fragment",
     "Index",
     "Kind",
     "Loss",
@@ -57,32 +52,6 @@ class Kind(StrEnum):
     """A parameter that is not trained: no optimizer state."""
     BUFFER = "buffer"
     """Not a parameter."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fragment:
-    """A piece of a source: a box of the whole, and where its elements lie."""
-
-    box: Box
-    """Elements of the global tensor."""
-    ref: Tensor
-    """Where they are stored; its shape is the size of the box."""
-    replica: int = 0
-    """0: the bytes to take. Above: a copy that must be equal (after a cast, where its dtype is narrower)."""
-    term: int = 0
-    """Which summand of a mean it is, where the state combines by MEAN."""
-    derived: bool = False
-    """Whether a rank computed it from what it stores as well (the model's own weight beside its master): compared like
-    any copy, but no rank's word on the value."""
-
-    def __post_init__(self) -> None:
-        if self.ref.shape != self.box.sizes:
-            raise ValueError(f"{self.ref.shape} elements stored for a box of {self.box.sizes}")
-
-    @property
-    def path(self) -> str | None:
-        """File of the bytes, or None when they stand in the index itself."""
-        return self.ref.path if isinstance(self.ref, TensorRef) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +96,15 @@ class AtomIndex:
     """State name to its pieces; always has `weight`."""
     model_dtype: DType | None = None
     """Type in which the model computes with it, where that differs from the weight kept (mixed precision)."""
-    patterns: Mapping[str, str] = field(default_factory=dict)
-    """Mesh axis to the name of the pattern it was laid out by, for messages."""
+    layout: Layout = field(default_factory=Layout)
+    """How it lies over the mesh, by the patterns that its pieces were placed by; no axis where it is stored whole."""
+    origin: Mapping[str, str] = field(default_factory=dict)
+    """Mesh axis to the name of the pattern in the checkpoint that an atom store was made of."""
+
+    @property
+    def patterns(self) -> Mapping[str, str]:
+        """Mesh axis to the name of the pattern it was laid out by."""
+        return {axis.axis: axis.pattern.name for axis in self.layout.every if axis.parts > 1} or self.origin
 
     def is_count(self, state: str) -> bool:
         """Whether a state is one number for the whole parameter, such as `step`: 0-d, or a tensor of one element."""

@@ -14,7 +14,8 @@ from itertools import accumulate
 from math import prod
 
 from ucp.core.dtypes import DType
-from ucp.core.index import Fragment, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box, RegionPair, compose, intersect, local_flat_pairs
 from ucp.core.tensor import InlineTensor, Tensor, TensorRef, contiguous_strides

@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from operator import mul
 
 from ucp.core.dtypes import DType
 
@@ -81,6 +83,24 @@ class TensorRef:
         if self.strides == wanted or self.numel == 0:
             return True
         return all(n == 1 or s == w for n, s, w in zip(self.shape, self.strides, wanted, strict=True))
+
+    def narrow(self, offsets: Sequence[int], sizes: tuple[int, ...]) -> TensorRef:
+        """The elements from `offsets` on, `sizes` of them per dim.
+
+        >>> ref = TensorRef(path="a.pt", offset=64, dtype=DType.FLOAT32, shape=(2, 3), strides=(3, 1))
+        >>> ref.narrow((1, 1), (1, 2)).offset
+        80
+        """
+        if (*sizes,) == self.shape:
+            return self
+        return self.strided(sum(map(mul, offsets, self.strides)) if prod(sizes) else 0, sizes, self.strides)
+
+    def strided(self, start: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> TensorRef:
+        """Elements from `start` on, `sizes` and `strides` in elements per dim. Raises TypeError for encoded bytes."""
+        if self.codec:
+            raise TypeError(f"expected elements as they are; got {self!r}")
+        offset = self.offset + start * self.dtype.itemsize
+        return TensorRef(path=self.path, offset=offset, dtype=self.dtype, shape=sizes, strides=strides)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Fragment, Index, Kind, Loss, ParamGroup, SourceFile, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import AtomIndex, Index, Kind, Loss, ParamGroup, SourceFile, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box, local_flat_pairs
 from ucp.core.tensor import InlineTensor, Record, TensorRef, contiguous_strides
@@ -221,7 +222,7 @@ def _atom(name: str, described: Json, states: _States) -> AtomIndex:
         kind=Kind(_text(described["kind"])),
         states={state: states.state(f"{name}/{state}", _object(place)) for state, place in own.items()},
         model_dtype=None if model_dtype is None else _dtype(_text(model_dtype)),
-        patterns=_texts_by_name(described.get("patterns", {})),
+        origin=_texts_by_name(described.get("patterns", {})),
     )
 
 

@@ -15,7 +15,8 @@ import xxhash
 from zlib_ng import zlib_ng
 
 from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Fragment, Index, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import AtomIndex, Index, StateIndex
 from ucp.core.tensor import InlineTensor
 from ucp.errors import DestinationError, MalformedError
 from ucp.io.files import open_source

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from zlib_ng import zlib_ng
 
 from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Extra, Fragment, Index, Kind, ParamGroup, SourceFile, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import AtomIndex, Extra, Index, Kind, ParamGroup, SourceFile, StateIndex
 from ucp.core.names import WEIGHT
 from ucp.core.region import Box
 from ucp.core.tensor import InlineTensor, Record, TensorRef

@@ -13,7 +13,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ucp.core.dtypes import DType
-from ucp.core.index import Fragment, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import StateIndex
 from ucp.core.layout import Layout, Pattern
 from ucp.core.region import Box, RegionPair, flat_boxes
 from ucp.core.slices import Slice

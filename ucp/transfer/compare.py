@@ -18,7 +18,8 @@ import xxhash
 from ucp.contract.protocols import Observer
 from ucp.contract.rank_extras import Checksums
 from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Fragment, Index, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import AtomIndex, Index, StateIndex
 from ucp.core.region import Box
 from ucp.core.slices import GAP, Locator, Slice, block_ranges, resolve, whole_slice
 from ucp.core.tensor import Record, Tensor, TensorRef

@@ -18,7 +18,8 @@ from itertools import groupby
 from struct import unpack
 
 from ucp.core.dtypes import DType
-from ucp.core.index import Fragment, Index, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import Index, StateIndex
 from ucp.core.region import Box, RegionPair, intersect
 from ucp.core.slices import Locator, Slice, block_ranges
 from ucp.core.target import Placement, TargetPlan

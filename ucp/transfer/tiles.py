@@ -22,7 +22,8 @@ from dataclasses import replace
 from itertools import product
 from math import prod
 
-from ucp.core.index import Fragment, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import StateIndex
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import (
     GAP,

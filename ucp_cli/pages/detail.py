@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from rich.console import RenderableType
 
-from ucp.core.index import AtomIndex, Fragment, Index, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import AtomIndex, Index, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.tensor import TensorRef
 from ucp_cli.pages.overview import shown_path

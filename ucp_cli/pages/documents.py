@@ -11,7 +11,8 @@ from dataclasses import asdict
 
 from ucp.api import DiffReport, PlanReport, Survey, VerifyReport
 from ucp.conversion.execute import ConvertReport
-from ucp.core.index import AtomIndex, Extra, Fragment, Index, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import AtomIndex, Extra, Index, StateIndex
 from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
 from ucp.transfer.compare import Change

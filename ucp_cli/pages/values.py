@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import islice
 
-from ucp.core.companions import is_companion
+from ucp.contract.companions import is_companion
 from ucp.core.index import Extra
 from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.tensor import InlineTensor, TensorRef
@@ -48,7 +48,7 @@ def json_value(value: object) -> object:
 def what_is_held(extra: Extra) -> str:
     """What an extra holds, in a few words; of a companion file how long it is.
 
-    >>> from ucp.core.companions import companion_extra
+    >>> from ucp.contract.companions import companion_extra
     >>> what_is_held(Extra(name="tag", value="best")), what_is_held(companion_extra("config.json", "", 714))
     ("'best'", 'file of 714 B')
     """

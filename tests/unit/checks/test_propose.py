@@ -9,7 +9,8 @@ import pytest
 from ucp.checks.propose import propose
 from ucp.contract.protocols import LocalTensor, LocalTensors
 from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Fragment, Index, Kind, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import AtomIndex, Index, Kind, StateIndex
 from ucp.core.region import Box
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError
@@ -122,7 +123,7 @@ def atom(name: str, shape, boxes, **patterns_of_it) -> AtomIndex:
     pieces = tuple(Fragment(box=box, ref=inline(np.zeros(box.sizes, "float32"))) for box in boxes)
     state = StateIndex(dtype=DType.FLOAT32, global_shape=shape, fragments=pieces)
     return AtomIndex(
-        name=name, global_shape=shape, kind=Kind.PARAMETER, states={"weight": state}, patterns=patterns_of_it
+        name=name, global_shape=shape, kind=Kind.PARAMETER, states={"weight": state}, origin=patterns_of_it
     )
 
 

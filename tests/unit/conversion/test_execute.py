@@ -20,7 +20,8 @@ import ucp
 from tests.unit.conftest import sample_arrays
 from ucp.conversion.prepare import index_of
 from ucp.core.dtypes import DType
-from ucp.core.index import Fragment, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
 from ucp.errors import (

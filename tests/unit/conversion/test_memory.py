@@ -19,7 +19,8 @@ import pytest
 
 import ucp
 from ucp.core.dtypes import DType
-from ucp.core.index import Fragment, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from ucp.core.dtypes import DType
-from ucp.core.index import Fragment, StateIndex, check_cover
+from ucp.core.fragments import Fragment
+from ucp.core.index import StateIndex, check_cover
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
 from ucp.errors import CoverError

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from ucp.core.dtypes import DType
+from ucp.core.fragments import Fragment
 from ucp.core.fused_names import Stretch, joined
-from ucp.core.index import Fragment, StateIndex, check_cover
+from ucp.core.index import StateIndex, check_cover
 from ucp.core.region import Box
 from ucp.core.slices import Locator, resolve, whole_slice
 from ucp.errors import CoverError

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ucp.core.dtypes import DType
-from ucp.core.index import Fragment
+from ucp.core.fragments import Fragment
 from ucp.core.region import Box
 from ucp.core.tensor import InlineTensor, TensorRef
 

@@ -11,7 +11,8 @@ from torch import nn, optim
 
 from tests.unit.live.threads import run
 from ucp.core.dtypes import DType
-from ucp.core.index import Extra, Fragment, Kind, ParamGroup, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import Extra, Kind, ParamGroup, StateIndex
 from ucp.core.region import Box
 from ucp.core.tensor import InlineTensor, Record
 from ucp.core.topology import Topology

@@ -15,7 +15,8 @@ import ucp
 from ucp.contract.protocols import Evidence
 from ucp.conversion.prepare import index_of
 from ucp.core.dtypes import DType
-from ucp.core.index import Extra, Fragment, Index, Kind, Loss, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import Extra, Index, Kind, Loss, StateIndex
 from ucp.core.pickle_values import GlobalName, Stub, TorchSize
 from ucp.core.region import Box
 from ucp.core.slices import Locator, resolve, whole_slice
@@ -285,7 +286,7 @@ def test_everything_that_is_said_of_an_atom_comes_back(tmp_path, memory_format, 
     array = np.arange(6, dtype="float32")
     index = make_index(shards.folder, {(name, "weight"): shards.whole(array) for name in ("w", "frozen", "buffer")})
     index.atoms["w"] = replace(
-        index.atoms["w"], model_dtype=DType.BFLOAT16, patterns={"tp": "shard(dim=0)", "dp": "replicate"}
+        index.atoms["w"], model_dtype=DType.BFLOAT16, origin={"tp": "shard(dim=0)", "dp": "replicate"}
     )
     index.atoms["frozen"] = replace(index.atoms["frozen"], kind=Kind.FROZEN)
     index.atoms["buffer"] = replace(index.atoms["buffer"], kind=Kind.BUFFER)

@@ -10,7 +10,8 @@ import pytest
 import ucp
 from ucp.conversion.prepare import index_of
 from ucp.core.dtypes import DType
-from ucp.core.index import Fragment, Kind, ParamGroup, StateIndex, check_cover
+from ucp.core.fragments import Fragment
+from ucp.core.index import Kind, ParamGroup, StateIndex, check_cover
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
 from ucp.errors import MissingFileError

@@ -8,7 +8,8 @@ import pytest
 import ucp.core.slices
 import ucp.transfer.gather
 from ucp.core.dtypes import DType
-from ucp.core.index import Fragment, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
 from ucp.core.slices import Locator, resolve, whole_slice

@@ -16,7 +16,8 @@ from ucp_patterns.shard import Shard
 import ucp
 from ucp.conversion.prepare import index_of
 from ucp.core.dtypes import DType
-from ucp.core.index import Fragment, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
 from ucp.core.slices import Slice, whole_slice

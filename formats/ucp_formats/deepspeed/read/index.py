@@ -115,7 +115,7 @@ def _index(name: str, located: Located, grid: SavedGrid, merged: Merged, mesh: _
         topology=Topology(dp=run.ranks, tp=grid.tp, pp=grid.pp, ep=mesh.ep, zero=run.stage),
         step=step_of(run.model.root),
         skipped=step_of(run.model.root, "skipped_steps") or 0,
-        atoms={own: replace(atom, patterns=_patterns(atom, run, mesh)) for own, atom in atoms.items()},
+        atoms={own: replace(atom, origin=_patterns(atom, run, mesh)) for own, atom in atoms.items()},
         groups=tuple(optimizer.groups),
         aliases=module.aliases,
         extras=joined(optimizer.extras, module.extras),

@@ -14,7 +14,8 @@ from typing import Protocol
 
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
-from ucp.core.index import Extra, Fragment, Kind, ParamGroup, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import Extra, Kind, ParamGroup, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.names import WEIGHT
 from ucp.core.region import Box

@@ -12,7 +12,8 @@ from math import prod
 
 from ucp.contract.rank_extras import Checksums, per_rank_extras
 from ucp.core.dtypes import DType
-from ucp.core.index import Extra, Fragment, Kind
+from ucp.core.fragments import Fragment
+from ucp.core.index import Extra, Kind
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from ucp.contract.registry import pattern
-from ucp.core.index import Fragment
+from ucp.core.fragments import Fragment
 from ucp.core.layout import AxisLayout, Layout, Overlap, Pattern, local_shape
 from ucp.core.region import Box, RegionPair, intersect
 from ucp.core.tensor import TensorRef

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ucp.core.companions import is_companion
+from ucp.contract.companions import is_companion
 from ucp.core.index import TAG, Index
 from ucp_formats.deepspeed.read.extras import UNSTEPPED
 

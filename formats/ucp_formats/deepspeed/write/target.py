@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ucp.core.companions import place_companions
+from ucp.contract.companions import place_companions
 from ucp.core.index import Index
 from ucp.core.names import WEIGHT
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan

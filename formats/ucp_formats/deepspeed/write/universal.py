@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ucp.core.companions import place_companions
+from ucp.contract.companions import place_companions
 from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan

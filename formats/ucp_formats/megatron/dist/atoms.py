@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ucp.core.index import AtomIndex, Kind, StateIndex
-from ucp.core.index import Fragment
+from ucp.core.fragments import Fragment
 from ucp.core.names import STEP, WEIGHT
 from ucp_formats.megatron.dist.groups import DistGroups
 from ucp_formats.megatron.dist.names import DistNames

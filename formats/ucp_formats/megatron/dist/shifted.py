@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from ucp.core.index import AtomIndex, Kind, Loss, StateIndex
 from ucp.errors import listed
-from ucp.core.index import Fragment
+from ucp.core.fragments import Fragment
 from ucp.transfer.probe import Prober
 from ucp.core.names import WEIGHT
 from ucp_formats.megatron.dist.atoms import EMBEDDING

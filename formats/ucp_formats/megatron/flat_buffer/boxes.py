@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ucp.core.dtypes import DType
-from ucp.core.index import Fragment
+from ucp.core.fragments import Fragment
 from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs
 from ucp.core.tensor import TensorRef, contiguous_strides
 

@@ -13,7 +13,8 @@ from itertools import product
 from math import prod
 
 from ucp.contract.scalars import scalar_state
-from ucp.core.index import AtomIndex, Fragment, Kind, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import AtomIndex, Kind, StateIndex
 from ucp.core.layout import Layout, Overlap, Placed, place
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import TensorRef
@@ -149,7 +150,7 @@ def _atom(name: str, laid: _Laid, states: LegacyStates) -> AtomIndex:
         kind=_kind(laid, has_states=bool(trained), states=states),
         states=found,
         model_dtype=dtype if dtype is not weight.dtype else None,
-        patterns={axis.axis: axis.pattern.name for axis in laid.layout.axes},
+        layout=laid.layout,
     )
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from ucp.core.index import Fragment
+from ucp.core.fragments import Fragment
 from ucp.core.layout import Placed
 from ucp.core.region import Box, intersect
 from ucp.core.tensor import TensorRef, contiguous_strides

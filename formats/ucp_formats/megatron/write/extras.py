@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ucp.core.companions import is_companion
+from ucp.contract.companions import is_companion
 from ucp.core.index import Index
 from ucp_formats.megatron.run.modules import MODULES
 from ucp_formats.megatron.write.division import division_notes

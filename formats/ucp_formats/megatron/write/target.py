@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ucp.core.companions import place_companions
+from ucp.contract.companions import place_companions
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, check_weights
 from ucp.core.names import STEP, WEIGHT

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums, per_rank_extras
 from ucp.contract.scalars import number_state, scalar_state
-from ucp.core.index import Extra, Fragment, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import Extra, StateIndex
 from ucp.core.names import WEIGHT
 from ucp.core.region import Box, local_flat_pairs
 from ucp.core.tensor import TensorRef, contiguous_strides

@@ -17,7 +17,8 @@ from math import prod
 
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
-from ucp.core.index import Extra, Fragment, ParamGroup, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import Extra, ParamGroup, StateIndex
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ucp.contract.problems import Problems
-from ucp.core.index import Fragment, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import StateIndex
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box
 from ucp.core.tensor import Record, TensorRef, contiguous_strides

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
-from ucp.core.index import Fragment
+from ucp.core.fragments import Fragment
 from ucp.io.dcp.checkpoint import StoredTensor
 from ucp.transfer.probe import Prober
 from ucp.core.tensor import TensorRef

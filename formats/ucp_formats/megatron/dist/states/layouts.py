@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ucp.core.dtypes import DType
 from ucp.errors import MalformedError, counted, listed
-from ucp.core.index import Fragment
+from ucp.core.fragments import Fragment
 from ucp.io.dcp.checkpoint import StoredTensor
 from ucp.core.region import Box
 from ucp.core.names import WEIGHT

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from ucp.contract.protocols import Target
 from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Extra, Fragment, Index, Kind, ParamGroup, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import AtomIndex, Extra, Index, Kind, ParamGroup, StateIndex
 from ucp.core.pickle_values import Stub
 from ucp.core.region import Box
 from ucp.core.target import OutputFile, TargetOptions, TargetPlan

@@ -15,7 +15,8 @@ import torch
 from ucp_formats.deepspeed.write.target import DeepSpeedTarget
 
 from ucp.core.dtypes import DType
-from ucp.core.index import Extra, Fragment, Index, Loss, StateIndex
+from ucp.core.fragments import Fragment
+from ucp.core.index import Extra, Index, Loss, StateIndex
 from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.region import Box
 from ucp.core.target import TargetOptions

@@ -14,7 +14,8 @@ from ucp_formats.deepspeed.write.optimizer.groups import Group
 from ucp_formats.deepspeed.write.universal import DeepSpeedUniversalTarget
 
 from ucp.core.dtypes import DType
-from ucp.core.index import Extra, Fragment, StateIndex, check_cover
+from ucp.core.fragments import Fragment
+from ucp.core.index import Extra, StateIndex, check_cover
 from ucp.core.region import Box
 from ucp.core.target import TargetOptions
 from ucp.core.tensor import InlineTensor

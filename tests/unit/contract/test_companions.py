@@ -12,9 +12,7 @@ import pytest
 
 import ucp
 from ucp.checks.verify import prove_written
-from ucp.contract.protocols import SourceOptions
-from ucp.conversion.prepare import ConvertOptions, Silent, prepare
-from ucp.core.companions import (
+from ucp.contract.companions import (
     MOST_SMALL,
     Companions,
     chosen_companions,
@@ -22,6 +20,8 @@ from ucp.core.companions import (
     companions_of,
     place_companions,
 )
+from ucp.contract.protocols import SourceOptions
+from ucp.conversion.prepare import ConvertOptions, Silent, prepare
 from ucp.core.index import TAG, Extra
 from ucp.core.target import OutputFile, TargetPlan
 from ucp.core.topology import Topology

@@ -1,0 +1,72 @@
+"""Fragments: which part of a whole tensor some stored bytes are.
+
+>>> from ucp.core.dtypes import DType
+>>> ref = TensorRef(path="shard", offset=0, dtype=DType.FLOAT32, shape=(2, 4), strides=(4, 1))
+>>> Fragment(box=Box((1, 0), (2, 4)), ref=ref).box.numel
+8
+>>> [str(piece.box) for piece in fragments(Layout(), (2, 4), [Stored({}, ref)])]
+['[0:2, 0:4]']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ucp.core.layout import Layout, Placed, place
+from ucp.core.region import Box
+from ucp.core.tensor import Tensor, TensorRef
+
+__all__ = ["Fragment", "Stored", "fragments"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    """A piece of a source: a box of the whole, and where its elements lie."""
+
+    box: Box
+    """Elements of the global tensor."""
+    ref: Tensor
+    """Where they are stored; its shape is the size of the box."""
+    replica: int = 0
+    """0: the bytes to take. Above: a copy that must be equal (after a cast, where its dtype is narrower)."""
+    term: int = 0
+    """Which summand of a mean it is, where the state combines by MEAN."""
+    derived: bool = False
+    """Whether a rank computed it from another piece (the model's weight beside its master): compared, never taken."""
+
+    def __post_init__(self) -> None:
+        if self.ref.shape != self.box.sizes:
+            raise ValueError(f"{self.ref.shape} elements stored for a box of {self.box.sizes}")
+
+    @property
+    def path(self) -> str | None:
+        """File of the bytes, or None when they stand in the index itself."""
+        return self.ref.path if isinstance(self.ref, TensorRef) else None
+
+
+class Stored(NamedTuple):
+    """What one rank stored of a tensor."""
+
+    coords: Mapping[str, int]
+    """Place of the rank: mesh axis to index."""
+    ref: TensorRef
+    """Its local tensor; where the layout has flat axes, a one-dimensional one."""
+    start: int = 0
+    """Element of a one-dimensional one where its part of this tensor begins."""
+
+    def piece(self, placed: Placed, layout: Layout) -> Fragment:
+        """The elements of the box that `layout` placed there."""
+        if layout.flat:
+            ref = self.ref.strided(self.start + placed.offset, placed.box.sizes, placed.strides)
+        else:
+            ref = self.ref.narrow(placed.local.offsets, placed.box.sizes)
+        return Fragment(box=placed.box, ref=ref, replica=placed.replica, term=placed.term)
+
+
+def fragments(layout: Layout, global_shape: Sequence[int], stored: Iterable[Stored]) -> tuple[Fragment, ...]:
+    """The pieces that ranks stored of a tensor of `global_shape` elements, where `place` says that they lie."""
+    return tuple(
+        own.piece(placed, layout) for own in stored for placed in place(layout, global_shape, coords=own.coords)
+    )
