@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TypedDict, TypeVar
 import click
 
 from ucp.contract.companions import Companions
+from ucp.conversion.options import AcceptName, CompanionsName, DriftName, ZeroMomentsName, nbytes_of
 from ucp.conversion.replica_policy import Drift
 from ucp.conversion.zero_moments import ZeroMoments
 from ucp.core.index import DoubtKind
@@ -25,7 +25,7 @@ __all__ = [
     "convert_options",
     "count_of",
     "example",
-    "nbytes_of",
+    "memory_of",
     "progress",
     "setting",
     "source_options",
@@ -51,16 +51,9 @@ class _AnyPath(click.Path):
 PATH = _AnyPath(path_type=Path)
 """A path; whether a checkpoint is there is for `ucp` to say."""
 
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", re.IGNORECASE)
-"""Number, prefix, "iB" or "B". Examples: 512M, 1.5GiB, 2GB, 1073741824."""
-
-_EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
-_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-
 
 class ConvertArguments(TypedDict):
-    """What `convert_options` pass to a verb: keyword arguments of `ucp.api.make_options`."""
+    """What `convert_options` pass to a verb: keyword arguments of `ucp.convert`."""
 
     to: str
     topology: Topology | None
@@ -73,27 +66,21 @@ class ConvertArguments(TypedDict):
     settings: dict[str, str]
     family: str | None
     patterns: Path | None
-    drift: str
-    zero_moments: str
-    accept: tuple[str, ...]
+    drift: DriftName
+    zero_moments: ZeroMomentsName
+    accept: tuple[AcceptName, ...]
     tag: str | None
-    companions: str
+    companions: CompanionsName
     workers: int | None
     memory: int
 
 
-def nbytes_of(text: str) -> int:
-    """Bytes of text like 512M, 1GiB (powers of 1024) or 2GB (powers of 1000). Raises BadParameter.
-
-    >>> nbytes_of("1.5G"), nbytes_of("2GB")
-    (1610612736, 2000000000)
-    """
-    match = _MEMORY.fullmatch(text.strip())
-    if match is None:
-        raise click.BadParameter(f"expected an amount of memory such as 512M or 2GiB; got {text!r}")
-    number, prefix, unit = match.groups()
-    base = 1000 if unit in {"B", "b"} else 1024
-    return int(float(number) * base ** _EXPONENTS[prefix.upper()])
+def memory_of(text: str) -> int:
+    """Bytes of text like 512M, 1GiB or 2GB. Raises BadParameter."""
+    try:
+        return nbytes_of(text)
+    except UsageError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 def count_of(text: str) -> int:
@@ -115,12 +102,12 @@ def state_and_dtype(text: str) -> tuple[str, str]:
     """State and name of the dtype to store it in. Raises BadParameter.
 
     >>> state_and_dtype("weight=bf16")
-    ('weight', 'bfloat16')
+    ('weight', 'bf16')
     """
     state, equals, dtype = (part.strip() for part in text.partition("="))
     if not (state and equals and dtype):
         raise click.BadParameter(f"expected STATE=DTYPE such as weight=bfloat16; got {text!r}")
-    return state, _SHORT_DTYPES.get(dtype, dtype)
+    return state, dtype
 
 
 def setting(text: str) -> tuple[str, str]:
@@ -150,7 +137,7 @@ _SOURCE_OPTIONS = (
 
 _MEMORY_OPTION = click.option(
     "--memory",
-    type=nbytes_of,
+    type=memory_of,
     default="1GiB",
     show_default=True,
     metavar="M",

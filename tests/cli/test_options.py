@@ -13,7 +13,7 @@ from tests.cli.conftest import Run
 from ucp import api
 from ucp.errors import ARGUMENTS
 from ucp_cli.commands import convert, verify
-from ucp_cli.options import nbytes_of
+from ucp_cli.options import memory_of
 
 
 @pytest.mark.parametrize(
@@ -30,20 +30,20 @@ from ucp_cli.options import nbytes_of
     ],
 )
 def test_memory(text: str, nbytes: int) -> None:
-    assert nbytes_of(text) == nbytes
+    assert memory_of(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "G", "-1G", "1X", "1GiBB", "1,5G", "nan"])
 def test_what_is_no_amount_of_memory(text: str) -> None:
     with pytest.raises(click.BadParameter, match="512M"):
-        nbytes_of(text)
+        memory_of(text)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--memory", "many"], "expected an amount of memory"),
-        (["--memory", "0"], "expected memory in bytes"),
+        (["--memory", "0"], "expected an amount of memory"),
         (["--workers", "-1"], "expected a number of workers, 1 or more"),
         (["--workers", "0"], "expected a number of workers, 1 or more"),
         (["--workers", "two"], "expected a number of workers, 1 or more"),

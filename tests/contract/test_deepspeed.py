@@ -5,7 +5,7 @@ from pathlib import Path
 from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 from ucp_formats.deepspeed.read.universal.source import DeepSpeedUniversalFormat
 
-from ucp.conversion.prepare import ConvertOptions
+from ucp.conversion.options import ConvertOptions
 from ucp.core.topology import Topology
 from ucp.testing import FormatContract, TargetContract
 

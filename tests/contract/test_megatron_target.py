@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.formats.megatron.conftest import FakeLegacy
 from ucp.api import convert
-from ucp.conversion.prepare import ConvertOptions
+from ucp.conversion.options import ConvertOptions
 from ucp.core.target import TargetOptions
 from ucp.core.topology import Topology
 from ucp.testing import TargetContract

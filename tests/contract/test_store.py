@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import ucp
 from tests.unit.conftest import handmade
-from ucp.conversion.prepare import ConvertOptions
+from ucp.conversion.options import ConvertOptions
 from ucp.core.names import NameFilter
 from ucp.core.target import TargetOptions
 from ucp.store.format import StoreFormat

@@ -5,14 +5,19 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import ucp
-from ucp.api import make_options
-from ucp.conversion.prepare import ConvertOptions, prepare
+from ucp.conversion.options import ConvertOptions, make_options
+from ucp.conversion.prepare import prepare
+from ucp.core.tensor import TensorRef
 from ucp.errors import MissingLibraryError, UcpError, UsageError
 
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 ZERO1 = {"to": "deepspeed", "topology": "dp=2,zero=1", "exclude": ["counter"]}
 """Asked of `source`, whose counter no optimizer group has."""
 ONCE_BYTES_MOVE = {"resume", "overwrite", "fsync", "verify", "observer"}
@@ -145,3 +150,43 @@ def test_damage_prints_with_the_report(source, tmp_path):
     assert first.startswith(f"{tmp_path / 'out'}: {len(report.problems)} problem")
     assert rest == [f"problem: {line}" for line in report.problems]
     assert "equal to" not in first
+
+
+class TestCheckpoint:
+    def test_a_region_is_slices_or_a_box(self, source):
+        checkpoint = ucp.open(source)
+        name, atom = next((name, atom) for name, atom in checkpoint.atoms.items() if len(atom.global_shape) == 2)
+        whole = checkpoint.read(name, "weight")
+        for region in (np.s_[1:3], np.s_[1:3, :], np.s_[1:3, ...], np.s_[..., 1:2], np.s_[-2:, :-1], np.s_[5:2]):
+            assert torch.equal(checkpoint.read(name, "weight", region), whole[region]), region
+        box = ucp.Box((1, 0), (1, atom.global_shape[1]))
+        assert torch.equal(checkpoint.read(name, "weight", box), whole[1:2])
+
+    @pytest.mark.parametrize(
+        "region", [np.s_[::2], np.s_[1], np.s_[:, :, :], np.s_[:, None], ucp.Box((0, 0), (1, 999))]
+    )
+    def test_regions_that_are_none(self, source, region):
+        checkpoint = ucp.open(source)
+        name = next(name for name, atom in checkpoint.atoms.items() if len(atom.global_shape) == 2)
+        with pytest.raises(ValueError, match=r"does not lie in|slices with steps of 1"):
+            checkpoint.read(name, "weight", region)
+
+    def test_it_shows_what_it_is(self, source):
+        checkpoint = ucp.open(source)
+        assert str(source) in repr(checkpoint)
+        assert len(repr(checkpoint)) < 300
+        page = checkpoint._repr_html_()
+        assert all(name in page for name in checkpoint.atoms)
+        assert "<table>" in page
+
+    def test_a_tensor_among_the_extras_is_read(self):
+        checkpoint = ucp.open(FIXTURES / "megatron" / "gpt-tp2-pp2-torch" / "checkpoint")
+        refs = [extra.value for extra in checkpoint.index.extras if isinstance(extra.value, TensorRef)]
+        refs += [own for extra in checkpoint.index.extras for own in _tensors(extra.value)]
+        assert refs
+        assert all(tuple(checkpoint.tensor(ref).shape) == ref.shape for ref in refs)
+
+
+def _tensors(value):
+    own = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [ref for inner in own for ref in ([inner] if isinstance(inner, TensorRef) else _tensors(inner))]

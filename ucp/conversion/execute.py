@@ -21,7 +21,8 @@ from ucp.contract.output_names import check_fits
 from ucp.contract.protocols import Engine, Observer
 from ucp.contract.registry import engine
 from ucp.conversion.journal import line_of, trusted
-from ucp.conversion.prepare import ConvertOptions, Prepared, prepare
+from ucp.conversion.options import ConvertOptions
+from ucp.conversion.prepare import Prepared, prepare
 from ucp.core.index import Index
 from ucp.core.target import Literal, OutputFile
 from ucp.core.tensor import Record, TensorRef

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ucp.conversion.prepare import ConvertOptions, prepare
+from ucp.conversion.options import ConvertOptions
+from ucp.conversion.prepare import prepare
 from ucp.core.index import Index
 from ucp.core.topology import Topology
 from ucp.errors import counted

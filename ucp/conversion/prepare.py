@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import xxhash
@@ -15,12 +15,12 @@ from ucp.contract.protocols import Observer, SourceOptions, Target
 from ucp.contract.registry import recognise, target, with_callables
 from ucp.contract.state_gaps import gap_text, state_gaps, with_gaps
 from ucp.conversion.copied_ranks import copied_ranks
+from ucp.conversion.options import ConvertOptions
 from ucp.conversion.replica_policy import Drift, settle
 from ucp.conversion.zero_moments import ZeroMoments, check_moments
 from ucp.core.index import (
     TAG,
     AtomIndex,
-    DoubtKind,
     Extra,
     Index,
     Loss,
@@ -30,13 +30,12 @@ from ucp.core.index import (
     check_names,
 )
 from ucp.core.names import WEIGHT, NameFilter
-from ucp.core.target import TargetOptions, TargetPlan
-from ucp.core.topology import Topology
+from ucp.core.target import TargetPlan
 from ucp.errors import IdleOptionError, UsageError, counted
 from ucp.io.identity import producer
 from ucp.transfer.tasks import BLOCK, Job, fit_workers, make_job
 
-__all__ = ["ConvertOptions", "Prepared", "Silent", "Survey", "index_as_told", "index_of", "judged", "prepare", "survey"]
+__all__ = ["Prepared", "Silent", "Survey", "index_as_told", "index_of", "judged", "prepare", "survey"]
 
 
 _PER_ATOM, _PER_STATE, _PER_PIECE = 4 << 10, 4 << 10, 1 << 10
@@ -60,40 +59,6 @@ class Silent:
 
     def end(self) -> None:
         """Nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertOptions:
-    """What the user asked for."""
-
-    to: str = "ucp"
-    """Name of the target."""
-    topology: Topology | None = None
-    """Layout of the run that will load it; None where the target has no ranks."""
-    target: TargetOptions = field(default_factory=TargetOptions)
-    """Options of the target."""
-    names: NameFilter = field(default_factory=NameFilter)
-    """Which parameters and states to take."""
-    source: SourceOptions = field(default_factory=SourceOptions)
-    """What the user says of the source."""
-    drift: Drift = Drift.ERROR
-    """What to do about copies that should be equal and are not."""
-    zero_moments: ZeroMoments = ZeroMoments.ERROR
-    """What to do about moments that are all zero although steps were taken."""
-    accept: frozenset[DoubtKind] = frozenset()
-    """Doubts of the source that are to be passed over."""
-    workers: int = 0
-    """Processes; 0 for one per core."""
-    memory: int = 1 << 30
-    """Bytes of memory for the whole run, beyond the interpreter's own and that of the index."""
-    resume: bool = False
-    """Continue an unfinished conversion."""
-    overwrite: bool = False
-    """Replace a destination that ucp wrote."""
-    companions: Companions = Companions.SMALL
-    """Which files beside the checkpoint to carry along."""
-    fsync: bool = True
-    """Wait until everything is on the disk; else the system brings it there in its own time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

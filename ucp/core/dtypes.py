@@ -52,10 +52,23 @@ class DType(StrEnum):
         return _SAFETENSORS[self]
 
     @classmethod
+    def named(cls, name: str) -> DType | None:
+        """Type of that name, in full, short or as torch prints it; None for a name of none.
+
+        >>> DType.named("bf16"), DType.named("torch.float32"), DType.named("float")
+        (<DType.BFLOAT16: 'bfloat16'>, <DType.FLOAT32: 'float32'>, None)
+        """
+        plain = name.removeprefix("torch.")
+        full = _SHORT.get(plain, plain)
+        return cls(full) if full in set(cls) else None
+
+    @classmethod
     def from_safetensors(cls, code: str) -> DType:
         """Type for a safetensors code. Raises KeyError for an unknown code."""
         return _FROM_SAFETENSORS[code]
 
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 _ITEMSIZE = {
     DType.FLOAT64: 8,

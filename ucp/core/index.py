@@ -176,7 +176,7 @@ class DoubtKind(StrEnum):
     @classmethod
     def accepted(cls, asked: Iterable[str]) -> frozenset[DoubtKind]:
         """Those that a user names. Raises UsageError for a name of none."""
-        names = (asked,) if isinstance(asked, str) else tuple(asked)
+        names = (asked,) if isinstance(asked, str) or not isinstance(asked, Iterable) else tuple(asked)
         if not set(names) <= set(cls):
             raise UsageError(f"expected accept as a list of {', '.join(cls)}; got {asked!r}")
         return frozenset(map(cls, names))

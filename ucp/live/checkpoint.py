@@ -7,15 +7,20 @@ checkpoint.read("l1.weight", "exp_avg")         # one torch tensor, whatever the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from html import escape
 from importlib.util import find_spec
+from types import EllipsisType
 from typing import TYPE_CHECKING
 
+from ucp.core.dtypes import DType
+from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, StateIndex
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Locator, Slice, resolve
+from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import MissingLibraryError, NoSuchNameError, counted
 from ucp.transfer.gather import Gatherer, Sources
@@ -96,12 +101,39 @@ class _Atoms(Mapping[str, Atom]):
         return len(self._index.atoms)
 
 
-@dataclass(frozen=True, slots=True)
+Region = Box | slice | tuple[slice | EllipsisType, ...]
+"""Part of a tensor: a half-open box, or slices as numpy has them (steps of 1)."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Checkpoint:
     """A checkpoint of any format, seen as atoms. Opening reads indexes only."""
 
     index: Index
     """Everything that is known of it."""
+
+    def __repr__(self) -> str:
+        return repr(self.index)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what it is, and its parameters."""
+        rows = [
+            (name, f"{list(atom.global_shape)}", ", ".join(atom.states), ", ".join(map(str, _dtypes(atom))))
+            for name, atom in list(self.index.atoms.items())[:_SHOWN]
+        ]
+        more = len(self.index.atoms) - len(rows)
+        rest = f"<p>and {more:,} more (<code>.atoms</code> lists all)</p>" if more > 0 else ""
+        head = _table((), list(self._shown()))
+        return head + _table(("parameter", "shape", "states", "dtypes"), rows) + rest
+
+    def _shown(self) -> Iterator[tuple[str, str]]:
+        index = self.index
+        yield "format", index.format
+        yield "path", index.path
+        yield "run", str(index.topology)
+        if index.step is not None:
+            yield "step", str(index.step)
+        yield "parameters", f"{len(index.atoms):,}"
 
     @property
     def format(self) -> str:
@@ -122,8 +154,8 @@ class Checkpoint:
     def extras(self) -> Mapping[str, object]:
         """Name to value of what is not a tensor of a parameter, as far as it is the same on all ranks.
 
-        Plain values are themselves; objects are inert (`ucp.core.pickle_values.Stub`), tensors are references
-        (`ucp.core.tensor.TensorRef`).
+        Plain values are themselves; objects are inert (`ucp.core.pickle_values.Stub`), tensors are references,
+        which `tensor` reads.
         """
         return {extra.name: extra.value for extra in self.index.extras if extra.rank is None}
 
@@ -132,36 +164,22 @@ class Checkpoint:
         """Name to atom, in the order of the model."""
         return _Atoms(self.index)
 
-    def read(self, name: str, state: str, region: Box | None = None) -> torch.Tensor:
+    def read(self, name: str, state: str, region: Region | None = None) -> torch.Tensor:
         """Elements of a state as a tensor of its own shape, or of the shape of `region`.
 
-        `name` may be a tied name. `region`: half-open box of the whole, elements. Raises KeyError for a name or state
-        that is not there, ValueError for a region outside, MissingLibraryError without torch.
+        `name` may be a tied name. `region`: of the whole, elements: `ucp.Box((0, 0), (4, 8))`, or slices, as in
+        `numpy.s_[:4, :8]`. Raises KeyError for a name or state that is not there, ValueError for a region outside,
+        MissingLibraryError without torch.
         """
-        _need_torch()
-        import torch
-
         source = self._state(name, state)
-        box = region or Box.whole(source.global_shape)
-        whole = Box.whole(source.global_shape)
-        if len(box.sizes) != len(whole.sizes) or any(a > b for a, b in zip(box.stops, whole.stops, strict=True)):
-            raise ValueError(f"region {box} does not lie in {name}/{state} of shape {list(source.global_shape)}")
-        own = Slice(
-            param=name,
-            state=state,
-            dtype=source.dtype,
-            pairs=(RegionPair(box, Box.whole(box.sizes)),),
-            local_shape=box.sizes,
-            start=0,
-            stop=box.numel,
-        )
-        tensor = torch.empty(box.sizes, dtype=getattr(torch, source.dtype.value))
-        if box.numel:
-            data = tensor.reshape(-1).view(torch.uint8).numpy().data
-            gatherer = Gatherer(sources=Sources())
-            gatherer.fill(data, source.dtype, resolve(own, Locator(source), 0, box.numel))
-            gatherer.sources.close()
-        return tensor
+        box = _box(region, source.global_shape, f"{name}/{state}")
+        return _read(source, box, f"{name}/{state}")
+
+    def tensor(self, ref: TensorRef) -> torch.Tensor:
+        """The tensor that an extra refers to, e.g. a random state. Raises MissingLibraryError without torch."""
+        whole = Box.whole(ref.shape)
+        fragment = Fragment(box=whole, ref=ref)
+        return _read(StateIndex(dtype=ref.dtype, global_shape=ref.shape, fragments=(fragment,)), whole, ref.path)
 
     def _state(self, name: str, state: str) -> StateIndex:
         """Raises KeyError with what there is instead."""
@@ -172,3 +190,61 @@ class Checkpoint:
         if state not in states:
             raise NoSuchNameError(_no_state(self.index.atoms[stored], state))
         return states[state]
+
+
+_SHOWN = 50
+"""Parameters that a notebook shows."""
+
+
+def _box(region: Region | None, shape: tuple[int, ...], what: str) -> Box:
+    """The box that a region is. Raises ValueError where it does not lie in a tensor of that shape."""
+    if region is None:
+        return Box.whole(shape)
+    if isinstance(region, Box):
+        if len(region.sizes) != len(shape) or any(a > b for a, b in zip(region.stops, shape, strict=True)):
+            raise ValueError(f"region {region} does not lie in {what} of shape {list(shape)}")
+        return region
+    asked = region if isinstance(region, tuple) else (region,)
+    if Ellipsis in asked:
+        at = asked.index(Ellipsis)
+        missing = len(shape) - len(asked) + 1
+        asked = (*asked[:at], *[slice(None)] * missing, *asked[at + 1 :])
+    slices = [own for own in asked if isinstance(own, slice)]
+    if len(slices) != len(asked) or len(asked) > len(shape) or any(own.step not in {None, 1} for own in slices):
+        raise ValueError(f"expected at most {len(shape)} slices with steps of 1 for {what}; got {region!r}")
+    slices += [slice(None)] * (len(shape) - len(slices))
+    bounds = [own.indices(length)[:2] for own, length in zip(slices, shape, strict=True)]
+    return Box(tuple(low for low, _ in bounds), tuple(max(high - low, 0) for low, high in bounds))
+
+
+def _read(source: StateIndex, box: Box, what: str) -> torch.Tensor:
+    """Elements of a box as a tensor."""
+    _need_torch()
+    import torch
+
+    own = Slice(
+        param=what,
+        state="",
+        dtype=source.dtype,
+        pairs=(RegionPair(box, Box.whole(box.sizes)),),
+        local_shape=box.sizes,
+        start=0,
+        stop=box.numel,
+    )
+    tensor = torch.empty(box.sizes, dtype=getattr(torch, source.dtype.value))
+    if box.numel:
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data
+        gatherer = Gatherer(sources=Sources())
+        gatherer.fill(data, source.dtype, resolve(own, Locator(source), 0, box.numel))
+        gatherer.sources.close()
+    return tensor
+
+
+def _dtypes(atom: AtomIndex) -> Iterator[DType]:
+    yield from dict.fromkeys(state.dtype for state in atom.states.values())
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    cells = [*(["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"] if head else [])]
+    cells += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
+    return f"<table>{''.join(cells)}</table>"

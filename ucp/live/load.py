@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucp.contract.protocols import SourceOptions
+from ucp.conversion.options import TopologyLike, topology_of
 from ucp.conversion.zero_moments import ZeroMoments
 from ucp.core.index import DoubtKind
 from ucp.core.names import WEIGHT
-from ucp.core.topology import Topology
 from ucp.errors import UcpError, UsageError
 from ucp.live.checksums import check_records
 from ucp.live.load_plan import Decision, check_agreement, check_topology, decide
@@ -46,7 +46,7 @@ ENVIRONMENT = "UCP_CHECKPOINT"
 
 def load_into(
     model: nn.Module,
-    topology: Topology | str | None = None,
+    topology: TopologyLike | None = None,
     *,
     checkpoint: str | PathLike[str] | None = None,
     optimizer: Optimizer | None = None,
@@ -157,7 +157,7 @@ def _device(model: nn.Module) -> torch.device:
 
 def _decided(
     model: nn.Module,
-    topology: Topology | str | None,
+    topology: TopologyLike | None,
     checkpoint: str | PathLike[str] | None,
     optimizer: Optimizer | None,
     ranks: Ranks,
@@ -176,7 +176,7 @@ def _decided(
             f"expected a checkpoint; pass checkpoint=PATH (after the model comes the topology), or set {ENVIRONMENT}"
         )
     if topology is not None:
-        check_topology(Topology.parse(topology) if isinstance(topology, str) else topology, ranks)
+        check_topology(topology_of(topology), ranks)
     return decide(
         model,
         optimizer,

@@ -11,7 +11,8 @@ import pytest
 
 from ucp.contract.registry import recognise
 from ucp.conversion.execute import carry_out
-from ucp.conversion.prepare import ConvertOptions, index_of, prepare
+from ucp.conversion.options import ConvertOptions
+from ucp.conversion.prepare import index_of, prepare
 from ucp.transfer.compare import compare
 
 __all__ = ["TargetContract"]

@@ -21,7 +21,8 @@ from ucp.contract.companions import (
     place_companions,
 )
 from ucp.contract.protocols import SourceOptions
-from ucp.conversion.prepare import ConvertOptions, Silent, prepare
+from ucp.conversion.options import ConvertOptions
+from ucp.conversion.prepare import Silent, prepare
 from ucp.core.index import TAG, Extra
 from ucp.core.target import OutputFile, TargetPlan
 from ucp.core.topology import Topology

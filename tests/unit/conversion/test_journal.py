@@ -5,7 +5,8 @@ import json
 import pytest
 
 from ucp.conversion.journal import line_of, trusted
-from ucp.conversion.prepare import ConvertOptions, prepare
+from ucp.conversion.options import ConvertOptions
+from ucp.conversion.prepare import prepare
 from ucp.transfer.engines.serial import SerialEngine
 from ucp.transfer.output_files import create
 

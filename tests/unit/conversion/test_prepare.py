@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import ucp
-from ucp.api import make_options
-from ucp.conversion.prepare import ConvertOptions, Silent, index_of, prepare
+from ucp.conversion.options import ConvertOptions, make_options
+from ucp.conversion.prepare import Silent, index_of, prepare
 from ucp.conversion.replica_policy import Drift, settle
 from ucp.core.index import Loss
 from ucp.core.names import NameFilter
@@ -87,9 +87,9 @@ def test_targets_refuse_what_they_do_not_know(source):
         prepare(Path(source), ConvertOptions(to="nope"))
 
 
-def test_a_topology_is_text_or_a_topology(source, tmp_path):
+def test_a_topology_is_text_a_dict_or_a_topology(source, tmp_path):
     with pytest.raises(UsageError, match="expected a topology as"):
-        ucp.convert(source, tmp_path / "out", to="deepspeed", topology={"dp": 2})
+        ucp.convert(source, tmp_path / "out", to="deepspeed", topology=["dp=2"])
 
 
 def test_a_selection_keeps_why_states_are_lost_and_counts_what_it_leaves_out(tmp_path):

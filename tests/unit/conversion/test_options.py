@@ -1,0 +1,58 @@
+"""What users ask for, in the forms that Python and the shell have for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ucp.conversion.options import make_options, nbytes_of
+from ucp.core.dtypes import DType
+from ucp.core.topology import Topology
+from ucp.errors import UcpError, UsageError
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bfloat16", torch.bfloat16, DType.BFLOAT16, "torch.bfloat16"])
+def test_dtypes(dtype):
+    assert make_options(dtypes={"weight": dtype}).target.dtypes == {"weight": "bfloat16"}
+
+
+@pytest.mark.parametrize("dtype", ["float", "int32", torch.int64, None, 3])
+def test_dtypes_that_nothing_is_cast_to(dtype):
+    with pytest.raises(UsageError, match="expected STATE=DTYPE with a dtype of float64"):
+        make_options(dtypes={"weight": dtype})
+
+
+@pytest.mark.parametrize("topology", ["dp=4,zero=3", {"dp": 4, "zero": 3}, Topology(dp=4, zero=3)])
+def test_topologies(topology):
+    assert make_options(topology=topology).topology == Topology(dp=4, zero=3)
+
+
+@pytest.mark.parametrize("topology", [3, ["dp=4"], {"dp": "four"}, {"ranks": 4}, {}, ""])
+def test_topologies_that_are_none(topology):
+    with pytest.raises(UcpError, match="expected"):
+        make_options(topology=topology)
+
+
+@pytest.mark.parametrize(
+    ("memory", "nbytes"), [("1GiB", 1 << 30), ("512M", 512 << 20), ("2GB", 2 * 10**9), (4096, 4096)]
+)
+def test_memory(memory, nbytes):
+    assert nbytes_of(memory) == nbytes
+
+
+@pytest.mark.parametrize("memory", ["", "lots", "-1G", "0", 0, True, 1.5, None])
+def test_memory_that_is_none(memory):
+    with pytest.raises(UsageError, match="expected an amount of memory such as 512M"):
+        nbytes_of(memory)
+
+
+@pytest.mark.parametrize("name", ["drift", "zero_moments", "companions"])
+def test_choices(name):
+    with pytest.raises(UsageError, match=r"expected .* of .*; got 'perhaps'"):
+        make_options(**{name: "perhaps"})
+
+
+@pytest.mark.parametrize("accept", [True, None, 3, [3], "equal"])
+def test_doubts_that_are_none(accept):
+    with pytest.raises(UsageError, match="expected accept as a list of equal-ranks"):
+        make_options(accept=accept)

@@ -1,0 +1,220 @@
+"""What a user asks for, in the forms that Python and the shell have for it, checked once and kept as one value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from ucp.contract.companions import Companions
+from ucp.contract.protocols import SourceOptions
+from ucp.conversion.replica_policy import Drift
+from ucp.conversion.zero_moments import ZeroMoments
+from ucp.core.dtypes import DType
+from ucp.core.index import DoubtKind
+from ucp.core.names import NameFilter
+from ucp.core.target import TargetOptions
+from ucp.core.topology import Topology
+from ucp.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "AcceptName",
+    "CompanionsName",
+    "ConvertOptions",
+    "DriftName",
+    "DtypeLike",
+    "MemoryLike",
+    "TopologyLike",
+    "ZeroMomentsName",
+    "make_options",
+    "nbytes_of",
+    "topology_of",
+    "type_path",
+    "workers_of",
+]
+
+type_path = str | PathLike[str]
+"""A path."""
+DtypeLike: TypeAlias = "str | DType | torch.dtype"
+"""A dtype: "bfloat16", "bf16", torch.bfloat16."""
+TopologyLike = Topology | str | Mapping[str, int]
+"""A run: ucp.Topology(dp=4, zero=3), "dp=4,zero=3", {"dp": 4, "zero": 3}."""
+MemoryLike = int | str
+"""Memory: bytes, or text like "512M", "1GiB" (powers of 1024), "2GB" (powers of 1000)."""
+DriftName = Literal["error", "first", "mean"]
+ZeroMomentsName = Literal["error", "keep"]
+CompanionsName = Literal["small", "all", "none"]
+AcceptName = Literal["equal-ranks", "missing-layers"]
+
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", re.IGNORECASE)
+"""Number, prefix, "iB" or "B". Examples: 512M, 1.5GiB, 2GB, 1073741824."""
+_EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """What the user asked for."""
+
+    to: str = "ucp"
+    """Name of the target."""
+    topology: Topology | None = None
+    """Layout of the run that will load it; None where the target has no ranks."""
+    target: TargetOptions = field(default_factory=TargetOptions)
+    """Options of the target."""
+    names: NameFilter = field(default_factory=NameFilter)
+    """Which parameters and states to take."""
+    source: SourceOptions = field(default_factory=SourceOptions)
+    """What the user says of the source."""
+    drift: Drift = Drift.ERROR
+    """What to do about copies that should be equal and are not."""
+    zero_moments: ZeroMoments = ZeroMoments.ERROR
+    """What to do about moments that are all zero although steps were taken."""
+    accept: frozenset[DoubtKind] = frozenset()
+    """Doubts of the source that are to be passed over."""
+    workers: int = 0
+    """Processes; 0 for one per core."""
+    memory: int = 1 << 30
+    """Bytes of memory for the whole run, beyond the interpreter's own and that of the index."""
+    resume: bool = False
+    """Continue an unfinished conversion."""
+    overwrite: bool = False
+    """Replace a destination that ucp wrote."""
+    companions: Companions = Companions.SMALL
+    """Which files beside the checkpoint to carry along."""
+    fsync: bool = True
+    """Wait until everything is on the disk; else the system brings it there in its own time."""
+
+
+def make_options(
+    *,
+    to: str = "ucp",
+    topology: TopologyLike | None = None,
+    layout: str = "",
+    virtual: bool = False,
+    compress: bool = False,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    dtypes: Mapping[str, DtypeLike] | None = None,
+    settings: Mapping[str, str | int | float] | None = None,
+    family: str | None = None,
+    patterns: type_path | None = None,
+    drift: DriftName = "error",
+    zero_moments: ZeroMomentsName = "error",
+    accept: Iterable[AcceptName] = (),
+    tag: str | None = None,
+    companions: CompanionsName = "small",
+    workers: int | None = None,
+    memory: MemoryLike = 1 << 30,
+    resume: bool = False,
+    overwrite: bool = False,
+    fsync: bool = True,
+) -> ConvertOptions:
+    """Options as users give them, checked. Raises UsageError. See `ucp.convert`."""
+    if virtual and (to != "ucp" or layout not in ("", "virtual")):
+        other = f"--layout {layout}" if to == "ucp" else f"--to {to}"
+        raise UsageError(f"--virtual makes a store of atoms that are references: it does not go with {other}")
+    for argument, text in {"to": to, "layout": layout}.items():
+        if not isinstance(text, str):
+            raise UsageError(f"expected {argument} as text; got {text!r}")
+    if tag is not None and not (isinstance(tag, str) and tag):
+        raise UsageError(f"expected a tag such as global_step100; got {tag!r}")
+    return ConvertOptions(
+        to=to,
+        topology=None if topology is None else topology_of(topology),
+        target=TargetOptions(
+            dtypes=_dtypes(dtypes or {}),
+            layout="virtual" if virtual else layout,
+            compress=compress,
+            settings=_settings(settings or {}),
+            tag=tag or "",
+        ),
+        names=NameFilter(include=_globs(include), exclude=_globs(exclude)),
+        source=SourceOptions.of(family, patterns),
+        drift=Drift(_chosen(drift, Drift, "a policy for copies that differ")),
+        zero_moments=ZeroMoments(_chosen(zero_moments, ZeroMoments, "a policy for moments that are zero")),
+        accept=DoubtKind.accepted(accept),
+        companions=Companions(_chosen(companions, Companions, "which files beside the checkpoint to carry along,")),
+        workers=workers_of(workers),
+        memory=nbytes_of(memory),
+        resume=resume,
+        overwrite=overwrite,
+        fsync=fsync,
+    )
+
+
+def nbytes_of(memory: MemoryLike) -> int:
+    """Bytes of an amount of memory. Raises UsageError.
+
+    >>> nbytes_of("1.5G"), nbytes_of("2GB"), nbytes_of(4096)
+    (1610612736, 2000000000, 4096)
+    """
+    match = _MEMORY.fullmatch(memory.strip()) if isinstance(memory, str) else None
+    if match is not None:
+        number, prefix, unit = match.groups()
+        base = 1000 if unit in {"B", "b"} else 1024
+        memory = int(float(number) * base ** _EXPONENTS[prefix.upper()])
+    if not isinstance(memory, int) or isinstance(memory, bool) or memory <= 0:
+        raise UsageError(f"expected an amount of memory such as 512M or 2GiB, or bytes, above 0; got {memory!r}")
+    return memory
+
+
+def workers_of(workers: int | None) -> int:
+    """A number of workers; 0 for the default. Raises UsageError."""
+    if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
+        raise UsageError(f"expected a number of workers, 1 or more, or None for the default; got {workers!r}")
+    return workers or 0
+
+
+def topology_of(asked: TopologyLike) -> Topology:
+    """A topology. Raises UsageError for what is none."""
+    if isinstance(asked, Topology):
+        return asked
+    if isinstance(asked, Mapping):
+        return Topology.parse(",".join(f"{axis}={degree}" for axis, degree in asked.items()))
+    if not isinstance(asked, str):
+        raise UsageError(f"expected a topology as ucp.Topology, a dict, or text like dp=4,zero=3; got {asked!r}")
+    return Topology.parse(asked)
+
+
+def _chosen(asked: str, choices: type[Drift | ZeroMoments | Companions], what: str) -> str:
+    if asked not in set(choices):
+        raise UsageError(f"expected {what} of {', '.join(choices)}; got {asked!r}")
+    return asked
+
+
+def _dtypes(asked: Mapping[str, DtypeLike]) -> dict[str, str]:
+    """State to dtype. Raises UsageError."""
+    if not isinstance(asked, Mapping):
+        raise UsageError(f"expected dtypes by state, as in {{'weight': 'bfloat16'}}; got {asked!r}")
+    found = {}
+    for state, dtype in asked.items():
+        own = DType.named(str(dtype))
+        if own is None or not own.is_floating:
+            known = ", ".join(member.value for member in DType if member.is_floating)
+            raise UsageError(f"expected STATE=DTYPE with a dtype of {known}; got {state}={dtype}")
+        found[state] = own.value
+    return found
+
+
+def _settings(asked: Mapping[str, str | int | float]) -> dict[str, str]:
+    """Name to value as text, as the command line has it. Raises UsageError."""
+    if not isinstance(asked, Mapping) or not all(isinstance(value, str | int | float) for value in asked.values()):
+        raise UsageError(
+            f"expected settings by name, as in {{'num_attention_heads': 32}}, each a text or a number; got {asked!r}"
+        )
+    return {name: str(value) for name, value in asked.items()}
+
+
+def _globs(asked: Iterable[str]) -> tuple[str, ...]:
+    """Several globs, or one. Raises UsageError."""
+    if isinstance(asked, str):
+        return (asked,)
+    globs = tuple(asked) if isinstance(asked, Iterable) else (asked,)
+    if not all(isinstance(own, str) for own in globs):
+        raise UsageError(f"expected globs over names as text, as in ['*/weight']; got {asked!r}")
+    return globs
