@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from os import PathLike
 from pathlib import Path
 from typing import TypedDict, TypeVar
@@ -22,9 +22,11 @@ __all__ = [
     "ConvertArguments",
     "as_json",
     "compare_options",
+    "completed",
     "convert_options",
     "count_of",
     "example",
+    "family_names",
     "memory_of",
     "progress",
     "setting",
@@ -122,6 +124,28 @@ def setting(text: str) -> tuple[str, str]:
     return name, value
 
 
+def completed(names: Callable[[], Iterable[str]]) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    """What a shell completes a value with: those of `names` that begin with what was typed."""
+
+    def complete(ctx: click.Context, param: click.Parameter, typed: str) -> list[str]:
+        return [name for name in names() if name.startswith(typed)]
+
+    return complete
+
+
+def _targets() -> Iterable[str]:
+    from ucp.contract import registry
+
+    return registry.names("ucp.targets")
+
+
+def family_names() -> Iterable[str]:
+    """Names of the families that are installed."""
+    from ucp.contract import registry
+
+    return registry.families()
+
+
 def _once(ctx: click.Context, param: click.Parameter, value: tuple[tuple[str, str], ...]) -> dict[str, str]:
     states = [state for state, _ in value]
     twice = sorted({state for state in states if states.count(state) > 1})
@@ -131,7 +155,12 @@ def _once(ctx: click.Context, param: click.Parameter, value: tuple[tuple[str, st
 
 
 _SOURCE_OPTIONS = (
-    click.option("--family", metavar="NAME", help="Model family of the source; see `ucp patterns list`."),
+    click.option(
+        "--family",
+        metavar="NAME",
+        help="Model family of the source; see `ucp patterns list`.",
+        shell_complete=completed(family_names),
+    ),
     click.option("--patterns", type=PATH, metavar="FILE", help="Or a TOML file with a family of your own."),
 )
 
@@ -148,6 +177,7 @@ _CONVERT_OPTIONS = (
     click.option(
         "--to",
         metavar="FORMAT",
+        shell_complete=completed(_targets),
         default="ucp",
         show_default=True,
         help="What to write: ucp (atoms), deepspeed, deepspeed-universal, megatron, or any installed target.",
@@ -164,6 +194,7 @@ _CONVERT_OPTIONS = (
         "--megatron-format",
         "layout",
         metavar="NAME",
+        shell_complete=completed(lambda: ("packed", "per-parameter", "torch_dist", "torch")),
         default="",
         help="Of atoms: packed (default) or per-parameter. Of megatron: torch_dist (default) or torch.",
     ),
@@ -263,10 +294,10 @@ def progress(command: F) -> F:
     """Add --progress and --quiet, passed as `progress` and `quiet`."""
     shown = click.option(
         "--progress",
-        type=click.Choice(["auto", "bar", "json", "none"]),
+        type=click.Choice(["auto", "bar", "log", "json", "none"]),
         default="auto",
         show_default=True,
-        help="On stderr: a bar (auto: on a terminal only), or one JSON event per line.",
+        help="On stderr: a bar (auto: on a terminal only), lines of a log (for Slurm and tee), or JSON events.",
     )
     silent = click.option(
         "-q", "--quiet", is_flag=True, help="Print nothing but errors, and what --json or --progress asks for."

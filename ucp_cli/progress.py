@@ -1,4 +1,4 @@
-"""Progress as a bar on a terminal, as JSON events, or not at all: each an `Observer` of a run.
+"""Progress as a bar on a terminal, as lines of a log, as JSON events, or not at all: each an `Observer` of a run.
 
 No thread is started, so that worker processes may be forked at any time; `advance` may be called from several.
 """
@@ -23,6 +23,15 @@ __all__ = ["Watch", "watch"]
 
 _EVERY = 0.1
 """Seconds between two drawings or events of a stage."""
+
+_SURE = 1.0
+"""Seconds of a stage after which its rate tells how long the rest takes."""
+
+_LINES = 10
+"""Lines of a log in a stage, at most, that lasts less than so many times `_PAUSE`."""
+
+_PAUSE = 30.0
+"""Seconds between two lines of a log, at most."""
 
 
 class _Shown(Protocol):
@@ -107,6 +116,33 @@ class _Events:
         click.echo(json.dumps(said), err=True)
 
 
+class _Log:
+    """A line on stderr at every tenth of a stage, and every half minute: for files, Slurm and `tee`."""
+
+    def __init__(self) -> None:
+        self._title = ""
+        self._total = 0
+        self._tenth = 0
+        self._said = 0.0
+
+    def start(self, title: str, total: int) -> None:
+        self._title, self._total, self._tenth, self._said = title, total, 0, 0.0
+        self._say(0, 0.0)
+
+    def update(self, done: int, seconds: float) -> None:
+        tenth = _LINES * done // max(1, self._total)
+        if tenth > self._tenth or seconds - self._said >= _PAUSE:
+            self._say(done, seconds)
+        self._tenth = tenth
+
+    def stop(self, done: int, seconds: float) -> None:
+        click.echo(f"{self._title}: done, {nbytes_text(done)} in {seconds_text(seconds)}", err=True)
+
+    def _say(self, done: int, seconds: float) -> None:
+        self._said = seconds
+        click.echo(f"{self._title}: {', '.join(map(str.strip, _columns(done, self._total, seconds)))}", err=True)
+
+
 class _Bar:
     """A bar with bytes, rate and time to go, on stderr; it goes away when the stage is over."""
 
@@ -145,16 +181,32 @@ class _Bar:
         self._progress = None
 
     def _text(self, done: int, seconds: float) -> str:
-        share = f"{100 * done / max(1, self._total):3.0f}%"
-        left = seconds_text(seconds * (self._total - done) / done) if done and seconds > 0 else "-"
-        sizes = f"{nbytes_text(done):>8} of {nbytes_text(self._total)}"
-        return f"{share}  {sizes}  {rate_text(done, seconds):>10}  {left:>10} left"
+        """As many columns as leave the bar some room, the first ones first."""
+        room = (self._progress.console.width if self._progress else _WIDE) - _LEAST_BAR
+        texts = _columns(done, self._total, seconds)
+        while len(texts) > 1 and len("  ".join(texts)) > room:
+            texts.pop()
+        return "  ".join(texts)
 
 
-_SHOWN: dict[str, Callable[[], _Shown]] = {"bar": _Bar, "json": _Events, "none": _Nothing}
+_WIDE = 80
+"""Columns of a terminal that is not known."""
+_LEAST_BAR = 20
+"""Columns for the title and some of a bar."""
+
+
+def _columns(done: int, total: int, seconds: float) -> list[str]:
+    """How far a stage is, what matters most first; no time to go before it can be told."""
+    texts = [f"{100 * done / max(1, total):3.0f}%", f"{nbytes_text(done):>8} of {nbytes_text(total)}"]
+    if done and seconds >= _SURE:
+        texts += [f"{rate_text(done, seconds):>10}", f"{seconds_text(seconds * (total - done) / done):>10} left"]
+    return texts
+
+
+_SHOWN: dict[str, Callable[[], _Shown]] = {"bar": _Bar, "log": _Log, "json": _Events, "none": _Nothing}
 
 
 def watch(progress: str, *, quiet: bool = False) -> Watch:
-    """Observer for a value of --progress ("auto", "bar", "json" or "none") and of --quiet, which leaves out "auto"."""
+    """Observer for a value of --progress and of --quiet, which leaves out "auto"."""
     auto = "bar" if sys.stderr.isatty() and not quiet else "none"
     return Watch(_SHOWN[auto if progress == "auto" else progress]())

@@ -20,6 +20,7 @@ SUMMARIES = {
     "convert": "Convert a checkpoint to atoms, or for another run or framework.",
     "verify": "Prove that a checkpoint is whole and undamaged.",
     "diff": "Compare two checkpoints of any formats.",
+    "bench": "Measure how fast this machine reads, writes and copies.",
     "patterns": "Show model families, and what their rules say about a checkpoint.",
 }
 """Verb to the first line of its help, in the order of the help page."""

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from ucp_cli import progress
 from ucp_cli.progress import Watch, watch
 
 
@@ -107,3 +108,43 @@ def test_a_bar_of_nothing_is_not_drawn(capsys: pytest.CaptureFixture[str]) -> No
     own.begin(title="copies", nbytes=0)
     own.end()
     assert capsys.readouterr().err == ""
+
+
+class TestLog:
+    def test_a_line_at_every_tenth_and_one_at_the_end(self, capsys) -> None:
+        now = [0.0]
+        own = Watch(progress._Log(), lambda: now[0])
+        own.begin(title="convert", nbytes=1000)
+        for _ in range(100):
+            now[0] += 0.2
+            own.advance(10)
+        own.end()
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[0] == "convert: 0%, 0 B of 1000 B"
+        assert lines[1] == "convert: 10%, 100 B of 1000 B, 50 B/s, 18.0 s left"
+        assert lines[-1] == "convert: done, 1000 B in 20.0 s"
+        assert len(lines) == 12
+
+    def test_a_long_stage_says_that_it_goes_on(self, capsys) -> None:
+        now = [0.0]
+        own = Watch(progress._Log(), lambda: now[0])
+        own.begin(title="convert", nbytes=1 << 40)
+        for _ in range(10):
+            now[0] += 20.0
+            own.advance(1 << 20)
+        assert len(capsys.readouterr().err.splitlines()) == 6
+
+
+class TestColumns:
+    def test_no_time_to_go_in_the_first_second(self) -> None:
+        assert not any("left" in text for text in progress._columns(500, 1000, 0.9))
+        assert progress._columns(500, 1000, 2.0)[-1].strip() == "2.00 s left"
+
+    @pytest.mark.parametrize(("width", "count"), [(200, 4), (70, 3), (50, 2), (10, 1)])
+    def test_a_narrow_terminal_has_fewer(self, width: int, count: int, monkeypatch) -> None:
+        monkeypatch.setattr(progress, "_WIDE", width)
+        bar = progress._Bar()
+        bar._total = 1 << 30
+        assert len(bar._text(1 << 29, 10.0).split("  ")) >= count
+        assert "50%" in bar._text(1 << 29, 10.0)
+        assert len(bar._text(1 << 29, 10.0)) <= max(width - progress._LEAST_BAR, 5)

@@ -15,7 +15,7 @@ from ucp.errors import UnknownFamilyError
 from ucp.families.infer import Certainty
 from ucp_cli.exits import DIFFERENT
 from ucp_cli.failures import Unfitting
-from ucp_cli.options import PATH, as_json, example, source_options
+from ucp_cli.options import PATH, as_json, completed, example, family_names, source_options
 from ucp_cli.pages.family_documents import families_document, family_document, proposal_document, report_document
 from ucp_cli.pages.family_page import family_page, family_table, report_page
 from ucp_cli.pages.render import lines, write, write_json
@@ -51,7 +51,7 @@ def list_command(*, as_json: bool) -> None:
     "show",
     epilog=example("ucp patterns show llama", "ucp patterns show llama --style huggingface"),
 )
-@click.argument("family")
+@click.argument("family", shell_complete=completed(family_names))
 @click.option("--style", metavar="STYLE", help="Also show the names in this style: te, torch_dist, huggingface, ...")
 @as_json
 def show_command(*, family: str, style: str | None, as_json: bool) -> None:

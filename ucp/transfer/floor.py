@@ -1,0 +1,134 @@
+"""The floor of this machine: how fast bytes can be read, written and copied in a folder, with and without digests.
+
+The loop is the barest that does what a conversion does: read a window, sum it while it is in the processor's cache,
+write it. How near a conversion comes is its rate over that of a copy with digests.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Self
+
+import xxhash
+from zlib_ng import zlib_ng
+
+from ucp.core.slices import block_ranges
+from ucp.errors import SourceError, UsageError
+from ucp.io.write import read_back, write_at
+
+__all__ = ["Rate", "floor"]
+
+WINDOW = 256 << 10
+"""Bytes that are read, summed and written at once."""
+ROUNDS = 3
+"""Times that every way is gone; the median counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """How fast one way of moving bytes was."""
+
+    what: str
+    """What was done, e.g. "copy, with digests"."""
+    threads: int
+    """Threads that did it, each a part of the file."""
+    nbytes: int
+    """Bytes that were moved."""
+    seconds: float
+    """Median of the rounds."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bytes moved in a second."""
+        return self.nbytes / self.seconds
+
+
+def floor(folder: Path, nbytes: int, workers: int) -> Iterator[Rate]:
+    """Rates of every way, as they are measured, in `folder`, in files of `nbytes` that are deleted afterwards.
+
+    `workers`: threads, beside one alone. Raises UsageError, SourceError.
+    """
+    if nbytes < WINDOW:
+        raise UsageError(f"expected {WINDOW} bytes or more to measure with; got {nbytes}")
+    if not folder.is_dir():
+        raise SourceError(f"expected a folder to measure in; {folder} is none")
+    with TemporaryDirectory(dir=folder, prefix=".ucp-bench-") as work, _Files(Path(work), nbytes) as files:
+        yield files.rate("write", 1, files.write)
+        yield files.rate("write and fsync", 1, files.write_through)
+        for threads in sorted({1, workers}):
+            yield files.rate("read", threads, files.read)
+            yield files.rate("copy", threads, files.copy)
+            yield files.rate("copy, with digests", threads, files.copy_summed)
+
+
+class _Files:
+    """Two files of one length, one to read and one to write."""
+
+    def __init__(self, folder: Path, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._src = os.open(folder / "src", os.O_RDWR | os.O_CREAT)
+        self._dst = os.open(folder / "dst", os.O_RDWR | os.O_CREAT)
+        self._noise = memoryview(os.urandom(WINDOW))
+        self.write(0, nbytes)
+        self._src, self._dst = self._dst, self._src
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._src)
+        os.close(self._dst)
+
+    def rate(self, what: str, threads: int, way: Callable[[int, int], None]) -> Rate:
+        """The rate of one way."""
+        share = -(-self._nbytes // threads)
+        ranges = list(block_ranges(0, self._nbytes, share))
+        spent = []
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in range(ROUNDS):
+                begun = time.perf_counter()
+                list(pool.map(way, *zip(*ranges, strict=True)))
+                spent.append(time.perf_counter() - begun)
+        return Rate(what=what, threads=threads, nbytes=self._nbytes, seconds=median(spent))
+
+    def write(self, start: int, stop: int) -> None:
+        """Write bytes that no file system can compress."""
+        for low, high in block_ranges(start, stop, WINDOW):
+            write_at(self._dst, self._noise[: high - low], low)
+
+    def write_through(self, start: int, stop: int) -> None:
+        """Write, and wait until it is on the disk."""
+        self.write(start, stop)
+        os.fsync(self._dst)
+
+    def read(self, start: int, stop: int) -> None:
+        """Read, from the page cache where the file is there."""
+        for _ in self._windows(start, stop):
+            pass
+
+    def copy(self, start: int, stop: int) -> None:
+        """Read and write."""
+        for low, view in self._windows(start, stop):
+            write_at(self._dst, view, low)
+
+    def copy_summed(self, start: int, stop: int) -> None:
+        """Read, sum as a conversion does (CRC-32 and xxh3), and write."""
+        crc, digest = 0, xxhash.xxh3_64()
+        for low, view in self._windows(start, stop):
+            crc = zlib_ng.crc32(view, crc)
+            digest.update(view)
+            write_at(self._dst, view, low)
+
+    def _windows(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        buffer = memoryview(bytearray(WINDOW))
+        for low, high in block_ranges(start, stop, WINDOW):
+            view = buffer[: high - low]
+            read_back(self._src, view, low)
+            yield low, view

@@ -1,0 +1,47 @@
+"""`ucp bench`: how fast this machine reads, writes and copies, for a conversion to be measured by."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from ucp.transfer.floor import floor
+from ucp_cli.options import PATH, as_json, count_of, example, memory_of
+from ucp_cli.pages.render import table, write, write_json
+from ucp_cli.pages.units import nbytes_text, plural, rate_text, seconds_text
+
+__all__ = ["command"]
+
+
+@click.command("bench", epilog=example("ucp bench /checkpoints", "ucp bench /dev/shm --size 4GiB"))
+@click.argument("folder", metavar="DIR", type=PATH)
+@click.option(
+    "--size",
+    type=memory_of,
+    default="1GiB",
+    show_default=True,
+    metavar="N",
+    help="Length of the file to measure with; twice as much room is needed.",
+)
+@click.option("--workers", type=count_of, metavar="N", help="Threads, beside one alone.  [default: one per core]")
+@as_json
+def command(*, folder: Path, size: int, workers: int | None, as_json: bool) -> None:
+    """Measure how fast this machine reads, writes and copies.
+
+    Files are made in a folder of their own in DIR, and deleted. A conversion reads, sums (CRC-32 and xxh3) and writes:
+    compare the rate that `ucp convert` prints with "copy, with digests". Files are read from the page cache, as they
+    were just written; from a cold disk all of it is slower.
+    """
+    rates = list(floor(folder, size, workers or len(os.sched_getaffinity(0))))
+    if as_json:
+        found = [{**asdict(rate), "bytes_per_second": round(rate.bytes_per_second)} for rate in rates]
+        write_json({"schema": "ucp.bench/1", "folder": str(folder), "rates": found})
+        return
+    rows = [
+        (rate.what, plural(rate.threads, "thread"), rate_text(rate.nbytes, rate.seconds), seconds_text(rate.seconds))
+        for rate in rates
+    ]
+    write(table(f"{nbytes_text(size)} in {folder}", ("way", "by", ">rate", ">time"), rows))
