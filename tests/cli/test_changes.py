@@ -43,10 +43,10 @@ def test_hyper_parameters_are_grouped_by_value(capsys: pytest.CaptureFixture[str
 
 def test_structure_says_what_each_has(capsys: pytest.CaptureFixture[str]) -> None:
     shape = [Change(param=f"a.{n}", state="weight", what="shape", a="[2]", b="[3]") for n in (0, 1, 5)]
-    missing = Change(param="b", state="", what="missing", a="there", b="-")
+    missing = Change(param="b", state="", what="missing", a="present", b="missing")
     rows = shown(capsys, *shape, missing)
     assert rows[-2].split() == ["a.#", "[0-1,5]", "×3", "weight", "shape", "[2]", "[3]"]
-    assert rows[-1].split() == ["b", "missing", "there", "-"]
+    assert rows[-1].split() == ["b", "missing", "present", "missing"]
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -59,7 +59,7 @@ def test_extras_are_compared_where_asked_for(ucp: Run, mixed: Path, tmp_path: Pa
     assert "\nExtras\n" in page
     (line,) = (line for line in page.splitlines() if "dp_world_size" in line)
     assert line.split() == ["engine", "dp_world_size", "4", "2"]
-    assert ["extra/loss_scaler", "missing", "-", "there"] in [line.split() for line in page.splitlines()]
+    assert ["extra/loss_scaler", "missing", "missing", "present"] in [line.split() for line in page.splitlines()]
     ucp("convert", mixed, tmp_path / "atoms", "-q")
     assert ucp("diff", mixed, tmp_path / "atoms", "--extras").stdout.startswith("equal; ")
 

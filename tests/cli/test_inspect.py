@@ -57,7 +57,7 @@ def test_every_kept_checkpoint_is_shown_or_refused_by_name(ucp: Run, path: Path)
     if said is not None:
         assert said in ucp("inspect", path, code=1).stderr
         return
-    assert re.search("^whole +yes", ucp("inspect", path).stdout, re.MULTILINE)
+    assert re.search("^complete +yes", ucp("inspect", path).stdout, re.MULTILINE)
     assert "Files\n" in ucp("inspect", path, "--param", "*", "--files").stdout
     assert json.loads(ucp("inspect", path, "--json", "--param", "*").stdout)["missing"] == []
 
@@ -70,8 +70,8 @@ def test_the_page_says_what_it_is(ucp: Run, mixed: Path) -> None:
     assert facts["producer"].startswith("DeepSpeed")
     assert facts["topology"] == "dp=4,zero=1"
     assert facts["step"] == "3"
-    assert facts["whole"].startswith("yes")
-    sections = [line.split(",")[0] for line in lines if line and not line.startswith(" ")]
+    assert facts["complete"].startswith("yes")
+    sections = [line.split(" (")[0] for line in lines if line and not line.startswith(" ")]
     assert [name for name in sections if name in {"States", "Parameters", "Tied", "Parameter groups", "Extras"}] == [
         "States",
         "Parameters",
@@ -228,7 +228,7 @@ def test_a_hole_is_shown_not_refused(ucp: Run, zero3: Path, monkeypatch: pytest.
     broken = replace(atom, states={**atom.states, "weight": weight})
     monkeypatch.setattr(api, "inspect", lambda path, **_: replace(index, atoms={**index.atoms, "l1.weight": broken}))
     page = ucp("inspect", zero3).stdout
-    assert "whole       NO" in page
+    assert "complete    NO" in page
     assert "l1.weight/weight [0:3, 0:7] of [13, 7]: held by nothing" in page
     (missing,) = json.loads(ucp("inspect", zero3, "--json").stdout)["missing"]
     assert "l1.weight/weight" in missing

@@ -48,7 +48,7 @@ def test_what_is_no_amount_of_memory(text: str) -> None:
         (["--workers", "0"], "expected a number of workers, 1 or more"),
         (["--workers", "two"], "expected a number of workers, 1 or more"),
         (["--topology", "dp=x"], "expected axis=degree"),
-        (["--topology", "dp=2"], "atoms know nothing of ranks"),
+        (["--topology", "dp=2"], "atoms are rank-independent"),
         (["--dtype", "weight"], "expected STATE=DTYPE"),
         (["--dtype", "weight=int3"], "expected STATE=DTYPE with a dtype of"),
         (["--dtype", "weight=bf16", "--dtype", "weight=fp16"], "given twice for weight"),

@@ -63,7 +63,7 @@ def check_destination(src: Path, dst: Path) -> None:
             f"{scheme}:// is no local folder, and only these are written; copy from there afterwards"
         )
     if not parent.is_dir():
-        raise DestinationError(f"the folder {parent} that {dst.name} would be made in is not there; create it first")
+        raise DestinationError(f"parent directory {parent} does not exist; create it first")
 
 
 def _holds_current_folder(goal: Path) -> bool:

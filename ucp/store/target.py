@@ -95,7 +95,9 @@ def _check_options(layout: str, topology: Topology | None, options: TargetOption
     if layout not in LAYOUTS:
         raise UsageError(f"expected a layout of {', '.join(LAYOUTS)}; got {layout!r}")
     if topology is not None:
-        raise UsageError("atoms know nothing of ranks: drop --topology, or name a target with --to")
+        raise UsageError(
+            "atoms are rank-independent; --topology applies to other targets: drop it, or name a target with --to"
+        )
     if options.compress and layout != "packed":
         raise UsageError(f"--compress goes with packs only, not with the {layout} layout")
     if layout == "virtual" and options.dtypes:

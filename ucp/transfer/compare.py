@@ -446,7 +446,9 @@ def _state_of(tensor: Tensor) -> StateIndex:
 
 
 def _missing(name: str, state: str, *, in_a: bool) -> Change:
-    return Change(param=name, state=state, what="missing", a="there" if in_a else "-", b="-" if in_a else "there")
+    return Change(
+        param=name, state=state, what="missing", a="present" if in_a else "missing", b="missing" if in_a else "present"
+    )
 
 
 def _state(name: str, label: str, own: StateIndex, other: StateIndex, *, cast: bool) -> Iterator[Change]:

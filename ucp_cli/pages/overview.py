@@ -23,7 +23,7 @@ __all__ = ["file_rows", "overview", "shown_path", "source_facts"]
 def overview(index: Index, missing: Sequence[str]) -> list[RenderableType | None]:
     """The parts of the page. `missing`: what keeps the pieces from being whole."""
     return [
-        facts([*source_facts(index), *_size_facts(index), *_whole_fact(index, missing)]),
+        facts([*source_facts(index), *_size_facts(index), *_complete_fact(index, missing)]),
         lines("Missing", missing, style="bold red"),
         lines("In doubt", [doubt.text for doubt in index.doubts], style="bold red"),
         table("States", ("state", "dtype", ">tensors", ">elements", ">bytes"), _state_rows(index)),
@@ -62,10 +62,10 @@ def _size_facts(index: Index) -> Iterator[tuple[str, str]]:
     )
 
 
-def _whole_fact(index: Index, missing: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _complete_fact(index: Index, missing: Sequence[str]) -> Iterator[tuple[str, str]]:
     pieces = sum(len(state.fragments) for _, _, state in index.states())
     no = "Missing" if missing else "In doubt" if index.doubts else ""
-    yield "whole", f"NO: see {no}" if no else f"yes: {plural(pieces, 'piece')} make up every tensor"
+    yield "complete", f"NO: see {no}" if no else f"yes: {plural(pieces, 'shard')} cover every tensor"
 
 
 def _state_rows(index: Index) -> list[tuple[str, ...]]:
@@ -106,7 +106,7 @@ def _tree(index: Index) -> Iterator[RenderableType | None]:
     looks = {name: _look(atom) for name, atom in index.atoms.items()}
     common = Counter(look.others for look in looks.values() if look.kind is Kind.PARAMETER).most_common(1)
     usual = common[0][0] if common else ""
-    title = f"Parameters, each with {usual} where nothing else is said" if usual else "Parameters"
+    title = f"Parameters (optimizer state: {usual.replace(' ', ', ')}, unless noted)" if usual else "Parameters"
     rows = list(collapsed(looks))
     yield table(title, ("name", ">", "shape", "dtype", ""), [_tree_row(line, usual) for line in rows])
     folded = next((line for line in rows if line.ranges), None)

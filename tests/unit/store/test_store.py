@@ -333,7 +333,7 @@ class TestOptions:
         ("options", "message"),
         [
             ({"layout": "flat"}, "expected a layout of packed"),
-            ({"topology": "dp=2"}, "drop --topology"),
+            ({"topology": "dp=2"}, "rank-independent"),
             ({"layout": "per-parameter", "compress": True}, "--compress goes with packs"),
             ({"virtual": True, "dtypes": {"weight": "bfloat16"}}, "--dtype needs a copy"),
             ({"dtypes": {"momentum": "bfloat16"}}, "momentum"),
@@ -541,7 +541,7 @@ class TestExtrasAreSummed:
         found = [(c.param, c.state, c.what, c.a, c.b) for c in ucp.verify(out, against=index.path).changes]
         assert found == [
             ("extra/engine", "global_steps", "extra", "9", "3"),
-            ("extra/client_state", "", "missing", "-", "there"),
+            ("extra/client_state", "", "missing", "missing", "present"),
             ("extra/rng@rank1", "", "values", "9 of 9 elements", "9 of 9 elements"),
         ]
         memory_format.index = replace(memory_format.index, topology=Topology(dp=2))

@@ -56,13 +56,16 @@ class TestStructure:
     def test_what_only_one_has(self, shards):
         array = np.zeros(3, "float32")
         a, b = index(shards, w=array, x=array), index(shards, w=array, y=array)
-        assert changes(a, b) == [("x", "", "missing", "there", "-"), ("y", "", "missing", "-", "there")]
+        assert changes(a, b) == [("x", "", "missing", "present", "missing"), ("y", "", "missing", "missing", "present")]
 
     def test_states_that_only_one_has(self, shards):
         whole = shards.whole(np.zeros(3, "float32"))
         a = make_index(shards.folder, {("w", "weight"): whole, ("w", "exp_avg"): whole})
         b = make_index(shards.folder, {("w", "weight"): whole, ("w", "step"): whole})
-        assert changes(a, b) == [("w", "exp_avg", "missing", "there", "-"), ("w", "step", "missing", "-", "there")]
+        assert changes(a, b) == [
+            ("w", "exp_avg", "missing", "present", "missing"),
+            ("w", "step", "missing", "missing", "present"),
+        ]
 
     def test_shapes_and_kinds(self, shards):
         a = index(shards, w=np.zeros((2, 3), "float32"))

@@ -291,8 +291,9 @@ def _limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
         part = "stages of the pipeline" if pipeline else "tensor-parallel ranks" if facts.rules is not None else ""
         fewer = f", or already at fewer where {part} have a part of it each" if part else ""
         yield (
-            f"{which} cannot load it at {ranks} ranks: some rank would hold none of a group{fewer}, and DeepSpeed "
-            f"fails with IndexError (numbers above {_MOST_RANKS:,} were not tried). --to deepspeed has no such limit"
+            f"{which} cannot load it at {ranks} ranks: some rank's shard of a parameter group would be empty{fewer}, "
+            f"and DeepSpeed fails with IndexError (numbers above {_MOST_RANKS:,} were not tried). --to deepspeed has "
+            "no such limit"
         )
 
 
