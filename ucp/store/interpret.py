@@ -241,16 +241,19 @@ class _States:
 
     def state(self, label: str, described: Json) -> StateIndex:
         """A state of whatever layout; `label`: its name, for messages."""
-        shape, dtype = _ints(described["shape"]), _dtype(_text(described["dtype"]))
+        whole = _whole(_dtype(_text(described["dtype"])), tuple(_list(described["shape"])))
+        shape, dtype = whole.shape, whole.dtype
         overlap, step = Overlap.EXCLUSIVE, 0
         digests: tuple[str, ...] = ()
         if "pieces" in described:
             fragments = tuple(self._piece(_list(piece), shape) for piece in _list(described["pieces"]))
             overlap = Overlap(_text(described["overlap"]))
         else:
-            digests, step = _digests(described, shape, dtype)
-            read = self._blocks if "codec" in described else self._stored
-            fragments = tuple(read(label, described, shape, dtype))
+            digests, step = _digests(described, whole)
+            if "codec" in described:
+                fragments = tuple(self._blocks(described, shape, dtype))
+            else:
+                fragments = (self._stored(label, described, whole),)
         return StateIndex(
             dtype=dtype,
             global_shape=shape,
@@ -260,18 +263,18 @@ class _States:
             digest_nbytes=step,
         )
 
-    def _stored(self, label: str, described: Json, shape: tuple[int, ...], dtype: DType) -> Iterator[Fragment]:
+    def _stored(self, label: str, described: Json, whole: _Whole) -> Fragment:
         """One stretch of a pack."""
         at, offset = _int(described["file"]), _int(described["offset"])
-        ref = self._ref(at, offset=offset, dtype=dtype, shape=shape, strides=contiguous_strides(shape))
-        if ref.nbytes:
+        path = self._stretch(at, offset, whole.nbytes)
+        if whole.nbytes:
             crc = _int(described["crc32"])
-            self.records.append(Record(path=ref.path, name=label, offset=offset, nbytes=ref.nbytes, crc32=crc))
-        yield Fragment(box=Box.whole(shape), ref=ref)
+            self.records.append(Record(path=path, name=label, offset=offset, nbytes=whole.nbytes, crc32=crc))
+        ref = TensorRef(path=path, offset=offset, dtype=whole.dtype, shape=whole.shape, strides=whole.strides)
+        return Fragment(box=whole.box, ref=ref)
 
-    def _blocks(self, label: str, described: Json, shape: tuple[int, ...], dtype: DType) -> Iterator[Fragment]:
+    def _blocks(self, described: Json, shape: tuple[int, ...], dtype: DType) -> Iterator[Fragment]:
         """Encoded blocks: each is a stretch of the row-major order."""
-        del label
         at, codec = _int(described["file"]), _text(described["codec"])
         step, numel = _int(described["block"]) // dtype.itemsize, prod(shape)
         strides = contiguous_strides(shape)
@@ -341,14 +344,30 @@ class _States:
         return file.path
 
 
-def _digests(described: Json, shape: tuple[int, ...], dtype: DType) -> tuple[tuple[str, ...], int]:
+def _digests(described: Json, whole: _Whole) -> tuple[tuple[str, ...], int]:
     """Digests of the blocks of a state, one for each, and the bytes of a block."""
-    step = _int(described["block"], least=dtype.itemsize)
+    step = _int(described["block"], least=whole.dtype.itemsize)
     digests = _texts(described["xxh3"])
-    nbytes = prod(shape) * dtype.itemsize
-    if step % dtype.itemsize or len(digests) != -(-nbytes // step):
-        raise ValueError(f"{len(digests)} digests of {step} bytes each for {nbytes} bytes of {dtype}")
+    if step % whole.dtype.itemsize or len(digests) != -(-whole.nbytes // step):
+        raise ValueError(f"{len(digests)} digests of {step} bytes each for {whole.nbytes} bytes of {whole.dtype}")
     return digests, step
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """What follows from a type and a shape, of which a model has few, and many tensors of each."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: Box
+    nbytes: int
+
+
+@lru_cache(maxsize=4096)
+def _whole(dtype: DType, saved: tuple[object, ...]) -> _Whole:
+    shape = tuple(map(_int, saved))
+    return _Whole(dtype, shape, contiguous_strides(shape), Box.whole(shape), prod(shape) * dtype.itemsize)
 
 
 _dtype = cache(DType)
@@ -386,7 +405,7 @@ def _ints(value: object) -> tuple[int, ...]:
 
 
 def _texts(value: object) -> tuple[str, ...]:
-    return tuple(_text(item) for item in _list(value))
+    return tuple(map(_text, _list(value)))
 
 
 def _texts_by_name(value: object) -> dict[str, str]:
