@@ -30,6 +30,7 @@ from ucp.core.topology import Topology
 from ucp.errors import CorruptError, DestinationError, ReplicaError, counted, listed
 from ucp.io.identity import producer
 from ucp.io.staging import MARK, Making, Staging, check_apart, check_destination
+from ucp.io.write import is_memory
 from ucp.transfer.checksums import gaps, mismatches
 from ucp.transfer.gather import Gatherer, Sources, Span
 from ucp.transfer.output_files import create, seal_checksums
@@ -211,7 +212,8 @@ def _run(prepared: Prepared, staging: Staging, todo: Sequence[Task], written: _W
     job = prepared.job
     chosen: Engine = engine("processes" if prepared.workers > 1 and len(todo) > 1 else "serial")
     sizes = {task.number: task.nbytes for task in todo}
-    stream = chosen.run(job, staging.data, todo, workers=prepared.workers, threads=prepared.threads)
+    threads = 1 if is_memory(staging.data) else prepared.threads  # a second one is there to work while one waits
+    stream = chosen.run(job, staging.data, todo, workers=prepared.workers, threads=threads)
     with closing(stream):  # whatever happens here, no worker writes on
         observer.begin(title="convert", nbytes=sum(sizes.values()))
         try:

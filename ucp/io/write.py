@@ -12,10 +12,11 @@ import os
 import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 from ucp.errors import DestinationError
 
-__all__ = ["read_back", "reserve", "start_writeback", "write_at"]
+__all__ = ["is_memory", "read_back", "reserve", "start_writeback", "write_at"]
 
 _WORTH_RESERVING = 1 << 20
 """Bytes below which a file is not worth a call of its own."""
@@ -57,7 +58,7 @@ def reserve(descriptor: int, nbytes: int) -> None:
     Reserved first, large files are written in place several times faster on ext4, and a full disk is noticed before
     the work begins. Not `os.posix_fallocate`: where the file system cannot reserve, glibc would write every block.
     """
-    if nbytes >= _WORTH_RESERVING and sys.platform == "linux" and not _is_memory(descriptor):
+    if nbytes >= _WORTH_RESERVING and sys.platform == "linux" and not is_memory(descriptor):
         if not _fallocate(descriptor, 0, 0, nbytes):
             return
         if ctypes.get_errno() == errno.ENOSPC:
@@ -81,11 +82,15 @@ def _sync_file_range() -> Callable[[int, int, int, int], int]:
     return function
 
 
-def _is_memory(descriptor: int) -> bool:
-    """Whether the file lies in memory (tmpfs), where reserving only moves the work to one process."""
+def is_memory(place: int | Path) -> bool:
+    """Whether a file (its descriptor, or a path) lies in memory, on tmpfs: nothing there is waited for."""
+    if sys.platform != "linux":
+        return False
     answer = ctypes.create_string_buffer(256)
-    found = _libc().fstatfs(descriptor, answer) == 0
-    return found and int.from_bytes(answer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) == _TMPFS_MAGIC
+    libc = _libc()
+    status = libc.fstatfs(place, answer) if isinstance(place, int) else libc.statfs(os.fsencode(place), answer)
+    found = int.from_bytes(answer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder)
+    return status == 0 and found == _TMPFS_MAGIC
 
 
 @cache

@@ -8,7 +8,7 @@ means are done on the way.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from math import prod
@@ -27,7 +27,7 @@ from ucp.io.files import SourceFile, open_source
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Gatherer", "Sources", "Span", "piece_values"]
+__all__ = ["Gatherer", "Run", "Sources", "Span", "piece_values", "run_of"]
 
 STRETCH = 8 << 20
 """Most bytes read at once for a strided or cast piece."""
@@ -50,6 +50,24 @@ class Span(NamedTuple):
     """Bytes."""
     crc32: int
     """CRC-32 of them."""
+
+
+class Run(NamedTuple):
+    """Consecutive bytes of a source file that are wanted as they are."""
+
+    path: str
+    """Source file."""
+    offset: int
+    """First byte."""
+    nbytes: int
+    """Bytes."""
+    continues: bool = False
+    """Whether it is the rest of the run before it."""
+
+    def cut(self, nbytes: int) -> Iterator[Run]:
+        """The run in parts of at most `nbytes` bytes."""
+        for low in range(0, self.nbytes, nbytes):
+            yield Run(self.path, self.offset + low, min(nbytes, self.nbytes - low), continues=low > 0)
 
 
 class Sources:
@@ -106,6 +124,20 @@ class Gatherer:
         self.nbytes_read += high - low
         parts = ((offset, nbytes, data[offset - low : offset - low + nbytes]) for offset, nbytes in stretches)
         self.spans.extend(Span(path, offset, nbytes, zlib_ng.crc32(part)) for offset, nbytes, part in parts)
+
+    def copied(self, runs: Iterable[Run], into: memoryview) -> Iterator[tuple[int, int]]:
+        """Read runs one after another into a buffer: CRC-32 and bytes of each."""
+        at = 0
+        for run in runs:
+            view = into[at : at + run.nbytes]
+            at += run.nbytes
+            self.sources.get(run.path).read_into((view,), run.offset)
+            self.nbytes_read += run.nbytes
+            crc = zlib_ng.crc32(view)
+            yield crc, run.nbytes
+            if run.path in self.tracked:
+                span = Span(run.path, run.offset, run.nbytes, crc)
+                self.spans.append(_joint(self.spans.pop(), span) if run.continues else span)
 
     def fill_many(self, wanted: Sequence[tuple[memoryview, DType, Sequence[Piece]]]) -> None:
         """`fill` for several buffers at once, so that reads of neighbours are joined."""
@@ -183,8 +215,7 @@ class Gatherer:
             last = joined[-1] if joined else span
             follows = last.path == span.path and last.offset + last.nbytes == span.offset
             if follows and (span.path, span.offset) not in apart:
-                crc = zlib_ng.crc32_combine(last.crc32, span.crc32, span.nbytes)
-                joined[-1] = Span(last.path, last.offset, last.nbytes + span.nbytes, crc)
+                joined[-1] = _joint(last, span)
             else:
                 joined.append(span)
         self.spans = joined
@@ -243,6 +274,19 @@ class Gatherer:
             raise CorruptError(f"{ref.path}, bytes {ref.offset}:{ref.offset + ref.codec_nbytes}: {error}") from error
 
 
+def run_of(piece: Piece, dtype: DType) -> Run | None:
+    """The bytes of a piece in its file, if they are consecutive on both sides and need no change; else None."""
+    ref = piece.ref
+    if isinstance(ref, InlineTensor) or not _is_direct(piece, dtype):
+        return None
+    return Run(ref.path, ref.offset + piece.src_offset, piece.sizes[0] * dtype.itemsize)
+
+
+def _joint(span: Span, following: Span) -> Span:
+    crc = zlib_ng.crc32_combine(span.crc32, following.crc32, following.nbytes)
+    return Span(span.path, span.offset, span.nbytes + following.nbytes, crc)
+
+
 def piece_values(data: memoryview, piece: Piece, offset: int) -> NDArray[Any]:
     """View of a piece's elements in source bytes whose first element stands at `offset`."""
     return strided(data, piece.ref.dtype, offset=offset, sizes=piece.sizes, strides=piece.src_strides)
@@ -250,13 +294,18 @@ def piece_values(data: memoryview, piece: Piece, offset: int) -> NDArray[Any]:
 
 def _direct_view(piece: Piece, dtype: DType, buffer: memoryview) -> memoryview | None:
     """Where the piece's bytes go, if they are consecutive on both sides and need no change; else None."""
-    ref = piece.ref
-    if ref.dtype is not dtype or len(piece.sizes) != 1 or piece.mean or (isinstance(ref, TensorRef) and ref.codec):
-        return None
-    if piece.sizes[0] > 1 and (piece.src_strides[0] != dtype.itemsize or piece.dst_strides[0] != 1):
+    if not _is_direct(piece, dtype):
         return None
     start = piece.dst_offset * dtype.itemsize
     return buffer[start : start + piece.sizes[0] * dtype.itemsize]
+
+
+def _is_direct(piece: Piece, dtype: DType) -> bool:
+    """Whether the bytes of a piece are consecutive on both sides, and those of `dtype`."""
+    ref = piece.ref
+    if ref.dtype is not dtype or len(piece.sizes) != 1 or piece.mean or (isinstance(ref, TensorRef) and ref.codec):
+        return False
+    return piece.sizes[0] == 1 or (piece.src_strides[0] == dtype.itemsize and piece.dst_strides[0] == 1)
 
 
 def _joined(direct: Sequence[tuple[TensorRef, int, memoryview]]) -> Iterator[tuple[str, int, list[memoryview]]]:

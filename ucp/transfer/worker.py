@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -27,7 +27,8 @@ from ucp.errors import CorruptError
 from ucp.io.codec import encode
 from ucp.io.elements import differing, numpy_dtype, strided, viewed, without_payloads
 from ucp.io.write import read_back, start_writeback, write_at
-from ucp.transfer.gather import Gatherer, Sources, Span, piece_values
+from ucp.transfer.balance import bundle
+from ucp.transfer.gather import Gatherer, Run, Sources, Span, piece_values, run_of
 from ucp.transfer.tasks import BLOCK, Fill, Job, Section, Task, raw_slice
 from ucp.transfer.tiles import tiles, within
 
@@ -40,7 +41,7 @@ MEAN_WINDOW = BLOCK // 8
 TILE = 2 * BLOCK
 """Bytes of a tile that is not compared with copies, which needs less room beside it."""
 
-WINDOW = 256 << 10
+WINDOW = 512 << 10
 """Bytes that are read and summed at once, while they are in the processor's cache."""
 
 LOCATORS = 1024
@@ -125,17 +126,41 @@ class Worker:
         target = self._job.target
         return target.compress and fill.sections[0].placement < len(target.placements)
 
-    def _write(self, fill: Fill, gatherer: Gatherer, found: list[str]) -> list[Sum]:
-        data = self._buffer[: fill.nbytes]
-        sums = self._gathered(fill, data, gatherer, found)
-        descriptor = os.open(self._root / fill.path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            write_at(descriptor, data, fill.offset)
+    def _write(self, fill: Fill, gatherer: Gatherer, found: list[str]) -> Iterator[Sum]:
+        """Each window, which is several small sections or a part of one, is read, summed and written at once."""
+        with _opened(str(self._root / fill.path)) as descriptor:
+            for sections in bundle(fill.sections, limit=WINDOW):
+                runs = self._runs(sections[0]) if sections[0].nbytes > WINDOW else None
+                if runs is not None:
+                    yield self._copy(sections[0], runs, descriptor, gatherer)
+                    continue
+                part = Fill(path=fill.path, sections=tuple(sections))
+                data = self._buffer[: part.nbytes]
+                yield from self._gathered(part, data, gatherer, found)
+                write_at(descriptor, data, part.offset)
             if self._job.fsync:
                 start_writeback(descriptor, fill.offset, fill.nbytes)
-        finally:
-            os.close(descriptor)
-        return sums
+
+    def _runs(self, section: Section) -> list[Run] | None:
+        """Windows of a section in the source, in order; None where more is to be done with its bytes than to copy."""
+        own, locator = self._slice(section)
+        if section.placement in self._job.checking and locator.replicas:
+            return None
+        pieces = resolve(own, locator, section.start, section.stop)
+        runs = [run_of(piece, own.dtype) for piece in sorted(pieces, key=lambda piece: piece.dst_offset)]
+        return None if None in runs else [part for run in runs if run for part in run.cut(WINDOW)]
+
+    def _copy(self, section: Section, runs: Iterable[Run], descriptor: int, gatherer: Gatherer) -> Sum:
+        """Copy a section; one CRC-32 of every window serves as that of the source and as that of the destination."""
+        digest, crc, offset = xxhash.xxh3_64(), 0, section.offset
+        for window in bundle(runs, limit=WINDOW):
+            data = self._buffer[: sum(run.nbytes for run in window)]
+            for own, nbytes in gatherer.copied(window, data):
+                crc = zlib_ng.crc32_combine(crc, own, nbytes)
+            digest.update(data)
+            write_at(descriptor, data, offset)
+            offset += data.nbytes
+        return Sum(section.placement, section.start, section.nbytes, digest.hexdigest(), crc)
 
     def _write_encoded(self, fill: Fill, gatherer: Gatherer, found: list[str]) -> Iterator[Sum]:
         """A whole pack, block after block; started afresh however far an earlier try came."""
