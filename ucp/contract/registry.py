@@ -10,14 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ucp.contract.protocols import Configurable, Engine, Evidence, Format, Pattern, SourceOptions, Target
 from ucp.core.index import Index
-from ucp.errors import FamilyError, IdleOptionError, UcpError, UnknownFormatError, UsageError, listed
+from ucp.errors import (
+    FamilyError,
+    IdleOptionError,
+    UcpError,
+    UnknownFamilyError,
+    UnknownFormatError,
+    UsageError,
+    listed,
+)
 from ucp.io.folder import url_scheme
 from ucp.io.pickle.callables import CALLS, GROUPS, unusual_calls
 from ucp.io.staging import refuse_partial
@@ -147,7 +155,11 @@ def choose_family(
         return bound.among(names), (why,)
     from ucp.families.library import choose
 
-    return choose(found.concrete(), names=list(names), shapes=shapes or {}, arguments=arguments or {}, axes=axes or {})
+    choice = partial(choose, names=list(names), shapes=shapes or {}, arguments=arguments or {}, axes=axes or {})
+    try:
+        return choice(found.likely(arguments or {}))
+    except UnknownFamilyError:
+        return choice(found.concrete())  # the message tells what speaks against each of all
 
 
 def with_callables(index: Index) -> Index:

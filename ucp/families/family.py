@@ -297,7 +297,8 @@ class Family:
             aliases = () if own.like is None else self._aliases(rule, own.like)
         found: list[Alias] = []
         for alias in aliases:
-            found.extend(replace(alias, names=names) for names in self._rewritten(alias.names, own))
+            ways = self._rewritten(alias.names, own)
+            found.extend(alias if names == alias.names else replace(alias, names=names) for names in ways)
             self._check_ways(len(found), alias.names, own)
         return tuple(dict.fromkeys(found))
 
@@ -339,6 +340,8 @@ class Family:
 
     def _computed(self, name: str) -> str | None:
         """The alias with its computed numbers; None when a size is not known, or is none that a name can count to."""
+        if "=" not in name:
+            return name
         for text in _COMPUTED.findall(name):
             value = _attempt(Expression(text), self.values)
             if value is None or not 0 <= value <= MOST_SHIFT:

@@ -5,7 +5,7 @@ Group `ucp.families`: an entry point names a package; every `*.toml` file in it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.resources import files
@@ -49,7 +49,7 @@ class Library:
         """This library and one more file, and the name of its family. Raises UsageError."""
         text = _text_of(path)
         texts = dict(self.texts)
-        name, _ = header(text, str(path))
+        name = header(text, str(path)).name
         if name in texts:
             raise UsageError(f"{path}: the name {name!r} is taken by {texts[name][0]}; give it another")
         texts[name] = (str(path), text)
@@ -77,7 +77,7 @@ class Library:
         """Templates of the rules that family `name` has instead of rules, unlike them, of those that it extends."""
         source, text = self.texts[name]
         ours = _by_template(self.family(name).rules)
-        theirs = _by_template(rule for own in header(text, source)[1] for rule in self.family(own).rules)
+        theirs = _by_template(rule for own in header(text, source).extends for rule in self.family(own).rules)
         return tuple(template for template, rules in theirs.items() if ours.get(template, rules) != rules)
 
     def _family(self, name: str, below: tuple[str, ...]) -> Family:
@@ -85,8 +85,7 @@ class Library:
             raise UsageError(f"families extend one another in a circle: {' -> '.join((*below, name))}")
         if name not in self._read:
             source, text = self._text(name, below)
-            _, extends = header(text, source)
-            extended = [self._family(own, (*below, name)) for own in extends]
+            extended = [self._family(own, (*below, name)) for own in header(text, source).extends]
             self._read[name] = read_family(text, source, pattern=self.pattern, extended=extended)
         return self._read[name]
 
@@ -106,6 +105,14 @@ class Library:
         """Families that a checkpoint can be of."""
         return tuple(own for own in map(self.family, self.names()) if not own.abstract)
 
+    def likely(self, arguments: Mapping[str, object]) -> Iterator[Family]:
+        """Families that recorded arguments do not speak against, each read when it is its turn; special ones first."""
+        headers = {name: header(text, source) for name, (source, text) in self.texts.items()}
+        kinds = {name: own.kind_of for name, own in headers.items()}
+        for name in sorted(headers, key=lambda own: (-len(_more_general([own], kinds)), own)):
+            if not headers[name].abstract and not list(_contradicted(headers[name].arguments, arguments)):
+                yield self.family(name)
+
 
 def _by_template(rules: Iterable[Rule]) -> dict[str, list[Rule]]:
     found: dict[str, list[Rule]] = {}
@@ -119,14 +126,14 @@ def _place(entry: Traversable, package: str) -> str:
 
 
 def _add(texts: dict[str, tuple[str, str]], text: str, source: str) -> None:
-    name, _ = header(text, source)
+    name = header(text, source).name
     if name in texts:
         raise UsageError(f"the family {name!r} stands in {texts[name][0]} and in {source}")
     texts[name] = (source, text)
 
 
 def choose(
-    families: Sequence[Family],
+    families: Iterable[Family],
     *,
     names: Iterable[str],
     shapes: Mapping[str, tuple[int, ...]],
@@ -144,13 +151,17 @@ def choose(
     unread: dict[str, int] = {}
     fitting: dict[str, Family] = {}
     few = distinct_shapes(shapes)
+    more: dict[str, Sequence[str]] = {}
     for family in families:
+        more[family.name] = family.kind_of
+        if family.name in _more_general(fitting, more):
+            continue
         bound = family.bind(arguments=arguments, shapes=few, axes=axes)
         doubts[family.name] = _doubts(bound, kinds.values(), arguments)
         unread[family.name] = sum(not bound.ignores(own) and not bound.rules_of(own) for own in kinds.values())
         if not doubts[family.name]:
             fitting[family.name] = bound
-    general = {own for family in fitting.values() for own in _more_general(family, families)}
+    general = _more_general(fitting, more)
     best = [family for name, family in fitting.items() if name not in general]
     if len(best) == 1:
         return best[0].among(names), _reasons(best[0], arguments)
@@ -207,9 +218,7 @@ def _doubts(family: Family, names: Iterable[str], arguments: Mapping[str, object
             unread += [] if rules else [name]
     doubts = [f"no {text}" for text in family.evidence.names if text not in held]
     doubts += [f"has {text}" for text in family.evidence.absent if text in held]
-    for key, wanted in family.evidence.arguments.items():
-        if key in arguments and arguments[key] != wanted:
-            doubts.append(f"{key} is {shown(arguments[key])}, not {wanted!r}")
+    doubts += _contradicted(family.evidence.arguments, arguments)
     doubts += family.conflicts
     if unread:
         more = f" and {len(unread) - 1} more like it" if len(unread) > 1 else ""
@@ -217,16 +226,22 @@ def _doubts(family: Family, names: Iterable[str], arguments: Mapping[str, object
     return doubts
 
 
-def _more_general(family: Family, families: Sequence[Family]) -> set[str]:
-    """Families that this one is a kind of, at any remove."""
-    by_name = {own.name: own for own in families}
+def _contradicted(wanted: Mapping[str, object], arguments: Mapping[str, object]) -> Iterator[str]:
+    """Recorded arguments that have not the values `wanted`."""
+    for key, value in wanted.items():
+        if key in arguments and arguments[key] != value:
+            yield f"{key} is {shown(arguments[key])}, not {value!r}"
+
+
+def _more_general(names: Iterable[str], kinds: Mapping[str, Sequence[str]]) -> set[str]:
+    """Families that these are kinds of, at any remove. `kinds`: family to those that it says itself."""
     found: set[str] = set()
-    waiting = list(family.kind_of)
+    waiting = [general for name in names for general in kinds.get(name, ())]
     while waiting:
         name = waiting.pop()
         if name not in found:
             found.add(name)
-            waiting.extend(by_name[name].kind_of if name in by_name else ())
+            waiting.extend(kinds.get(name, ()))
     return found
 
 

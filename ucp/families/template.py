@@ -64,16 +64,15 @@ class Template:
     """Names of the fields, in order."""
     outline: str = field(init=False, compare=False, repr=False)
     """What `outline` gives for every name that it stands for."""
-    _pattern: re.Pattern[str] = field(init=False, compare=False, repr=False)
     _shifts: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for own, value in zip(("fields", "outline", "_pattern", "_shifts"), _parsed(self.text), strict=True):
+        for own, value in zip(("fields", "outline", "_shifts"), _parsed(self.text), strict=True):
             object.__setattr__(self, own, value)
 
     def fields_in(self, name: str) -> dict[str, int] | None:
         """Field to number, or None when the template does not stand for `name`."""
-        found = self._pattern.fullmatch(name)
+        found = _pattern(self.text).fullmatch(name)
         if found is None:
             return None
         numbers = [int(digits) - shift for digits, shift in zip(found.groups(), self._shifts, strict=True)]
@@ -100,8 +99,8 @@ class Template:
 
 
 @lru_cache(maxsize=1 << 14)
-def _parsed(text: str) -> tuple[tuple[str, ...], str, re.Pattern[str], tuple[int, ...]]:
-    """Fields, outline, pattern and shifts of a template."""
+def _parsed(text: str) -> tuple[tuple[str, ...], str, tuple[int, ...]]:
+    """Fields, outline and shifts of a template."""
     literals = _FIELD.split(text)[::3]
     fields = tuple(name for name, _ in _FIELD.findall(text))
     shifts = tuple(int(shift or 0) for _, shift in _FIELD.findall(text))
@@ -109,5 +108,10 @@ def _parsed(text: str) -> tuple[tuple[str, ...], str, re.Pattern[str], tuple[int
         raise ValueError(f"expected fields like {{layer}} or {{layer+3}}; got {text!r}")
     if len(set(fields)) < len(fields):
         raise ValueError(f"a field comes twice in {text!r}")
-    pattern = _NUMBER.join(map(re.escape, literals))
-    return fields, outline(_FIELD.sub("0", text)), re.compile(pattern), shifts
+    return fields, outline(_FIELD.sub("0", text)), shifts
+
+
+@lru_cache(maxsize=1 << 14)
+def _pattern(text: str) -> re.Pattern[str]:
+    """What matches the names of a template; made when one is first looked at, as few of a family are."""
+    return re.compile(_NUMBER.join(map(re.escape, _FIELD.split(text)[::3])))

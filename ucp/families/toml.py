@@ -9,7 +9,9 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from inspect import signature
+from typing import NamedTuple
 
 from ucp.errors import UsageError
 from ucp.families.expression import Expression
@@ -32,7 +34,7 @@ from ucp.families.fields import (
 from ucp.families.rule import DIM, Alias, AxisRule, OptionValue, PatternFactory, Rule
 from ucp.families.template import Template
 
-__all__ = ["header", "read_family"]
+__all__ = ["Header", "header", "read_family"]
 
 _KEYS = frozenset(
     {
@@ -54,11 +56,33 @@ _MOST_STYLES = 16
 _AXES = ("pp", "ep", "etp", "tp", "cp", "dp")
 
 
-def header(text: str, source: str) -> tuple[str, tuple[str, ...]]:
-    """Name of a family, and the names of those it extends. Raises UsageError."""
-    document = _parsed(text, source)
-    place = Place(source)
-    return text_of(document.get("name"), place.at("name")), texts_of(document.get("extends", []), place.at("extends"))
+class Header(NamedTuple):
+    """What a rules file says of its family before its rules are read."""
+
+    name: str
+    """Name of the family."""
+    extends: tuple[str, ...]
+    """Names of those it extends."""
+    kind_of: tuple[str, ...]
+    """More general families."""
+    abstract: bool
+    """Whether it is only there for others to extend."""
+    arguments: Mapping[str, object]
+    """Recorded arguments by which it is recognised."""
+
+
+def header(text: str, source: str) -> Header:
+    """The header of a rules file. Raises UsageError."""
+    document, place = _parsed(text, source), Place(source)
+    return Header(
+        name=text_of(document.get("name"), place.at("name")),
+        extends=texts_of(document.get("extends", []), place.at("extends")),
+        kind_of=texts_of(document.get("kind_of", []), place.at("kind_of")),
+        abstract=flag_of(document.get("abstract", False), place.at("abstract")),
+        arguments=_evidence(
+            table_of(document.get("evidence", {}), place.at("evidence")), place.at("evidence")
+        ).arguments,
+    )
 
 
 def read_family(
@@ -109,7 +133,8 @@ def _told(error: tomllib.TOMLDecodeError) -> str:
     )
 
 
-def _parsed(text: str, source: str) -> dict[str, object]:
+@lru_cache(maxsize=256)
+def _parsed(text: str, source: str) -> Mapping[str, object]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

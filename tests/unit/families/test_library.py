@@ -96,6 +96,19 @@ def test_the_special_one_is_preferred_at_any_remove():
     assert choose(own.concrete(), names=["own.0.w"], shapes={}, arguments={}, axes={})[0].name == "c"
 
 
+def test_only_likely_families_are_read_the_special_ones_first():
+    wrong = '[[rule]]\nname = "{"\n'
+    own = library_of(
+        a=f'name = "a"\n{RULE}',
+        b=f'name = "b"\nkind_of = ["a"]\n{RULE}',
+        c=f'name = "c"\nkind_of = ["b"]\n[evidence]\narguments = {{ gated = true }}\n{wrong}',
+        d=f'name = "d"\nabstract = true\n{wrong}',
+    )
+    assert [family.name for family in own.likely({"gated": False})] == ["b", "a"]
+    with pytest.raises(UsageError, match=r"c.toml: rule\[0\]"):
+        list(own.likely({}))
+
+
 def test_evidence_that_is_absent():
     text = 'name = "a"\n[evidence]\nnames = ["own.{layer}.w"]\nabsent = ["own.{layer}.b"]\n'
     own = library_of(a=text + RULE + '[[rule]]\nname = "own.{layer}.b"\ntp = "replicate"')
