@@ -7,11 +7,7 @@ framework; `ucp.load_into` brings one into a live model. Importing this package 
 from typing import TYPE_CHECKING
 
 from ucp.api import (  # ucp.open is the name users look for
-    Atom,
-    Checkpoint,
-    DiffReport,
     PlanReport,
-    VerifyReport,
     convert,
     diff,
     inspect,
@@ -19,28 +15,39 @@ from ucp.api import (  # ucp.open is the name users look for
     plan,
     verify,
 )
-from ucp.conversion.execute import ConvertReport
 from ucp.core.region import Box
 from ucp.core.topology import Topology
 from ucp.errors import UcpError
 
 if TYPE_CHECKING:
+    from ucp.checks.verify import DiffReport, VerifyReport
+    from ucp.conversion.execute import ConvertReport
+    from ucp.live.checkpoint import Atom, Checkpoint
     from ucp.live.load import LoadReport, load_into
 
     __version__: str
 else:
+    _PLACES = {
+        "Atom": "ucp.live.checkpoint",
+        "Checkpoint": "ucp.live.checkpoint",
+        "ConvertReport": "ucp.conversion.execute",
+        "DiffReport": "ucp.checks.verify",
+        "LoadReport": "ucp.live.load",
+        "VerifyReport": "ucp.checks.verify",
+        "load_into": "ucp.live.load",
+    }
 
     def __getattr__(name: str) -> object:
-        """The version, and what only a live model needs, looked for when it is first asked for (PEP 562)."""
+        """The version, and what not every use needs, looked for when it is first asked for (PEP 562)."""
         if name == "__version__":
             from importlib.metadata import version
 
             return version("universal-checkpoint")
-        if name not in {"LoadReport", "load_into"}:
+        if name not in _PLACES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from ucp.live import load
+        from importlib import import_module
 
-        return getattr(load, name)
+        return getattr(import_module(_PLACES[name]), name)
 
 
 __all__ = [

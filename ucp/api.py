@@ -1,4 +1,4 @@
-"""The use cases: what the command line calls, and what `import ucp` gives.
+"""The use cases: what the command line calls and `import ucp` gives; each imports what it needs when it is called.
 
 >>> import ucp
 >>> str(ucp.Topology(dp=4, zero=3))
@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ucp.checks.verify import DiffReport, VerifyReport, differences, prove, prove_written
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.contract.registry import recognise, with_callables
-from ucp.conversion.execute import ConvertReport, carry_out
 from ucp.conversion.options import (
     AcceptName,
     CompanionsName,
@@ -34,16 +33,15 @@ from ucp.conversion.prepare import Silent, Survey, index_of, judged, survey
 from ucp.conversion.zero_moments import moments_note
 from ucp.core.index import Index
 from ucp.io.staging import Staging
-from ucp.live.checkpoint import Atom, Checkpoint
-from ucp.transfer.compare import fit_threads
+
+if TYPE_CHECKING:
+    from ucp.checks.verify import DiffReport, VerifyReport
+    from ucp.conversion.execute import ConvertReport
+    from ucp.live.checkpoint import Checkpoint
 
 __all__ = [
-    "Atom",
-    "Checkpoint",
-    "DiffReport",
     "PlanReport",
     "Survey",
-    "VerifyReport",
     "convert",
     "diff",
     "inspect",
@@ -62,6 +60,8 @@ def open(  # noqa: A001  # ucp.open is the name users look for
 
     `family`, `patterns`: see `convert`.
     """
+    from ucp.live.checkpoint import Checkpoint
+
     return Checkpoint(index_of(Path(path), source=SourceOptions.of(family, patterns)))
 
 
@@ -238,12 +238,14 @@ def convert(
         overwrite=overwrite,
         fsync=fsync,
     )
+    from ucp.conversion.execute import carry_out
+
     watch = observer or Silent()
-    prove = (
-        partial(prove_written, told=options.source, observer=watch, threads=fit_threads(options.memory))
-        if verify
-        else None
-    )
+    prove = None
+    if verify:
+        from ucp.checks.verify import prove_written
+
+        prove = partial(prove_written, told=options.source, observer=watch, threads=_threads(None, memory))
     return carry_out(Path(src), Path(dst), options, watch, prove=prove)
 
 
@@ -254,6 +256,8 @@ def is_unfinished(dst: type_path) -> bool:
 
 def _threads(workers: int | None, memory: MemoryLike) -> int:
     """Threads that compare. Raises UsageError, MemoryBudgetError."""
+    from ucp.transfer.compare import fit_threads
+
     return fit_threads(nbytes_of(memory), asked=workers_of(workers))
 
 
@@ -275,6 +279,8 @@ def verify(
     `patterns`: see `convert`; they are about both, as far as their formats have a use for them. `workers`: threads, by
     default four; `memory`: bytes for all of them, beyond the interpreter's own.
     """
+    from ucp.checks.verify import prove
+
     return prove(
         Path(path),
         against=None if against is None else Path(against),
@@ -299,6 +305,8 @@ def diff(
 
     `extras`: what is no parameter too, entry by entry. `family`, `patterns`, `workers`, `memory`: see `verify`.
     """
+    from ucp.checks.verify import differences
+
     return differences(
         Path(a),
         Path(b),

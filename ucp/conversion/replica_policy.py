@@ -22,7 +22,6 @@ from ucp.core.index import Index, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import uncovered
 from ucp.errors import ReplicaError, counted, listed
-from ucp.transfer.compare import drifting, fit_threads
 
 __all__ = ["Drift", "settle"]
 
@@ -46,6 +45,8 @@ def settle(index: Index, drift: Drift, observer: Observer, *, memory: int) -> In
     """
     if drift is Drift.ERROR:
         return index
+    from ucp.transfer.compare import drifting, fit_threads  # not needed by most conversions
+
     found = drifting(index, observer, threads=fit_threads(memory))
     if not found:
         return index

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ucp import api
-from ucp.api import VerifyReport
+from ucp.checks.verify import VerifyReport
 from ucp_cli.exits import DIFFERENT, FAILED
 from ucp_cli.options import PATH, as_json, compare_options, example, progress, source_options
 from ucp_cli.pages.changes import change_tables

@@ -8,16 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from ucp.api import DiffReport, PlanReport, Survey, VerifyReport
-from ucp.conversion.execute import ConvertReport
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Extra, Index, StateIndex
 from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
-from ucp.transfer.compare import Change
 from ucp_cli.pages.tally import count_kinds, count_patterns, count_states
 from ucp_cli.pages.values import json_value, what_is_held
+
+if TYPE_CHECKING:
+    from ucp.api import PlanReport, Survey
+    from ucp.checks.verify import DiffReport, VerifyReport
+    from ucp.conversion.execute import ConvertReport
+    from ucp.transfer.compare import Change
 
 __all__ = [
     "convert_document",
