@@ -96,3 +96,13 @@ def test_a_window_has_one_nan_where_a_type_is_given(tmp_path: Path) -> None:
     with Prober() as prober:
         assert prober.window(own, 0, 3) == b"\xff\xff\xff\x7f\xc0\x7f"
         assert prober.window(own, 0, 3, dtype=DType.BFLOAT16) == b"\xc0\x7f" * 3
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+def test_a_few_elements_are_cast_as_many_are(dtype: DType) -> None:
+    """Ties, overflow, infinities, denormals and all kinds of no number: few are cast without numpy."""
+    ties = (0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x7F7F8000, 0xFF7FFFFF, 0x007FFFFF, 0x80000001)
+    others = (0, 0x80000000, 0x7F800000, 0xFF800000, 0x7F800001, 0x7FC00000, 0xFFFFFFFF, 0x12345678)
+    for word in (*ties, *others):
+        few = word.to_bytes(4, "little") * 8
+        assert cast_bits(few, dtype, DType.BFLOAT16) * 99 == cast_bits(few * 99, dtype, DType.BFLOAT16)
