@@ -32,9 +32,9 @@ from ucp_formats.deepspeed.write.optimizer.lost_states import check_stepped, fil
 from ucp_formats.deepspeed.write.optimizer.missing_states import native_notes
 from ucp_formats.deepspeed.write.optimizer.step_notes import step_casts
 from ucp_formats.deepspeed.write.optimizer.zero0 import is_flat
-from ucp_formats.deepspeed.write.pipeline.choice import stages_of
 from ucp_formats.deepspeed.write.pipeline.layers import pipeline_of
 from ucp_formats.deepspeed.write.pipeline.settings import StageSettings, stage_settings
+from ucp_formats.deepspeed.write.pipeline.stages import stages_of
 from ucp_formats.deepspeed.write.pipeline.target import layer_files
 from ucp_formats.deepspeed.write.plan import pointer_file, target_plan
 from ucp_formats.deepspeed.write.rank_files import RankFiles, groups_of
@@ -49,7 +49,7 @@ class DeepSpeedTarget:
 
     name = "deepspeed"
     takes_settings = True
-    """How a pipeline has its stages (`stage_settings`)."""
+    """What layers the stages of a pipeline have (`stage_settings`)."""
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files of a run of `topology`; by default the source's own. Raises UsageError, MissingStateError."""
@@ -123,8 +123,8 @@ def _files(facts: RunFacts, wanted: Topology, said: StageSettings) -> tuple[list
     check_degrees(facts, wanted, is_pipeline=pipeline is not None)
     numbered = check_experts(facts, wanted, facts.index.atoms)
     if pipeline is None:
-        if not said.is_empty:
-            raise UsageError(f"--set says how a pipeline has its stages, and {facts.index.path} was none: drop it")
+        if said.partitions:
+            raise UsageError(f"--set says what the stages of a pipeline have, and {facts.index.path} was none: drop it")
         return _rank_files(rank_views(facts, wanted), numbered, wanted, is_stage=False)
     stages = stages_of(first_view(facts, wanted.tp), pipeline, said, wanted.pp)
     views = rank_views(facts, wanted, stages.places)

@@ -42,8 +42,8 @@ from ucp_formats.deepspeed.write.optimizer.step_forms import universal_form
 from ucp_formats.deepspeed.write.optimizer.step_notes import check_steps, step_casts, step_is_tensor, step_notes
 from ucp_formats.deepspeed.write.optimizer.values import clipping, common_keys, count_of, group_entry, scalar_value
 from ucp_formats.deepspeed.write.optimizer.zero12 import keeps_whole
-from ucp_formats.deepspeed.write.pipeline.layers import PIPELINE, is_pipeline
-from ucp_formats.deepspeed.write.pipeline.norms import waiting_notes
+from ucp_formats.deepspeed.write.pipeline.layers import PIPELINE, is_pipeline, layer_of, tied_key
+from ucp_formats.deepspeed.write.pipeline.norms import hang_notes
 from ucp_formats.deepspeed.write.plan import group_notes, pointer_file, target_plan
 from ucp_formats.deepspeed.write.rank_views import check_cuts
 from ucp_formats.deepspeed.write.run import EMULATED, RunFacts, run_facts, tag
@@ -274,7 +274,7 @@ def _limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
         )
     yield from _partial(groups)
     yield from _model_parallel(facts)
-    yield from waiting_notes(facts, groups) if pipeline else _stage3_limits(facts, groups)
+    yield from _stage_limits(facts, groups) if pipeline else _stage3_limits(facts, groups)
     if any(keeps_whole(facts, group, state) for group in groups for state in group.elementwise):
         yield (
             "stages 1 and 2 read the momentum of Muon in shares but use it whole, so that the first step after a load "
@@ -332,6 +332,16 @@ def _partial(groups: Sequence[Group]) -> Iterator[str]:
             f"stages 1 and 2 cannot resume the optimizer, which lacks {', '.join(missing)}: the first step after a "
             f"load fails with KeyError. {ANEW}"
         )
+
+
+def _stage_limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
+    """That a run may hang, as the files do not say what layers a stage has."""
+    layers: dict[str | int | None, dict[str, object]] = {}
+    for group in groups:
+        for atom in group.params:
+            layers.setdefault(tied_key(atom.name) or layer_of(atom.name), {})[atom.name] = None
+    least_and_most = [*layers.values(), facts.index.atoms]
+    yield from hang_notes(replace(facts, stage=1), groups, least_and_most, "stages can have")
 
 
 def _stage3_limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:

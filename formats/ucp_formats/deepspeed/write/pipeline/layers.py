@@ -15,10 +15,13 @@ from itertools import pairwise
 from ucp.core.index import ParamGroup
 from ucp_formats.deepspeed.write.run import RunFacts
 
-__all__ = ["PIPELINE", "Pipeline", "is_pipeline", "layer_of", "pipeline_of", "stage_at", "tied_key"]
+__all__ = ["PIPELINE", "Pipeline", "Uses", "is_pipeline", "layer_of", "pipeline_of", "stage_at", "tied_key"]
 
 PIPELINE = "pipeline"
 """Extra of a source that was a pipeline; key in `optimizer_state.pt` of ucp's universal checkpoints of one."""
+
+Uses = Mapping[str, Sequence[int]]
+"""Key of tied layers to layers that use them."""
 
 _TIED = "tied_modules."
 
@@ -87,24 +90,27 @@ class Pipeline:
                     found.setdefault(key, set()).add(stage)
         return found
 
-    @property
-    def tied_layers(self) -> dict[str, list[int]]:
-        """Key of tied layers to those of them with a file."""
-        found: dict[str, list[int]] = {}
-        for layer, start in sorted(self.layers.items()):
+    def tied_uses(self, told: Uses) -> Uses:
+        """Key of tied layers to the layers that use them, increasing: those with a file, and those of `told`."""
+        seen: dict[str, set[int]] = {key: set() for key in self.tied_stages}
+        for layer, start in self.layers.items():
             key = tied_key(start)
             if key is not None:
-                found.setdefault(key, []).append(layer)
-        return found
+                seen.setdefault(key, set()).add(layer)
+        return {key: sorted({*own, *told.get(key, ())}) for key, own in seen.items()}
 
-    def window(self, stage: int) -> tuple[int, int | None]:
-        """Layers that `stage` can have at most, half-open; the last stage has no end."""
-        known = self.layer_stages
-        first = max((layer for layer, own in known.items() if own < stage), default=-1) + 1
-        stop = min((layer for layer, own in known.items() if own > stage), default=None)
-        return first, stop if stop is not None or stage == len(self.stages) - 1 else self.free
+    def hidden(self, told: Uses) -> list[str]:
+        """Keys of tied layers that more layers use than have a file or are `told`: one for each stage, and two."""
+        every = self.tied_uses(told).items()
+        return [
+            key for key, own in every if len(own) < max(len(self.tied_stages.get(key, ())), 1 if key in told else 2)
+        ]
 
-    def agrees(self, bounds: Sequence[int], uses: Mapping[str, Iterable[int]]) -> bool:
+    def is_other(self, layer: int, key: str) -> bool:
+        """Whether a layer has a file, and not one of a tied layer."""
+        return layer in self.layers and tied_key(self.layers[layer]) != key
+
+    def agrees(self, bounds: Sequence[int], uses: Uses) -> bool:
         """Whether stages of `bounds` have the trained parameters that the source's have; `uses`: of tied layers."""
         if not any(self.stages):
             return True

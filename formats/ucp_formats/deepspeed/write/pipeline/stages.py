@@ -1,0 +1,142 @@
+"""Which layers each stage of the target has: those of the source's stage, or what `--set` says; nothing is inferred.
+
+The optimizer file of a stage has the parameters of its layers, and DeepSpeed looks at no names in it. So the files must
+be cut as the run that loads them partitions its layers, which no file records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ucp.core.index import Kind
+from ucp.errors import TopologyError, UsageError, listed
+from ucp_formats.deepspeed.write.pipeline.layers import Pipeline, Uses, layer_of, stage_at, tied_key
+from ucp_formats.deepspeed.write.pipeline.norms import norm_notes
+from ucp_formats.deepspeed.write.pipeline.partition import balanced_bounds, uniform_bounds
+from ucp_formats.deepspeed.write.pipeline.settings import StageSettings
+from ucp_formats.deepspeed.write.rank_files import groups_of
+from ucp_formats.deepspeed.write.run import RunFacts
+
+__all__ = ["Stages", "stages_of"]
+
+_SAY = (
+    "say --set stages=0,3,5,9 (the first layer of each stage, then the number of layers; PipelineModule prints them) "
+    "or --set partition=uniform, parameters or type:2-25 (the run's partition_method), and --set tied=embed:8 for a "
+    "layer without a file (forward_fn) that uses a tied layer again; or write --to deepspeed-universal, which loads at "
+    "any number of stages"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """What the stages of the target have."""
+
+    places: Sequence[Mapping[str, int]]
+    """Of each stage, its parameters and buffers; with numbers in the order in which its module has them."""
+    notes: tuple[str, ...] = ()
+    """What is to be said of them."""
+
+
+def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, count: int) -> Stages:
+    """Contents of `count` stages; `facts`: with the shapes that the first tensor-parallel rank has.
+
+    Raises TopologyError where nobody says what the stages have or DeepSpeed cannot have them, and UsageError.
+    """
+    if count == len(pipeline.stages) and not settings.partitions:
+        kept = _as_they_are(facts, pipeline)
+        return Stages(kept, tuple(norm_notes(facts, groups_of(facts), kept)))
+    disorder = pipeline.disorder(facts.index.groups)
+    if disorder is not None:
+        raise TopologyError(
+            f"expected each stage's optimizer to have the parameters of a group in the order of their layers; "
+            f"{facts.index.path} has {disorder[1]} after {disorder[0]}. How a run of other stages orders them is not "
+            "recorded: write --to deepspeed-universal, which goes by names"
+        )
+    uses = pipeline.tied_uses(settings.tied)
+    layers = max([settings.layers, pipeline.free, *(own[-1] + 1 for own in uses.values() if own)])
+    wrong = list(_misfits(pipeline, settings, layers, count))
+    if wrong:
+        raise UsageError(f"--set does not fit {facts.index.path}:\n{listed(wrong)}")
+    unknown = [f"tied_modules.{key}" for key in pipeline.hidden(settings.tied) if count > 1 or len(uses) > 1]
+    if unknown or (count > 1 and not settings.partitions):
+        tied = f", nor which layers use {', '.join(unknown)} again" if unknown else ""
+        raise TopologyError(
+            f"expected the layers of each stage for pp={count}; {facts.index.path} is of pp={len(pipeline.stages)}, "
+            f"and DeepSpeed does not record how a run partitions its layers{tied}: {_SAY}"
+        )
+    bounds = settings.bounds or _partitioned(facts, settings, uses, layers, count)
+    places = _places(facts, uses, bounds)
+    notes = [_note(facts, pipeline, settings, uses, bounds), *norm_notes(facts, groups_of(facts), places)]
+    return Stages(places, tuple(notes) if count > 1 else ())
+
+
+def _as_they_are(facts: RunFacts, pipeline: Pipeline) -> list[dict[str, int]]:
+    owned = {name for names in pipeline.stages for name in names}
+    places: list[dict[str, int]] = [{name: at for at, name in enumerate(names)} for names in pipeline.stages]
+    for name in facts.index.atoms:
+        for stage in () if name in owned else pipeline.stage_of(name):
+            places[stage][name] = len(places[stage])
+    return places
+
+
+def _misfits(pipeline: Pipeline, settings: StageSettings, layers: int, count: int) -> Iterator[str]:
+    """What the user says that does not fit the files, which have `layers` layers at least."""
+    if settings.bounds and len(settings.bounds) != count + 1:
+        yield f"stages: {len(settings.bounds) - 1} of them for pp={count}"
+    said = settings.bounds[-1] if settings.bounds else settings.layers
+    if 0 < said < layers:
+        yield f"{said} layers: there are layers up to number {layers - 1}"
+    if settings.matched and max(settings.matched) >= layers:
+        yield f"type: layer {max(settings.matched)} of {layers}; layers says how many there are"
+    for key, told in settings.tied.items():
+        if key not in pipeline.tied_uses({}):
+            yield f"tied={key}: tied layers of the source are {', '.join(pipeline.tied_uses({})) or 'none'}"
+        yield from (f"tied={key}:{at}: this layer has a file of its own" for at in told if pipeline.is_other(at, key))
+
+
+def _partitioned(facts: RunFacts, settings: StageSettings, uses: Uses, layers: int, count: int) -> tuple[int, ...]:
+    """Bounds as `PipelineModule._partition_layers` makes them."""
+    if settings.matched:
+        return balanced_bounds([int(layer in settings.matched) for layer in range(layers)], count)
+    if settings.partition == "uniform":
+        return uniform_bounds(layers, count)
+    weights = [0] * layers
+    for atom in facts.index.atoms.values():
+        for layer in _layers_of(atom.name, uses) if atom.kind is Kind.PARAMETER and settings.partition else ():
+            weights[layer] += prod(atom.global_shape)
+    return balanced_bounds(weights, count)
+
+
+def _layers_of(name: str, uses: Uses) -> Sequence[int]:
+    key = tied_key(name)
+    return (uses[key] or (0,)) if key is not None else (layer_of(name) or 0,)
+
+
+def _places(facts: RunFacts, uses: Uses, bounds: Sequence[int]) -> list[Mapping[str, int]]:
+    """Names of each stage, numbered by layer; tied layers come first, as a PipelineModule has them."""
+    places: list[dict[str, int]] = [{} for _ in bounds[1:]]
+    trained = {atom.name for atom in facts.index.atoms.values() if atom.kind is Kind.PARAMETER}
+    for name in facts.index.atoms:
+        first = 0 if tied_key(name) is None else bounds[-1]
+        for layer in _layers_of(name, uses):
+            places[stage_at(bounds, layer)].setdefault(name, layer - first)
+    bare = [str(stage) for stage, own in enumerate(places) if trained and trained.isdisjoint(own)]
+    if bare:
+        raise TopologyError(
+            f"expected trained parameters on each stage, as DeepSpeed makes no optimizer without; of stages="
+            f"{','.join(map(str, bounds))} there are none on {', '.join(bare)}. Choose other stages or fewer: {_SAY}"
+        )
+    return [*places]
+
+
+def _note(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, uses: Uses, bounds: Sequence[int]) -> str:
+    """What was done, and whether the source's stages are of the same partition."""
+    note = f"the stages have the layers of stages={','.join(map(str, bounds))}, as --set says"
+    if settings.partition:
+        note += f" with partition={settings.partition} for {bounds[-1]} layers"
+        source = _partitioned(facts, settings, uses, bounds[-1], len(pipeline.stages))
+        if not pipeline.agrees(source, uses):
+            note += "; the source's stages are not of this partition: check partition, layers and tied"
+    return f"{note}. A run that partitions its layers otherwise fails to load its optimizer"

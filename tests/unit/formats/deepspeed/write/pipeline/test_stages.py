@@ -1,0 +1,153 @@
+"""The layers of the target's stages: the source's own, or what the user says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from ucp_formats.deepspeed.write.pipeline.layers import Pipeline, pipeline_of
+from ucp_formats.deepspeed.write.pipeline.settings import stage_settings
+from ucp_formats.deepspeed.write.pipeline.stages import Stages, stages_of
+from ucp_formats.deepspeed.write.run import RunFacts, run_facts
+
+import ucp
+from ucp.core.target import TargetOptions
+from ucp.errors import TopologyError, UsageError
+
+FIXTURES = Path(__file__).resolve().parents[6] / "fixtures" / "deepspeed"
+EMB = "tied_modules.emb.weight"
+TIED = {"tied": "emb:5"}
+
+
+@cache
+def facts(name: str, zero: int = 0) -> RunFacts:
+    return run_facts(ucp.inspect(FIXTURES / name / "checkpoint"), TargetOptions(), ranks=1, stage=zero)
+
+
+def pipeline(name: str) -> Pipeline:
+    found = pipeline_of(facts(name))
+    assert found is not None
+    return found
+
+
+def stages(name: str, count: int, settings: Mapping[str, str] | None = None, *, zero: int = 0) -> Stages:
+    return stages_of(facts(name, zero), pipeline(name), stage_settings(settings or {}), count)
+
+
+def layers(found: Stages) -> list[list[str]]:
+    return [sorted({"emb" if name.startswith("tied") else name.split(".")[0] for name in own}) for own in found.places]
+
+
+def test_as_many_stages_are_those_of_the_source() -> None:
+    found = stages("z1-pp2-dp2", 2, zero=1)
+    assert [list(own) for own in found.places] == [list(own) for own in pipeline("z1-pp2-dp2").stages]
+    assert found.notes == ()
+
+
+def test_one_stage_has_all_and_says_nothing() -> None:
+    found = stages("z1-pp2-dp2", 1)
+    assert layers(found) == [["1", "3", "4", "emb"]]
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"stages": "0,1,4,6"}, [["emb"], ["1", "3"], ["4", "emb"]]),
+        ({"stages": "0,1,4,9"}, [["emb"], ["1", "3"], ["4", "emb"]]),
+        ({"partition": "uniform"}, [["1", "emb"], ["3"], ["4", "emb"]]),
+        ({"partition": "uniform", "layers": "7", "tied": "emb:6"}, [["1", "emb"], ["3", "4"], ["emb"]]),
+        ({"partition": "parameters"}, [["1", "emb"], ["3", "4"], ["emb"]]),
+        ({"partition": "type:1,3-4"}, [["1", "emb"], ["3"], ["4", "emb"]]),
+    ],
+)
+def test_what_the_user_says(settings: Mapping[str, str], expected: list[list[str]]) -> None:
+    assert layers(stages("z1-pp2-dp2", 3, {**TIED, **settings})) == expected
+
+
+def test_the_user_says_other_bounds_of_as_many_stages() -> None:
+    assert layers(stages("z1-pp2-dp2", 2, {**TIED, "stages": "0,2,6"})) == [["1", "emb"], ["3", "4", "emb"]]
+
+
+@pytest.mark.parametrize("settings", [{}, {"stages": "0,2,4,6"}, {"partition": "uniform"}])
+def test_nothing_is_inferred(settings: Mapping[str, str]) -> None:
+    with pytest.raises(TopologyError, match=r"z1-pp2-dp2.* is of pp=2, and DeepSpeed does not record") as error:
+        stages("z1-pp2-dp2", 3, settings)
+    assert "nor which layers use tied_modules.emb again" in str(error.value)
+    for way in ("--set stages=", "--set partition=", "--set tied=", "--to deepspeed-universal"):
+        assert way in str(error.value)
+
+
+def test_the_note_says_what_was_done_and_whether_the_source_is_so() -> None:
+    (note,) = stages("z1-pp2-dp2", 4, {**TIED, "partition": "uniform"}).notes
+    assert "stages=0,2,4,5,6, as --set says with partition=uniform for 6 layers. A run that" in note
+    (note,) = stages("z1-pp2-dp2", 3, {**TIED, "partition": "parameters"}).notes
+    assert "the source's stages are not of this partition: check partition, layers and tied" in note
+    (note,) = stages("z1-pp2-dp2", 3, {**TIED, "stages": "0,1,4,6"}).notes
+    assert "the source's stages" not in note
+
+
+def test_tied_layers_come_first_then_layers_in_order() -> None:
+    own = stages("z1-pp2-dp2", 1).places[0]
+    assert min(own, key=own.__getitem__) == EMB
+    assert own["1.weight"] == own["1.bias"] < own["3.weight"] < own["4.weight"]
+
+
+def test_the_order_of_several_tied_layers_has_to_be_known() -> None:
+    pos = "tied_modules.pos.weight"
+    own = Pipeline({0: "tied_modules.emb.", 1: "1."}, [[EMB, "1.weight"], [EMB, pos]])
+    with pytest.raises(TopologyError, match=r"which layers use tied_modules\.emb, tied_modules\.pos again"):
+        stages_of(facts("z1-pp2-dp2"), own, stage_settings({}), 1)
+
+
+def test_stages_that_cannot_take_a_step_are_told() -> None:
+    uneven = {**TIED, "partition": "uniform"}
+    assert "stages have parameters of 1 or 2 optimizer groups" in stages("z1-pp2-dp2", 3, uneven, zero=1).notes[1]
+    copies = {"tied": "embed:5", "partition": "uniform"}
+    assert "stage 3 trains copies of tied" in stages("z1-pp2-tp2-dp2-bf16", 4, copies, zero=1).notes[1]
+
+
+def test_the_stages_of_the_source_are_looked_at_too() -> None:
+    own = pipeline("z1-pp2-dp2")
+    tied = [name for name in own.stages[1] if name == EMB]
+    moved = replace(own, stages=[[*own.stages[0], *(n for n in own.stages[1] if n != EMB)], tied])
+    (note,) = stages_of(facts("z1-pp2-dp2", 1), moved, stage_settings({}), 2).notes
+    assert "hangs in the first step" in note
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stages": "0,3,6"}, "stages: 2 of them for pp=3"),
+        ({"stages": "0,2,3,5"}, "5 layers: there are layers up to number 5"),
+        ({"partition": "uniform", "layers": "3"}, "3 layers: there are layers up to number 5"),
+        ({"partition": "uniform", "tied": "embd:5"}, "tied=embd: tied layers of the source are emb"),
+        ({"partition": "uniform", "tied": "emb:4"}, "tied=emb:4: this layer has a file of its own"),
+        ({"partition": "type:1-9", "layers": "8"}, "type: layer 9 of 8; layers says how many there are"),
+    ],
+)
+def test_settings_that_do_not_fit_the_files(settings: Mapping[str, str], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        stages("z1-pp2-dp2", 3, {**TIED, **settings})
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("count", "settings", "bare"),
+    [(5, {"partition": "uniform"}, "stages=0,2,3,4,5,6 there are none on 1"), (2, {"stages": "0,6,7"}, "none on 1")],
+)
+def test_a_stage_without_trained_parameters_is_refused(count: int, settings: Mapping[str, str], bare: str) -> None:
+    with pytest.raises(TopologyError, match="expected trained parameters on each stage") as error:
+        stages("z1-pp2-dp2", count, {**TIED, **settings})
+    assert f"{bare}. Choose other stages" in str(error.value)
+
+
+def test_parameters_out_of_order_are_refused() -> None:
+    name = "z1-pp4-tied"
+    own = pipeline(name)
+    turned = replace(own, stages=[own.stages[0], list(reversed(own.stages[1])), *own.stages[2:]])
+    with pytest.raises(TopologyError, match="in the order of their layers"):
+        stages_of(facts(name), turned, stage_settings({}), 2)
