@@ -14,7 +14,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from ucp_formats.deepspeed.write.pipeline.partition import balanced_bounds, unif
 
 import ucp
 from tests.integration.deepspeed_cuts import Words, cut
-from ucp.errors import TopologyError
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -80,50 +79,83 @@ OWN: Mapping[str, Json] = {
 UNNAMED: Json = {"optimizer": "client-adamw"}
 """Torch takes no group without parameters, as a stage can have one, beside groups of named ones."""
 BF16_OPTIMIZER: Json = {"stage": 1, "config": {"data_types": {"grad_accum_dtype": "fp32"}}}
+CHAIN = {"tied": "emb:11", "layers": "13"}
+EMB, EMBED = {"tied": "emb:5"}, {"tied": "embed:5"}
 CELLS = (
-    # stages as DeepSpeed's default deals layers out
-    Cell(source="chain-pp2", topology="dp=1,pp=4,zero=1", ranks=4, stages=4),
-    Cell(source="chain-pp2", topology="dp=1,pp=3,zero=1", ranks=3, stages=3),
-    Cell(source="chain-pp2", topology="dp=2,pp=1,zero=1", ranks=2, stages=1),
-    Cell(source="chain-pp1-fp16", topology="dp=2,pp=2,zero=1", ranks=4, stages=2),
-    # evenly dealt out, which the source shows
-    Cell(source="z1-pp2-dp2", topology="dp=1,pp=4,zero=0", ranks=4, stages=4, case={"stage": 0}),
-    Cell(source="z1-pp4-tied", topology="dp=1,pp=2,zero=1", ranks=2, stages=2),
-    Cell(source="z0-pp2", topology="dp=1,pp=3,zero=0", ranks=3, stages=3, case=UNNAMED),
-    Cell(
-        source="z0-pp2-bf16",
-        topology="dp=1,pp=3,zero=1",
-        ranks=3,
-        stages=3,
-        settings={"norm": "unchecked"},  # the source's own configuration would not do
-        case=BF16_OPTIMIZER,
-    ),
-    # other tensor-parallel degrees at once
-    Cell(source="z1-pp4-tied", topology="dp=1,tp=2,pp=2,zero=1", ranks=4, stages=2, tp=2),
-    Cell(
-        source="z1-pp2-tp2-dp2-bf16",
-        topology="dp=1,pp=3,zero=1",
-        ranks=3,
-        stages=3,
-        settings={"partition": "uniform"},
-    ),
-    Cell(source="z1-pp2-tp2-dp2-bf16", topology="dp=1,pp=4,zero=1", ranks=4, stages=4, partition="parameters"),
-    Cell(source="z1-pp2-tp2-dp2-bf16", topology="dp=1,tp=2,pp=1,zero=1", ranks=2, stages=1, tp=2),
-    # as the user says
+    # by DeepSpeed's default
     Cell(
         source="chain-pp2",
         topology="dp=1,pp=4,zero=1",
         ranks=4,
         stages=4,
-        settings={"partition": "uniform", "layers": "13"},
+        settings={"partition": "parameters", **CHAIN},
+    ),
+    Cell(source="chain-pp2", topology="dp=2,pp=1,zero=1", ranks=2, stages=1),
+    Cell(
+        source="chain-pp1-fp16",
+        topology="dp=2,pp=2,zero=1",
+        ranks=4,
+        stages=2,
+        settings={"partition": "parameters", **CHAIN},
+    ),
+    Cell(
+        source="z1-pp2-tp2-dp2-bf16",
+        topology="dp=1,pp=4,zero=1",
+        ranks=4,
+        stages=4,
+        settings={"partition": "parameters", **EMBED},
+        partition="parameters",
+    ),
+    # evenly
+    Cell(
+        source="z1-pp2-dp2",
+        topology="dp=1,pp=4,zero=0",
+        ranks=4,
+        stages=4,
+        settings={"partition": "uniform", **EMB},
+        case={"stage": 0},
+    ),
+    Cell(
+        source="z0-pp2",
+        topology="dp=1,pp=3,zero=0",
+        ranks=3,
+        stages=3,
+        settings={"partition": "uniform", **EMB},
+        case=UNNAMED,
+    ),
+    Cell(
+        source="z0-pp2-bf16",
+        topology="dp=1,pp=3,zero=1",
+        ranks=3,
+        stages=3,
+        settings={"partition": "uniform", **EMB},
+        case=BF16_OPTIMIZER,
+    ),
+    Cell(
+        source="chain-pp2",
+        topology="dp=1,pp=4,zero=1",
+        ranks=4,
+        stages=4,
+        settings={"partition": "uniform", **CHAIN},
         partition="uniform",
     ),
+    # other tensor-parallel degrees at once
+    Cell(
+        source="z1-pp4-tied",
+        topology="dp=1,tp=2,pp=2,zero=1",
+        ranks=4,
+        stages=2,
+        tp=2,
+        settings={"partition": "uniform", **EMBED},
+    ),
+    Cell(source="z1-pp2-tp2-dp2-bf16", topology="dp=1,tp=2,pp=1,zero=1", ranks=2, stages=1, tp=2),
+    # by type, and by bounds
     Cell(
         source="chain-pp1-fp16",
         topology="dp=1,pp=3,zero=1",
         ranks=3,
         stages=3,
-        settings={"partition": "type:1-3,5-6,8-9"},
+        settings={"partition": "type:1-3,5-6,8-9", **CHAIN},
         partition="type:Affine",
     ),
     Cell(
@@ -131,8 +163,15 @@ CELLS = (
         topology="dp=1,pp=3,zero=1",
         ranks=3,
         stages=3,
-        settings={"stages": "0,1,4,6"},
+        settings={"stages": "0,1,4,6", **EMBED},
         partition=[0, 1, 4, 6],
+    ),
+    Cell(
+        source="chain-pp2",
+        topology="dp=1,pp=3,zero=1",
+        ranks=3,
+        stages=3,
+        settings={"stages": "0,5,8,13", "tied": "emb:11"},  # those of `parameters`
     ),
     # universal
     Cell(source="chain-pp2", topology="", ranks=4, stages=4),
@@ -145,11 +184,12 @@ NO_NORM: Json = {"config": {"gradient_clipping": 0.0, "zero_optimization": {"com
 
 def uneven(source: str, zero: int, case: Json) -> Cell:
     """Three stages, one of which has parameters of one group, and the others of two."""
-    if source not in OWN:  # a layer of a norm alone
-        return Cell(source=source, topology=f"dp=1,pp=3,zero={zero}", ranks=3, stages=3, case=case)
-    bounds = [0, 5, 11, 13]  # the tied embedding alone, at the end
-    said, case = {"stages": ",".join(map(str, bounds))}, {"stage": zero, **case}
     topology = f"dp=1,pp=3,zero={zero}"
+    if source not in OWN:  # a layer of a norm alone
+        said = {"partition": "uniform", **EMB}
+        return Cell(source=source, topology=topology, ranks=3, stages=3, settings=said, case=case)
+    bounds = [0, 5, 11, 13]  # the tied embedding alone, at the end
+    said, case = {"stages": ",".join(map(str, bounds)), "tied": "emb:11"}, {"stage": zero, **case}
     return Cell(source=source, topology=topology, ranks=3, stages=3, settings=said, partition=bounds, case=case)
 
 
@@ -163,8 +203,8 @@ SUMS = (
     (uneven("chain-pp1-fp16", 1, {}), [3, 3, 2], True),
     (uneven("chain-pp1-fp16", 0, {}), [3, 3, 2], True),
 )
-"""A conversion and load, the sums over all stages that a step takes on each of them, and whether `ucp` foresees that
-stages wait for each other: by the configuration of the source, which the run need not share. But for fp32 and
+"""A conversion and load, the sums over all stages that a step takes on each of them, and whether a note
+says that stages wait for each other: by the configuration of the source, which the run need not share. But for fp32 and
 BF16_Optimizer, one of the sums is for the overflow."""
 
 TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-3}
@@ -331,7 +371,7 @@ def named_apart(group: Json) -> dict[str, Any]:
 def test_a_run_of_other_stages_fails_to_load(
     source: str, topology: str, case: Json, error: str, tmp_path: Path
 ) -> None:
-    said = {"stages": "0,2,6"}
+    said = {"stages": "0,2,6", **(EMBED if source == "z1-pp4-tied" else EMB)}
     cell = Cell(source=source, topology=topology, ranks=2, stages=2, settings=said, partition=[0, 4, 6], case=case)
     written = write(cell, FIXTURES / source, tmp_path / "written")
     done = started(2, [job(cell, written, tmp_path)], tmp_path)
@@ -346,8 +386,7 @@ def sums(sources: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     out = tmp_path_factory.mktemp("sums")
     jobs = []
     for number, (cell, _, _) in enumerate(SUMS):
-        unchecked = replace(cell, settings={**cell.settings, "norm": "unchecked"})
-        path = write(unchecked, sources[cell.source], out / f"written-{number}")
+        path = write(cell, sources[cell.source], out / f"written-{number}")
         jobs.append({**job(cell, path, out), "out": str(out / str(number)), "count_sums": True})
     launch(3, jobs, out)
     folders = [out / str(number) for number in range(len(SUMS))]
@@ -358,19 +397,14 @@ def test_stages_take_as_many_sums_as_they_have_groups(sums: list[list[int]]) -> 
     assert sums == [expected for _, expected, _ in SUMS]
 
 
-@pytest.mark.parametrize(("cell", "foreseen"), [(cell, foreseen) for cell, _, foreseen in SUMS])
-def test_stages_that_wait_for_each_other_are_refused(
-    cell: Cell, foreseen: bool, sources: Mapping[str, Path], tmp_path: Path
-) -> None:
-    if foreseen:
-        with pytest.raises(TopologyError, match="hang in the first step"):
-            write(cell, sources[cell.source], tmp_path / "written")
-        assert not (tmp_path / "written").exists()
-    else:
-        write(cell, sources[cell.source], tmp_path / "written")
+@pytest.mark.parametrize(("cell", "told"), [(cell, told) for cell, _, told in SUMS])
+def test_stages_that_wait_for_each_other_are_told(cell: Cell, told: bool, sources: Mapping[str, Path]) -> None:
+    source = sources[cell.source] / "checkpoint"
+    plan = ucp.plan(source, to="deepspeed", topology=cell.topology, settings=cell.settings)
+    assert any("hangs in the first step" in note for note in plan.notes) is told
 
 
-def test_layers_are_dealt_out_as_deepspeed_does() -> None:
+def test_layers_are_partitioned_as_deepspeed_does() -> None:
     from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
     draw = random.Random(0)

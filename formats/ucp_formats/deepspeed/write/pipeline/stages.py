@@ -55,7 +55,7 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
             "recorded: write --to deepspeed-universal, which goes by names"
         )
     uses = pipeline.tied_uses(settings.tied)
-    layers = max([settings.layers, pipeline.free, *(own[-1] + 1 for own in uses.values() if own)])
+    layers = max([1, settings.layers, pipeline.free, *(own[-1] + 1 for own in uses.values() if own)])
     wrong = list(_misfits(pipeline, settings, layers, count))
     if wrong:
         raise UsageError(f"--set does not fit {facts.index.path}:\n{listed(wrong)}")
@@ -104,7 +104,7 @@ def _partitioned(facts: RunFacts, settings: StageSettings, uses: Uses, layers: i
         return uniform_bounds(layers, count)
     weights = [0] * layers
     for atom in facts.index.atoms.values():
-        for layer in _layers_of(atom.name, uses) if atom.kind is Kind.PARAMETER and settings.partition else ():
+        for layer in _layers_of(atom.name, uses) if atom.kind is Kind.PARAMETER else ():
             weights[layer] += prod(atom.global_shape)
     return balanced_bounds(weights, count)
 

@@ -96,6 +96,12 @@ def test_tied_layers_come_first_then_layers_in_order() -> None:
     assert own["1.weight"] == own["1.bias"] < own["3.weight"] < own["4.weight"]
 
 
+def test_one_stage_needs_no_layer_with_a_file() -> None:
+    own = facts("z1-pp2-dp2")
+    bare = replace(own, index=replace(own.index, atoms={EMB: own.index.atoms[EMB]}, groups=()))
+    assert stages_of(bare, Pipeline({}, [[EMB], [EMB]]), stage_settings({}), 1).places == [{EMB: -1}]
+
+
 def test_the_order_of_several_tied_layers_has_to_be_known() -> None:
     pos = "tied_modules.pos.weight"
     own = Pipeline({0: "tied_modules.emb.", 1: "1."}, [[EMB, "1.weight"], [EMB, pos]])
