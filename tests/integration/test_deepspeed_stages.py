@@ -1,6 +1,6 @@
 """Real DeepSpeed resumes pipelines with another number of stages: plain `load_checkpoint` of what `ucp convert` wrote.
 
-Each rank of a run has the layers that DeepSpeed deals out to it, and right after the load holds their weights, moments
+Each rank of a run has the layers that DeepSpeed partitions to it, and right after the load holds their weights, moments
 and buffers bit for bit as the run that was saved had them, with its hyper-parameters and steps; the losses of the next
 steps are those of that run, uninterrupted, up to the order in which floats are summed. Runs of as many ranks share one
 launch.
@@ -37,36 +37,41 @@ FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspeed"
 Json = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Cell:
     """One conversion and load."""
 
     source: str
     """Fixture, or one of `OWN`."""
-    topology: str
-    """Of the files; empty for a universal checkpoint."""
-    ranks: int
-    """Ranks of the run that loads them."""
-    stages: int
-    """Its stages."""
-    tp: int = 1
-    """Its tensor-parallel ranks."""
+    run: str
+    """Topology of the run that loads it."""
+    universal: bool = False
+    """Whether by way of a universal checkpoint."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """What `--set` says."""
     partition: str | list[int] | None = None
-    """How the run deals out its layers; None for what the model asks for."""
+    """How the run partitions its layers; None for what the model asks for."""
     case: Json = field(default_factory=dict)
     """What the run has otherwise than the one that wrote the source."""
 
     @property
     def name(self) -> str:
         said = "".join(f"-{name}-{text}" for name, text in self.settings.items())
-        return f"{self.source}-to-{self.topology or f'universal-pp{self.stages}-tp{self.tp}'}{said}"
+        return f"{self.source}-to-{'universal-' if self.universal else ''}{self.run}{said}"
+
+    @property
+    def topology(self) -> ucp.Topology:
+        return ucp.Topology.parse(self.run)
+
+    @property
+    def ranks(self) -> int:
+        return self.topology.dp * self.topology.tp * self.topology.pp
 
     @property
     def overrides(self) -> dict[str, Any]:
         """Fields of the fixture's case to replace."""
-        sizes = {"ranks": self.ranks, "model_parallel_size": self.stages * self.tp, "tensor_parallel_size": self.tp}
+        tp, pp = self.topology.tp, self.topology.pp
+        sizes = {"ranks": self.ranks, "model_parallel_size": pp * tp, "tensor_parallel_size": tp}
         return {**OWN.get(self.source, {}), **sizes, **self.case}
 
 
@@ -81,102 +86,30 @@ UNNAMED: Json = {"optimizer": "client-adamw"}
 BF16_OPTIMIZER: Json = {"stage": 1, "config": {"data_types": {"grad_accum_dtype": "fp32"}}}
 CHAIN = {"tied": "emb:11", "layers": "13"}
 EMB, EMBED = {"tied": "emb:5"}, {"tied": "embed:5"}
+DEFAULT, EVEN = {"partition": "parameters"}, {"partition": "uniform"}
+AFFINE = {"partition": "type:1-3,5-6,8-9"}
 CELLS = (
     # by DeepSpeed's default
-    Cell(
-        source="chain-pp2",
-        topology="dp=1,pp=4,zero=1",
-        ranks=4,
-        stages=4,
-        settings={"partition": "parameters", **CHAIN},
-    ),
-    Cell(source="chain-pp2", topology="dp=2,pp=1,zero=1", ranks=2, stages=1),
-    Cell(
-        source="chain-pp1-fp16",
-        topology="dp=2,pp=2,zero=1",
-        ranks=4,
-        stages=2,
-        settings={"partition": "parameters", **CHAIN},
-    ),
-    Cell(
-        source="z1-pp2-tp2-dp2-bf16",
-        topology="dp=1,pp=4,zero=1",
-        ranks=4,
-        stages=4,
-        settings={"partition": "parameters", **EMBED},
-        partition="parameters",
-    ),
+    Cell("chain-pp2", "dp=1,pp=4,zero=1", settings=DEFAULT | CHAIN),
+    Cell("chain-pp2", "dp=2,pp=1,zero=1"),
+    Cell("chain-pp1-fp16", "dp=2,pp=2,zero=1", settings=DEFAULT | CHAIN),
+    Cell("z1-pp2-tp2-dp2-bf16", "dp=1,pp=4,zero=1", settings=DEFAULT | EMBED, partition="parameters"),
     # evenly
-    Cell(
-        source="z1-pp2-dp2",
-        topology="dp=1,pp=4,zero=0",
-        ranks=4,
-        stages=4,
-        settings={"partition": "uniform", **EMB},
-        case={"stage": 0},
-    ),
-    Cell(
-        source="z0-pp2",
-        topology="dp=1,pp=3,zero=0",
-        ranks=3,
-        stages=3,
-        settings={"partition": "uniform", **EMB},
-        case=UNNAMED,
-    ),
-    Cell(
-        source="z0-pp2-bf16",
-        topology="dp=1,pp=3,zero=1",
-        ranks=3,
-        stages=3,
-        settings={"partition": "uniform", **EMB},
-        case=BF16_OPTIMIZER,
-    ),
-    Cell(
-        source="chain-pp2",
-        topology="dp=1,pp=4,zero=1",
-        ranks=4,
-        stages=4,
-        settings={"partition": "uniform", **CHAIN},
-        partition="uniform",
-    ),
+    Cell("z1-pp2-dp2", "dp=1,pp=4,zero=0", settings=EVEN | EMB, case={"stage": 0}),
+    Cell("z0-pp2", "dp=1,pp=3,zero=0", settings=EVEN | EMB, case=UNNAMED),
+    Cell("z0-pp2-bf16", "dp=1,pp=3,zero=1", settings=EVEN | EMB, case=BF16_OPTIMIZER),
+    Cell("chain-pp2", "dp=1,pp=4,zero=1", settings=EVEN | CHAIN, partition="uniform"),
     # other tensor-parallel degrees at once
-    Cell(
-        source="z1-pp4-tied",
-        topology="dp=1,tp=2,pp=2,zero=1",
-        ranks=4,
-        stages=2,
-        tp=2,
-        settings={"partition": "uniform", **EMBED},
-    ),
-    Cell(source="z1-pp2-tp2-dp2-bf16", topology="dp=1,tp=2,pp=1,zero=1", ranks=2, stages=1, tp=2),
-    # by type, and by bounds
-    Cell(
-        source="chain-pp1-fp16",
-        topology="dp=1,pp=3,zero=1",
-        ranks=3,
-        stages=3,
-        settings={"partition": "type:1-3,5-6,8-9", **CHAIN},
-        partition="type:Affine",
-    ),
-    Cell(
-        source="z1-pp4-tied",
-        topology="dp=1,pp=3,zero=1",
-        ranks=3,
-        stages=3,
-        settings={"stages": "0,1,4,6", **EMBED},
-        partition=[0, 1, 4, 6],
-    ),
-    Cell(
-        source="chain-pp2",
-        topology="dp=1,pp=3,zero=1",
-        ranks=3,
-        stages=3,
-        settings={"stages": "0,5,8,13", "tied": "emb:11"},  # those of `parameters`
-    ),
+    Cell("z1-pp4-tied", "dp=1,tp=2,pp=2,zero=1", settings=EVEN | EMBED),
+    Cell("z1-pp2-tp2-dp2-bf16", "dp=1,tp=2,pp=1,zero=1"),
+    # by type, and by bounds, at last those of DeepSpeed's default
+    Cell("chain-pp1-fp16", "dp=1,pp=3,zero=1", settings=AFFINE | CHAIN, partition="type:Affine"),
+    Cell("z1-pp4-tied", "dp=1,pp=3,zero=1", settings={"stages": "0,1,4,6"} | EMBED, partition=[0, 1, 4, 6]),
+    Cell("chain-pp2", "dp=1,pp=3,zero=1", settings={"stages": "0,5,8,13", "tied": "emb:11"}),
     # universal
-    Cell(source="chain-pp2", topology="", ranks=4, stages=4),
-    Cell(source="z1-pp4-tied", topology="", ranks=3, stages=3),
-    Cell(source="z1-pp2-tp2-dp2-bf16", topology="", ranks=2, stages=2),
+    Cell("chain-pp2", "dp=1,pp=4,zero=1", universal=True),
+    Cell("z1-pp4-tied", "dp=1,pp=3,zero=1", universal=True),
+    Cell("z1-pp2-tp2-dp2-bf16", "dp=1,pp=2,zero=1", universal=True),
 )
 
 NO_NORM: Json = {"config": {"gradient_clipping": 0.0, "zero_optimization": {"compute_grad_norm": False}}}
@@ -184,13 +117,12 @@ NO_NORM: Json = {"config": {"gradient_clipping": 0.0, "zero_optimization": {"com
 
 def uneven(source: str, zero: int, case: Json) -> Cell:
     """Three stages, one of which has parameters of one group, and the others of two."""
-    topology = f"dp=1,pp=3,zero={zero}"
+    run = f"dp=1,pp=3,zero={zero}"
     if source not in OWN:  # a layer of a norm alone
-        said = {"partition": "uniform", **EMB}
-        return Cell(source=source, topology=topology, ranks=3, stages=3, settings=said, case=case)
+        return Cell(source, run, settings=EVEN | EMB, case=case)
     bounds = [0, 5, 11, 13]  # the tied embedding alone, at the end
     said, case = {"stages": ",".join(map(str, bounds)), "tied": "emb:11"}, {"stage": zero, **case}
-    return Cell(source=source, topology=topology, ranks=3, stages=3, settings=said, partition=bounds, case=case)
+    return Cell(source, run, settings=said, partition=bounds, case=case)
 
 
 SUMS = (
@@ -239,8 +171,8 @@ def write(cell: Cell, source: Path, path: Path) -> Path:
     ucp.convert(
         source / "checkpoint",
         path,
-        to="deepspeed" if cell.topology else "deepspeed-universal",
-        topology=cell.topology or None,
+        to="deepspeed-universal" if cell.universal else "deepspeed",
+        topology=None if cell.universal else cell.run,
         settings=cell.settings,
         workers=1,
         verify=True,
@@ -255,7 +187,7 @@ def job(cell: Cell, checkpoint: Path, out: Path) -> dict[str, Any]:
         "overrides": cell.overrides,
         "partition": cell.partition,
         "load": str(checkpoint),
-        "universal": not cell.topology,
+        "universal": cell.universal,
         "out": str(out / cell.name),
     }
 
@@ -278,10 +210,10 @@ def started(ranks: int, jobs: list[dict[str, Any]], out: Path) -> subprocess.Com
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_a_stage_holds_what_its_layers_are(cell: Cell, sources: Mapping[str, Path], loaded: Mapping[str, Path]) -> None:
     truths = sorted(loaded[cell.name].glob("truth*.safetensors"))
-    assert len(truths) == cell.stages * cell.tp
+    assert len(truths) == cell.topology.pp * cell.topology.tp
     seen: set[str] = set()
     for rank, truth in enumerate(truths):
-        seen |= check_rank(cell, sources[cell.source], truth, rank % cell.tp)
+        seen |= check_rank(cell, sources[cell.source], truth, rank % cell.topology.tp)
     trained = {key for key in wholes(sources[cell.source]) if not key.endswith("/module")}
     assert seen >= trained
     check_run(cell, sources[cell.source], truths)
@@ -295,9 +227,9 @@ def check_rank(cell: Cell, source: Path, truth: Path, rank: int) -> set[str]:
         for key in file.keys():  # noqa: SIM118  # it is no dict
             name, _, state = key.rpartition("/")
             buffer = f"{name}/weight" not in whole
-            if (state == "module" and not buffer) or (buffer and not cell.topology):
+            if (state == "module" and not buffer) or (buffer and cell.universal):
                 continue  # a master says more; a universal load leaves buffers as they are
-            expected = cut(name, whole[key], rank, cell.tp)
+            expected = cut(name, whole[key], rank, cell.topology.tp)
             np.testing.assert_array_equal(file.get_tensor(key), expected, err_msg=f"{truth.stem}: {key}", strict=True)
             seen.add(key)
     return seen
@@ -340,7 +272,7 @@ def check_run(cell: Cell, source: Path, truths: list[Path]) -> None:
     stage = cell.case.get("stage", before["case"]["stage"])
     clipped_otherwise = (stage == 0) != (before["case"]["stage"] == 0)
     tolerance = STAGE_0 if clipped_otherwise else TOLERANCE[before["case"]["dtype"]]
-    if cell.tp == before["case"].get("tensor_parallel_size", 1) or before["case"]["kind"] != "3d":
+    if cell.topology.tp == before["case"].get("tensor_parallel_size", 1) or before["case"]["kind"] != "3d":
         count = len(loaded["losses_after"])
         np.testing.assert_allclose(loaded["losses_after"], before["losses_after"][:count], rtol=tolerance)
     hyper = {}
@@ -372,7 +304,7 @@ def test_a_run_of_other_stages_fails_to_load(
     source: str, topology: str, case: Json, error: str, tmp_path: Path
 ) -> None:
     said = {"stages": "0,2,6", **(EMBED if source == "z1-pp4-tied" else EMB)}
-    cell = Cell(source=source, topology=topology, ranks=2, stages=2, settings=said, partition=[0, 4, 6], case=case)
+    cell = Cell(source, topology, settings=said, partition=[0, 4, 6], case=case)
     written = write(cell, FIXTURES / source, tmp_path / "written")
     done = started(2, [job(cell, written, tmp_path)], tmp_path)
     assert done.returncode != 0
@@ -400,7 +332,7 @@ def test_stages_take_as_many_sums_as_they_have_groups(sums: list[list[int]]) -> 
 @pytest.mark.parametrize(("cell", "told"), [(cell, told) for cell, _, told in SUMS])
 def test_stages_that_wait_for_each_other_are_told(cell: Cell, told: bool, sources: Mapping[str, Path]) -> None:
     source = sources[cell.source] / "checkpoint"
-    plan = ucp.plan(source, to="deepspeed", topology=cell.topology, settings=cell.settings)
+    plan = ucp.plan(source, to="deepspeed", topology=cell.run, settings=cell.settings)
     assert any("hangs in the first step" in note for note in plan.notes) is told
 
 
