@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ucp.core.layout import Layout, Placed, place
-from ucp.core.region import Box
+from ucp.core.region import Box, RegionPair, intersect
 from ucp.core.tensor import Tensor, TensorRef
 
-__all__ = ["Fragment", "Stored", "fragments"]
+__all__ = ["Fragment", "Stored", "cut_out", "fragments"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,3 +70,17 @@ def fragments(layout: Layout, global_shape: Sequence[int], stored: Iterable[Stor
     return tuple(
         own.piece(placed, layout) for own in stored for placed in place(layout, global_shape, coords=own.coords)
     )
+
+
+def cut_out(pair: RegionPair, box: Box, ref: TensorRef, *, replica: int = 0, term: int = 0) -> Fragment | None:
+    """The elements of `pair` that `ref` stores, which is `box` of a rank's local tensor; None where it has none.
+
+    `replica`, `term`: see `Fragment`.
+    """
+    shared = intersect(pair.local, box)
+    if shared is None:
+        return None
+    offsets = tuple(s - a + b for s, a, b in zip(shared.offsets, pair.local.offsets, pair.whole.offsets, strict=True))
+    inside = tuple(s - a for s, a in zip(shared.offsets, box.offsets, strict=True))
+    own = ref.narrow(inside, shared.sizes)
+    return Fragment(box=Box(offsets, shared.sizes), ref=own, replica=replica, term=term)

@@ -7,12 +7,12 @@ over the data-parallel ranks without regard to them. A file may keep the buffer 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs
+from ucp.core.fragments import Fragment, cut_out
+from ucp.core.region import RegionPair, local_flat_pairs
 from ucp.core.tensor import TensorRef, contiguous_strides
 
 __all__ = ["Candidate", "FlatBuffer", "Stretch", "fragments_of"]
@@ -58,7 +58,7 @@ class FlatBuffer:
             if stretch.start >= stop:
                 return
             if low < high:
-                yield low, _narrowed(stretch.ref, low - stretch.start, high - stretch.start)
+                yield low, stretch.ref.narrow((low - stretch.start,), (high - low,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,36 +91,10 @@ class Candidate:
 
 def fragments_of(held: Candidate, buffer: FlatBuffer, start: int) -> Iterator[Fragment]:
     """Pieces of the parameter that lies in `buffer` from element `start` on."""
+    strides = contiguous_strides(held.local_shape)
     for low, ref in buffer.between(start, start + held.numel):
         first = low - start
         for run, position in local_flat_pairs(held.local_shape, first, first + ref.numel):
-            for pair in held.pairs:
-                shared = intersect(run, pair.local)
-                if shared is not None:
-                    yield _fragment(held, ref, pair, shared, position + _inside(shared, run, held.local_shape))
-
-
-def _fragment(held: Candidate, ref: TensorRef, pair: RegionPair, shared: Box, position: int) -> Fragment:
-    """The elements `shared` of the local tensor, of which the first is element `position` of `ref`."""
-    offsets = tuple(s - a + b for s, a, b in zip(shared.offsets, pair.local.offsets, pair.whole.offsets, strict=True))
-    place = TensorRef(
-        path=ref.path,
-        offset=ref.offset + position * ref.dtype.itemsize,
-        dtype=ref.dtype,
-        shape=shared.sizes,
-        strides=contiguous_strides(held.local_shape),
-    )
-    return Fragment(box=Box(offsets, shared.sizes), ref=place, replica=held.replica)
-
-
-def _inside(shared: Box, run: Box, shape: Sequence[int]) -> int:
-    """Row-major distance in the local tensor from the first element of `run` to that of `shared`."""
-    return shared.flat_start(shape) - run.flat_start(shape)
-
-
-def _narrowed(ref: TensorRef, low: int, high: int) -> TensorRef:
-    if low == 0 and high == ref.numel:
-        return ref
-    return TensorRef(
-        path=ref.path, offset=ref.offset + low * ref.dtype.itemsize, dtype=ref.dtype, shape=(high - low,), strides=(1,)
-    )
+            stored = ref.strided(position, run.sizes, strides)
+            pieces = (cut_out(pair, run, stored, replica=held.replica) for pair in held.pairs)
+            yield from filter(None, pieces)

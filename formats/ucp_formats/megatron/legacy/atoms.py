@@ -1,8 +1,9 @@
 """The union: parts of parameters, held by ranks, put together into atoms.
 
-A parameter's rule says how it lies over the tensor-parallel ranks (of the model, or of an expert). Ranks that differ in
-nothing the rule speaks of hold copies: those are kept as replicas, to be compared. Where the optimizer has a master,
-that is the atom's weight, and the tensors of the model are replicas of it.
+A parameter's rule says how it lies over the tensor-parallel ranks (of the model, or of an expert); which stage, chunk
+and expert-parallel rank has it, its files do. Ranks that differ in nothing else hold copies: those are kept as
+replicas, to be compared. Where the optimizer has a master, that is the atom's weight, and the tensors of the model are
+replicas of it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from math import prod
 from ucp.contract.scalars import scalar_state
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Kind, StateIndex
-from ucp.core.layout import Layout, Overlap, Placed, place
+from ucp.core.layout import AxisLayout, Layout, Overlap, Placed, place
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import TensorRef
 from ucp.errors import MissingFileError, counted, listed
@@ -24,11 +25,13 @@ from ucp_formats.megatron.legacy.files import LegacyRun
 from ucp_formats.megatron.legacy.model import Held, LegacyModel, Slot
 from ucp_formats.megatron.legacy.optimizer.states import LegacyStates
 from ucp_formats.megatron.legacy.views import fragments
+from ucp_formats.megatron.param_groups.settings import is_expert
+from ucp_formats.megatron.run.mesh import along, data_parallel, known, stages
 
 __all__ = ["atoms_of"]
 
-Coordinates = tuple[int, ...]
-"""Rank along each axis of a parameter's rule."""
+_FOLDERS = "names of folders"
+"""Where it is known from which stage, chunk or expert-parallel rank holds a parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +40,12 @@ class _Part:
 
     held: Held
     """What it stores."""
-    at: Coordinates
-    """Where it stands along the axes of the rule."""
+    coords: Mapping[str, int]
+    """Where it stands along every axis."""
+
+    def along(self, axes: Iterable[str]) -> tuple[int, ...]:
+        """Where it stands along some."""
+        return tuple(self.coords[axis] for axis in axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +56,12 @@ class _Laid:
     """Its rule."""
     parts: tuple[_Part, ...]
     """Its parts, copies among them, in the order of ranks."""
-    axes: Mapping[str, int]
-    """Axis of the rule to its degree."""
     layout: Layout
-    """How it lies over them."""
+    """How it lies over the mesh."""
     global_shape: tuple[int, ...]
     """Elements per dim."""
-    placed: Mapping[Coordinates, tuple[Placed, ...]]
-    """Boxes that the ranks at some coordinates hold."""
+    placed: tuple[tuple[Placed, ...], ...]
+    """Boxes that each part is made of."""
 
     @property
     def overlap(self) -> Overlap:
@@ -71,14 +76,15 @@ class _Laid:
         """
         found: list[Fragment] = []
         copies = 0
+        ranks = prod(axis.parts for axis in self.layout.axes)
         for layer in layers:
-            counts: dict[Coordinates, int] = {}
-            for part in self.parts:
+            counts: dict[tuple[int, ...], int] = {}
+            for part, placed in zip(self.parts, self.placed, strict=True):
                 ref = layer.get(part.held.slot)
                 if ref is not None:
-                    copy = counts[part.at] = counts.get(part.at, 0) + 1
-                    shift = (copies + copy - 1) * prod(self.axes.values())
-                    pieces = fragments(part.held.view, self.placed[part.at], ref, copy=shift)
+                    at = part.along(part.coords)
+                    copy = counts[at] = counts.get(at, 0) + 1
+                    pieces = fragments(part.held.view, placed, ref, copy=(copies + copy - 1) * ranks)
                     found += (replace(piece, derived=copies > 0) for piece in pieces)
             copies += max(counts.values(), default=0)
         if not copies:
@@ -94,7 +100,7 @@ def atoms_of(run: LegacyRun, model: LegacyModel, states: LegacyStates) -> dict[s
         if own.name in model.matches:
             held.setdefault(own.name, []).append(own)
     lacking: list[str] = []
-    laid = {name: _laid(run, model.matches[name], own, lacking) for name, own in held.items()}
+    laid = {name: _laid(run, model, own, lacking) for name, own in held.items()}
     if lacking:
         raise MissingFileError(
             f"{counted(len(lacking), 'parameter')} of {run.folder} with parts that no file holds:\n{listed(lacking)}\n"
@@ -104,13 +110,14 @@ def atoms_of(run: LegacyRun, model: LegacyModel, states: LegacyStates) -> dict[s
     return {name: _atom(name, found, states) for name in ordered if (found := laid[name]) is not None}
 
 
-def _laid(run: LegacyRun, match: Match, held: Sequence[Held], lacking: list[str]) -> _Laid | None:
+def _laid(run: LegacyRun, model: LegacyModel, held: Sequence[Held], lacking: list[str]) -> _Laid | None:
+    match = model.matches[held[0].name]
     degrees = {"tp": run.grid.tp, "etp": run.grid.etp}
     axes = {axis: degrees[axis] for axis in match.axes(degrees)}
-    parts = tuple(_Part(held=own, at=_coordinates(run, own, axes)) for own in held)
-    shapes: dict[Coordinates, tuple[int, ...]] = {}
+    parts = tuple(_Part(held=own, coords=_coordinates(run, own)) for own in held)
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
     for part in parts:
-        shapes.setdefault(part.at, part.held.view.shape)
+        shapes.setdefault(part.along(axes), part.held.view.shape)
     everywhere = list(product(*map(range, axes.values())))
     missing = [at for at in everywhere if at not in shapes]
     if missing:
@@ -118,16 +125,31 @@ def _laid(run: LegacyRun, match: Match, held: Sequence[Held], lacking: list[str]
         lacking.append(f"{match.name}: {'; '.join(where)}")
         return None
     local_shapes = [shapes[at] for at in everywhere]
-    layout = match.layout(axes=axes, local_shapes=local_shapes)
-    shape = match.global_shape(layout, local_shapes)
-    placed = {at: place(layout, shape, coords=dict(zip(axes, at, strict=True))) for at in everywhere}
-    return _Laid(match=match, parts=parts, axes=axes, layout=layout, global_shape=shape, placed=placed)
+    by_rule = match.layout(axes=axes, local_shapes=local_shapes)
+    shape = match.global_shape(by_rule, local_shapes)
+    layout = Layout((*_mesh(run, match.name, parts), *known(by_rule, f"family {model.family.name}")))
+    placed = tuple(place(layout, shape, coords=part.coords) for part in parts)
+    return _Laid(match=match, parts=parts, layout=layout, global_shape=shape, placed=placed)
 
 
-def _coordinates(run: LegacyRun, own: Held, axes: Iterable[str]) -> Coordinates:
+def _coordinates(run: LegacyRun, own: Held) -> dict[str, int]:
+    """Where the rank of a stored tensor stands along every axis; of `dp`, among those that hold the same."""
     where = run.ranks[own.slot.rank].place
-    ranks = {"tp": where.tp, "etp": run.grid.expert_part(where).etp}
-    return tuple(ranks[axis] for axis in axes)
+    of_expert = run.grid.expert_part(where)
+    copy = of_expert.copy if is_expert(own.name) else run.grid.rank(where) // run.grid.tp
+    ranks = {"pp": where.pp, "vpp": own.slot.chunk, "ep": where.ep, "dp": copy}
+    return {**ranks, "tp": where.tp, "etp": of_expert.etp}
+
+
+def _mesh(run: LegacyRun, name: str, parts: Sequence[_Part]) -> tuple[AxisLayout, ...]:
+    """The axes besides those of the rule, by where its parts were found."""
+    expert = is_expert(name)
+    found = stages(run.grid.pp, run.vpp, {(own.coords["pp"], own.coords["vpp"]) for own in parts}, _FOLDERS)
+    if expert:
+        found += along("ep", run.grid.ep, {own.coords["ep"] for own in parts}, _FOLDERS)
+    degree = data_parallel(run.arguments.topology(), expert=expert)
+    copies = range(max(degree, *(1 + own.coords["dp"] for own in parts)))
+    return found + along("dp", len(copies), copies, f"arguments of {run.ranks[0].name}")
 
 
 def _atom(name: str, laid: _Laid, states: LegacyStates) -> AtomIndex:

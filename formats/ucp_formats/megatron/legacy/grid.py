@@ -81,15 +81,15 @@ class Grid:
         """Whether a rank lies in the grid at all."""
         return place.tp < self.tp and place.pp < self.pp and place.ep < self.ep
 
+    def rank(self, place: GridPlace) -> int:
+        """Number, among those of its stage, of the first rank of that place."""
+        ranks = range(place.tp, self.tp * self.etp * self.ep, self.tp)
+        return next((rank for rank in ranks if rank // self.etp % self.ep == place.ep), place.tp)
+
     def expert_part(self, place: GridPlace) -> ExpertPart:
         """What the rank at `place` holds of its experts."""
-        if self.ep == 1:
-            return ExpertPart(etp=place.tp % self.etp, copy=place.tp // self.etp)
-        stride = self.etp * self.ep
-        for rank in range(place.tp, self.tp * stride, self.tp):
-            if rank // self.etp % self.ep == place.ep:
-                return ExpertPart(etp=rank % self.etp, copy=rank // stride)
-        return ExpertPart(etp=place.tp % self.etp, copy=0)
+        rank = self.rank(place)
+        return ExpertPart(etp=rank % self.etp, copy=rank // (self.etp * self.ep))
 
     def __str__(self) -> str:
         """Degrees above one, e.g. "tp=2,pp=4"."""

@@ -19,14 +19,14 @@ The rows of a fused query-key-value projection had three orders over the years, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from ucp.core.fragments import Fragment
+from ucp.core.fragments import Fragment, cut_out
 from ucp.core.layout import Placed
-from ucp.core.region import Box, intersect
+from ucp.core.region import Box, RegionPair
 from ucp.core.tensor import TensorRef, contiguous_strides
 
 __all__ = ["View", "ViewPiece", "experts_in_one", "fragments", "old_attention_rows", "plain"]
@@ -106,39 +106,16 @@ def experts_in_one(shape: Shape, strides: Shape) -> tuple[View, ...]:
     )
 
 
-def fragments(view: View, placed: Sequence[Placed], ref: TensorRef, *, copy: int = 0) -> Iterator[Fragment]:
+def fragments(view: View, placed: Iterable[Placed], ref: TensorRef, *, copy: int = 0) -> Iterator[Fragment]:
     """Boxes of the whole that a rank stores, and where they lie in `ref`.
 
     `ref`: the stored tensor, consecutive. `placed`: boxes that the rank's part of the parameter is made of. `copy`:
     added to their replica number.
     """
+    stored = [(piece.box, ref.strided(piece.offset, piece.box.sizes, piece.strides)) for piece in view.pieces]
     for own in placed:
-        local = Box(_unravelled(own.offset, view.shape), own.box.sizes)
-        for piece in view.pieces:
-            shared = intersect(local, piece.box)
-            if shared is not None:
-                yield _fragment(own, local, piece, shared, ref=ref, copy=copy)
-
-
-def _fragment(own: Placed, local: Box, piece: ViewPiece, shared: Box, *, ref: TensorRef, copy: int) -> Fragment:
-    moved = zip(shared.offsets, local.offsets, own.box.offsets, strict=True)
-    box = Box(tuple(s - a + b for s, a, b in moved), shared.sizes)
-    inside = zip(shared.offsets, piece.box.offsets, piece.strides, strict=True)
-    element = piece.offset + sum((s - a) * step for s, a, step in inside)
-    place = TensorRef(
-        path=ref.path,
-        offset=ref.offset + element * ref.dtype.itemsize,
-        dtype=ref.dtype,
-        shape=shared.sizes,
-        strides=piece.strides,
-    )
-    return Fragment(box=box, ref=place, replica=own.replica + copy, term=own.term)
-
-
-def _unravelled(position: int, shape: Shape) -> Shape:
-    """Offsets of the element at a row-major position."""
-    offsets = []
-    for step in contiguous_strides(shape):
-        at, position = divmod(position, step)
-        offsets.append(at)
-    return tuple(offsets)
+        pair = RegionPair(own.box, own.local)
+        for box, part in stored:
+            piece = cut_out(pair, box, part, replica=own.replica + copy, term=own.term)
+            if piece is not None:
+                yield piece

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from ucp.core.layout import place
 from ucp.core.topology import Topology
 from ucp.errors import TopologyError, listed
+from ucp_formats.megatron.run.stages import stage_problem
 from ucp_formats.megatron.write.model import Model, ModelTensor
 from ucp_formats.megatron.write.run import TargetRun, grid_problem
-from ucp_formats.megatron.write.stages import stage_problem
 
 __all__ = ["check_division", "division_notes"]
 

@@ -31,6 +31,7 @@ from ucp_formats.megatron.param_groups.rules import (
     lost_members,
 )
 from ucp_formats.megatron.param_groups.settings import group_rule
+from ucp_formats.megatron.run.mesh import data_parallel
 from ucp_formats.megatron.run.modules import with_modules
 
 __all__ = ["read_optimizer"]
@@ -152,10 +153,8 @@ def _buffers_of(rank: SavedRank, members: Sequence[_Member]) -> list[list[Buffer
 
 def _ranks(run: LegacyRun, member: _Member) -> int:
     """Ranks that a buffer was cut over."""
-    topology = run.arguments.topology()
-    dense = topology.dp * topology.cp
     is_apart = member.chain is not None and member.population.held and is_expert(member.population.held[0].name)
-    return max(dense * run.grid.tp // (run.grid.etp * run.grid.ep), 1) if is_apart else dense
+    return data_parallel(run.arguments.topology(), expert=bool(is_apart))
 
 
 def _add_groups(member: _Member, states: LegacyStates) -> None:

@@ -12,9 +12,9 @@ from ucp.core.dtypes import DType
 from ucp.core.index import Kind
 from ucp.errors import UsageError, listed
 from ucp_formats.megatron.run.recorded_sizes import sizes_in_doubt
+from ucp_formats.megatron.run.stages import hybrid_pattern
 from ucp_formats.megatron.write.arguments.derived import LETTERS, layer_letters
 from ucp_formats.megatron.write.model import Model
-from ucp_formats.megatron.write.stages import hybrid_pattern
 
 __all__ = ["check_asked"]
 

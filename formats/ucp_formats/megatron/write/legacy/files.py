@@ -27,12 +27,13 @@ from ucp.io.torch_file.layout import NewTensor
 from ucp_formats.megatron.flat_buffer.layout import BufferRule, bucket_multiple, simulate
 from ucp_formats.megatron.legacy.grid import Grid as LegacyGrid
 from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER, MODEL, GridPlace, rank_folder_name
+from ucp_formats.megatron.run.stages import Chunk, stage_layers
 from ucp_formats.megatron.write.arguments.carried import namespace
 from ucp_formats.megatron.write.groups import OptimizerGroup
 from ucp_formats.megatron.write.legacy.names import Modules, modules_of
 from ucp_formats.megatron.write.model import ModelTensor
 from ucp_formats.megatron.write.run import TargetRun
-from ucp_formats.megatron.write.stages import Chunk, chunk_tensors, stage_layers
+from ucp_formats.megatron.write.stages import chunk_tensors
 
 __all__ = ["legacy_places", "plan_legacy"]
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from ucp_formats.megatron.write.stages import stage_layers, stage_problem
+from ucp_formats.megatron.run.stages import stage_layers, stage_problem
 
 from ucp.errors import TopologyError, UnsupportedError
 

@@ -1,0 +1,66 @@
+"""The axes that no family speaks of: stages, chunks of stages, owners of experts, and ranks that hold copies.
+
+| axis | a parameter is | because |
+|---|---|---|
+| pp, vpp | on one stage, in one of its chunks | layers are dealt out; a tied embedding is on the first and the last |
+| ep | on one expert-parallel rank | experts are dealt out |
+| dp | on every rank | weights are; states too, unless the distributed optimizer cuts them |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from functools import lru_cache
+
+from ucp.contract.registry import pattern
+from ucp.core.layout import AxisLayout, Layout
+from ucp.core.topology import Topology
+
+__all__ = ["along", "data_parallel", "known", "stages"]
+
+
+def data_parallel(topology: Topology, *, expert: bool) -> int:
+    """Ranks that hold copies of a dense parameter, or of an expert's.
+
+    >>> mesh = Topology(dp=2, tp=2, ep=2, etp=1)
+    >>> data_parallel(mesh, expert=False), data_parallel(mesh, expert=True)
+    (2, 2)
+    """
+    dense = topology.dp * topology.cp
+    return max(dense * topology.tp // (topology.ep * topology.expert_tp), 1) if expert else dense
+
+
+def along(axis: str, parts: int, owners: Collection[int], known_from: str) -> tuple[AxisLayout, ...]:
+    """The axis, of `parts` ranks, of which `owners` hold all of a tensor.
+
+    Nothing where that is one rank, or some of several: no pattern says it.
+
+    >>> [own.pattern.name for own in along("pp", 2, {1}, "arguments")]
+    ['unique']
+    """
+    distinct = set(owners)
+    if parts == 1 or 1 < len(distinct) < parts:
+        return ()
+    return (_axis(axis, parts, min(distinct) if len(distinct) == 1 else None, known_from),)
+
+
+def stages(pp: int, vpp: int, chunks: Collection[tuple[int, int]], known_from: str) -> tuple[AxisLayout, ...]:
+    """The axes of a pipeline, for a tensor that is in these chunks, each a stage and the number of its chunk.
+
+    That of the chunks is left out where they differ by stage.
+    """
+    there = along("pp", pp, {stage for stage, _ in chunks}, known_from)
+    within = {chunk for _, chunk in chunks}
+    return there + (along("vpp", vpp, within, known_from) if len(within) == 1 else ())
+
+
+def known(layout: Layout, known_from: str) -> tuple[AxisLayout, ...]:
+    """The axes of a layout over dims, with where they are known from."""
+    return tuple(replace(axis, known_from=known_from) for axis in layout.axes)
+
+
+@lru_cache(maxsize=1 << 12)
+def _axis(axis: str, parts: int, owner: int | None, known_from: str) -> AxisLayout:
+    made = pattern("replicate") if owner is None else pattern("unique", owner=owner)
+    return AxisLayout(axis, parts, made, known_from)
