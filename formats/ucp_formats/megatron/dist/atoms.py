@@ -6,18 +6,20 @@ from collections.abc import Iterable, Mapping
 
 from ucp.core.index import AtomIndex, Kind, StateIndex
 from ucp.core.fragments import Fragment
+from ucp.core.layout import Layout
 from ucp.core.names import STEP, WEIGHT
 from ucp_formats.megatron.dist.groups import DistGroups
 from ucp_formats.megatron.dist.names import DistNames
 from ucp_formats.megatron.dist.unstack import Whole
 from ucp_formats.megatron.dist.states.layouts import DistStates, state_dtype
 
-__all__ = ["EMBEDDING", "atom_of", "tied_output"]
+__all__ = ["EMBEDDING", "OUTPUT", "atom_of", "tied_output"]
 
 EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
 
 
-def atom_of(whole: Whole, states: DistStates, groups: DistGroups, names: DistNames) -> AtomIndex:
+def atom_of(whole: Whole, states: DistStates, groups: DistGroups, names: DistNames, layout: Layout) -> AtomIndex:
     """The atom of one parameter or buffer: the master is its weight where there is one."""
     own = states.fragments.get(whole.name, {})
     made = {key: _state(whole, pieces) for key, pieces in own.items() if key != WEIGHT}
@@ -30,6 +32,7 @@ def atom_of(whole: Whole, states: DistStates, groups: DistGroups, names: DistNam
         kind=_kind(whole.name, states, names),
         states={WEIGHT: weight, **made},
         model_dtype=whole.dtype if whole.dtype is not weight.dtype else None,
+        layout=layout,
     )
 
 
@@ -61,5 +64,4 @@ def tied_output(atoms: Mapping[str, AtomIndex], *, untied: bool | None) -> dict[
 
     `untied`: whether the arguments say that it has a weight of its own.
     """
-    output = "output_layer.weight"
-    return {} if EMBEDDING not in atoms or output in atoms or untied else {output: EMBEDDING}
+    return {} if EMBEDDING not in atoms or OUTPUT in atoms or untied else {OUTPUT: EMBEDDING}

@@ -87,7 +87,7 @@ def _weight_alone(atom: AtomIndex) -> AtomIndex:
     own = StateIndex(
         dtype=pieces[0].ref.dtype,
         global_shape=weight.global_shape,
-        fragments=tuple(replace(piece, replica=piece.replica - first) for piece in pieces),
+        fragments=tuple(replace(piece, replica=piece.replica - first, derived=False) for piece in pieces),
     )
     return replace(atom, states={WEIGHT: own}, model_dtype=None)
 

@@ -28,6 +28,7 @@ from ucp_formats.megatron.dist.states.gathered import gathered_buckets
 from ucp_formats.megatron.dist.groups import read_groups
 from ucp_formats.megatron.dist.keys import BucketKey, StateKey, parse_bucket_key, parse_state_key
 from ucp_formats.megatron.dist.names import DistNames, names_of
+from ucp_formats.megatron.dist.placement import layouts_of
 from ucp_formats.megatron.dist.unstack import Whole, check_tiled, taken_apart
 from ucp_formats.megatron.dist.shifted import checked_masters
 from ucp_formats.megatron.dist.states.layouts import DistStates, from_buckets, from_state_keys
@@ -97,7 +98,8 @@ def _read(located: Located, name: str, choose: ChooseFamily) -> Index:
     trained = {own: whole.shape for own, whole in model.weights.items() if own in states.fragments}
     modules = _modules(model, common, objects)
     groups = read_groups(common, objects, trained, states.chains, with_modules(common.arguments.raw, modules))
-    atoms = {own: atom_of(whole, states, groups, model.names) for own, whole in model.weights.items()}
+    laid = layouts_of(model.weights, model.names, common, states)
+    atoms = {own: atom_of(it, states, groups, model.names, laid.of(own)) for own, it in model.weights.items()}
     aliases = tied_output(atoms, untied=common.arguments.untied)
     checked = checked_masters(atoms, layout=states.layout, tied=bool(aliases))
     return Index(
@@ -120,6 +122,7 @@ def _read(located: Located, name: str, choose: ChooseFamily) -> Index:
             *states.notes,
             *groups.notes,
             *checked.notes,
+            *laid.notes,
         ),
         dropped=(*checked.dropped, *groups.dropped),
         lost={**groups.lost, **checked.lost},

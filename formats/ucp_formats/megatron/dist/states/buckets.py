@@ -22,7 +22,7 @@ from ucp_formats.megatron.flat_buffer.boxes import Candidate, FlatBuffer, Stretc
 from ucp_formats.megatron.param_groups.rules import expert_numbers, is_expert
 from ucp_formats.megatron.flat_buffer.matcher import Fingerprints, Found, Placement, Recogniser
 
-__all__ = ["MASTER", "Bucket", "BucketStates", "Grid", "place_buckets", "stored_buckets", "where_is"]
+__all__ = ["MASTER", "Bucket", "BucketPlace", "BucketStates", "Grid",  "place_buckets", "stored_buckets", "where_is"]
 
 MASTER = "param"
 """State that holds the masters."""
@@ -40,6 +40,31 @@ class Grid:
     """Expert-parallel ranks."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketPlace:
+    """A parameter in a bucket of which every data-parallel rank stored an equal share."""
+
+    start: int
+    """Element of the bucket where it starts."""
+    stop: int
+    """One past its last."""
+    bucket: int
+    """Elements of the bucket, without the padding at its end where the file leaves that out."""
+    edges: frozenset[int]
+    """Elements between `start` and `stop` where what is stored in one stretch starts."""
+
+    def share(self, ranks: int, *, multiple: int) -> int | None:
+        """Elements of the share of each of so many ranks, of a bucket that is padded to a multiple.
+
+        None where the stored stretches are not parts of such shares.
+        """
+        share, rest = divmod(-(-self.bucket // multiple) * multiple, ranks)
+        if rest or not share:
+            return None
+        inside = range((self.start // share + 1) * share, self.stop, share)
+        return share if self.edges.issuperset(inside) else None
+
+
 @dataclass(slots=True, kw_only=True)
 class BucketStates:
     """What was found in the buckets."""
@@ -52,6 +77,8 @@ class BucketStates:
     """Parameters told from others of equal contents by their order."""
     chains: dict[str, int | None] = field(default_factory=dict)
     """Parameter to which of several optimizers it belongs to."""
+    places: dict[str, BucketPlace | None] = field(default_factory=dict)
+    """Parameter to its place in a bucket that is stored cut; None where ranks of the grid differ in that."""
     gaps: list[str] = field(default_factory=list)
     """Stretches that are the master of no parameter."""
 
@@ -154,9 +181,18 @@ def _take(
         replica = seen[boxes] = seen.get(boxes, -1) + 1
         own = replace(held, replica=replica)
         found.chains.setdefault(name, bucket.key.chain)
+        if bucket.in_chunks:
+            place = _place(bucket.states[MASTER], start, start + held.numel)
+            if found.places.setdefault(name, place) != place:
+                found.places[name] = None
         states = found.fragments.setdefault(name, {})
         for state, buffer in bucket.states.items():
             states.setdefault(state, []).extend(fragments_of(own, buffer, start))
+
+
+def _place(master: FlatBuffer, start: int, stop: int) -> BucketPlace:
+    edges = frozenset(low for low, _ in master.between(start, stop))
+    return BucketPlace(start=start, stop=stop, bucket=master.numel, edges=edges)
 
 
 class _Ranks:

@@ -21,7 +21,7 @@ from ucp.io.dcp.checkpoint import StoredTensor
 from ucp.core.region import Box
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import Record, TensorRef
-from ucp_formats.megatron.dist.states.buckets import BucketStates
+from ucp_formats.megatron.dist.states.buckets import BucketStates, BucketPlace
 from ucp_formats.megatron.dist.keys import ModelKey, StateKey
 from ucp_formats.megatron.dist.unstack import Flattened, Piece, Whole, taken_apart
 
@@ -41,6 +41,8 @@ class DistStates:
     """Parameter to state (`weight` for the master) to its pieces."""
     chains: dict[str, int | None] = field(default_factory=dict)
     """Parameter to which of several optimizers it belongs to, where that is recorded."""
+    places: dict[str, BucketPlace | None] = field(default_factory=dict)
+    """Parameter to where it lies in a bucket whose data-parallel shares are in the files; None where ranks differ."""
     notes: list[str] = field(default_factory=list)
     """What was inferred."""
     records: list[Record] = field(default_factory=list)
@@ -58,6 +60,7 @@ class DistStates:
             layout=other.layout,
             fragments=self.fragments | other.fragments,
             chains=self.chains | other.chains,
+            places=self.places | other.places,
             notes=[*self.notes, *other.notes, f"{counts[0]} have states of their own keys, {counts[1]} lie in buckets"],
             records=[*self.records, *other.records],
         )
@@ -128,7 +131,7 @@ def _turned(ref: TensorRef) -> TensorRef:
 
 def from_buckets(buckets: BucketStates, layout: str) -> DistStates:
     """States that were found in flat buckets."""
-    found = DistStates(layout=layout, chains=dict(buckets.chains))
+    found = DistStates(layout=layout, chains=dict(buckets.chains), places=buckets.places)
     for name, states in buckets.fragments.items():
         found.fragments[name] = {WEIGHT if key in _MASTERS else key: own for key, own in states.items()}
     found.notes.append(

@@ -1,0 +1,200 @@
+"""How parameters of a torch_dist checkpoint lie over the mesh: by the rules of their family, and Megatron's own laws.
+
+`.metadata` records boxes of tensors, and no rank. So a layout is computed from the recorded arguments, and the boxes
+are compared with what it places. Where arguments were not saved, the family is not known, or the boxes are others, it
+is not stated; the boxes alone tell where tensors lie.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ucp.contract.registry import pattern
+from ucp.core.layout import AxisLayout, Layout, place
+from ucp.core.region import Box, intersect, uncovered
+from ucp.errors import FamilyError, TopologyError, UnsupportedError, listed
+from ucp.families.family import Family
+from ucp_formats.megatron.dist.atoms import EMBEDDING, OUTPUT
+from ucp_formats.megatron.dist.common import CommonState
+from ucp_formats.megatron.dist.names import DistNames
+from ucp_formats.megatron.dist.states.layouts import DistStates
+from ucp_formats.megatron.dist.unstack import Whole
+from ucp_formats.megatron.flat_buffer.layout import bucket_multiple
+from ucp_formats.megatron.param_groups.rules import expert_numbers
+from ucp_formats.megatron.run.mesh import along, data_parallel, known, stages
+from ucp_formats.megatron.run.stages import Chunk, stage_layers
+
+__all__ = ["Layouts", "layouts_of"]
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_LAYER = re.compile(r"\Adecoder\.layers\.(?P<number>\d+)\.")
+_LAST = ("decoder.", "output_layer.")
+"""Beginnings of names of what is on the last stage, layers left out."""
+_INSTANCES = "num_distributed_optimizer_instances"
+"""Argument: groups of data-parallel ranks that each hold all states."""
+_MODEL_SPACE = "fully_sharded_model_space"
+
+_Axes = tuple[AxisLayout, ...]
+
+
+@dataclass(slots=True)
+class Layouts:
+    """What is known of how parameters lie."""
+
+    by_name: dict[str, Layout] = field(default_factory=dict)
+    """Parameter to its layout."""
+    contradicted: dict[str, str] = field(default_factory=dict)
+    """Parameter whose pieces are not those of its rule, to what they are."""
+
+    def of(self, name: str) -> Layout:
+        """The layout of a parameter; one without an axis where it is not stated."""
+        return self.by_name.get(name, _NOWHERE)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What `.metadata` and the rules say differently."""
+        if not self.contradicted:
+            return ()
+        lines = listed(f"{name}: {why}" for name, why in self.contradicted.items())
+        return (
+            "pieces in .metadata are not those that the rules of the family place over the ranks of the arguments; they "
+            f"are read as recorded, and no layout is stated for them:\n{lines}",
+        )
+
+
+_NOWHERE = Layout()
+
+
+def layouts_of(
+    weights: Mapping[str, Whole], names: DistNames, common: CommonState, states: DistStates
+) -> Layouts:
+    """Layouts of the parameters `weights`, whose states are `states`."""
+    found = Layouts()
+    if names.family is None or not common.arguments.raw or common.arguments.topology().ranks == 1:
+        return found
+    laws = _Laws(names.family, common, weights, states)
+    for name, whole in weights.items():
+        cut = laws.cut(whole)
+        if isinstance(cut, str):
+            found.contradicted[name] = cut
+        else:
+            found.by_name[name] = laws.layout(name, cut)
+    return found
+
+
+class _Laws:
+    """Rules of the family and of Megatron, for one run."""
+
+    def __init__(self, family: Family, common: CommonState, weights: Mapping[str, Whole], states: DistStates) -> None:
+        self._family = family
+        self._arguments = common.arguments
+        self._mesh = common.arguments.topology()
+        self._from = "arguments of the run"
+        self._weights = weights
+        self._states = states
+        self._experts = expert_numbers(weights)
+        self._cuts: dict[tuple[object, ...], _Axes | str] = {}
+        self._layouts: dict[tuple[object, ...], Layout] = {}
+
+    def cut(self, whole: Whole) -> _Axes | str:
+        """The axes of its rule; as text, why the pieces that are recorded are not those that they place."""
+        degrees = {"tp": self._mesh.tp, "etp": self._mesh.expert_tp}
+        if set(degrees.values()) == {1}:
+            return ()
+        boxes = tuple(piece.box for piece in whole.pieces)
+        key = (_NUMBER.sub("#", whole.name), whole.shape, boxes)
+        if key not in self._cuts:
+            self._cuts[key] = self._compared(whole, boxes, degrees)
+        return self._cuts[key]
+
+    def _compared(self, whole: Whole, boxes: Collection[Box], degrees: Mapping[str, int]) -> _Axes | str:
+        try:
+            match = self._family.match([whole.name])[whole.name]
+            layout = match.layout(axes=degrees, global_shape=whole.shape)
+        except FamilyError as error:
+            return str(error)
+        wanted = {own.box for rank in layout.ranks() for own in place(layout, whole.shape, coords=rank)}
+        if not _same_pieces(wanted, set(boxes)):
+            by_rule = ", ".join(f"{axis.axis}={axis.parts} {axis.pattern.name}" for axis in layout.axes)
+            return f"{' '.join(map(str, boxes))} of {list(whole.shape)}, and by its rule {by_rule}"
+        return tuple(axis for axis in known(layout, f"family {self._family.name}") if axis.parts > 1)
+
+    def layout(self, name: str, cut: _Axes) -> Layout:
+        """The layout, the same object again for parameters that lie alike."""
+        number, count = self._experts.get(name, (0, 0))
+        owner = number // (count // self._mesh.ep) if count and count % self._mesh.ep == 0 else -1
+        chunks, share = self._chunks(name), self._share(name)
+        copied = name not in self._states.places and self._is_copied(name, cut)
+        key = (cut, owner, bool(count), chunks, share, copied)
+        if key not in self._layouts:
+            axes = stages(self._mesh.pp, self._mesh.vpp, chunks, self._from) if chunks else ()
+            if owner >= 0:
+                axes += along("ep", self._mesh.ep, (owner,), self._from)
+            copies = data_parallel(self._mesh, expert=bool(count))
+            if copied:
+                axes += along("dp", copies, range(copies), self._from)
+            self._layouts[key] = Layout((*axes, *cut), () if share is None else (share,))
+        return self._layouts[key]
+
+    def _chunks(self, name: str) -> tuple[Chunk, ...]:
+        """Chunks of stages that hold a parameter; none where no law says it."""
+        if self._mesh.pp == 1 or not self._homes:
+            return ()
+        layer = _LAYER.match(name)
+        if layer is not None:
+            return (self._homes[int(layer["number"])],)
+        first, last = (0, 0), (self._mesh.pp - 1, self._mesh.vpp - 1)
+        if name == EMBEDDING and OUTPUT not in self._weights and not self._arguments.untied:
+            return (first, last)
+        return (first,) if name.startswith("embedding.") else (last,) if name.startswith(_LAST) else ()
+
+    @cached_property
+    def _homes(self) -> Mapping[int, Chunk]:
+        """Layer to the chunk that holds it; empty where the arguments do not deal the layers out."""
+        found = (_LAYER.match(name) for name in self._weights)
+        layers = 1 + max((int(own["number"]) for own in found if own is not None), default=-1)
+        pp, vpp = self._mesh.pp, self._mesh.vpp
+        try:
+            chunks = stage_layers(layers, pp=pp, vpp=vpp, arguments=self._arguments.raw)
+        except (TopologyError, UnsupportedError):
+            return {}
+        homes = {layer: chunk for chunk, own in chunks.items() for layer in own}
+        return homes if len(homes) == layers else {}
+
+    def _share(self, name: str) -> AxisLayout | None:
+        """How the distributed optimizer cuts a parameter's states; None where no law says it, or nothing is cut."""
+        own = self._states.places.get(name)
+        ranks = data_parallel(self._mesh, expert=name in self._experts)
+        if own is None or ranks == 1 or self._arguments.raw.get(_INSTANCES, 1) != 1:
+            return None
+        share = own.share(ranks, multiple=bucket_multiple(ranks, for_busbw=bool(self._arguments.pads_buckets)))
+        if share is None:
+            return None
+        made = pattern("partition", start=own.start, share=share)
+        return AxisLayout("dp", ranks, made, "buckets of the distributed optimizer")
+
+    def _is_copied(self, name: str, cut: _Axes) -> bool:
+        """Whether every data-parallel rank holds what there is of a parameter; false where files show it cut."""
+        if self._states.layout != _MODEL_SPACE or name not in self._states.fragments:
+            return True
+        layout, shape = Layout(cut), self._weights[name].shape
+        boxes = {own.box for rank in layout.ranks() for own in place(layout, shape, coords=rank)}
+        pieces = self._states.fragments[name].values()
+        return all(piece.box in boxes for own in pieces for piece in own)
+
+
+def _same_pieces(wanted: Collection[Box], recorded: Collection[Box]) -> bool:
+    """Whether every box that is wanted is made up of recorded ones, and no recorded one reaches out of it."""
+    if wanted == recorded:
+        return True
+    inside = all(any(intersect(own, box) == own for box in wanted) for own in recorded if own.numel)
+    return inside and all(_made_up(box, recorded) for box in wanted if box.numel)
+
+
+def _made_up(box: Box, pieces: Iterable[Box]) -> bool:
+    shared = (own for piece in pieces if (own := intersect(piece, box)) is not None)
+    moved = [Box(tuple(map(int.__sub__, own.offsets, box.offsets)), own.sizes) for own in shared]
+    return not uncovered(box.sizes, moved)
