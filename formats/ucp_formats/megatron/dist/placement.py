@@ -7,6 +7,7 @@ is not stated; the boxes alone tell where tensors lie.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -73,7 +74,8 @@ def layouts_of(
 ) -> Layouts:
     """Layouts of the parameters `weights`, whose states are `states`."""
     found = Layouts()
-    if names.family is None or not common.arguments.raw or common.arguments.topology().ranks == 1:
+    mesh = common.arguments.topology()
+    if names.family is None or not common.arguments.raw or (mesh.ranks, mesh.ep) == (1, 1):
         return found
     laws = _Laws(names.family, common, weights, states)
     for name, whole in weights.items():
@@ -92,7 +94,7 @@ class _Laws:
         self._family = family
         self._arguments = common.arguments
         self._mesh = common.arguments.topology()
-        self._from = "arguments of the run"
+        self._from = f"arguments of {os.path.basename(common.file) or 'the common state'}"
         self._weights = weights
         self._states = states
         self._experts = expert_numbers(weights)

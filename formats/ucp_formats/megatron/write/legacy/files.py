@@ -19,7 +19,7 @@ from ucp.core.dtypes import DType
 from ucp.core.layout import local_shape, place
 from ucp.core.names import WEIGHT
 from ucp.core.pickle_values import GlobalName
-from ucp.core.region import Box, RegionPair
+from ucp.core.region import RegionPair
 from ucp.core.topology import Topology
 from ucp.errors import TopologyError
 from ucp.io.torch_file.draft import Drafted, FileDraft, Part
@@ -175,10 +175,7 @@ class _Legacy:
         layout = own.match.layout(axes=degrees, global_shape=own.shape)
         coords = {axis.axis: ranks[axis.axis] for axis in layout.axes}
         shape = local_shape(layout, own.shape, coords)
-        pairs = tuple(
-            RegionPair(placed.box, _local_box(placed.offset, placed.box.sizes, shape))
-            for placed in place(layout, own.shape, coords=coords)
-        )
+        pairs = tuple(RegionPair(placed.box, placed.local) for placed in place(layout, own.shape, coords=coords))
         return _Local(key=key, tensor=own, pairs=pairs, shape=shape, shared=shared)
 
     def _model_file(self, path: str, rank: _Rank, chunks: Mapping[Chunk, Sequence[_Local]]) -> Drafted:
@@ -317,12 +314,3 @@ class _Legacy:
         wide = self._own.arguments.get("accumulate_allreduce_grads_in_fp32", dtype is DType.BFLOAT16)
         gradients = DType.FLOAT32 if wide else dtype
         return GlobalName("torch", dtype.value), GlobalName("torch", gradients.value)
-
-
-def _local_box(offset: int, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Box:
-    """The box of a row-major local tensor that starts at element `offset`."""
-    offsets = []
-    for length in reversed(shape):
-        offset, at = divmod(offset, max(length, 1))
-        offsets.append(at)
-    return Box(tuple(reversed(offsets)), sizes)
