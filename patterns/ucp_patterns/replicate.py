@@ -1,4 +1,7 @@
-"""Replicate: every part holds all of it, and all hold the same bits (norms, biases of row-parallel layers)."""
+"""Replicate: every part holds all of it, and all hold the same bits (norms, biases of row-parallel layers).
+
+Or some parts do: an embedding that the first and the last stage of a pipeline share.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,35 @@ __all__ = ["Replicate"]
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """All of the tensor on every part, equal."""
+    """All of the tensor on every part, equal.
 
+    >>> [len(Replicate(holders=(0, 3)).regions((4, 2), 4, index)) for index in range(4)]
+    [1, 0, 0, 1]
+    """
+
+    holders: tuple[int, ...] = ()
+    """Parts that hold it, increasing; empty for all."""
     overlap: Overlap = Overlap.EQUAL
     """The copies are compared."""
+
+    def __post_init__(self) -> None:
+        if list(self.holders) != sorted(set(self.holders)) or min(self.holders, default=0) < 0:
+            raise ValueError(f"expected parts in increasing order; got {self.holders}")
 
     @property
     def name(self) -> str:
         """Name as printed."""
-        return "replicate"
+        return f"replicate(holders={list(self.holders)})" if self.holders else "replicate"
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
-        """The whole, for any `index`. `global_shape`: elements."""
-        del parts
+        """The whole, for any `index` that holds it. `global_shape`: elements."""
+        if self.holders and self.holders[-1] >= parts:
+            raise ValueError(f"holders {list(self.holders)} are not all among {parts} parts")
+        if self.holders and index not in self.holders:
+            return ()
         whole = Box.whole(global_shape)
-        return (RegionPair(whole, whole, index),)
+        return (RegionPair(whole, whole, self.holders.index(index) if self.holders else index),)
 
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The shape that all have. Raises ValueError when they differ."""
-        return common_shape(local_shapes)
+        """The shape that all holders have. Raises ValueError when they differ."""
+        return common_shape([local_shapes[index] for index in self.holders] or local_shapes)
