@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
 from ucp.contract.registry import pattern
 from ucp.core.layout import AxisLayout, Layout, place
@@ -34,9 +35,14 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _LAYER = re.compile(r"\Adecoder\.layers\.(?P<number>\d+)\.")
 _LAST = ("decoder.", "output_layer.")
 """Beginnings of names of what is on the last stage, layers left out."""
+_NO_LAYERS = 2
+"""Chunks without a layer, at most: those of the embedding and of the loss, where these count as layers."""
 _INSTANCES = "num_distributed_optimizer_instances"
 """Argument: groups of data-parallel ranks that each hold all states."""
 _MODEL_SPACE = "fully_sharded_model_space"
+
+_MOST_RANKS = 1 << 14
+"""Tensor-parallel ranks of the model times those of an expert, at most; more is a damaged number."""
 
 _Axes = tuple[AxisLayout, ...]
 
@@ -113,6 +119,8 @@ class _Laws:
         return self._cuts[key]
 
     def _compared(self, whole: Whole, boxes: Collection[Box], degrees: Mapping[str, int]) -> _Axes | str:
+        if prod(degrees.values()) > _MOST_RANKS:
+            return f"tensor-parallel ranks: {' and '.join(map(str, degrees.values()))}, more than any run has"
         try:
             match = self._family.match([whole.name])[whole.name]
             layout = match.layout(axes=degrees, global_shape=whole.shape)
@@ -134,10 +142,10 @@ class _Laws:
         if key not in self._layouts:
             axes = stages(self._mesh.pp, self._mesh.vpp, chunks, self._from) if chunks else ()
             if owner >= 0:
-                axes += along("ep", self._mesh.ep, (owner,), self._from)
+                axes += along("ep", self._mesh.ep, self._from, (owner,))
             copies = data_parallel(self._mesh, expert=bool(count))
             if copied:
-                axes += along("dp", copies, range(copies), self._from)
+                axes += along("dp", copies, self._from)
             self._layouts[key] = Layout((*axes, *cut), () if share is None else (share,))
         return self._layouts[key]
 
@@ -147,7 +155,8 @@ class _Laws:
             return ()
         layer = _LAYER.match(name)
         if layer is not None:
-            return (self._homes[int(layer["number"])],)
+            home = self._homes.get(int(layer["number"]))
+            return () if home is None else (home,)
         first, last = (0, 0), (self._mesh.pp - 1, self._mesh.vpp - 1)
         if name == EMBEDDING and OUTPUT not in self._weights and not self._arguments.untied:
             return (first, last)
@@ -159,6 +168,8 @@ class _Laws:
         found = (_LAYER.match(name) for name in self._weights)
         layers = 1 + max((int(own["number"]) for own in found if own is not None), default=-1)
         pp, vpp = self._mesh.pp, self._mesh.vpp
+        if not layers or pp * vpp > layers + _NO_LAYERS:
+            return {}
         try:
             chunks = stage_layers(layers, pp=pp, vpp=vpp, arguments=self._arguments.raw)
         except (TopologyError, UnsupportedError):
@@ -170,7 +181,7 @@ class _Laws:
         """How the distributed optimizer cuts a parameter's states; None where no law says it, or nothing is cut."""
         own = self._states.places.get(name)
         ranks = data_parallel(self._mesh, expert=name in self._experts)
-        if own is None or ranks == 1 or self._arguments.raw.get(_INSTANCES, 1) != 1:
+        if own is None or ranks == 1 or self._arguments.raw.get(_INSTANCES) not in (None, 1):
             return None
         share = own.share(ranks, multiple=bucket_multiple(ranks, for_busbw=bool(self._arguments.pads_buckets)))
         if share is None:

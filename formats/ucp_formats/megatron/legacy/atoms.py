@@ -146,10 +146,10 @@ def _mesh(run: LegacyRun, name: str, parts: Sequence[_Part]) -> tuple[AxisLayout
     expert = is_expert(name)
     found = stages(run.grid.pp, run.vpp, {(own.coords["pp"], own.coords["vpp"]) for own in parts}, _FOLDERS)
     if expert:
-        found += along("ep", run.grid.ep, {own.coords["ep"] for own in parts}, _FOLDERS)
+        found += along("ep", run.grid.ep, _FOLDERS, {own.coords["ep"] for own in parts})
     degree = data_parallel(run.arguments.topology(), expert=expert)
-    copies = range(max(degree, *(1 + own.coords["dp"] for own in parts)))
-    return found + along("dp", len(copies), copies, f"arguments of {run.ranks[0].name}")
+    copies = max(degree, *(1 + own.coords["dp"] for own in parts))
+    return found + along("dp", copies, f"arguments of {run.ranks[0].name}")
 
 
 def _atom(name: str, laid: _Laid, states: LegacyStates) -> AtomIndex:

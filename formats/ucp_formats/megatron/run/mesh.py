@@ -31,18 +31,14 @@ def data_parallel(topology: Topology, *, expert: bool) -> int:
     return max(dense * topology.tp // (topology.ep * topology.expert_tp), 1) if expert else dense
 
 
-def along(axis: str, parts: int, owners: Collection[int], known_from: str) -> tuple[AxisLayout, ...]:
-    """The axis, of `parts` ranks, of which `owners` hold all of a tensor.
+def along(axis: str, parts: int, known_from: str, holders: Collection[int] = ()) -> tuple[AxisLayout, ...]:
+    """The axis, of `parts` ranks, of which `holders` (none: each) have all of a tensor; nothing for a single rank.
 
-    Nothing where that is one rank, or some of several: no pattern says it.
-
-    >>> [own.pattern.name for own in along("pp", 2, {1}, "arguments")]
-    ['unique']
+    >>> [own.pattern.name for holders in ({1}, {0, 3}) for own in along("pp", 4, "arguments", holders)]
+    ['unique', 'replicate(holders=[0, 3])']
     """
-    distinct = set(owners)
-    if parts == 1 or 1 < len(distinct) < parts:
-        return ()
-    return (_axis(axis, parts, min(distinct) if len(distinct) == 1 else None, known_from),)
+    some = tuple(sorted(set(holders)))
+    return () if parts == 1 else (_axis(axis, parts, known_from, some if len(some) < parts else ()),)
 
 
 def stages(pp: int, vpp: int, chunks: Collection[tuple[int, int]], known_from: str) -> tuple[AxisLayout, ...]:
@@ -50,9 +46,9 @@ def stages(pp: int, vpp: int, chunks: Collection[tuple[int, int]], known_from: s
 
     That of the chunks is left out where they differ by stage.
     """
-    there = along("pp", pp, {stage for stage, _ in chunks}, known_from)
+    there = along("pp", pp, known_from, {stage for stage, _ in chunks})
     within = {chunk for _, chunk in chunks}
-    return there + (along("vpp", vpp, within, known_from) if len(within) == 1 else ())
+    return there + (along("vpp", vpp, known_from, within) if len(within) == 1 else ())
 
 
 def known(layout: Layout, known_from: str) -> tuple[AxisLayout, ...]:
@@ -61,6 +57,7 @@ def known(layout: Layout, known_from: str) -> tuple[AxisLayout, ...]:
 
 
 @lru_cache(maxsize=1 << 12)
-def _axis(axis: str, parts: int, owner: int | None, known_from: str) -> AxisLayout:
-    made = pattern("replicate") if owner is None else pattern("unique", owner=owner)
-    return AxisLayout(axis, parts, made, known_from)
+def _axis(axis: str, parts: int, known_from: str, holders: tuple[int, ...]) -> AxisLayout:
+    if len(holders) == 1:
+        return AxisLayout(axis, parts, pattern("unique", owner=holders[0]), known_from)
+    return AxisLayout(axis, parts, pattern("replicate", holders=holders), known_from)
