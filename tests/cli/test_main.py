@@ -16,7 +16,7 @@ from ucp_cli.verbs import SUMMARIES, cli
 
 LIGHT = ("backend", "locate", "names", "read", "read.source", "read.universal", "read.universal.source", "source")
 """Modules of a format that tell whether a folder is of it."""
-HEAVY = ("torch", "numpy", "rich.progress", "deepspeed", "multiprocessing")
+HEAVY = ("torch", "numpy", "rich.progress", "deepspeed", "multiprocess")
 
 
 def run(*words: object, **options: object) -> subprocess.CompletedProcess[str]:

@@ -34,7 +34,7 @@ ROWS, COLUMNS = 4096, 12 * 1024
 """A tensor of 192 MiB in float32."""
 
 RUNNER = """
-import sys, numpy, ml_dtypes, zstandard, multiprocessing
+import sys, numpy, ml_dtypes, zstandard, multiprocess
 import ucp, ucp.store.index, ucp.store.target, ucp.transfer.engines.processes
 print("ready", flush=True)
 sys.stdin.readline()

@@ -25,7 +25,7 @@ from ucp.transfer.tasks import Job, Task
 from ucp.transfer.worker import Done, Worker
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+    from multiprocess.connection import Connection
 
 __all__ = ["ProcessEngine"]
 
@@ -74,9 +74,9 @@ def _undisturbed() -> Generator[None, None, None]:
 
 def _start(pool: dict[Any, Any], job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int) -> None:
     """Start workers, and put each into `pool` under the end of the pipe that its reports come from."""
-    import multiprocessing
+    import multiprocess
 
-    context = multiprocessing.get_context("fork")
+    context = multiprocess.get_context("fork" if hasattr(os, "fork") else "spawn")
     queue = context.Value("q", 0)
     for _ in range(max(1, min(workers, len(tasks)))):
         receiver, sender = context.Pipe(duplex=False)
@@ -96,7 +96,7 @@ def _stop(pool: dict[Any, Any]) -> None:
 
 def _reports(pool: dict[Any, Any], expected: int) -> Generator[Any, None, None]:
     """Nothing once, then what workers report; closing it, even before a report was taken, ends them."""
-    from multiprocessing import connection
+    from multiprocess import connection
 
     live, missing = dict(pool), expected
     try:
