@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ucp.core.layout import Overlap
 from ucp.core.region import RegionPair
-from ucp_patterns.dim import check_dim, chunks, joined_shape, regions_of
+from ucp_patterns.dim import check_dim, chunk, chunks, joined_shape, regions_of
 
 __all__ = ["Chunk"]
 
@@ -40,7 +40,7 @@ class Chunk:
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
         """The chunk of part `index`, empty past the end. `global_shape`: elements. Raises ValueError: no such dim."""
-        start, stop = chunks(check_dim(global_shape, self.dim), parts)[index]
+        start, stop = chunk(check_dim(global_shape, self.dim), parts, index)
         return regions_of(global_shape, self.dim, [(start, stop, 0)])
 
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

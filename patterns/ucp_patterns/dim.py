@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ucp.core.region import Box, RegionPair
 
-__all__ = ["Stretch", "check_dim", "chunks", "joined_shape", "regions_of"]
+__all__ = ["Stretch", "check_dim", "chunk", "chunks", "joined_shape", "regions_of"]
 
 Stretch = tuple[int, int, int]
 """First element and one past the last, of the dim of the whole; and which copy of them it is."""
@@ -56,8 +56,13 @@ def chunks(length: int, parts: int) -> list[tuple[int, int]]:
     >>> chunks(9, 4)
     [(0, 3), (3, 6), (6, 9), (9, 9)]
     """
+    return [chunk(length, parts, index) for index in range(parts)]
+
+
+def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
+    """One of `chunks`."""
     each = -(-length // parts)
-    return [(min(at * each, length), min((at + 1) * each, length)) for at in range(parts)]
+    return min(index * each, length), min((index + 1) * each, length)
 
 
 def _at(offsets: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:

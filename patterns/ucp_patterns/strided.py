@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ucp.core.layout import Overlap
 from ucp.core.region import RegionPair
-from ucp_patterns.dim import check_dim, chunks, joined_shape, regions_of
+from ucp_patterns.dim import check_dim, chunk, chunks, joined_shape, regions_of
 
 __all__ = ["Strided"]
 
@@ -55,5 +55,5 @@ class Strided:
 
     def _held(self, length: int, parts: int, index: int) -> Iterator[tuple[int, int]]:
         for start, stop in chunks(length, self.split_factor):
-            low, high = chunks(stop - start, parts)[index]
+            low, high = chunk(stop - start, parts, index)
             yield start + low, start + high

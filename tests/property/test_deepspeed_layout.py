@@ -7,18 +7,26 @@ bf16_optimizer.py, partition_parameters.py); what a layout then says must put ev
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 from math import prod
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from ucp_formats.deepspeed.partition import Held, round_robin
-from ucp_formats.deepspeed.read.optimizer.flat_group import Bucket, Shard, bucket_states, pieces_of
-from ucp_formats.deepspeed.read.optimizer.flat_layout import Chunks, FlatLayout, WholeParameters, shared_buffers
+from ucp_formats.deepspeed.partition import round_robin
+from ucp_formats.deepspeed.read.optimizer.flat_group import Bucket, Shard, bucket_states
+from ucp_formats.deepspeed.read.optimizer.flat_layout import (
+    Chunks,
+    FlatLayout,
+    Held,
+    WholeParameters,
+    held_by_rank,
+    shared_buffers,
+)
 from ucp_formats.deepspeed.read.optimizer.group_order import dealt_back, mapping_disagrees, optimizer_order
 from ucp_formats.deepspeed.read.optimizer.match_slots import AmbiguousError, FlatSlots, NoMatchError, Slots, match
+from ucp_formats.deepspeed.read.optimizer.stored import Placer
 
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
@@ -127,12 +135,17 @@ def rebuilt(source: Params, layout: FlatLayout, flats: list[np.ndarray]) -> dict
     """Parameters put together from what `layout` says of each rank's flat array."""
     out = {name: np.full(array.size, -2) for name, array in source.arrays.items()}
     for rank, flat in enumerate(flats):
-        for held in layout.held(rank):
-            if layout.replica(held.name, rank) == 0:
-                assert (out[held.name][held.start : held.stop] == -2).all(), "an element is held twice"
-            own = flat[held.offset : held.offset + held.stop - held.start]
-            out[held.name][held.start : held.stop] = own
+        for name, held in held_by_rank(layout, [rank], source.numels)[rank].items():
+            span = slice(held.start, held.start + held.numel)
+            if copy_of(layout, rank, name, source.numels[name]) == 0:
+                assert (out[name][span] == -2).all(), "an element is held twice"
+            out[name][span] = flat[held.offset : held.offset + held.numel]
     return {name: flat.reshape(source.arrays[name].shape) for name, flat in out.items()}
+
+
+def copy_of(layout: FlatLayout, rank: int, name: str, numel: int) -> int:
+    (pair,) = layout.axes()[name].pattern.regions((numel,), layout.ranks, rank)
+    return pair.copy
 
 
 def check_rebuilt(source: Params, layout: FlatLayout, flats: list[np.ndarray]) -> None:
@@ -156,7 +169,7 @@ def test_shares_of_a_buffer_hold_every_element_once(source: Params, ranks: int, 
     if data.draw(st.booleans(), label="padding kept"):
         masters = moments
     numels = {name: source.arrays[name].size for name in names}
-    buffer, *_ = shared_buffers(numels, ranks=ranks, paddings=paddings, first=masters[0].size)
+    buffer, *_ = shared_buffers(numels, ranks=ranks, paddings=paddings, first=masters[0].size, known_from="")
     check_rebuilt(source, buffer, masters)
     check_rebuilt(source, buffer, moments)
 
@@ -166,7 +179,7 @@ def test_shares_of_other_alignments_are_told_by_the_length_of_the_first(source: 
     arrays = list(source.arrays.values())
     flat = aligned(np.concatenate([array.ravel() for array in arrays]), ranks)
     shares = np.split(flat, ranks)
-    layouts = shared_buffers(source.numels, ranks=ranks, paddings=None, first=shares[0].size)
+    layouts = shared_buffers(source.numels, ranks=ranks, paddings=None, first=shares[0].size, known_from="")
     fitting = [own for own in layouts if all(own.accepts(rank, share.size) for rank, share in enumerate(shares))]
     check_rebuilt(source, fitting[0], shares)
 
@@ -180,42 +193,25 @@ def test_chunks_hold_every_element_once(source: Params, ranks: int) -> None:
 @given(source=params(), ranks=st.integers(1, 9))
 def test_whole_parameters_of_muon(source: Params, ranks: int) -> None:
     full = Params({name: array for name, array in source.arrays.items() if array.size})
-    buffer, *_ = shared_buffers(full.numels, ranks=ranks, paddings=None, first=0)
+    buffer, *_ = shared_buffers(full.numels, ranks=ranks, paddings=None, first=0, known_from="")
     flats = muon_momentum(list(full.arrays.values()), ranks, buffer.share)
     layout = WholeParameters(buffer)
     check_rebuilt(full, layout, flats)
     copies: dict[str, list[int]] = {}
     for rank in range(ranks):
-        for held in layout.held(rank):
-            copies.setdefault(held.name, []).append(layout.replica(held.name, rank))
+        for name in layout.starts_on(rank):
+            copies.setdefault(name, []).append(copy_of(layout, rank, name, full.numels[name]))
     assert all(numbers == list(range(len(numbers))) for numbers in copies.values())
 
 
 @given(source=params(), ranks=st.integers(1, 9))
 def test_a_layout_never_names_padding(source: Params, ranks: int) -> None:
-    buffer, *_ = shared_buffers(source.numels, ranks=ranks, paddings=None, first=0)
+    buffer, *_ = shared_buffers(source.numels, ranks=ranks, paddings=None, first=0, known_from="")
     for layout in (buffer, Chunks(tuple(source.numels.items()), ranks)):
-        held = [held for rank in range(ranks) for held in layout.held(rank)]
-        assert sum(own.stop - own.start for own in held) == sum(source.numels.values())
-        assert all(0 <= own.start < own.stop <= source.numels[own.name] for own in held)
-
-
-@given(shape=SHAPES, data=st.data())
-def test_pieces_of_stretches_tile_the_parameter(shape: tuple[int, ...], data) -> None:
-    numel = prod(shape)
-    cuts = sorted({0, numel, *data.draw(st.lists(st.integers(0, numel), max_size=4))})
-    flat = TensorRef(path="f", offset=64, dtype=DType.FLOAT32, shape=(numel,), strides=(1,))
-    memory = np.arange(numel)
-    boxes, whole = [], np.full(shape, -1)
-    for start, stop in pairwise(cuts):
-        for piece in pieces_of(Held(name="p", start=start, stop=stop, offset=start), shape, flat):
-            boxes.append(piece.box)
-            first = (piece.ref.offset - 64) // 4
-            where = tuple(slice(o, o + n) for o, n in zip(piece.box.offsets, piece.box.sizes, strict=True))
-            strides = tuple(step * memory.itemsize for step in piece.ref.strides)
-            whole[where] = np.ndarray(piece.box.sizes, memory.dtype, memory, first * memory.itemsize, strides)
-    assert uncovered(shape, boxes) == ()
-    np.testing.assert_array_equal(whole, memory.reshape(shape))
+        by_rank = held_by_rank(layout, range(ranks), source.numels)
+        held = [item for own in by_rank.values() for item in own.items()]
+        assert sum(own.numel for _, own in held) == sum(source.numels.values())
+        assert all(0 <= own.start < own.start + own.numel <= source.numels[name] for name, own in held)
 
 
 @given(count=st.integers(0, 12), ranks=st.integers(1, 9))
@@ -231,25 +227,25 @@ def test_the_order_of_the_optimizer_is_found_from_the_mappings(source: Params, r
     assume(full)
     names = tuple(full)
     stored = round_robin(names, ranks=ranks) if dealt else names
-    optimizer, *_ = shared_buffers(full, ranks=ranks, paddings=None, first=0)
-    mappings = [{held.name: None for held in optimizer.held(rank)} for rank in range(ranks)]
+    optimizer, *_ = shared_buffers(full, ranks=ranks, paddings=None, first=0, known_from="")
+    mappings = [dict.fromkeys(optimizer.starts_on(rank)) for rank in range(ranks)]
     assert optimizer_order(stored, ranks=ranks, dealt=dealt, mappings=mappings)[0] == names
 
 
 @given(source=params(), ranks=st.integers(1, 5))
 def test_right_mappings_never_disagree(source: Params, ranks: int) -> None:
-    buffer, *_ = shared_buffers(source.numels, ranks=ranks, paddings=None, first=0)
-    for rank in range(ranks):
-        assert mapping_disagrees(buffer, rank, {held.name: fragment(held) for held in buffer.held(rank)}) == []
-        for held in buffer.held(rank):
-            moved = {own.name: fragment(own, by=own == held) for own in buffer.held(rank)}
-            assert mapping_disagrees(buffer, rank, moved) == [held.name]
+    buffer, *_ = shared_buffers(source.numels, ranks=ranks, paddings=None, first=0, known_from="")
+    for held in held_by_rank(buffer, range(ranks), source.numels).values():
+        assert mapping_disagrees(held, {name: fragment(own) for name, own in held.items()}) == []
+        for odd in held:
+            moved = {name: fragment(own, by=name == odd) for name, own in held.items()}
+            assert mapping_disagrees(held, moved) == [odd]
 
 
 def fragment(held: Held, *, by: int = 0):
     from ucp.core.pickle_values import GlobalName, Stub
 
-    state = {"numel": held.stop - held.start, "start": held.offset + by}
+    state = {"numel": held.numel, "start": held.offset + by}
     return Stub(GlobalName("deepspeed.utils.tensor_fragment", "fragment_address"), state=state, has_state=True)
 
 
@@ -266,11 +262,12 @@ def test_states_of_a_bucket_tile_every_parameter(source: Params, ranks: int) -> 
     bucket = Bucket(label="b", shapes=source.shapes, layouts=layouts, shards=tuple(shards))
     found = bucket_states(bucket, Checksums(()), problems)
     assert problems == Problems()
+    placer = Placer()
     for name, shape in source.shapes.items():
         assert list(found.states[name]) == ["weight", "m", "step"]
         assert found.states[name]["step"].global_shape == ()
         for state in ("weight", "m"):
-            index = found.states[name][state]
+            index = placer.state(found.states[name][state])
             assert index.global_shape == shape
             assert index.fragments, "even a parameter without elements has a piece"
             assert uncovered(shape, [piece.box for piece in index.fragments]) == ()

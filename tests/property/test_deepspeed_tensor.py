@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from ucp_formats.deepspeed.tp.affine_map import affine_layout
-from ucp_formats.deepspeed.tp.layout import TensorLayout, cut_layout, equal_layout, lifted
+from ucp_formats.deepspeed.tp.layout import TensorLayout, cut_layout, equal_layout
 from ucp_formats.deepspeed.tp.universal_info import TensorRules, TensorShapes
+from ucp_patterns.chunk import Chunk
 
 from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.region import Box, flat_boxes
-from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.fragments import Fragment, Stored, fragments
+from ucp.core.layout import AxisLayout, Layout
+from ucp.core.region import Box
+from ucp.core.tensor import TensorRef
 
 Whole = NDArray[np.int64]
 
@@ -24,52 +24,48 @@ def numbers(shape: tuple[int, ...]) -> Whole:
     return np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
 
 
-def stored(local: Whole, cuts: list[int]) -> list[Fragment]:
-    """A rank's tensor as ZeRO stores it: flat, cut at some elements."""
-    edges = sorted({0, local.size, *(cut for cut in cuts if cut < local.size)})
-    found = []
-    for start, stop in pairwise(edges):
-        for box in flat_boxes(local.shape, start, stop):
-            offset = 8 * box.flat_start(local.shape)
-            strides = contiguous_strides(local.shape)
-            ref = TensorRef(path="a", offset=offset, dtype=DType.INT64, shape=box.sizes, strides=strides)
-            found.append(Fragment(box=box, ref=ref))
-    return found
-
-
-def united(layout: TensorLayout, held: list[Whole], cuts: list[int]) -> Whole:
-    """The whole, from the pieces of copy 0; every copy is checked against it."""
+def united(layout: TensorLayout, held: list[Whole], dp: int) -> Whole:
+    """The whole, from the pieces of copy 0, of tensors that ZeRO-3 cut over `dp`; every copy is checked against it."""
+    every = Layout((AxisLayout("tp", layout.parts, layout.pattern),), (AxisLayout("dp", dp, Chunk(0)),))
     whole = np.full(layout.global_shape, -1, dtype=np.int64)
-    pieces = [
-        (copy, part, own)
-        for rank, part in enumerate(held)
-        for piece in stored(part, cuts)
-        for copy, own in lifted(piece, layout.held(rank))
-    ]
-    for copy, part, own in pieces:
-        if copy == 0:
-            whole[slices(own.box)] = elements(own, part)
-    for _, part, own in pieces:
-        np.testing.assert_array_equal(whole[slices(own.box)], elements(own, part))
+    files: dict[str, Whole] = {}
+    stored = []
+    for tp, part in enumerate(held):
+        for rank, own in enumerate(chunks(part, dp)):
+            files[f"{tp}.{rank}"] = own
+            ref = TensorRef(path=f"{tp}.{rank}", offset=0, dtype=DType.INT64, shape=own.shape, strides=(1,))
+            stored.append(Stored({"tp": tp, "dp": rank}, ref))
+    pieces = fragments(every, layout.global_shape, stored)
+    for own in pieces:
+        if own.replica == 0:
+            whole[slices(own.box)] = elements(own, files)
+    for own in pieces:
+        np.testing.assert_array_equal(whole[slices(own.box)], elements(own, files))
     return whole
+
+
+def chunks(local: Whole, dp: int) -> list[Whole]:
+    """A rank's tensor as ZeRO-3 stores it: flat, in parts of ceil(elements / ranks), the last ones padded."""
+    each = -(-local.size // dp)
+    padded = np.concatenate([local.ravel(), np.full(each * dp - local.size, -7)])
+    return [padded[rank * each : (rank + 1) * each] for rank in range(dp)]
 
 
 def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(at, at + n) for at, n in zip(box.offsets, box.sizes, strict=True))
 
 
-def elements(piece: Fragment, part: Whole) -> Whole:
+def elements(piece: Fragment, files: dict[str, Whole]) -> Whole:
     assert isinstance(piece.ref, TensorRef)
-    part = np.ascontiguousarray(part)
     strides = tuple(8 * step for step in piece.ref.strides)
-    return np.ndarray(piece.ref.shape, np.int64, part.tobytes(), piece.ref.offset, strides)
+    return np.ndarray(piece.ref.shape, np.int64, files[piece.ref.path].tobytes(), piece.ref.offset, strides)
 
 
-cuts = st.lists(st.integers(1, 40), max_size=3)
+ranks_of_dp = st.integers(1, 5)
 
 
-@given(st.data(), st.integers(1, 4), st.integers(1, 3), st.sampled_from([0, 1]), cuts)
-def test_blocks_of_any_widths(data, parts: int, blocks: int, dim: int, cuts: list[int]) -> None:
+@given(st.data(), st.integers(1, 4), st.integers(1, 3), st.sampled_from([0, 1]), ranks_of_dp)
+def test_blocks_of_any_widths(data, parts: int, blocks: int, dim: int, dp: int) -> None:
     widths = [[data.draw(st.integers(0, 3)) for _ in range(parts)] for _ in range(blocks)]
     shape = (sum(map(sum, widths)), 3) if dim == 0 else (3, sum(map(sum, widths)))
     whole = numbers(shape)
@@ -81,14 +77,14 @@ def test_blocks_of_any_widths(data, parts: int, blocks: int, dim: int, cuts: lis
     ranks = [np.concatenate(own, axis=dim) for own in held]
     layout = cut_layout(dim, [own.shape for own in ranks], widths)
     assert layout.global_shape == shape
-    np.testing.assert_array_equal(united(layout, ranks, cuts), whole)
+    np.testing.assert_array_equal(united(layout, ranks, dp), whole)
 
 
-@given(st.integers(1, 4), cuts)
-def test_equal_tensors(parts: int, cuts: list[int]) -> None:
+@given(st.integers(1, 4), ranks_of_dp)
+def test_equal_tensors(parts: int, dp: int) -> None:
     whole = numbers((2, 5))
     layout = equal_layout("replicate", [whole.shape] * parts)
-    np.testing.assert_array_equal(united(layout, [whole] * parts, cuts), whole)
+    np.testing.assert_array_equal(united(layout, [whole] * parts, dp), whole)
 
 
 def piece(shape: tuple[int, ...], source: tuple[int, list[int]], dest: tuple[int, list[int]]) -> dict[str, object]:
@@ -100,8 +96,8 @@ def affine(logical: tuple[int, ...], ranks: list[tuple[tuple[int, ...], list[dic
     return {"logical_shape": list(logical), "ranks": saved}
 
 
-@given(st.permutations(range(6)), st.integers(1, 3), st.integers(1, 4), cuts)
-def test_heads_gathered_in_any_order(order: list[int], parts: int, width: int, cuts: list[int]) -> None:
+@given(st.permutations(range(6)), st.integers(1, 3), st.integers(1, 4), ranks_of_dp)
+def test_heads_gathered_in_any_order(order: list[int], parts: int, width: int, dp: int) -> None:
     """Each rank has some blocks of rows, in an order of its own, as `block_gather_map` of 0.19.8 writes them."""
     columns = 3
     whole = numbers((6 * width, columns))
@@ -116,11 +112,11 @@ def test_heads_gathered_in_any_order(order: list[int], parts: int, width: int, c
     ]
     saved = affine(whole.shape, [(part.shape, rank) for part, rank in zip(held, pieces, strict=True)])
     layout = affine_layout(saved, [part.shape for part in held], "x")
-    np.testing.assert_array_equal(united(layout, held, cuts), whole)
+    np.testing.assert_array_equal(united(layout, held, dp), whole)
 
 
-@given(st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 4]), cuts)
-def test_pieces_of_more_dims_than_the_tensor(heads: int, width: int, parts: int, cuts: list[int]) -> None:
+@given(st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 4]), ranks_of_dp)
+def test_pieces_of_more_dims_than_the_tensor(heads: int, width: int, parts: int, dp: int) -> None:
     """q, k and v of each head one after another, `heads` of them on every rank; a piece is [heads, width, columns]."""
     columns = 2
     whole = numbers((parts * heads * 3 * width, columns))
@@ -140,11 +136,11 @@ def test_pieces_of_more_dims_than_the_tensor(heads: int, width: int, parts: int,
         ]
         ranks.append((held[-1].shape, pieces))
     layout = affine_layout(affine(whole.shape, ranks), [part.shape for part in held], "x")
-    np.testing.assert_array_equal(united(layout, held, cuts), whole)
+    np.testing.assert_array_equal(united(layout, held, dp), whole)
 
 
-@given(st.integers(2, 4), cuts)
-def test_blocks_that_ranks_share(parts: int, cuts: list[int]) -> None:
+@given(st.integers(2, 4), ranks_of_dp)
+def test_blocks_that_ranks_share(parts: int, dp: int) -> None:
     """Query heads are cut; the one key head is on every rank (multi-query attention)."""
     whole, rows = numbers((2 * parts + 1, 3)), [3, 1]
     held = [np.concatenate([whole[2 * rank : 2 * rank + 2], whole[-1:]]) for rank in range(parts)]
@@ -154,7 +150,7 @@ def test_blocks_that_ranks_share(parts: int, cuts: list[int]) -> None:
     ]
     layout = affine_layout(affine(whole.shape, ranks), [part.shape for part in held], "x")
     assert layout.pattern.name.startswith("pieces")
-    np.testing.assert_array_equal(united(layout, held, cuts), whole)
+    np.testing.assert_array_equal(united(layout, held, dp), whole)
 
 
 @given(st.integers(1, 4), st.sampled_from([0.1, 0.4]))
@@ -170,4 +166,4 @@ def test_fused_weights_of_every_version(parts: int, version: float) -> None:
     whole = numbers((4 * parts, 3))
     q, k, v = np.split(whole, [2 * parts, 3 * parts])
     held = [np.concatenate([q[2 * r : 2 * r + 2], k[r : r + 1], v[r : r + 1]]) for r in range(parts)]
-    np.testing.assert_array_equal(united(layout, held, []), whole)
+    np.testing.assert_array_equal(united(layout, held, 1), whole)

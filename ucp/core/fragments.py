@@ -56,13 +56,14 @@ class Stored(NamedTuple):
     start: int = 0
     """Element of a one-dimensional one where its part of this tensor begins."""
 
-    def piece(self, placed: Placed, layout: Layout) -> Fragment:
-        """The elements of the box that `layout` placed there."""
+    def piece(self, placed: Placed, layout: Layout, *, replica: int | None = None) -> Fragment:
+        """The elements of the box that `layout` placed there; `replica`: number of the copy, if another."""
         if layout.flat:
             ref = self.ref.strided(self.start + placed.offset, placed.box.sizes, placed.strides)
         else:
             ref = self.ref.narrow(placed.local.offsets, placed.box.sizes)
-        return Fragment(box=placed.box, ref=ref, replica=placed.replica, term=placed.term)
+        number = placed.replica if replica is None else replica
+        return Fragment(box=placed.box, ref=ref, replica=number, term=placed.term)
 
 
 def fragments(layout: Layout, global_shape: Sequence[int], stored: Iterable[Stored]) -> tuple[Fragment, ...]:

@@ -179,19 +179,14 @@ def place(layout: Layout, global_shape: Sequence[int], *, coords: Mapping[str, i
 
 def part_of(layout: Layout, global_shape: Sequence[int], *, coords: Mapping[str, int]) -> Part:
     """What the rank at `coords` stores, before a flat range is resolved to boxes: see `place`."""
-    whole = Box.whole(global_shape)
-    held = [Held(RegionPair(whole, whole), 0, 0)]
     shape = tuple(global_shape)
-    for axis in layout.axes:
-        inner = axis.pattern.regions(shape, axis.parts, coords[axis.axis])
-        if not inner:
-            return Part(held=(), local_shape=(0,) * len(shape), flat=None)
-        held = [deeper for own in held for near in inner for deeper in own.cut(axis, near)]
-        shape = _part_shape(inner)
+    held, local = _composed(layout.axes, shape, coords)
+    if not held:
+        return Part(held=(), local_shape=(0,) * len(shape), flat=None)
     return Part(
-        held=tuple(held),
-        local_shape=shape,
-        flat=_flat_runs(layout, prod(shape), coords),
+        held=held,
+        local_shape=local,
+        flat=_composed(layout.flat, (prod(local),), coords)[0] if layout.flat else None,
         flat_copies=_degree(layout.flat, Overlap.EQUAL),
         flat_terms=_degree(layout.flat, Overlap.MEAN),
     )
@@ -201,20 +196,21 @@ def _degree(axes: Iterable[AxisLayout], overlap: Overlap) -> int:
     return prod(axis.parts for axis in axes if axis.pattern.overlap is overlap)
 
 
-def _flat_runs(layout: Layout, numel: int, coords: Mapping[str, int]) -> tuple[Held, ...] | None:
-    """What the flat axes leave of `numel` elements, as pairs over one dim; None where there is no such axis."""
-    if not layout.flat:
-        return None
-    whole = Box.whole((numel,))
-    runs = [Held(RegionPair(whole, whole), 0, 0)]
-    length = numel
-    for axis in layout.flat:
-        inner = axis.pattern.regions((length,), axis.parts, coords[axis.axis])
+def _composed(
+    axes: Iterable[AxisLayout], shape: tuple[int, ...], coords: Mapping[str, int]
+) -> tuple[tuple[Held, ...], tuple[int, ...]]:
+    """What all of `axes` leave of a tensor at `coords`, and the shape of that; nothing where one leaves nothing."""
+    whole = Box.whole(shape)
+    held = [Held(RegionPair(whole, whole), 0, 0)]
+    is_whole = True
+    for axis in axes:
+        inner = axis.pattern.regions(shape, axis.parts, coords[axis.axis])
         if not inner:
-            return ()
-        runs = [deeper for own in runs for near in inner for deeper in own.cut(axis, near)]
-        length = _part_shape(inner)[0]
-    return tuple(runs)
+            return (), (0,) * len(shape)
+        held = [deeper for own in held for near in inner for deeper in own.cut(axis, near, is_whole=is_whole)]
+        shape = _part_shape(inner)
+        is_whole = False
+    return tuple(held), shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,12 +224,13 @@ class Held:
     term: int
     """Which summand of a mean it is."""
 
-    def cut(self, axis: AxisLayout, near: RegionPair) -> list[Held]:
-        """What one region of the next axis leaves of it: one piece or none."""
+    def cut(self, axis: AxisLayout, near: RegionPair, *, is_whole: bool = False) -> list[Held]:
+        """What one region of the next axis leaves of it: one piece or none; `is_whole`: it is all of the tensor."""
         overlap = axis.pattern.overlap
         replica = self.replica * axis.parts + near.copy if overlap is Overlap.EQUAL else self.replica
         term = self.term * axis.parts + near.copy if overlap is Overlap.MEAN else self.term
-        return [Held(pair, replica, term) for pair in compose((self.pair,), (near,))]
+        pairs = ((near,) if near.whole.numel else ()) if is_whole else compose((self.pair,), (near,))
+        return [Held(pair, replica, term) for pair in pairs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +273,7 @@ def _stored(part: Part) -> Iterator[tuple[Held, Box, Box, int]]:
         for box, position in local_flat_pairs(shape, start, start + length):
             for own in part.held:
                 near, far = own.pair.local, own.pair.whole
-                shared = intersect(box, near)
+                shared = box if near.sizes == shape else intersect(box, near)
                 if shared is not None:
                     offsets = tuple(
                         s - a + b for s, a, b in zip(shared.offsets, near.offsets, far.offsets, strict=True)

@@ -11,15 +11,15 @@ What only some runs need (ranks of more than data parallelism, no ZeRO) is impor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.rank_extras import Checksums
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, StateIndex
+from ucp.core.layout import Layout
 from ucp.core.names import WEIGHT
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, listed
@@ -29,9 +29,10 @@ from ucp_formats.deepspeed.locate import Located, TagFolder, list_folder
 from ucp_formats.deepspeed.names import UNIVERSAL
 from ucp_formats.deepspeed.read.extras import joined, model_extras, optimizer_extras
 from ucp_formats.deepspeed.read.grid import SavedGrid, read_grid
-from ucp_formats.deepspeed.read.merged import Merged
+from ucp_formats.deepspeed.read.merged import Merged, Mesh
 from ucp_formats.deepspeed.read.module import ModuleEntry, ModulePart, read_sharded_module, read_whole_module
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
+from ucp_formats.deepspeed.read.optimizer.stored import Placer, State, StoredTensor
 from ucp_formats.deepspeed.read.optimizer.zero3 import read_chunked
 from ucp_formats.deepspeed.read.optimizer.zero12 import buffer_shapes, read_flat
 from ucp_formats.deepspeed.read.run import SavedRun, source_files
@@ -52,43 +53,35 @@ def read_native(
     folder = list_folder(located.root)
     refuse_names(folder)
     grid = read_grid(folder)
-    run = grid.first
     checksums = Checksums(record for file in grid.files for record in file.records)
     refuse_idle_options(options, grid.tp, str(folder.path))
     if grid.is_plain:
-        merged = _read_plain(run, checksums, group_names)
-        return _index(name, located, grid, merged, _Mesh(ep=max(1, len(grid.expert_optimizers))))
-    from ucp_formats.deepspeed.read.parallel import expert_degree, parallel_patterns, read_parallel
+        merged = _read_plain(grid, checksums, group_names)
+        return _index(name, located, grid, merged)
+    from ucp_formats.deepspeed.read.parallel import expert_degree, read_parallel
 
-    merged = read_parallel(grid, checksums, options)
-    mesh = _Mesh(ep=expert_degree(grid), patterns=partial(parallel_patterns, grid, merged))
-    return _index(name, located, grid, merged, mesh)
-
-
-def _no_patterns(name: str) -> dict[str, str]:
-    return {}
+    merged = read_parallel(grid, checksums, options, _mesh(grid, expert_degree(grid)))
+    return _index(name, located, grid, merged)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Mesh:
-    """What only runs of more than data parallelism have."""
-
-    ep: int
-    """Expert-parallel ranks."""
-    patterns: Callable[[str], dict[str, str]] = _no_patterns
-    """From the name of a parameter: axis to the name of the pattern along it, but for the data-parallel axis."""
+def _mesh(grid: SavedGrid, ep: int) -> Mesh:
+    """The axes of a run."""
+    stage = grid.first.stage
+    known = _known_from(grid, ep) | ({"dp": f"ZeRO-{stage}"} if stage else {})
+    return Mesh(dp=grid.first.ranks, tp=grid.tp, pp=grid.pp, ep=ep, known_from=known)
 
 
-def _read_plain(run: SavedRun, checksums: Checksums, group_names: Sequence[Sequence[str]] | None) -> Merged:
+def _read_plain(grid: SavedGrid, checksums: Checksums, group_names: Sequence[Sequence[str]] | None) -> Merged:
     """Module and optimizer of a run of data parallelism only."""
+    run = grid.first
     if run.stage == 0:
         from ucp_formats.deepspeed.read.optimizer.zero0_ranks import read_unsharded
 
-        merged = Merged(*read_unsharded(run.model, checksums, group_names))
+        module, optimizer = read_unsharded(run.model, checksums, group_names)
     else:
-        merged = Merged(*_read_zero(run, checksums))
-    merged.optimizer.extras[:0] = model_extras(run.models, checksums)
-    return merged
+        module, optimizer = _read_zero(run, checksums)
+    optimizer.extras[:0] = model_extras(run.models, checksums)
+    return Merged.of_one(module, optimizer, _mesh(grid, max(1, len(grid.expert_optimizers))))
 
 
 def _read_zero(run: SavedRun, checksums: Checksums) -> tuple[ModulePart, OptimizerPart]:
@@ -103,10 +96,9 @@ def _read_zero(run: SavedRun, checksums: Checksums) -> tuple[ModulePart, Optimiz
     return module, optimizer
 
 
-def _index(name: str, located: Located, grid: SavedGrid, merged: Merged, mesh: _Mesh) -> Index:
-    run, module, optimizer = grid.first, merged.module, merged.optimizer
+def _index(name: str, located: Located, grid: SavedGrid, merged: Merged) -> Index:
+    run, module, optimizer, mesh = grid.first, merged.module, merged.optimizer, merged.mesh
     roles = ((file.path, file.name.label) for file in grid.files)
-    atoms = atoms_of(module, optimizer.states, run.config)
     return Index(
         path=str(grid.folder.path),
         format=name,
@@ -115,7 +107,7 @@ def _index(name: str, located: Located, grid: SavedGrid, merged: Merged, mesh: _
         topology=Topology(dp=run.ranks, tp=grid.tp, pp=grid.pp, ep=mesh.ep, zero=run.stage),
         step=step_of(run.model.root),
         skipped=step_of(run.model.root, "skipped_steps") or 0,
-        atoms={own: replace(atom, origin=_patterns(atom, run, mesh)) for own, atom in atoms.items()},
+        atoms=atoms_of(module, optimizer.states, run.config, mesh),
         groups=tuple(optimizer.groups),
         aliases=module.aliases,
         extras=joined(optimizer.extras, module.extras),
@@ -135,31 +127,21 @@ def _index(name: str, located: Located, grid: SavedGrid, merged: Merged, mesh: _
     )
 
 
-def _recorded_in(grid: SavedGrid, mesh: _Mesh) -> dict[str, str]:
+def _recorded_in(grid: SavedGrid, mesh: Mesh) -> dict[str, str]:
     """Where the files say how tensors lie over each axis; nothing where the rules of a family say it for one."""
-    root, name = grid.first.model.root, Path(grid.first.model.path).name
-    if grid.tp > 1 and "universal_checkpoint_info" not in root:
-        return {}
+    named_by_family = grid.tp > 1 and "universal_checkpoint_info" not in grid.first.model.root
+    return {} if named_by_family else _known_from(grid, mesh.ep)
+
+
+def _known_from(grid: SavedGrid, ep: int) -> dict[str, str]:
+    name = Path(grid.first.model.path).name
     known = {
         "dp": f"param_shapes of {name}" if grid.first.stage else f"module of {name}: whole on every rank",
         "tp": f"universal_checkpoint_info of {name}" if grid.tp > 1 else "",
         "pp": "names of the layer_*-model_states.pt files" if grid.pp > 1 else "",
-        "ep": "names of the layer_*_expert_*_model_states.pt files" if mesh.ep > 1 else "",
+        "ep": "names of the layer_*_expert_*_model_states.pt files" if ep > 1 else "",
     }
     return {axis: where for axis, where in known.items() if where}
-
-
-def _patterns(atom: AtomIndex, run: SavedRun, mesh: _Mesh) -> dict[str, str]:
-    """Mesh axis to the name of the pattern along it, where there is more than one rank."""
-    found = mesh.patterns(atom.name)
-    if run.ranks > 1:
-        found["dp"] = f"flat (ZeRO-{run.stage})" if _is_cut(atom, run.stage) else "replicate"
-    return found
-
-
-def _is_cut(atom: AtomIndex, stage: int) -> bool:
-    """Whether ranks hold stretches of it: what is trained, from stage 1 on; frozen parameters too, at stage 3."""
-    return (stage >= 1 and atom.kind is Kind.PARAMETER) or (stage == 3 and atom.kind is Kind.FROZEN)
 
 
 def _stage_notes(run: SavedRun) -> list[str]:
@@ -171,14 +153,20 @@ def _stage_notes(run: SavedRun) -> list[str]:
 
 
 def atoms_of(
-    module: ModulePart, states: Mapping[str, Mapping[str, StateIndex]], config: RunConfig
+    module: ModulePart, states: Mapping[str, Mapping[str, State]], config: RunConfig, mesh: Mesh | None = None
 ) -> dict[str, AtomIndex]:
     """Atoms in the order of the model; parameters that the module does not have come last.
 
-    `config`: says the type in which the model computes with the latter.
+    `config`: says the type in which the model computes with the latter. `mesh`: the axes over which tensors lie.
     """
-    atoms = {name: _atom(name, entry, states.get(name, {})) for name, entry in module.entries.items()}
-    for name, own in states.items():
+    placer = Placer()
+    placed = {name: {key: placer.state(state) for key, state in own.items()} for name, own in states.items()}
+    layouts = _layouts(module, states, mesh) if mesh is not None else {}
+    atoms = {
+        name: _atom(entry, placed.get(name, {}), placer, name=name, layout=layouts.get(name, Layout()))
+        for name, entry in module.entries.items()
+    }
+    for name, own in placed.items():
         if name not in atoms and WEIGHT in own:
             weight = own[WEIGHT]
             dtype = _DTYPES.get(config.precision(()), weight.dtype)
@@ -186,23 +174,40 @@ def atoms_of(
                 name=name,
                 global_shape=weight.global_shape,
                 kind=Kind.PARAMETER,
-                states=dict(own),
+                states=own,
                 model_dtype=dtype if dtype is not weight.dtype else None,
+                layout=layouts.get(name, Layout()),
             )
     return atoms
 
 
-def _atom(name: str, entry: ModuleEntry, states: Mapping[str, StateIndex]) -> AtomIndex:
+def _layouts(module: ModulePart, states: Mapping[str, Mapping[str, State]], mesh: Mesh) -> dict[str, Layout]:
+    """How each parameter lies over the axes: its weight, as the optimizer has it or else the module."""
+    tensors: dict[str, State | None] = {name: entry.tensor for name, entry in module.entries.items()}
+    tensors |= {name: own[WEIGHT] for name, own in states.items() if WEIGHT in own}
+    return {
+        name: mesh.layout(name, Layout(flat=tensor.layout.flat))
+        for name, tensor in tensors.items()
+        if isinstance(tensor, StoredTensor)
+    }
+
+
+def _atom(
+    entry: ModuleEntry, states: Mapping[str, StateIndex], placer: Placer, *, name: str, layout: Layout
+) -> AtomIndex:
     """One atom: the master is the weight where there is one, and the module's tensor a copy of it."""
     master = states.get(WEIGHT)
+    own = placer.state(entry.tensor) if entry.tensor is not None else None
     if master is None:
-        if not entry.fragments:
+        if own is None:
             raise MalformedError(f"expected the elements of {name} {list(entry.shape)}; neither file has them")
-        weight = StateIndex(dtype=entry.fragments[0].ref.dtype, global_shape=entry.shape, fragments=entry.fragments)
+        weight = own
     else:
         first = 1 + max((piece.replica for piece in master.fragments), default=0)
         copies = (
-            replace(piece, replica=piece.replica + first, derived=True) for piece in entry.fragments if piece.box.numel
+            replace(piece, replica=piece.replica + first, derived=True)
+            for piece in (own.fragments if own is not None else ())
+            if piece.box.numel
         )
         weight = replace(master, fragments=(*master.fragments, *copies))
     return AtomIndex(
@@ -211,6 +216,7 @@ def _atom(name: str, entry: ModuleEntry, states: Mapping[str, StateIndex]) -> At
         kind=entry.kind,
         states={WEIGHT: weight, **{key: state for key, state in states.items() if key != WEIGHT}},
         model_dtype=entry.dtype if entry.dtype is not weight.dtype else None,
+        layout=layout,
     )
 
 

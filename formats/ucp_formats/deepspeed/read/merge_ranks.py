@@ -1,9 +1,8 @@
 """What model-parallel ranks hold, put together: one module and one optimizer of whole tensors.
 
 1. Collect the shapes that the tensor-parallel ranks hold of each parameter, and ask the rules for its layout.
-2. Lift every piece from the rank's tensor to the whole.
-3. Number the copies: of replicated tensors, and of tied ones on several stages. They are compared later.
-4. Join the parameter groups of the stages, and keep the extras that ranks have for themselves.
+2. Say of every parameter how it lies over all axes, and of every rank where it stands. Pieces are made later.
+3. Join the parameter groups of the stages, and keep the extras that ranks have for themselves.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
 from ucp.core.fragments import Fragment
 from ucp.core.index import Extra, Kind, ParamGroup, StateIndex
-from ucp.core.layout import Overlap
 from ucp.core.names import WEIGHT
-from ucp.core.region import Box
-from ucp.core.tensor import InlineTensor, TensorRef, contiguous_strides
+from ucp.core.tensor import InlineTensor
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.io.pickle.fields import Shape
-from ucp_formats.deepspeed.read.merged import Merged
+from ucp_formats.deepspeed.experts import Numbered
+from ucp_formats.deepspeed.read.merged import Merged, Mesh
 from ucp_formats.deepspeed.read.module import ModuleEntry, ModulePart
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
-from ucp_formats.deepspeed.tp.layout import TensorLayout, lifted
+from ucp_formats.deepspeed.read.optimizer.stored import State, StoredTensor
+from ucp_formats.deepspeed.tp.layout import TensorLayout
 from ucp_formats.deepspeed.tp.universal_info import TensorShapes
 
 __all__ = ["RankPart", "Rules", "merge", "merged_extras"]
@@ -50,17 +49,23 @@ class RankPart:
     tp: int
     """Its tensor-parallel rank."""
     order: int
-    """Its pipeline stage; where several have a tensor, that of the first is taken."""
+    """Its pipeline stage, or expert-parallel rank; where several have a tensor, that of the first is taken."""
     module: ModulePart = field(default_factory=ModulePart)
     """Its module; empty where another part has it."""
     optimizer: OptimizerPart = field(default_factory=OptimizerPart)
     """Its optimizer; empty where another part has it."""
+    untrained: tuple[str, ...] = ()
+    """Frozen parameters and buffers that its stage is known to have."""
 
 
-def merge(parts: Sequence[RankPart], tp: int, rules: Rules, checksums: Checksums, where: str) -> Merged:
-    """Join `parts` of `tp` tensor-parallel ranks; `rules` say how tensors lie over these. Raises SourceError."""
-    layouts = _layouts(parts, tp, rules, where) if tp > 1 else {}
-    merger = _Merger(parts, layouts, checksums)
+def merge(parts: Sequence[RankPart], rules: Rules, checksums: Checksums, where: str, mesh: Mesh) -> Merged:
+    """Join `parts`; `rules` say how tensors lie over tensor-parallel ranks. Raises SourceError.
+
+    `mesh`: the degrees of all axes, to be filled in.
+    """
+    layouts = _layouts(parts, mesh.tp, rules, where) if mesh.tp > 1 else {}
+    mesh = replace(mesh, tensors=layouts, stages=_stages(parts), owners=_owners(parts, mesh.ep))
+    merger = _Merger(parts, mesh, checksums)
     problems = Problems()
     groups = _groups(parts, checksums, problems)
     optimizer = OptimizerPart(
@@ -80,16 +85,25 @@ def merge(parts: Sequence[RankPart], tp: int, rules: Rules, checksums: Checksums
     )
     problems.wrong += merger.wrong
     problems.raise_any(where, "model-parallel ranks")
-    return Merged(module=module, optimizer=optimizer, layouts=layouts, tied=_tied(parts))
+    return Merged(module=module, optimizer=optimizer, mesh=mesh)
 
 
-def _tied(parts: Sequence[RankPart]) -> frozenset[str]:
-    """Parameters that the optimizers of several stages have."""
+def _stages(parts: Sequence[RankPart]) -> dict[str, tuple[int, ...]]:
+    """Pipeline stages that have each tensor."""
     stages: dict[str, set[int]] = {}
     for part in parts:
-        for name in part.optimizer.states:
+        members = (name for group in part.optimizer.groups for name in group.params)
+        for name in (*part.optimizer.states, *members, *part.untrained):
             stages.setdefault(name, set()).add(part.order)
-    return frozenset(name for name, own in stages.items() if len(own) > 1)
+    return {name: tuple(sorted(own)) for name, own in stages.items()}
+
+
+def _owners(parts: Sequence[RankPart], ep: int) -> dict[str, int]:
+    """Expert-parallel rank, of `ep`, that has each parameter of an expert; none with one rank."""
+    names = _names(own for part in parts for own in (part.module.entries, part.optimizer.states))
+    numbered = Numbered.of(names)
+    owners = {name: numbered.owner(name, ep) for name in names} if ep > 1 else {}
+    return {name: owner for name, owner in owners.items() if owner is not None}
 
 
 def _layouts(parts: Sequence[RankPart], tp: int, rules: Rules, where: str) -> dict[str, TensorLayout]:
@@ -97,7 +111,8 @@ def _layouts(parts: Sequence[RankPart], tp: int, rules: Rules, where: str) -> di
     held: dict[str, dict[int, Shape]] = {}
     buffers: set[str] = set()
     for part in parts:
-        own = {name: states[WEIGHT].global_shape for name, states in part.optimizer.states.items() if WEIGHT in states}
+        weights = ((name, states.get(WEIGHT)) for name, states in part.optimizer.states.items())
+        own = {name: weight.shape for name, weight in weights if isinstance(weight, StoredTensor)}
         own |= {name: entry.shape for name, entry in part.module.entries.items()}
         buffers |= {name for name, entry in part.module.entries.items() if entry.kind is Kind.BUFFER}
         for name, shape in own.items():
@@ -120,11 +135,12 @@ def _layouts(parts: Sequence[RankPart], tp: int, rules: Rules, where: str) -> di
 
 
 class _Merger:
-    """Lifts the tensors of ranks and numbers their copies."""
+    """Puts together what ranks hold of each tensor."""
 
-    def __init__(self, parts: Sequence[RankPart], layouts: Mapping[str, TensorLayout], checksums: Checksums) -> None:
+    def __init__(self, parts: Sequence[RankPart], mesh: Mesh, checksums: Checksums) -> None:
         self.parts = sorted(parts, key=lambda part: (part.order, part.tp))
-        self.layouts = layouts
+        self.mesh = mesh
+        self.layouts = mesh.tensors
         self.checksums = checksums
         self.wrong: list[str] = []
         self.extras: list[Extra] = []
@@ -134,7 +150,7 @@ class _Merger:
         """Parameters with states, in the order of the stages."""
         return _names(part.optimizer.states for part in self.parts)
 
-    def states(self, name: str) -> dict[str, StateIndex]:
+    def states(self, name: str) -> dict[str, State]:
         """Whole states of a parameter."""
         holders = [(part, part.optimizer.states[name]) for part in self.parts if name in part.optimizer.states]
         first = holders[0][1]
@@ -146,28 +162,33 @@ class _Merger:
         ]
         return {key: self._state(name, key, [(part, own[key]) for part, own in holders if key in own]) for key in first}
 
-    def _state(self, name: str, key: str, held: Sequence[tuple[RankPart, StateIndex]]) -> StateIndex:
-        first = held[0][1]
+    def _state(self, name: str, key: str, held: Sequence[tuple[RankPart, State]]) -> State:
         layout = self.layouts.get(name)
-        where = [f"{own.dtype} {list(own.global_shape) if layout is None else ''}" for _, own in held]
+        where = [f"{own.dtype} {list(_shape(own)) if layout is None else ''}" for _, own in held]
         if len(set(where)) > 1:
             self.wrong.append(f"{name}/{key}: {' and '.join(dict.fromkeys(where))} on several model-parallel ranks")
-        pieces = [(part, piece) for part, own in held for piece in own.fragments]
-        local = first.global_shape if layout is None else layout.local_shape(held[0][0].tp)
-        if not first.global_shape or (first.numel == 1 and first.global_shape != local):
-            return replace(first, fragments=self._copies(f"{name}/{key}", pieces))
-        if layout is None:
-            return replace(first, fragments=_numbered((part.order, 0, piece) for part, piece in pieces))
-        odd = [part.mp for part, own in held if own.global_shape != layout.local_shape(part.tp)]
+        counts = [(part, own) for part, own in held if isinstance(own, StateIndex)]
+        if len(counts) == len(held):
+            pieces = [(part, piece) for part, own in counts for piece in own.fragments]
+            return replace(counts[0][1], fragments=self._copies(f"{name}/{key}", pieces))
+        tensors = [(part, own) for part, own in held if isinstance(own, StoredTensor)]
+        odd = [part.mp for part, _ in counts]
+        if layout is not None:
+            odd += [part.mp for part, own in tensors if own.shape != layout.local_shape(part.tp)]
         if odd:
             self.wrong.append(f"{name}/{key}: of another shape than the parameter on model-parallel rank {odd}")
-            return first
-        return StateIndex(
-            dtype=first.dtype,
-            global_shape=layout.global_shape,
-            fragments=self._lifted(layout, pieces),
-            overlap=layout.overlap,
-        )
+            return held[0][1]
+        return self._joined(name, tensors)
+
+    def _joined(
+        self, name: str, held: Sequence[tuple[RankPart, StoredTensor]], *, in_stage: bool = False
+    ) -> StoredTensor:
+        """A tensor of several ranks as one; `in_stage`: each copy of it is whole in a file of its own."""
+        every = [
+            self.mesh.laid_out(name, own, in_stage=in_stage, pp=part.order, tp=part.tp, ep=part.order)
+            for part, own in held
+        ]
+        return replace(every[0], parts=tuple(laid for own in every for laid in own.parts))
 
     def entry(self, name: str) -> ModuleEntry:
         """Whole tensor of the module."""
@@ -177,47 +198,34 @@ class _Merger:
         kind = Kind.PARAMETER if Kind.PARAMETER in kinds else first.kind
         if kind is Kind.BUFFER:
             held = list(self._same_buffers(name, held))
-        layout = self.layouts.get(name)
         if len({own.dtype for _, own in held}) > 1:
             self.wrong.append(f"{name}: of several types on the model-parallel ranks")
-        pieces = [(part, piece) for part, own in held for piece in own.fragments]
-        if layout is None:
-            fragments = _numbered((part.order, 0, piece) for part, piece in pieces)
-            return replace(first, kind=kind, fragments=fragments)
-        return replace(first, kind=kind, shape=layout.global_shape, fragments=self._lifted(layout, pieces))
+        tensors = [(part, own.tensor) for part, own in held if own.tensor is not None]
+        whole = self._joined(name, tensors, in_stage=True) if tensors else None
+        shape = self.layouts[name].global_shape if name in self.layouts else first.shape
+        return replace(first, kind=kind, shape=shape, tensor=whole)
 
     def _same_buffers(
         self, name: str, held: Sequence[tuple[RankPart, ModuleEntry]]
     ) -> Iterator[tuple[RankPart, ModuleEntry]]:
         """Buffers that are not known to differ from the first; others become extras, as those of running statistics."""
-        first = held[0][1].fragments[0].ref
+        first = held[0][1].tensor
         layout = self.layouts.get(name)
         for part, own in held:
-            ref = own.fragments[0].ref
             equal = layout is None or layout.local_shape(part.tp) == layout.global_shape
-            refs = isinstance(ref, TensorRef) and isinstance(first, TensorRef)
-            if equal and refs and self.checksums.same_bytes(first, ref) is False:  # type: ignore[arg-type]  # just seen
-                self.extras.append(Extra(name=f"mp_rank_{part.mp:02d}/buffer/{name}", value=ref))
+            if (
+                equal
+                and own.tensor is not None
+                and first is not None
+                and self.checksums.same_bytes(first.first, own.tensor.first) is False
+            ):
+                self.extras.append(Extra(name=f"mp_rank_{part.mp:02d}/buffer/{name}", value=own.tensor.first))
                 self.notes.append(
                     f"buffer {name} of model-parallel rank {part.mp} differs from rank {held[0][0].mp}'s, which is "
                     "taken; its own is an extra"
                 )
             else:
                 yield part, own
-
-    def _lifted(self, layout: TensorLayout, pieces: Iterable[tuple[RankPart, Fragment]]) -> tuple[Fragment, ...]:
-        """Pieces of the whole, copies numbered."""
-        found = list(pieces)
-        if not any(piece.box.numel for _, piece in found):
-            return _of_nothing(layout.global_shape, found)
-        mean = layout.overlap is Overlap.MEAN
-        held = [layout.held(rank) for rank in range(layout.parts)]
-        whole = (
-            (part.order, 0 if mean else copy, replace(own, term=copy) if mean else own)
-            for part, piece in found
-            for copy, own in lifted(piece, held[part.tp])
-        )
-        return _numbered(whole)
 
     def _copies(self, what: str, pieces: Sequence[tuple[RankPart, Fragment]]) -> tuple[Fragment, ...]:
         """A count that every rank has a copy of. Numbers that stand in the files themselves must agree now."""
@@ -229,25 +237,8 @@ class _Merger:
         return tuple(replace(piece, replica=number) for number, (_, piece) in enumerate(pieces))
 
 
-def _numbered(pieces: Iterable[tuple[int, int, Fragment]]) -> tuple[Fragment, ...]:
-    """Fragments with replica numbers of their own for every stage, copy and replica; those of the first have 0."""
-    numbers: dict[tuple[int, int, int], int] = {}
-    found = []
-    orders: dict[int, int] = {}
-    for order, copy, piece in pieces:
-        key = (orders.setdefault(order, len(orders)), copy, piece.replica)
-        number = 0 if key == (0, 0, 0) else numbers.setdefault(key, len(numbers) + 1)
-        found.append(replace(piece, replica=number))
-    return tuple(found)
-
-
-def _of_nothing(shape: Shape, pieces: Sequence[tuple[RankPart, Fragment]]) -> tuple[Fragment, ...]:
-    """The piece of a tensor without elements."""
-    for _, piece in pieces[:1]:
-        if isinstance(piece.ref, TensorRef):
-            ref = replace(piece.ref, shape=shape, strides=contiguous_strides(shape))
-            return (Fragment(box=Box.whole(shape), ref=ref),)
-    return ()
+def _shape(state: State) -> Shape:
+    return state.global_shape if isinstance(state, StateIndex) else state.shape
 
 
 def _groups(parts: Sequence[RankPart], checksums: Checksums, problems: Problems) -> list[ParamGroup]:

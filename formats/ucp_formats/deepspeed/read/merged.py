@@ -3,17 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
+from ucp.contract.registry import pattern
+from ucp.core.layout import AxisLayout, Layout
 from ucp_formats.deepspeed.read.module import ModulePart
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
+from ucp_formats.deepspeed.read.optimizer.stored import LaidOut, StoredTensor
 
 if TYPE_CHECKING:
     from ucp.core.index import Doubt
     from ucp_formats.deepspeed.tp.layout import TensorLayout
 
-__all__ = ["Merged"]
+__all__ = ["Merged", "Mesh"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """How the tensors of a run lie over its axes, but for what the data-parallel ranks cut of them."""
+
+    dp: int = 1
+    """Data-parallel ranks."""
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    pp: int = 1
+    """Pipeline stages."""
+    ep: int = 1
+    """Expert-parallel ranks."""
+    known_from: Mapping[str, str] = field(default_factory=dict)
+    """Axis to where it is known from how tensors lie over it."""
+    stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Tensor to the pipeline stages that hold it, where that is known; several for a tied one."""
+    owners: Mapping[str, int] = field(default_factory=dict)
+    """Parameter of an expert to the expert-parallel rank that holds it."""
+    tensors: Mapping[str, TensorLayout] = field(default_factory=dict)
+    """Tensor to its layout over the tensor-parallel ranks; empty with one."""
+
+    def layout(self, name: str, own: Layout) -> Layout:
+        """The layout of a tensor over all axes; `own`: over the data-parallel ranks that cut it, if they do."""
+        axes: list[AxisLayout] = []
+        stages = self.stages.get(name, ())
+        if self.pp > 1 and stages:
+            by = pattern("unique", owner=stages[0]) if len(stages) == 1 else pattern("replicate", holders=stages)
+            axes.append(AxisLayout("pp", self.pp, by, self.known_from.get("pp", "")))
+        if name in self.owners:
+            by = pattern("unique", owner=self.owners[name])
+            axes.append(AxisLayout("ep", self.ep, by, self.known_from.get("ep", "")))
+        return self.in_stage(name, own, tuple(axes))
+
+    def laid_out(self, name: str, tensor: StoredTensor, *, in_stage: bool, **coords: int) -> StoredTensor:
+        """A tensor of the model-parallel rank at `coords`, over all axes; `in_stage`: but for those outside a stage."""
+        shape = self.tensors[name].global_shape if name in self.tensors else tensor.shape
+        base = {"dp": 0, **coords}
+        parts = []
+        for own, stored in tensor.parts:
+            layout = self.in_stage(name, own) if in_stage else self.layout(name, own)
+            moved = (one._replace(coords={**base, **one.coords} if one.coords else base) for one in stored)
+            parts.append(LaidOut(layout, stored if layout is own else tuple(moved)))
+        if all(new is old for (new, _), (old, _) in zip(parts, tensor.parts, strict=True)):
+            return tensor
+        return StoredTensor(dtype=tensor.dtype, shape=shape, parts=tuple(parts))
+
+    def in_stage(self, name: str, own: Layout, outer: tuple[AxisLayout, ...] = ()) -> Layout:
+        """The layout in a pipeline stage, which has its modules in files of layers and experts, by their names."""
+        if name in self.tensors:
+            layout = self.tensors[name]
+            outer = (*outer, AxisLayout("tp", layout.parts, layout.pattern, self.known_from.get("tp", "")))
+        copies = self.dp // self.ep if name in self.owners else self.dp
+        if copies > 1 and not own.flat:
+            outer = (*outer, _replicated(copies, self.known_from.get("dp", "")))
+        return Layout(outer, own.flat) if outer else own
+
+
+@cache
+def _replicated(copies: int, known_from: str) -> AxisLayout:
+    """One for all tensors that every data-parallel rank has."""
+    return AxisLayout("dp", copies, pattern("replicate"), known_from)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +91,19 @@ class Merged:
     """The whole module."""
     optimizer: OptimizerPart
     """The whole optimizer."""
-    layouts: Mapping[str, TensorLayout] = field(default_factory=dict)
-    """Parameter to its layout over the tensor-parallel ranks; empty with one."""
-    tied: frozenset[str] = frozenset()
-    """Parameters that several stages have."""
+    mesh: Mesh = field(default_factory=Mesh)
+    """How tensors lie over ranks."""
     doubts: list[Doubt] = field(default_factory=list)
     """What speaks against the files."""
+
+    @classmethod
+    def of_one(cls, module: ModulePart, optimizer: OptimizerPart, mesh: Mesh) -> Merged:
+        """What one model-parallel rank has, which is all."""
+        for name, entry in module.entries.items():
+            if entry.tensor is not None:
+                module.entries[name] = replace(entry, tensor=mesh.laid_out(name, entry.tensor, in_stage=True))
+        for name, own in optimizer.states.items():
+            for key, state in own.items():
+                if isinstance(state, StoredTensor) and not state.layout.flat:
+                    own[key] = mesh.laid_out(name, state, in_stage=True)
+        return cls(module, optimizer, mesh)

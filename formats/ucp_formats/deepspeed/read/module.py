@@ -12,18 +12,19 @@ from math import prod
 
 from ucp.contract.rank_extras import Checksums, per_rank_extras
 from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
+from ucp.core.fragments import Stored
 from ucp.core.index import Extra, Kind
-from ucp.core.region import Box
+from ucp.core.layout import Layout
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed
 from ucp.io.pickle.fields import Shape, described, mapping, shapes, tensor, text
-from ucp_formats.deepspeed.partition import Held, chunk, chunk_range
+from ucp_formats.deepspeed.partition import chunk
 from ucp_formats.deepspeed.read.extras import EMPTY_SHAPES
-from ucp_formats.deepspeed.read.optimizer.flat_group import pieces_of
+from ucp_formats.deepspeed.read.optimizer.flat_layout import chunk_axis
+from ucp_formats.deepspeed.read.optimizer.stored import LaidOut, StoredTensor
 from ucp_formats.deepspeed.read.run import SavedFile
 
-__all__ = ["ModuleEntry", "ModulePart", "read_sharded_module", "read_whole_module", "whole_fragment"]
+__all__ = ["ModuleEntry", "ModulePart", "read_sharded_module", "read_whole_module"]
 
 _EXTRA_STATE = "_extra_state"
 """Last part of a name under which a module keeps anything it likes (torch.nn.Module.get_extra_state)."""
@@ -36,11 +37,11 @@ class ModuleEntry:
     kind: Kind
     """What it is."""
     shape: Shape
-    """Global shape."""
+    """Elements per dim: of what one model-parallel rank has, until all are put together."""
     dtype: DType
     """Type in which the model computes."""
-    fragments: tuple[Fragment, ...]
-    """Where its elements lie in the model-states files, further copies as replicas; empty for a placeholder."""
+    tensor: StoredTensor | None
+    """Where its elements lie in the model-states files; None for a placeholder."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,11 +58,6 @@ class ModulePart:
     """What was assumed."""
     dropped: list[str] = field(default_factory=list)
     """Names without data."""
-
-
-def whole_fragment(ref: TensorRef, *, replica: int = 0) -> Fragment:
-    """A tensor as one piece."""
-    return Fragment(box=Box.whole(ref.shape), ref=ref, replica=replica)
 
 
 def read_whole_module(file: SavedFile, trained: Mapping[str, Shape] | None) -> ModulePart:
@@ -86,8 +82,7 @@ def read_whole_module(file: SavedFile, trained: Mapping[str, Shape] | None) -> M
                 f"got {described(ref)}"
             )
         refs = [ref, *_apart(ref, copies.get(name)), *(tensors[alias] for alias in _copies_of(name, tensors, part))]
-        fragments = tuple(whole_fragment(own, replica=number) for number, own in enumerate(refs))
-        part.entries[name] = ModuleEntry(kind=kind, shape=ref.shape, dtype=ref.dtype, fragments=fragments)
+        part.entries[name] = ModuleEntry(kind=kind, shape=ref.shape, dtype=ref.dtype, tensor=StoredTensor.whole(*refs))
     _note_excluded(file, part)
     return part
 
@@ -114,16 +109,15 @@ def read_sharded_module(
         if name in part.aliases:
             continue
         if name in trained:
-            own = (whole_fragment(ref),) if ref.shape == trained[name] and ref.numel else ()
-            entry = ModuleEntry(kind=Kind.PARAMETER, shape=trained[name], dtype=ref.dtype, fragments=own)
+            own = StoredTensor.whole(ref) if ref.shape == trained[name] and ref.numel else None
+            entry = ModuleEntry(kind=Kind.PARAMETER, shape=trained[name], dtype=ref.dtype, tensor=own)
         elif name in frozen:
             entry = _frozen_entry(name, frozen[name], files, ref.dtype)
         elif name in empty and prod(empty[name]) == 0 == ref.numel:
-            fragments = (_empty(empty[name], ref),)
-            entry = ModuleEntry(kind=Kind.FROZEN, shape=empty[name], dtype=ref.dtype, fragments=fragments)
+            entry = ModuleEntry(kind=Kind.FROZEN, shape=empty[name], dtype=ref.dtype, tensor=_empty(empty[name], ref))
         elif name in buffers or ref.numel:
             kind = Kind.BUFFER if name in buffers else Kind.FROZEN
-            entry = ModuleEntry(kind=kind, shape=ref.shape, dtype=ref.dtype, fragments=(whole_fragment(ref),))
+            entry = ModuleEntry(kind=kind, shape=ref.shape, dtype=ref.dtype, tensor=StoredTensor.whole(ref))
             _keep_differing(name, files, checksums, part)
         else:
             part.dropped.append(f"{name}: the checkpoint has no data of it, only its name (a placeholder of ZeRO-3)")
@@ -219,23 +213,23 @@ def _frozen_entry(name: str, shape: Shape, files: Mapping[int, SavedFile], dtype
     ranks = _rank_count(files)
     numel = prod(shape)
     length = chunk(numel, ranks=ranks)
-    fragments: list[Fragment] = []
+    axis = chunk_axis(ranks)
+    stored: list[Stored] = []
     missing: list[str] = []
     for rank in range(-(-numel // length) if length else 1):
-        start, stop = chunk_range(numel, ranks=ranks, rank=rank)
         if rank not in files:
             file = f"zero_pp_rank_{rank}_mp_rank_{files[0].name.mp:02d}_model_states.pt"
-            missing.append(f"{file}: elements {start}:{stop} of {name}")
+            (pair,) = axis.pattern.regions((numel,), ranks, rank)
+            missing.append(f"{file}: elements {str(pair.whole).strip('[]')} of {name}")
             continue
-        flat = _frozen_chunk(name, files[rank], dtype, length)
-        held = Held(name=name, start=start, stop=stop, offset=0)
-        fragments += pieces_of(held, shape, flat) if numel else [_empty(shape, flat)]
+        stored.append(Stored({"dp": rank}, _frozen_chunk(name, files[rank], dtype, length)))
     if missing:
         raise MissingFileError(
             f"a frozen parameter lies in pieces on all ranks, and {len(missing)} model-states files are missing:\n"
             f"{listed(missing)}\nCopy them from where they were saved"
         )
-    return ModuleEntry(kind=Kind.FROZEN, shape=shape, dtype=dtype, fragments=tuple(fragments))
+    tensor = StoredTensor(dtype=stored[0].ref.dtype, shape=shape, parts=(LaidOut(Layout(flat=(axis,)), tuple(stored)),))
+    return ModuleEntry(kind=Kind.FROZEN, shape=shape, dtype=dtype, tensor=tensor)
 
 
 def _rank_count(files: Mapping[int, SavedFile]) -> int:
@@ -256,9 +250,8 @@ def _frozen_chunk(name: str, file: SavedFile, dtype: DType, length: int) -> Tens
     return flat
 
 
-def _empty(shape: Shape, flat: TensorRef) -> Fragment:
-    strides = contiguous_strides(shape)
-    return whole_fragment(TensorRef(path=flat.path, offset=flat.offset, dtype=flat.dtype, shape=shape, strides=strides))
+def _empty(shape: Shape, flat: TensorRef) -> StoredTensor:
+    return StoredTensor.whole(flat.strided(0, shape, contiguous_strides(shape)))
 
 
 def _keep_differing(name: str, files: Mapping[int, SavedFile], checksums: Checksums, part: ModulePart) -> None:

@@ -11,59 +11,62 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 from ucp.contract.problems import Problems
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.rank_extras import Checksums
 from ucp.core.index import Doubt, DoubtKind, Extra
 from ucp.core.layout import Overlap
+from ucp.core.names import WEIGHT
 from ucp.core.pickle_values import Stub
 from ucp.errors import counted
 from ucp.io.pickle.fields import Shape, mapping
-from ucp_formats.deepspeed.experts import ExpertGroups, Experts, is_expert
+from ucp_formats.deepspeed.experts import ExpertGroups, Experts
 from ucp_formats.deepspeed.read.extras import model_extras, optimizer_extras
 from ucp_formats.deepspeed.read.grid import SavedGrid
 from ucp_formats.deepspeed.read.merge_ranks import RankPart, merge
-from ucp_formats.deepspeed.read.merged import Merged
+from ucp_formats.deepspeed.read.merged import Merged, Mesh
 from ucp_formats.deepspeed.read.module import ModulePart, read_sharded_module, read_whole_module
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.slice_records import recorded_numels, with_shapes
+from ucp_formats.deepspeed.read.optimizer.stored import StoredTensor
 from ucp_formats.deepspeed.read.optimizer.zero0_ranks import read_expert_ranks, read_stages, read_unsharded
 from ucp_formats.deepspeed.read.optimizer.zero3 import read_chunked
 from ucp_formats.deepspeed.read.optimizer.zero12 import buffer_shapes, read_flat
-from ucp_formats.deepspeed.read.pipeline import TIED, layer_starts, pipeline_modules
+from ucp_formats.deepspeed.read.pipeline import TIED, layer_starts, pipeline_modules, untrained
 from ucp_formats.deepspeed.read.run import SavedFile, SavedRun
 from ucp_formats.deepspeed.tp.family import FamilyRules
 from ucp_formats.deepspeed.tp.universal_info import TensorRules, recorded_layouts
 
-__all__ = ["expert_degree", "parallel_patterns", "read_parallel", "tensor_rules"]
+__all__ = ["expert_degree", "read_parallel", "tensor_rules"]
 
 _INFO = "universal_checkpoint_info"
 
 
-def read_parallel(grid: SavedGrid, checksums: Checksums, options: SourceOptions) -> Merged:
-    """Module and optimizer of all ranks; `options`: what the user says of the layout."""
+def read_parallel(grid: SavedGrid, checksums: Checksums, options: SourceOptions, mesh: Mesh) -> Merged:
+    """Module and optimizer of all ranks; `options`: what the user says of the layout. `mesh`: the axes."""
     reader = _Reader(grid, checksums)
     where = str(grid.folder.path)
     told = (file for run in grid.runs.values() for file in (run.model, *list(run.optimizers.values())[:1]))
     rules = tensor_rules(list(told), where, options)
     parts = reader.parts()
-    merged = merge(parts, grid.tp, rules, checksums, where)
+    merged = merge(parts, rules, checksums, where, mesh)
     merged.module.notes[:0] = rules.notes
     if grid.is_pipeline:
         layers, stages = _layers_and_stages(grid, parts)
         merged.module.extras.append(Extra(name="pipeline", value={"layers": layers, "stages": stages}))
         merged.doubts.extend(_without_file(layers, stages))
     if isinstance(rules, FamilyRules) and grid.tp > 1:
-        merged.module.extras.append(Extra(name=_INFO, value=recorded_layouts(merged.layouts)))
-    means = [name for name, layout in merged.layouts.items() if layout.overlap is Overlap.MEAN]
+        merged.module.extras.append(Extra(name=_INFO, value=recorded_layouts(merged.mesh.tensors)))
+    means = [name for name, layout in merged.mesh.tensors.items() if layout.overlap is Overlap.MEAN]
     if means:
         merged.module.notes.append(
             f"{counted(len(means), 'parameter is', 'parameters are')} "
             f"trained by each tensor-parallel rank for itself, and are the mean of all, as "
             f"their moments are: {', '.join(means[:8])}{', ...' if len(means) > 8 else ''}"
         )
-    for name, layout in merged.layouts.items():
+    for name, layout in merged.mesh.tensors.items():
         size = rules.padded_vocabulary(name, layout.global_shape)
         if size is not None:
             merged.module.notes.append(
@@ -79,8 +82,9 @@ def _layers_and_stages(grid: SavedGrid, parts: Sequence[RankPart]) -> tuple[dict
     for part in parts:
         if part.tp == 0 and part.optimizer.groups:
             stages[part.order] = [name for group in part.optimizer.groups for name in group.params]
-    shapes = {n: s["weight"].numel for p in parts if p.tp == 0 for n, s in p.optimizer.states.items() if "weight" in s}
-    starts = layer_starts(grid, 0, {name: shapes.get(name) for own in stages.values() for name in own})
+    weights = {name: own.get(WEIGHT) for part in parts if part.tp == 0 for name, own in part.optimizer.states.items()}
+    numels = {name: prod(weight.shape) for name, weight in weights.items() if isinstance(weight, StoredTensor)}
+    starts = layer_starts(grid, 0, {name: numels.get(name) for own in stages.values() for name in own})
     return starts, [stages.get(stage, []) for stage in range(grid.pp)]
 
 
@@ -133,18 +137,6 @@ def expert_degree(grid: SavedGrid) -> int:
     return max(ExpertGroups.of(run, buffer_shapes(run)).ep for run in grid.runs.values())
 
 
-def parallel_patterns(grid: SavedGrid, merged: Merged, name: str) -> dict[str, str]:
-    """Axis to the name of the pattern that the parameter `name` was laid out by, but for the data-parallel axis."""
-    found: dict[str, str] = {}
-    if name in merged.layouts:
-        found["tp"] = merged.layouts[name].pattern.name
-    if grid.pp > 1:
-        found["pp"] = "replicate" if name in merged.tied else "unique"
-    if is_expert(name):
-        found["ep"] = "unique"
-    return found
-
-
 class _Reader:
     """Reads what each model-parallel rank holds."""
 
@@ -170,7 +162,13 @@ class _Reader:
         problems.raise_any(str(self.grid.folder.path), "experts")
         parts = self._pipeline_parts(trained) if self.grid.is_pipeline else []
         for mp, run in runs.items():
-            part = RankPart(mp=mp, tp=self.grid.slice(mp), order=self.grid.stage(mp), optimizer=self._optimizer(run))
+            part = RankPart(
+                mp=mp,
+                tp=self.grid.slice(mp),
+                order=self.grid.stage(mp),
+                optimizer=self._optimizer(run),
+                untrained=tuple(untrained(run.model)),
+            )
             part.optimizer.extras[:0] = model_extras(run.models, self.checksums)
             if not self.grid.is_pipeline:
                 part = replace(part, module=self._module(run, trained[mp], experts[mp]))
@@ -192,7 +190,8 @@ class _Reader:
                 parts.append(RankPart(mp=mp, tp=mp, order=0, module=module, optimizer=optimizer))
         for mp, run in grid.runs.items():
             extras = OptimizerPart(extras=model_extras(run.models, checksums))
-            parts.insert(mp, RankPart(mp=mp, tp=grid.slice(mp), order=grid.stage(mp), optimizer=extras))
+            own = RankPart(mp=mp, tp=grid.slice(mp), order=grid.stage(mp), optimizer=extras)
+            parts.insert(mp, replace(own, untrained=tuple(untrained(run.model))))
         return parts
 
     def _pipeline_parts(self, trained: Mapping[int, Mapping[str, Shape]]) -> list[RankPart]:

@@ -18,7 +18,7 @@ from ucp.io.pickle.fields import Shape, mapping, shapes, text
 from ucp_formats.deepspeed.read.grid import SavedGrid
 from ucp_formats.deepspeed.read.run import SavedFile
 
-__all__ = ["TIED", "layer_starts", "pipeline_modules"]
+__all__ = ["TIED", "layer_starts", "pipeline_modules", "untrained"]
 
 TIED = "tied_modules."
 """Start of the names of tied parameters."""
@@ -72,11 +72,7 @@ def layer_starts(grid: SavedGrid, tp: int, trained: Mapping[str, Shape | int | N
 def _named(stages: Sequence[SavedFile], trained: Mapping[str, Shape | int | None]) -> _Named:
     known: dict[str, Shape | int | None] = dict(trained)
     for file in stages:
-        buffers = file.root.get("buffer_names")
-        known |= dict.fromkeys(map(str, buffers if isinstance(buffers, list) else ()))
-        frozen = file.root.get("frozen_param_shapes")
-        if frozen is not None:
-            known |= shapes(frozen, f"frozen_param_shapes of {file.path}")
+        known |= untrained(file)
     named = _Named(set(), {})
     for name, shape in known.items():
         first, _, rest = name.partition(".")
@@ -86,6 +82,14 @@ def _named(stages: Sequence[SavedFile], trained: Mapping[str, Shape | int | None
             key, _, below = rest.partition(".")
             named.tied.setdefault(key, {})[below] = shape
     return named
+
+
+def untrained(file: SavedFile) -> dict[str, Shape | None]:
+    """Buffers and frozen parameters that the file of a stage names, with their shapes where it has them."""
+    buffers = file.root.get("buffer_names")
+    found: dict[str, Shape | None] = dict.fromkeys(map(str, buffers if isinstance(buffers, list) else ()))
+    frozen = file.root.get("frozen_param_shapes")
+    return found if frozen is None else {**found, **shapes(frozen, f"frozen_param_shapes of {file.path}")}
 
 
 def _start(layer: SavedFile, named: _Named) -> str:

@@ -7,19 +7,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import gcd, prod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import gcd
 
 from ucp.contract.registry import pattern
-from ucp.core.fragments import Fragment
 from ucp.core.layout import AxisLayout, Layout, Overlap, Pattern, local_shape
-from ucp.core.region import Box, RegionPair, intersect
-from ucp.core.tensor import TensorRef
+from ucp.core.region import Box, RegionPair
 from ucp.errors import listed
 from ucp.io.pickle.fields import Shape
 
-__all__ = ["MisfitError", "TensorLayout", "cut_layout", "equal_layout", "lifted", "shared_divisors", "uneven_shown"]
+__all__ = ["MisfitError", "TensorLayout", "cut_layout", "equal_layout", "shared_divisors", "uneven_shown"]
 
 
 def shared_divisors(lengths: Iterable[int]) -> str:
@@ -147,27 +145,3 @@ def _even(length: int, parts: int) -> tuple[int, ...]:
 
 def _listed(shapes: Sequence[Shape]) -> str:
     return ", ".join(str(list(shape)) for shape in shapes)
-
-
-def lifted(fragment: Fragment, held: Sequence[RegionPair]) -> Iterator[tuple[int, Fragment]]:
-    """What a fragment of a rank's tensor is of the whole, in each box that the rank holds, with the copy it is.
-
-    The fragments keep the replica number of `fragment`.
-    """
-    for pair in held:
-        shared = intersect(fragment.box, pair.local)
-        if shared is not None:
-            steps = zip(shared.offsets, pair.local.offsets, pair.whole.offsets, strict=True)
-            box = Box(tuple(at - near + far for at, near, far in steps), shared.sizes)
-            inside = [at - start for at, start in zip(shared.offsets, fragment.box.offsets, strict=True)]
-            yield pair.copy, replace(fragment, box=box, ref=_narrowed(fragment, inside, shared.sizes))
-
-
-def _narrowed(fragment: Fragment, start: Sequence[int], sizes: Shape) -> TensorRef:
-    """Elements of a fragment from `start` on, in each dim."""
-    ref = fragment.ref
-    if not isinstance(ref, TensorRef) or ref.codec:
-        raise TypeError(f"expected elements in a file, as they are; got {ref!r}")
-    step = sum(at * stride for at, stride in zip(start, ref.strides, strict=True))
-    offset = ref.offset + (step * ref.dtype.itemsize if prod(sizes) else 0)
-    return TensorRef(path=ref.path, offset=offset, dtype=ref.dtype, shape=sizes, strides=ref.strides)

@@ -9,22 +9,24 @@ Every rank has a weight and named states for a bucket. A state is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums, per_rank_extras
 from ucp.contract.scalars import number_state, scalar_state
-from ucp.core.fragments import Fragment
+from ucp.core.fragments import Fragment, Stored
 from ucp.core.index import Extra, StateIndex
+from ucp.core.layout import Layout
 from ucp.core.names import WEIGHT
-from ucp.core.region import Box, local_flat_pairs
+from ucp.core.region import Box
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.io.pickle.fields import Shape, described
-from ucp_formats.deepspeed.partition import Held
-from ucp_formats.deepspeed.read.optimizer.flat_layout import FlatLayout
+from ucp_formats.deepspeed.read.optimizer.flat_layout import FlatLayout, held_by_rank
+from ucp_formats.deepspeed.read.optimizer.stored import LaidOut, State, StoredTensor
 
-__all__ = ["Bucket", "BucketStates", "Shard", "bucket_states", "number_state", "pieces_of", "scalar_state"]
+__all__ = ["Bucket", "BucketStates", "Shard", "bucket_states", "number_state", "scalar_state"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +57,26 @@ class Bucket:
     """Further layouts that states can have, not the weights."""
     shards: tuple[Shard, ...]
     """One per rank."""
+    coords: Mapping[str, int] = field(default_factory=dict)
+    """Place of these ranks along other axes."""
+
+
+@dataclass(slots=True)
+class _Places:
+    """Where a parameter lies."""
+
+    layout: Layout
+    """How its row-major order is cut."""
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    """Ranks that have some of it, each with the element of its tensor where that begins."""
 
 
 @dataclass(slots=True)
 class BucketStates:
     """States of the parameters of a bucket."""
 
-    states: dict[str, dict[str, StateIndex]]
-    """Parameter to state name to its pieces."""
+    states: dict[str, dict[str, State]]
+    """Parameter to state name to what is stored of it."""
     extras: list[Extra] = field(default_factory=list)
     """States that say nothing of a parameter."""
     dropped: list[str] = field(default_factory=list)
@@ -80,21 +94,6 @@ def bucket_states(bucket: Bucket, checksums: Checksums, problems: Problems) -> B
     return reader.found
 
 
-def pieces_of(held: Held, shape: Shape, flat: TensorRef, *, replica: int = 0) -> Iterator[Fragment]:
-    """Boxes of a parameter of `shape` that a stretch of the flat tensor `flat` holds, and where they lie."""
-    strides = contiguous_strides(shape)
-    origin = flat.offset + held.offset * flat.dtype.itemsize
-    for box, position in local_flat_pairs(shape, held.start, held.stop):
-        ref = TensorRef(
-            path=flat.path,
-            offset=origin + position * flat.dtype.itemsize,
-            dtype=flat.dtype,
-            shape=box.sizes,
-            strides=strides,
-        )
-        yield Fragment(box=box, ref=ref, replica=replica)
-
-
 class _Reader:
     """Reads the states of one bucket."""
 
@@ -104,6 +103,8 @@ class _Reader:
         self.problems = problems
         self.found = BucketStates(states={name: {} for name in bucket.shapes})
         self.files = {shard.rank: shard.file for shard in bucket.shards}
+        self.coords = {rank: {**bucket.coords, "dp": rank} for rank in self.files}
+        self.places: dict[int, dict[str, _Places]] = {}
 
     def add(self, name: str) -> None:
         """Add state `name`, whatever it is."""
@@ -115,7 +116,7 @@ class _Reader:
         if not values:
             self.found.dropped.append(f"{self.bucket.label}: state {name} is None everywhere")
         elif len(tensors) == len(values):
-            if _fitting(layouts, tensors) is not None:
+            if self._fitting(layouts, tensors) is not None:
                 self.add_elementwise(name, tensors, layouts)
             elif all(ref.numel == 1 for ref in tensors.values()):
                 self.add_scalar(name, tensors)
@@ -136,25 +137,41 @@ class _Reader:
 
     def add_elementwise(self, name: str, tensors: Mapping[int, TensorRef], layouts: Sequence[FlatLayout]) -> None:
         """Add a state with a number per element."""
-        layout = _fitting(layouts, tensors)
+        layout = self._fitting(layouts, tensors)
         if layout is None:
             self.problems.unsupported.append(self._misfit(name, tensors))
             return
         if not self._check_types(name, tensors):
             return
-        if not self._check_all_have(name, [r for r in self.files if r not in tensors and layout.held(r)]):
+        if not self._check_all_have(name, [r for r in self.files if r not in tensors and layout.starts_on(r)]):
             return
-        shapes = self.bucket.shapes
-        pieces: dict[str, list[Fragment]] = {}
-        for rank, flat in tensors.items():
-            for held in layout.held(rank):
-                replica = layout.replica(held.name, rank)
-                pieces.setdefault(held.name, []).extend(pieces_of(held, shapes[held.name], flat, replica=replica))
         first = next(iter(tensors.values()))
-        for param, shape in shapes.items():
-            fragments = pieces.get(param) or _of_nothing(shape, first)
-            state = StateIndex(dtype=first.dtype, global_shape=shape, fragments=tuple(fragments))
-            self.found.states[param][name] = state
+        places = self._places(layout)
+        for param, shape in self.bucket.shapes.items():
+            place = places.get(param)
+            if place is None:
+                own = LaidOut(Layout(), (Stored(self.bucket.coords, first),))
+            elif layout.ranks == 1:
+                ref = first.strided(place.starts[0][1], shape, contiguous_strides(shape))
+                own = LaidOut(Layout(), (Stored(self.bucket.coords, ref),))
+            else:
+                stored = [Stored(self.coords[rank], tensors[rank], start) for rank, start in place.starts]
+                own = LaidOut(place.layout, tuple(stored))
+            self.found.states[param][name] = StoredTensor(dtype=first.dtype, shape=shape, parts=(own,))
+
+    def _places(self, layout: FlatLayout) -> dict[str, _Places]:
+        """Places of all parameters with elements, found once for all states."""
+        if id(layout) not in self.places:
+            own = Layout()
+            found: dict[str, _Places] = {}
+            for param, axis in layout.axes().items():
+                own = own if own.flat and own.flat[0] is axis else Layout(flat=(axis,))
+                found[param] = _Places(own)
+            for rank in self.files:
+                for param, start in layout.starts_on(rank).items():
+                    found[param].starts.append((rank, start))
+            self.places[id(layout)] = found
+        return self.places[id(layout)]
 
     def add_scalar(self, name: str, tensors: Mapping[int, TensorRef]) -> None:
         """Add a state that is one tensor of one element, of which every rank has a copy."""
@@ -202,30 +219,25 @@ class _Reader:
         ]
         return not differing
 
+    def _fitting(self, layouts: Sequence[FlatLayout], tensors: Mapping[int, TensorRef]) -> FlatLayout | None:
+        """The layout that fits the length of every tensor; None when none does, or several that differ."""
+        if not all(len(ref.shape) == 1 and ref.is_contiguous for ref in tensors.values()):
+            return None
+        fitting = [own for own in layouts if all(own.accepts(rank, ref.shape[0]) for rank, ref in tensors.items())]
+        if len(fitting) < 2:
+            return fitting[0] if fitting else None
+        numels = {param: prod(shape) for param, shape in self.bucket.shapes.items()}
+        held = [held_by_rank(own, tensors, numels) for own in fitting]
+        return fitting[0] if all(other == held[0] for other in held) else None
+
     def _misfit(self, name: str, tensors: Mapping[int, TensorRef]) -> str:
         bucket = self.bucket
-        expected = [sum(held.stop - held.start for held in bucket.layouts[0].held(rank)) for rank in tensors]
+        numels = {param: prod(shape) for param, shape in bucket.shapes.items()}
+        by_rank = held_by_rank(bucket.layouts[0], tensors, numels)
+        expected = [sum(held.numel for held in own.values()) for own in by_rank.values()]
         lengths = ", ".join(str(list(ref.shape)) for ref in tensors.values())
         return (
             f"{bucket.label} ({', '.join(list(bucket.shapes)[:3])}, ...): state {name} has the shape {lengths} on rank "
             f"{', '.join(map(str, tensors))}; expected {', '.join(map(str, expected))} elements and padding, one for "
             "each element of the parameters. What its elements belong to is not known"
         )
-
-
-def _fitting(layouts: Sequence[FlatLayout], tensors: Mapping[int, TensorRef]) -> FlatLayout | None:
-    """The layout that fits the length of every tensor; None when none does, or several that differ."""
-    if not all(len(ref.shape) == 1 and ref.is_contiguous for ref in tensors.values()):
-        return None
-    fitting = [layout for layout in layouts if all(layout.accepts(rank, ref.shape[0]) for rank, ref in tensors.items())]
-    if len(fitting) < 2:
-        return fitting[0] if fitting else None
-    stretches = [[list(layout.held(rank)) for rank in tensors] for layout in fitting]
-    return fitting[0] if all(other == stretches[0] for other in stretches) else None
-
-
-def _of_nothing(shape: Shape, flat: TensorRef) -> Sequence[Fragment]:
-    """The piece of a parameter without elements."""
-    strides = contiguous_strides(shape)
-    ref = TensorRef(path=flat.path, offset=flat.offset, dtype=flat.dtype, shape=shape, strides=strides)
-    return [Fragment(box=Box.whole(shape), ref=ref)]

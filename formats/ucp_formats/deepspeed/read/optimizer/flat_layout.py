@@ -1,4 +1,4 @@
-"""How a rank's one-dimensional tensor is made of stretches of parameters: three layouts, all of integers.
+"""How parameters lie in the one-dimensional tensors of ranks: three layouts, each a pattern per parameter.
 
 - `SharedBuffer`: ZeRO-1/2, BF16_Optimizer and FP16_Optimizer; an equal share of one buffer with all parameters.
 - `Chunks`: ZeRO-3; a chunk of each parameter.
@@ -7,9 +7,9 @@
 
 Padding is never named by a layout, so its bytes are never looked at.
 
->>> buffer = SharedBuffer(names=("a", "b"), starts=(0, 5), stops=(5, 7), share=4, ranks=2)
->>> [(held.name, held.start, held.stop, held.offset) for held in buffer.held(1)]
-[('a', 4, 5, 0), ('b', 0, 2, 1)]
+>>> buffer = SharedBuffer(names=("a", "b"), starts=(0, 5), stops=(5, 7), share=4, ranks=2, known_from="param_shapes")
+>>> buffer.starts_on(1), [str(pair.whole) for pair in buffer.axes()["a"].pattern.regions((5,), 2, 1)]
+({'a': 0, 'b': 1}, ['[4:5]'])
 >>> buffer.accepts(1, 3), buffer.accepts(1, 4), buffer.accepts(1, 2)
 (True, True, False)
 """
@@ -17,13 +17,25 @@ Padding is never named by a layout, so its bytes are never looked at.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
+from typing import NamedTuple, Protocol, cast
 
-from ucp_formats.deepspeed.partition import Held, chunk, chunked, flat_group
+from ucp.contract.registry import pattern
+from ucp.core.layout import AxisLayout, Pattern
+from ucp_formats.deepspeed.partition import chunk, flat_group
 
-__all__ = ["Chunks", "FlatLayout", "SharedBuffer", "WholeParameters", "shared_buffers"]
+__all__ = [
+    "Chunks",
+    "FlatLayout",
+    "Held",
+    "SharedBuffer",
+    "WholeParameters",
+    "chunk_axis",
+    "held_by_rank",
+    "shared_buffers",
+]
 
 
 class FlatLayout(Protocol):
@@ -33,14 +45,44 @@ class FlatLayout(Protocol):
     def ranks(self) -> int:
         """Ranks that hold a tensor each."""
 
-    def held(self, rank: int) -> Sequence[Held]:
-        """Stretches that `rank` holds, in increasing offset; empty ones are left out."""
-
     def accepts(self, rank: int, numel: int) -> bool:
         """Whether the flat tensor of `rank` can have so many elements."""
 
-    def replica(self, name: str, rank: int) -> int:
-        """0 where `rank` is the first to hold those elements of the parameter, else which copy it has."""
+    def axes(self) -> Mapping[str, AxisLayout]:
+        """How the row-major order of each parameter with elements lies over the ranks."""
+
+    def starts_on(self, rank: int) -> Mapping[str, int]:
+        """Parameters that `rank` has elements of, to the element of its tensor where these begin; in that order."""
+
+
+class _InBuffer(Pattern, Protocol):
+    """A pattern of a buffer's shares."""
+
+    def offset(self, index: int) -> int:
+        """Element of the share of part `index` where its part of the parameter begins."""
+
+
+class Held(NamedTuple):
+    """What a rank has of a parameter, in its row-major order."""
+
+    start: int
+    """First element."""
+    numel: int
+    """Elements."""
+    offset: int
+    """Element of the rank's tensor where they begin."""
+
+
+def held_by_rank(layout: FlatLayout, ranks: Iterable[int], numels: Mapping[str, int]) -> dict[int, dict[str, Held]]:
+    """What each of `ranks` has of every parameter; `numels`: elements of each."""
+    axes = layout.axes()
+    found: dict[int, dict[str, Held]] = {}
+    for rank in ranks:
+        found[rank] = {}
+        for name, offset in layout.starts_on(rank).items():
+            (pair,) = axes[name].pattern.regions((numels[name],), layout.ranks, rank)
+            found[rank][name] = Held(pair.whole.offsets[0], pair.whole.sizes[0], offset)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +99,28 @@ class SharedBuffer:
     """Elements that each rank holds, padding counted."""
     ranks: int
     """Ranks."""
+    known_from: str
+    """Where that is known from."""
 
-    def held(self, rank: int) -> Sequence[Held]:
-        """Stretches of the rank's share."""
-        first = rank * self.share
-        found = []
-        for at in self.touched(rank):
-            origin = self.starts[at]
-            start, stop = max(origin, first), min(self.stops[at], first + self.share)
-            found.append(Held(name=self.names[at], start=start - origin, stop=stop - origin, offset=start - first))
-        return found
+    def axes(self) -> Mapping[str, AxisLayout]:
+        """Partitions."""
+        return self._axes("partition")
+
+    def touching_axes(self) -> Mapping[str, AxisLayout]:
+        """The same of parameters that are whole on each rank which has some of them in its share."""
+        return self._axes("touched")
+
+    def _axes(self, name: str) -> Mapping[str, AxisLayout]:
+        return {
+            param: AxisLayout("dp", self.ranks, pattern(name, start=start, share=self.share), self.known_from)
+            for param, start in zip(self.names, self.starts, strict=True)
+        }
+
+    def starts_on(self, rank: int) -> Mapping[str, int]:
+        """As the partition says."""
+        cuts = {at: pattern("partition", start=self.starts[at], share=self.share) for at in self.touched(rank)}
+        # the contract of this pattern: see `ucp_patterns.partition`
+        return {self.names[at]: cast("_InBuffer", cut).offset(rank) for at, cut in cuts.items()}
 
     def touched(self, rank: int) -> range:
         """Positions of the parameters that have an element on `rank`."""
@@ -83,10 +137,6 @@ class SharedBuffer:
         total = self.stops[-1] if self.stops else 0
         return min(max(total - rank * self.share, 0), self.share)
 
-    def replica(self, name: str, rank: int) -> int:
-        """0: every element is on one rank."""
-        return 0
-
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
@@ -97,17 +147,25 @@ class Chunks:
     ranks: int
     """Ranks."""
 
-    def held(self, rank: int) -> Sequence[Held]:
-        """Chunks of the rank."""
-        return tuple(chunked(self.sizes, ranks=self.ranks, rank=rank))
+    def axes(self) -> Mapping[str, AxisLayout]:
+        """The same for all."""
+        return dict.fromkeys((name for name, numel in self.sizes if numel), chunk_axis(self.ranks))
+
+    def starts_on(self, rank: int) -> Mapping[str, int]:
+        """One chunk after another, padding counted; without those that are all padding."""
+        lengths = [chunk(numel, ranks=self.ranks) for _, numel in self.sizes]
+        starts = accumulate(lengths, initial=0)
+        every = zip(self.sizes, lengths, starts, strict=False)
+        return {name: start for (name, numel), length, start in every if rank * length < numel}
 
     def accepts(self, rank: int, numel: int) -> bool:
         """All ranks hold as many, padding counted."""
         return numel == sum(chunk(own, ranks=self.ranks) for _, own in self.sizes)
 
-    def replica(self, name: str, rank: int) -> int:
-        """0: every element is on one rank."""
-        return 0
+
+def chunk_axis(ranks: int) -> AxisLayout:
+    """How ZeRO-3 cuts every parameter."""
+    return AxisLayout("dp", ranks, pattern("chunk", dim=0), "ZeRO-3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +180,15 @@ class WholeParameters:
         """Ranks."""
         return self.buffer.ranks
 
-    def held(self, rank: int) -> Sequence[Held]:
-        """The whole of each parameter."""
-        found = []
-        offset = 0
-        for at in self.buffer.touched(rank):
-            numel = self.numel(at)
-            found.append(Held(name=self.buffer.names[at], start=0, stop=numel, offset=offset))
-            offset += numel
-        return found
+    def axes(self) -> Mapping[str, AxisLayout]:
+        """Those of the buffer, for whole parameters."""
+        return self.buffer.touching_axes()
+
+    def starts_on(self, rank: int) -> Mapping[str, int]:
+        """One after another."""
+        touched = self.buffer.touched(rank)
+        starts = accumulate(map(self.numel, touched), initial=0)
+        return {self.buffer.names[at]: start for at, start in zip(touched, starts, strict=False)}
 
     def accepts(self, rank: int, numel: int) -> bool:
         """There is no padding."""
@@ -140,14 +198,9 @@ class WholeParameters:
         """Elements of the parameter at that position."""
         return self.buffer.stops[at] - self.buffer.starts[at]
 
-    def replica(self, name: str, rank: int) -> int:
-        """How many ranks before it touch the parameter."""
-        start = self.buffer.starts[self.buffer.names.index(name)]
-        return rank - start // self.buffer.share
-
 
 def shared_buffers(
-    numels: Mapping[str, int], *, ranks: int, paddings: Sequence[int] | None, first: int
+    numels: Mapping[str, int], *, ranks: int, paddings: Sequence[int] | None, first: int, known_from: str
 ) -> tuple[SharedBuffer, ...]:
     """Layouts that a buffer of these parameters can have, the usual one first.
 
@@ -164,6 +217,7 @@ def shared_buffers(
             stops=tuple(starts[at] + group.numels[at] for at in live),
             share=share,
             ranks=ranks,
+            known_from=known_from,
         )
         for share in dict.fromkeys((group.partition, first))
         if share * ranks >= group.used

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from ucp.core.pickle_values import Stub
 from ucp_formats.deepspeed.partition import round_robin
-from ucp_formats.deepspeed.read.optimizer.flat_layout import SharedBuffer
+from ucp_formats.deepspeed.read.optimizer.flat_layout import Held
 
 __all__ = ["dealt_back", "mapping_disagrees", "optimizer_order"]
 
@@ -48,13 +48,13 @@ def dealt_back(names: Sequence[str], *, ranks: int) -> tuple[str, ...]:
     return tuple(name for _, name in sorted(zip(places, names, strict=True)))
 
 
-def mapping_disagrees(buffer: SharedBuffer, rank: int, recorded: object) -> list[str]:
-    """Parameters of which `param_slice_mappings` of `rank` says another place than the buffer has."""
+def mapping_disagrees(held: Mapping[str, Held], recorded: object) -> list[str]:
+    """Parameters of which `param_slice_mappings` of a rank says another place than they have; `held`: what it has."""
     if not isinstance(recorded, dict):
         return []
     told = {name: place for name, fragment in recorded.items() if (place := _place(fragment)) is not None}
-    held = {held.name: (held.offset, held.stop - held.start) for held in buffer.held(rank)}
-    return [str(name) for name in {**told, **held} if told.get(name) != held.get(str(name))]
+    has = {name: (own.offset, own.numel) for name, own in held.items()}
+    return [str(name) for name in {**told, **has} if told.get(name) != has.get(str(name))]
 
 
 def _place(fragment: object) -> tuple[int, int] | None:

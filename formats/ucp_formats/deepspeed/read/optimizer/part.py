@@ -9,18 +9,19 @@ from typing import Self
 
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
-from ucp.core.index import Extra, Loss, ParamGroup, StateIndex
+from ucp.core.index import Extra, Loss, ParamGroup
 from ucp.core.names import STEP
 from ucp.errors import listed
 from ucp.io.pickle.fields import mapping, sequence, text
 from ucp_formats.deepspeed.read.optimizer.flat_group import BucketStates, scalar_state
+from ucp_formats.deepspeed.read.optimizer.stored import State
 
 __all__ = ["OptimizerPart", "hyper_parameters", "same_groups", "take_group_steps"]
 
 _UNPLACED = "states of the optimizer that cannot be given to single parameters are kept as extras (optimizer_state/...)"
 _EXPERTS = re.compile(r"ep_size_\d+")
 
-States = dict[str, dict[str, StateIndex]]
+States = dict[str, dict[str, State]]
 
 
 @dataclass(slots=True, kw_only=True)

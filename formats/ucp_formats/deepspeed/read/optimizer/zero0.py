@@ -17,10 +17,8 @@ from math import prod
 
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
-from ucp.core.fragments import Fragment
-from ucp.core.index import Extra, ParamGroup, StateIndex
+from ucp.core.index import Extra, ParamGroup
 from ucp.core.names import STEP, WEIGHT
-from ucp.core.region import Box
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, described, integer, mapping, sequence, tensor, text
@@ -37,6 +35,7 @@ from ucp_formats.deepspeed.read.optimizer.match_slots import (
     match_stages,
 )
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart, hyper_parameters, take_group_steps
+from ucp_formats.deepspeed.read.optimizer.stored import State, StoredTensor
 
 __all__ = ["INFERRED", "REMEDY", "WholeOptimizer", "names_by_shape", "read_whole", "slots_of"]
 
@@ -298,7 +297,9 @@ def _flat_bucket(optimizer: WholeOptimizer, number: int, names: Sequence[str]) -
     numels = {name: optimizer.params[name].numel for name in names}
     (slot,) = optimizer.numbers(optimizer.groups[number])
     shard = Shard(rank=0, file=optimizer.where, weight=flat, states=optimizer.state(slot))
-    layouts = shared_buffers(numels, ranks=1, paddings=None, first=flat.numel)
+    layouts = shared_buffers(
+        numels, ranks=1, paddings=None, first=flat.numel, known_from=f"fp32_groups_flat of {optimizer.where}"
+    )
     return Bucket(label=f"group {number}", shapes=own, layouts=layouts, shards=(shard,))
 
 
@@ -333,9 +334,7 @@ def _add_slots(
     _share_fused_count(optimizer.groups[number], [part.states[name] for name in names], part)
 
 
-def _share_fused_count(
-    group: Mapping[object, object], states: Sequence[dict[str, StateIndex]], part: OptimizerPart
-) -> None:
+def _share_fused_count(group: Mapping[object, object], states: Sequence[dict[str, State]], part: OptimizerPart) -> None:
     """Give every parameter of a group the count of its last one, where FusedAdam counts (fused_adam.py, 0.19.8)."""
     stepped = [own for own in states if STEP in own]
     steps = [own[STEP] for own in stepped]
@@ -347,8 +346,8 @@ def _share_fused_count(
     part.notes.append("FusedAdam counts the steps of a group in its last parameter, which are taken for all of them")
 
 
-def _state(value: object, shape: Shape) -> StateIndex | None:
+def _state(value: object, shape: Shape) -> State | None:
     """A state of a parameter of `shape`; None when it is neither of that shape nor one number."""
     if not isinstance(value, TensorRef) or value.shape != shape:
         return scalar_state(value)
-    return StateIndex(dtype=value.dtype, global_shape=shape, fragments=(Fragment(box=Box.whole(shape), ref=value),))
+    return StoredTensor.whole(value)

@@ -80,8 +80,11 @@ def _optimizer(file: SavedFile, saved: object, params: Mapping[str, TensorRef]) 
 
 def _params(module: ModulePart) -> dict[str, TensorRef]:
     """Tensors that can be parameters."""
-    refs = {name: own.fragments[0].ref for name, own in module.entries.items() if own.kind is not Kind.BUFFER}
-    return {name: ref for name, ref in refs.items() if isinstance(ref, TensorRef)}
+    return {
+        name: own.tensor.first
+        for name, own in module.entries.items()
+        if own.kind is not Kind.BUFFER and own.tensor is not None
+    }
 
 
 def _trained(module: ModulePart, part: OptimizerPart) -> dict[str, Shape]:

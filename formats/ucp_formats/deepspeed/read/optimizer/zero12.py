@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import NamedTuple
 
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
@@ -20,7 +21,12 @@ from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, integer, mapping, sequence, shapes, tensor, text
 from ucp_formats.deepspeed.experts import ExpertGroups, ranks_joined
 from ucp_formats.deepspeed.read.optimizer.flat_group import Bucket, BucketStates, Shard, bucket_states
-from ucp_formats.deepspeed.read.optimizer.flat_layout import SharedBuffer, WholeParameters, shared_buffers
+from ucp_formats.deepspeed.read.optimizer.flat_layout import (
+    SharedBuffer,
+    WholeParameters,
+    held_by_rank,
+    shared_buffers,
+)
 from ucp_formats.deepspeed.read.optimizer.group_order import mapping_disagrees, optimizer_order
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart, hyper_parameters, same_groups, take_group_steps
 from ucp_formats.deepspeed.read.run import SavedFile, SavedRun
@@ -95,6 +101,15 @@ class _FlatFile:
         return self.mappings[number] if number < len(self.mappings) else None
 
 
+class _Named(NamedTuple):
+    """Ranks that share a buffer."""
+
+    label: str
+    """What messages call it."""
+    coords: Mapping[str, int]
+    """Place of the ranks along other axes."""
+
+
 class _FlatReader:
     """Reads the optimizer files of one run."""
 
@@ -129,7 +144,8 @@ class _FlatReader:
         for expert_rank, subset in enumerate(subsets):
             label = f"group {number}" + (f" of expert-parallel rank {expert_rank}" if len(subsets) > 1 else "")
             files = [self.files[rank] for rank in subset]
-            found, order = self._read_share(number, own, files, label)
+            coords = {"ep": expert_rank} if len(subsets) > 1 else {}
+            found, order = self._read_share(number, own, files, _Named(label, coords))
             named = partial(self.placed.named, rank=expert_rank)
             found.states = {named(name): states for name, states in found.states.items()}
             self.part.add(found)
@@ -138,7 +154,7 @@ class _FlatReader:
         self.part.groups.append(ParamGroup(params=ranks_joined(names), hyper=hyper))
 
     def _read_share(
-        self, number: int, own: dict[str, Shape], files: Sequence[_FlatFile], label: str
+        self, number: int, own: dict[str, Shape], files: Sequence[_FlatFile], at: _Named
     ) -> tuple[BucketStates, tuple[str, ...]]:
         """States out of one buffer, of which each of `files` has a share, and its names in the optimizer's order."""
         weights = dict(enumerate(file.weight(number) for file in files))
@@ -148,7 +164,8 @@ class _FlatReader:
             for rank, file in enumerate(files)
         ]
         bucket = Bucket(
-            label=label,
+            label=at.label,
+            coords=at.coords,
             shapes=own,
             layouts=(buffer,),
             state_layouts=(WholeParameters(buffer),),
@@ -158,7 +175,9 @@ class _FlatReader:
         mappings = {rank: file.mapping(number) for rank, file in enumerate(files)}
         dealt = self.run.config.round_robin and not self.run.is_bf16_optimizer
         names, dealt = optimizer_order(tuple(own), ranks=len(files), dealt=dealt, mappings=tuple(mappings.values()))
-        told = {name for rank, own in mappings.items() for name in mapping_disagrees(buffer, rank, own)}
+        recorded = [rank for rank, saved in mappings.items() if isinstance(saved, dict)]
+        held = held_by_rank(buffer, recorded, {name: prod(shape) for name, shape in own.items()})
+        told = {name for rank, has in held.items() for name in mapping_disagrees(has, mappings[rank])}
         if told and dealt:
             self.part.notes.append(
                 f"{bucket.label}: param_slice_mappings contradict param_shapes for {counted(len(told), 'parameter')}"
@@ -174,6 +193,7 @@ class _FlatReader:
             ranks=len(weights),
             paddings=self._paddings(number, len(own)),
             first=weights[0].numel,
+            known_from=f"param_shapes of {self.run.model.name.name}",
         )
         fitting = (b for b in buffers if all(b.accepts(rank, weight.numel) for rank, weight in weights.items()))
         return next(fitting, buffers[0])

@@ -166,7 +166,7 @@ class _Universal:
             kind = Kind.FROZEN if len(own) == 1 else Kind.PARAMETER
             if isinstance(buffers, list) and name in buffers:
                 kind = Kind.BUFFER
-            part.entries[name] = ModuleEntry(kind=kind, shape=weight.global_shape, dtype=weight.dtype, fragments=())
+            part.entries[name] = ModuleEntry(kind=kind, shape=weight.global_shape, dtype=weight.dtype, tensor=None)
         self._use_merged_shapes(part, trained)
         return part
 
@@ -175,7 +175,7 @@ class _Universal:
         for name in trained.keys() & part.entries.keys():
             own, entry = self.found.states.get(name, {}).get(WEIGHT), part.entries[name]
             if own is not None and own.global_shape != entry.shape:
-                part.entries[name] = replace(entry, shape=own.global_shape, fragments=())
+                part.entries[name] = replace(entry, shape=own.global_shape, tensor=None)
                 sizes = f"{list(own.global_shape)} in zero/ and {list(entry.shape)} in the module"
                 part.notes.append(f"{name} is {sizes}: its padding is cut off")
 
@@ -189,7 +189,7 @@ class _Universal:
             entry = module.entries.get(name)
             if name in module.aliases:
                 dropped.append(f"zero/{name}/: a copy of {module.aliases[name]}, to which it is tied")
-            elif name in trained or entry is None or not entry.fragments:
+            elif name in trained or entry is None or entry.tensor is None:
                 states[name] = own
             else:
                 dropped.append(

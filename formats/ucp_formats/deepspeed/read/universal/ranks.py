@@ -19,7 +19,7 @@ from ucp_formats.deepspeed.names import Role
 from ucp_formats.deepspeed.read.extras import model_extras
 from ucp_formats.deepspeed.read.grid import degrees, model_parallel_size
 from ucp_formats.deepspeed.read.merge_ranks import RankPart, merge
-from ucp_formats.deepspeed.read.merged import Merged
+from ucp_formats.deepspeed.read.merged import Merged, Mesh
 from ucp_formats.deepspeed.read.module import ModulePart, read_sharded_module, read_whole_module
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
 from ucp_formats.deepspeed.read.parallel import tensor_rules
@@ -87,7 +87,7 @@ class UniversalRanks:
             optimizer = OptimizerPart(extras=model_extras(files, checksums))
             module = self._module(files, checksums)
             parts.append(RankPart(mp=mp, tp=mp % self.tp, order=mp // self.tp, module=module, optimizer=optimizer))
-        return merge(parts, self.tp, self.rules, checksums, self.where)
+        return merge(parts, self.rules, checksums, self.where, Mesh(tp=self.tp, pp=self.pp))
 
     def _module(self, files: Mapping[int, SavedFile], checksums: Checksums) -> ModulePart:
         first = files[0]
