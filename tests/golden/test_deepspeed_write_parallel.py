@@ -35,9 +35,9 @@ TARGETS: dict[str, Sequence[str]] = {
 STAGES = {
     ("z1-pp2-tp2-dp2-bf16", "dp=1,tp=4,pp=4,zero=1"): {"partition": "parameters", "tied": "embed:5"},
     ("z1-pp4-tied", "dp=3,tp=2,pp=3,zero=1"): {"stages": "0,1,4,6", "tied": "embed:5"},
-    ("z1-pp2-dp2", "dp=2,pp=4,zero=1"): {"partition": "uniform", "tied": "emb:5"},
+    ("z1-pp2-dp2", "dp=2,pp=4,zero=1"): {"partition": "uniform", "tied": "emb:5", "norm": "unchecked"},
     ("z1-pp2-dp2", "dp=1,pp=3,zero=0"): {"partition": "uniform", "tied": "emb:5"},
-    ("z0-pp2", "dp=1,pp=3,zero=1"): {"partition": "uniform", "tied": "emb:5"},
+    ("z0-pp2", "dp=1,pp=3,zero=1"): {"partition": "uniform", "tied": "emb:5", "norm": "unchecked"},
     ("z0-pp2-alike", "dp=2,pp=4,zero=1"): {"partition": "uniform"},
 }
 """What the user says of stages that the source does not have."""

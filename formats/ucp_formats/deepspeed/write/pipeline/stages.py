@@ -68,8 +68,13 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
         )
     bounds = settings.bounds or _partitioned(facts, settings, uses, layers, count)
     places = _places(facts, uses, bounds)
-    notes = [_note(facts, pipeline, settings, uses, bounds), *norm_notes(facts, groups_of(facts), places)]
-    return Stages(places, tuple(notes) if count > 1 else ())
+    told = list(norm_notes(facts, groups_of(facts), places)) if count > 1 else []
+    if told and not settings.any_norm:
+        raise TopologyError(
+            f"DeepSpeed could not take a step over stages={','.join(map(str, bounds))}: {told[0]}. Choose other "
+            "stages, or say --set norm=unchecked where the run is configured otherwise"
+        )
+    return Stages(places, (_note(facts, pipeline, settings, uses, bounds), *told) if count > 1 else ())
 
 
 def _as_they_are(facts: RunFacts, pipeline: Pipeline) -> list[dict[str, int]]:

@@ -23,7 +23,7 @@ def test_every_setting() -> None:
     ("name", "text", "message"),
     [
         ("xyz", "1", "xyz=1: no such setting"),
-        ("norm", "unchecked", "norm=unchecked: no such setting"),
+        ("norm", "checked", "norm=checked: expected unchecked"),
         ("stages", "1,3", "stages=1,3: expected the first layer of each stage"),
         ("stages", "0,3,3", "increasing, like 0,3,5,9"),
         ("stages", "4", "stages=4: expected"),
