@@ -15,14 +15,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ucp.errors import UcpError
 from ucp.io.pickle.unpickle import parse_pickle
@@ -87,34 +79,6 @@ def test_damaged_pickles_are_read_or_refused(flips: list[tuple[float, int]], pro
     data = pickle.dumps({"a": [1, 2.5, "x", b"y", (None, True)], "b": OrderedDict(c={1, 2}), "d": 2**80}, protocol)
     with contextlib.suppress(UcpError):
         parse_pickle(flipped(data, flips), where="test")
-
-
-@cache
-def metadata() -> bytes:
-    """The index of a distributed checkpoint, in torch's own classes."""
-    state, storage = {}, {}
-    for i in range(60):
-        shape, at = torch.Size([4, 2 + i % 3]), torch.Size([i % 2, 0])
-        state[f"layer.{i}"] = TensorStorageMetadata(
-            TensorProperties(dtype=torch.float32), shape, [ChunkStorageMetadata(at, shape)]
-        )
-        storage[MetadataIndex(f"layer.{i}", at, 0)] = _StorageInfo(f"__{i % 2}_0.distcp", 1000 * i, 900 + i)
-    return pickle.dumps(Metadata(state, None, storage))
-
-
-def told(data: bytes, *, repetitive: bool) -> str:
-    """What a pickle says, or the error."""
-    try:
-        return repr(parse_pickle(data, where="test", repetitive=repetitive).value)
-    except UcpError as error:
-        return str(error)
-
-
-@settings(max_examples=300, deadline=None)
-@given(FLIPS)
-def test_recognising_objects_changes_neither_values_nor_errors(flips: list[tuple[float, int]]) -> None:
-    data = flipped(metadata(), flips)
-    assert told(data, repetitive=True) == told(data, repetitive=False)
 
 
 @ON_DISK

@@ -84,7 +84,7 @@ def canonical(value: object) -> object:
             return type(value).__name__, [canonical(item) for item in value]
         case Stub():
             parts = (value.made_by, value.args, value.kwargs, value.new, value.state, value.has_state)
-            return "Stub", [canonical(part) for part in (*parts, value.items, value.entries)]
+            return "Stub", [canonical(part) for part in (*parts, [*value.items], [*value.entries])]
         case _:
             return type(value).__name__, value
 

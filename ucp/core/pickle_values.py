@@ -7,7 +7,8 @@ any class: the recipe that the pickle gave for it, which can be written out agai
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 __all__ = ["GlobalName", "Stub", "TorchSize"]
 
@@ -36,17 +37,17 @@ class Stub:
     """The class (`new` true) or the callable (`new` false) that would have made it."""
     args: tuple[object, ...] = ()
     """Positional arguments of the call."""
-    kwargs: dict[str, object] = field(default_factory=dict)
-    """Keyword arguments of the call (pickle protocol 4, NEWOBJ_EX)."""
+    kwargs: dict[str, object] | None = None
+    """Keyword arguments of the call (pickle protocol 4, NEWOBJ_EX), or None."""
     new: bool = True
     """True for cls.__new__(cls, *args); false for callable(*args)."""
     state: object = None
     """Argument of __setstate__ (BUILD), or None."""
     has_state: bool = False
     """Whether BUILD was given at all."""
-    items: list[object] = field(default_factory=list)
+    items: Sequence[object] = ()
     """Elements appended to it (APPEND, APPENDS, ADDITEMS)."""
-    entries: list[tuple[object, object]] = field(default_factory=list)
+    entries: Sequence[tuple[object, object]] = ()
     """Key and value pairs set on it (SETITEM, SETITEMS)."""
 
     def attribute(self, name: str, default: object = None) -> object:

@@ -140,7 +140,7 @@ def _read_root(path: str) -> object:
     if at > 0 and data.endswith(_STOP):
         try:
             closed = data[:at] + _CLOSED + data[at + len(_CLOSED) :]
-            parsed = parse_pickle(closed, where=path, repetitive=True)
+            parsed = parse_pickle(closed, where=path)
         except MalformedError:
             parsed = None
         if parsed is not None and parsed.end == at + len(_CLOSED) and _is_whole(parsed.value):

@@ -50,7 +50,7 @@ def called(function: object, args: tuple[object, ...]) -> object:
 def constructed(cls: object, args: tuple[object, ...], kwargs: dict[str, object] | None = None) -> Stub:
     """The recipe of `cls.__new__(cls, *args, **kwargs)`."""
     if type(cls) is GlobalName:
-        return Stub(cls, args, kwargs or {})
+        return Stub(cls, args, kwargs)
     if kwargs:
         return Stub(GlobalName("copyreg", "__newobj_ex__"), (cls, args, kwargs), new=False)
     return Stub(GlobalName("copyreg", "__newobj__"), (cls, *args), new=False)
@@ -73,18 +73,14 @@ def _ordered_dict(args: tuple[object, ...]) -> object:
         case (list(pairs),) if all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
             check_keys(key for key, _ in pairs)
             return OrderedDict(pairs)
-        case _:
-            return LEFT_INERT
+    return LEFT_INERT
 
 
 def _size(args: tuple[object, ...]) -> object:
-    if len(args) == 1 and type(args[0]) is tuple and _INTEGERS.issuperset(map(type, args[0])):
-        return TorchSize(args[0])
     match args:
-        case (list(sizes),) | (tuple(sizes),) if all(type(n) is int for n in sizes):
+        case (list(sizes),) | (tuple(sizes),) if _INTEGERS.issuperset(map(type, sizes)):
             return TorchSize(sizes)
-        case _:
-            return LEFT_INERT
+    return LEFT_INERT
 
 
 def _set(args: tuple[object, ...]) -> object:
@@ -94,8 +90,7 @@ def _set(args: tuple[object, ...]) -> object:
         case (list(members),) | (tuple(members),):
             check_keys(members)
             return set(members)
-        case _:
-            return LEFT_INERT
+    return LEFT_INERT
 
 
 def _frozenset(args: tuple[object, ...]) -> object:
@@ -104,36 +99,27 @@ def _frozenset(args: tuple[object, ...]) -> object:
 
 
 def _bytes(args: tuple[object, ...]) -> object:
-    return b"" if args == () else LEFT_INERT
+    """Bytes of bytes(), of bytearray(data) and of encode(text, "latin1"), which is how protocol 2 writes bytes."""
+    match args:
+        case ():
+            return b""
+        case (bytes(data),):
+            return data
+        case (str(text), str(encoding)) if encoding in _LATIN1:
+            return text.encode("latin-1")
+    return LEFT_INERT
 
 
 def _bytearray(args: tuple[object, ...]) -> object:
-    match args:
-        case ():
-            return bytearray()
-        case (bytes(data),):
-            return bytearray(data)
-        case (str(text), str(encoding)) if encoding in _LATIN1:
-            return bytearray(text.encode("latin-1"))
-        case _:
-            return LEFT_INERT
-
-
-def _encode(args: tuple[object, ...]) -> object:
-    """Bytes of _codecs.encode(text, "latin1"), which is how protocol 2 writes bytes."""
-    match args:
-        case (str(text), str(encoding)) if encoding in _LATIN1:
-            return text.encode("latin-1")
-        case _:
-            return LEFT_INERT
+    data = _bytes(args)
+    return bytearray(data) if isinstance(data, bytes) else LEFT_INERT
 
 
 def _complex(args: tuple[object, ...]) -> object:
     match args:
         case (float(real), float(imaginary)):
             return complex(real, imaginary)
-        case _:
-            return LEFT_INERT
+    return LEFT_INERT
 
 
 def _slice(args: tuple[object, ...]) -> object:
@@ -144,8 +130,7 @@ def _range(args: tuple[object, ...]) -> object:
     match args:
         case (int(start), int(stop), int(step)) if step != 0 and all(map(_is_short, args)):
             return range(start, stop, step)
-        case _:
-            return LEFT_INERT
+    return LEFT_INERT
 
 
 def _is_short(value: object) -> bool:
@@ -158,25 +143,17 @@ def _getattr(args: tuple[object, ...]) -> object:
     match args:
         case (GlobalName(module, qualname), str(attribute)) if attribute.isidentifier():
             return GlobalName(module, f"{qualname}.{attribute}")
-        case _:
-            return LEFT_INERT
+    return LEFT_INERT
+
+
+def _new(args: tuple[object, ...]) -> object:
+    """The object of copyreg.__newobj__(cls, *args)."""
+    return Stub(args[0], args[1:]) if args and isinstance(args[0], GlobalName) else LEFT_INERT
 
 
 def _reconstructor(args: tuple[object, ...]) -> object:
     """The object of copyreg._reconstructor(cls, object, None), which is how protocols 0 and 1 write cls.__new__."""
-    match args:
-        case (GlobalName() as cls, GlobalName("builtins", "object"), None):
-            return Stub(cls)
-        case _:
-            return LEFT_INERT
-
-
-def _newobj(args: tuple[object, ...]) -> object:
-    match args:
-        case (GlobalName() as cls, *rest):
-            return Stub(cls, tuple(rest))
-        case _:
-            return LEFT_INERT
+    return _new(args[:1]) if args[1:] == (GlobalName("builtins", "object"), None) else LEFT_INERT
 
 
 def _from_type(args: tuple[object, ...]) -> object:
@@ -185,8 +162,7 @@ def _from_type(args: tuple[object, ...]) -> object:
         case (GlobalName() as function, GlobalName() as cls, tuple(inner), _) if cls in _PLAIN_TENSORS:
             value = called(function, inner)
             return value if isinstance(value, TensorRef) else LEFT_INERT
-        case _:
-            return LEFT_INERT
+    return LEFT_INERT
 
 
 _BUILDERS: dict[tuple[str, str], Callable[[tuple[object, ...]], object]] = {
@@ -200,9 +176,9 @@ _BUILDERS: dict[tuple[str, str], Callable[[tuple[object, ...]], object]] = {
     ("builtins", "slice"): _slice,
     ("builtins", "range"): _range,
     ("builtins", "getattr"): _getattr,
-    ("_codecs", "encode"): _encode,
+    ("_codecs", "encode"): _bytes,
     ("copyreg", "_reconstructor"): _reconstructor,
-    ("copyreg", "__newobj__"): _newobj,
+    ("copyreg", "__newobj__"): _new,
     ("torch._utils", "_rebuild_tensor"): rebuilt_tensor,
     ("torch._utils", "_rebuild_tensor_v2"): rebuilt_tensor,
     ("torch._utils", "_rebuild_tensor_v3"): rebuilt_typed_tensor,

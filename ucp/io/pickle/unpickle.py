@@ -1,9 +1,9 @@
-r"""Read a pickle as data: its opcodes are interpreted here, and no class or function is ever imported or called.
+r"""Read a pickle as data: no class or function is ever imported or called.
 
-A pickle is a program for a stack machine. This is that machine (protocols 0 to 5, CPython 3.11 Lib/pickle.py) with
-the dangerous instructions replaced by descriptions: a global is a `GlobalName`, a call is what `interpret` makes of
-it, which for anything unknown is a `Stub`. The machine does not recurse, so depth is no danger, and every
-length is checked against the bytes that are there.
+The pickle is rewritten (`ucp.io.pickle.rewrite`) so that Python's own machine in C can run it and has nothing to do but
+to move values about. What else the pickle asks for is answered here, by descriptions: a global is a `GlobalName`, a
+call is what `interpret` makes of it, which for anything unknown is a `Stub`. Keys are checked before they are
+hashed (`keys`).
 
 >>> parse_pickle(b"cos\nsystem\n(Vecho\ntR.", where="demo").value.args
 ('echo',)
@@ -11,35 +11,26 @@ length is checked against the bytes that are there.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable
+import io
+import pickle
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
-from ucp.core.pickle_values import GlobalName, Stub, TorchSize
+from ucp.core.pickle_values import GlobalName, Stub
 from ucp.errors import MalformedError, UnsupportedError
-from ucp.io.pickle.machine import (
-    Begun,
-    EndOfPickleError,
-    Machine,
-    PickleFaultError,
-    RefusedOpcodeError,
-    StopReachedError,
-)
-from ucp.io.pickle.opcodes import OPERATIONS
-from ucp.io.pickle.recipes import SIZE, numbers_of
-from ucp.io.pickle.repeats import Repeats
+from ucp.io.pickle.interpret import called, constructed, set_attributes
+from ucp.io.pickle.keys import Keys, check_keys
+from ucp.io.pickle.rewrite import FILL_AND_BUILD, EndOfPickleError, PickleFaultError, RefusedOpcodeError, Rewriter
 
 __all__ = ["Parsed", "TruncatedPickleError", "parse_pickle"]
 
-_MARK, _BININT1, _BINGET, _LONG_BINGET, _MEMOIZE = b"(Khj\x94"
-_UINT32 = struct.Struct("<I")
-_NEW_OBJECT = b")\x81\x94"
-"""EMPTY_TUPLE NEWOBJ MEMOIZE."""
-_ATTRIBUTES = b"}\x94("
-"""EMPTY_DICT MEMOIZE MARK."""
+_NEW = 0x81
 _MOST_MESSAGE = 500
 """Characters of an error that may quote the file."""
+_Item = TypeVar("_Item")
 _REMEDY = "The file is damaged or was not written by pickle; copy it again from its source"
 
 
@@ -58,12 +49,7 @@ class Parsed:
 
 
 def parse_pickle(
-    data: bytes,
-    *,
-    where: str,
-    start: int = 0,
-    persistent: Callable[[object], object] | None = None,
-    repetitive: bool = False,
+    data: bytes, *, where: str, start: int = 0, persistent: Callable[[object], object] | None = None
 ) -> Parsed:
     """Value of the pickle that begins at byte `start` of `data`.
 
@@ -73,9 +59,6 @@ def parse_pickle(
         File (and member) for error messages.
     persistent
         Value of a persistent id, without which one is an error. A ValueError from it is reported with the place.
-    repetitive
-        It holds a great many objects of few classes, which are to be recognised by their bytes (`repeats`):
-        faster, and equal objects inside of others may come out as one.
 
     Raises
     ------
@@ -86,131 +69,150 @@ def parse_pickle(
     UnsupportedError
         The pickle needs something outside itself (registered extensions, out-of-band buffers), or a later protocol.
     """
-    if repetitive:
-        machine = Machine(data, start, persistent)
-        machine.repeats = Repeats(machine.memo)
-        try:
-            return _parsed(machine, where)
-        except (MalformedError, UnsupportedError):
-            if machine.repeats is None or not machine.repeats.memoized:
-                raise
-    return _parsed(Machine(data, start, persistent), where)
-
-
-def _parsed(machine: Machine, where: str) -> Parsed:
-    data = machine.data
+    rewriter = Rewriter(data, start)
     try:
-        _execute(machine)
-    except StopReachedError:
-        at = machine.instruction
-        return Parsed(machine.pop(), machine.at) if machine.stack else _fail(at, where, "an empty stack at its end")
+        body = rewriter.body()
+        return Parsed(_Machine(body, rewriter.protocol, persistent).load(), rewriter.at)
     except EndOfPickleError as error:
-        raise _truncated(len(data), where) from error
+        raise TruncatedPickleError(
+            f"{where}: expected the rest of a pickle at byte {len(data)}; the bytes end there. Copy the file again"
+        ) from error
     except RefusedOpcodeError as error:
         raise UnsupportedError(
-            f"{where}: byte {machine.instruction} of the pickle {error}. Save the file again with torch"
+            f"{where}: byte {rewriter.instruction} of the pickle {error}. Save the file again with torch"
         ) from None
-    except IndexError as error:
-        if machine.at >= len(data):
-            raise _truncated(len(data), where) from error
-        return _fail(machine.instruction, where, "an opcode that takes more from the stack than is there")
-    except KeyError as error:
-        return _fail(machine.instruction, where, f"a reference to the unknown memo entry {error}")
-    except struct.error as error:
-        raise _truncated(len(data), where) from error
     except UnicodeError:
-        return _fail(machine.instruction, where, "text that is not in the encoding of its opcode")
-    except (PickleFaultError, ValueError, TypeError, OverflowError) as error:
-        return _fail(machine.instruction, where, str(error)[:_MOST_MESSAGE])
+        got = "text that is not in the encoding of its opcode"
+    except (PickleFaultError, pickle.UnpicklingError, LookupError, ValueError, TypeError, RecursionError) as error:
+        got = str(error)[:_MOST_MESSAGE]
+    at = "the pickle" if rewriter.is_whole else f"byte {rewriter.instruction} of the pickle"
+    raise MalformedError(f"{where}: {at} cannot be read: {got}. {_REMEDY}")
 
 
-def _execute(machine: Machine) -> NoReturn:
-    """Carry out instructions until one of them raises (STOP does).
+class _Machine(pickle.Unpickler):
+    """Python's machine, which runs a rewritten pickle."""
 
-    The commonest instructions are carried out in place, exactly as their own functions in `opcodes` do, and so
-    are sequences of them (`_after_name`): an index of a distributed checkpoint consists of millions of these.
-    """
-    data, stack, push, memo = machine.data, machine.stack, machine.push, machine.memo
-    at, more = machine.at, 0
-    try:
-        while True:
-            code = data[at]
-            if code == _MEMOIZE:
-                memo[len(memo) + more] = stack[-1]
-                at += 1
-            elif code == _BINGET:
-                value = memo[data[at + 1]]
-                push(value)
-                at += 2
-                if type(value) is GlobalName:
-                    at = _after_name(machine, value, at)
-                    more = machine.more
-            elif code == _LONG_BINGET:
-                value = memo[_UINT32.unpack_from(data, at + 1)[0]]
-                push(value)
-                at += 5
-                if type(value) is GlobalName:
-                    at = _after_name(machine, value, at)
-                    more = machine.more
-            elif code == _BININT1:
-                push(data[at + 1])
-                at += 2
-            elif code == _MARK:
-                machine.marks.append(len(stack))
-                at += 1
-            else:
-                machine.instruction, machine.at = at, at + 1
-                OPERATIONS[code](machine)
-                at = machine.at
-    finally:
-        if machine.at <= at:  # the instruction at fault is one of those above
-            machine.instruction, machine.at = at, at + 1
+    def __init__(self, body: io.BytesIO, protocol: int, persistent: Callable[[object], object] | None) -> None:
+        super().__init__(body)
+        self._protocol = protocol
+        self._persistent = persistent
+        self._keys = Keys()
+        self._names: dict[tuple[str, str], GlobalName] = {}
 
+    def find_class(self, module: str, qualname: str) -> NoReturn:
+        """Refuse to import: a rewritten pickle asks for names as for all the rest."""
+        raise PickleFaultError(f"the name {module}.{qualname}")
 
-def _after_name(machine: Machine, name: GlobalName, at: int) -> int:
-    """Carry out what often follows the name of a class, at byte `at`; the byte after it, or `at` when it is not there.
+    def persistent_load(self, request: tuple[object, object, int]) -> object:
+        """The answer to a request: operands and code of an instruction."""
+        left, right, code = request
+        if code == _NEW and type(left) is GlobalName and type(right) is tuple:  # the commonest, in place
+            return Stub(left, right)
+        return _ANSWERS[code](self, left, right)
 
-    A whole object of a kind that was met before; one without arguments, and the beginning of its attributes; or a
-    torch.Size of numbers.
-    """
-    data, memo = machine.data, machine.memo
-    if data.startswith(_NEW_OBJECT, at):
-        repeats = machine.repeats
-        if repeats is not None:
-            found = repeats.read(name, data, at)
-            if found is not None:
-                machine.stack[-1], at = found
-                machine.more = repeats.memoized
-                return at
-            if repeats.wants(name):
-                machine.begun.append(Begun(len(machine.stack), at, len(memo) + machine.more, name))
-        memo[len(memo) + machine.more] = machine.stack[-1] = Stub(name, ())
-        at += len(_NEW_OBJECT)
-        if data.startswith(_ATTRIBUTES, at):
-            attributes: dict[object, object] = {}
-            memo[len(memo) + machine.more] = attributes
-            machine.push(attributes)
-            machine.marks.append(len(machine.stack))
-            at += len(_ATTRIBUTES)
-        return at
-    if name.qualname == "Size" and name.module == "torch":
-        match = SIZE.match(data, at)
-        if match is not None:
-            numbers = machine.sizes.get(match[1])
-            if numbers is None:
-                numbers = machine.sizes[match[1]] = numbers_of(match[1])
-            for value in (numbers, (numbers,), TorchSize(numbers)):
-                memo[len(memo) + machine.more] = value
-            machine.stack[-1] = value
-            return match.end()
-    return at
+    def fill(self, target: object, items: tuple[object, ...]) -> object:
+        """`target` with keys and values set."""
+        if len(items) % 2:
+            raise PickleFaultError("a key without a value")
+        entries = iter(items)
+        if type(target) is dict or type(target) is OrderedDict:
+            for key in entries:
+                if type(key) is not str:
+                    self._keys.check(key, target)
+                target[key] = next(entries)
+        elif type(target) is Stub:
+            target.entries = _longer(target.entries, zip(entries, entries, strict=True))
+        else:
+            raise PickleFaultError(f"entries set on a {type(target).__name__}; expected a dict")
+        return target
+
+    def build(self, target: object, state: object) -> object:
+        """`target` with its state."""
+        if type(target) is Stub:
+            if target.has_state:
+                raise PickleFaultError("a second state for one object")
+            target.state, target.has_state = state, True
+        elif type(target) is OrderedDict:
+            set_attributes(target, state)
+        else:
+            raise PickleFaultError(f"the state of an object given to a {type(target).__name__}")
+        return target
+
+    def extend(self, target: object, items: tuple[object, ...]) -> object:
+        """`target` with elements appended or, to a set, added."""
+        if type(target) is list:
+            target.extend(items)
+        elif type(target) is Stub:
+            target.items = _longer(target.items, items)
+        elif type(target) is set:
+            for item in items:
+                self._keys.check(item, target)
+            target.update(items)
+        else:
+            raise PickleFaultError(f"elements given to a {type(target).__name__}; expected a list or set")
+        return target
+
+    def name(self, module: object, qualname: object) -> GlobalName:
+        """The global of that name, one object per name; protocols 0 to 2 use the module names of Python 2."""
+        if type(module) is not str or type(qualname) is not str:
+            raise PickleFaultError("a global whose name is no text")
+        key = (module, qualname)
+        if self._protocol < 3:
+            key = NAME_MAPPING.get(key) or (IMPORT_MAPPING.get(module, module), qualname)
+        return self._names.get(key) or self._names.setdefault(key, GlobalName(*key))
+
+    def found(self, pid: object) -> object:
+        """What a persistent id stands for."""
+        if self._persistent is None:
+            raise PickleFaultError("a persistent id, which has no meaning in this file")
+        return self._persistent(pid)
 
 
-def _truncated(nbytes: int, where: str) -> TruncatedPickleError:
-    return TruncatedPickleError(
-        f"{where}: expected the rest of a pickle at byte {nbytes}; the bytes end there. Copy the file again"
-    )
+def _longer(known: Sequence[_Item], more: Iterable[_Item]) -> list[_Item]:
+    """A list with more elements: the same one, once it is one."""
+    items = known if isinstance(known, list) else [*known]
+    items.extend(more)
+    return items
 
 
-def _fail(at: int, where: str, got: str) -> Parsed:
-    raise MalformedError(f"{where}: byte {at} of the pickle cannot be read: {got}. {_REMEDY}")
+def _arguments(args: object) -> tuple[object, ...]:
+    if type(args) is not tuple:
+        raise PickleFaultError(f"a call whose arguments are a {type(args).__name__}; expected a tuple")
+    return args
+
+
+def _made_with_names(cls: object, args: object, kwargs: object) -> Stub:
+    if type(kwargs) is not dict or not all(type(key) is str for key in kwargs):
+        raise PickleFaultError("an object whose arguments are not a tuple and a dict of names")
+    return constructed(cls, _arguments(args), kwargs)
+
+
+def _instance(*operands: object) -> object:
+    if not operands:
+        raise PickleFaultError("an object without a class")
+    cls, *args = operands
+    return called(cls, tuple(args)) if args else constructed(cls, ())
+
+
+def _frozen(items: tuple[object, ...]) -> frozenset[object]:
+    check_keys(items)
+    return frozenset(items)
+
+
+_ANSWERS: dict[int, Callable[..., object]] = {
+    FILL_AND_BUILD: lambda m, operands, _: m.build(operands[0], m.fill(*operands[1:])),
+    _NEW: lambda _, cls, args: constructed(cls, _arguments(args)),
+    0x92: lambda _, cls, operands: _made_with_names(cls, *operands),
+    ord("R"): lambda _, function, args: called(function, _arguments(args)),
+    ord("i"): lambda _, args, cls: _instance(cls, *args),
+    ord("o"): lambda _, operands, __: _instance(*operands),
+    ord("b"): _Machine.build,
+    ord("u"): _Machine.fill,
+    ord("d"): lambda m, items, _: m.fill({}, items),
+    ord("e"): _Machine.extend,
+    0x90: _Machine.extend,
+    0x91: lambda _, items, __: _frozen(items),
+    0x93: _Machine.name,
+    ord("Q"): lambda m, pid, _: m.found(pid),
+}
+"""What an instruction gives, by its code: of the machine and the operands that `rewrite` says."""

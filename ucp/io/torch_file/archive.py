@@ -146,7 +146,7 @@ def read_pickle(path: str) -> object:
     """
     with open_source(path) as file:
         data = file.read(0, file.nbytes)
-    parsed = parse_pickle(data, where=path, repetitive=True)
+    parsed = parse_pickle(data, where=path)
     if parsed.end != len(data):
         raise MalformedError(f"{path}: expected {parsed.end} bytes; got {len(data)}. Copy the file again")
     return parsed.value

@@ -90,7 +90,7 @@ class _Graft:
             case Stub(), Stub():
                 copy.new, copy.has_state = value.new, value.has_state
                 copy.args = tuple(map(self._copied, value.args))
-                copy.kwargs = {name: self._copied(item) for name, item in value.kwargs.items()}
+                copy.kwargs = value.kwargs and {name: self._copied(item) for name, item in value.kwargs.items()}
                 copy.state = self._copied(value.state)
                 copy.items = [*map(self._copied, value.items)]
                 copy.entries = [(self._copied(key), self._copied(item)) for key, item in value.entries]

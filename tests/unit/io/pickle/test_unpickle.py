@@ -366,13 +366,41 @@ def test_malformed_streams(pickled: bytes) -> None:
     ],
 )
 def test_what_is_wrong_is_said_in_words_of_the_pickle(pickled: bytes, words: str) -> None:
-    with pytest.raises(MalformedError, match=rf"^test: byte \d of the pickle cannot be read: {words}\. "):
+    with pytest.raises(MalformedError, match=rf"^test: (byte \d of )?the pickle cannot be read: {words}\. "):
         parse_pickle(pickled, where="test")
 
 
 def test_the_message_names_file_and_byte() -> None:
     with pytest.raises(MalformedError, match=r"^x\.pt: byte 3 of the pickle cannot be read: .*0xff"):
         parse_pickle(b"\x80\x02N\xff.", where="x.pt")
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [b"Nr\xff\xff\xff\xff", b"Np4294967295\n", b"Np" + b"9" * 30 + b"\n", b"Nr\0\0\0\x10" + b"N0" * 1000, b"g-1\n"],
+)
+def test_memo_indexes_take_no_memory_out_of_proportion(hostile: bytes) -> None:
+    """Python's machine makes room for every index up to the one that is given: 64 GiB for the first of these."""
+    with pytest.raises(MalformedError, match="expected no more of them than bytes"):
+        parse_pickle(hostile + b".", where="test")
+
+
+@pytest.mark.parametrize("index", [0, 255, 256, 1 << 16, (1 << 17) + 1])
+def test_memo_indexes_of_any_width(index: int) -> None:
+    put = b"r" + struct.pack("<I", index) if index > 255 else b"q" + bytes([index])
+    filling = b"X" + struct.pack("<I", 1 << 18) + b" " * (1 << 18) + b"0"
+    for got in (b"j" + struct.pack("<I", index), b"g%d\n" % index):
+        value = parse_pickle(filling + b"]" + put + got + b"\x86.", where="test").value
+        assert isinstance(value, tuple)
+        assert value[0] is value[1]
+
+
+def test_calls_that_lie_in_each_other_are_read_or_refused() -> None:
+    """A call that is understood by what it calls, ten thousand deep."""
+    name, tensor = b"ctorch._tensor\n_rebuild_from_type_v2\n", b"ctorch\nTensor\n"
+    nested = b"(h\0h\1" * 10_000 + b")" + b"}t" * 10_000
+    with pytest.raises(MalformedError, match="cannot be read"):
+        parse_pickle(name + b"q\0" + tensor + b"q\x01000" + b"h\0" + nested + b"R.", where="test")
 
 
 def test_every_truncation_says_so() -> None:

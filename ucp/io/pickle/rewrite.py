@@ -1,0 +1,228 @@
+r"""A pickle rewritten so that running it only moves numbers, texts, tuples and lists about, and asks for all the rest.
+
+A pickle is a program for a stack machine. Python's machine in C is fast, but would import, call and hash whatever the
+program says. So each instruction that could do such a thing becomes a request: a tuple of its operands and its code,
+handed to `persistent_load` (BINPERSID). REDUCE, for one, becomes BININT1 'R', TUPLE3, BINPERSID:
+
+>>> b"KR\x87Q" in Rewriter(b"(I7\ntR.", 0).body().getbuffer().tobytes()
+True
+
+What the machine takes memory for is checked first: lengths against the bytes that are there, memo indexes against
+their number. Names, codes and arguments of instructions are those of CPython 3.11 Lib/pickle.py.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import re
+from collections.abc import Callable
+from functools import cache
+from struct import pack
+from typing import NoReturn
+
+__all__ = ["FILL_AND_BUILD", "EndOfPickleError", "PickleFaultError", "RefusedOpcodeError", "Rewriter"]
+
+FILL_AND_BUILD = ord("U")
+"""Code of the request that SETITEMS and the BUILD after it become: (object, dict, keys and values), None."""
+_REQUESTS = {
+    b"": b"",
+    b"R": b"KR\x87Q",  # function, args
+    b"\x81": b"K\x81\x87Q",  # class, args
+    b"\x92": b"\x86K\x92\x87Q",  # class, (args, kwargs)
+    b"o": b"tNKo\x87Q",  # class and args
+    b"b": b"Kb\x87Q",  # object, state
+    b"ub": b"t\x87NKU\x87Q",
+    b"u": b"tKu\x87Q",  # dict, keys and values
+    b"s": b"\x86Ku\x87Q",
+    b"d": b"tNKd\x87Q",  # keys and values
+    b"e": b"tKe\x87Q",  # list, elements
+    b"a": b"\x85Ke\x87Q",
+    b"\x90": b"tK\x90\x87Q",  # set, elements
+    b"\x91": b"tNK\x91\x87Q",  # elements of a frozenset
+    b"\x93": b"K\x93\x87Q",  # module, qualname
+    b"Q": b"NKQ\x87Q",  # persistent id
+}
+_ARGUMENT_NBYTES = {b"K": 1, b"h": 1, b"q": 1, b"M": 2, b"J": 4, b"j": 4, b"G": 8}
+_COUNT_NBYTES = {b"C": 1, b"\x8a": 1, b"\x8c": 1, b"B": 4, b"X": 4, b"\x8b": 4, b"\x8d": 8, b"\x8e": 8, b"\x96": 8}
+_ESCAPE = re.compile(rb"""(\\(?:[\\'"abfnrtv]|x[0-9a-fA-F]{2}|[0-7]{1,3}))|\\""")
+"""An escape of a Python 2 string (group 1), or a backslash that stands for itself."""
+_BATCH_NBYTES = 1 << 12
+"""Bytes that the regular expression is given at once: what it cannot read is copied up to there."""
+
+
+class PickleFaultError(Exception):
+    """An instruction that makes no sense where it stands."""
+
+
+class EndOfPickleError(PickleFaultError):
+    """An instruction reaches past the last byte."""
+
+
+class RefusedOpcodeError(PickleFaultError):
+    """An instruction that makes sense, but not for data alone."""
+
+
+@cache
+def _common() -> re.Pattern[bytes]:
+    """Instructions that stay, then one that becomes a request or (group 3) bytes that are none of these or cut off."""
+    texts = [re.escape(bytes([n])) + b"%%s.{%d}" % n for n in range(256)]
+    short, long = (b"|".join(texts).replace(b"%s", zeros) for zeros in (b"", rb"\0\0\0"))
+    stay = rb"[()012N\]lt}\x85-\x89\x8f\x94]++|[Khq].|[jJ]....|M..|G.{8}|r..[\0\1]\0|\x8c(?:%s)|X(?:%s)" % (short, long)
+    return re.compile(rb"((?:%s)*+)(?:(ub|[QRabdeosu\x81\x90-\x93])|(.*))" % stay, re.DOTALL)
+
+
+class Rewriter:
+    """One pickle out of some bytes."""
+
+    def __init__(self, data: bytes, start: int) -> None:
+        self.data = data
+        self.at = self.instruction = start
+        """One past the last byte that was read, and the instruction that this belongs to."""
+        self.protocol = 0
+        self.is_whole = False
+        """Whether STOP was reached."""
+
+    def body(self) -> io.BytesIO:
+        """The rewritten pickle, in frames. Raises PickleFaultError, or UnicodeError for a text of another encoding."""
+        body = io.BytesIO()
+        while not self.is_whole:
+            stop = min(self.at + _BATCH_NBYTES, len(self.data))
+            found = _common().findall(self.data, self.at, stop)
+            rest = max(len(other) for _, _, other in found[-2:])
+            self.at = self.instruction = stop - rest
+            piece = b"".join([stays + _REQUESTS[asks] for stays, asks, _ in found])
+            if rest or stop == len(self.data):
+                piece += self._step(self.take(1))
+            body.write(b"\x95" + pack("<Q", len(piece)) + piece)
+        body.seek(0)
+        return body
+
+    def _step(self, code: bytes) -> bytes:
+        """What an instruction becomes that the regular expression does not know."""
+        if code in _ARGUMENT_NBYTES:
+            return code + self.take(_ARGUMENT_NBYTES[code])
+        if code in _COUNT_NBYTES:
+            self.take(self.number(_COUNT_NBYTES[code]))
+            return self.data[self.instruction : self.at]
+        if code not in _STEPS:
+            raise PickleFaultError(f"the unknown opcode {code[0]:#04x}")
+        return _STEPS[code](self)
+
+    def take(self, nbytes: int) -> bytes:
+        """The next `nbytes` bytes."""
+        at, self.at = self.at, self.at + nbytes
+        if self.at > len(self.data):
+            raise EndOfPickleError
+        return self.data[at : self.at]
+
+    def number(self, nbytes: int) -> int:
+        """The number in the next `nbytes` bytes."""
+        return int.from_bytes(self.take(nbytes), "little")
+
+    def line(self) -> bytes:
+        """The bytes up to the next newline, which is passed over."""
+        end = self.data.find(b"\n", self.at)
+        if end < 0:
+            raise EndOfPickleError
+        return self.take(end + 1 - self.at)[:-1]
+
+
+def _number(line: bytes, kind: type[float] = int) -> float:
+    """The number that a line of digits is."""
+    try:
+        return kind(line)
+    except ValueError:  # Python refuses integers of thousands of digits too
+        shown = repr(line[:40]) + ("..." if len(line) > 40 else "")
+        raise PickleFaultError(f"{shown} where a number is expected") from None
+
+
+def _int(r: Rewriter) -> bytes:
+    line = r.line()
+    return {b"00": b"\x89", b"01": b"\x88"}.get(line) or _constant(_number(line))
+
+
+def _constant(value: str | bytes | float) -> bytes:
+    """The instruction that leaves `value` on the stack."""
+    match value:
+        case str():
+            text = value.encode("utf-8", "surrogatepass")
+            return b"\x8d" + pack("<Q", len(text)) + text
+        case bytes():
+            return b"\x8e" + pack("<Q", len(value)) + value
+        case int():
+            number = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            return b"\x8b" + pack("<I", len(number)) + number
+    return b"G" + pack(">d", value)
+
+
+def _string(r: Rewriter) -> bytes:
+    line = r.line()
+    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
+        raise PickleFaultError("a quoted string without its quotes")
+    text = _ESCAPE.sub(lambda match: match[1] or rb"\\", line[1:-1])
+    return _python2_text(codecs.escape_decode(text)[0])
+
+
+def _python2_text(data: bytes) -> bytes:
+    """A `str` of Python 2: text when it is UTF-8, as torch.load reads it, else the bytes."""
+    try:
+        return _constant(data.decode())
+    except UnicodeDecodeError:
+        return _constant(data)
+
+
+def _name(r: Rewriter) -> bytes:
+    module, qualname = r.line().decode(), r.line().decode()
+    return _constant(module) + _constant(qualname) + _REQUESTS[b"\x93"]
+
+
+def _memo(r: Rewriter, code: bytes, index: float) -> bytes:
+    """An instruction of the memo; the machine takes memory for all indexes up to this one."""
+    if not 0 <= index <= len(r.data):
+        raise PickleFaultError(f"a memo index {index}; expected no more of them than bytes")
+    return code + pack("<I", index)
+
+
+def _proto(r: Rewriter) -> bytes:
+    r.protocol = r.number(1)
+    return b"" if r.protocol <= 5 else _refused(f"asks for pickle protocol {r.protocol}; expected 0 to 5")
+
+
+def _frame(r: Rewriter) -> bytes:
+    if r.number(8) > len(r.data) - r.at:
+        raise EndOfPickleError
+    return b""
+
+
+def _stop(r: Rewriter) -> bytes:
+    r.is_whole = True
+    return b"."
+
+
+def _refused(why: str) -> NoReturn:
+    raise RefusedOpcodeError(why)
+
+
+_EXTENSION = "asks for a class by a number that only the writing program knows (copyreg extension)"
+_BUFFER = "asks for a buffer that lies outside the file (pickle protocol 5, out of band)"
+_STEPS: dict[bytes, Callable[[Rewriter], bytes]] = {
+    b"I": _int,
+    b"L": lambda r: _constant(_number(r.line().removesuffix(b"L"))),
+    b"F": lambda r: _constant(_number(r.line(), float)),
+    b"V": lambda r: _constant(str(r.line(), "raw-unicode-escape")),
+    b"S": _string,
+    b"T": lambda r: _python2_text(r.take(r.number(4))),
+    b"U": lambda r: _python2_text(r.take(r.number(1))),
+    b"P": lambda r: _constant(r.line().decode()) + _REQUESTS[b"Q"],
+    b"c": _name,
+    b"i": lambda r: b"t" + _name(r) + b"Ki\x87Q",  # args, class
+    b"p": lambda r: _memo(r, b"r", _number(r.line())),
+    b"r": lambda r: _memo(r, b"r", r.number(4)),
+    b"g": lambda r: _memo(r, b"j", _number(r.line())),
+    b"\x80": _proto,
+    b"\x95": _frame,
+    b".": _stop,
+    **dict.fromkeys((b"\x82", b"\x83", b"\x84"), lambda _: _refused(_EXTENSION)),
+    **dict.fromkeys((b"\x97", b"\x98"), lambda _: _refused(_BUFFER)),
+}
