@@ -39,9 +39,9 @@ def called(function: object, args: tuple[object, ...]) -> object:
     """What `function(*args)` stands for: a plain value, a tensor, or a `Stub`."""
     if type(function) is not GlobalName:
         return Stub(GlobalName("operator", "call"), (function, *args), new=False)
-    builder = _BUILDERS.get((function.module, function.qualname))
-    if builder is not None:
-        value = builder(args)
+    known = _BUILDERS.get(function.qualname)
+    if known is not None and known[0] == function.module:
+        value = known[1](args)
         if value is not LEFT_INERT:
             return value
     return Stub(function, args, new=False)
@@ -77,9 +77,9 @@ def _ordered_dict(args: tuple[object, ...]) -> object:
 
 
 def _size(args: tuple[object, ...]) -> object:
-    match args:
-        case (list(sizes),) | (tuple(sizes),) if _INTEGERS.issuperset(map(type, sizes)):
-            return TorchSize(sizes)
+    sizes = args[0] if len(args) == 1 else None
+    if (type(sizes) is tuple or type(sizes) is list) and _INTEGERS.issuperset(map(type, sizes)):
+        return TorchSize(sizes)
     return LEFT_INERT
 
 
@@ -165,25 +165,25 @@ def _from_type(args: tuple[object, ...]) -> object:
     return LEFT_INERT
 
 
-_BUILDERS: dict[tuple[str, str], Callable[[tuple[object, ...]], object]] = {
-    ("collections", "OrderedDict"): _ordered_dict,
-    ("torch", "Size"): _size,
-    ("builtins", "set"): _set,
-    ("builtins", "frozenset"): _frozenset,
-    ("builtins", "bytes"): _bytes,
-    ("builtins", "bytearray"): _bytearray,
-    ("builtins", "complex"): _complex,
-    ("builtins", "slice"): _slice,
-    ("builtins", "range"): _range,
-    ("builtins", "getattr"): _getattr,
-    ("_codecs", "encode"): _bytes,
-    ("copyreg", "_reconstructor"): _reconstructor,
-    ("copyreg", "__newobj__"): _new,
-    ("torch._utils", "_rebuild_tensor"): rebuilt_tensor,
-    ("torch._utils", "_rebuild_tensor_v2"): rebuilt_tensor,
-    ("torch._utils", "_rebuild_tensor_v3"): rebuilt_typed_tensor,
-    ("torch._utils", "_rebuild_parameter"): rebuilt_parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): rebuilt_parameter,
-    ("torch._tensor", "_rebuild_from_type"): _from_type,
-    ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
+_BUILDERS: dict[str, tuple[str, Callable[[tuple[object, ...]], object]]] = {
+    "OrderedDict": ("collections", _ordered_dict),
+    "Size": ("torch", _size),
+    "set": ("builtins", _set),
+    "frozenset": ("builtins", _frozenset),
+    "bytes": ("builtins", _bytes),
+    "bytearray": ("builtins", _bytearray),
+    "complex": ("builtins", _complex),
+    "slice": ("builtins", _slice),
+    "range": ("builtins", _range),
+    "getattr": ("builtins", _getattr),
+    "encode": ("_codecs", _bytes),
+    "_reconstructor": ("copyreg", _reconstructor),
+    "__newobj__": ("copyreg", _new),
+    "_rebuild_tensor": ("torch._utils", rebuilt_tensor),
+    "_rebuild_tensor_v2": ("torch._utils", rebuilt_tensor),
+    "_rebuild_tensor_v3": ("torch._utils", rebuilt_typed_tensor),
+    "_rebuild_parameter": ("torch._utils", rebuilt_parameter),
+    "_rebuild_parameter_with_state": ("torch._utils", rebuilt_parameter),
+    "_rebuild_from_type": ("torch._tensor", _from_type),
+    "_rebuild_from_type_v2": ("torch._tensor", _from_type),
 }

@@ -19,7 +19,6 @@ import re
 from collections.abc import Callable
 from functools import cache
 from struct import pack
-from typing import NoReturn
 
 __all__ = ["FILL_AND_BUILD", "EndOfPickleError", "PickleFaultError", "RefusedOpcodeError", "Rewriter"]
 
@@ -45,6 +44,10 @@ _REQUESTS = {
 }
 _ARGUMENT_NBYTES = {b"K": 1, b"h": 1, b"q": 1, b"M": 2, b"J": 4, b"j": 4, b"G": 8}
 _COUNT_NBYTES = {b"C": 1, b"\x8a": 1, b"\x8c": 1, b"B": 4, b"X": 4, b"\x8b": 4, b"\x8d": 8, b"\x8e": 8, b"\x96": 8}
+_REFUSED = {
+    **dict.fromkeys((b"\x82", b"\x83", b"\x84"), "asks for a class by a number that only its writer knows (copyreg)"),
+    **dict.fromkeys((b"\x97", b"\x98"), "asks for a buffer that lies outside the file (protocol 5, out of band)"),
+}
 _ESCAPE = re.compile(rb"""(\\(?:[\\'"abfnrtv]|x[0-9a-fA-F]{2}|[0-7]{1,3}))|\\""")
 """An escape of a Python 2 string (group 1), or a backslash that stands for itself."""
 _BATCH_NBYTES = 1 << 12
@@ -105,6 +108,8 @@ class Rewriter:
         if code in _COUNT_NBYTES:
             self.take(self.number(_COUNT_NBYTES[code]))
             return self.data[self.instruction : self.at]
+        if code in _REFUSED:
+            raise RefusedOpcodeError(_REFUSED[code])
         if code not in _STEPS:
             raise PickleFaultError(f"the unknown opcode {code[0]:#04x}")
         return _STEPS[code](self)
@@ -186,7 +191,9 @@ def _memo(r: Rewriter, code: bytes, index: float) -> bytes:
 
 def _proto(r: Rewriter) -> bytes:
     r.protocol = r.number(1)
-    return b"" if r.protocol <= 5 else _refused(f"asks for pickle protocol {r.protocol}; expected 0 to 5")
+    if r.protocol > 5:
+        raise RefusedOpcodeError(f"asks for pickle protocol {r.protocol}; expected 0 to 5")
+    return b""
 
 
 def _frame(r: Rewriter) -> bytes:
@@ -200,12 +207,6 @@ def _stop(r: Rewriter) -> bytes:
     return b"."
 
 
-def _refused(why: str) -> NoReturn:
-    raise RefusedOpcodeError(why)
-
-
-_EXTENSION = "asks for a class by a number that only the writing program knows (copyreg extension)"
-_BUFFER = "asks for a buffer that lies outside the file (pickle protocol 5, out of band)"
 _STEPS: dict[bytes, Callable[[Rewriter], bytes]] = {
     b"I": _int,
     b"L": lambda r: _constant(_number(r.line().removesuffix(b"L"))),
@@ -223,6 +224,4 @@ _STEPS: dict[bytes, Callable[[Rewriter], bytes]] = {
     b"\x80": _proto,
     b"\x95": _frame,
     b".": _stop,
-    **dict.fromkeys((b"\x82", b"\x83", b"\x84"), lambda _: _refused(_EXTENSION)),
-    **dict.fromkeys((b"\x97", b"\x98"), lambda _: _refused(_BUFFER)),
 }

@@ -27,7 +27,7 @@ from ucp.io.pickle.rewrite import FILL_AND_BUILD, EndOfPickleError, PickleFaultE
 
 __all__ = ["Parsed", "TruncatedPickleError", "parse_pickle"]
 
-_NEW = 0x81
+_NEW, _CALL = 0x81, ord("R")
 _MOST_MESSAGE = 500
 """Characters of an error that may quote the file."""
 _Item = TypeVar("_Item")
@@ -106,8 +106,13 @@ class _Machine(pickle.Unpickler):
     def persistent_load(self, request: tuple[object, object, int]) -> object:
         """The answer to a request: operands and code of an instruction."""
         left, right, code = request
-        if code == _NEW and type(left) is GlobalName and type(right) is tuple:  # the commonest, in place
+        if code == _NEW and type(left) is GlobalName and type(right) is tuple:  # the commonest are answered in place
             return Stub(left, right)
+        if code == _CALL and type(right) is tuple:
+            return called(left, right)
+        if code == FILL_AND_BUILD and isinstance(left, tuple):
+            target, state, items = left
+            return self.build(target, self.fill(state, items))
         return _ANSWERS[code](self, left, right)
 
     def fill(self, target: object, items: tuple[object, ...]) -> object:
@@ -200,10 +205,9 @@ def _frozen(items: tuple[object, ...]) -> frozenset[object]:
 
 
 _ANSWERS: dict[int, Callable[..., object]] = {
-    FILL_AND_BUILD: lambda m, operands, _: m.build(operands[0], m.fill(*operands[1:])),
     _NEW: lambda _, cls, args: constructed(cls, _arguments(args)),
     0x92: lambda _, cls, operands: _made_with_names(cls, *operands),
-    ord("R"): lambda _, function, args: called(function, _arguments(args)),
+    _CALL: lambda _, function, args: called(function, _arguments(args)),
     ord("i"): lambda _, args, cls: _instance(cls, *args),
     ord("o"): lambda _, operands, __: _instance(*operands),
     ord("b"): _Machine.build,
