@@ -114,8 +114,8 @@ def read_metadata(path: str) -> DcpMetadata:
         )
     storage = _storage(attributes.get("storage_data"), path)
     reader = _Reader(path, storage)
-    for key, entry in saved.items():
-        reader.take(key, entry)
+    for key in tuple(saved):  # each is let go when it is read
+        reader.take(key, saved.pop(key))
     reader.raise_any()
     planner = attributes.get("planner_data")
     return DcpMetadata(
@@ -245,7 +245,8 @@ def _storage(saved: object, path: str) -> _Places:
     places: _Places = {}
     files: dict[str, str] = {}
     transformed = []
-    for index, info in saved.items():
+    for index in tuple(saved):  # each is let go when it is read
+        info = saved.pop(index)
         where, stored = _state(index), _state(info)
         key, at = where.get("fqn"), where.get("offset")
         offsets = None if at is None else _shape(at)

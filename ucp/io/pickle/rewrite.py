@@ -4,7 +4,7 @@ A pickle is a program for a stack machine. Python's machine in C is fast, but wo
 program says. So each instruction that could do such a thing becomes a request: a tuple of its operands and its code,
 handed to `persistent_load` (BINPERSID). REDUCE, for one, becomes BININT1 'R', TUPLE3, BINPERSID:
 
->>> b"KR\x87Q" in Rewriter(b"(I7\ntR.", 0).body().getbuffer().tobytes()
+>>> b"KR\x87Q" in b"".join(Rewriter(b"(I7\ntR.", 0).body())
 True
 
 What the machine takes memory for is checked first: lengths against the bytes that are there, memo indexes against
@@ -14,13 +14,13 @@ their number. Names, codes and arguments of instructions are those of CPython 3.
 from __future__ import annotations
 
 import codecs
-import io
 import re
+from collections import deque
 from collections.abc import Callable
 from functools import cache
 from struct import pack
 
-__all__ = ["FILL_AND_BUILD", "EndOfPickleError", "PickleFaultError", "RefusedOpcodeError", "Rewriter"]
+__all__ = ["FILL_AND_BUILD", "EndOfPickleError", "Frames", "PickleFaultError", "RefusedOpcodeError", "Rewriter"]
 
 FILL_AND_BUILD = ord("U")
 """Code of the request that SETITEMS and the BUILD after it become: (object, dict, keys and values), None."""
@@ -75,6 +75,18 @@ def _common() -> re.Pattern[bytes]:
     return re.compile(rb"((?:%s)*+)(?:(ub|[QRabdeosu\x81\x90-\x93])|(.*))" % stay, re.DOTALL)
 
 
+class Frames(deque[bytes]):
+    """A file of frames, in the parts that a machine reads them in; each is let go when it is read."""
+
+    def read(self, _: int) -> bytes:
+        """The next part: the instruction FRAME, its length, its bytes."""
+        return self.popleft() if self else b""
+
+    def readline(self) -> bytes:
+        """No line: instructions with lines were replaced."""
+        return b""
+
+
 class Rewriter:
     """One pickle out of some bytes."""
 
@@ -86,9 +98,9 @@ class Rewriter:
         self.is_whole = False
         """Whether STOP was reached."""
 
-    def body(self) -> io.BytesIO:
-        """The rewritten pickle, in frames. Raises PickleFaultError, or UnicodeError for a text of another encoding."""
-        body = io.BytesIO()
+    def body(self) -> Frames:
+        """The rewritten pickle. Raises PickleFaultError, or UnicodeError for a text of another encoding."""
+        body = Frames()
         while not self.is_whole:
             stop = min(self.at + _BATCH_NBYTES, len(self.data))
             found = _common().findall(self.data, self.at, stop)
@@ -97,8 +109,8 @@ class Rewriter:
             piece = b"".join([stays + _REQUESTS[asks] for stays, asks, _ in found])
             if rest or stop == len(self.data):
                 piece += self._step(self.take(1))
-            body.write(b"\x95" + pack("<Q", len(piece)) + piece)
-        body.seek(0)
+            if piece:
+                body += (b"\x95", pack("<Q", len(piece)), piece)
         return body
 
     def _step(self, code: bytes) -> bytes:

@@ -11,7 +11,6 @@ hashed (`keys`).
 
 from __future__ import annotations
 
-import io
 import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
@@ -23,7 +22,14 @@ from ucp.core.pickle_values import GlobalName, Stub
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.interpret import called, constructed, set_attributes
 from ucp.io.pickle.keys import Keys, check_keys
-from ucp.io.pickle.rewrite import FILL_AND_BUILD, EndOfPickleError, PickleFaultError, RefusedOpcodeError, Rewriter
+from ucp.io.pickle.rewrite import (
+    FILL_AND_BUILD,
+    EndOfPickleError,
+    Frames,
+    PickleFaultError,
+    RefusedOpcodeError,
+    Rewriter,
+)
 
 __all__ = ["Parsed", "TruncatedPickleError", "parse_pickle"]
 
@@ -83,7 +89,15 @@ def parse_pickle(
         ) from None
     except UnicodeError:
         got = "text that is not in the encoding of its opcode"
-    except (PickleFaultError, pickle.UnpicklingError, LookupError, ValueError, TypeError, RecursionError) as error:
+    except (
+        PickleFaultError,
+        pickle.UnpicklingError,
+        LookupError,
+        ValueError,
+        TypeError,
+        RecursionError,
+        EOFError,
+    ) as error:
         got = str(error)[:_MOST_MESSAGE]
     at = "the pickle" if rewriter.is_whole else f"byte {rewriter.instruction} of the pickle"
     raise MalformedError(f"{where}: {at} cannot be read: {got}. {_REMEDY}")
@@ -92,7 +106,7 @@ def parse_pickle(
 class _Machine(pickle.Unpickler):
     """Python's machine, which runs a rewritten pickle."""
 
-    def __init__(self, body: io.BytesIO, protocol: int, persistent: Callable[[object], object] | None) -> None:
+    def __init__(self, body: Frames, protocol: int, persistent: Callable[[object], object] | None) -> None:
         super().__init__(body)
         self._protocol = protocol
         self._persistent = persistent
