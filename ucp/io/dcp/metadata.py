@@ -134,6 +134,12 @@ def _read_root(path: str) -> object:
     megatron-core saves them as the last attribute, and they are as long as all the rest. The pickle is closed before
     them: SETITEMS and BUILD end the object, STOP the pickle. Where that does not give a whole object, all is read.
     """
+    root = _read_without_plans(path)
+    return root if _is_whole(root) else read_pickle(path)
+
+
+def _read_without_plans(path: str) -> object:
+    """The pickle at `path` closed before its plans; None where that cannot be."""
     with open_source(path) as file:
         data = file.read(0, file.nbytes)
     at = data.rfind(_PLANS)
@@ -142,10 +148,10 @@ def _read_root(path: str) -> object:
             closed = data[:at] + _CLOSED + data[at + len(_CLOSED) :]
             parsed = parse_pickle(closed, where=path)
         except MalformedError:
-            parsed = None
-        if parsed is not None and parsed.end == at + len(_CLOSED) and _is_whole(parsed.value):
+            return None
+        if parsed.end == at + len(_CLOSED):
             return parsed.value
-    return read_pickle(path)
+    return None
 
 
 def _is_whole(root: object) -> bool:
