@@ -78,9 +78,9 @@ def _common() -> re.Pattern[bytes]:
 class Frames(deque[bytes]):
     """A file of frames, in the parts that a machine reads them in; each is let go when it is read."""
 
-    def read(self, _: int) -> bytes:
-        """The next part: the instruction FRAME, its length, its bytes."""
-        return self.popleft() if self else b""
+    def read(self, nbytes: int) -> bytes:
+        """The next part: the instruction FRAME, its length, its bytes. Empty bytes may lie between two frames."""
+        return self.popleft() if self and nbytes else b""
 
     def readline(self) -> bytes:
         """No line: instructions with lines were replaced."""
