@@ -46,5 +46,9 @@ class Replicate:
         return (RegionPair(whole, whole, self.holders.index(index) if self.holders else index),)
 
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The shape that all holders have. Raises ValueError when they differ."""
-        return common_shape([local_shapes[index] for index in self.holders] or local_shapes)
+        """The shape that all holders have. Raises ValueError when they differ, or another part holds elements."""
+        holders = self.holders or range(len(local_shapes))
+        others = [shape for index, shape in enumerate(local_shapes) if index not in holders and shape and all(shape)]
+        if others:
+            raise ValueError(f"expected elements on parts {list(holders)} only; got {[list(own) for own in others]}")
+        return common_shape([local_shapes[index] for index in holders])

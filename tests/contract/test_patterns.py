@@ -31,6 +31,18 @@ class TestReplicate(PatternContract):
         assert Replicate().overlap is Overlap.EQUAL
 
 
+class TestReplicateOnSome(PatternContract):
+    """An embedding that the first and the last stage of a pipeline share."""
+
+    cases = tuple((Replicate(holders=(0, parts - 1)), shape, parts) for shape in SHAPES for parts in PARTS if parts > 1)
+
+    def test_holders_are_parts_in_order(self):
+        with pytest.raises(ValueError, match="increasing order; got \\(3, 0\\)"):
+            Replicate(holders=(3, 0))
+        with pytest.raises(ValueError, match="not all among 2 parts"):
+            Replicate(holders=(0, 3)).regions((4,), 2, 0)
+
+
 class TestPartial(PatternContract):
     cases = tuple((Partial(), shape, parts) for shape in SHAPES for parts in PARTS)
 

@@ -256,7 +256,7 @@ class _States:
                 fragments = (self._stored(label, described, whole),)
         return StateIndex(
             dtype=dtype,
-            global_shape=shape,
+            global_shape=(*map(int, shape),),  # a tuple of its own: a pickle of it says which objects are one
             fragments=fragments,
             overlap=overlap,
             digests=digests,

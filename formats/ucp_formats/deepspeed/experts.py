@@ -64,6 +64,12 @@ class Numbered:
         found = _EXPERT.fullmatch(name)
         return None if found is None else int(found[2]) // (self.counts[found[1]] // ep)
 
+    def owners(self, names: Iterable[str], ep: int) -> dict[str, int]:
+        """Parameters of experts to the rank of `ep` that has them, but of layers that `ep` does not divide."""
+        found = {name: form for name in names if (form := _EXPERT.fullmatch(name)) is not None}
+        even = {name: self.counts[form[1]] // ep for name, form in found.items() if self.counts[form[1]] % ep == 0}
+        return {name: int(found[name][2]) // each for name, each in even.items()}
+
     def local(self, name: str, ep: int) -> str:
         """The name by the number on its own rank."""
         found = _EXPERT.fullmatch(name)

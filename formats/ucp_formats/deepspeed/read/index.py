@@ -183,13 +183,10 @@ def atoms_of(
 
 def _layouts(module: ModulePart, states: Mapping[str, Mapping[str, State]], mesh: Mesh) -> dict[str, Layout]:
     """How each parameter lies over the axes: its weight, as the optimizer has it or else the module."""
-    tensors: dict[str, State | None] = {name: entry.tensor for name, entry in module.entries.items()}
-    tensors |= {name: own[WEIGHT] for name, own in states.items() if WEIGHT in own}
-    return {
-        name: mesh.layout(name, Layout(flat=tensor.layout.flat))
-        for name, tensor in tensors.items()
-        if isinstance(tensor, StoredTensor)
-    }
+    tensors = {name: entry.tensor for name, entry in module.entries.items() if entry.tensor is not None}
+    layouts = {name: mesh.layout(name, Layout(flat=tensor.layout.flat)) for name, tensor in tensors.items()}
+    masters = ((name, own.get(WEIGHT)) for name, own in states.items())
+    return layouts | {name: master.layout for name, master in masters if isinstance(master, StoredTensor)}
 
 
 def _atom(

@@ -54,6 +54,8 @@ class RankPart:
     """Its module; empty where another part has it."""
     optimizer: OptimizerPart = field(default_factory=OptimizerPart)
     """Its optimizer; empty where another part has it."""
+    dp: int = 0
+    """Data-parallel rank that wrote it, where each tensor is whole on every rank."""
     untrained: tuple[str, ...] = ()
     """Frozen parameters and buffers that its stage is known to have."""
 
@@ -101,9 +103,7 @@ def _stages(parts: Sequence[RankPart]) -> dict[str, tuple[int, ...]]:
 def _owners(parts: Sequence[RankPart], ep: int) -> dict[str, int]:
     """Expert-parallel rank, of `ep`, that has each parameter of an expert; none with one rank."""
     names = _names(own for part in parts for own in (part.module.entries, part.optimizer.states))
-    numbered = Numbered.of(names)
-    owners = {name: numbered.owner(name, ep) for name in names} if ep > 1 else {}
-    return {name: owner for name, owner in owners.items() if owner is not None}
+    return Numbered.of(names).owners(names, ep) if ep > 1 else {}
 
 
 def _layouts(parts: Sequence[RankPart], tp: int, rules: Rules, where: str) -> dict[str, TensorLayout]:
@@ -184,8 +184,11 @@ class _Merger:
         self, name: str, held: Sequence[tuple[RankPart, StoredTensor]], *, in_stage: bool = False
     ) -> StoredTensor:
         """A tensor of several ranks as one; `in_stage`: each copy of it is whole in a file of its own."""
+        of_expert = name in self.mesh.owners
         every = [
-            self.mesh.laid_out(name, own, in_stage=in_stage, pp=part.order, tp=part.tp, ep=part.order)
+            self.mesh.laid_out(
+                name, own, in_stage=in_stage, pp=part.order, ep=part.order, tp=part.tp, dp=0 if of_expert else part.dp
+            )
             for part, own in held
         ]
         return replace(every[0], parts=tuple(laid for own in every for laid in own.parts))

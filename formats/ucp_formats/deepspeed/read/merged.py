@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING
 
 from ucp.contract.registry import pattern
@@ -42,16 +43,16 @@ class Mesh:
     """Tensor to its layout over the tensor-parallel ranks; empty with one."""
 
     def layout(self, name: str, own: Layout) -> Layout:
-        """The layout of a tensor over all axes; `own`: over the data-parallel ranks that cut it, if they do."""
+        """The layout of a tensor over all axes; `own`: as its own file says, over the ranks that cut it."""
         axes: list[AxisLayout] = []
         stages = self.stages.get(name, ())
         if self.pp > 1 and stages:
             by = pattern("unique", owner=stages[0]) if len(stages) == 1 else pattern("replicate", holders=stages)
             axes.append(AxisLayout("pp", self.pp, by, self.known_from.get("pp", "")))
-        if name in self.owners:
+        if name in self.owners and not own.axes:
             by = pattern("unique", owner=self.owners[name])
             axes.append(AxisLayout("ep", self.ep, by, self.known_from.get("ep", "")))
-        return self.in_stage(name, own, tuple(axes))
+        return self.in_stage(name, own, (*axes, *own.axes))
 
     def laid_out(self, name: str, tensor: StoredTensor, *, in_stage: bool, **coords: int) -> StoredTensor:
         """A tensor of the model-parallel rank at `coords`, over all axes; `in_stage`: but for those outside a stage."""
@@ -71,7 +72,7 @@ class Mesh:
         if name in self.tensors:
             layout = self.tensors[name]
             outer = (*outer, AxisLayout("tp", layout.parts, layout.pattern, self.known_from.get("tp", "")))
-        copies = self.dp // self.ep if name in self.owners else self.dp
+        copies = self.dp // prod(axis.parts for axis in outer if axis.axis == "ep")
         if copies > 1 and not own.flat:
             outer = (*outer, _replicated(copies, self.known_from.get("dp", "")))
         return Layout(outer, own.flat) if outer else own

@@ -18,7 +18,7 @@ from ucp.contract.rank_extras import Checksums, per_rank_extras
 from ucp.contract.scalars import number_state, scalar_state
 from ucp.core.fragments import Fragment, Stored
 from ucp.core.index import Extra, StateIndex
-from ucp.core.layout import Layout
+from ucp.core.layout import AxisLayout, Layout
 from ucp.core.names import WEIGHT
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef, contiguous_strides
@@ -59,6 +59,8 @@ class Bucket:
     """One per rank."""
     coords: Mapping[str, int] = field(default_factory=dict)
     """Place of these ranks along other axes."""
+    axes: tuple[AxisLayout, ...] = ()
+    """How the parameters lie over those."""
 
 
 @dataclass(slots=True)
@@ -147,13 +149,14 @@ class _Reader:
             return
         first = next(iter(tensors.values()))
         places = self._places(layout)
+        whole = Layout(self.bucket.axes)
         for param, shape in self.bucket.shapes.items():
             place = places.get(param)
             if place is None:
-                own = LaidOut(Layout(), (Stored(self.bucket.coords, first),))
+                own = LaidOut(whole, (Stored(self.bucket.coords, first),))
             elif layout.ranks == 1:
                 ref = first.strided(place.starts[0][1], shape, contiguous_strides(shape))
-                own = LaidOut(Layout(), (Stored(self.bucket.coords, ref),))
+                own = LaidOut(whole, (Stored(self.bucket.coords, ref),))
             else:
                 stored = [Stored(self.coords[rank], tensors[rank], start) for rank, start in place.starts]
                 own = LaidOut(place.layout, tuple(stored))
@@ -165,7 +168,7 @@ class _Reader:
             own = Layout()
             found: dict[str, _Places] = {}
             for param, axis in layout.axes().items():
-                own = own if own.flat and own.flat[0] is axis else Layout(flat=(axis,))
+                own = own if own.flat and own.flat[0] is axis else Layout(self.bucket.axes, (axis,))
                 found[param] = _Places(own)
             for rank in self.files:
                 for param, start in layout.starts_on(rank).items():

@@ -191,5 +191,8 @@ def read_expert_ranks(grid: SavedGrid, file: SavedFile, experts: Experts, checks
     ]
     parts[0].groups = [replace(group, params=own) for group, own in zip(parts[0].groups, members, strict=True)]
     yield RankPart(mp=0, tp=0, order=0, module=read_whole_module(file, trained), optimizer=parts[0])
+    contiguous = grid.first.config.raw.get("use_data_before_expert_parallelism") is True
     for rank, part in enumerate(parts[1:], start=1):
-        yield RankPart(mp=0, tp=0, order=rank, optimizer=part)
+        yield RankPart(
+            mp=0, tp=0, order=rank, dp=rank * (grid.first.ranks // ep) if contiguous else rank, optimizer=part
+        )

@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
+from ucp.contract.registry import pattern
 from ucp.core.index import ParamGroup
+from ucp.core.layout import AxisLayout
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, integer, mapping, sequence, shapes, tensor, text
@@ -108,6 +110,8 @@ class _Named(NamedTuple):
     """What messages call it."""
     coords: Mapping[str, int]
     """Place of the ranks along other axes."""
+    axes: tuple[AxisLayout, ...]
+    """These axes."""
 
 
 class _FlatReader:
@@ -144,8 +148,9 @@ class _FlatReader:
         for expert_rank, subset in enumerate(subsets):
             label = f"group {number}" + (f" of expert-parallel rank {expert_rank}" if len(subsets) > 1 else "")
             files = [self.files[rank] for rank in subset]
-            coords = {"ep": expert_rank} if len(subsets) > 1 else {}
-            found, order = self._read_share(number, own, files, _Named(label, coords))
+            owner = AxisLayout("ep", len(subsets), pattern("unique", owner=expert_rank), "partition_count")
+            at = _Named(label, {"ep": expert_rank}, (owner,) if len(subsets) > 1 else ())
+            found, order = self._read_share(number, own, files, at)
             named = partial(self.placed.named, rank=expert_rank)
             found.states = {named(name): states for name, states in found.states.items()}
             self.part.add(found)
@@ -166,6 +171,7 @@ class _FlatReader:
         bucket = Bucket(
             label=at.label,
             coords=at.coords,
+            axes=at.axes,
             shapes=own,
             layouts=(buffer,),
             state_layouts=(WholeParameters(buffer),),
