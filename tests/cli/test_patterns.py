@@ -156,17 +156,17 @@ def test_the_nearest_family_alone_says_what_speaks_against_it(ucp: Run, tmp_path
         (
             "z3-dp4-bf16/checkpoint",
             "dp    param_shapes of zero_pp_rank_0_",
-            ["emb.weight", "1", "11x7", "dp: chunk(dim=0)"],
+            ["emb.weight", "1", "11x7", "dp: flat chunk(dim=0)"],
         ),
         (
             "z1-tp2-dp2/checkpoint",
             "tp    universal_checkpoint_info of mp_rank_00_model_states.pt",
-            ["block.down.weight", "1", "8x32", "tp: shard(dim=1); dp: partition(share=280)"],
+            ["block.down.weight", "1", "8x32", "tp: shard(dim=1); dp: flat partition(share=280)"],
         ),
         (
             "z1-ep2-dp4/checkpoint",
             "ep    names of the layer_*_expert_*",
-            ["moe.deepspeed_moe.experts.deepspeed_experts.#.weight", "4", "8x8", "ep: unique; dp: partition(share=64)"],
+            ["moe.deepspeed_moe.experts.deepspeed_experts.#.weight", "4", "8x8", "ep: unique; dp: flat partition(share=64)"],
         ),
         (
             "z1-pp2-dp2/checkpoint",

@@ -104,7 +104,11 @@ class AtomIndex:
     @property
     def patterns(self) -> Mapping[str, str]:
         """Mesh axis to the name of the pattern it was laid out by."""
-        return {axis.axis: axis.pattern.name for axis in self.layout.every if axis.parts > 1} or self.origin
+        over_dims = {axis.axis: axis.pattern.name for axis in self.layout.axes if axis.parts > 1}
+        return {
+            **over_dims,
+            **{own.axis: f"flat {own.pattern.name}" for own in self.layout.flat if own.parts > 1},
+        } or self.origin
 
     def is_count(self, state: str) -> bool:
         """Whether a state is one number for the whole parameter, such as `step`: 0-d, or a tensor of one element."""
