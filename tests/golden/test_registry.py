@@ -10,7 +10,7 @@ from tests.registry import checkpoints, count
 from ucp.contract import registry
 
 
-@pytest.mark.parametrize("path", checkpoints(), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", [*checkpoints()], ids=lambda path: path.parent.name)
 def test_patterns_place_what_is_read(path: Path) -> None:
     format_, evidence = registry.recognise(path)
     pairs = count(format_.read(evidence.root))
