@@ -166,7 +166,12 @@ def test_the_nearest_family_alone_says_what_speaks_against_it(ucp: Run, tmp_path
         (
             "z1-ep2-dp4/checkpoint",
             "ep    names of the layer_*_expert_*",
-            ["moe.deepspeed_moe.experts.deepspeed_experts.#.weight", "4", "8x8", "ep: unique; dp: flat partition(share=64)"],
+            [
+                "moe.deepspeed_moe.experts.deepspeed_experts.#.weight",
+                "4",
+                "8x8",
+                "ep: unique; dp: flat partition(share=64)",
+            ],
         ),
         (
             "z1-pp2-dp2/checkpoint",

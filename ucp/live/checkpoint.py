@@ -22,7 +22,7 @@ from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Locator, Slice, resolve
 from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
-from ucp.errors import MissingLibraryError, NoSuchNameError, counted
+from ucp.errors import MissingLibraryError, NoSuchNameError, UsageError, counted
 from ucp.transfer.gather import Gatherer, Sources
 
 if TYPE_CHECKING:
@@ -93,6 +93,10 @@ class _Atoms(Mapping[str, Atom]):
         if name not in self._index.atoms:
             raise NoSuchNameError(_unknown(self._index, name))
         return Atom(self._index.atoms[name])
+
+    def __repr__(self) -> str:
+        names = ", ".join(self._index.atoms)
+        return f"<{counted(len(self), 'atom')}: {names if len(names) < _LONG else names[:_LONG] + '...'}>"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._index.atoms)
@@ -176,7 +180,12 @@ class Checkpoint:
         return _read(source, box, f"{name}/{state}")
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
-        """The tensor that an extra refers to, e.g. a random state. Raises MissingLibraryError without torch."""
+        """The tensor that an extra refers to, e.g. a random state.
+
+        Raises UsageError for what is no reference, MissingLibraryError without torch.
+        """
+        if not isinstance(ref, TensorRef):
+            raise UsageError(f"expected a TensorRef out of `.extras`; got {type(ref).__name__}, which is no tensor")
         whole = Box.whole(ref.shape)
         fragment = Fragment(box=whole, ref=ref)
         return _read(StateIndex(dtype=ref.dtype, global_shape=ref.shape, fragments=(fragment,)), whole, ref.path)
@@ -192,6 +201,8 @@ class Checkpoint:
         return states[state]
 
 
+_LONG = 1000
+"""Characters of names that are shown at once."""
 _SHOWN = 50
 """Parameters that a notebook shows."""
 

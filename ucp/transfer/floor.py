@@ -7,6 +7,7 @@ write it. How near a conversion comes is its rate over that of a copy with diges
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ import xxhash
 from zlib_ng import zlib_ng
 
 from ucp.core.slices import block_ranges
-from ucp.errors import SourceError, UsageError
+from ucp.errors import DestinationError, SourceError, UsageError
 from ucp.io.write import read_back, write_at
 
 __all__ = ["Rate", "floor"]
@@ -53,12 +54,15 @@ class Rate:
 def floor(folder: Path, nbytes: int, workers: int) -> Iterator[Rate]:
     """Rates of every way, as they are measured, in `folder`, in files of `nbytes` that are deleted afterwards.
 
-    `workers`: threads, beside one alone. Raises UsageError, SourceError.
+    `workers`: threads, beside one alone. Raises UsageError, SourceError, DestinationError.
     """
     if nbytes < WINDOW:
         raise UsageError(f"expected {WINDOW} bytes or more to measure with; got {nbytes}")
     if not folder.is_dir():
         raise SourceError(f"expected a folder to measure in; {folder} is none")
+    free = shutil.disk_usage(folder).free
+    if free < 2 * nbytes:
+        raise DestinationError(f"expected {2 * nbytes:,} bytes free in {folder}; there are {free:,}: lower --size")
     with TemporaryDirectory(dir=folder, prefix=".ucp-bench-") as work, _Files(Path(work), nbytes) as files:
         yield files.rate("write", 1, files.write)
         yield files.rate("write and fsync", 1, files.write_through)

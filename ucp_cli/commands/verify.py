@@ -78,7 +78,7 @@ def _verdict(report: VerifyReport) -> str:
 
 
 def _parts(report: VerifyReport) -> list[RenderableType | None]:
-    equal = "rounds from" if report.casts else "equal to"
+    same = f"{report.against}{', after the casts below' if report.casts else ''}"
     checked = f"{nbytes_text(report.checked_bytes)} against checksums" if report.checked_bytes else ""
     whole = "whole and undamaged" if report.changes else ""
     not_compared = report.against if report.problems and report.against else ""
@@ -88,11 +88,11 @@ def _parts(report: VerifyReport) -> list[RenderableType | None]:
             [
                 ("in itself", whole),
                 ("checked", checked),
-                (equal, (report.against or "") if report.ok else ""),
+                ("equal to", same if report.against and report.ok else ""),
                 ("not compared with", not_compared),
             ]
         ),
-        lines("Compared after these casts", report.casts, style="yellow"),
+        lines("Casts", report.casts, style="yellow"),
         lines("Damage", [line for line in report.problems if line not in report.drift], style="red"),
         lines("Copies that differ", report.drift, style="red"),
         lines("Notes", report.notes),

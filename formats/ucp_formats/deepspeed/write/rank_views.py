@@ -119,9 +119,8 @@ def check_cuts(facts: RunFacts, tp: int) -> None:
     """Raise TopologyError where the source does not say how `tp` tensor-parallel ranks cut parameters."""
     if tp > 1 and facts.rules is None:
         raise TopologyError(
-            f"expected universal_checkpoint_info in {facts.index.path}, which says how parameters are cut over "
-            f"{tp} tensor-parallel ranks; there is none, only runs of DeepSpeed with tensor parallelism record it. "
-            "Write files for tp=1"
+            f"expected universal_checkpoint_info for tp={tp}, which says how parameters are cut over ranks: only "
+            f"sources of DeepSpeed with tensor parallelism have it; {facts.index.path} has none. Write files for tp=1"
         )
 
 

@@ -68,7 +68,7 @@ def stage_settings(texts: Mapping[str, str]) -> StageSettings:
         spans = pairwise(re.findall(r"\d+", text) if name in ("stages", "partition") else ())
         if not (form and re.fullmatch(form, text) and all(int(one) < int(other) for one, other in spans)):
             wrong.append(f"{name}={text}: {f'expected {words}' if form else 'no such setting'}")
-    if texts and ("stages" in texts) == ("partition" in texts):
+    if texts.keys() & _FORMS.keys() and ("stages" in texts) == ("partition" in texts):
         wrong.append("say either stages or partition")
     if wrong:
         raise UsageError(

@@ -21,12 +21,12 @@ from ucp_formats.deepspeed.write.run import RunFacts
 
 __all__ = ["Stages", "stages_of"]
 
-_SAY = (
-    "say --set stages=0,3,5,9 (the first layer of each stage, then the number of layers; PipelineModule prints them) "
-    "or --set partition=uniform, parameters or type:2-25 (the run's partition_method), and --set tied=embed:8 for a "
-    "layer without a file (forward_fn) that uses a tied layer again; or write --to deepspeed-universal, which loads at "
-    "any number of stages"
+_STAGES = (
+    "--set stages=0,3,5,9 (the first layer of each stage, then the number of layers; PipelineModule prints them) or "
+    "--set partition=uniform, parameters or type:2-25 (the run's partition_method)"
 )
+_TIED = "--set tied={}:8 (the number of the layer without a file, a forward_fn, that uses the tied layer again)"
+_ELSE = "or write --to deepspeed-universal, which loads at any number of stages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,16 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
     wrong = list(_misfits(pipeline, settings, layers, count))
     if wrong:
         raise UsageError(f"--set does not fit {facts.index.path}:\n{listed(wrong)}")
-    unknown = [f"tied_modules.{key}" for key in pipeline.hidden(settings.tied) if count > 1 or len(uses) > 1]
-    if unknown or (count > 1 and not settings.partitions):
-        tied = f", nor which layers use {', '.join(unknown)} again" if unknown else ""
+    hidden = [key for key in pipeline.hidden(settings.tied) if count > 1 or len(uses) > 1]
+    lacking = [_STAGES] if count > 1 and not settings.partitions else []
+    lacking += [_TIED.format(key) for key in hidden]
+    if lacking:
+        keys = ", ".join(f"tied_modules.{key}" for key in hidden)
+        which = [*(["how a run partitions its layers"] if len(lacking) > len(hidden) else [])]
+        which += [f"which layers use {keys} again"] if hidden else []
         raise TopologyError(
             f"expected the layers of each stage for pp={count}; {facts.index.path} is of pp={len(pipeline.stages)}, "
-            f"and DeepSpeed does not record how a run partitions its layers{tied}: {_SAY}"
+            f"and DeepSpeed does not record {', nor '.join(which)}: say {', and '.join(lacking)}; {_ELSE}"
         )
     bounds = settings.bounds or _partitioned(facts, settings, uses, layers, count)
     places = _places(facts, uses, bounds)
@@ -131,7 +135,7 @@ def _places(facts: RunFacts, uses: Uses, bounds: Sequence[int]) -> list[Mapping[
     if bare:
         raise TopologyError(
             f"expected trained parameters on each stage, as DeepSpeed makes no optimizer without; of stages="
-            f"{','.join(map(str, bounds))} there are none on {', '.join(bare)}. Choose other stages or fewer: {_SAY}"
+            f"{','.join(map(str, bounds))} there are none on {', '.join(bare)}. Choose other stages or fewer, {_ELSE}"
         )
     return [*places]
 
