@@ -24,6 +24,8 @@ __all__ = ["called", "constructed", "set_attributes"]
 _LATIN1 = frozenset({"latin1", "latin-1", "iso-8859-1"})
 _INTEGERS = frozenset({int})
 _MOST_BITS = 64
+_LONGEST_NAME = 1000
+"""Characters of a dotted name that is put together."""
 _PLAIN_TENSORS = frozenset(
     {
         GlobalName("torch", "Tensor"),
@@ -61,7 +63,7 @@ def set_attributes(target: OrderedDict[object, object], state: object) -> None:
     if type(state) is not dict:
         raise ValueError(f"expected the attributes of an OrderedDict as a dict; got a {type(state).__name__}")
     for name, value in state.items():
-        if type(name) is not str or hasattr(OrderedDict, name):
+        if type(name) is not str or name.startswith("__") or hasattr(OrderedDict, name):
             raise ValueError("expected attributes of an OrderedDict that hide none of its own")
         setattr(target, name, value)
 
@@ -141,7 +143,9 @@ def _is_short(value: object) -> bool:
 def _getattr(args: tuple[object, ...]) -> object:
     """The dotted name of getattr(<name>, "attribute"), which is how protocols 0 to 3 write nested classes."""
     match args:
-        case (GlobalName(module, qualname), str(attribute)) if attribute.isidentifier():
+        case (GlobalName(module, qualname), str(attribute)) if (
+            len(qualname) + len(attribute) <= _LONGEST_NAME and attribute.isidentifier()
+        ):
             return GlobalName(module, f"{qualname}.{attribute}")
     return LEFT_INERT
 

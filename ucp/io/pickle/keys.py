@@ -30,6 +30,8 @@ _NUMBERS_APART = range(1 - _APART, _APART)
 _SIMPLE = frozenset({str, bool, float, bytes, type(None), GlobalName, Stub})
 """Types of which a writer cannot choose many keys of one hash."""
 _LEAVES = _SIMPLE | {complex, TensorRef, InlineTensor, StorageRef}
+_MOST_TEXT = 1 << 16
+"""Characters and bytes in a key of several members: those of keys that are equal are compared one by one."""
 _MOST_BITS = 1 << 12
 """Bits of a whole number in a key: hashing reads all of them, each time."""
 
@@ -62,7 +64,7 @@ def check_keys(keys: Iterable[object]) -> None:
 
 
 def _check_nodes(key: object) -> None:
-    rest, count = [key], 0
+    rest, count, text = [key], 0, 0
     while rest:
         node = rest.pop()
         count += 1
@@ -70,6 +72,10 @@ def _check_nodes(key: object) -> None:
             if count + len(rest) + len(node) > _MOST_NODES:
                 raise ValueError(f"expected a key of at most {_MOST_NODES} members, those of its members counted")
             rest.extend(node)
+        elif isinstance(node, str | bytes):
+            text += len(node)
+            if text > _MOST_TEXT:
+                raise ValueError(f"expected a key with at most {_MOST_TEXT} characters in its members")
         elif isinstance(node, range):
             rest += (node.start, node.stop, node.step)
         elif isinstance(node, int):

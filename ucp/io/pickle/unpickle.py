@@ -14,7 +14,7 @@ from __future__ import annotations
 import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
@@ -34,6 +34,8 @@ from ucp.io.pickle.rewrite import (
 __all__ = ["Parsed", "TruncatedPickleError", "parse_pickle"]
 
 _NEW, _CALL = 0x81, ord("R")
+_VALUES_PER_BYTE, _FREE_VALUES = 8, 10_000
+"""Values, at most, that calls copy: elements of their arguments, and of those."""
 _MOST_MESSAGE = 500
 """Characters of an error that may quote the file."""
 _Item = TypeVar("_Item")
@@ -78,7 +80,7 @@ def parse_pickle(
     rewriter = Rewriter(data, start)
     try:
         body = rewriter.body()
-        return Parsed(_Machine(body, rewriter.protocol, persistent).load(), rewriter.at)
+        return Parsed(_Machine(body, rewriter.protocol, rewriter.at - start, persistent).load(), rewriter.at)
     except EndOfPickleError as error:
         raise TruncatedPickleError(
             f"{where}: expected the rest of a pickle at byte {len(data)}; the bytes end there. Copy the file again"
@@ -97,6 +99,7 @@ def parse_pickle(
         TypeError,
         RecursionError,
         EOFError,
+        MemoryError,
     ) as error:
         got = str(error)[:_MOST_MESSAGE]
     at = "the pickle" if rewriter.is_whole else f"byte {rewriter.instruction} of the pickle"
@@ -106,12 +109,13 @@ def parse_pickle(
 class _Machine(pickle.Unpickler):
     """Python's machine, which runs a rewritten pickle."""
 
-    def __init__(self, body: Frames, protocol: int, persistent: Callable[[object], object] | None) -> None:
+    def __init__(self, body: Frames, protocol: int, nbytes: int, persistent: Callable[[object], object] | None) -> None:
         super().__init__(body)
         self._protocol = protocol
         self._persistent = persistent
         self._keys = Keys()
         self._names: dict[tuple[str, str], GlobalName] = {}
+        self._left = _VALUES_PER_BYTE * nbytes + _FREE_VALUES
 
     def find_class(self, module: str, qualname: str) -> NoReturn:
         """Refuse to import: a rewritten pickle asks for names as for all the rest."""
@@ -123,11 +127,24 @@ class _Machine(pickle.Unpickler):
         if code == _NEW and type(left) is GlobalName and type(right) is tuple:  # the commonest are answered in place
             return Stub(left, right)
         if code == _CALL and type(right) is tuple:
-            return called(left, right)
+            return called(left, self.counted(right))
         if code == FILL_AND_BUILD and isinstance(left, tuple):
             target, state, items = left
             return self.build(target, self.fill(state, items))
         return _ANSWERS[code](self, left, right)
+
+    def counted(self, args: object) -> tuple[object, ...]:
+        """The arguments of a call, which may copy them: instructions of a few bytes may repeat it without end."""
+        if type(args) is not tuple:
+            raise PickleFaultError(f"a call whose arguments are a {type(args).__name__}; expected a tuple")
+        self.count(len(args) + sum(len(own) for own in args if isinstance(own, Sized)))
+        return args
+
+    def count(self, values: int) -> None:
+        """Take so many values for copied. Raises PickleFaultError when no file of this length has so many."""
+        self._left -= values
+        if self._left < 0:
+            raise PickleFaultError("calls that copy the same values again and again")
 
     def fill(self, target: object, items: tuple[object, ...]) -> object:
         """`target` with keys and values set."""
@@ -152,6 +169,7 @@ class _Machine(pickle.Unpickler):
                 raise PickleFaultError("a second state for one object")
             target.state, target.has_state = state, True
         elif type(target) is OrderedDict:
+            self.count(len(state) if type(state) is dict else 0)
             set_attributes(target, state)
         else:
             raise PickleFaultError(f"the state of an object given to a {type(target).__name__}")
@@ -194,16 +212,11 @@ def _longer(known: Sequence[_Item], more: Iterable[_Item]) -> list[_Item]:
     return items
 
 
-def _arguments(args: object) -> tuple[object, ...]:
-    if type(args) is not tuple:
-        raise PickleFaultError(f"a call whose arguments are a {type(args).__name__}; expected a tuple")
-    return args
-
-
-def _made_with_names(cls: object, args: object, kwargs: object) -> Stub:
+def _made_with_names(machine: _Machine, cls: object, args: object, kwargs: object) -> Stub:
     if type(kwargs) is not dict or not all(type(key) is str for key in kwargs):
         raise PickleFaultError("an object whose arguments are not a tuple and a dict of names")
-    return constructed(cls, _arguments(args), kwargs)
+    machine.count(len(kwargs))
+    return constructed(cls, machine.counted(args), kwargs)
 
 
 def _instance(*operands: object) -> object:
@@ -219,11 +232,11 @@ def _frozen(items: tuple[object, ...]) -> frozenset[object]:
 
 
 _ANSWERS: dict[int, Callable[..., object]] = {
-    _NEW: lambda _, cls, args: constructed(cls, _arguments(args)),
-    0x92: lambda _, cls, operands: _made_with_names(cls, *operands),
-    _CALL: lambda _, function, args: called(function, _arguments(args)),
-    ord("i"): lambda _, args, cls: _instance(cls, *args),
-    ord("o"): lambda _, operands, __: _instance(*operands),
+    _NEW: lambda m, cls, args: constructed(cls, m.counted(args)),
+    0x92: lambda m, cls, operands: _made_with_names(m, cls, *operands),
+    _CALL: lambda m, function, args: called(function, m.counted(args)),
+    ord("i"): lambda m, args, cls: _instance(cls, *m.counted(args)),
+    ord("o"): lambda m, operands, _: _instance(*m.counted(operands)),
     ord("b"): _Machine.build,
     ord("u"): _Machine.fill,
     ord("d"): lambda m, items, _: m.fill({}, items),

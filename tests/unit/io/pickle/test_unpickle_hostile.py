@@ -10,6 +10,7 @@ import contextlib
 import io
 import pickle
 import sys
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -205,3 +206,50 @@ def test_a_hostile_object_saved_by_torch(tmp_path: Path) -> None:
         assert isinstance(root, dict)
         assert root["x"][0].made_by == GlobalName("builtins", "exec")
         assert not canary.exists()
+
+
+def again(function: bytes, args: bytes, times: int, *, then: bytes = b"") -> bytes:
+    """A call of memoized arguments, again and again: three bytes each."""
+    return function + b"q\0" + args + b"q\1" + (b"h\0h\1R" + then) * times + b"N."
+
+
+COPIES = {
+    "bytes": again(
+        b"cbuiltins\nbytearray\n", b"B" + (160_000).to_bytes(4, "little") + b"a" * 160_000 + b"\x85", 32_000
+    ),
+    "arguments": again(b"N", b"(" + b"N" * 80_000 + b"t", 16_000),
+    "a set, let go": again(
+        b"cbuiltins\nset\n",
+        b"(" + b"".join(b"J" + n.to_bytes(4, "little") for n in range(20_000)) + b"t\x85",
+        20_000,
+        then=b"0",
+    ),
+    "attributes": b"}("
+    + b"".join(short(f"a{n}") + b"N" for n in range(5000))
+    + b"uq\0ccollections\nOrderedDict\nq\1"
+    + b"h\1)Rh\0b0" * 8000
+    + b"N.",
+    "a name that grows": b"cbuiltins\ngetattr\nq\0ca\na\nq\1"
+    + text("a" * 10_000)
+    + b"q\2"
+    + b"h\0h\1h\2\x86Rq\1" * 1000
+    + b".",
+}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_calls_that_copy_the_same_values_again_and_again_come_to_an_end(case: str) -> None:
+    """In a file of 20 to 300 KB that would be gigabytes, or hours."""
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(UcpError):
+            parse_pickle(COPIES[case], where="bomb")
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_equal_keys_are_not_compared_text_by_text() -> None:
+    key = b"(" + text("x" * 1000) * 250 + b"t"
+    with pytest.raises(UcpError, match="at most 65536 characters"):
+        parse_pickle(b"}" + key + b"Ns.", where="keys")
