@@ -135,7 +135,14 @@ CELLS = (
     Cell("z1-ep2-two-layers", "dp=2,ep=1,zero=1", 2, {"expert_parallel_size": 1}),
     Cell("z1-ep2-dp4-bf16", "dp=4,ep=2,zero=1", 4),
     Cell("z1-ep2-dp4", "", 2, {"ranks": 2, "expert_parallel_size": 1}),
-    Cell("z1-pp2-tp2-dp2-bf16", "dp=1,tp=2,pp=2,zero=1", 4, grid(4, 4, 2), via="dp=1,tp=4,pp=1,zero=1"),
+    Cell(
+        "z1-pp2-tp2-dp2-bf16",
+        "dp=1,tp=2,pp=2,zero=1",
+        4,
+        grid(4, 4, 2),
+        via="dp=1,tp=4,pp=1,zero=1",
+        settings={"stages": "0,3,6", "tied": "embed:5"},
+    ),
     Cell("z1-pp4-tied", "dp=1,pp=4,zero=1", 4, via="dp=3,zero=1", settings={"partition": "uniform", "tied": "embed:5"}),
     Cell("z1-ep2-dp4", "dp=4,ep=2,zero=1", 4, via="dp=2,ep=1,zero=1"),
 )
