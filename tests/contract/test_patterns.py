@@ -200,3 +200,23 @@ class TestPartition(PatternContract):
 
 class TestTouched(PatternContract):
     cases = tuple((Touched(start, share), shape, parts) for start, share, shape, parts in BUFFERS)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+@pytest.mark.parametrize("length", [1, 5, 8, 9, 24])
+def test_torch_cuts_alike(length: int, parts: int) -> None:
+    """`torch.chunk`, and `_StridedShard` as a DTensor of torch 2.13 cuts by it."""
+    torch = pytest.importorskip("torch")
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    whole = torch.arange(2 * length).reshape(length, 2)
+
+    def held(pattern: Chunk | Strided, index: int) -> list[list[int]]:
+        boxes = [pair.whole for pair in pattern.regions((length, 2), parts, index)]
+        return torch.cat([whole[box.offsets[0] : box.stops[0]] for box in boxes]).tolist()
+
+    chunks = [own.tolist() for own in torch.chunk(whole, parts)]
+    assert [held(Chunk(0), index) for index in range(parts)] == chunks + [[]] * (parts - len(chunks))
+    for factor in (1, 2, 3):
+        own, _ = _StridedShard(0, split_factor=factor)._split_tensor(whole, parts, with_padding=False)
+        assert [held(Strided(0, factor), index) for index in range(parts)] == [part.tolist() for part in own]

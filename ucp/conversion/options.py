@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ __all__ = [
     "MemoryLike",
     "TopologyLike",
     "ZeroMomentsName",
+    "cores",
     "make_options",
     "nbytes_of",
     "topology_of",
@@ -168,6 +170,11 @@ def workers_of(workers: int | None) -> int:
     if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
         raise UsageError(f"expected a number of workers, 1 or more, or None for the default; got {workers!r}")
     return workers or 0
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def topology_of(asked: TopologyLike) -> Topology:

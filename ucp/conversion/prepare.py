@@ -15,7 +15,7 @@ from ucp.contract.protocols import Observer, SourceOptions, Target
 from ucp.contract.registry import recognise, target, with_callables
 from ucp.contract.state_gaps import gap_text, state_gaps, with_gaps
 from ucp.conversion.copied_ranks import copied_ranks
-from ucp.conversion.options import ConvertOptions
+from ucp.conversion.options import ConvertOptions, cores
 from ucp.conversion.replica_policy import Drift, settle
 from ucp.conversion.zero_moments import ZeroMoments, check_moments
 from ucp.core.index import (
@@ -291,7 +291,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     plan = chosen.plan(index, options.topology, own)
     index = _without(index, plan)
     job = replace(make_job(index, plan), fsync=options.fsync)
-    workers, threads = fit_workers(options.memory, workers=options.workers or _cores(), threads=2)
+    workers, threads = fit_workers(options.memory, workers=options.workers or cores(), threads=2)
     return Prepared(
         job=job,
         target=chosen,
@@ -355,10 +355,6 @@ def _dropped(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mapping[
 def _check_settings(chosen: Target, settings: Mapping[str, str]) -> None:
     if settings and not getattr(chosen, "takes_settings", False):
         raise UsageError(f"the target {chosen.name} asks for no settings; drop --set {', '.join(settings)}")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _facts(job: Job, options: ConvertOptions) -> dict[str, str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from ucp.conversion.options import cores
 from ucp.transfer.floor import floor
 from ucp_cli.options import PATH, as_json, count_of, example, memory_of
 from ucp_cli.pages.render import table, write, write_json
@@ -35,7 +35,7 @@ def command(*, folder: Path, size: int, workers: int | None, as_json: bool) -> N
     compare the rate that `ucp convert` prints with "copy, with digests". Files are read from the page cache, as they
     were just written; from a cold disk all of it is slower.
     """
-    rates = list(floor(folder, size, workers or len(os.sched_getaffinity(0))))
+    rates = list(floor(folder, size, workers or cores()))
     if as_json:
         found = [{**asdict(rate), "bytes_per_second": round(rate.bytes_per_second)} for rate in rates]
         write_json({"schema": "ucp.bench/1", "folder": str(folder), "rates": found})
