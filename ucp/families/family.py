@@ -19,7 +19,7 @@ from math import prod
 from ucp.errors import FamilyError, UsageError, counted, listed
 from ucp.families.expression import Expression, ExpressionError
 from ucp.families.match import Match
-from ucp.families.naming import CANONICAL, Evidence, Named, Stored, Style, Tied, undecided
+from ucp.families.naming import CANONICAL, Evidence, Named, Stored, Style, Tied, order_key, positions_of, undecided
 from ucp.families.rule import Alias, Rule
 from ucp.families.template import LONGEST, MOST_SHIFT, Template, kind, outline
 
@@ -359,12 +359,12 @@ class Family:
 
     def ordered(self) -> tuple[Rule, ...]:
         """The rules in the order in which the model registers their parameters."""
-        positions = _positions((*self.order, *(rule.name.text for rule in self.rules)))
-        return tuple(sorted(self.rules, key=lambda own: _order_key(own.name.text, "", positions)))
+        positions = positions_of((*self.order, *(rule.name.text for rule in self.rules)))
+        return tuple(sorted(self.rules, key=lambda own: order_key(own.name.text, "", positions)))
 
     def sorted(self, names: Iterable[str]) -> list[str]:
         """Canonical names in the order in which the model registers them; those without a rule last, by name."""
-        positions = _positions((*self.order, *(rule.name.text for rule in self.rules)))
+        positions = positions_of((*self.order, *(rule.name.text for rule in self.rules)))
         ruled: list[tuple[list[tuple[int, int]], str]] = []
         others = []
         for name in names:
@@ -373,7 +373,7 @@ class Family:
             if template is None:
                 others.append(name)
             else:
-                ruled.append((_order_key(template.text, name, positions), name))
+                ruled.append((order_key(template.text, name, positions), name))
         return [*(name for _, name in sorted(ruled)), *sorted(others)]
 
 
@@ -389,26 +389,3 @@ def _attempt(expression: Expression, values: Mapping[str, object]) -> int | None
         return expression.value(values)
     except ExpressionError:
         return None
-
-
-def _positions(templates: Iterable[str]) -> dict[tuple[str, ...], int]:
-    """Path of a module or parameter, as templates write it, to its place among all, by first mention."""
-    positions: dict[tuple[str, ...], int] = {}
-    for text in templates:
-        path = tuple(text.split("."))
-        for stop in range(1, len(path) + 1):
-            positions.setdefault(path[:stop], len(positions))
-    return positions
-
-
-def _order_key(template: str, name: str, positions: Mapping[tuple[str, ...], int]) -> list[tuple[int, int]]:
-    """Per segment of a name: the place of its module, then its number where the template leaves one open.
-
-    Without a name, the numbers do not count.
-    """
-    path = tuple(template.split("."))
-    segments = name.split(".") if name else ["0"] * len(path)
-    return [
-        (positions[path[: at + 1]], int(segment) if path[at].startswith("{") else 0)
-        for at, segment in enumerate(segments)
-    ]

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ucp.errors import UsageError
 from ucp.families.expression import Expression, ExpressionError
+from ucp.families.rule import OptionValue
 from ucp.families.template import LONGEST, Template
 
 __all__ = [
     "Place",
     "dim_of",
+    "document_of",
     "expression_of",
     "flag_of",
     "int_of",
     "items_of",
     "number_of",
     "numbers_of",
+    "one_option_of",
     "only",
+    "option_of",
     "table_of",
     "tables_of",
     "template_of",
@@ -60,6 +66,29 @@ def _told(value: object) -> str:
             "a number of thousands of digits" if isinstance(value, int) else "one with a number of thousands of digits"
         )
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _toml_error(error: tomllib.TOMLDecodeError) -> str:
+    """Where a file stops being TOML, and why: Python's message is the reason with the place in brackets."""
+    reason, _, place = str(error).rpartition(" (at ")
+    where = f"at {place.removesuffix(')')}" if reason else "somewhere"
+    return (
+        f"it goes wrong {where}: {(reason or str(error)).lower()}. Mend it there; docs/reference/families.md says what "
+        "a rules file holds"
+    )
+
+
+@lru_cache(maxsize=256)
+def document_of(text: str, source: str) -> Mapping[str, object]:
+    """The TOML document that `text` is. Raises UsageError."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{source}: expected a TOML file of rules; {_toml_error(error)}") from error
+    except RecursionError:
+        raise UsageError(f"{source}: expected a TOML file of rules; it is nested too deeply to be read") from None
+    except ValueError:
+        raise UsageError(f"{source}: expected a TOML file of rules; a number in it has thousands of digits") from None
 
 
 def tables_of(document: Mapping[str, object], key: str, place: Place) -> Iterable[tuple[int, object]]:
@@ -154,3 +183,15 @@ def template_of(value: object, place: Place) -> Template:
         return Template(text)
     except ValueError as error:
         raise UsageError(f"{place.path}: {error}") from error
+
+
+def option_of(value: object, place: Place) -> OptionValue:
+    """The value as an option of a pattern: a number, an expression, or a list of these."""
+    if isinstance(value, list):
+        return tuple(one_option_of(own, place.at(at)) for at, own in enumerate(value))
+    return one_option_of(value, place)
+
+
+def one_option_of(value: object, place: Place) -> int | Expression:
+    """The value as a whole number or an expression."""
+    return int_of(value, place) if isinstance(value, int) else expression_of(value, place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from ucp.families.expression import Expression
 from ucp.families.rule import Alias, Rule
 from ucp.families.template import Template
 
-__all__ = ["CANONICAL", "Evidence", "Named", "Stored", "Style", "Tied", "undecided"]
+__all__ = ["CANONICAL", "Evidence", "Named", "Stored", "Style", "Tied", "order_key", "positions_of", "undecided"]
 
 CANONICAL = "mcore"
 """The style of the names that rules are written in."""
@@ -113,3 +113,26 @@ class Stored(NamedTuple):
     """Which of them it is."""
     style: str
     """The style."""
+
+
+def positions_of(templates: Iterable[str]) -> dict[tuple[str, ...], int]:
+    """Path of a module or parameter, as templates write it, to its place among all, by first mention."""
+    positions: dict[tuple[str, ...], int] = {}
+    for text in templates:
+        path = tuple(text.split("."))
+        for stop in range(1, len(path) + 1):
+            positions.setdefault(path[:stop], len(positions))
+    return positions
+
+
+def order_key(template: str, name: str, positions: Mapping[tuple[str, ...], int]) -> list[tuple[int, int]]:
+    """Per segment of a name: the place of its module, then its number where the template leaves one open.
+
+    Without a name, the numbers do not count.
+    """
+    path = tuple(template.split("."))
+    segments = name.split(".") if name else ["0"] * len(path)
+    return [
+        (positions[path[: at + 1]], int(segment) if path[at].startswith("{") else 0)
+        for at, segment in enumerate(segments)
+    ]

@@ -6,10 +6,8 @@ there already replaces all rules of that template.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from inspect import signature
 from typing import NamedTuple
 
@@ -19,19 +17,21 @@ from ucp.families.family import CANONICAL, Evidence, Family, Style, Tied
 from ucp.families.fields import (
     Place,
     dim_of,
+    document_of,
     expression_of,
     flag_of,
-    int_of,
     items_of,
     numbers_of,
+    one_option_of,
     only,
+    option_of,
     table_of,
     tables_of,
     template_of,
     text_of,
     texts_of,
 )
-from ucp.families.rule import DIM, Alias, AxisRule, OptionValue, PatternFactory, Rule
+from ucp.families.rule import DIM, Alias, AxisRule, PatternFactory, Rule
 from ucp.families.template import Template
 
 __all__ = ["Header", "header", "read_family"]
@@ -73,7 +73,7 @@ class Header(NamedTuple):
 
 def header(text: str, source: str) -> Header:
     """The header of a rules file. Raises UsageError."""
-    document, place = _parsed(text, source), Place(source)
+    document, place = document_of(text, source), Place(source)
     return Header(
         name=text_of(document.get("name"), place.at("name")),
         extends=texts_of(document.get("extends", []), place.at("extends")),
@@ -92,7 +92,7 @@ def read_family(
 
     `pattern`: gives the pattern registered under a name. Raises UsageError with the place of the mistake.
     """
-    document, place = _parsed(text, source), Place(source)
+    document, place = document_of(text, source), Place(source)
     only(document, _KEYS, place)
     name = text_of(document.get("name"), place.at("name"))
     base = _joined(extended)
@@ -121,28 +121,6 @@ def read_family(
     for at, own in tables_of(document, "repeat", place):
         family = _repeated(family, own, place.at("repeat").at(at))
     return _checked(replace(family, rules=family.ordered()), place)
-
-
-def _told(error: tomllib.TOMLDecodeError) -> str:
-    """Where a file stops being TOML, and why: Python's message is the reason with the place in brackets."""
-    reason, _, place = str(error).rpartition(" (at ")
-    where = f"at {place.removesuffix(')')}" if reason else "somewhere"
-    return (
-        f"it goes wrong {where}: {(reason or str(error)).lower()}. Mend it there; docs/reference/families.md says what "
-        "a rules file holds"
-    )
-
-
-@lru_cache(maxsize=256)
-def _parsed(text: str, source: str) -> Mapping[str, object]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{source}: expected a TOML file of rules; {_told(error)}") from error
-    except RecursionError:
-        raise UsageError(f"{source}: expected a TOML file of rules; it is nested too deeply to be read") from None
-    except ValueError:
-        raise UsageError(f"{source}: expected a TOML file of rules; a number in it has thousands of digits") from None
 
 
 def _joined(families: Sequence[Family]) -> Family:
@@ -209,7 +187,7 @@ def _axis(axis: str, value: object, place: Place, pattern: Callable[[str], Patte
     """`tp = "replicate"`, or `tp = { pattern = "shard", dim = 0 }`."""
     table = {"pattern": value} if isinstance(value, str) else table_of(value, place)
     name = text_of(table.get("pattern"), place.at("pattern"))
-    options = {key: _option(own, place.at(key)) for key, own in table.items() if key != "pattern"}
+    options = {key: option_of(own, place.at(key)) for key, own in table.items() if key != "pattern"}
     if DIM in table:
         options[DIM] = dim_of(table[DIM], place.at(DIM))
     try:
@@ -221,16 +199,6 @@ def _axis(axis: str, value: object, place: Place, pattern: Callable[[str], Patte
     except TypeError as error:
         raise UsageError(f"{place.path}: the pattern {name!r} does not take these options: {error}") from error
     return AxisRule(axis=axis, pattern=name, factory=factory, options=options)
-
-
-def _option(value: object, place: Place) -> OptionValue:
-    if isinstance(value, list):
-        return tuple(_one_option(own, place.at(at)) for at, own in enumerate(value))
-    return _one_option(value, place)
-
-
-def _one_option(value: object, place: Place) -> int | Expression:
-    return int_of(value, place) if isinstance(value, int) else expression_of(value, place)
 
 
 def _alias_table(value: object, place: Place) -> dict[str, tuple[Alias, ...]]:
@@ -253,8 +221,8 @@ def _alias(value: object, place: Place) -> Alias:
         names=tuple(_alias_name(name, place) for name in names),
         dim=dim_of(table.get("dim", 0), place.at("dim")),
         groups=expression_of(table["groups"], place.at("groups")) if "groups" in table else None,
-        blocks=tuple(_one_option(own, place.at("blocks")) for own in blocks),
-        view=tuple(_one_option(own, place.at("view")) for own in view),
+        blocks=tuple(one_option_of(own, place.at("blocks")) for own in blocks),
+        view=tuple(one_option_of(own, place.at("view")) for own in view),
         order=_order(order, place.at("order")),
         when=expression_of(table["when"], place.at("when")) if "when" in table else None,
         beside=tuple(
