@@ -69,7 +69,7 @@ integration: $(VENV)/.installed-deepspeed $(VENV)-transformers/.installed
 
 # Releases of megatron-core, unpacked side by side; tests that need one fetch it themselves.
 mcore: $(VENV)/.installed-dev
-	$(BIN)/python fixtures/megatron_versions.py
+	$(BIN)/python fixtures/make/megatron/megatron_versions.py
 
 bench: $(VENV)/.installed-bench $(VENV)/.installed-deepspeed
 	DS_ACCELERATOR=cpu $(BIN)/python -m tests.bench

@@ -22,7 +22,7 @@ RANKS = 4
 TENSORS = 150_000
 """Entries of the synthetic index, at least."""
 
-_FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+_MAKE = Path(__file__).resolve().parents[2] / "fixtures" / "make"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +53,13 @@ class Source:
 def _deepspeed(case: str, folder: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     options = ["--case", case, "--model-scale", "big", "--no-truth", "--steps-after", "0", "--out", str(folder)]
-    _run([*launcher, str(_FIXTURES / "deepspeed_train.py"), *options], {"DS_ACCELERATOR": "cpu"})
+    _run([*launcher, str(_MAKE / "deepspeed" / "deepspeed_train.py"), *options], {"DS_ACCELERATOR": "cpu"})
     for script_copy in (folder / "checkpoint").glob("*.py"):
         script_copy.unlink()
 
 
 def _megatron(case: str, folder: Path) -> None:
-    _run([str(_FIXTURES / "make_megatron.py"), "--out", str(folder), "--no-truth", "--steps", "1", case], {})
+    _run([str(_MAKE / "megatron" / "make_megatron.py"), "--out", str(folder), "--no-truth", "--steps", "1", case], {})
 
 
 def _run(command: Iterable[str], env: Mapping[str, str]) -> None:

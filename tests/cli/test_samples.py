@@ -60,7 +60,7 @@ def run(block: str, names: dict[str, object]) -> int:
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, object]]:
     """What the pages take for granted: a checkpoint in `ckpt`, a model, optimizer and names of a Llama."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(ROOT / "fixtures")
+    monkeypatch.syspath_prepend(ROOT / "fixtures" / "make" / "deepspeed")
     from deepspeed_model import TinyModel
 
     shutil.copytree(CHECKPOINT / "global_step3", "ckpt/global_step1000")

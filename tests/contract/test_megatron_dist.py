@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2] / "fixtures" / "megatron"
 KEPT = sorted(p.parent for p in ROOT.glob("*/case.json") if json.loads(p.read_text())["format"] == "torch_dist")
 
 
-@pytest.mark.skipif(not KEPT, reason="the fixtures are made by fixtures/make_megatron.py --kept --keep")
+@pytest.mark.skipif(not KEPT, reason="the fixtures are made by fixtures/make/megatron/make_megatron.py --kept --keep")
 class TestMegatronFormat(FormatContract):
     def make(self):
         return MegatronFormat()

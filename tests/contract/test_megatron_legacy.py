@@ -12,7 +12,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures" / "megatron"
 KEPT = sorted(p.parent for p in FIXTURES.glob("*/case.json") if json.loads(p.read_text())["format"] == "torch")
 
 
-@pytest.mark.skipif(not KEPT, reason="the fixtures are made by fixtures/make_megatron.py --kept --keep")
+@pytest.mark.skipif(not KEPT, reason="the fixtures are made by fixtures/make/megatron/make_megatron.py --kept --keep")
 class TestMegatronLegacy(FormatContract):
     def make(self):
         return MegatronFormat()

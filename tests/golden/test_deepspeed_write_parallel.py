@@ -1,6 +1,6 @@
 """Pipeline, tensor- and expert-parallel files that were written read back as the checkpoint they came from.
 
-What real DeepSpeed makes of them is shown by tests/integration/test_deepspeed_parallel.py.
+What real DeepSpeed makes of them is shown by tests/integration/deepspeed/test_deepspeed_parallel.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The families' names in Hugging Face, against what transformers itself writes (`fixtures/make_hf_names.py`).
+"""The families' names in Hugging Face, against what transformers itself writes (`make_hf_names.py`).
 
 Every model of `fixtures/huggingface/` was made and saved by transformers; its configuration is what the family is told.
 Five of them have the sizes of a model of the Megatron fixtures: the names and shapes that the family derives from

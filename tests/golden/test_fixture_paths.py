@@ -14,7 +14,7 @@ import pytest
 from ucp.io.dcp.metadata import read_metadata
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-KEPT = sorted(folder for folder in FIXTURES.iterdir() if folder.is_dir() and folder.name != "__pycache__")
+KEPT = sorted(folder for folder in FIXTURES.iterdir() if folder.is_dir() and folder.name not in ("__pycache__", "make"))
 SAVED = sorted((FIXTURES / "megatron").glob("*/checkpoint/iter_*/.metadata"))
 
 HOMES = b"home|root|Users|tmp|var|usr|opt|mnt|media|srv|private|work|workspace|scratch|content|nix|run|proc"

@@ -18,7 +18,7 @@ from ucp.live.load import load_into
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 ROOT = FIXTURES / "deepspeed"
-sys.path.insert(0, str(FIXTURES))
+sys.path.insert(0, str(FIXTURES / "make" / "deepspeed"))
 
 from deepspeed_model import TinyModel, build_model, global_batch, next_token_loss  # noqa: E402
 

@@ -1,6 +1,6 @@
 """Files for a layout, made from those of another, equal to the ones that megatron-core 0.16.1 wrote at that layout.
 
-All layouts of a model hold the same state (fixtures/make_megatron.py), so everything must agree: keys, shapes, types,
+All layouts of a model hold the same state (make_megatron.py), so everything must agree: keys, shapes, types,
 every element of weights, masters and moments, buffers with their gaps, groups, scheduler and arguments. What may differ
 is listed.
 """
@@ -138,7 +138,7 @@ def test_as_megatron_writes_it(src, like, topology, settings, tmp_path):
 
 @pytest.mark.parametrize(("layout", "told"), [("torch", True), ("torch_dist", False)])
 def test_a_convolution_that_later_releases_name_otherwise(layout, told, tmp_path):
-    """0.19.2 loads torch_dist of it (tests/integration/test_megatron_load.py), and legacy files not."""
+    """0.19.2 loads torch_dist of it (tests/integration/megatron/test_megatron_load.py), and legacy files not."""
     src = ROOT / "mamba-tp2-dp2-torch-zero-0.19.2" / "checkpoint"
     report = convert(src, tmp_path / "out", to="megatron", topology="tp=4", layout=layout, workers=1)
     assert any("does not load these files" in note for note in report.notes) == told

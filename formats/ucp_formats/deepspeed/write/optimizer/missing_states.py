@@ -1,6 +1,6 @@
 """What becomes of a checkpoint that lacks optimizer states when DeepSpeed loads it, for the user to know beforehand.
 
-Tried with 0.19.8 (tests/integration/test_deepspeed_partial.py). An optimizer without any state starts anew: every
+Tried with 0.19.8 (`test_deepspeed_partial.py`). An optimizer without any state starts anew: every
 optimizer does so at its first step. One with some of its states trusts that the others are there, and fails.
 """
 

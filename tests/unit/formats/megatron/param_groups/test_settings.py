@@ -1,6 +1,6 @@
 """What arguments say of groups, each rule as the named release of megatron-core has it.
 
-`tests/integration/test_megatron_groups.py` asks the releases themselves.
+`tests/integration/megatron/test_megatron_groups.py` asks the releases themselves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a layout has to divide; that Megatron agrees is tested by tests/integration/test_megatron_load.py."""
+"""What a layout has to divide; that Megatron agrees is tested by tests/integration/megatron/test_megatron_load.py."""
 
 from __future__ import annotations
 
