@@ -21,7 +21,7 @@ from ucp.errors import UcpError
 
 if TYPE_CHECKING:
     from ucp.checks.verify import DiffReport, VerifyReport
-    from ucp.conversion.execute import ConvertReport
+    from ucp.conversion.convert import ConvertReport
     from ucp.live.checkpoint import Atom, Checkpoint
     from ucp.live.load import LoadReport, load_into
 

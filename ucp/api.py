@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,7 @@ from ucp.io.staging import Staging
 
 if TYPE_CHECKING:
     from ucp.checks.verify import DiffReport, VerifyReport
-    from ucp.conversion.execute import ConvertReport
+    from ucp.conversion.convert import ConvertReport
     from ucp.live.checkpoint import Checkpoint
 
 __all__ = [
@@ -237,16 +236,11 @@ def convert(
         resume=resume,
         overwrite=overwrite,
         fsync=fsync,
+        verify=verify,
     )
-    from ucp.conversion.execute import carry_out
+    from ucp.conversion.convert import carry_out
 
-    watch = observer or Silent()
-    prove = None
-    if verify:
-        from ucp.checks.verify import prove_written
-
-        prove = partial(prove_written, told=options.source, observer=watch, threads=_threads(None, memory))
-    return carry_out(Path(src), Path(dst), options, watch, prove=prove)
+    return carry_out(Path(src), Path(dst), options, observer or Silent())
 
 
 def is_unfinished(dst: type_path) -> bool:

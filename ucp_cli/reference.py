@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import click
 
+from ucp.contract import registry
 from ucp_cli.verbs import SUMMARIES, cli
 
 __all__ = ["page"]
@@ -37,9 +38,16 @@ are as long as they need to be and have no colours. What `--json` prints is desc
 A failure is one message without a traceback; `ucp --debug VERB ...` or `UCP_DEBUG=1` shows the traceback."""
 
 
+_SETTINGS = """\
+## Settings
+
+What `--set NAME=VALUE` takes, by target. Every target takes `drop=EXTRA,...`, which leaves extras of the source out,
+and megatron also what the source records among its arguments; any other name is refused."""
+
+
 def page() -> str:
     """The page, as Markdown."""
-    return "\n\n".join((_HEAD, *_sections())) + "\n"
+    return "\n\n".join((_HEAD, *_sections(), _SETTINGS, *_settings())) + "\n"
 
 
 def _sections() -> Iterator[str]:
@@ -49,6 +57,17 @@ def _sections() -> Iterator[str]:
         command = cli.get_command(root, verb)
         if command is not None:
             yield from _with_parts(f"ucp {verb}", command, _below(root, verb, command))
+
+
+def _settings() -> Iterator[str]:
+    """A table for every target that takes settings."""
+    for target in map(registry.target, registry.names("ucp.targets")):
+        by_meaning: dict[str, list[str]] = {}
+        for name, meaning in target.settings.items():
+            by_meaning.setdefault(meaning, []).append(f"`{name}`")
+        if by_meaning:
+            rows = [f"| {', '.join(names)} | {meaning} |" for meaning, names in by_meaning.items()]
+            yield "\n".join((f"### {target.name}", "", "| setting | value |", "|---|---|", *rows))
 
 
 def _with_parts(title: str, command: click.Command, ctx: click.Context) -> Iterator[str]:

@@ -180,7 +180,7 @@ def test_an_interrupted_replacement_is_continued_with_both_options(
     ucp: Run, zero3: Path, atoms: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("convert", zero3, atoms, "--layout", "per-parameter", "--overwrite")
-    monkeypatch.setattr(CONVERSION, "seal_checksums", stop)
+    monkeypatch.setattr(EXECUTION, "seal_checksums", stop)
     assert "the same command with --resume continues" in ucp(*words, code=130).stderr
     monkeypatch.undo()
     assert "made differently" in ucp(*words[:-1], "--resume", code=1).stderr
@@ -191,7 +191,8 @@ def test_an_interrupted_replacement_is_continued_with_both_options(
     assert not (atoms / "packs").exists()
 
 
-CONVERSION = import_module("ucp.conversion.execute")  # `ucp.convert` is the function
+CONVERSION = import_module("ucp.conversion.convert")
+EXECUTION = import_module("ucp.conversion.execute")
 PREPARATION = import_module("ucp.conversion.prepare")
 
 
@@ -201,7 +202,7 @@ def stop(*words: object, **named: object) -> None:
 
 
 def test_an_interrupt_says_how_to_go_on(ucp: Run, zero3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CONVERSION, "seal_checksums", stop)
+    monkeypatch.setattr(EXECUTION, "seal_checksums", stop)
     said = ucp("convert", zero3, tmp_path / "out", code=130).stderr
     assert said == f"Error: interrupted; the same command with --resume continues {tmp_path / 'out'}\n"
     monkeypatch.undo()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ucp.contract.protocols import Configurable, SourceOptions
+from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family, recognise
 from ucp.core.index import AtomIndex, Index
 from ucp.core.pickle_values import Stub
@@ -87,7 +87,7 @@ def explain(path: Path, options: SourceOptions | None = None) -> FamilyReport:
     try:
         index = fmt.read(path)
     except UnknownFamilyError:
-        if options is None or options == SourceOptions() or not isinstance(fmt, Configurable):
+        if options in (None, SourceOptions()):
             raise
         index = fmt.configured(options).read(path)
     return explain_index(index, options)

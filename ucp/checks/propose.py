@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucp.checks.explain import recorded_arguments
-from ucp.contract.protocols import LocalTensor, Sharded
+from ucp.contract.protocols import LocalTensor
 from ucp.contract.registry import families, family, recognise
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index
@@ -62,7 +62,7 @@ class Proposed:
 def propose(path: Path, *, everything: bool = False) -> Proposed:
     """Rules for the checkpoint at `path`; `everything`: also for names that a family knows. Raises SourceError."""
     fmt, _ = recognise(path)
-    local = fmt.local_tensors(path) if isinstance(fmt, Sharded) else None
+    local = fmt.local_tensors(path)
     if local is not None:
         arguments = local.arguments
         seen = _observed_parts(local.tensors)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ucp.contract.companions import companions_of, is_companion
+from ucp.contract.companions import is_companion
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.contract.registry import recognise
 from ucp.contract.state_gaps import gap_text, state_gaps
-from ucp.conversion.execute import owners
-from ucp.conversion.prepare import index_as_told, index_of
-from ucp.core.fused_names import joined
+from ucp.conversion.prepare import index_of
+from ucp.conversion.verify import damage
+from ucp.conversion.verify import drift as find_drift
 from ucp.core.index import TAG, Index
-from ucp.core.names import WEIGHT
 from ucp.errors import (
     ChangedError,
     CorruptError,
@@ -25,20 +23,15 @@ from ucp.errors import (
     counted,
     listed,
 )
-from ucp.io.files import open_source
 from ucp.transfer.compare import (
     Change,
     casts_between,
     checked_bytes,
     compare,
-    compare_copies,
     keeps_extras,
-    scan_digests,
-    scan_records,
 )
-from ucp.transfer.tasks import BLOCK, Job
 
-__all__ = ["DiffReport", "VerifyReport", "differences", "prove", "prove_written"]
+__all__ = ["DiffReport", "VerifyReport", "differences", "prove"]
 
 _DAMAGE = (ChangedError, CorruptError, CoverError, MalformedError, MissingFileError)
 """What keeps a checkpoint from being read that was once whole: a finding of `verify`, not its failure."""
@@ -126,8 +119,8 @@ def prove(path: Path, *, against: Path | None, source: SourceOptions, threads: i
     try:
         index = told.index_of(path)
         told.check_used()
-        problems = [*_oddities(index), *_damage(index, observer, threads)]
-        drift = _drift(index, observer, threads)
+        problems = [*_oddities(index), *damage(index, observer, threads)]
+        drift = find_drift(index, observer, threads)
         problems += drift
         checked, notes = checked_bytes(index), index.unchecked
         if other is not None and not problems:
@@ -216,70 +209,7 @@ class _Told:
             raise self._idle
 
 
-def prove_written(job: Job, written: Path, *, told: SourceOptions, observer: Observer, threads: int) -> None:
-    """Read back what was written, before it is put in place, and compare it with the source. Raises CorruptError.
-
-    Where the target has names of its own, the source is looked at under these; groups and tied names are not compared
-    then. `told`: what the user says of the source, or of a target that knows families alone.
-    """
-    source, index = job.index, index_as_told(written, source=told, unfinished=True)
-    if job.target.joined:
-        source, index = joined(source, job.target.joined), replace(index, groups=(), aliases={})
-    source = _grouped_as(index, source, job)
-    changes = compare(source, index, observer, cast=True, extras=keeps_extras(source, index), threads=threads)
-    lines = [
-        *_damage(index, observer, threads),
-        *_drift(index, observer, threads),
-        *_changed_companions(job, written),
-        *(
-            f"{c.param}/{c.state} {c.what}: {c.a} in the source, {c.b} written"
-            for c in changes
-            if c.what != "missing" or c.state not in job.target.zeros.get(c.param, ())
-        ),
-    ]
-    if lines:
-        raise CorruptError(f"what was written does not read back as the source; it is removed:\n{listed(lines)}")
-
-
 def _oddities(index: Index) -> list[str]:
     """A line for everything that speaks against the files, and one for states that were lost."""
     lost = state_gaps(index)
     return [*(doubt.text for doubt in index.doubts), *([gap_text(lost)] if lost else [])]
-
-
-def _changed_companions(job: Job, written: Path) -> Iterator[str]:
-    """A line for every companion file that was not written as it is in the source."""
-    names = {file.path for file in job.target.files}
-    for own in companions_of(job.index):
-        if own.name not in names:
-            continue
-        with open_source(own.ref.path) as source, open_source(str(written / own.name)) as copy:
-            starts = range(0, own.ref.nbytes, BLOCK)
-            lengths = ((start, min(BLOCK, own.ref.nbytes - start)) for start in starts)
-            same = copy.nbytes == own.ref.nbytes and all(
-                source.read(own.ref.offset + start, nbytes) == copy.read(start, nbytes) for start, nbytes in lengths
-            )
-        if not same:
-            yield f"{own.name} is not as it is beside the source"
-
-
-def _grouped_as(written: Index, source: Index, job: Job) -> Index:
-    """`source` without the places in groups that go with optimizer states which the target does not hold."""
-    kept = {name for group in written.groups for name in group.params}
-    bare = {name for name, atom in source.atoms.items() if not atom.states.keys() - {WEIGHT}} | job.target.lost.keys()
-    groups = (replace(g, params=tuple(p for p in g.params if p in kept or p not in bare)) for g in source.groups)
-    return replace(source, groups=tuple(groups))
-
-
-def _damage(index: Index, observer: Observer, threads: int) -> list[str]:
-    """A line for everything in a checkpoint that is not as it was recorded."""
-    summed = scan_records(index, observer, threads=threads)
-    return [
-        *(f"CRC-32 differs: {r.path}: {r.name}{owners(index, r)}" for r in summed),
-        *(f"digest differs: {line}" for line in scan_digests(index, observer, threads=threads)),
-    ]
-
-
-def _drift(index: Index, observer: Observer, threads: int) -> list[str]:
-    """A line for every state that is not the same in all its copies."""
-    return [f"copies differ: {line}" for line in compare_copies(index, observer, threads=threads)]

@@ -3,30 +3,31 @@
 A *format* says where the bytes of a checkpoint lie (`detect`, `read`). A *target* says what files a checkpoint
 consists of (`plan`, `seal`). An *engine* carries out tasks. An *observer* is told how far they are. None of them sees
 another's insides, and none reads a tensor but the engine. Formats, targets and engines are found by entry point
-(groups `ucp.formats`, `ucp.targets`, `ucp.engines`).
+(groups `ucp.formats`, `ucp.targets`, `ucp.engines`). A format or target derives from its protocol, whose members with a
+value are capabilities: it states those it has, and inherits the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol
 
 from ucp.core.index import Index
 from ucp.core.layout import Pattern
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.tensor import Tensor
 from ucp.core.topology import Topology
-from ucp.errors import UsageError
+from ucp.errors import IdleOptionError, UsageError
 
 if TYPE_CHECKING:
     from ucp.transfer.tasks import Job, Task
     from ucp.transfer.worker import Done
 
 __all__ = [
-    "Configurable",
     "Engine",
     "Evidence",
     "Format",
@@ -34,7 +35,6 @@ __all__ = [
     "LocalTensors",
     "Observer",
     "Pattern",
-    "Sharded",
     "SourceOptions",
     "Target",
 ]
@@ -48,22 +48,6 @@ class Evidence:
     """The directory or file that the format would read: what `latest`, a tag or a parent folder resolves to."""
     reasons: tuple[str, ...]
     """What was seen, e.g. "zero_pp_rank_*_optim_states.pt"."""
-
-
-class Format(Protocol):
-    """Reads the indexes of one kind of checkpoint.
-
-    It may have `usual`: names of classes ("module.name") that its framework pickles.
-    """
-
-    name: str
-    """Name on the command line, e.g. "deepspeed"."""
-
-    def detect(self, path: Path) -> Evidence | None:
-        """Whether `path` is such a checkpoint, from names alone; None if not."""
-
-    def read(self, path: Path) -> Index:
-        """Index of the checkpoint at `path` (as given by the user). Raises SourceError; reads no tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +65,6 @@ class SourceOptions:
         if family is not None and patterns is not None:
             raise UsageError("expected a family by name (--family) or by file (--patterns); got both")
         return cls(family, None if patterns is None else Path(patterns))
-
-
-@runtime_checkable
-class Configurable(Protocol):
-    """A format that can be told about its sources."""
-
-    def configured(self, options: SourceOptions) -> Format:
-        """The same format, reading with these options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,23 +89,47 @@ class LocalTensors:
     """Every tensor of every rank."""
 
 
-@runtime_checkable
-class Sharded(Protocol):
-    """A format that can tell what each rank stores, of a model that no family knows."""
+class Format(Protocol):
+    """Reads the indexes of one kind of checkpoint."""
+
+    name: str
+    """Name on the command line, e.g. "deepspeed"."""
+    pickles: Collection[str] = ()
+    """Classes ("module.name") that its framework pickles: unpickling them surprises nobody."""
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Whether `path` is such a checkpoint, from names alone; None if not."""
+
+    def read(self, path: Path) -> Index:
+        """Index of the checkpoint at `path` (as given by the user). Raises SourceError; reads no tensor."""
+
+    def configured(self, options: SourceOptions) -> Format:
+        """The same format, reading with these options. Raises IdleOptionError where it has no use for them."""
+        raise IdleOptionError(f"{self.name} checkpoints are read without a model family: drop --family and --patterns")
 
     def local_tensors(self, path: Path) -> LocalTensors | None:
-        """Tensors of the model by rank; None when the files at `path` record the wholes."""
+        """The model as its ranks store it, where no family knows it; None when the files record the global tensors."""
+        del path
+        return None
 
 
 class Target(Protocol):
-    """Lays a checkpoint out as files of one kind.
-
-    It may have, set to true, `takes_settings` (--set), `takes_family` (--family and --patterns are for it where the
-    source has no use for them) and `takes_parts` (a part of a model is of use there: no warning of one).
-    """
+    """Lays a checkpoint out as files of one kind."""
 
     name: str
     """Name on the command line, e.g. "deepspeed-universal"."""
+    settings: Mapping[str, str] = MappingProxyType({})
+    """What `--set NAME=VALUE` takes: name to meaning, in a few words."""
+    takes_family: bool = False
+    """Whether it goes by the rules of a model family: --family and --patterns are then for it where the source has no
+    use for them."""
+    takes_parts: bool = False
+    """Whether a part of a model is of use: no warning of one."""
+
+    def source_settings(self, index: Index) -> Collection[str]:
+        """Further names that `--set` takes, because this source records them."""
+        del index
+        return ()
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files, and which slice of which state goes where. Writes nothing. Raises UsageError, MissingStateError."""

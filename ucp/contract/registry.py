@@ -15,11 +15,10 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ucp.contract.protocols import Configurable, Engine, Evidence, Format, Pattern, SourceOptions, Target
+from ucp.contract.protocols import Engine, Evidence, Format, Pattern, SourceOptions, Target
 from ucp.core.index import Index
 from ucp.errors import (
     FamilyError,
-    IdleOptionError,
     UcpError,
     UnknownFamilyError,
     UnknownFormatError,
@@ -76,6 +75,10 @@ def _made(group: str, name: str) -> object:
 def names(group: str) -> tuple[str, ...]:
     """Names registered in one of the groups, e.g. `ucp.formats`."""
     return tuple(sorted(_found(group)))
+
+
+def _formats() -> list[Format]:
+    return [cast("Format", _made("ucp.formats", name)) for name in names("ucp.formats")]  # what the group promises
 
 
 def target(name: str) -> Target:
@@ -164,7 +167,7 @@ def choose_family(
 
 def with_callables(index: Index) -> Index:
     """The index, with a note on what objects in it call when they are unpickled, where that is nothing usual."""
-    usual = {name for own in names("ucp.formats") for name in getattr(_made("ucp.formats", own), "usual", ())}
+    usual = {name for fmt in _formats() for name in fmt.pickles}
     kept = [*((extra.name, extra.value) for extra in index.extras), *((GROUPS, dict(g.hyper)) for g in index.groups)]
     notes = [note for note in index.notes if not note.startswith(CALLS)]
     return replace(index, notes=(*notes, *unusual_calls(kept, usual)))
@@ -180,11 +183,11 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
         raise UnknownFormatError(f"expected a checkpoint at {path}; {_absent(path)}")
     if not unfinished:
         refuse_partial(path.resolve())
-    formats = [cast("Format", _made("ucp.formats", name)) for name in names("ucp.formats")]
+    formats = _formats()
     found = [(fmt, evidence) for fmt in formats if (evidence := fmt.detect(path)) is not None]
     if len(found) == 1:
         ((fmt, evidence),) = found
-        return _configured(fmt, options or SourceOptions()), evidence
+        return fmt if options in (None, SourceOptions()) else fmt.configured(options), evidence
     if found:
         claims = "; ".join(f"{fmt.name} because of {', '.join(evidence.reasons)}" for fmt, evidence in found)
         raise UnknownFormatError(f"{path} could be several formats ({claims}); pass the folder of one of them")
@@ -214,14 +217,6 @@ def _remedy(path: Path) -> str | None:
     """What a path is that no format reads, and what to do about it, as far as anyone knows."""
     known = (cast("Callable[[Path], str | None]", _loaded("ucp.unread", name)) for name in names("ucp.unread"))
     return next((said for remedy in known if (said := remedy(path))), None)
-
-
-def _configured(fmt: Format, options: SourceOptions) -> Format:
-    if options == SourceOptions():
-        return fmt
-    if not isinstance(fmt, Configurable):
-        raise IdleOptionError(f"{fmt.name} checkpoints are read without a model family: drop --family and --patterns")
-    return fmt.configured(options)
 
 
 def _nearby(path: Path, formats: Sequence[Format]) -> list[str]:

@@ -86,6 +86,8 @@ class ConvertOptions:
     """Continue an unfinished conversion."""
     overwrite: bool = False
     """Replace a destination that ucp wrote."""
+    verify: bool = False
+    """Read back what was written, and compare it with the source, before it is put in place."""
     companions: Companions = Companions.SMALL
     """Which files beside the checkpoint to carry along."""
     fsync: bool = True
@@ -115,6 +117,7 @@ def make_options(
     resume: bool = False,
     overwrite: bool = False,
     fsync: bool = True,
+    verify: bool = False,
 ) -> ConvertOptions:
     """Options as users give them, checked. Raises UsageError. See `ucp.convert`."""
     if virtual and (to != "ucp" or layout not in ("", "virtual")):
@@ -146,6 +149,7 @@ def make_options(
         resume=resume,
         overwrite=overwrite,
         fsync=fsync,
+        verify=verify,
     )
 
 

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 import xxhash
@@ -31,7 +32,7 @@ from ucp.core.index import (
 )
 from ucp.core.names import WEIGHT, NameFilter
 from ucp.core.target import TargetPlan
-from ucp.errors import IdleOptionError, UsageError, counted
+from ucp.errors import IdleOptionError, UsageError, counted, listed
 from ucp.io.identity import producer
 from ucp.transfer.tasks import BLOCK, Job, fit_workers, make_job
 
@@ -265,21 +266,21 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     Of tensors it reads windows of moments (all of those that are zero there), and copies that are to be settled.
     """
     chosen = target(options.to)
-    read = index_as_told if getattr(chosen, "takes_family", False) else index_of
+    read = index_as_told if chosen.takes_family else index_of
     whole = read(src, source=options.source)
     check_doubts(whole, options.accept)
     index = _selected(whole, options.names)
     warnings = (
         *(f"--accept {doubt.kind}: {doubt.text}" for doubt in whole.doubts),
         *_gap_warnings(whole, index),
-        *(() if getattr(chosen, "takes_parts", False) else _part_warnings(whole, index)),
+        *(() if chosen.takes_parts else _part_warnings(whole, index)),
     )
     check_moments(whole, options.zero_moments, taken=index)
     index = settle(index, options.drift, observer or Silent(), memory=options.memory)
     _check_dtypes(index, options.target.dtypes)
     index, settings = _dropped(index, options.target.settings)
     index = with_callables(index)
-    _check_settings(chosen, settings)
+    _check_settings(chosen, index, settings)
     index = chosen_companions(_tagged(index, options.target.tag), options.companions)
     own = replace(
         options.target,
@@ -352,9 +353,17 @@ def _dropped(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mapping[
     return replace(index, extras=kept, dropped=(*index.dropped, *lines)), others
 
 
-def _check_settings(chosen: Target, settings: Mapping[str, str]) -> None:
-    if settings and not getattr(chosen, "takes_settings", False):
-        raise UsageError(f"the target {chosen.name} asks for no settings; drop --set {', '.join(settings)}")
+def _check_settings(chosen: Target, index: Index, settings: Mapping[str, str]) -> None:
+    """Raise UsageError naming settings that the target does not take, and those that it does."""
+    known = [*chosen.settings, *chosen.source_settings(index)]
+    unknown = [name for name in settings if name not in known]
+    if not unknown:
+        return
+    near = {name: get_close_matches(name, [*known, _DROP], 1) for name in unknown}
+    lines = listed(f"{name}{f': did you mean {own[0]}?' if own else ''}" for name, own in near.items())
+    takes = ", ".join([*chosen.settings, _DROP])
+    recorded = ", and any argument that the source records" if len(known) > len(chosen.settings) else ""
+    raise UsageError(f"the target {chosen.name} has no such setting (--set):\n{lines}\nIt takes {takes}{recorded}")
 
 
 def _facts(job: Job, options: ConvertOptions) -> dict[str, str]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ucp.contract.protocols import Evidence
+from ucp.contract.protocols import Evidence, Format
 from ucp.core.index import Index
 from ucp.store.manifest import MANIFEST
 
 __all__ = ["StoreFormat"]
 
 
-class StoreFormat:
+class StoreFormat(Format):
     """Reads atom stores."""
 
     name = "ucp"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from urllib.parse import quote
 
 from ucp.contract.output_names import check_named, is_text
+from ucp.contract.protocols import Target
 from ucp.core.dtypes import DType
 from ucp.core.index import Extra, Index, Kind
 from ucp.core.slices import Slice, whole_slice
@@ -41,7 +42,7 @@ ENCODED_PACK = 256 << 20
 LAYOUTS = ("packed", "per-parameter", "virtual")
 
 
-class StoreTarget:
+class StoreTarget(Target):
     """Writes atom stores."""
 
     name = "ucp"

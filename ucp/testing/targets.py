@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ucp.contract.registry import recognise
-from ucp.conversion.execute import carry_out
+from ucp.conversion.convert import carry_out
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import index_of, prepare
 from ucp.transfer.compare import compare

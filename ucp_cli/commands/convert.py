@@ -10,7 +10,7 @@ from typing import Unpack
 import click
 
 from ucp import api
-from ucp.conversion.execute import ConvertReport
+from ucp.conversion.convert import ConvertReport
 from ucp_cli.failures import stopped
 from ucp_cli.options import PATH, ConvertArguments, as_json, convert_options, example, progress
 from ucp_cli.pages.documents import convert_document

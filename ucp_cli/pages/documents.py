@@ -20,7 +20,7 @@ from ucp_cli.pages.values import json_value, what_is_held
 if TYPE_CHECKING:
     from ucp.api import PlanReport, Survey
     from ucp.checks.verify import DiffReport, VerifyReport
-    from ucp.conversion.execute import ConvertReport
+    from ucp.conversion.convert import ConvertReport
     from ucp.transfer.compare import Change
 
 __all__ = [

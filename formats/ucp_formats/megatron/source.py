@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucp.contract.companion_files import with_companions
-from ucp.contract.protocols import Evidence, LocalTensors, SourceOptions
+from ucp.contract.protocols import Evidence, Format, LocalTensors, SourceOptions
 from ucp.core.index import Index
 from ucp.errors import UnsupportedError
 from ucp_formats.megatron.backend import lost_backend, unknown_version
@@ -32,11 +32,11 @@ _REMEDIES = {
 }
 
 
-class MegatronFormat:
+class MegatronFormat(Format):
     """Format `megatron`."""
 
     name = "megatron"
-    usual = frozenset(
+    pickles = frozenset(
         {
             "megatron.core.enums.ModelType",
             "megatron.core.rerun_state_machine.RerunDiagnostic",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ucp.checks.propose import propose
-from ucp.contract.protocols import LocalTensor, LocalTensors
+from ucp.contract.protocols import Format, LocalTensor, LocalTensors
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, Kind, StateIndex
@@ -101,7 +101,7 @@ def test_nothing_there(recognised, tmp_path):
         propose(tmp_path)
 
 
-class Whole:
+class Whole(Format):
     """A format that records wholes."""
 
     def __init__(self, atoms, topology) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import ucp
-from ucp.checks.verify import prove_written
 from ucp.contract.companions import (
     MOST_SMALL,
     Companions,
@@ -23,6 +22,7 @@ from ucp.contract.companions import (
 from ucp.contract.protocols import SourceOptions
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import Silent, prepare
+from ucp.conversion.verify import verify_written
 from ucp.core.index import TAG, Extra
 from ucp.core.target import OutputFile, TargetPlan
 from ucp.core.topology import Topology
@@ -213,11 +213,11 @@ def test_verify_reads_them_back(saved, tmp_path):
     options = ConvertOptions(to="deepspeed")
     ucp.convert(saved, tmp_path / "out", to="deepspeed")
     job = prepare(saved, options).job
-    told = {"told": SourceOptions(), "observer": Silent(), "threads": 1}
-    prove_written(job, tmp_path / "out", **told)
+    told = {"source": SourceOptions(), "observer": Silent(), "threads": 1}
+    verify_written(job, tmp_path / "out", **told)
     (tmp_path / "out" / "scheduler.pt").write_bytes(bytes(768))
-    with pytest.raises(CorruptError, match=r"scheduler\.pt is not as it is beside the source"):
-        prove_written(job, tmp_path / "out", **told)
+    with pytest.raises(CorruptError, match=r"companion/scheduler\.pt/ values: .* in the source"):
+        verify_written(job, tmp_path / "out", **told)
 
 
 def test_a_changed_file_makes_another_conversion(saved):

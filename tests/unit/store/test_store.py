@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 import ucp
-from ucp.contract.protocols import Evidence
+from ucp.contract.protocols import Evidence, Format
 from ucp.conversion.prepare import index_of
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
@@ -53,7 +53,7 @@ def elements(index: Index, param: str, state: str) -> np.ndarray:
 def memory_format(monkeypatch):
     """Makes any folder a checkpoint with the index that is set here."""
 
-    class MemoryFormat:
+    class MemoryFormat(Format):
         name = "memory"
         index: Index | None = None
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ucp.contract.protocols import Evidence, SourceOptions
+from ucp.contract.protocols import Evidence, Format, SourceOptions
 from ucp.core.index import Index
 from ucp_formats.deepspeed.locate import locate_native, saved_as, the_folder
 
 __all__ = ["DeepSpeedFormat"]
 
 
-class DeepSpeedFormat:
+class DeepSpeedFormat(Format):
     """Format `deepspeed`.
 
     `group_names`: names of the parameters of every optimizer group, in its order; only for checkpoints without ZeRO
@@ -21,7 +21,7 @@ class DeepSpeedFormat:
     """
 
     name = "deepspeed"
-    usual = frozenset(
+    pickles = frozenset(
         {
             "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
             "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",

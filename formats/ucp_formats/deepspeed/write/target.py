@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ucp.contract.companions import place_companions
+from ucp.contract.protocols import Target
 from ucp.core.index import Index
 from ucp.core.names import WEIGHT
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
@@ -33,7 +34,7 @@ from ucp_formats.deepspeed.write.optimizer.missing_states import native_notes
 from ucp_formats.deepspeed.write.optimizer.step_notes import step_casts
 from ucp_formats.deepspeed.write.optimizer.zero0 import is_flat
 from ucp_formats.deepspeed.write.pipeline.layers import pipeline_of
-from ucp_formats.deepspeed.write.pipeline.settings import StageSettings, stage_settings
+from ucp_formats.deepspeed.write.pipeline.settings import SETTINGS, StageSettings, stage_settings
 from ucp_formats.deepspeed.write.pipeline.stages import stages_of
 from ucp_formats.deepspeed.write.pipeline.target import layer_files
 from ucp_formats.deepspeed.write.plan import pointer_file, target_plan
@@ -44,12 +45,11 @@ from ucp_formats.deepspeed.write.run import RunFacts, run_facts, tag
 __all__ = ["DeepSpeedTarget"]
 
 
-class DeepSpeedTarget:
+class DeepSpeedTarget(Target):
     """Target `deepspeed`."""
 
     name = "deepspeed"
-    takes_settings = True
-    """What layers the stages of a pipeline have (`stage_settings`)."""
+    settings = SETTINGS
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files of a run of `topology`; by default the source's own. Raises UsageError, MissingStateError."""

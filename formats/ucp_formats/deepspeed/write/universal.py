@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ucp.contract.companions import place_companions
+from ucp.contract.protocols import Target
 from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
@@ -38,7 +39,7 @@ from ucp_formats.deepspeed.write.optimizer.groups import (
 )
 from ucp_formats.deepspeed.write.optimizer.lost_states import check_stepped, filled_with_zeros
 from ucp_formats.deepspeed.write.optimizer.missing_states import ANEW, lacking, shared_notes
-from ucp_formats.deepspeed.write.optimizer.step_forms import universal_form
+from ucp_formats.deepspeed.write.optimizer.step_forms import SETTINGS, universal_form
 from ucp_formats.deepspeed.write.optimizer.step_notes import check_steps, step_casts, step_is_tensor, step_notes
 from ucp_formats.deepspeed.write.optimizer.values import clipping, common_keys, count_of, group_entry, scalar_value
 from ucp_formats.deepspeed.write.optimizer.zero12 import keeps_whole
@@ -62,12 +63,11 @@ _MOST_SPANS = 6
 """Stretches of such numbers that are told."""
 
 
-class DeepSpeedUniversalTarget:
+class DeepSpeedUniversalTarget(Target):
     """Target `deepspeed-universal`."""
 
     name = "deepspeed-universal"
-    takes_settings = True
-    """Whose optimizer loads it (`step_forms`)."""
+    settings = SETTINGS
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files for every stage and number of ranks. Raises UsageError for a `topology`, MissingStateError."""

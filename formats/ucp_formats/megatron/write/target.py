@@ -10,10 +10,11 @@ checkpoint does not say and Megatron needs is derived where it is certain, and a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ucp.contract.companions import place_companions
+from ucp.contract.protocols import Target
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, check_weights
 from ucp.core.names import STEP, WEIGHT
@@ -27,7 +28,7 @@ from ucp_formats.megatron.run.modules import chosen_modules
 from ucp_formats.megatron.write.arguments.asked import check_asked
 from ucp_formats.megatron.write.arguments.carried import arguments_extra, relaid_arguments
 from ucp_formats.megatron.write.arguments.derived import derived_arguments
-from ucp_formats.megatron.write.arguments.settings import check_settings, settings_of
+from ucp_formats.megatron.write.arguments.settings import SETTINGS, check_settings, settings_of
 from ucp_formats.megatron.write.dist.files import dist_places, plan_dist
 from ucp_formats.megatron.write.dist.keys import Norms, key_style, stored_parts
 from ucp_formats.megatron.write.division import check_division
@@ -64,14 +65,17 @@ _ANEW = (
 )
 
 
-class MegatronTarget:
+class MegatronTarget(Target):
     """Target `megatron`."""
 
     name = "megatron"
-    takes_settings = True
-    """Arguments of Megatron, by name."""
+    settings = SETTINGS
     takes_family = True
     """Rules of a model family, which say how its parameters lie."""
+
+    def source_settings(self, index: Index) -> Collection[str]:
+        """The arguments that the source records."""
+        return arguments_extra(index)
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files for a run of `topology`; by default the source's own. Raises UsageError, MissingStateError."""
@@ -126,7 +130,7 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
     check_topology(topology)
     check_weights(index)
     native, asked = arguments_extra(index), settings_of(options.settings)
-    unknown = check_settings(asked, native)
+    check_settings(asked, native)
     modules = chosen_modules(index, native, asked)
     said = {**modules.settings, **asked}
     model = _model(index, {**native, **said}, options)
@@ -163,7 +167,7 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
         dtypes=options.dtypes,
     )
     same = layout == _LAYOUTS[0] and not modules.known_from and _same_keys(model, arguments)
-    return run, (*notes, *unknown, modules.note(same_keys=same))
+    return run, (*notes, modules.note(same_keys=same))
 
 
 def _same_keys(model: Model, arguments: Mapping[str, object]) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ucp.contract.protocols import Evidence, SourceOptions
+from ucp.contract.protocols import Evidence, Format, SourceOptions
 from ucp.core.index import Index
 from ucp_formats.deepspeed.locate import locate_universal, saved_as, the_folder
 
 __all__ = ["DeepSpeedUniversalFormat"]
 
 
-class DeepSpeedUniversalFormat:
+class DeepSpeedUniversalFormat(Format):
     """Format `deepspeed-universal`."""
 
     name = "deepspeed-universal"

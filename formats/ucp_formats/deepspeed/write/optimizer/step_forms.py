@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from ucp.core.index import Index
-from ucp.errors import UsageError, listed
+from ucp.errors import UsageError
 
-__all__ = ["StepForm", "from_elsewhere", "native_form", "universal_form"]
+__all__ = ["SETTINGS", "StepForm", "from_elsewhere", "native_form", "universal_form"]
 
 
 class StepForm(StrEnum):
@@ -38,6 +38,8 @@ class StepForm(StrEnum):
 
 _OPTIMIZERS = {"torch": StepForm.FLOATING, "deepspeed": StepForm.NUMBER}
 """Whose optimizer loads a universal checkpoint, to the form that it counts on from everywhere."""
+SETTINGS = {"optimizer": "torch or deepspeed: whose optimizer loads it, which decides the form of the step"}
+"""Setting of a universal checkpoint to its meaning."""
 
 
 def from_elsewhere(index: Index) -> bool:
@@ -51,13 +53,10 @@ def native_form(index: Index) -> StepForm:
 
 
 def universal_form(index: Index, settings: Mapping[str, str]) -> StepForm:
-    """Form for a universal load, as `--set optimizer=...` says. Raises UsageError for anything else that is set."""
-    wrong = [f"{name}={text}" for name, text in settings.items() if name != "optimizer" or text not in _OPTIMIZERS]
-    if wrong:
-        raise UsageError(
-            "the target deepspeed-universal takes --set optimizer=torch or optimizer=deepspeed, for whose optimizer "
-            f"the step is written; got\n{listed(wrong)}"
-        )
-    if settings:
-        return _OPTIMIZERS[settings["optimizer"]]
+    """Form for a universal load, as `--set optimizer=...` says. Raises UsageError for another optimizer."""
+    asked = settings.get("optimizer")
+    if asked is not None and asked not in _OPTIMIZERS:
+        raise UsageError(f"expected --set optimizer=torch or optimizer=deepspeed; got {asked!r}")
+    if asked is not None:
+        return _OPTIMIZERS[asked]
     return StepForm.FLOATING if from_elsewhere(index) else StepForm.FOUND

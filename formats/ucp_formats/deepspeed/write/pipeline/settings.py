@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from ucp.errors import UsageError, listed
 
-__all__ = ["StageSettings", "stage_settings"]
+__all__ = ["SETTINGS", "StageSettings", "stage_settings"]
 
 _RANGES = r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*"
 _FORMS = {
@@ -31,6 +31,8 @@ _FORMS = {
     "norm": ("unchecked", "unchecked"),
 }
 """Setting to its form, and to that in words."""
+SETTINGS = {name: words for name, (_, words) in _FORMS.items()}
+"""Setting to its form in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,18 +59,18 @@ class StageSettings:
 
 
 def stage_settings(texts: Mapping[str, str]) -> StageSettings:
-    """What the settings say. Raises UsageError with all that are unknown or malformed.
+    """What the settings say. Raises UsageError with all that are malformed.
 
     >>> stage_settings({"partition": "uniform", "tied": "embed:8"}).tied
     {'embed': (8,)}
     """
     wrong = []
     for name, text in texts.items():
-        form, words = _FORMS.get(name, ("", ""))
+        form, words = _FORMS[name]
         spans = pairwise(re.findall(r"\d+", text) if name in ("stages", "partition") else ())
-        if not (form and re.fullmatch(form, text) and all(int(one) < int(other) for one, other in spans)):
-            wrong.append(f"{name}={text}: {f'expected {words}' if form else 'no such setting'}")
-    if texts.keys() & _FORMS.keys() and ("stages" in texts) == ("partition" in texts):
+        if not (re.fullmatch(form, text) and all(int(one) < int(other) for one, other in spans)):
+            wrong.append(f"{name}={text}: expected {words}")
+    if texts and ("stages" in texts) == ("partition" in texts):
         wrong.append("say either stages or partition")
     if wrong:
         raise UsageError(

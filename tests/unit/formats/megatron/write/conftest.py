@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ucp.api import convert
-from ucp.conversion.execute import ConvertReport
+from ucp.conversion.convert import ConvertReport
 
 
 @pytest.fixture

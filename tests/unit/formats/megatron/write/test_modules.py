@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.formats.megatron.write.dist.test_files import tensors
 from ucp.api import convert, inspect, plan
-from ucp.conversion.execute import ConvertReport
+from ucp.conversion.convert import ConvertReport
 
 BEFORE_EXPERTS = {
     "local": "decoder.layers.mlp.linear_fc1.layer_norm_weight",
