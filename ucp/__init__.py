@@ -30,7 +30,7 @@ else:
     _PLACES = {
         "Atom": "ucp.live.checkpoint",
         "Checkpoint": "ucp.live.checkpoint",
-        "ConvertReport": "ucp.conversion.execute",
+        "ConvertReport": "ucp.conversion.convert",
         "DiffReport": "ucp.checks.verify",
         "LoadReport": "ucp.live.load",
         "VerifyReport": "ucp.checks.verify",

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import ucp  # the return types, which are imported when they are looked at
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.contract.registry import recognise, with_callables
 from ucp.conversion.options import (
@@ -33,11 +33,6 @@ from ucp.conversion.zero_moments import moments_note
 from ucp.core.index import Index
 from ucp.io.staging import Staging
 
-if TYPE_CHECKING:
-    from ucp.checks.verify import DiffReport, VerifyReport
-    from ucp.conversion.convert import ConvertReport
-    from ucp.live.checkpoint import Checkpoint
-
 __all__ = [
     "PlanReport",
     "Survey",
@@ -54,7 +49,7 @@ __all__ = [
 
 def open(  # noqa: A001  # ucp.open is the name users look for
     path: type_path, *, family: str | None = None, patterns: type_path | None = None
-) -> Checkpoint:
+) -> ucp.Checkpoint:
     """The checkpoint at `path`, of whatever format. Raises SourceError, CoverError.
 
     `family`, `patterns`: see `convert`.
@@ -152,7 +147,7 @@ def convert(
     fsync: bool = True,
     verify: bool = False,
     observer: Observer | None = None,
-) -> ConvertReport:
+) -> ucp.ConvertReport:
     """Convert the checkpoint at `src` to `dst`.
 
     Parameters
@@ -264,7 +259,7 @@ def verify(
     workers: int | None = None,
     memory: MemoryLike = 1 << 30,
     observer: Observer | None = None,
-) -> VerifyReport:
+) -> ucp.VerifyReport:
     """Prove that the checkpoint at `path` is whole, undamaged and, if asked, equal to `against` bit for bit.
 
     Reads every byte that has a recorded checksum, compares copies that should be equal, and proves that pieces tile
@@ -294,7 +289,7 @@ def diff(
     workers: int | None = None,
     memory: MemoryLike = 1 << 30,
     observer: Observer | None = None,
-) -> DiffReport:
+) -> ucp.DiffReport:
     """Every difference between two checkpoints of any formats, streamed.
 
     `extras`: what is no parameter too, entry by entry. `family`, `patterns`, `workers`, `memory`: see `verify`.

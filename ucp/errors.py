@@ -6,6 +6,8 @@ A message says what was expected, what was found, where, and what to do::
     ├── UsageError              a bad argument: option, topology, dtype, pattern of names   (exit code 2)
     │   ├── TopologyError           a layout of ranks that nothing, or this target or source, can have
     │   ├── IdleOptionError         what is said of a source that has no use for it
+    │   ├── MisfitError             the family or target that was asked for does not fit this model
+    │   ├── TagError                the tag that was asked for can be no folder; a DestinationError too
     │   └── OverlapError            the destination is, or lies in, or holds the source; a DestinationError too
     ├── NoSuchNameError         a checkpoint has no parameter or state of that name; a KeyError too
     ├── SourceError             the source cannot be read as it stands
@@ -45,6 +47,7 @@ __all__ = [
     "LoadError",
     "MalformedError",
     "MemoryBudgetError",
+    "MisfitError",
     "MissingFileError",
     "MissingLibraryError",
     "MissingStateError",
@@ -52,6 +55,7 @@ __all__ = [
     "OverlapError",
     "ReplicaError",
     "SourceError",
+    "TagError",
     "TopologyError",
     "UcpError",
     "UnknownFamilyError",
@@ -150,6 +154,10 @@ class UnknownFamilyError(FamilyError):
     """No model family fits, or several do."""
 
 
+class MisfitError(UsageError, UnsupportedError, FamilyError):
+    """The model family or the target that the user named does not fit the model; another one may."""
+
+
 class IncompleteError(SourceError):
     """The path is an unfinished conversion."""
 
@@ -180,6 +188,10 @@ class DestinationError(UcpError):
 
 class OverlapError(UsageError, DestinationError):
     """The destination is the source, lies in it, or holds what it consists of: another one must be named."""
+
+
+class TagError(UsageError, DestinationError):
+    """The tag that the user chose can be no folder of the destination."""
 
 
 class WorkerDiedError(UcpError):

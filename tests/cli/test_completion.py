@@ -23,6 +23,10 @@ def complete(*words: str) -> list[str]:
         (("convert", "--drift", ""), {"error", "first", "mean"}),
         (("verify", "--family", "qwen"), {"qwen2", "qwen3", "qwen2-moe", "qwen3-moe"}),
         (("patterns", "show", "lla"), {"llama"}),
+        (
+            ("patterns", "show", "llama", "--style", "tor"),
+            {"torch_dist", "torch_dist_keys", "torch_dist_layers", "torch_dist_singleton"},
+        ),
         (("patterns", "i"), {"infer"}),
     ],
 )

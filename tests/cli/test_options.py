@@ -52,7 +52,7 @@ def test_what_is_no_amount_of_memory(text: str) -> None:
         (["--dtype", "weight"], "expected STATE=DTYPE"),
         (["--dtype", "weight=int3"], "expected STATE=DTYPE with a dtype of"),
         (["--dtype", "weight=bf16", "--dtype", "weight=fp16"], "given twice for weight"),
-        (["--layout", "round"], "expected a layout of"),
+        (["--layout", "round"], "has the layouts packed, per-parameter, virtual"),
         (["--to", "nothing"], "expected one of the targets deepspeed"),
         (["--virtual", "--layout", "packed"], "--virtual"),
         (["--include", "nothing.at.all"], "no parameter matches 'nothing.at.all'"),

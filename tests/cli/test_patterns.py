@@ -212,26 +212,29 @@ def test_a_mistake_in_ones_own_rules_is_wrong_usage(ucp: Run, llama: Path, tmp_p
     assert "did you mean 'shard'?" in message
 
 
-def test_infer_proposes_a_rules_file(ucp: Run, llama: Path) -> None:
-    result = ucp("patterns", "infer", llama, "--all")
+SHARDED = Path(__file__).parents[2] / "fixtures/megatron/llama-tp2-pp2-dp2-full/checkpoint"
+
+
+def test_infer_proposes_a_rules_file(ucp: Run) -> None:
+    result = ucp("patterns", "infer", SHARDED, "--all")
     rules = tomllib.loads(result.stdout)
-    assert (rules["name"], rules["extends"], rules.get("rule", [])) == ("my-model", [], [])  # one rank tells nothing
-    assert '# name = "model.layers.{layer}.mlp.up_proj.weight"' in result.stdout
-    assert re.fullmatch(r"\d+ open\n", result.stderr)
+    assert (rules["name"], rules["extends"], len(rules["rule"])) == ("my-model", [], 9)
+    assert {"name": "embedding.word_embeddings.weight", "tp": {"pattern": "shard", "dim": 0}} in rules["rule"]
+    assert result.stderr == "9 likely\n"
 
 
-def test_infer_leaves_out_what_a_family_knows(ucp: Run, llama: Path) -> None:
-    result = ucp("patterns", "infer", llama)
+def test_infer_leaves_out_what_a_family_knows(ucp: Run) -> None:
+    result = ucp("patterns", "infer", SHARDED)
     assert tomllib.loads(result.stdout)["extends"] == ["llama"]
     assert "nothing to propose" in result.stderr
-    document = json.loads(ucp("patterns", "infer", llama, "--all", "--json").stdout)
+    document = json.loads(ucp("patterns", "infer", SHARDED, "--all", "--json").stdout)
     assert document["schema"] == "ucp.patterns-infer/1"
-    assert {own["certainty"] for own in document["proposals"]} == {"open"}
+    assert {own["certainty"] for own in document["proposals"]} == {"likely"}
 
 
 def test_every_key_is_described(ucp: Run, llama: Path) -> None:
     words = set(re.findall(r"\w+", PAGE.read_text()))
-    for page in (("list",), ("show", "llama"), ("check", llama), ("infer", llama, "--all")):
+    for page in (("list",), ("show", "llama"), ("check", llama), ("infer", SHARDED, "--all")):
         document = json.loads(ucp("patterns", *page, "--json").stdout)
         found = set(document)
         for inner in ("families", "rules", "tied", "proposals"):

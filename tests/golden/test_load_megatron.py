@@ -52,7 +52,7 @@ def test_the_family_named_is_the_one_that_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("chosen", "error", "said"),
     [
-        ({"family": "llama"}, FamilyError, "the model is none of the family 'llama'"),
+        ({"family": "llama"}, FamilyError, "the model is not of the family 'llama'"),
         ({"family": "lama"}, UsageError, "did you mean 'llama'"),
         ({"family": "gpt", "patterns": "mine.toml"}, UsageError, "got both"),
         ({"patterns": "nowhere.toml"}, UsageError, "nowhere.toml"),

@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ def test_a_plan_is_asked_for_as_a_conversion_is():
     plan, convert, options = (inspect.signature(own).parameters for own in (ucp.plan, ucp.convert, make_options))
     assert list(plan) == [name for name in convert if name != "dst" and name not in ONCE_BYTES_MOVE]
     assert all(convert[name] == own == options.get(name, own) for name, own in plan.items())
-    assert set(convert) - set(options) == {"src", "dst", "verify", "observer"}
+    assert set(convert) - set(options) == {"src", "dst", "observer"}
 
 
 def test_a_plan_is_what_a_conversion_does(source, tmp_path):
@@ -190,3 +191,13 @@ class TestCheckpoint:
 def _tensors(value):
     own = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return [ref for inner in own for ref in ([inner] if isinstance(inner, TensorRef) else _tensors(inner))]
+
+
+def test_type_hints_can_be_looked_at():
+    assert get_type_hints(ucp.convert)["return"] is ucp.ConvertReport
+    assert all(get_type_hints(own) for own in (ucp.open, ucp.inspect, ucp.plan, ucp.verify, ucp.diff))
+
+
+def test_an_extra_that_is_not_there_is_answered_with_those_that_are(source):
+    with pytest.raises(KeyError, match=r"no extra 'nope'; there are "):
+        ucp.open(source).extras["nope"]

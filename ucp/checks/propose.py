@@ -56,22 +56,29 @@ class Proposed:
     proposals: tuple[Proposal, ...]
     """One per template that has no rule."""
     toml: str
-    """The rules file."""
+    """The rules file; empty where nothing is cut."""
 
 
 def propose(path: Path, *, everything: bool = False) -> Proposed:
-    """Rules for the checkpoint at `path`; `everything`: also for names that a family knows. Raises SourceError."""
+    """Rules for the checkpoint at `path`; `everything`: also for names that a family knows. Raises SourceError.
+
+    No rules, and no file, for a checkpoint of one tensor-parallel rank, where nothing is cut.
+    """
     fmt, _ = recognise(path)
     local = fmt.local_tensors(path)
     if local is not None:
         arguments = local.arguments
         seen = _observed_parts(local.tensors)
+        parts = 1 + max((own.coords.get("tp", 0) for own in local.tensors), default=0)
     else:
         index = fmt.read(path)
         arguments = recorded_arguments(index)
         seen = [_observed_pieces(atom, index) for atom in index.atoms.values()]
+        parts = max(index.topology.tp, index.topology.expert_tp)
     if not seen:
         raise MalformedError(f"expected a model in {path}; there is not one tensor in it")
+    if parts == 1:
+        return Proposed(extends=(), proposals=(), toml="")
     known = None if everything else _nearest([own.name for own in seen])
     proposals = _proposals([own for own in seen if known is None or not _knows(known, own.name)], seen, arguments)
     extends = () if known is None else (known.name,)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -89,7 +91,7 @@ class DiffReport:
     nbytes_compared: int
     """Bytes of them in the first."""
     changes: tuple[Change, ...]
-    """Differences; empty when equal bit for bit."""
+    """Differences; empty when equal bit for bit, but for the type that counts such as `step` are kept in."""
     notes: tuple[str, ...] = ()
     """What explains them as a whole."""
 
@@ -162,15 +164,33 @@ def differences(
         if atom.name in right.atoms and name in right.atoms[atom.name].states
         if right.atoms[atom.name].states[name].global_shape == state.global_shape
     ]
+    changes = compare(left, right, observer, extras=extras, threads=threads)
+    recast = _recast(changes, left)
     return DiffReport(
         a=str(a),
         b=str(b),
         compared=len(both),
         nbytes=left.nbytes,
         nbytes_compared=sum(state.nbytes for state in both),
-        changes=tuple(compare(left, right, observer, extras=extras, threads=threads)),
-        notes=(*_strangers(left, right), *(f"{own.path}: {line}" for own in (left, right) for line in _oddities(own))),
+        changes=tuple(own for own in changes if own not in recast),
+        notes=(
+            *_strangers(left, right),
+            *(f"{line}: the numbers are equal, only their type is another" for line in _casts(recast)),
+            *(f"{own.path}: {line}" for own in (left, right) for line in _oddities(own)),
+        ),
     )
+
+
+def _recast(changes: Iterable[Change], index: Index) -> list[Change]:
+    """Changes of dtype of counts, such as `step`, that kept every number: of no consequence."""
+    valued = {(own.param, own.state) for own in changes if own.what == "values"}
+    of_type = (own for own in changes if own.what == "dtype" and (own.param, own.state) not in valued)
+    return [own for own in of_type if index.atoms[own.param].is_count(own.state)]
+
+
+def _casts(recast: Iterable[Change]) -> list[str]:
+    counts = Counter(f"{own.state} is {own.a} in a, {own.b} in b" for own in recast)
+    return [f"{line}, of {counted(count, 'parameter')}" for line, count in counts.items()]
 
 
 def _strangers(a: Index, b: Index) -> tuple[str, ...]:

@@ -35,8 +35,9 @@ def check_named(
     remedy: str,
     taken: Iterable[str] = (),
     faults: Iterable[tuple[str, str]] = (),
+    error: type[DestinationError] = DestinationError,
 ) -> None:
-    """Raise DestinationError for names whose path cannot be a file, or meets another's.
+    """Raise `error` for names whose path cannot be a file, or meets another's.
 
     `paths`: name, and a path relative to the destination that is made of it. `taken`: paths of other files. `faults`:
     name, and what else is wrong with it. `expected`, `remedy`: of the message.
@@ -51,7 +52,7 @@ def check_named(
         found.setdefault(name, fault)
     if found:
         lines = listed(f"{_shown(name)}: {fault}" for name, fault in found.items())
-        raise DestinationError(f"expected {expected}; got {len(found):,} that cannot:\n{lines}\n{remedy}")
+        raise error(f"expected {expected}; got {len(found):,} that cannot:\n{lines}\n{remedy}")
 
 
 def check_fits(folder: Path, paths: Iterable[str]) -> None:

@@ -120,6 +120,8 @@ class Target(Protocol):
     """Name on the command line, e.g. "deepspeed-universal"."""
     settings: Mapping[str, str] = MappingProxyType({})
     """What `--set NAME=VALUE` takes: name to meaning, in a few words."""
+    layouts: Collection[str] = ()
+    """Variants of its layout that `--layout` names, the default first; none where it has one."""
     takes_family: bool = False
     """Whether it goes by the rules of a model family: --family and --patterns are then for it where the source has no
     use for them."""

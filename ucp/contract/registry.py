@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 from ucp.contract.protocols import Engine, Evidence, Format, Pattern, SourceOptions, Target
 from ucp.core.index import Index
 from ucp.errors import (
-    FamilyError,
+    MisfitError,
     UcpError,
     UnknownFamilyError,
     UnknownFormatError,
@@ -133,7 +133,7 @@ def choose_family(
     """The family that a checkpoint is of, bound to its sizes, and the reasons: by evidence unless `options` say.
 
     `names`: of the model's tensors, in any style. `shapes`: of wholes, or of the parts of one rank, with degrees in
-    `axes`. `arguments`: as recorded. Raises UnknownFamilyError when none or several fit, FamilyError when the one that
+    `axes`. `arguments`: as recorded. Raises UnknownFamilyError when none or several fit, MisfitError when the one that
     `options` name says otherwise than the checkpoint, UsageError for one that is not there or a rules file with a
     mistake.
     """
@@ -151,8 +151,8 @@ def choose_family(
     if name is not None:
         bound = found.chosen(name).bind(arguments=arguments, shapes=shapes, axes=axes)
         if bound.conflicts and (options is None or options.patterns is None):
-            raise FamilyError(
-                f"the model is none of the family {name!r}: {'; '.join(bound.conflicts)}. Drop --family to see which "
+            raise MisfitError(
+                f"the model is not of the family {name!r}: {'; '.join(bound.conflicts)}. Drop --family to see which "
                 "it is; where the checkpoint is wrong, say so under [given] in a rules file of your own (--patterns)"
             )
         return bound.among(names), (why,)

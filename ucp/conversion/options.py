@@ -42,7 +42,10 @@ __all__ = [
 
 type_path = str | PathLike[str]
 """A path."""
-DtypeLike: TypeAlias = "str | DType | torch.dtype"
+if TYPE_CHECKING:
+    DtypeLike: TypeAlias = str | DType | torch.dtype
+else:
+    DtypeLike = str | DType | object  # torch is not imported for a type hint
 """A dtype: "bfloat16", "bf16", torch.bfloat16."""
 TopologyLike = Topology | str | Mapping[str, int]
 """A run: ucp.Topology(dp=4, zero=3), "dp=4,zero=3", {"dp": 4, "zero": 3}."""

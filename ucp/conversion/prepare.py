@@ -13,7 +13,7 @@ import xxhash
 
 from ucp.contract.companions import Companions, chosen_companions
 from ucp.contract.protocols import Observer, SourceOptions, Target
-from ucp.contract.registry import recognise, target, with_callables
+from ucp.contract.registry import names, recognise, target, with_callables
 from ucp.contract.state_gaps import gap_text, state_gaps, with_gaps
 from ucp.conversion.copied_ranks import copied_ranks
 from ucp.conversion.options import ConvertOptions, cores
@@ -31,8 +31,9 @@ from ucp.core.index import (
     check_names,
 )
 from ucp.core.names import WEIGHT, NameFilter
-from ucp.core.target import TargetPlan
-from ucp.errors import IdleOptionError, UsageError, counted, listed
+from ucp.core.target import TargetOptions, TargetPlan
+from ucp.core.topology import Topology
+from ucp.errors import FamilyError, IdleOptionError, MisfitError, UnsupportedError, UsageError, counted, listed
 from ucp.io.identity import producer
 from ucp.transfer.tasks import BLOCK, Job, fit_workers, make_job
 
@@ -266,6 +267,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     Of tensors it reads windows of moments (all of those that are zero there), and copies that are to be settled.
     """
     chosen = target(options.to)
+    _check_layout(chosen, options.target.layout)
     read = index_as_told if chosen.takes_family else index_of
     whole = read(src, source=options.source)
     check_doubts(whole, options.accept)
@@ -289,7 +291,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         patterns=str(options.source.patterns or ""),
         keeps_zeros=options.zero_moments is ZeroMoments.KEEP,
     )
-    plan = chosen.plan(index, options.topology, own)
+    plan = _planned(chosen, index, options.topology, own)
     index = _without(index, plan)
     job = replace(make_job(index, plan), fsync=options.fsync)
     workers, threads = fit_workers(options.memory, workers=options.workers or cores(), threads=2)
@@ -302,6 +304,24 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         facts=_facts(job, options),
         warnings=warnings,
     )
+
+
+def _planned(chosen: Target, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
+    """The plan of the target. Raises MisfitError where this model is none for it."""
+    try:
+        return chosen.plan(index, topology, options)
+    except (UnsupportedError, FamilyError) as error:
+        raise MisfitError(str(error)) from error
+
+
+def _check_layout(chosen: Target, layout: str) -> None:
+    """Raise UsageError for a layout that the target does not have, naming the target that has it."""
+    if not layout or layout in chosen.layouts:
+        return
+    others = [name for name in names("ucp.targets") if layout in target(name).layouts]
+    hint = f", which is a layout of --to {others[0]}" if others else ""
+    has = f"the layouts {', '.join(chosen.layouts)}" if chosen.layouts else "one layout: drop --layout"
+    raise UsageError(f"the target {chosen.name} has {has}; got {layout!r}{hint}")
 
 
 def _without(index: Index, plan: TargetPlan) -> Index:

@@ -105,6 +105,11 @@ class _Atoms(Mapping[str, Atom]):
         return len(self._index.atoms)
 
 
+class _Extras(dict[str, object]):
+    def __missing__(self, name: str) -> object:
+        raise NoSuchNameError(f"no extra {name!r}; there are {', '.join(self) or 'none'}")
+
+
 Region = Box | slice | tuple[slice | EllipsisType, ...]
 """Part of a tensor: a half-open box, or slices as numpy has them (steps of 1)."""
 
@@ -161,7 +166,7 @@ class Checkpoint:
         Plain values are themselves; objects are inert (`ucp.core.pickle_values.Stub`), tensors are references,
         which `tensor` reads.
         """
-        return {extra.name: extra.value for extra in self.index.extras if extra.rank is None}
+        return _Extras({extra.name: extra.value for extra in self.index.extras if extra.rank is None})
 
     @property
     def atoms(self) -> Mapping[str, Atom]:

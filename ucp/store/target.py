@@ -46,6 +46,7 @@ class StoreTarget(Target):
     """Writes atom stores."""
 
     name = "ucp"
+    layouts = LAYOUTS
     takes_parts = True
     """Atoms of a part of a model are of use; a framework loads all of it."""
 
@@ -93,8 +94,6 @@ class StoreTarget(Target):
 
 
 def _check_options(layout: str, topology: Topology | None, options: TargetOptions) -> None:
-    if layout not in LAYOUTS:
-        raise UsageError(f"expected a layout of {', '.join(LAYOUTS)}; got {layout!r}")
     if topology is not None:
         raise UsageError(
             "atoms are rank-independent; --topology applies to other targets: drop it, or name a target with --to"

@@ -47,12 +47,26 @@ def list_command(*, as_json: bool) -> None:
         write(family_table(families), lines("Patterns", patterns))
 
 
+def _styles(ctx: click.Context, param: click.Parameter, typed: str) -> list[str]:
+    """What a shell completes --style with: styles of the family that was typed before, or of all."""
+    del param
+    named = ctx.params.get("family")
+    families = [named] if named in registry.families() else registry.families()
+    styles = dict.fromkeys(style for name in families for style in registry.family(name).styles)
+    return [style for style in styles if style.startswith(typed)]
+
+
 @command.command(
     "show",
     epilog=example("ucp patterns show llama", "ucp patterns show llama --style huggingface"),
 )
 @click.argument("family", shell_complete=completed(family_names))
-@click.option("--style", metavar="STYLE", help="Also show the names in this style: te, torch_dist, huggingface, ...")
+@click.option(
+    "--style",
+    metavar="STYLE",
+    shell_complete=_styles,
+    help="Also show the names in this style: te, torch_dist, huggingface, ...",
+)
 @as_json
 def show_command(*, family: str, style: str | None, as_json: bool) -> None:
     """Show the rules of a family.
@@ -111,6 +125,9 @@ def infer_command(*, path: Path, everything: bool, as_json: bool) -> None:
     found = propose(path, everything=everything)
     if as_json:
         write_json(proposal_document(found))
+        return
+    if not found.toml:
+        click.echo("nothing is cut: one tensor-parallel rank wrote the model, so there is nothing to infer", err=True)
         return
     click.echo(found.toml, nl=False)
     counts = Counter(own.certainty.value for own in found.proposals)

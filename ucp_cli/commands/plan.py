@@ -32,14 +32,16 @@ _DISK = 1 << 30
     ),
 )
 @click.argument("src", type=PATH)
+@click.argument("dst", type=PATH, required=False)
 @convert_options
 @as_json
-def command(*, src: Path, as_json: bool, **asked: Unpack[ConvertArguments]) -> None:
+def command(*, src: Path, dst: Path | None, as_json: bool, **asked: Unpack[ConvertArguments]) -> None:
     """Show what a conversion would do.
 
-    Takes the options of `ucp convert` and writes nothing. Reads indexes and windows of a few moments (the whole of
-    those that are zero there); with --drift first or mean, copies of tensors too.
+    Takes the options of `ucp convert` (DST may be left out) and writes nothing. Reads indexes and windows of a few
+    moments (the whole of those that are zero there); with --drift first or mean, copies of tensors too.
     """
+    del dst  # what would be written is the same anywhere
     report = api.plan(src, **asked)
     if as_json:
         write_json(plan_document(report))

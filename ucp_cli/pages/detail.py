@@ -10,7 +10,7 @@ from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.tensor import TensorRef
-from ucp_cli.pages.overview import shown_path
+from ucp_cli.pages.overview import shown_path, stages
 from ucp_cli.pages.render import facts, heading, stacked, table
 from ucp_cli.pages.units import count_text, nbytes_text, shape_text
 
@@ -29,6 +29,7 @@ def detail(index: Index, atom: AtomIndex) -> RenderableType:
             ("kind", atom.kind.value),
             ("computes in", atom.model_dtype.value if atom.model_dtype else ""),
             ("laid out", ", ".join(f"{pattern} over {axis}" for axis, pattern in atom.patterns.items())),
+            ("stage", ", ".join(map(str, stages(atom)))),
             ("group", group),
             ("tied", tied),
             ("bytes", nbytes_text(atom.nbytes)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ from ucp_cli.pages.tree import Line, collapsed
 from ucp_cli.pages.units import count_text, nbytes_text, plural, printable, ranges_text, shape_text
 from ucp_cli.pages.values import brief, what_is_held
 
-__all__ = ["file_rows", "overview", "shown_path", "source_facts"]
+__all__ = ["file_rows", "overview", "shown_path", "source_facts", "stages"]
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+"""Number of a layer in a name: the first number. Examples: decoder.layers.3.mlp, 3.attention."""
 
 
 def overview(index: Index, missing: Sequence[str]) -> list[RenderableType | None]:
@@ -28,6 +32,7 @@ def overview(index: Index, missing: Sequence[str]) -> list[RenderableType | None
         lines("In doubt", [doubt.text for doubt in index.doubts], style="bold red"),
         table("States", ("state", "dtype", ">tensors", ">elements", ">bytes"), _state_rows(index)),
         *_tree(index),
+        table("Pipeline stages", (">stage", ">tensors", "layers", "other modules"), _stage_rows(index)),
         lines("Tied", [f"{alias} = {name}" for alias, name in index.aliases.items()]),
         table("Parameter groups", (">group", ">parameters", "hyper-parameters"), _group_rows(index.groups)),
         table("Extras", ("name", "holds"), _extra_rows(index)),
@@ -123,6 +128,27 @@ def _tree_row(line: Line[_Look], usual: str) -> tuple[str | Text, ...]:
         return label, "", "", "", ""
     times = Text(f"×{line.count}" if line.count > 1 else "", style="dim")
     return label, times, line.leaf.shape, line.leaf.dtype, line.leaf.remark(usual)
+
+
+def _stage_rows(index: Index) -> list[tuple[str, ...]]:
+    """A row per pipeline stage: the layers that it holds by their numbers, and the modules beside them."""
+    held: dict[int, list[str]] = {}
+    for atom in index.atoms.values():
+        for stage in stages(atom):
+            held.setdefault(stage, []).append(atom.name)
+    rows: list[tuple[str, ...]] = []
+    for stage, names in sorted(held.items()):
+        layers = {int(found[1]) for name in names if (found := _LAYER.search(name))}
+        others = dict.fromkeys(name.rpartition(".")[0] or name for name in names if not _LAYER.search(name))
+        rows.append((str(stage), count_text(len(names)), ranges_text(sorted(layers)), ", ".join(others)))
+    return rows
+
+
+def stages(atom: AtomIndex) -> list[int]:
+    """Pipeline stages that hold a parameter, where that is known; of virtual stages those of the pipeline's ranks."""
+    own = next((axis for axis in atom.layout.axes if axis.axis == "pp" and axis.parts > 1), None)
+    shape = atom.global_shape
+    return [at for at in range(own.parts) if own.pattern.regions(shape, own.parts, at)] if own else []
 
 
 def _group_rows(groups: Sequence[ParamGroup]) -> list[tuple[str, str, str]]:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ucp.checks.propose import propose
+from ucp.checks.propose import Proposed, propose
 from ucp.contract.protocols import Format, LocalTensor, LocalTensors
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
@@ -191,4 +191,4 @@ def test_the_parts_have_their_own_shape(recognised, tmp_path):
 
 def test_one_rank_tells_nothing(recognised, tmp_path):
     recognised(Whole([atom("blocks.0.a", (8, 4), [Box.whole((8, 4))])], Topology(dp=8)))
-    assert patterns(tmp_path) == {"blocks.{layer}.a": ("", "open")}
+    assert propose(tmp_path) == Proposed(extends=(), proposals=(), toml="")

@@ -26,7 +26,7 @@ from ucp.conversion.verify import verify_written
 from ucp.core.index import TAG, Extra
 from ucp.core.target import OutputFile, TargetPlan
 from ucp.core.topology import Topology
-from ucp.errors import CorruptError, DestinationError, MalformedError, UsageError
+from ucp.errors import CorruptError, MalformedError, TagError, UsageError
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 TRAINER = FIXTURES / "deepspeed" / "z2-dp2-hf-trainer" / "checkpoint-3"
@@ -291,7 +291,7 @@ def test_without_a_tag_the_step_names_the_folder(tmp_path):
 )
 def test_a_tag_that_is_no_folder_of_the_destination_is_refused(saved, tag, why):
     for to in ("deepspeed", "deepspeed-universal"):
-        with pytest.raises(DestinationError, match=f"(?s){why}.*choose another with --tag"):
+        with pytest.raises(TagError, match=f"(?s){why}.*choose another with --tag"):
             ucp.plan(saved, to=to, tag=tag)
 
 

@@ -176,7 +176,7 @@ class TestOfTheUser:
     def test_a_family_that_says_otherwise_than_the_checkpoint_is_refused(self, tmp_path):
         """A gated model cut as one that is not would be silently wrong, though every name has a rule."""
         arguments = {"swiglu": True}
-        with pytest.raises(FamilyError, match=r"none of the family 'gpt': gated is 0 in the family, 1 .* \(swiglu or"):
+        with pytest.raises(FamilyError, match=r"not of the family 'gpt': gated is 0 in the family, 1 .* \(swiglu or"):
             choose_family(names=[], arguments=arguments, options=SourceOptions(family="gpt"))
         shapes = {"decoder.layers.0.mlp.linear_fc1.weight": (8, 4), "decoder.layers.0.mlp.linear_fc2.weight": (4, 4)}
         with pytest.raises(FamilyError, match="gated is 0 in the family, 1 in the checkpoint"):

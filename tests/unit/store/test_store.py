@@ -332,7 +332,7 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"layout": "flat"}, "expected a layout of packed"),
+            ({"layout": "flat"}, "has the layouts packed, per-parameter, virtual; got 'flat'"),
             ({"topology": "dp=2"}, "rank-independent"),
             ({"layout": "per-parameter", "compress": True}, "--compress goes with packs"),
             ({"virtual": True, "dtypes": {"weight": "bfloat16"}}, "--dtype needs a copy"),

@@ -11,6 +11,7 @@ from ucp.core.index import TAG, AtomIndex, Index, Kind, check_weights
 from ucp.core.names import WEIGHT
 from ucp.core.region import RegionPair
 from ucp.core.target import TargetOptions
+from ucp.errors import DestinationError, TagError
 from ucp.io.staging import MARK
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, parse_name
@@ -68,7 +69,7 @@ class RunFacts:
 def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int) -> RunFacts:
     """Facts of a run of `ranks` data-parallel ranks under ZeRO `stage` that continues the source."""
     check_weights(index)
-    check_tag(index)
+    check_tag(index, error=TagError if options.tag else DestinationError)
     extras = CarriedExtras(index, ranks=ranks, stage=stage)
     config = RunConfig(extras.mapping("ds_config"))
     info = extras.get("universal_checkpoint_info")
@@ -93,8 +94,8 @@ def tag(index: Index) -> str:
     return next(named, f"global_step{index.step or 0}")
 
 
-def check_tag(index: Index) -> None:
-    """Raise DestinationError for a tag that can be no folder of the destination, or would be taken for another file."""
+def check_tag(index: Index, *, error: type[DestinationError] = DestinationError) -> None:
+    """Raise `error` for a tag that can be no folder of the destination, or would be taken for another file."""
     name = tag(index)
     faults = []
     if not name.isprintable() or name != name.strip():
@@ -107,4 +108,5 @@ def check_tag(index: Index) -> None:
         remedy="choose another with --tag",
         taken=(LATEST, LATEST_UNIVERSAL, MARK),
         faults=faults,
+        error=error,
     )

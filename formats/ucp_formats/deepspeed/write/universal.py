@@ -78,8 +78,8 @@ class DeepSpeedUniversalTarget(Target):
                 f"write native files for {wanted} alone with --to deepspeed. Only tp and pp mean something here: "
                 "DeepSpeed before 0.19.8 wants as many model-states files as the run that loads them has such ranks"
             )
-        if options.layout or options.compress:
-            raise UsageError("DeepSpeed files have one layout and no compression; drop --layout and --compress")
+        if options.compress:
+            raise UsageError("DeepSpeed's files are not compressed; drop --compress")
         if not any(is_optimized(index.atoms[name]) for group in index.groups for name in group.params):
             raise MissingStateError(
                 f"expected optimizer groups and states, which DeepSpeed loads together with the weights; {index.path} "

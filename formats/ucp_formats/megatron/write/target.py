@@ -70,6 +70,7 @@ class MegatronTarget(Target):
 
     name = "megatron"
     settings = SETTINGS
+    layouts = _LAYOUTS
     takes_family = True
     """Rules of a model family, which say how its parameters lie."""
 
@@ -115,8 +116,6 @@ class MegatronTarget(Target):
 def _checked_layout(options: TargetOptions) -> str:
     if options.compress:
         raise UsageError("Megatron's files are not compressed; drop --compress")
-    if options.layout and options.layout not in _LAYOUTS:
-        raise UsageError(f"expected one of the layouts {', '.join(_LAYOUTS)} of Megatron; got {options.layout!r}")
     return options.layout or _LAYOUTS[0]
 
 
