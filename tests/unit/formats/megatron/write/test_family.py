@@ -11,7 +11,7 @@ from tests.unit.formats.megatron.write.dist.test_files import tensors
 from tests.unit.formats.megatron.write.test_foreign_sources import SAID, fused, huggingface
 from ucp.api import convert
 from ucp.core.index import ParamGroup
-from ucp.errors import FamilyError, UcpError, UnknownFamilyError
+from ucp.errors import FamilyError, MisfitError, UcpError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 OTHER = (("model.", "net."), ("self_attn.", "att."), ("embed_tokens", "emb"), ("layernorm", "scale"))
@@ -62,7 +62,7 @@ def renamed(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def test_a_model_of_no_family_is_told_what_megatron_needs(tmp_path: Path) -> None:
     source = written(tmp_path / "source", {f"blocks.{n}.weight": torch.ones(2, 2) for n in range(12)})
-    with pytest.raises(UnknownFamilyError) as error:
+    with pytest.raises(MisfitError) as error:
         to_megatron(source, tmp_path / "b")
     text = str(error.value)
     assert "decoder.layers.0.self_attention.linear_qkv.weight" in text
@@ -84,7 +84,7 @@ def test_the_family_that_is_named_has_to_know_the_names(tmp_path: Path) -> None:
 
 def test_only_names_that_the_nearest_family_lacks_are_listed(tmp_path: Path) -> None:
     source = written(tmp_path / "source", {**huggingface(), "adapter.weight": torch.ones(3)})
-    with pytest.raises(UnknownFamilyError, match="1 of the 22 names") as error:
+    with pytest.raises(MisfitError, match="1 of the 22 names") as error:
         to_megatron(source, tmp_path / "b")
     assert "\n  adapter.weight\n" in str(error.value)
 
