@@ -7,21 +7,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from inspect import signature
+from operator import attrgetter
 from pathlib import Path
+from typing import TypeVar, Unpack
 
 import ucp  # the return types, which are imported when they are looked at
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.contract.registry import recognise, with_callables
 from ucp.conversion.options import (
-    AcceptName,
-    CompanionsName,
-    DriftName,
-    DtypeLike,
+    ConvertArguments,
     MemoryLike,
-    TopologyLike,
-    ZeroMomentsName,
+    PlanArguments,
     make_options,
     nbytes_of,
     type_path,
@@ -47,6 +46,22 @@ __all__ = [
 ]
 
 
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def _asked_as(known: Callable[..., object], *, without: Collection[str] = ()) -> Callable[[F], F]:
+    """Show the arguments of `known` where a function takes `**asked`, to `help` and to notebooks."""
+
+    def shown(function: F) -> F:
+        *own, _ = signature(function).parameters.values()
+        more = (one for one in signature(known).parameters.values() if one.name not in without)
+        parameters = sorted((*more, *own), key=attrgetter("kind"))
+        vars(function).update(__signature__=signature(function).replace(parameters=parameters))
+        return function
+
+    return shown
+
+
 def open(  # noqa: A001  # ucp.open is the name users look for
     path: type_path, *, family: str | None = None, patterns: type_path | None = None
 ) -> ucp.Checkpoint:
@@ -70,83 +85,19 @@ def inspect(path: type_path, *, family: str | None = None, patterns: type_path |
     return index if note is None else replace(index, notes=(*index.notes, note))
 
 
-def plan(
-    src: type_path,
-    *,
-    to: str = "ucp",
-    topology: TopologyLike | None = None,
-    layout: str = "",
-    virtual: bool = False,
-    compress: bool = False,
-    include: Iterable[str] = (),
-    exclude: Iterable[str] = (),
-    dtypes: Mapping[str, DtypeLike] | None = None,
-    settings: Mapping[str, str | int | float] | None = None,
-    family: str | None = None,
-    patterns: type_path | None = None,
-    drift: DriftName = "error",
-    zero_moments: ZeroMomentsName = "error",
-    accept: Iterable[AcceptName] = (),
-    tag: str | None = None,
-    companions: CompanionsName = "small",
-    workers: int | None = None,
-    memory: MemoryLike = 1 << 30,
-) -> PlanReport:
+@_asked_as(make_options, without=("resume", "overwrite", "fsync", "verify"))
+def plan(src: type_path, **asked: Unpack[PlanArguments]) -> PlanReport:
     """What `convert` would do with the same arguments: files, bytes, memory, casts, and what is left behind.
 
     Writes nothing. Reads indexes and windows of a few moments (the whole of those that are zero there); with `drift`
     "first" or "mean", copies of tensors too. Raises UcpError where `convert` would before it writes.
     """
-    options = make_options(
-        to=to,
-        topology=topology,
-        layout=layout,
-        virtual=virtual,
-        compress=compress,
-        include=include,
-        exclude=exclude,
-        dtypes=dtypes,
-        settings=settings,
-        family=family,
-        patterns=patterns,
-        drift=drift,
-        zero_moments=zero_moments,
-        accept=accept,
-        tag=tag,
-        companions=companions,
-        workers=workers,
-        memory=memory,
-    )
-    return preview(Path(src), options)
+    return preview(Path(src), make_options(**asked))
 
 
+@_asked_as(make_options)
 def convert(
-    src: type_path,
-    dst: type_path,
-    *,
-    to: str = "ucp",
-    topology: TopologyLike | None = None,
-    layout: str = "",
-    virtual: bool = False,
-    compress: bool = False,
-    include: Iterable[str] = (),
-    exclude: Iterable[str] = (),
-    dtypes: Mapping[str, DtypeLike] | None = None,
-    settings: Mapping[str, str | int | float] | None = None,
-    family: str | None = None,
-    patterns: type_path | None = None,
-    drift: DriftName = "error",
-    zero_moments: ZeroMomentsName = "error",
-    accept: Iterable[AcceptName] = (),
-    tag: str | None = None,
-    companions: CompanionsName = "small",
-    workers: int | None = None,
-    memory: MemoryLike = 1 << 30,
-    resume: bool = False,
-    overwrite: bool = False,
-    fsync: bool = True,
-    verify: bool = False,
-    observer: Observer | None = None,
+    src: type_path, dst: type_path, *, observer: Observer | None = None, **asked: Unpack[ConvertArguments]
 ) -> ucp.ConvertReport:
     """Convert the checkpoint at `src` to `dst`.
 
@@ -209,33 +160,9 @@ def convert(
     UcpError
         `dst` is then as it was.
     """
-    options = make_options(
-        to=to,
-        topology=topology,
-        layout=layout,
-        virtual=virtual,
-        compress=compress,
-        include=include,
-        exclude=exclude,
-        dtypes=dtypes,
-        settings=settings,
-        family=family,
-        patterns=patterns,
-        drift=drift,
-        zero_moments=zero_moments,
-        accept=accept,
-        tag=tag,
-        companions=companions,
-        workers=workers,
-        memory=memory,
-        resume=resume,
-        overwrite=overwrite,
-        fsync=fsync,
-        verify=verify,
-    )
     from ucp.conversion.convert import carry_out
 
-    return carry_out(Path(src), Path(dst), options, observer or Silent())
+    return carry_out(Path(src), Path(dst), make_options(**asked), observer or Silent())
 
 
 def is_unfinished(dst: type_path) -> bool:

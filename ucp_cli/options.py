@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
 from os import PathLike
 from pathlib import Path
 from typing import TypedDict, TypeVar
@@ -10,7 +11,7 @@ from typing import TypedDict, TypeVar
 import click
 
 from ucp.contract.companions import Companions
-from ucp.conversion.options import AcceptName, CompanionsName, DriftName, ZeroMomentsName, nbytes_of
+from ucp.conversion.options import nbytes_of
 from ucp.conversion.replica_policy import Drift
 from ucp.conversion.zero_moments import ZeroMoments
 from ucp.core.index import DoubtKind
@@ -19,7 +20,7 @@ from ucp.errors import UsageError
 
 __all__ = [
     "PATH",
-    "ConvertArguments",
+    "CompareArguments",
     "as_json",
     "compare_options",
     "completed",
@@ -54,25 +55,11 @@ PATH = _AnyPath(path_type=Path)
 """A path; whether a checkpoint is there is for `ucp` to say."""
 
 
-class ConvertArguments(TypedDict):
-    """What `convert_options` pass to a verb: keyword arguments of `ucp.convert`."""
+class CompareArguments(TypedDict):
+    """What `source_options` and `compare_options` pass to a verb: keyword arguments of `ucp.verify` and `ucp.diff`."""
 
-    to: str
-    topology: Topology | None
-    layout: str
-    virtual: bool
-    compress: bool
-    include: tuple[str, ...]
-    exclude: tuple[str, ...]
-    dtypes: dict[str, str]
-    settings: dict[str, str]
     family: str | None
     patterns: Path | None
-    drift: DriftName
-    zero_moments: ZeroMomentsName
-    accept: tuple[AcceptName, ...]
-    tag: str | None
-    companions: CompanionsName
     workers: int | None
     memory: int
 
@@ -154,6 +141,12 @@ def _once(ctx: click.Context, param: click.Parameter, value: tuple[tuple[str, st
     return dict(value)
 
 
+def _policy(name: str, default: StrEnum, text: str) -> Callable[[F], F]:
+    """An option that takes one of an enumeration."""
+    choices = click.Choice([policy.value for policy in type(default)])
+    return click.option(name, type=choices, default=default.value, show_default=True, help=text)
+
+
 _SOURCE_OPTIONS = (
     click.option(
         "--family",
@@ -227,19 +220,13 @@ _CONVERT_OPTIONS = (
         "extras of the source out.",
     ),
     *_SOURCE_OPTIONS,
-    click.option(
-        "--drift",
-        type=click.Choice([policy.value for policy in Drift]),
-        default=Drift.ERROR.value,
-        show_default=True,
-        help="Copies that should be equal and are not: stop, take the first rank's, or their mean.",
+    _policy(
+        "--drift", Drift.ERROR, "Copies that should be equal and are not: stop, take the first rank's, or their mean."
     ),
-    click.option(
+    _policy(
         "--zero-moments",
-        type=click.Choice([policy.value for policy in ZeroMoments]),
-        default=ZeroMoments.ERROR.value,
-        show_default=True,
-        help="Moments that are all zero although steps were taken (the optimizer was lost): stop, or keep them.",
+        ZeroMoments.ERROR,
+        "Moments that are all zero although steps were taken (the optimizer was lost): stop, or keep them.",
     ),
     click.option(
         "--accept",
@@ -252,12 +239,10 @@ _CONVERT_OPTIONS = (
         metavar="NAME",
         help="Name of the folder that DeepSpeed's files are saved in.  [default: that of the source]",
     ),
-    click.option(
+    _policy(
         "--companions",
-        type=click.Choice([policy.value for policy in Companions]),
-        default=Companions.SMALL.value,
-        show_default=True,
-        help="Files that a training script left beside the checkpoint (state of a Trainer, scheduler, tokenizer, ...): "
+        Companions.SMALL,
+        "Files that a training script left beside the checkpoint (state of a Trainer, scheduler, tokenizer, ...): "
         "carry along those of up to 64 MiB each, all, or none.",
     ),
     click.option("--workers", type=count_of, metavar="N", help="Processes.  [default: one per core]"),
@@ -267,22 +252,24 @@ _CONVERT_OPTIONS = (
 
 def convert_options(command: F) -> F:
     """Add the options that say what to write and with what means."""
-    for option in reversed(_CONVERT_OPTIONS):
-        command = option(command)
-    return command
+    return _with(_CONVERT_OPTIONS, command)
 
 
 def source_options(command: F) -> F:
     """Add --family and --patterns, passed as `family` and `patterns`."""
-    for option in reversed(_SOURCE_OPTIONS):
-        command = option(command)
-    return command
+    return _with(_SOURCE_OPTIONS, command)
 
 
 def compare_options(command: F) -> F:
-    """Add --workers and --memory of a verb that reads and compares, passed as `workers` and `memory`."""
+    """Add the options of a verb that reads and compares: `CompareArguments`."""
     workers = click.option("--workers", type=count_of, metavar="N", help="Threads that read and compare.  [default: 4]")
-    return workers(_MEMORY_OPTION(command))
+    return _with((*_SOURCE_OPTIONS, workers, _MEMORY_OPTION), command)
+
+
+def _with(options: Sequence[Callable[[F], F]], command: F) -> F:
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 def as_json(command: F) -> F:

@@ -6,8 +6,9 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from os import PathLike
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict, TypeVar
 
 from ucp.contract.companions import Companions
 from ucp.contract.protocols import SourceOptions
@@ -26,19 +27,24 @@ if TYPE_CHECKING:
 __all__ = [
     "AcceptName",
     "CompanionsName",
+    "ConvertArguments",
     "ConvertOptions",
     "DriftName",
     "DtypeLike",
     "MemoryLike",
+    "PlanArguments",
     "TopologyLike",
     "ZeroMomentsName",
     "cores",
     "make_options",
     "nbytes_of",
+    "policy_of",
     "topology_of",
     "type_path",
     "workers_of",
 ]
+
+P = TypeVar("P", bound=StrEnum)
 
 type_path = str | PathLike[str]
 """A path."""
@@ -97,6 +103,38 @@ class ConvertOptions:
     """Wait until everything is on the disk; else the system brings it there in its own time."""
 
 
+class PlanArguments(TypedDict, total=False):
+    """What `ucp.plan` and `ucp.convert` are asked: see `ucp.convert`, and `make_options` for the defaults."""
+
+    to: str
+    topology: TopologyLike | None
+    layout: str
+    virtual: bool
+    compress: bool
+    include: Iterable[str]
+    exclude: Iterable[str]
+    dtypes: Mapping[str, DtypeLike] | None
+    settings: Mapping[str, str | int | float] | None
+    family: str | None
+    patterns: type_path | None
+    drift: DriftName
+    zero_moments: ZeroMomentsName
+    accept: Iterable[AcceptName]
+    tag: str | None
+    companions: CompanionsName
+    workers: int | None
+    memory: MemoryLike
+
+
+class ConvertArguments(PlanArguments, total=False):
+    """What `ucp.convert` alone is asked."""
+
+    resume: bool
+    overwrite: bool
+    fsync: bool
+    verify: bool
+
+
 def make_options(
     *,
     to: str = "ucp",
@@ -143,10 +181,10 @@ def make_options(
         ),
         names=NameFilter(include=_globs(include), exclude=_globs(exclude)),
         source=SourceOptions.of(family, patterns),
-        drift=Drift(_chosen(drift, Drift, "a policy for copies that differ")),
-        zero_moments=ZeroMoments(_chosen(zero_moments, ZeroMoments, "a policy for moments that are zero")),
+        drift=policy_of(drift, Drift, "a policy for copies that differ"),
+        zero_moments=policy_of(zero_moments, ZeroMoments, "a policy for moments that are zero"),
         accept=DoubtKind.accepted(accept),
-        companions=Companions(_chosen(companions, Companions, "which files beside the checkpoint to carry along,")),
+        companions=policy_of(companions, Companions, "which files beside the checkpoint to carry along,"),
         workers=workers_of(workers),
         memory=nbytes_of(memory),
         resume=resume,
@@ -195,10 +233,11 @@ def topology_of(asked: TopologyLike) -> Topology:
     return Topology.parse(asked)
 
 
-def _chosen(asked: str, choices: type[Drift | ZeroMoments | Companions], what: str) -> str:
+def policy_of(asked: str, choices: type[P], what: str) -> P:
+    """The member of `choices` that was asked for; `what`: what it is, for the message. Raises UsageError."""
     if asked not in set(choices):
         raise UsageError(f"expected {what} of {', '.join(choices)}; got {asked!r}")
-    return asked
+    return choices(asked)
 
 
 def _dtypes(asked: Mapping[str, DtypeLike]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucp.contract.protocols import SourceOptions
-from ucp.conversion.options import TopologyLike, topology_of
+from ucp.conversion.options import TopologyLike, policy_of, topology_of
 from ucp.conversion.zero_moments import ZeroMoments
 from ucp.core.index import DoubtKind
 from ucp.core.names import WEIGHT
@@ -113,24 +113,26 @@ def load_into(
     """
     started = time.perf_counter()
     ranks = ranks_of(group, _device(model))
-    decision = together(
-        ranks,
-        lambda: _decided(
+
+    def decided() -> Decision:
+        if topology is not None:
+            check_topology(topology_of(topology), ranks)
+        return decide(
             model,
-            topology,
-            checkpoint,
             optimizer,
-            ranks,
+            _path_of(checkpoint),
             strict=strict,
             rename=rename,
-            zero_moments=zero_moments,
-            accept=accept,
+            zero_moments=policy_of(zero_moments, ZeroMoments, "a policy for moments that are zero"),
+            accept=DoubtKind.accepted(accept),
             source=SourceOptions.of(family, patterns),
-        ),
-    )
+        )
+
+    decision = together(ranks, decided)
     check_agreement(ranks, decision, (strict, check, bucket_nbytes))
     landing = together(ranks, lambda: [_landing(want, decision) for want in decision.wants])
-    reader = Reader(decision.wants, tracked=_tracked(decision) if check else frozenset())
+    tracked = frozenset(record.path for record in decision.index.records if check)
+    reader = Reader(decision.wants, tracked=tracked)
     try:
         together(ranks, lambda: bring(_buckets(decision, ranks, bucket_nbytes), reader, ranks, landing))
         checked = check_records(decision.index, reader, ranks) if check else frozenset()
@@ -155,42 +157,13 @@ def _device(model: nn.Module) -> torch.device:
     return next((param.device for param in model.parameters()), torch.device("cpu"))
 
 
-def _decided(
-    model: nn.Module,
-    topology: TopologyLike | None,
-    checkpoint: str | PathLike[str] | None,
-    optimizer: Optimizer | None,
-    ranks: Ranks,
-    *,
-    strict: bool,
-    rename: Callable[[str], str] | None,
-    zero_moments: str,
-    accept: Iterable[str],
-    source: SourceOptions,
-) -> Decision:
-    if zero_moments not in set(ZeroMoments):
-        raise UsageError(f"expected zero_moments of {', '.join(ZeroMoments)}; got {zero_moments!r}")
+def _path_of(checkpoint: str | PathLike[str] | None) -> Path:
     path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)
     if path is None or not str(path):
         raise UsageError(
             f"expected a checkpoint; pass checkpoint=PATH (after the model comes the topology), or set {ENVIRONMENT}"
         )
-    if topology is not None:
-        check_topology(topology_of(topology), ranks)
-    return decide(
-        model,
-        optimizer,
-        Path(path),
-        strict=strict,
-        rename=rename,
-        zero_moments=ZeroMoments(zero_moments),
-        accept=DoubtKind.accepted(accept),
-        source=source,
-    )
-
-
-def _tracked(decision: Decision) -> frozenset[str]:
-    return frozenset(record.path for record in decision.index.records)
+    return Path(path)
 
 
 def _buckets(decision: Decision, ranks: Ranks, bucket_nbytes: int) -> tuple[Bucket, ...]:

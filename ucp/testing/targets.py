@@ -12,7 +12,7 @@ import pytest
 from ucp.contract.registry import recognise
 from ucp.conversion.convert import carry_out
 from ucp.conversion.options import ConvertOptions
-from ucp.conversion.prepare import index_of, prepare
+from ucp.conversion.prepare import Silent, index_of, prepare
 from ucp.transfer.compare import compare
 
 __all__ = ["TargetContract"]
@@ -67,7 +67,7 @@ class TargetContract:
             assert fmt.name == options.to
             source, back = index_of(path, options.names), index_of(written)
             held = {name: atom for name, atom in source.atoms.items() if name in back.atoms}
-            assert compare(replace(source, atoms=held), back, _Watch(), cast=True) == []
+            assert compare(replace(source, atoms=held), back, Silent(), cast=True) == []
             assert _tree(path) == before
 
     def test_it_writes_the_same_bytes_again(self, sources: Sequence[Case], tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ class TargetContract:
             whole = _converted(path, tmp_path / f"whole-{number}", options)
             goal = tmp_path / f"resumed-{number}"
             with pytest.raises(_InterruptedRunError):
-                carry_out(path, goal, replace(options, workers=1), _Watch(patience=0))
+                carry_out(path, goal, replace(options, workers=1), _Impatient())
             assert not goal.exists()
             _converted(path, goal, replace(options, resume=True))
             assert _tree(goal) == _tree(whole)
@@ -93,27 +93,16 @@ class _InterruptedRunError(Exception):
     """What stands in for a user who gave up."""
 
 
-class _Watch:
-    """Observer that interrupts a run, if it is told to."""
-
-    def __init__(self, patience: int | None = None) -> None:
-        self._patience = patience
-
-    def begin(self, *, title: str, nbytes: int) -> None:
-        """Nothing."""
+class _Impatient(Silent):
+    """Observer that interrupts a run as soon as something is written."""
 
     def advance(self, nbytes: int) -> None:
-        """Interrupt when patience is at an end."""
-        if self._patience == 0:
-            raise _InterruptedRunError
-        self._patience = None if self._patience is None else self._patience - 1
-
-    def end(self) -> None:
-        """Nothing."""
+        """Interrupt."""
+        raise _InterruptedRunError
 
 
 def _converted(src: Path, dst: Path, options: ConvertOptions) -> Path:
-    carry_out(src, dst, options, _Watch())
+    carry_out(src, dst, options, Silent())
     return dst
 
 

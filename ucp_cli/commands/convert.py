@@ -11,8 +11,9 @@ import click
 
 from ucp import api
 from ucp.conversion.convert import ConvertReport
+from ucp.conversion.options import PlanArguments
 from ucp_cli.failures import stopped
-from ucp_cli.options import PATH, ConvertArguments, as_json, convert_options, example, progress
+from ucp_cli.options import PATH, as_json, convert_options, example, progress
 from ucp_cli.pages.documents import convert_document
 from ucp_cli.pages.render import facts, lines, write, write_json
 from ucp_cli.pages.units import nbytes_text, plural, rate_text, seconds_text
@@ -57,7 +58,7 @@ def command(
     progress: str,
     quiet: bool,
     as_json: bool,
-    **asked: Unpack[ConvertArguments],
+    **asked: Unpack[PlanArguments],
 ) -> None:
     """Convert a checkpoint to atoms, or for another run or framework.
 

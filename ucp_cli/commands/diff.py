@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Unpack
 
 import click
 from rich.text import Text
 
 from ucp import api
 from ucp_cli.exits import DIFFERENT
-from ucp_cli.options import PATH, as_json, compare_options, example, progress, source_options
+from ucp_cli.options import PATH, CompareArguments, as_json, compare_options, example, progress
 from ucp_cli.pages.changes import change_tables
 from ucp_cli.pages.documents import diff_document
 from ucp_cli.pages.render import lines, write, write_json
@@ -23,7 +24,6 @@ __all__ = ["command"]
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
 @click.option("--extras", is_flag=True, help="Compare also what is no parameter: schedulers, client state, ...")
-@source_options
 @compare_options
 @progress
 @as_json
@@ -34,13 +34,10 @@ def command(
     a: Path,
     b: Path,
     extras: bool,
-    family: str | None,
-    patterns: Path | None,
-    workers: int | None,
-    memory: int,
     progress: str,
     quiet: bool,
     as_json: bool,
+    **asked: Unpack[CompareArguments],
 ) -> None:
     """Compare two checkpoints of any formats.
 
@@ -49,10 +46,7 @@ def command(
     inspect` shows. Exit code 0 when they are equal, 3 when they differ.
     --family and --patterns are about both, and are left aside for one that is read without a family, such as atoms.
     """
-    observer = watch(progress, quiet=quiet)
-    report = api.diff(
-        a, b, extras=extras, family=family, patterns=patterns, workers=workers, memory=memory, observer=observer
-    )
+    report = api.diff(a, b, extras=extras, observer=watch(progress, quiet=quiet), **asked)
     if as_json:
         write_json(diff_document(report))
     elif not quiet:

@@ -10,7 +10,8 @@ import click
 
 from ucp import api
 from ucp.api import PlanReport
-from ucp_cli.options import PATH, ConvertArguments, as_json, convert_options, example
+from ucp.conversion.options import PlanArguments
+from ucp_cli.options import PATH, as_json, convert_options, example
 from ucp_cli.pages.documents import plan_document
 from ucp_cli.pages.overview import source_facts
 from ucp_cli.pages.render import facts, heading, lines, write, write_json
@@ -35,7 +36,7 @@ _DISK = 1 << 30
 @click.argument("dst", type=PATH, required=False)
 @convert_options
 @as_json
-def command(*, src: Path, dst: Path | None, as_json: bool, **asked: Unpack[ConvertArguments]) -> None:
+def command(*, src: Path, dst: Path | None, as_json: bool, **asked: Unpack[PlanArguments]) -> None:
     """Show what a conversion would do.
 
     Takes the options of `ucp convert` (DST may be left out) and writes nothing. Reads indexes and windows of a few

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Unpack
 
 import click
 from rich.console import RenderableType
@@ -11,7 +12,7 @@ from rich.text import Text
 from ucp import api
 from ucp.checks.verify import VerifyReport
 from ucp_cli.exits import DIFFERENT, FAILED
-from ucp_cli.options import PATH, as_json, compare_options, example, progress, source_options
+from ucp_cli.options import PATH, CompareArguments, as_json, compare_options, example, progress
 from ucp_cli.pages.changes import change_tables
 from ucp_cli.pages.documents import verify_document
 from ucp_cli.pages.render import facts, lines, write, write_json
@@ -24,7 +25,6 @@ __all__ = ["command"]
 @click.command("verify", epilog=example("ucp verify atoms/", "ucp verify atoms/ --against checkpoints/global_step1000"))
 @click.argument("path", type=PATH)
 @click.option("--against", type=PATH, metavar="SRC", help="Also compare with this checkpoint, bit for bit.")
-@source_options
 @compare_options
 @progress
 @as_json
@@ -34,13 +34,10 @@ def command(
     *,
     path: Path,
     against: Path | None,
-    family: str | None,
-    patterns: Path | None,
-    workers: int | None,
-    memory: int,
     progress: str,
     quiet: bool,
     as_json: bool,
+    **asked: Unpack[CompareArguments],
 ) -> None:
     """Prove that a checkpoint is whole and undamaged.
 
@@ -48,16 +45,7 @@ def command(
     1 when PATH is damaged, 3 when it is not and differs from SRC. --family and --patterns are about both, and are left
     aside for one that is read without a family, such as atoms.
     """
-    observer = watch(progress, quiet=quiet)
-    report = api.verify(
-        path,
-        against=against,
-        family=family,
-        patterns=patterns,
-        workers=workers,
-        memory=memory,
-        observer=observer,
-    )
+    report = api.verify(path, against=against, observer=watch(progress, quiet=quiet), **asked)
     if as_json:
         write_json(verify_document(report))
     elif not quiet:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Extra, Index, StateIndex
 from ucp.core.tensor import TensorRef
-from ucp.core.topology import Topology
 from ucp_cli.pages.tally import count_kinds, count_patterns, count_states
 from ucp_cli.pages.values import json_value, what_is_held
 
@@ -66,7 +65,7 @@ def plan_document(report: PlanReport) -> dict[str, object]:
         "schema": "ucp.plan/1",
         "source": _source(report.source),
         "to": report.to,
-        "topology": None if report.topology is None else _topology(report.topology),
+        "topology": None if report.topology is None else asdict(report.topology),
         "atoms": report.atoms,
         "nbytes": report.nbytes,
         "files": [{"path": path, "nbytes": nbytes} for path, nbytes in report.files.items()],
@@ -94,33 +93,12 @@ def convert_document(report: ConvertReport, *, seconds: float, verified: bool) -
 
 def verify_document(report: VerifyReport) -> dict[str, object]:
     """What `ucp verify` found."""
-    return {
-        "schema": "ucp.verify/1",
-        "ok": report.ok,
-        "path": report.path,
-        "against": report.against,
-        "checked_bytes": report.checked_bytes,
-        "problems": list(report.problems),
-        "drift": list(report.drift),
-        "changes": [_change(change) for change in report.changes],
-        "casts": list(report.casts),
-        "notes": list(report.notes),
-    }
+    return {"schema": "ucp.verify/1", "ok": report.ok, **asdict(report), "changes": _changes(report.changes)}
 
 
 def diff_document(report: DiffReport) -> dict[str, object]:
     """What `ucp diff` found."""
-    return {
-        "schema": "ucp.diff/1",
-        "equal": report.equal,
-        "a": report.a,
-        "b": report.b,
-        "compared": report.compared,
-        "nbytes": report.nbytes,
-        "nbytes_compared": report.nbytes_compared,
-        "changes": [_change(change) for change in report.changes],
-        "notes": list(report.notes),
-    }
+    return {"schema": "ucp.diff/1", "equal": report.equal, **asdict(report), "changes": _changes(report.changes)}
 
 
 def _source(index: Index) -> dict[str, object]:
@@ -128,13 +106,9 @@ def _source(index: Index) -> dict[str, object]:
         "path": index.path,
         "format": index.format,
         "producer": index.producer,
-        "topology": _topology(index.topology),
+        "topology": asdict(index.topology),
         "step": index.step,
     }
-
-
-def _topology(topology: Topology) -> dict[str, object]:
-    return asdict(topology)
 
 
 def _values(values: Mapping[str, object]) -> dict[str, object]:
@@ -183,6 +157,6 @@ def _extra(extra: Extra) -> dict[str, object]:
     return {"name": extra.name, "rank": extra.rank, "what": what_is_held(extra), "value": json_value(extra.value)}
 
 
-def _change(change: Change) -> dict[str, object]:
-    largest = change.largest if math.isfinite(change.largest) else repr(change.largest)
-    return {**asdict(change), "largest": largest}
+def _changes(changes: Sequence[Change]) -> list[dict[str, object]]:
+    """Differences, with the largest as text where JSON has no number for it."""
+    return [{**asdict(c), "largest": c.largest if math.isfinite(c.largest) else repr(c.largest)} for c in changes]
