@@ -75,9 +75,9 @@ def open(  # noqa: A001  # ucp.open is the name users look for
 
 
 def inspect(path: type_path, *, family: str | None = None, patterns: type_path | None = None) -> Index:
-    """Index of the checkpoint at `path`; its cover is not proved, so that a broken one can be looked at.
+    """Index of the checkpoint at `path`, even if shards are missing: nothing is proved of it.
 
-    `family`, `patterns`: see `convert`. Raises SourceError; what can be told then is in `survey(path)`.
+    `family`, `patterns`: see `convert`. Raises SourceError; `survey(path)` then gives what is known.
     """
     fmt, _ = recognise(Path(path), options=SourceOptions.of(family, patterns))
     index = with_callables(judged(fmt.read(Path(path))))
@@ -119,36 +119,36 @@ def convert(
     dtypes
         State to dtype, e.g. {"weight": "bfloat16"}, {"weight": "bf16"} or {"weight": torch.bfloat16}.
     settings
-        What the source does not record and the target needs, e.g. {"num_attention_heads": 32} for megatron.
+        What the target needs and the source does not record, e.g. {"num_attention_heads": 32} for megatron.
     family
         Model family whose rules say how `src` is sharded, instead of the one chosen by evidence.
     patterns
         TOML file with a family of your own.
     drift
-        Copies that should be equal and are not: "error", "first" (take the first rank's) or "mean".
+        What to do if copies that should be equal differ: "error", "first" (take the first rank's) or "mean".
     zero_moments
-        Moments that are all zero although steps were taken, as where the optimizer was lost: "error" or "keep".
+        What to do if all moments are zero although steps were taken, as when the optimizer was lost: "error" or "keep".
     accept
-        What speaks against the files of `src` and is to be passed over: "equal-ranks" (files of two ranks are copies of
-        one another), "missing-layers" (a layer of a pipeline has no file).
+        Doubts about the files of `src` to ignore: "equal-ranks" (files of two ranks are copies of one another),
+        "missing-layers" (a pipeline layer has no file).
     tag
         Name to save under, for deepspeed and deepspeed-universal (and kept in atoms); by default that of `src`.
     companions
-        Files that a training script left beside `src` (of a Trainer: its state, scheduler, tokenizer): "small" carries
-        along those of up to 64 MiB each, "all" all of them, "none" none.
+        Which files to keep that a training script saved beside `src` (Trainer state, scheduler, tokenizer): "small"
+        for those of up to 64 MiB each, "all", or "none".
     workers
         Processes; by default one per core.
     memory
         Memory for the whole run, beyond the interpreter's own: bytes, or text like "1GiB".
     resume, overwrite
-        Continue an unfinished conversion; replace a destination that ucp wrote. Both: continue one that replaces.
+        Continue an unfinished conversion; replace a destination that ucp wrote. Both: continue one that replaces it.
     fsync
-        Wait until everything is on the disk. Without it the system brings it there in its own time, as after `cp`: safe
-        when a process is killed, not when the power fails soon after.
+        Wait until everything is on disk. Otherwise the system flushes in its own time, as after `cp`: safe if the
+        process is killed, not if the power fails soon after.
     verify
-        Afterwards read everything back and compare it with `src`, bit for bit.
+        Read everything back and compare it with `src`, bit for bit, before `dst` appears.
     observer
-        Told how far the conversion is: `begin`, `advance` and `end` (`ucp.contract.protocols.Observer`).
+        Receives progress: `begin`, `advance` and `end` (`ucp.contract.protocols.Observer`).
 
     Returns
     -------
@@ -166,7 +166,7 @@ def convert(
 
 
 def is_unfinished(dst: type_path) -> bool:
-    """Whether a conversion to `dst` was begun and interrupted, so that `resume` has something to continue."""
+    """Whether a conversion to `dst` was interrupted, so that `resume` can continue it."""
     return Staging(Path(dst).resolve()).folder.exists()
 
 
@@ -187,12 +187,12 @@ def verify(
     memory: MemoryLike = 1 << 30,
     observer: Observer | None = None,
 ) -> ucp.VerifyReport:
-    """Prove that the checkpoint at `path` is whole, undamaged and, if asked, equal to `against` bit for bit.
+    """Prove that the checkpoint at `path` is complete, undamaged and, if asked, equal to `against` bit for bit.
 
-    Reads every byte that has a recorded checksum, compares copies that should be equal, and proves that pieces tile
-    every tensor. Against another checkpoint a state of another dtype is compared after the cast, and extras where
-    `path` holds atoms of the same run in the layout that `against` has: they are kept as they were. `family` and
-    `patterns`: see `convert`; they are about both, as far as their formats have a use for them. `workers`: threads, by
+    Reads every byte that has a recorded checksum, compares copies that should be equal, and proves that shards tile
+    every tensor. Against another checkpoint, a state of another dtype is compared after the cast; extras are compared
+    if `path` holds atoms of the same run in the layout of `against`. `family` and `patterns`: see `convert`; they apply
+    to both, as far as their formats need them. `workers`: threads, by
     default four; `memory`: bytes for all of them, beyond the interpreter's own.
     """
     from ucp.checks.verify import prove
@@ -219,7 +219,7 @@ def diff(
 ) -> ucp.DiffReport:
     """Every difference between two checkpoints of any formats, streamed.
 
-    `extras`: what is no parameter too, entry by entry. `family`, `patterns`, `workers`, `memory`: see `verify`.
+    `extras`: also what is not a parameter, entry by entry. `family`, `patterns`, `workers`, `memory`: see `verify`.
     """
     from ucp.checks.verify import differences
 

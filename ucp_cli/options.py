@@ -47,7 +47,7 @@ class _AnyPath(click.Path):
     ) -> str | bytes | PathLike[str]:
         """The path. Raises BadParameter for ""."""
         if value == "":
-            self.fail("expected a path; got '' (is a variable of the shell not set?)", param, ctx)
+            self.fail("expected a path; got '' (is a shell variable unset?)", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -154,7 +154,7 @@ _SOURCE_OPTIONS = (
         help="Model family of the source; see `ucp patterns list`.",
         shell_complete=completed(family_names),
     ),
-    click.option("--patterns", type=PATH, metavar="FILE", help="Or a TOML file with a family of your own."),
+    click.option("--patterns", type=PATH, metavar="FILE", help="Model family of your own, as a TOML file."),
 )
 
 _MEMORY_OPTION = click.option(
@@ -179,8 +179,8 @@ _CONVERT_OPTIONS = (
         "--topology",
         type=topology_of,
         metavar="T",
-        help="Run that will load it, for a target with ranks: dp=4,zero=3. Axes left out are 1; deepspeed needs zero. "
-        "Without the option: a run as the source was. deepspeed-universal fits any run and takes tp and pp only.",
+        help="Layout of the run that will load it, such as dp=4,zero=3. Axes left out are 1; deepspeed requires zero. "
+        "Without the option: a run like the source. deepspeed-universal fits any run and takes tp and pp only.",
     ),
     click.option(
         "--layout",
@@ -191,7 +191,7 @@ _CONVERT_OPTIONS = (
         default="",
         help="Of atoms: packed (default) or per-parameter. Of megatron: torch_dist (default) or torch.",
     ),
-    click.option("--virtual", is_flag=True, help="Atoms that refer to the source's bytes: no copy is made."),
+    click.option("--virtual", is_flag=True, help="Write atoms that refer to the source's bytes; nothing is copied."),
     click.option("--compress", is_flag=True, help="Compress atoms with zstd."),
     click.option(
         "--include",
@@ -199,7 +199,7 @@ _CONVERT_OPTIONS = (
         multiple=True,
         help="Only these parameters (NAME) or states (NAME/STATE). May be repeated.",
     ),
-    click.option("--exclude", metavar="GLOB", multiple=True, help="But not these. May be repeated."),
+    click.option("--exclude", metavar="GLOB", multiple=True, help="Leave these out. May be repeated."),
     click.option(
         "--dtype",
         "dtypes",
@@ -216,34 +216,36 @@ _CONVERT_OPTIONS = (
         metavar="NAME=VALUE",
         multiple=True,
         callback=_once,
-        help="What the source does not say and the target needs, e.g. num_attention_heads=32; drop=EXTRA,... leaves "
-        "extras of the source out.",
+        help="What the target needs and the source does not record, e.g. num_attention_heads=32 (an unknown name lists "
+        "those there are); drop=EXTRA,... leaves extras of the source out.",
     ),
     *_SOURCE_OPTIONS,
     _policy(
-        "--drift", Drift.ERROR, "Copies that should be equal and are not: stop, take the first rank's, or their mean."
+        "--drift",
+        Drift.ERROR,
+        "If copies that should be equal differ: stop, take the first rank's, or take their mean.",
     ),
     _policy(
         "--zero-moments",
         ZeroMoments.ERROR,
-        "Moments that are all zero although steps were taken (the optimizer was lost): stop, or keep them.",
+        "If all moments are zero although steps were taken (the optimizer was lost): stop, or keep them.",
     ),
     click.option(
         "--accept",
         type=click.Choice([kind.value for kind in DoubtKind]),
         multiple=True,
-        help="Go on although files of two ranks are copies of one another, or a layer of a pipeline has no file.",
+        help="Continue even if the files of two ranks are copies of one another, or a pipeline layer has no file.",
     ),
     click.option(
         "--tag",
         metavar="NAME",
-        help="Name of the folder that DeepSpeed's files are saved in.  [default: that of the source]",
+        help="Tag, the folder that DeepSpeed's files are saved in.  [default: that of the source]",
     ),
     _policy(
         "--companions",
         Companions.SMALL,
-        "Files that a training script left beside the checkpoint (state of a Trainer, scheduler, tokenizer, ...): "
-        "carry along those of up to 64 MiB each, all, or none.",
+        "Of the files that a training script saved beside the checkpoint (Trainer state, scheduler, tokenizer, ...), "
+        "keep those of up to 64 MiB each, all, or none.",
     ),
     click.option("--workers", type=count_of, metavar="N", help="Processes.  [default: one per core]"),
     _MEMORY_OPTION,
@@ -284,10 +286,10 @@ def progress(command: F) -> F:
         type=click.Choice(["auto", "bar", "log", "json", "none"]),
         default="auto",
         show_default=True,
-        help="On stderr: a bar (auto: on a terminal only), lines of a log (for Slurm and tee), or JSON events.",
+        help="On stderr: a bar (auto: only on a terminal), log lines (for Slurm and tee), or JSON events.",
     )
     silent = click.option(
-        "-q", "--quiet", is_flag=True, help="Print nothing but errors, and what --json or --progress asks for."
+        "-q", "--quiet", is_flag=True, help="Print only errors, and what --json or --progress asks for."
     )
     return shown(silent(command))
 

@@ -22,17 +22,17 @@ _HEAD = """\
 
 Made by `python -m ucp_cli.reference > docs/reference/cli.md`; do not edit.
 
-Results go to stdout, messages and progress to stderr. On a terminal lines are folded at its width; anywhere else they
-are as long as they need to be and have no colours. What `--json` prints is described in [json.md](json.md).
+Results go to stdout, messages and progress to stderr. On a terminal, lines are wrapped to its width; elsewhere
+they are never wrapped and have no colours. What `--json` prints is described in [json.md](json.md).
 
 | exit code | means |
 |---|---|
 | 0 | done; for `verify` and `diff`: nothing wrong, no difference |
-| 1 | failed: what is at a path is missing, damaged, of another kind or in the way; for `verify`: damage was found |
-| 2 | a mistake in an argument: it means nothing (DST lies in SRC), or what this source, target or memory cannot do |
+| 1 | failed: something is missing, damaged, of another kind or in the way; for `verify`: damage was found |
+| 2 | usage error: an argument makes no sense (DST lies in SRC), or asks what this source, target or memory cannot do |
 | 3 | done, and differences were found: `diff`, `verify --against`, `patterns check` |
 | 130 | interrupted from the keyboard; `convert --resume` continues |
-| 129 | ended by SIGHUP (as when a terminal goes away); `convert --resume` continues |
+| 129 | ended by SIGHUP (as when a terminal closes); `convert --resume` continues |
 | 143 | ended by SIGTERM (as a scheduler sends); `convert --resume` continues |
 
 A failure is one message without a traceback; `ucp --debug VERB ...` or `UCP_DEBUG=1` shows the traceback."""

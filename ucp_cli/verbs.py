@@ -18,7 +18,7 @@ SUMMARIES = {
     "inspect": "Show what a checkpoint holds.",
     "plan": "Show what a conversion would do.",
     "convert": "Convert a checkpoint to atoms, or for another run or framework.",
-    "verify": "Prove that a checkpoint is whole and undamaged.",
+    "verify": "Prove that a checkpoint is complete and undamaged.",
     "diff": "Compare two checkpoints of any formats.",
     "bench": "Measure how fast this machine reads, writes and copies.",
     "patterns": "Show model families, and what their rules say about a checkpoint.",
@@ -91,9 +91,9 @@ class Verbs(click.Group):
 @click.option("--debug", is_flag=True, envvar="UCP_DEBUG", help="Show the traceback of a failure (or UCP_DEBUG=1).")
 @click.version_option(package_name="universal-checkpoint", message="ucp %(version)s")
 def cli(*, debug: bool) -> None:
-    """Read training checkpoints of any framework and layout, and write them for any other.
+    """Read DeepSpeed and Megatron training checkpoints in any layout, and write them for any other.
 
-    Results go to stdout, messages to stderr. Exit codes: 0 done, 1 failed or damaged, 2 wrong usage, 3 differences
+    Results go to stdout, messages to stderr. Exit codes: 0 done, 1 failed or damaged, 2 usage error, 3 differences
     found.
     """
     del debug  # read by `Verbs.invoke`

@@ -97,8 +97,8 @@ def test_a_moment_of_some_parameters_alone_is_warned_of(ucp: Run, zero3: Path, w
     found = json.loads(ucp("plan", zero3, *words, "--zero-moments", "keep", "--json").stdout)
     (warning,) = found["warnings"]
     assert warning.startswith(
-        "exp_avg is left out of 1 parameter and kept of 11: the optimizer starts anew for l1.weight, or goes on"
-        " with zeros"
+        "exp_avg is left out of 1 parameter and kept of 11: the optimizer starts afresh for l1.weight, or continues"
+        " from zeros"
     )
     assert found["dropped"] == ["1 state of parameters: left out by --include/--exclude"]
 

@@ -32,9 +32,9 @@ def rewrite(path: Path, offset: int) -> None:
 
 
 def test_what_is_whole_passes(ucp: Run, atoms: Path, zero3: Path) -> None:
-    assert "whole and undamaged" in ucp("verify", atoms).stdout
+    assert "complete and undamaged" in ucp("verify", atoms).stdout
     assert f"equal to  {zero3}" in ucp("verify", atoms, "--against", zero3).stdout
-    assert "whole and undamaged" in ucp("verify", zero3).stdout
+    assert "complete and undamaged" in ucp("verify", zero3).stdout
 
 
 def test_a_flipped_byte_is_exit_code_1_and_names_the_state(ucp: Run, atoms: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_missing_shard_is_damage(ucp: Run, copy: Path) -> None:
 def test_another_checkpoint_is_a_difference(ucp: Run, atoms: Path, mixed: Path) -> None:
     page = ucp("verify", atoms, "--against", mixed, code=3).stdout
     assert re.fullmatch(rf"{atoms}: differs from {mixed}, \d+ differences", page.splitlines()[0])
-    assert "in itself  whole and undamaged" in page
+    assert "in itself  complete and undamaged" in page
     assert "Values, by parameter" in page
     assert "damaged" not in page.replace("undamaged", "")
 

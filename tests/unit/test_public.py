@@ -132,14 +132,14 @@ def test_every_report_prints_as_a_few_lines(source, tmp_path):
     assert checked.startswith(f"{done.checked_bytes:,} bytes of the source checked against checksums")
     assert cast.startswith("cast: exp_avg: float32 -> bfloat16")
     again = str(ucp.convert(source, tmp_path / "out", dtypes={"exp_avg": "bfloat16"}, workers=1, resume=True))
-    assert again.splitlines()[:2] == [first, "was complete already: nothing was written"]
+    assert again.splitlines()[:2] == [first, "already complete: nothing was written"]
     assert "references into the source, nothing copied; " in str(ucp.convert(source, tmp_path / "v", virtual=True))
 
     found = ucp.diff(source, tmp_path / "out")
     assert f": {len(found.changes)} differences; {found.compared} states of {found.nbytes_compared:,} " in str(found)
     assert "\n  embed/exp_avg: dtype: float32 and bfloat16" in str(found)
     assert ": equal; " in str(ucp.diff(source, source))
-    assert str(ucp.verify(source, against=source)).startswith(f"{source}: whole and undamaged, equal to {source}; ")
+    assert str(ucp.verify(source, against=source)).startswith(f"{source}: complete and undamaged, equal to {source}; ")
 
 
 def test_damage_prints_with_the_report(source, tmp_path):

@@ -1,4 +1,4 @@
-"""Proofs: a checkpoint is whole and undamaged; two are equal; what was written reads back as its source."""
+"""Proofs: a checkpoint is complete and undamaged; two are equal; what was written reads back as its source."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         equal = f", equal to {self.against}" if self.against and not self.changes else ""
-        verdict = f"{counted(len(self.problems), 'problem')}" if self.problems else f"whole and undamaged{equal}"
+        verdict = f"{counted(len(self.problems), 'problem')}" if self.problems else f"complete and undamaged{equal}"
         text = [f"{self.path}: {verdict}; {self.checked_bytes:,} bytes checked against checksums"]
         text += [f"problem: {line}" for line in self.problems]
         text += [f"compared after a cast: {line}" for line in self.casts]

@@ -89,7 +89,7 @@ class ConvertReport:
         copies = f"{counted(self.copies_checked, 'state')} against copies"
         text = [f"{self.dst} ({what}), from {self.format}: {counted(self.atoms, 'parameter')}"]
         if self.already_complete:
-            text.append("was complete already: nothing was written")
+            text.append("already complete: nothing was written")
         else:
             text.append(f"{refers if self.references else copied}; {files}, and the index: {last}")
             text.append(f"{self.checked_bytes:,} bytes of the source checked against checksums, {copies}")

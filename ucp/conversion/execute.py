@@ -108,7 +108,7 @@ def _check_source(index: Index, written: Written) -> None:
         raise ReplicaError(
             f"{index.path} holds copies that should be equal and are not:\n{listed(written.drift)}\n"
             "the ranks drifted apart, the model was changed after its last step, or files of different runs were "
-            "mixed. --drift first or --drift mean settles copies that drifted"
+            "mixed. --drift first or --drift mean chooses a value where copies drifted"
         )
     gatherer = Gatherer(sources=Sources(), tracked=frozenset(record.path for record in index.records))
     for path, offset, nbytes in gaps(index.records, written.spans):

@@ -17,7 +17,7 @@ from ucp.contract.registry import names, recognise, target, with_callables
 from ucp.contract.state_gaps import gap_text, state_gaps, with_gaps
 from ucp.conversion.copied_ranks import copied_ranks
 from ucp.conversion.options import ConvertOptions, cores
-from ucp.conversion.replica_policy import Drift, settle
+from ucp.conversion.replica_policy import Drift, resolve_drift
 from ucp.conversion.zero_moments import ZeroMoments, check_moments
 from ucp.core.index import (
     TAG,
@@ -243,8 +243,8 @@ def _part_warnings(whole: Index, index: Index) -> Iterator[str]:
         if lacking:
             yield (
                 f"{state} is left out of {counted(len(lacking), 'parameter')} and kept of {len(had) - len(lacking):,}: "
-                f"the optimizer starts anew for {lacking[0]}{', ...' if len(lacking) > 1 else ''}, or goes on with "
-                "zeros where parameters lie flat, and goes on for the others. Leave it out of all (--exclude '*/"
+                f"the optimizer starts afresh for {lacking[0]}{', ...' if len(lacking) > 1 else ''}, or continues from "
+                "zeros where parameters lie flat, and resumes for the others. Leave it out of all (--exclude '*/"
                 + state
                 + "'), or of none"
             )
@@ -258,7 +258,7 @@ def _gap_warnings(whole: Index, index: Index) -> Iterator[str]:
         if name in index.atoms and index.atoms[name].states.keys() - {WEIGHT}
     }
     if lost:
-        yield f"{gap_text(lost)}\nThe weights alone are whole (--include '*/weight')"
+        yield f"{gap_text(lost)}\nThe weights are complete (--include '*/weight')"
 
 
 def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None) -> Prepared:
@@ -278,7 +278,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         *(() if chosen.takes_parts else _part_warnings(whole, index)),
     )
     check_moments(whole, options.zero_moments, taken=index)
-    index = settle(index, options.drift, observer or Silent(), memory=options.memory)
+    index = resolve_drift(index, options.drift, observer or Silent(), memory=options.memory)
     _check_dtypes(index, options.target.dtypes)
     index, settings = _dropped(index, options.target.settings)
     index = with_callables(index)

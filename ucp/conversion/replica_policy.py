@@ -23,7 +23,7 @@ from ucp.core.layout import Overlap
 from ucp.core.region import uncovered
 from ucp.errors import ReplicaError, counted, listed
 
-__all__ = ["Drift", "settle"]
+__all__ = ["Drift", "resolve_drift"]
 
 
 class Drift(StrEnum):
@@ -37,7 +37,7 @@ class Drift(StrEnum):
     """Take the mean of all ranks'."""
 
 
-def settle(index: Index, drift: Drift, observer: Observer, *, memory: int) -> Index:
+def resolve_drift(index: Index, drift: Drift, observer: Observer, *, memory: int) -> Index:
     """`index` with one value for every state whose copies differ; unchanged when none does, or for `Drift.ERROR`.
 
     Reads every state that has copies, within `memory` bytes. Raises ReplicaError when a mean cannot be made of what the

@@ -49,8 +49,8 @@ def moments_note(index: Index) -> str | None:
     if not _stepped_with_zeros(index):
         return None
     return (
-        "the moments of the optimizer are zero wherever they were looked at, although steps were taken: the run that "
-        "wrote this had lost its optimizer. It is converted only if told so (--zero-moments keep)"
+        "the optimizer's moments are zero wherever they were sampled, although steps were taken: the run that "
+        "wrote this had lost its optimizer. It is converted only with --zero-moments keep"
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ucp.core.index import Index
 from ucp.core.tensor import Record
-from ucp.errors import CorruptError, listed
+from ucp.errors import CorruptError, counted, listed
 from ucp.live.ranks import Ranks, together
 from ucp.live.transfer import Reader
 from ucp.transfer.checksums import gaps, mismatches
@@ -43,7 +43,8 @@ def check_records(index: Index, reader: Reader, ranks: Ranks) -> frozenset[str]:
     if wrong:
         lines = (f"{r.path}: {r.name}, bytes {r.offset}:{r.offset + r.nbytes}" for r in wrong)
         raise CorruptError(
-            f"bytes of {len(wrong)} stored pieces are not those that were written (CRC-32 differs):\n{listed(lines)}\n"
+            f"CRC-32 differs in {counted(len(wrong), 'record')}: these bytes are not those that were written:\n"
+            f"{listed(lines)}\n"
             "the files were damaged after they were saved: copy them again, or use another checkpoint"
         )
     kept = {_start(record) for record in checked}

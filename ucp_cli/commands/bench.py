@@ -24,16 +24,18 @@ __all__ = ["command"]
     default="1GiB",
     show_default=True,
     metavar="N",
-    help="Length of the file to measure with; twice as much room is needed.",
+    help="Size of the file to measure with; twice as much space is needed.",
 )
-@click.option("--workers", type=count_of, metavar="N", help="Threads, beside one alone.  [default: one per core]")
+@click.option(
+    "--workers", type=count_of, metavar="N", help="Threads, measured beside a single one.  [default: one per core]"
+)
 @as_json
 def command(*, folder: Path, size: int, workers: int | None, as_json: bool) -> None:
     """Measure how fast this machine reads, writes and copies.
 
-    Files are made in a folder of their own in DIR, and deleted. A conversion reads, sums (CRC-32 and xxh3) and writes:
-    compare the rate that `ucp convert` prints with "copy, with digests". Files are read from the page cache, as they
-    were just written; from a cold disk all of it is slower.
+    Files are created in a folder of their own in DIR, then deleted. A conversion reads, computes checksums (CRC-32 and
+    xxh3) and writes: compare the rate that `ucp convert` prints with "copy, with digests". Files are read from the page
+    cache, as they were just written; from a cold disk everything is slower.
     """
     rates = list(floor(folder, size, workers or cores()))
     if as_json:

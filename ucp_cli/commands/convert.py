@@ -36,15 +36,17 @@ __all__ = ["command"]
 @click.option(
     "--resume",
     is_flag=True,
-    help="Continue a conversion that was interrupted; one with --overwrite too, if both are given.",
+    help="Continue an interrupted conversion; with --overwrite, one that replaces DST.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace a DST that ucp wrote, once the new one is whole.")
+@click.option("--overwrite", is_flag=True, help="Replace a DST that ucp wrote, once the new one is complete.")
 @click.option(
     "--no-fsync",
     is_flag=True,
-    help="Leave it to the system when bytes reach the disk, as cp does: no harm from kill -9, but from a power cut.",
+    help="Let the system decide when bytes reach the disk, like cp: safe against kill -9, not against a power failure.",
 )
-@click.option("--verify", is_flag=True, help="Then read everything back and compare it with SRC, bit for bit.")
+@click.option(
+    "--verify", is_flag=True, help="Read everything back and compare it with SRC, bit for bit, before DST appears."
+)
 @progress
 @as_json
 def command(
@@ -62,8 +64,8 @@ def command(
 ) -> None:
     """Convert a checkpoint to atoms, or for another run or framework.
 
-    SRC is a checkpoint of any format; it is never written to. DST is a folder that appears when it is complete.
-    Numbers are copied bit for bit, but for casts asked for with --dtype.
+    SRC is a checkpoint of any format; it is never written to. DST is a folder that appears once it is complete.
+    Numbers are copied bit for bit, except for casts requested with --dtype.
     """
     begun = time.monotonic()
     try:
@@ -103,12 +105,12 @@ def _facts(report: ConvertReport, seconds: float, *, verified: bool) -> Iterator
     layout = ", ".join(filter(None, [report.to, report.layout, str(report.topology or "")]))
     yield "wrote", f"{report.dst} ({layout})"
     if report.already_complete:
-        yield "", "was complete already: nothing was written"
+        yield "", "already complete: nothing was written"
         return
     yield "tensors", _tensors(report, seconds, verified=verified)
     last = f"{'manifest' if report.references else 'index'}: {_files(report.files_last, report.nbytes_last)}"
     yield "files", f"{_files(report.files_out, report.nbytes_out)}, and the {last}"
-    yield "resumed", f"{nbytes_text(report.resumed_bytes)} were there already" if report.resumed_bytes else ""
+    yield "resumed", f"{nbytes_text(report.resumed_bytes)} already there" if report.resumed_bytes else ""
     yield "checked", ", ".join(_checks(report))
     yield "verified", "read back and equal to the source" if verified else ""
 

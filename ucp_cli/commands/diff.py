@@ -23,7 +23,7 @@ __all__ = ["command"]
 @click.command("diff", epilog=example("ucp diff checkpoints/global_step1000 atoms/"))
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
-@click.option("--extras", is_flag=True, help="Compare also what is no parameter: schedulers, client state, ...")
+@click.option("--extras", is_flag=True, help="Also compare what is not a parameter: schedulers, client state, ...")
 @compare_options
 @progress
 @as_json
@@ -41,10 +41,10 @@ def command(
 ) -> None:
     """Compare two checkpoints of any formats.
 
-    Parameters, states, dtypes, hyper-parameters and every element are compared, bit for bit, whatever the layout; what
-    is no parameter (schedulers, random states, arguments) with --extras, entry by entry under the names that `ucp
-    inspect` shows. Exit code 0 when they are equal, 3 when they differ.
-    --family and --patterns are about both, and are left aside for one that is read without a family, such as atoms.
+    Parameters, states, dtypes, hyper-parameters and every element are compared, bit for bit, whatever the layout. With
+    --extras, so is everything else (schedulers, random states, arguments), entry by entry under the names that `ucp
+    inspect` shows. Exit code 0 if they are equal, 3 if they differ. --family and --patterns apply to both; a checkpoint
+    that needs no family, such as atoms, ignores them.
     """
     report = api.diff(a, b, extras=extras, observer=watch(progress, quiet=quiet), **asked)
     if as_json:

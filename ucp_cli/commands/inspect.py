@@ -30,8 +30,8 @@ __all__ = ["command"]
     ),
 )
 @click.argument("path", type=PATH)
-@click.option("--param", "params", metavar="GLOB", multiple=True, help="Where the pieces of these parameters lie.")
-@click.option("--files", is_flag=True, help="The files, with what they hold.")
+@click.option("--param", "params", metavar="GLOB", multiple=True, help="Show where the shards of these parameters lie.")
+@click.option("--files", is_flag=True, help="List the files and what they hold.")
 @source_options
 @as_json
 def command(
@@ -46,11 +46,11 @@ def command(
     """Show what a checkpoint holds.
 
     PATH is the folder that the framework saved to, or one checkpoint in it. Only indexes are read, nothing in the
-    checkpoint is executed, and holes in a tensor are shown. --json prints everything,
-    pieces only for the parameters of --param.
+    checkpoint is executed, and holes in a tensor are shown. --json prints everything; shards only of the parameters
+    that --param names.
 
-    Where files are missing or damaged so that it cannot be read, what can be told without them is shown, and the exit
-    code is 1; what else is wrong stands on the page (`ucp verify` ends with 1 for it).
+    If missing or damaged files make a checkpoint unreadable, what is known without them is shown, and the exit code
+    is 1. Any other problem is listed on the page (`ucp verify` exits with 1 for it).
     """
     try:
         index = api.inspect(path, family=family, patterns=patterns)

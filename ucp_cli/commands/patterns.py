@@ -30,15 +30,15 @@ __all__ = ["command"]
 def command() -> None:
     """Show model families, and what their rules say about a checkpoint.
 
-    A family is a TOML file of rules: name template to pattern per mesh axis. It is chosen by evidence; --family names
-    another, --patterns brings one of your own.
+    A family is a TOML file of rules, from name template to pattern per mesh axis. It is chosen by evidence; --family
+    names another, --patterns supplies your own.
     """
 
 
 @command.command("list", epilog=example("ucp patterns list", "ucp patterns list --json | jq -r '.families[].name'"))
 @as_json
 def list_command(*, as_json: bool) -> None:
-    """List the families and patterns there are."""
+    """List the known families and patterns."""
     families = [registry.family(name) for name in registry.families()]
     patterns = registry.names("ucp.patterns")
     if as_json:
@@ -71,7 +71,7 @@ def _styles(ctx: click.Context, param: click.Parameter, typed: str) -> list[str]
 def show_command(*, family: str, style: str | None, as_json: bool) -> None:
     """Show the rules of a family.
 
-    That is how the parameters of FAMILY lie over the mesh, what they are, and what other naming styles call them.
+    They say how the parameters of FAMILY lie over the mesh, what they are, and what other naming styles call them.
     """
     found = registry.library().family(family)
     if style is not None and found.rules:
@@ -93,9 +93,9 @@ def show_command(*, family: str, style: str | None, as_json: bool) -> None:
 def check_command(ctx: click.Context, *, path: Path, family: str | None, patterns: Path | None, as_json: bool) -> None:
     """Explain every parameter of a checkpoint.
 
-    Shows which rule of the family each name falls under and what that means, names without a rule, and rules that
-    matched nothing. A checkpoint that records its own layout needs no family: then what it records is shown, and where.
-    Exit code 3 when a name has no rule, no family fits where one is needed, or a shape does not fit.
+    Shows the rule of the family that each name falls under and what it means, names without a rule, and rules that
+    matched nothing. A checkpoint that records its own layout needs no family; what it records is then shown, and where.
+    Exit code 3 if a name has no rule, if a shape does not fit its rule, or if a family is needed and none fits.
     """
     try:
         report = explain(path, SourceOptions.of(family, patterns))
@@ -114,13 +114,13 @@ def check_command(ctx: click.Context, *, path: Path, family: str | None, pattern
     epilog=example("ucp patterns infer checkpoints/ > my.toml", "ucp patterns infer checkpoints/ --all"),
 )
 @click.argument("path", metavar="CKPT", type=PATH)
-@click.option("--all", "everything", is_flag=True, help="Also for names that a family has rules for.")
+@click.option("--all", "everything", is_flag=True, help="Include names that a family already has rules for.")
 @as_json
 def infer_command(*, path: Path, everything: bool, as_json: bool) -> None:
     """Propose rules for a model that no family knows.
 
-    From what the ranks hold alone: which parts are equal, which are cut, and along which dim. Prints a rules file, each
-    rule with how sure it is and why; read it and correct it before you pass it with --patterns.
+    Judges by what the ranks hold alone: which shards are equal, which are cut, and along which dim. Prints a rules
+    file that says of each rule how certain it is and why; review and correct it before you pass it with --patterns.
     """
     found = propose(path, everything=everything)
     if as_json:

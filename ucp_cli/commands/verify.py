@@ -39,11 +39,11 @@ def command(
     as_json: bool,
     **asked: Unpack[CompareArguments],
 ) -> None:
-    """Prove that a checkpoint is whole and undamaged.
+    """Prove that a checkpoint is complete and undamaged.
 
-    Pieces must tile every tensor, bytes must have the checksums that were recorded, copies must be equal. Exit code
-    1 when PATH is damaged, 3 when it is not and differs from SRC. --family and --patterns are about both, and are left
-    aside for one that is read without a family, such as atoms.
+    Shards must tile every tensor, bytes must match their recorded checksums, and copies must be equal. Exit code 1 if
+    PATH is damaged, 3 if it is not but differs from SRC. --family and --patterns apply to both; a checkpoint that needs
+    no family, such as atoms, ignores them.
     """
     report = api.verify(path, against=against, observer=watch(progress, quiet=quiet), **asked)
     if as_json:
@@ -62,13 +62,13 @@ def _verdict(report: VerifyReport) -> str:
         return f"{report.path}: holds copies that should be equal and are not"
     if report.changes:
         return f"{report.path}: differs from {report.against}, {plural(len(report.changes), 'difference')}"
-    return f"{report.path}: whole and undamaged"
+    return f"{report.path}: complete and undamaged"
 
 
 def _parts(report: VerifyReport) -> list[RenderableType | None]:
     same = f"{report.against}{', after the casts below' if report.casts else ''}"
     checked = f"{nbytes_text(report.checked_bytes)} against checksums" if report.checked_bytes else ""
-    whole = "whole and undamaged" if report.changes else ""
+    whole = "complete and undamaged" if report.changes else ""
     not_compared = report.against if report.problems and report.against else ""
     return [
         Text(_verdict(report)),

@@ -54,7 +54,7 @@ def test_all_zero_is_refused_with_the_way_on(made):
         check_moments(index, ZeroMoments.ERROR)
     assert "--exclude '*/exp_avg' --exclude '*/exp_avg_sq'" in str(caught.value)
     assert "--zero-moments keep" in str(caught.value)
-    assert "zero wherever they were looked at" in (moments_note(index) or "")
+    assert "zero wherever they were sampled" in (moments_note(index) or "")
 
 
 def test_and_kept_when_asked(made):
