@@ -25,7 +25,7 @@ from ucp.core.names import WEIGHT
 from ucp.errors import UcpError, UsageError
 from ucp.live.checksums import check_records
 from ucp.live.load_plan import Decision, check_agreement, check_topology, decide
-from ucp.live.match import Want
+from ucp.live.match import LoadItem
 from ucp.live.optimizer import State, formed, put_hyper, put_states
 from ucp.live.ranks import Ranks, ranks_of, together
 from ucp.live.read_shares import Bucket, share_out
@@ -175,7 +175,7 @@ def _buckets(decision: Decision, ranks: Ranks, bucket_nbytes: int) -> tuple[Buck
     )
 
 
-def _landing(want: Want, decision: Decision) -> torch.Tensor:
+def _landing(want: LoadItem, decision: Decision) -> torch.Tensor:
     """The tensor to bring a state into: the live one where that can be, else a new one."""
     import torch
 

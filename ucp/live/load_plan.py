@@ -20,7 +20,7 @@ from ucp.errors import LoadError, UnsupportedError, UsageError, listed
 from ucp.io.elements import viewed
 from ucp.io.files import open_source
 from ucp.live.groups import match_groups
-from ucp.live.match import Findings, Want, match_states, match_tensors, want_weights
+from ucp.live.match import Findings, LoadItem, match_states, match_tensors, want_weights
 from ucp.live.model import LiveModel, describe_model
 from ucp.live.optimizer import Forms, LiveOptimizer, describe_optimizer, forms_of, live_params
 from ucp.live.ranks import Ranks
@@ -42,7 +42,7 @@ class Decision:
     """What to load into."""
     optimizer: LiveOptimizer | None
     """What to load states into."""
-    wants: tuple[Want, ...]
+    wants: tuple[LoadItem, ...]
     """What to bring, state by state: neighbours in a flat source stay neighbours."""
     fresh: tuple[str, ...]
     """Parameters to be left without a state."""

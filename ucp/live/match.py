@@ -24,7 +24,7 @@ __all__ = [
     "Findings",
     "LiveParam",
     "LiveTensor",
-    "Want",
+    "LoadItem",
     "match_states",
     "match_tensors",
     "want_weights",
@@ -62,7 +62,7 @@ class LiveParam:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
+class LoadItem:
     """A state to bring into the model or its optimizer."""
 
     name: str
@@ -224,7 +224,7 @@ def _castable(stored: DType, wanted: DType) -> bool:
 
 def want_weights(
     tensors: Sequence[LiveTensor], matched: Mapping[str, str], index: Index, *, findings: Findings
-) -> list[Want]:
+) -> list[LoadItem]:
     """The weight of every matched tensor, in the type that the model has it in."""
     wanted = []
     for own in tensors:
@@ -234,16 +234,16 @@ def want_weights(
     return wanted
 
 
-def _want(name: str, atom: AtomIndex, state: str, dtype: DType, findings: Findings) -> Want:
+def _want(name: str, atom: AtomIndex, state: str, dtype: DType, findings: Findings) -> LoadItem:
     source = atom.states[state]
     if source.dtype is not dtype:
         findings.casts[f"{state}: {source.dtype} to {dtype}"] += 1
-    return Want(name=name, slice=whole_slice(atom.name, state, source, dtype=dtype), source=source)
+    return LoadItem(name=name, slice=whole_slice(atom.name, state, source, dtype=dtype), source=source)
 
 
 def match_states(
     params: Sequence[LiveParam], matched: Mapping[str, str], index: Index, *, findings: Findings
-) -> tuple[list[Want], list[str]]:
+) -> tuple[list[LoadItem], list[str]]:
     """Optimizer states to bring, and the parameters that the saved optimizer had never stepped.
 
     A count is brought in the type it is stored in, whatever number the optimizer then makes of it.
@@ -251,7 +251,7 @@ def match_states(
     known = {name for group in index.groups for name in group.params}
     lost = [matched[own.name] for own in params if own.name in matched]
     findings.problems.extend(index.reasons(name for name in lost if name in index.lost and not index.lost[name].chosen))
-    wanted: list[Want] = []
+    wanted: list[LoadItem] = []
     fresh: list[str] = []
     for param in params:
         if param.name not in matched:
@@ -276,7 +276,7 @@ def _held(atom: AtomIndex) -> list[str]:
     return [state for state in atom.states if state != WEIGHT]
 
 
-def _states(param: LiveParam, atom: AtomIndex, findings: Findings) -> list[Want]:
+def _states(param: LiveParam, atom: AtomIndex, findings: Findings) -> list[LoadItem]:
     held = _held(atom)
     keeps = dict.fromkeys(held) if param.keeps is None else dict(param.keeps)
     lacking = [state for state in keeps if state not in held]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ucp.core.region import local_flat_pairs
 from ucp.core.slices import Locator, Slice, block_ranges, resolve
-from ucp.live.match import Want
+from ucp.live.match import LoadItem
 from ucp.live.ranks import Ranks
 from ucp.live.read_shares import ALIGNMENT, Bucket, Segment
 from ucp.transfer.gather import Gatherer, Sources, Span
@@ -46,7 +46,7 @@ class _Block:
 class Reader:
     """Reads parts of buckets, with several threads, and keeps the checksums of what it read."""
 
-    def __init__(self, wants: Sequence[Want], *, tracked: frozenset[str]) -> None:
+    def __init__(self, wants: Sequence[LoadItem], *, tracked: frozenset[str]) -> None:
         self.slices = tuple(want.slice for want in wants)
         self._locators = [Locator(want.source) for want in wants]
         self._is_cut = [not is_crosswise(want.slice, want.source, nbytes=BLOCK) for want in wants]

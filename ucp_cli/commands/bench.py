@@ -8,10 +8,11 @@ from pathlib import Path
 import click
 
 from ucp.conversion.options import cores
+from ucp.errors import counted
 from ucp.transfer.floor import floor
 from ucp_cli.options import PATH, as_json, count_of, example, memory_of
 from ucp_cli.pages.render import table, write, write_json
-from ucp_cli.pages.units import nbytes_text, plural, rate_text, seconds_text
+from ucp_cli.pages.units import nbytes_text, rate_text, seconds_text
 
 __all__ = ["command"]
 
@@ -43,7 +44,7 @@ def command(*, folder: Path, size: int, workers: int | None, as_json: bool) -> N
         write_json({"schema": "ucp.bench/1", "folder": str(folder), "rates": found})
         return
     rows = [
-        (rate.what, plural(rate.threads, "thread"), rate_text(rate.nbytes, rate.seconds), seconds_text(rate.seconds))
+        (rate.what, counted(rate.threads, "thread"), rate_text(rate.nbytes, rate.seconds), seconds_text(rate.seconds))
         for rate in rates
     ]
     write(table(f"{nbytes_text(size)} in {folder}", ("way", "by", ">rate", ">time"), rows))

@@ -12,11 +12,12 @@ import click
 from ucp import api
 from ucp.conversion.convert import ConvertReport
 from ucp.conversion.options import PlanArguments
+from ucp.errors import counted
 from ucp_cli.failures import stopped
 from ucp_cli.options import PATH, as_json, convert_options, example, progress
 from ucp_cli.pages.documents import convert_document
 from ucp_cli.pages.render import facts, lines, write, write_json
-from ucp_cli.pages.units import nbytes_text, plural, rate_text, seconds_text
+from ucp_cli.pages.units import nbytes_text, rate_text, seconds_text
 from ucp_cli.progress import watch
 
 __all__ = ["command"]
@@ -117,21 +118,21 @@ def _facts(report: ConvertReport, seconds: float, *, verified: bool) -> Iterator
 
 def _tensors(report: ConvertReport, seconds: float, *, verified: bool) -> str:
     """What was done with the bytes of tensors."""
-    whose, spent = f"of {plural(report.atoms, 'parameter')}", f"in {seconds_text(seconds)}"
+    whose, spent = f"of {counted(report.atoms, 'parameter')}", f"in {seconds_text(seconds)}"
     if report.references:
-        return f"{plural(report.references, 'reference')} into the source, {whose}; nothing copied; {spent}"
+        return f"{counted(report.references, 'reference')} into the source, {whose}; nothing copied; {spent}"
     rate = "with --verify" if verified else rate_text(report.nbytes_written, seconds)
     return f"{nbytes_text(report.nbytes_written)} written, {whose}, {spent} ({rate})"
 
 
 def _files(count: int, nbytes: int) -> str:
-    return f"{plural(count, 'file')} of {nbytes_text(nbytes)}"
+    return f"{counted(count, 'file')} of {nbytes_text(nbytes)}"
 
 
 def _checks(report: ConvertReport) -> Iterator[str]:
     if report.checked_bytes:
         yield f"{nbytes_text(report.checked_bytes)} of the source against checksums"
     if report.copies_checked:
-        yield f"{plural(report.copies_checked, 'state')} against copies in the source"
+        yield f"{counted(report.copies_checked, 'state')} against copies in the source"
     if report.unchecked_files:
-        yield f"{plural(len(report.unchecked_files), 'file')} of the source without checksums"
+        yield f"{counted(len(report.unchecked_files), 'file')} of the source without checksums"

@@ -11,12 +11,13 @@ import click
 from ucp import api
 from ucp.api import PlanReport
 from ucp.conversion.options import PlanArguments
+from ucp.errors import counted
 from ucp_cli.options import PATH, as_json, convert_options, example
 from ucp_cli.pages.documents import plan_document
 from ucp_cli.pages.overview import source_facts
 from ucp_cli.pages.render import facts, heading, lines, write, write_json
 from ucp_cli.pages.tally import count_patterns
-from ucp_cli.pages.units import nbytes_text, plural, seconds_text
+from ucp_cli.pages.units import nbytes_text, seconds_text
 
 __all__ = ["command"]
 
@@ -53,7 +54,7 @@ def command(*, src: Path, dst: Path | None, as_json: bool, **asked: Unpack[PlanA
         heading("Conversion"),
         facts(_facts(report)),
         lines("Warnings", report.warnings, style="bold red"),
-        lines("Layout of the source", [f"{name}: {plural(count, 'tensor')}" for name, count in patterns.items()]),
+        lines("Layout of the source", [f"{name}: {counted(count, 'tensor')}" for name, count in patterns.items()]),
         lines("Casts", report.casts, style="yellow"),
         lines("Notes", report.notes),
         lines("Left behind", report.dropped, style="yellow"),
@@ -64,20 +65,20 @@ def _facts(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield "to", " ".join(filter(None, [report.to, report.layout, str(report.topology or "")]))
     yield "tensors", _tensors(report)
     packs = "what the tensors compress to, and " if report.compressed else ""
-    files = f"{plural(len(report.files), 'file')} of {packs}{nbytes_text(report.nbytes_out)}"
+    files = f"{counted(len(report.files), 'file')} of {packs}{nbytes_text(report.nbytes_out)}"
     yield "files", f"{files}, and the index"
     at_best = seconds_text((report.nbytes_read + report.nbytes_out) / _DISK)
     yield "time", f"{at_best} or more, where the disk reads and writes 1 GiB/s"
-    workers = f"{plural(report.workers, 'worker')} of {plural(report.threads, 'thread')}"
-    yield "work", f"{plural(report.tasks, 'task')} by {workers}"
+    workers = f"{counted(report.workers, 'worker')} of {counted(report.threads, 'thread')}"
+    yield "work", f"{counted(report.tasks, 'task')} by {workers}"
     yield "memory", f"{nbytes_text(report.projected_bytes)} at most, of {nbytes_text(report.memory)} allowed"
     yield "index", f"{nbytes_text(report.index_bytes)} of memory at most, beside that"
 
 
 def _tensors(report: PlanReport) -> str:
     """What is done with the bytes of tensors."""
-    whose = f"of {plural(report.atoms, 'parameter')}"
+    whose = f"of {counted(report.atoms, 'parameter')}"
     if report.references:
-        references = plural(report.references, "reference")
+        references = counted(report.references, "reference")
         return f"{nbytes_text(report.nbytes)} {whose}: {references} into the source, nothing copied"
     return f"{nbytes_text(report.nbytes_read)} to read, {nbytes_text(report.nbytes_written)} to write, {whose}"

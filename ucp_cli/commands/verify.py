@@ -11,12 +11,13 @@ from rich.text import Text
 
 from ucp import api
 from ucp.checks.verify import VerifyReport
+from ucp.errors import counted
 from ucp_cli.exits import DIFFERENT, FAILED
 from ucp_cli.options import PATH, CompareArguments, as_json, compare_options, example, progress
 from ucp_cli.pages.changes import change_tables
 from ucp_cli.pages.documents import verify_document
 from ucp_cli.pages.render import facts, lines, write, write_json
-from ucp_cli.pages.units import nbytes_text, plural
+from ucp_cli.pages.units import nbytes_text
 from ucp_cli.progress import watch
 
 __all__ = ["command"]
@@ -61,7 +62,7 @@ def _verdict(report: VerifyReport) -> str:
     if report.drift:
         return f"{report.path}: holds copies that should be equal and are not"
     if report.changes:
-        return f"{report.path}: differs from {report.against}, {plural(len(report.changes), 'difference')}"
+        return f"{report.path}: differs from {report.against}, {counted(len(report.changes), 'difference')}"
     return f"{report.path}: complete and undamaged"
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from rich.console import RenderableType
 from rich.text import Text
 
+from ucp.errors import counted
 from ucp.transfer.compare import Change
 from ucp_cli.pages.render import facts, stacked, table
-from ucp_cli.pages.units import count_text, plural, printable, ranges_text
+from ucp_cli.pages.units import count_text, printable, ranges_text
 
 __all__ = ["change_tables"]
 
@@ -98,7 +99,7 @@ def _structure(changes: Sequence[Change]) -> list[tuple[str | Text, ...]]:
 
 def _hyper(changes: Sequence[Change]) -> list[tuple[str, ...]]:
     rows = _grouped(changes, lambda change: (change.state, change.a, change.b))
-    return [(row.first.state, row.first.a, row.first.b, plural(row.changes, "parameter")) for row in rows]
+    return [(row.first.state, row.first.a, row.first.b, counted(row.changes, "parameter")) for row in rows]
 
 
 def _by_state(changes: Sequence[Change]) -> list[tuple[str, ...]]:

@@ -8,10 +8,11 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ucp.checks.explain import NO_RULE, Explained, FamilyReport
+from ucp.errors import counted
 from ucp.families.family import CANONICAL, Family
 from ucp.families.rule import Rule
 from ucp_cli.pages.render import facts, lines, table
-from ucp_cli.pages.units import plural, shape_text
+from ucp_cli.pages.units import shape_text
 
 __all__ = ["family_page", "family_table", "report_page"]
 
@@ -68,7 +69,7 @@ def report_page(report: FamilyReport) -> Iterator[RenderableType | None]:
     without = [own for own in wrong if own.problem == NO_RULE]
     undecided = [own for own in wrong if own.rule is None and own.problem != NO_RULE]
     verdict = "every parameter has a rule and fits it" if report.ok else f"{len(wrong)} do not fit"
-    yield Text(f"{report.path}: {plural(len(report.parameters), 'parameter')}, {verdict}")
+    yield Text(f"{report.path}: {counted(len(report.parameters), 'parameter')}, {verdict}")
     yield facts(
         [
             ("format", report.format),
@@ -86,7 +87,7 @@ def report_page(report: FamilyReport) -> Iterator[RenderableType | None]:
 
 def _recorded_page(report: FamilyReport) -> Iterator[RenderableType | None]:
     """What a checkpoint says of itself: where it stands, and a row per kind of parameter."""
-    count = plural(len(report.parameters), "parameter")
+    count = counted(len(report.parameters), "parameter")
     yield Text(f"{report.path}: {count}; no family is needed, the checkpoint records how they lie")
     yield facts([("format", report.format), ("family", "none knows these names, and none is needed")])
     yield table("Recorded", ("axis", "in"), list(report.recorded_in.items()))

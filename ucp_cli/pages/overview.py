@@ -12,10 +12,11 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ucp.core.index import AtomIndex, Index, Kind, ParamGroup
+from ucp.errors import counted
 from ucp_cli.pages.render import facts, lines, table
 from ucp_cli.pages.tally import count_kinds, count_states
 from ucp_cli.pages.tree import Line, collapsed
-from ucp_cli.pages.units import count_text, nbytes_text, plural, printable, ranges_text, shape_text
+from ucp_cli.pages.units import count_text, nbytes_text, printable, ranges_text, shape_text
 from ucp_cli.pages.values import brief, what_is_held
 
 __all__ = ["file_rows", "overview", "shown_path", "source_facts", "stages"]
@@ -53,24 +54,24 @@ def source_facts(index: Index) -> Iterator[tuple[str, str]]:
 def _size_facts(index: Index) -> Iterator[tuple[str, str]]:
     words = {Kind.PARAMETER: "trained", Kind.FROZEN: "frozen"}
     kinds = [
-        (count_text(own.tensors) + f" {words[own.kind]}" if own.kind in words else plural(own.tensors, "buffer"), own)
+        (count_text(own.tensors) + f" {words[own.kind]}" if own.kind in words else counted(own.tensors, "buffer"), own)
         for own in count_kinds(index)
         if own.tensors
     ]
     yield "parameters", ", ".join(f"{many} of {count_text(own.numel)}" for many, own in kinds) + " elements"
     low = Counter(atom.model_dtype for atom in index.atoms.values() if atom.model_dtype is not None)
-    yield "computes in", ", ".join(f"{dtype} ({plural(count, 'tensor')})" for dtype, count in low.items())
+    yield "computes in", ", ".join(f"{dtype} ({counted(count, 'tensor')})" for dtype, count in low.items())
     stored = sum(file.nbytes for file in index.files)
     yield (
         "bytes",
-        f"{nbytes_text(index.nbytes)} of tensors, in {plural(len(index.files), 'file')} of {nbytes_text(stored)}",
+        f"{nbytes_text(index.nbytes)} of tensors, in {counted(len(index.files), 'file')} of {nbytes_text(stored)}",
     )
 
 
 def _complete_fact(index: Index, missing: Sequence[str]) -> Iterator[tuple[str, str]]:
     pieces = sum(len(state.fragments) for _, _, state in index.states())
     no = "Missing" if missing else "In doubt" if index.doubts else ""
-    yield "complete", f"NO: see {no}" if no else f"yes: {plural(pieces, 'shard')} cover every tensor"
+    yield "complete", f"NO: see {no}" if no else f"yes: {counted(pieces, 'shard')} cover every tensor"
 
 
 def _state_rows(index: Index) -> list[tuple[str, ...]]:

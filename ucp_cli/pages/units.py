@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["count_text", "nbytes_text", "plural", "printable", "ranges_text", "rate_text", "seconds_text", "shape_text"]
+__all__ = ["count_text", "nbytes_text", "printable", "ranges_text", "rate_text", "seconds_text", "shape_text"]
 
 _PREFIXES = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 
@@ -62,15 +62,6 @@ def shape_text(shape: Sequence[int]) -> str:
 def count_text(count: int) -> str:
     """A number with thousands separated."""
     return f"{count:,}"
-
-
-def plural(count: int, word: str) -> str:
-    """A number of things.
-
-    >>> plural(1, "file"), plural(2000, "file")
-    ('1 file', '2,000 files')
-    """
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def ranges_text(numbers: Sequence[int]) -> str:

@@ -9,9 +9,10 @@ from ucp.contract.companions import is_companion
 from ucp.core.index import Extra
 from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.errors import counted
 from ucp.io.pickle.fields import short, short_members
 from ucp.store.values import PlainJson
-from ucp_cli.pages.units import count_text, nbytes_text, plural, shape_text
+from ucp_cli.pages.units import count_text, nbytes_text, shape_text
 
 __all__ = ["brief", "json_value", "what_is_held"]
 
@@ -71,15 +72,15 @@ def brief(value: object) -> str:
         case GlobalName():
             return str(value)
         case bytes() | bytearray():
-            return plural(len(value), "byte")
+            return counted(len(value), "byte")
         case dict():
             return _entries(value)
         case list() | tuple() | set() | frozenset():
             return short_members(value, _LONGEST) or f"{type(value).__name__} of {count_text(len(value))}"
         case str():
-            return short(value, _LONGEST) or f"text of {plural(len(value), 'character')}"
+            return short(value, _LONGEST) or f"text of {counted(len(value), 'character')}"
         case int():
-            return short(value, _LONGEST) or f"a number of {plural(value.bit_length(), 'bit')}"
+            return short(value, _LONGEST) or f"a number of {counted(value.bit_length(), 'bit')}"
     return repr(value)
 
 
