@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., object])
+T = TypeVar("T")
 
 
 class _AnyPath(click.Path):
@@ -64,12 +65,22 @@ class CompareArguments(TypedDict):
     memory: int
 
 
-def memory_of(text: str) -> int:
-    """Bytes of text like 512M, 1GiB or 2GB. Raises BadParameter."""
-    try:
-        return nbytes_of(text)
-    except UsageError as error:
-        raise click.BadParameter(str(error)) from error
+def _parsed(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """`parse`, with a usage error as click shows it: BadParameter."""
+
+    def value(text: str) -> T:
+        try:
+            return parse(text)
+        except UsageError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return value
+
+
+memory_of = _parsed(nbytes_of)
+"""Bytes of text like 512M, 1GiB or 2GB. Raises BadParameter."""
+topology_of = _parsed(Topology.parse)
+"""Topology of text like dp=4,zero=3. Raises BadParameter."""
 
 
 def count_of(text: str) -> int:
@@ -77,14 +88,6 @@ def count_of(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text)):
         raise click.BadParameter(f"expected a number of workers, 1 or more; got {text!r}")
     return int(text)
-
-
-def topology_of(text: str) -> Topology:
-    """Topology of text like dp=4,zero=3. Raises BadParameter."""
-    try:
-        return Topology.parse(text)
-    except UsageError as error:
-        raise click.BadParameter(str(error)) from error
 
 
 def state_and_dtype(text: str) -> tuple[str, str]:
