@@ -57,10 +57,6 @@ class Partition:
             return ()
         return (RegionPair(Box((start,), (stop - start,)), Box((0,), (stop - start,))),)
 
-    def offset(self, index: int) -> int:
-        """Element of the share of part `index` where its part of the parameter begins."""
-        return max(self.start - index * self.share, 0)
-
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The lengths added up. Raises ValueError when the shares would hold other lengths."""
         if any(len(shape) != 1 for shape in local_shapes):

@@ -123,7 +123,7 @@ def test_formats_that_a_checkpoint_is_not_of_are_known_by_names_alone(folder: st
 
 def test_a_run_of_data_parallelism_needs_no_model_family(zero3: Path) -> None:
     modules = imported("inspect", zero3)
-    assert not modules & {"ucp.families", "tomllib", "ucp_formats.deepspeed.read.parallel"}
+    assert not modules & {"ucp.families", "tomllib", "ucp_formats.deepspeed.read.ranks.parallel"}
 
 
 @pytest.mark.parametrize("words", [[], ["--to", "deepspeed", "--topology", "dp=2,zero=3"], ["--virtual"]])

@@ -190,9 +190,6 @@ BUFFERS = [
 class TestPartition(PatternContract):
     cases = tuple((Partition(start, share), shape, parts) for start, share, shape, parts in BUFFERS)
 
-    def test_a_part_begins_where_the_parameter_or_the_share_does(self):
-        assert [Partition(start=3, share=4).offset(index) for index in range(2)] == [3, 0]
-
     def test_a_parameter_that_leaves_the_buffer(self):
         with pytest.raises(ValueError, match="leave a buffer of 2 x 4"):
             Partition(start=3, share=4).regions((6,), 2, 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ucp_formats.deepspeed.read.optimizer.group_order import dealt_back
+from ucp_formats.deepspeed.read.optimizer.group_order import undo_round_robin
 from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 from ucp_formats.deepspeed.read.universal.source import DeepSpeedUniversalFormat
 
@@ -196,7 +196,7 @@ def test_groups_and_steps(case: str) -> None:
         names = [name for name in found.params if name not in report["empty"]]
         order = group["names"]
         if zero.get("round_robin_gradients"):
-            order = list(dealt_back(order, ranks=report["world_size"]))
+            order = list(undo_round_robin(order, ranks=report["world_size"]))
         assert names == [name for name in order if name not in report["empty"]]
         readable = json.loads(json.dumps(found.hyper))
         assert {k: v for k, v in readable.items() if k != "initial_lr"} == {

@@ -15,23 +15,28 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from ucp_formats.deepspeed.partition import round_robin
-from ucp_formats.deepspeed.read.optimizer.flat_group import Bucket, Shard, bucket_states
+from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, Shard, add_flat_group
 from ucp_formats.deepspeed.read.optimizer.flat_layout import (
     Chunks,
     FlatLayout,
-    Held,
     WholeParameters,
-    held_by_rank,
     shared_buffers,
 )
-from ucp_formats.deepspeed.read.optimizer.group_order import dealt_back, mapping_disagrees, optimizer_order
-from ucp_formats.deepspeed.read.optimizer.match_slots import AmbiguousError, FlatSlots, NoMatchError, Slots, match
+from ucp_formats.deepspeed.read.optimizer.group_order import optimizer_order, undo_round_robin
+from ucp_formats.deepspeed.read.optimizer.match_slots import (
+    AmbiguousError,
+    FlatSlots,
+    NoMatchError,
+    Slots,
+    match_stages,
+)
+from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.stored import Placer
 
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
 from ucp.core.dtypes import DType
-from ucp.core.region import uncovered
+from ucp.core.region import RegionPair, uncovered
 from ucp.core.tensor import TensorRef
 
 GARBAGE = -1
@@ -135,21 +140,22 @@ def rebuilt(source: Params, layout: FlatLayout, flats: list[np.ndarray]) -> dict
     """Parameters put together from what `layout` says of each rank's flat array."""
     out = {name: np.full(array.size, -2) for name, array in source.arrays.items()}
     for rank, flat in enumerate(flats):
-        for name, held in held_by_rank(layout, [rank], source.numels)[rank].items():
-            span = slice(held.start, held.start + held.numel)
-            if copy_of(layout, rank, name, source.numels[name]) == 0:
+        for name, offset in layout.starts_on(rank).items():
+            pair = pair_of(layout, rank, name, source.numels[name])
+            span = slice(pair.whole.offsets[0], pair.whole.stops[0])
+            if pair.copy == 0:
                 assert (out[name][span] == -2).all(), "an element is held twice"
-            out[name][span] = flat[held.offset : held.offset + held.numel]
+            out[name][span] = flat[offset : offset + pair.whole.numel]
     return {name: flat.reshape(source.arrays[name].shape) for name, flat in out.items()}
 
 
-def copy_of(layout: FlatLayout, rank: int, name: str, numel: int) -> int:
+def pair_of(layout: FlatLayout, rank: int, name: str, numel: int) -> RegionPair:
     (pair,) = layout.axes()[name].pattern.regions((numel,), layout.ranks, rank)
-    return pair.copy
+    return pair
 
 
 def check_rebuilt(source: Params, layout: FlatLayout, flats: list[np.ndarray]) -> None:
-    assert all(layout.accepts(rank, flat.size) for rank, flat in enumerate(flats))
+    assert all(flat.size in layout.lengths(rank) for rank, flat in enumerate(flats))
     for name, array in rebuilt(source, layout, flats).items():
         np.testing.assert_array_equal(array, source.arrays[name], err_msg=name)
 
@@ -180,7 +186,7 @@ def test_shares_of_other_alignments_are_told_by_the_length_of_the_first(source: 
     flat = aligned(np.concatenate([array.ravel() for array in arrays]), ranks)
     shares = np.split(flat, ranks)
     layouts = shared_buffers(source.numels, ranks=ranks, paddings=None, first=shares[0].size, known_from="")
-    fitting = [own for own in layouts if all(own.accepts(rank, share.size) for rank, share in enumerate(shares))]
+    fitting = [own for own in layouts if all(share.size in own.lengths(rank) for rank, share in enumerate(shares))]
     check_rebuilt(source, fitting[0], shares)
 
 
@@ -200,7 +206,7 @@ def test_whole_parameters_of_muon(source: Params, ranks: int) -> None:
     copies: dict[str, list[int]] = {}
     for rank in range(ranks):
         for name in layout.starts_on(rank):
-            copies.setdefault(name, []).append(copy_of(layout, rank, name, full.numels[name]))
+            copies.setdefault(name, []).append(pair_of(layout, rank, name, full.numels[name]).copy)
     assert all(numbers == list(range(len(numbers))) for numbers in copies.values())
 
 
@@ -208,16 +214,15 @@ def test_whole_parameters_of_muon(source: Params, ranks: int) -> None:
 def test_a_layout_never_names_padding(source: Params, ranks: int) -> None:
     buffer, *_ = shared_buffers(source.numels, ranks=ranks, paddings=None, first=0, known_from="")
     for layout in (buffer, Chunks(tuple(source.numels.items()), ranks)):
-        by_rank = held_by_rank(layout, range(ranks), source.numels)
-        held = [item for own in by_rank.values() for item in own.items()]
+        held = [(n, pair_of(layout, r, n, source.numels[n]).whole) for r in range(ranks) for n in layout.starts_on(r)]
         assert sum(own.numel for _, own in held) == sum(source.numels.values())
-        assert all(0 <= own.start < own.start + own.numel <= source.numels[name] for name, own in held)
+        assert all(0 <= own.offsets[0] < own.stops[0] <= source.numels[name] for name, own in held)
 
 
 @given(count=st.integers(0, 12), ranks=st.integers(1, 9))
 def test_dealing_back_undoes_dealing(count: int, ranks: int) -> None:
     names = tuple(f"p{at}" for at in range(count))
-    assert dealt_back(round_robin(names, ranks=ranks), ranks=ranks) == names
+    assert undo_round_robin(round_robin(names, ranks=ranks), ranks=ranks) == names
 
 
 @given(source=params(least=2), ranks=st.integers(2, 6), dealt=st.booleans())
@@ -233,24 +238,17 @@ def test_the_order_of_the_optimizer_is_found_from_the_mappings(source: Params, r
 
 
 @given(source=params(), ranks=st.integers(1, 5))
-def test_right_mappings_never_disagree(source: Params, ranks: int) -> None:
+def test_slice_mappings_are_what_the_partition_places(source: Params, ranks: int) -> None:
     buffer, *_ = shared_buffers(source.numels, ranks=ranks, paddings=None, first=0, known_from="")
-    for held in held_by_rank(buffer, range(ranks), source.numels).values():
-        assert mapping_disagrees(held, {name: fragment(own) for name, own in held.items()}) == []
-        for odd in held:
-            moved = {name: fragment(own, by=name == odd) for name, own in held.items()}
-            assert mapping_disagrees(held, moved) == [odd]
-
-
-def fragment(held: Held, *, by: int = 0):
-    from ucp.core.pickle_values import GlobalName, Stub
-
-    state = {"numel": held.numel, "start": held.offset + by}
-    return Stub(GlobalName("deepspeed.utils.tensor_fragment", "fragment_address"), state=state, has_state=True)
+    for rank in range(ranks):
+        spans = buffer.spans(rank)
+        assert {name: span.start for name, span in spans.items()} == buffer.starts_on(rank)
+        for name, span in spans.items():
+            assert span.numel == pair_of(buffer, rank, name, source.numels[name]).whole.numel
 
 
 @given(source=params(), ranks=st.integers(1, 6))
-def test_states_of_a_bucket_tile_every_parameter(source: Params, ranks: int) -> None:
+def test_states_of_a_flat_group_tile_every_parameter(source: Params, ranks: int) -> None:
     flats = zero3_partitions(list(source.arrays.values()), ranks)
     refs = [
         TensorRef(path=f"r{rank}", offset=0, dtype=DType.FLOAT32, shape=(flat.size,), strides=(1,))
@@ -259,8 +257,9 @@ def test_states_of_a_bucket_tile_every_parameter(source: Params, ranks: int) -> 
     shards = [Shard(rank=r, file=f"r{r}", weight=ref, states={"m": ref, "step": 3}) for r, ref in enumerate(refs)]
     layouts = (Chunks(tuple(source.numels.items()), ranks),)
     problems = Problems()
-    bucket = Bucket(label="b", shapes=source.shapes, layouts=layouts, shards=tuple(shards))
-    found = bucket_states(bucket, Checksums(()), problems)
+    group = FlatGroupStates(label="b", shapes=source.shapes, layouts=layouts, shards=tuple(shards))
+    found = OptimizerPart()
+    add_flat_group(found, group, Checksums(()), problems)
     assert problems == Problems()
     placer = Placer()
     for name, shape in source.shapes.items():
@@ -315,19 +314,19 @@ def test_matching_answers_exactly_when_one_assignment_fits(case) -> None:
     fitting = every_assignment(groups, named)
     assert fitting, "the case was made from an assignment"
     if len(fitting) == 1:
-        assert match(groups, named).groups == fitting[0]
+        assert match_stages([groups], [named])[0] == fitting[0]
     else:
         with pytest.raises(AmbiguousError) as caught:
-            match(groups, named)
+            match_stages([groups], [named])
         assert set(caught.value.names) <= {name for name, _ in named}
 
 
 def test_matching_says_when_nothing_fits() -> None:
     with pytest.raises(NoMatchError):
-        match([Slots(((2, 2),))], [("a", (3,))])
+        match_stages([[Slots(((2, 2),))]], [[("a", (3,))]])
 
 
 def test_matching_a_large_model_is_quick() -> None:
     named = [(f"layers.{at}.{kind}", shape) for at in range(400) for kind, shape in (("w", (64, 64)), ("b", (64,)))]
     groups = [Slots(((64, 64),) * 400), Slots(((64,),) * 400)]
-    assert [len(own) for own in match(groups, named).groups] == [400, 400]
+    assert [len(own) for own in match_stages([groups], [named])[0]] == [400, 400]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from ucp_formats.deepspeed.tp.affine_map import affine_layout
 from ucp_formats.deepspeed.tp.layout import TensorLayout, cut_layout, equal_layout
-from ucp_formats.deepspeed.tp.universal_info import TensorRules, TensorShapes
+from ucp_formats.deepspeed.tp.universal_info import TensorShapes, UniversalCheckpointInfo
 from ucp_patterns.chunk import Chunk
 
 from ucp.core.dtypes import DType
@@ -162,7 +162,7 @@ def test_fused_weights_of_every_version(parts: int, version: float) -> None:
         "sub_param_shard_widths": {"qkv": [[size // parts] * parts for size in sizes]} if version >= 0.4 else None,
     }
     shapes = TensorShapes(local=((4, 3),) * parts)
-    layout = TensorRules(info, "x").layouts({"qkv.weight": shapes})["qkv.weight"]
+    layout = UniversalCheckpointInfo(info, "x").layouts({"qkv.weight": shapes})["qkv.weight"]
     whole = numbers((4 * parts, 3))
     q, k, v = np.split(whole, [2 * parts, 3 * parts])
     held = [np.concatenate([q[2 * r : 2 * r + 2], k[r : r + 1], v[r : r + 1]]) for r in range(parts)]

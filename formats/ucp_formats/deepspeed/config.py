@@ -49,6 +49,12 @@ class RunConfig:
         return Precision.FP16 if DType.FLOAT16 in seen else Precision.FP32
 
     @property
+    def zero_stage(self) -> int | None:
+        """ZeRO stage that is asked for."""
+        found = self._section("zero_optimization").get("stage")
+        return found if isinstance(found, int) else None
+
+    @property
     def sub_group_size(self) -> int:
         """Elements of a rank's chunks at which stage 3 closes a sub-group."""
         found = self._section("zero_optimization").get("sub_group_size")

@@ -26,7 +26,8 @@ from ucp.contract.problems import Problems
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError
 from ucp.io.pickle.fields import Shape, text
-from ucp_formats.deepspeed.read.run import SavedFile, SavedRun
+from ucp_formats.deepspeed.read.files import SavedFile
+from ucp_formats.deepspeed.read.run import SavedRun
 
 __all__ = ["ExpertGroups", "Experts", "Numbered", "holders", "is_expert", "ranks_joined", "renumbered"]
 
@@ -177,20 +178,16 @@ def _degree(run: SavedRun, number: int) -> int:
     makes `ep_size_2`.
     """
     file = next(iter(run.optimizers.values()))
-    counts = file.optimizer.get("partition_count")
-    count = counts[number] if isinstance(counts, list) and number < len(counts) else None
-    if type(count) is int and count > 0 and run.ranks % count == 0:
+    count = file.counts[number] if file.counts is not None and number < len(file.counts) else None
+    if count and run.ranks % count == 0:
         return run.ranks // count
-    base = file.optimizer.get("base_optimizer_state")
-    groups = base.get("param_groups") if isinstance(base, dict) else None
-    group = groups[number] if isinstance(groups, list) and number < len(groups) else None
-    name = group.get("name") if isinstance(group, dict) else None
-    sized = re.fullmatch(r"ep_size_(\d+)", str(name))
+    name = file.torch.groups[number].name if number < len(file.torch.groups) else ""
+    sized = re.fullmatch(r"ep_size_(\d+)", name)
     if count is None and sized and int(sized[1]) and run.ranks % int(sized[1]) == 0:
         return int(sized[1])
     raise MalformedError(
-        f"expected partition_count of group {number} in {file.path}, which holds experts, to divide the {run.ranks} "
-        f"data-parallel ranks; got {count!r}, and its name is {name!r}"
+        f"expected partition_count of group {number} in {file.file.path}, which holds experts, to divide the "
+        f"{run.ranks} data-parallel ranks; got {count!r}, and its name is {name!r}"
     )
 
 

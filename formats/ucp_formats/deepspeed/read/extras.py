@@ -24,22 +24,21 @@ from dataclasses import replace
 
 from ucp.contract.rank_extras import Checksums, per_rank_extras
 from ucp.core.index import Extra
-from ucp_formats.deepspeed.read.run import SavedFile, SavedRun
+from ucp_formats.deepspeed.read.model_states import EMPTY_SHAPES, ModelStates
+from ucp_formats.deepspeed.read.optimizer.saved import UnshardedOptimizer
+from ucp_formats.deepspeed.read.run import SavedRun
 
 __all__ = [
-    "EMPTY_SHAPES",
     "UNSTEPPED",
     "joined",
     "model_extras",
     "optimizer_extras",
     "universal_extras",
-    "whole_optimizer_extras",
+    "unsharded_extras",
 ]
 
 UNSTEPPED = "param_groups"
 """Extra: groups of a torch optimizer without states, where it is not known which parameters their numbers are."""
-EMPTY_SHAPES = "empty_param_shapes"
-"""Key of ucp's own, ignored by DeepSpeed: shapes of parameters without elements, where stage 3 records them nowhere."""
 
 _ENGINE = (
     "global_steps",
@@ -91,50 +90,56 @@ _OPTIMIZER_DERIVED = (
 _SCALE_NUMBERS = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
 
-def model_extras(models: Mapping[int, SavedFile], checksums: Checksums) -> list[Extra]:
+def model_extras(models: Mapping[int, ModelStates], checksums: Checksums) -> list[Extra]:
     """Extras out of model-states files (rank to file)."""
-    extras = per_rank_extras("engine", {rank: _engine(file.root) for rank, file in models.items()}, checksums)
+    roots = {rank: model.file.root for rank, model in models.items()}
+    engine = {rank: {key: root[key] for key in _ENGINE if key in root} for rank, root in roots.items()}
+    extras = per_rank_extras("engine", engine, checksums)
     for key, name in _AS_FOUND.items():
-        values = {rank: file.root[key] for rank, file in models.items() if file.root.get(key) is not None}
+        values = {rank: root[key] for rank, root in roots.items() if root.get(key) is not None}
         if values:
             extras += per_rank_extras(name, values, checksums)
-    client = {rank: _client_state(file.root) for rank, file in models.items()}
+    known = {*_ENGINE, *_AS_FOUND, *_IN_ATOMS}
+    client = {rank: {k: v for k, v in root.items() if k not in known} for rank, root in roots.items()}
     return extras + (per_rank_extras("client_state", client, checksums) if any(client.values()) else [])
 
 
 def optimizer_extras(run: SavedRun, checksums: Checksums) -> list[Extra]:
     """Extras out of optimizer files."""
     files = run.optimizers
-    scalers = {rank: file.optimizer.get("loss_scaler") for rank, file in files.items()}
+    scalers = {rank: file.saved.get("loss_scaler") for rank, file in files.items()}
     extras = per_rank_extras("loss_scaler", scalers, checksums) if any(v is not None for v in scalers.values()) else []
     facts = {
         "class": "BF16_Optimizer" if run.is_bf16_optimizer else "ZeRO-3" if run.stage == 3 else "ZeRO-1/2",
         "zero_stage": run.stage,
     }
     left = {
-        rank: {**facts, "file_prefix": file.name.prefix, **_left(file.optimizer, ("loss_scaler",))}
+        rank: {**facts, "file_prefix": file.name.prefix, **_left(file.saved, ("loss_scaler",))}
         for rank, file in files.items()
     }
     extras += per_rank_extras("optimizer", left, checksums)
-    config = run.model.root.get("ds_config")
-    configs = {rank: file.root["ds_config"] for rank, file in files.items() if "ds_config" in file.root}
+    config = run.model.file.root.get("ds_config")
+    roots = {rank: file.file.root for rank, file in files.items()}
+    configs = {rank: root["ds_config"] for rank, root in roots.items() if "ds_config" in root}
     own = {rank: value for rank, value in configs.items() if not checksums.same(value, config)}
     extras += [Extra(name="optimizer_ds_config", value=value, rank=rank) for rank, value in own.items()]
-    return extras + _unknown_top(files, checksums)
+    # keys beside optimizer_state_dict that no version known here writes
+    known = ("optimizer_state_dict", "ds_config", "ds_version")
+    unknown = {rank: {k: v for k, v in root.items() if k not in known} for rank, root in roots.items()}
+    return extras + (per_rank_extras("optimizer_file", unknown, checksums) if any(unknown.values()) else [])
 
 
-def whole_optimizer_extras(saved: Mapping[object, object], kind: str) -> list[Extra]:
-    """Extras out of an optimizer without ZeRO; `kind`: its class."""
-    if kind == "torch":
-        left = {str(key): value for key, value in saved.items() if key not in ("state", "param_groups")}
-        return [Extra(name="optimizer", value={"class": kind, "zero_stage": 0, **left})]
+def unsharded_extras(optimizer: UnshardedOptimizer) -> list[Extra]:
+    """Extras out of an optimizer without ZeRO."""
+    saved, facts = optimizer.saved, {"class": optimizer.kind, "zero_stage": 0}
+    of_torch = saved if optimizer.kind == "torch" else saved.get("optimizer_state_dict")
+    inner = of_torch.items() if isinstance(of_torch, dict) else ()
+    left = {str(key): value for key, value in inner if key not in ("state", "param_groups")}
+    if optimizer.kind == "torch":
+        return [Extra(name="optimizer", value={**facts, **left})]
     numbers = {key: saved[key] for key in _SCALE_NUMBERS if key in saved}
-    extras = [Extra(name="loss_scaler", value=numbers)] if "cur_scale" in numbers else []
-    left = _left(saved, tuple(numbers) if extras else ())
-    inner = saved.get("optimizer_state_dict")
-    if isinstance(inner, dict):
-        left |= {str(key): value for key, value in inner.items() if key not in ("state", "param_groups")}
-    return [*extras, Extra(name="optimizer", value={"class": kind, "zero_stage": 0, **left})]
+    scaler = [Extra(name="loss_scaler", value=numbers)] if "cur_scale" in numbers else []
+    return [*scaler, Extra(name="optimizer", value={**facts, **_left(saved, tuple(numbers) if scaler else ()), **left})]
 
 
 def universal_extras(saved: Mapping[object, object], info: Mapping[str, Mapping[str, object]]) -> list[Extra]:
@@ -147,25 +152,9 @@ def universal_extras(saved: Mapping[object, object], info: Mapping[str, Mapping[
     return extras + ([Extra(name="universal_parameters", value=special)] if special else [])
 
 
-def _engine(root: Mapping[object, object]) -> dict[object, object]:
-    return {key: root[key] for key in _ENGINE if key in root}
-
-
-def _client_state(root: Mapping[object, object]) -> dict[object, object]:
-    known = {*_ENGINE, *_AS_FOUND, *_IN_ATOMS}
-    return {key: value for key, value in root.items() if key not in known}
-
-
 def _left(saved: Mapping[object, object], taken: tuple[str, ...]) -> dict[str, object]:
     known = {*_OPTIMIZER_IN_ATOMS, *_OPTIMIZER_DERIVED, *taken}
     return {str(key): value for key, value in saved.items() if key not in known}
-
-
-def _unknown_top(files: Mapping[int, SavedFile], checksums: Checksums) -> list[Extra]:
-    """Keys beside `optimizer_state_dict` that no version known here writes."""
-    known = ("optimizer_state_dict", "ds_config", "ds_version")
-    left = {rank: {k: v for k, v in file.root.items() if k not in known} for rank, file in files.items()}
-    return per_rank_extras("optimizer_file", left, checksums) if any(left.values()) else []
 
 
 def joined(saved: Sequence[Extra], made: Sequence[Extra]) -> tuple[Extra, ...]:

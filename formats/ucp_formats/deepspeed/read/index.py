@@ -1,10 +1,10 @@
 """A native DeepSpeed checkpoint, ZeRO 0 to 3 and BF16_Optimizer, as an index.
 
-1. List the tag folder that was found (`folder`); refuse layouts that are not read (`refusals`).
-2. Read all files and check that they belong together (`saved_run`).
-3. Read the module: names, kinds, ties, the model's own tensors (`module_part`).
-4. Read the optimizer, in the shape of the stage (`flat_source`, `chunked_source`, `whole_source`).
-5. Put both together into atoms, the rest into extras (`extras_source`).
+1. List the tag folder that was found; refuse layouts that are not read (`refusals`).
+2. Read all files, each into a typed value, and check that they belong together (`run`).
+3. Read the module: names, kinds, ties, the model's own tensors (`module`).
+4. Read the optimizer, in the shape of the stage (`zero0`, `zero12`, `zero3`).
+5. Put both together into atoms, the rest into extras.
 
 What only some runs need (ranks of more than data parallelism, no ZeRO) is imported when such a run is read.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.rank_extras import Checksums
@@ -23,22 +22,20 @@ from ucp.core.layout import Layout
 from ucp.core.names import WEIGHT
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, listed
-from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.locate import Located, TagFolder, list_folder
 from ucp_formats.deepspeed.names import UNIVERSAL
-from ucp_formats.deepspeed.read.extras import joined, model_extras, optimizer_extras
-from ucp_formats.deepspeed.read.grid import SavedGrid, read_grid
-from ucp_formats.deepspeed.read.merged import Merged, Mesh
-from ucp_formats.deepspeed.read.module import ModuleEntry, ModulePart, read_sharded_module, read_whole_module
-from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
+from ucp_formats.deepspeed.read.extras import joined, model_extras
+from ucp_formats.deepspeed.read.files import source_files
+from ucp_formats.deepspeed.read.model_states import ModelStates
+from ucp_formats.deepspeed.read.module import ModuleEntry, ModulePart, read_module
+from ucp_formats.deepspeed.read.optimizer.sharded import read_sharded, with_shapes
 from ucp_formats.deepspeed.read.optimizer.stored import Placer, State, StoredTensor
-from ucp_formats.deepspeed.read.optimizer.zero3 import read_chunked
-from ucp_formats.deepspeed.read.optimizer.zero12 import buffer_shapes, read_flat
-from ucp_formats.deepspeed.read.run import SavedRun, source_files
+from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
+from ucp_formats.deepspeed.read.run import SavedGrid, SavedRun, read_grid
 from ucp_formats.deepspeed.refusals import refuse_idle_options, refuse_names
 
-__all__ = ["atoms_of", "folder_notes", "producer_of", "read_native", "step_of"]
+__all__ = ["atoms_of", "folder_notes", "producer_of", "read_native"]
 
 _DTYPES = {Precision.BF16: DType.BFLOAT16, Precision.FP16: DType.FLOAT16}
 
@@ -58,7 +55,7 @@ def read_native(
     if grid.is_plain:
         merged = _read_plain(grid, checksums, group_names)
         return _index(name, located, grid, merged)
-    from ucp_formats.deepspeed.read.parallel import expert_degree, read_parallel
+    from ucp_formats.deepspeed.read.ranks.parallel import expert_degree, read_parallel
 
     merged = read_parallel(grid, checksums, options, _mesh(grid, expert_degree(grid)))
     return _index(name, located, grid, merged)
@@ -75,25 +72,15 @@ def _read_plain(grid: SavedGrid, checksums: Checksums, group_names: Sequence[Seq
     """Module and optimizer of a run of data parallelism only."""
     run = grid.first
     if run.stage == 0:
-        from ucp_formats.deepspeed.read.optimizer.zero0_ranks import read_unsharded
+        from ucp_formats.deepspeed.read.ranks.unsharded import read_unsharded
 
         module, optimizer = read_unsharded(run.model, checksums, group_names)
     else:
-        module, optimizer = _read_zero(run, checksums)
+        run = with_shapes(run, {})
+        module = read_module(run.models, run.model.trained, checksums, sharded=run.stage == 3)
+        optimizer = read_sharded(run, checksums)
     optimizer.extras[:0] = model_extras(run.models, checksums)
     return Merged.of_one(module, optimizer, _mesh(grid, max(1, len(grid.expert_optimizers))))
-
-
-def _read_zero(run: SavedRun, checksums: Checksums) -> tuple[ModulePart, OptimizerPart]:
-    trained: dict[str, Shape] = {name: shape for own in buffer_shapes(run) for name, shape in own.items()}
-    if run.stage == 3:
-        module = read_sharded_module(run.models, trained, checksums)
-        optimizer = read_chunked(run, checksums)
-    else:
-        module = read_whole_module(run.model, trained)
-        optimizer = read_flat(run, checksums)
-    optimizer.extras += optimizer_extras(run, checksums)
-    return module, optimizer
 
 
 def _index(name: str, located: Located, grid: SavedGrid, merged: Merged) -> Index:
@@ -103,10 +90,10 @@ def _index(name: str, located: Located, grid: SavedGrid, merged: Merged) -> Inde
         path=str(grid.folder.path),
         format=name,
         evidence=located.reasons,
-        producer=producer_of(run.model.root),
+        producer=producer_of(run.model),
         topology=Topology(dp=run.ranks, tp=grid.tp, pp=grid.pp, ep=mesh.ep, zero=run.stage),
-        step=step_of(run.model.root),
-        skipped=step_of(run.model.root, "skipped_steps") or 0,
+        step=run.model.count("global_steps"),
+        skipped=run.model.count("skipped_steps") or 0,
         atoms=atoms_of(module, optimizer.states, run.config, mesh),
         groups=tuple(optimizer.groups),
         aliases=module.aliases,
@@ -129,12 +116,12 @@ def _index(name: str, located: Located, grid: SavedGrid, merged: Merged) -> Inde
 
 def _recorded_in(grid: SavedGrid, mesh: Mesh) -> dict[str, str]:
     """Where the files say how tensors lie over each axis; nothing where the rules of a family say it for one."""
-    named_by_family = grid.tp > 1 and "universal_checkpoint_info" not in grid.first.model.root
+    named_by_family = grid.tp > 1 and "universal_checkpoint_info" not in grid.first.model.file.root
     return {} if named_by_family else _known_from(grid, mesh.ep)
 
 
 def _known_from(grid: SavedGrid, ep: int) -> dict[str, str]:
-    name = Path(grid.first.model.path).name
+    name = grid.first.model.name.name
     known = {
         "dp": f"param_shapes of {name}" if grid.first.stage else f"module of {name}: whole on every rank",
         "tp": f"universal_checkpoint_info of {name}" if grid.tp > 1 else "",
@@ -145,8 +132,7 @@ def _known_from(grid: SavedGrid, ep: int) -> dict[str, str]:
 
 
 def _stage_notes(run: SavedRun) -> list[str]:
-    section = run.config.raw.get("zero_optimization")
-    configured = section.get("stage") if isinstance(section, dict) else None
+    configured = run.config.zero_stage
     if configured is None or configured == run.stage:
         return []
     return [f"configured with ZeRO stage {configured}, saved in the layout of stage {run.stage}, which is what counts"]
@@ -217,16 +203,10 @@ def _atom(
     )
 
 
-def producer_of(root: Mapping[object, object]) -> str:
-    """Program and version out of a model-states file; the version may have blanks around it."""
-    version = root.get("ds_version")
-    return f"DeepSpeed {version.strip()}" if isinstance(version, str) else "DeepSpeed, version not recorded"
-
-
-def step_of(root: Mapping[object, object], key: str = "global_steps") -> int | None:
-    """Steps of the engine out of a model-states file."""
-    step = root.get(key)
-    return step if isinstance(step, int) and not isinstance(step, bool) else None
+def producer_of(model: ModelStates) -> str:
+    """Program and version out of a model-states file."""
+    version = model.file.version
+    return "DeepSpeed, version not recorded" if version is None else f"DeepSpeed {version}"
 
 
 def folder_notes(folder: TagFolder) -> list[str]:

@@ -6,7 +6,7 @@ placeholder for each parameter, frozen parameters are in a chunk per rank, and e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -17,17 +17,13 @@ from ucp.core.index import Extra, Kind
 from ucp.core.layout import Layout
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed
-from ucp.io.pickle.fields import Shape, described, mapping, shapes, tensor, text
+from ucp.io.pickle.fields import Shape, described
 from ucp_formats.deepspeed.partition import chunk
-from ucp_formats.deepspeed.read.extras import EMPTY_SHAPES
+from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule
 from ucp_formats.deepspeed.read.optimizer.flat_layout import chunk_axis
 from ucp_formats.deepspeed.read.optimizer.stored import LaidOut, StoredTensor
-from ucp_formats.deepspeed.read.run import SavedFile
 
-__all__ = ["ModuleEntry", "ModulePart", "read_sharded_module", "read_whole_module"]
-
-_EXTRA_STATE = "_extra_state"
-"""Last part of a name under which a module keeps anything it likes (torch.nn.Module.get_extra_state)."""
+__all__ = ["ModuleEntry", "ModulePart", "module_of", "read_module"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,104 +56,98 @@ class ModulePart:
     """Names without data."""
 
 
-def read_whole_module(file: SavedFile, trained: Mapping[str, Shape] | None) -> ModulePart:
-    """The module of stages 0 to 2.
+def module_of(model: ModelStates) -> SavedModule:
+    """The module in a model-states file. Raises MalformedError where it is in files of layers."""
+    if model.module is None:
+        raise MalformedError(f"expected a dict for module of {model.file.path}; got None")
+    return model.module
+
+
+def read_module(
+    models: Mapping[int, ModelStates], trained: Mapping[str, Shape] | None, checksums: Checksums, *, sharded: bool
+) -> ModulePart:
+    """The module of one model-parallel rank; `models`: rank to model-states file, `sharded`: of ZeRO-3.
 
     `trained`: shapes of what the optimizer owns; None when that is not known yet, and every parameter counts as frozen.
     """
-    tensors, others = _split(file)
-    part = ModulePart(extras=[*_metadata(file), *(Extra(name=f"module/{key}", value=v) for key, v in others.items())])
-    known = trained or {}
-    _find_ties(tensors, _shared(file), known, part)
-    buffers = _buffer_names(file, part)
-    saved = file.root.get("frozen_param_fragments")
-    copies = mapping(saved, f"frozen_param_fragments of {file.path}") if saved is not None else {}
-    for name, ref in tensors.items():
-        if name in part.aliases:
-            continue
-        kind = Kind.PARAMETER if name in known else Kind.BUFFER if name in buffers else Kind.FROZEN
-        if known.get(name, ref.shape) != ref.shape:
-            raise MalformedError(
-                f"expected {name} of {list(known[name])}, as in param_shapes, in module of {file.path}; "
-                f"got {described(ref)}"
-            )
-        refs = [ref, *_apart(ref, copies.get(name)), *(tensors[alias] for alias in _copies_of(name, tensors, part))]
-        part.entries[name] = ModuleEntry(kind=kind, shape=ref.shape, dtype=ref.dtype, tensor=StoredTensor.whole(*refs))
-    _note_excluded(file, part)
-    return part
-
-
-def read_sharded_module(
-    files: Mapping[int, SavedFile], trained: Mapping[str, Shape], checksums: Checksums
-) -> ModulePart:
-    """The module of stage 3; `files`: rank to its model-states file."""
-    first = files[0]
-    tensors, _ = _split(first)
-    part = ModulePart(extras=_metadata(first))
-    others = {rank: _split(file)[1] for rank, file in files.items()}
+    part = ModulePart()
+    model = models[0]
+    versions = module_of(model).versions
+    if versions is not None:
+        part.extras.append(Extra(name="module_metadata", value=versions))
+    others = {rank: module_of(own).others for rank, own in models.items()}
     for key in dict.fromkeys(key for own in others.values() for key in own):
         values = {rank: own[key] for rank, own in others.items() if key in own}
         part.extras += per_rank_extras(f"module/{key}", values, checksums)
-    buffers = _buffer_names(first, part)
-    saved = first.root.get("frozen_param_shapes")
-    frozen = shapes(saved, f"frozen_param_shapes of {first.path}") if saved is not None else {}
-    saved = first.root.get(EMPTY_SHAPES)
-    empty = shapes(saved, f"{EMPTY_SHAPES} of {first.path}") if saved is not None else {}
-    ties = {a: name for a, name in _shared(first).items() if a not in trained and a not in frozen}
-    part.aliases = {a: name for a, name in ties.items() if name in trained or name in frozen}
-    for name, ref in tensors.items():
-        if name in part.aliases:
-            continue
-        if name in trained:
-            own = StoredTensor.whole(ref) if ref.shape == trained[name] and ref.numel else None
-            entry = ModuleEntry(kind=Kind.PARAMETER, shape=trained[name], dtype=ref.dtype, tensor=own)
-        elif name in frozen:
-            entry = _frozen_entry(name, frozen[name], files, ref.dtype)
-        elif name in empty and prod(empty[name]) == 0 == ref.numel:
-            entry = ModuleEntry(kind=Kind.FROZEN, shape=empty[name], dtype=ref.dtype, tensor=_empty(empty[name], ref))
-        elif name in buffers or ref.numel:
-            kind = Kind.BUFFER if name in buffers else Kind.FROZEN
-            entry = ModuleEntry(kind=kind, shape=ref.shape, dtype=ref.dtype, tensor=StoredTensor.whole(ref))
-            _keep_differing(name, files, checksums, part)
-        else:
-            part.dropped.append(f"{name}: the checkpoint has no data of it, only its name (a placeholder of ZeRO-3)")
-            continue
-        part.entries[name] = entry
-    _note_excluded(first, part)
+    if model.buffers is None:
+        part.notes.append("the checkpoint does not say which tensors are buffers: those count as frozen parameters")
+    if sharded:
+        _add_sharded(models, trained or {}, checksums, part)
+    else:
+        _add_whole(model, trained or {}, part)
+    if model.may_exclude_frozen:
+        part.notes.append(
+            "no frozen parameters are in this checkpoint: the model had none, or they were left out "
+            "(exclude_frozen_parameters)"
+        )
     return part
 
 
-def _metadata(file: SavedFile) -> list[Extra]:
-    """Versions of the modules, which torch keeps as an attribute of a state_dict."""
-    metadata = getattr(file.root.get("module"), "_metadata", None)
-    return [] if metadata is None else [Extra(name="module_metadata", value=metadata)]
-
-
-def _split(file: SavedFile) -> tuple[dict[str, TensorRef], dict[str, object]]:
-    """Tensors of `module` by name, and whatever else is in it."""
-    where = f"module of {file.path}"
-    tensors: dict[str, TensorRef] = {}
-    others: dict[str, object] = {}
-    for key, value in mapping(file.root.get("module"), where).items():
-        name = text(key, f"a name in {where}")
-        if isinstance(value, dict):
-            raise UnsupportedError(
-                f"expected tensors by name in {where}; {name!r} is a dict of its own. Such a state_dict is built by "
-                "the training script, and only it knows the names of the parameters"
+def _add_whole(model: ModelStates, trained: Mapping[str, Shape], part: ModulePart) -> None:
+    """Add the tensors of stages 0 to 2."""
+    tensors = module_of(model).tensors
+    _find_ties(tensors, model.shared, trained, part)
+    copies: dict[str, list[TensorRef]] = {}
+    for alias, name in part.aliases.items():
+        if alias in tensors:
+            copies.setdefault(name, []).append(tensors[alias])
+    buffers = frozenset(model.buffers or ())
+    for name, ref in tensors.items():
+        if name in part.aliases:
+            continue
+        kind = Kind.PARAMETER if name in trained else Kind.BUFFER if name in buffers else Kind.FROZEN
+        if trained.get(name, ref.shape) != ref.shape:
+            raise MalformedError(
+                f"expected {name} of {list(trained[name])}, as in param_shapes, in module of {model.file.path}; "
+                f"got {described(ref)}"
             )
-        if isinstance(value, TensorRef) and name.rpartition(".")[2] != _EXTRA_STATE:
-            tensors[name] = value
-        else:
-            others[name] = value
-    return tensors, others
+        fragment = model.fragments.get(name)
+        if fragment is not None and fragment.shape == ref.shape and fragment.numel:
+            copies.setdefault(name, []).insert(0, fragment)
+        apart = (own for own in copies.get(name, ()) if (own.path, own.offset) != (ref.path, ref.offset))
+        tensor = StoredTensor.whole(ref, *apart)
+        part.entries[name] = ModuleEntry(kind=kind, shape=ref.shape, dtype=ref.dtype, tensor=tensor)
 
 
-def _shared(file: SavedFile) -> dict[str, str]:
-    """`shared_params`: tied name to stored name; only rank 0 records it."""
-    saved = file.root.get("shared_params")
-    where = f"shared_params of {file.path}"
-    pairs = mapping(saved, where).items() if saved is not None else ()
-    return {text(alias, where): text(name, where) for alias, name in pairs}
+def _add_sharded(
+    models: Mapping[int, ModelStates], trained: Mapping[str, Shape], checksums: Checksums, part: ModulePart
+) -> None:
+    """Add the tensors of stage 3."""
+    model = models[0]
+    recorded = {**model.frozen, **trained}
+    ties = {alias: name for alias, name in model.shared.items() if alias not in recorded}
+    part.aliases = {alias: name for alias, name in ties.items() if name in recorded}
+    buffers = frozenset(model.buffers or ())
+    for name, ref in module_of(model).tensors.items():
+        if name in part.aliases:
+            continue
+        kind = Kind.PARAMETER if name in trained else Kind.BUFFER if name in buffers else Kind.FROZEN
+        shape = recorded.get(name, ref.shape)
+        tensor = StoredTensor.whole(ref) if ref.shape == shape and ref.numel else None
+        if name in model.frozen and name not in trained:
+            kind, tensor = Kind.FROZEN, _frozen(name, models, ref.dtype)
+        elif name not in recorded and prod(model.empty.get(name, (1,))) == 0 == ref.numel:
+            kind, shape = Kind.FROZEN, model.empty[name]
+            tensor = StoredTensor.whole(ref.strided(0, shape, contiguous_strides(shape)))
+        elif name not in recorded:
+            if not ref.numel and kind is not Kind.BUFFER:
+                part.dropped.append(
+                    f"{name}: the checkpoint has no data of it, only its name (a placeholder of ZeRO-3)"
+                )
+                continue
+            tensor = StoredTensor.whole(ref)
+            _keep_differing(name, models, checksums, part)
+        part.entries[name] = ModuleEntry(kind=kind, shape=shape, dtype=ref.dtype, tensor=tensor)
 
 
 def _find_ties(
@@ -182,99 +172,49 @@ def _find_ties(
             part.notes.append(f"shared_params ties {alias} to {name}, but their shapes differ: they are kept apart")
 
 
-def _copies_of(name: str, tensors: Mapping[str, TensorRef], part: ModulePart) -> Iterator[str]:
-    """Tied names whose tensors lie elsewhere in the file than that of `name`, and so can differ from it."""
-    for alias, stored in part.aliases.items():
-        if stored == name and alias in tensors and _place(tensors[alias]) != _place(tensors[name]):
-            yield alias
-
-
-def _place(ref: TensorRef) -> tuple[str, int]:
-    return ref.path, ref.offset
-
-
-def _buffer_names(file: SavedFile, part: ModulePart) -> frozenset[str]:
-    saved = file.root.get("buffer_names")
-    if not isinstance(saved, list):
-        part.notes.append("the checkpoint does not say which tensors are buffers: those count as frozen parameters")
-        return frozenset()
-    return frozenset(str(name) for name in saved)
-
-
-def _apart(ref: TensorRef, copy: object) -> list[TensorRef]:
-    """The copy among the frozen fragments, where it is not the same place in the file."""
-    if not isinstance(copy, TensorRef) or copy.shape != ref.shape or _place(copy) == _place(ref) or not copy.numel:
-        return []
-    return [copy]
-
-
-def _frozen_entry(name: str, shape: Shape, files: Mapping[int, SavedFile], dtype: DType) -> ModuleEntry:
+def _frozen(name: str, models: Mapping[int, ModelStates], dtype: DType) -> StoredTensor:
     """A frozen parameter of ZeRO-3 from its chunk on every rank."""
-    ranks = _rank_count(files)
+    ranks = models[0].ranks or max(models) + 1
+    shape = models[0].frozen[name]
     numel = prod(shape)
     length = chunk(numel, ranks=ranks)
     axis = chunk_axis(ranks)
     stored: list[Stored] = []
     missing: list[str] = []
     for rank in range(-(-numel // length) if length else 1):
-        if rank not in files:
-            file = f"zero_pp_rank_{rank}_mp_rank_{files[0].name.mp:02d}_model_states.pt"
+        if rank in models:
+            stored.append(Stored({"dp": rank}, _frozen_chunk(name, models[rank], dtype, length)))
+        else:
+            file = f"zero_pp_rank_{rank}_mp_rank_{models[0].name.mp:02d}_model_states.pt"
             (pair,) = axis.pattern.regions((numel,), ranks, rank)
             missing.append(f"{file}: elements {str(pair.whole).strip('[]')} of {name}")
-            continue
-        stored.append(Stored({"dp": rank}, _frozen_chunk(name, files[rank], dtype, length)))
     if missing:
         raise MissingFileError(
             f"a frozen parameter lies in pieces on all ranks, and {len(missing)} model-states files are missing:\n"
             f"{listed(missing)}\nCopy them from where they were saved"
         )
-    tensor = StoredTensor(dtype=stored[0].ref.dtype, shape=shape, parts=(LaidOut(Layout(flat=(axis,)), tuple(stored)),))
-    return ModuleEntry(kind=Kind.FROZEN, shape=shape, dtype=dtype, tensor=tensor)
+    laid_out = LaidOut(Layout(flat=(axis,)), tuple(stored))
+    return StoredTensor(dtype=stored[0].ref.dtype, shape=shape, parts=(laid_out,))
 
 
-def _rank_count(files: Mapping[int, SavedFile]) -> int:
-    count = files[0].root.get("dp_world_size")
-    return count if isinstance(count, int) and count > 0 else max(files) + 1
-
-
-def _frozen_chunk(name: str, file: SavedFile, dtype: DType, length: int) -> TensorRef:
-    where = f"frozen_param_fragments of {file.path}"
-    flat = tensor(mapping(file.root.get("frozen_param_fragments"), where).get(name), f"{name} in {where}")
-    if flat.dtype is not dtype and not flat.dtype.is_floating and dtype.is_floating:
+def _frozen_chunk(name: str, model: ModelStates, dtype: DType, length: int) -> TensorRef:
+    where = f"frozen_param_fragments of {model.file.path}"
+    flat = model.fragments.get(name)
+    if flat is not None and not flat.dtype.is_floating and dtype.is_floating:
         raise UnsupportedError(
             f"{name} is quantised to {flat.dtype} in {where} (zero_quantized_nontrainable_weights), and its scale is "
             "not saved: its values are lost. Save again without that option"
         )
-    if flat.shape != (length,) or not flat.is_contiguous:
+    if flat is None or flat.shape != (length,) or not flat.is_contiguous:
         raise MalformedError(f"expected {length} elements of {name} in {where}; got {described(flat)}")
     return flat
 
 
-def _empty(shape: Shape, flat: TensorRef) -> StoredTensor:
-    return StoredTensor.whole(flat.strided(0, shape, contiguous_strides(shape)))
-
-
-def _keep_differing(name: str, files: Mapping[int, SavedFile], checksums: Checksums, part: ModulePart) -> None:
+def _keep_differing(name: str, models: Mapping[int, ModelStates], checksums: Checksums, part: ModulePart) -> None:
     """Keep the buffers of other ranks that are not known to equal rank 0's; they may, such as running statistics."""
-    (_, first), *others = ((rank, mapping(file.root.get("module"), "module").get(name)) for rank, file in files.items())
+    (_, first), *others = ((rank, module_of(own).tensors.get(name)) for rank, own in models.items())
     differing = {rank: value for rank, value in others if not checksums.same(first, value)}
     part.extras += [Extra(name=f"buffer/{name}", value=value, rank=rank) for rank, value in differing.items()]
     if differing:
-        named = _ranks_named(list(differing))
+        named = ", ".join(map(str, list(differing)[:8])) + (", ..." if len(differing) > 8 else "")
         part.notes.append(f"buffer {name} of rank {named} differs from rank 0's, which is taken; theirs are extras")
-
-
-def _ranks_named(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-
-
-def _note_excluded(file: SavedFile, part: ModulePart) -> None:
-    """Note it when frozen parameters may have been left out; stages 2 and 3 record them unless they are."""
-    config = file.root.get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    stage = zero.get("stage") if isinstance(zero, dict) else None
-    if stage in (2, 3) and "frozen_param_shapes" in file.root and file.root["frozen_param_shapes"] is None:
-        part.notes.append(
-            "no frozen parameters are in this checkpoint: the model had none, or they were left out "
-            "(exclude_frozen_parameters)"
-        )

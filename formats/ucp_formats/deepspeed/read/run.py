@@ -1,41 +1,39 @@
-"""The files of one native checkpoint, read and found to belong together.
+"""The files of a native checkpoint, understood and found to belong together.
 
-1. Read every file of the grammar; a file that cannot be read is a problem, not the end.
-2. How many ranks: what the model-states files say, else the optimizer files.
-3. The grid: one optimizer file per rank (no ZeRO: none), one model-states file per rank under ZeRO-3, else one.
-4. The same run: step, version and world size are equal everywhere.
-5. Raise all problems together.
+1. Read every file of the grammar, and make typed values of it.
+2. Model-parallel rank `mp` is tensor-parallel rank `mp % tp` of pipeline stage `mp // tp`
+   (PipeModelDataParallelTopology, runtime/pipe/topology.py, 0.19.8). Each has the files of a data-parallel run: one
+   optimizer file per rank (no ZeRO: none), one model-states file per rank under ZeRO-3, else one.
+3. A pipeline keeps its modules in files of layers beside them, and native mixture of experts each expert in a file.
+4. The same run: step, version and world size are equal everywhere. Raise all problems together.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from ucp.contract.problems import Problems
-from ucp.contract.rank_extras import Checksums
-from ucp.core.index import SourceFile
-from ucp.core.tensor import Record
-from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError
-from ucp.io.files import split_parts
-from ucp.io.torch_file.archive import read_archive
+from ucp.errors import UnsupportedError, listed
 from ucp_formats.deepspeed.config import Precision, RunConfig
-from ucp_formats.deepspeed.fields import number_of_enum
 from ucp_formats.deepspeed.locate import TagFolder
 from ucp_formats.deepspeed.names import FileName, Role
-from ucp_formats.deepspeed.refusals import refuse_contents
+from ucp_formats.deepspeed.read.files import SavedFile, parsed, read_files
+from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule, shapes_by_group
+from ucp_formats.deepspeed.read.optimizer.saved import OptimizerFile, UnshardedOptimizer
 
-__all__ = ["SavedFile", "SavedRun", "checked_run", "read_file", "read_run", "source_files", "try_read"]
-
-
-_KEY = {Role.MODEL: "module", Role.SHARDED_MODEL: "module"}
-"""Key that files of a role have, whatever wrote them; a pipeline's module is None."""
+__all__ = ["SavedGrid", "SavedRun", "degrees", "model_parallel_size", "read_grid"]
 
 _MOST_NAMED = 1000
 """Missing files to name; a damaged count of ranks can be anything."""
+_MOST_RANKS = 100
+"""Model-parallel ranks without any file to name."""
+_NUMBERED = re.compile(r"(\d+)\.(.+)")
+"""Name of a parameter of a pipeline layer. Example: 3.norm.weight."""
 
 _NO_OPTIMIZER = (
     "there is no optimizer file at all. Where none was saved, the masters and the optimizer are lost: DeepSpeed 0.18.4 "
@@ -44,257 +42,337 @@ _NO_OPTIMIZER = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedFile:
-    """One file of torch.save."""
-
-    name: FileName
-    """Its name, understood."""
-    path: str
-    """Absolute path."""
-    root: Mapping[object, object]
-    """What was saved."""
-    records: tuple[Record, ...]
-    """Checksums of its storages."""
-
-    @property
-    def optimizer(self) -> Mapping[object, object]:
-        """`optimizer_state_dict` of an optimizer file; empty elsewhere."""
-        found = self.root.get("optimizer_state_dict")
-        return found if isinstance(found, dict) else {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRun:
-    """Files that belong together."""
+    """Files of one model-parallel rank."""
 
-    folder: TagFolder
-    """Where they lie."""
-    models: Mapping[int, SavedFile]
+    models: Mapping[int, ModelStates]
     """Rank to its model-states file: rank 0 alone, but all ranks under ZeRO-3."""
-    optimizers: Mapping[int, SavedFile]
+    optimizers: Mapping[int, OptimizerFile]
     """Rank to its optimizer file, increasing; empty without ZeRO."""
     ranks: int
     """Data-parallel ranks, sequence-parallel ones counted."""
     stage: int
     """ZeRO stage."""
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     """What was tolerated."""
 
     @property
-    def model(self) -> SavedFile:
+    def model(self) -> ModelStates:
         """Model-states file of rank 0."""
         return self.models[0]
 
     @property
-    def config(self) -> RunConfig:
-        """Configuration of the run."""
-        found = self.model.root.get("ds_config")
-        return RunConfig(found if isinstance(found, dict) else {})
+    def files(self) -> Iterator[SavedFile]:
+        """All files."""
+        yield from (model.file for model in self.models.values())
+        yield from (optimizer.file for optimizer in self.optimizers.values())
 
     @property
-    def files(self) -> tuple[SavedFile, ...]:
-        """All files."""
-        return (*self.models.values(), *self.optimizers.values())
+    def folder(self) -> str:
+        """Where they lie."""
+        return str(Path(self.model.file.path).parent)
+
+    @property
+    def config(self) -> RunConfig:
+        """Configuration of the run."""
+        return self.model.config
 
     @property
     def is_bf16_optimizer(self) -> bool:
         """Whether BF16_Optimizer wrote it: a ZeRO-1 file that names no stage (bf16_optimizer.py, 0.19.8)."""
-        return any("zero_stage" not in file.optimizer for file in self.optimizers.values())
+        return any(file.stage is None for file in self.optimizers.values())
+
+    @property
+    def recorded_numels(self) -> list[dict[str, int]]:
+        """Elements of every parameter of each group, in the order of its buffer, as the mappings of all ranks add up.
+
+        `param_slice_mappings` is the only record of names where BF16_Optimizer runs without ZeRO, as pipelines use it:
+        `param_shapes` is recorded under ZeRO only (`_common_checkpoint_state`, runtime/engine.py, 0.19.8).
+        """
+        groups: list[dict[str, int]] = []
+        for file in self.optimizers.values():
+            groups += [{} for _ in file.mappings[len(groups) :]]
+            for group, own in zip(groups, file.mappings, strict=False):
+                for name, span in (own or {}).items():
+                    group[name] = group.get(name, 0) + span.numel
+        return groups
 
 
-def read_run(folder: TagFolder) -> SavedRun:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedGrid:
+    """Files of all model-parallel ranks."""
+
+    folder: TagFolder
+    """Where they lie."""
+    files: tuple[SavedFile, ...]
+    """All of them."""
+    runs: Mapping[int, SavedRun]
+    """Model-parallel rank to its files, increasing."""
+    layers: Mapping[FileName, SavedModule]
+    """Pipeline layers, by layer and tensor-parallel rank."""
+    experts: tuple[SavedFile, ...]
+    """Files of experts."""
+    expert_optimizers: tuple[UnshardedOptimizer, ...]
+    """Optimizer of each expert-parallel rank, without ZeRO."""
+    tp: int
+    """Tensor-parallel ranks."""
+    pp: int
+    """Pipeline stages."""
+
+    @property
+    def first(self) -> SavedRun:
+        """Files of model-parallel rank 0."""
+        return self.runs[0]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is data parallelism only."""
+        return len(self.runs) == 1 and not self.layers and not self.experts
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the modules are in files of layers."""
+        return any(run.model.module is None for run in self.runs.values())
+
+    def pp_rank(self, mp: int) -> int:
+        """Pipeline stage of a model-parallel rank."""
+        return mp // self.tp
+
+    def tp_rank(self, mp: int) -> int:
+        """Tensor-parallel rank of a model-parallel rank."""
+        return mp % self.tp
+
+    def stages(self, tp: int) -> dict[int, SavedRun]:
+        """Model-parallel rank to files, of tensor-parallel rank `tp`."""
+        return {mp: run for mp, run in self.runs.items() if self.tp_rank(mp) == tp}
+
+
+def read_grid(folder: TagFolder) -> SavedGrid:
     """Read and check the files of `folder`. Raises one error with all that is missing, damaged or of another run."""
     problems = Problems()
-    files = [read for name in folder.files if (read := try_read(folder.path, name, problems)) is not None]
-    refuse_contents(str(folder.path), {file.name.name: file.root for file in files})
-    run = checked_run(folder, files, problems)
-    problems.raise_any(str(folder.path), f"ZeRO-{run.stage} over {run.ranks} rank{'s' if run.ranks > 1 else ''}")
-    return run
-
-
-def checked_run(folder: TagFolder, files: list[SavedFile], problems: Problems, *, mp: int = 0) -> SavedRun:
-    """The files of one model-parallel rank; what is wrong with them goes to `problems`.
-
-    `folder`: with the names of that rank's files only. `files`: those of them that could be read.
-    """
-    models = {file.name.dp: file for file in files if file.name.role is not Role.OPTIMIZER}
-    optimizers = {file.name.dp: file for file in files if file.name.role is Role.OPTIMIZER}
-    stage = _stage(folder, files)
-    ranks = _ranks(folder, files)
-    _check_doubles(folder, problems)
-    _check_grid(folder, (stage, ranks, mp), problems, prefix=_prefix(files))
-    _check_same_run(files, problems)
-    return SavedRun(
+    files = read_files(folder, problems)
+    files.sort(key=lambda file: (file.name.mp, file.name.layer, file.name.expert, file.name.tp, file.name.dp))
+    by_role = {role: [file for file in files if file.name.role is role] for role in Role}
+    models = parsed(by_role[Role.MODEL] + by_role[Role.SHARDED_MODEL], ModelStates.of, problems)
+    optimizers = parsed(by_role[Role.OPTIMIZER], OptimizerFile.of, problems)
+    is_pipeline = any(model.module is None for model in models)
+    layers = dict(parsed(by_role[Role.LAYER], _layer, problems)) if is_pipeline else {}
+    expert_optimizers = parsed(by_role[Role.EXPERT_OPTIMIZER], _expert_optimizer, problems)
+    size = model_parallel_size(models, [name for name in folder.files if name.role in _RANKED])
+    least = len({name.mp for name in folder.files})
+    runs = {mp: _run(folder, models, optimizers, mp, problems) for mp in range(min(size, least + _MOST_RANKS))}
+    _check_across(runs, folder, size, problems)
+    tp, pp = degrees(models, size, list(layers), problems)
+    if is_pipeline:
+        _check_layers(layers, runs, tp, problems)
+    stray = by_role[Role.LAYER] if models and not is_pipeline else ()
+    problems.wrong += [f"extra: {file.name.name} is of a pipeline; the module is elsewhere" for file in stray]
+    stray = by_role[Role.EXPERT_OPTIMIZER] if runs[0].optimizers else ()
+    problems.wrong += [f"extra: {file.name.name} is of a run without ZeRO" for file in stray]
+    stage, ranks = runs[0].stage, runs[0].ranks
+    what = "".join(f"{axis} {degree}, " for axis, degree in (("tp", tp), ("pp", pp)) if degree > 1)
+    problems.raise_any(str(folder.path), f"{what}ZeRO-{stage} over {ranks} rank{'s' if ranks > 1 else ''}")
+    own = (file for run in runs.values() for file in run.files)
+    return SavedGrid(
         folder=folder,
-        models=dict(sorted(models.items())),
-        optimizers=dict(sorted(optimizers.items())),
-        ranks=ranks,
-        stage=stage,
-        notes=_tolerated(folder, stage, ranks, models),
+        files=(*own, *by_role[Role.LAYER], *by_role[Role.EXPERT], *by_role[Role.EXPERT_OPTIMIZER]),
+        runs=runs,
+        layers=layers,
+        experts=tuple(by_role[Role.EXPERT]),
+        expert_optimizers=tuple(expert_optimizers),
+        tp=tp,
+        pp=pp,
     )
 
 
-def read_file(path: Path, name: FileName) -> SavedFile:
-    """One file. Raises SourceError or CorruptError."""
-    archive = read_archive(str(path))
-    if not isinstance(archive.root, dict):
-        raise UnsupportedError(f"{path}: expected a dict at the top; got a {type(archive.root).__name__}")
-    wanted = _KEY.get(name.role)
-    if wanted is not None and wanted not in archive.root:
-        held = ", ".join(map(repr, list(archive.root)[:8])) or "nothing"
-        raise MalformedError(f"{path}: expected {wanted!r} among the keys, as {name.label} have it; got {held}")
-    return SavedFile(name=name, path=str(path), root=archive.root, records=archive.records)
+_RANKED = (Role.MODEL, Role.SHARDED_MODEL, Role.OPTIMIZER)
+"""What every model-parallel rank has."""
 
 
-def source_files(paths: Iterable[tuple[str, str]]) -> Iterator[SourceFile]:
-    """Identity of each file given as (path, role); of its parts, where it is split."""
-    for path, role in paths:
-        whole = Path(path)
-        for part in (whole,) if whole.exists() else map(Path, split_parts(path)):
-            stat = part.stat()
-            yield SourceFile(path=str(part), nbytes=stat.st_size, mtime_ns=stat.st_mtime_ns, role=role)
+def _layer(file: SavedFile) -> tuple[FileName, SavedModule]:
+    return file.name, SavedModule.of(file.root, "the layer")
 
 
-def try_read(folder: Path, name: FileName, problems: Problems) -> SavedFile | None:
-    """The file of that name in `folder`, or None and a problem."""
-    try:
-        return read_file(folder / name.name, name)
-    except MissingFileError:
-        problems.missing.append(name.name)
-    except UnsupportedError as error:
-        problems.unsupported.append(str(error))
-    except (SourceError, CorruptError) as error:
-        problems.wrong.append(f"{name.name} ({name.label}): {_below(error, folder)}")
-    return None
+def _expert_optimizer(file: SavedFile) -> UnshardedOptimizer:
+    recorded = shapes_by_group(file.root.get("param_shapes"))
+    return UnshardedOptimizer.of(file.root.get("optimizer"), file.name.name, recorded or ())
 
 
-def _below(error: Exception, folder: Path) -> str:
-    return str(error).replace(f"{folder}/", "")
+def model_parallel_size(models: Iterable[ModelStates], names: Iterable[FileName]) -> int:
+    """Model-parallel ranks that most model-states files speak of, else as many as files are named after."""
+    said = Counter(size for model in models if (size := model.count("mp_world_size")))
+    return said.most_common(1)[0][0] if said else max((name.mp + 1 for name in names), default=1)
 
 
-def _stage(folder: TagFolder, files: list[SavedFile]) -> int:
+def degrees(
+    models: Iterable[ModelStates], size: int, layers: Iterable[FileName], problems: Problems
+) -> tuple[int, int]:
+    """Tensor-parallel degree and pipeline stages of `size` model-parallel ranks.
+
+    They are recorded since 2026; before, the names of layers tell, and without layers there is tensor parallelism only.
+    """
+    recorded = next((model.degrees for model in models if model.degrees is not None), None)
+    if recorded is not None:
+        if recorded[0] * recorded[1] == size:
+            return recorded
+        problems.wrong.append(
+            f"checkpoint_parallel_dimensions, tp {recorded[0]} and pp {recorded[1]}, do not make up {size} "
+            "model-parallel ranks"
+        )
+    tp = max((name.tp + 1 for name in layers), default=size)
+    if size % tp:
+        problems.wrong.append(f"layers are cut over {tp} ranks, which do not divide the {size} model-parallel ranks")
+        return size, 1
+    return tp, size // tp
+
+
+def _run(
+    folder: TagFolder,
+    every_model: Iterable[ModelStates],
+    every_optimizer: Iterable[OptimizerFile],
+    mp: int,
+    problems: Problems,
+) -> SavedRun:
+    """The files of one model-parallel rank; what is wrong with them goes to `problems`."""
+    names = [name for name in folder.files if name.mp == mp and name.role in _RANKED]
+    if not names and mp:  # what rank 0 has is missing here
+        there = [name.name for name in folder.files if name.mp == 0 and name.role in _RANKED]
+        problems.missing += [re.sub(r"mp_rank_\d+", f"mp_rank_{mp:02d}", name) for name in there]
+        return SavedRun(models={}, optimizers={}, ranks=1, stage=0)
+    models = {model.name.dp: model for model in every_model if model.name.mp == mp}
+    optimizers = {file.name.dp: file for file in every_optimizer if file.name.mp == mp}
+    stage = _stage(names, models.values(), optimizers.values())
+    every: list[ModelStates | OptimizerFile] = [*models.values(), *optimizers.values()]
+    said = Counter(own.ranks for own in every if own.ranks is not None)
+    ranks = said.most_common(1)[0][0] if said else max(name.dp + 1 for name in names) if names else 1
+    prefix = next((file.name.prefix for file in optimizers.values()), None)
+    if prefix is None:  # what the configuration leads to
+        is_bf16 = any(own.config.precision(()) is Precision.BF16 for own in models.values() if own.config.raw)
+        prefix = "bf16_" if is_bf16 else ""
+    _check_grid(names, (stage, ranks, mp), problems, prefix=prefix)
+    _check_same_run(models.values(), optimizers.values(), problems)
+    notes = _tolerated(names, ranks) if stage == 3 and 0 in models else ()
+    return SavedRun(models=models, optimizers=optimizers, ranks=ranks, stage=stage, notes=notes)
+
+
+def _stage(names: Iterable[FileName], models: Iterable[ModelStates], optimizers: Iterable[OptimizerFile]) -> int:
     """ZeRO stage: what the optimizer files say, else what the names and the model-states file show."""
-    for file in files:
-        if file.name.role is Role.OPTIMIZER and "zero_stage" in file.optimizer:
-            stage = number_of_enum(file.optimizer["zero_stage"], f"zero_stage of {file.path}")
-            if stage not in (1, 2, 3):
-                raise UnsupportedError(f"expected a ZeRO stage of 1, 2 or 3 in {file.path}; got {stage}")
-            return stage
-    roles = {name.role for name in folder.files}
-    if Role.SHARDED_MODEL in roles:
-        return 3
+    said = next((file.stage for file in optimizers if file.stage is not None), None)
+    roles = {name.role for name in names}
+    if said is not None or Role.SHARDED_MODEL in roles:
+        return 3 if said is None else said
     if Role.OPTIMIZER in roles:
         return 1
-    for file in files:
+    for model in models:
         # with ZeRO the optimizer is elsewhere; without, ucp keeps the names of its parameters in param_shapes
-        if file.root.get("param_shapes") is not None and file.root.get("optimizer") is None:
-            config = file.root.get("ds_config")
-            section = config.get("zero_optimization") if isinstance(config, dict) else None
-            configured = section.get("stage") if isinstance(section, dict) else None
-            return 2 if configured == 2 else 1
+        if model.param_shapes is not None and model.optimizer is None:
+            return 2 if model.config.zero_stage == 2 else 1
     return 0
 
 
-def _ranks(folder: TagFolder, files: list[SavedFile]) -> int:
-    """Ranks that most files speak of, else as many as there are optimizer files."""
-    said = Counter(count for file in files if (count := _said_ranks(file)) is not None)
-    if said:
-        return said.most_common(1)[0][0]
-    return max((name.dp + 1 for name in folder.files), default=1)
-
-
-def _said_ranks(file: SavedFile) -> int | None:
-    if file.name.role is not Role.OPTIMIZER:
-        count = file.root.get("dp_world_size")
-    else:
-        count = file.optimizer.get("partition_count")
-        if isinstance(count, list) and count and all(isinstance(own, int) for own in count):
-            count = max(count)  # groups of experts are cut over fewer ranks than the others
-    return count if isinstance(count, int) and not isinstance(count, bool) and count > 0 else None
-
-
-def _check_doubles(folder: TagFolder, problems: Problems) -> None:
-    """Two files for one place: other prefixes, or the model states of two kinds of stage."""
-    places: dict[tuple[bool, int], str] = {}
-    for name in folder.files:
-        place = (name.role is Role.OPTIMIZER, name.dp)
-        other = places.setdefault(place, name.name)
-        if other != name.name:
-            problems.wrong.append(f"extra: {name.name} and {other} are the same part of a checkpoint, of another run")
-
-
-def _check_grid(folder: TagFolder, layout: tuple[int, int, int], problems: Problems, *, prefix: str) -> None:
+def _check_grid(names: Sequence[FileName], layout: tuple[int, int, int], problems: Problems, *, prefix: str) -> None:
     """`layout`: ZeRO stage, ranks, and the model-parallel rank whose files these are."""
     stage, ranks, mp = layout
-    grids = [(Role.OPTIMIZER, ranks if stage else 0)]
-    grids.append((Role.SHARDED_MODEL, ranks) if stage == 3 else (Role.MODEL, 1))
-    for role, count in grids:
-        there = {name.dp for name in folder.files if name.role is role}
-        needed = 1 if role is Role.SHARDED_MODEL else count
-        lost = list(islice((rank for rank in range(needed) if rank not in there), _MOST_NAMED))
-        problems.missing += [f"{_expected(role, rank, prefix, mp)} (rank {rank} of {count})" for rank in lost]
-        if role is Role.OPTIMIZER and count and not there:
+    places: dict[tuple[bool, int], str] = {}
+    for name in names:
+        other = places.setdefault((name.role is Role.OPTIMIZER, name.dp), name.name)
+        if other != name.name:
+            problems.wrong.append(f"extra: {name.name} and {other} are the same part of a checkpoint, of another run")
+    model = "zero_pp_rank_{}_mp_rank_{:02d}_model_states.pt" if stage == 3 else "mp_rank_{1:02d}_model_states.pt"
+    optimizer = prefix + "zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt"
+    counts = {Role.OPTIMIZER: ranks if stage else 0, Role.SHARDED_MODEL if stage == 3 else Role.MODEL: 1}
+    for role, needed in counts.items():
+        there = {name.dp for name in names if name.role is role}
+        count = ranks if role is Role.SHARDED_MODEL else needed
+        form = optimizer if role is Role.OPTIMIZER else model
+        lost = islice((rank for rank in range(needed) if rank not in there), _MOST_NAMED)
+        problems.missing += [f"{form.format(rank, mp)} (rank {rank} of {count})" for rank in lost]
+        if role is Role.OPTIMIZER and needed and not there:
             problems.missing.append(_NO_OPTIMIZER)
         problems.wrong += [
             f"extra: {name.name} is for rank {name.dp} of {count}"
-            for name in folder.files
+            for name in names
             if name.role is role and name.dp >= count
         ]
 
 
-def _prefix(files: list[SavedFile]) -> str:
-    """Prefix of optimizer files: that of those that are there, else what the configuration leads to."""
-    for file in files:
-        if file.name.role is Role.OPTIMIZER:
-            return file.name.prefix
-    configs = (file.root.get("ds_config") for file in files)
-    is_bf16 = any(RunConfig(own).precision(()) is Precision.BF16 for own in configs if isinstance(own, dict))
-    return "bf16_" if is_bf16 else ""
-
-
-def _expected(role: Role, rank: int, prefix: str, mp: int) -> str:
-    """Name of the file that should be there."""
-    match role:
-        case Role.OPTIMIZER:
-            return f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
-        case Role.SHARDED_MODEL:
-            return f"zero_pp_rank_{rank}_mp_rank_{mp:02d}_model_states.pt"
-        case _:
-            return f"mp_rank_{mp:02d}_model_states.pt"
-
-
-def _check_same_run(files: list[SavedFile], problems: Problems) -> None:
-    models = {file.name.name: file for file in files if file.name.role is not Role.OPTIMIZER}
-    optimizers = {file.name.name: file for file in files if file.name.role is Role.OPTIMIZER}
-    for key in ("global_steps", "dp_world_size", "mp_world_size"):
-        problems.agree(key, {name: file.root.get(key) for name, file in models.items()})
-    problems.agree("ds_version", {file.name.name: _version(file.root) for file in files})
-    problems.agree("zero_stage", {name: _enum(file.optimizer.get("zero_stage")) for name, file in optimizers.items()})
-    said = {file.name.name: _said_ranks(file) for file in files}
+def _check_same_run(models: Collection[ModelStates], optimizers: Collection[OptimizerFile], problems: Problems) -> None:
+    """What all files of a model-parallel rank say is the same."""
+    every: list[ModelStates | OptimizerFile] = [*models, *optimizers]
+    _agree_on_steps(models, problems)
+    problems.agree("ds_version", {own.name.name: own.file.version for own in every})
+    problems.agree("zero_stage", {own.name.name: own.stage for own in optimizers})
     if optimizers:
-        problems.agree("the number of ranks", said)
+        problems.agree("the number of ranks", {own.name.name: own.ranks for own in every})
     for key in ("param_shapes", "frozen_param_shapes"):
-        values = {name: file.root.get(key) for name, file in models.items()}
-        if len(set(Checksums(()).first_same(value for value in values.values() if value is not None))) > 1:
-            problems.wrong.append(f"{', '.join(values)}: of another run: {key} differs among them")
+        values = [own.file.root.get(key) for own in models]
+        known = [value for value in values if value is not None]
+        if any(other != known[0] for other in known[1:]):
+            named = ", ".join(own.name.name for own in models)
+            problems.wrong.append(f"{named}: of another run: {key} differs among them")
 
 
-def _version(root: Mapping[object, object]) -> object:
-    version = root.get("ds_version")
-    return version.strip() if isinstance(version, str) else version
+def _agree_on_steps(models: Iterable[ModelStates], problems: Problems) -> None:
+    for key in ("global_steps", "dp_world_size", "mp_world_size"):
+        problems.agree(key, {own.name.name: own.file.root.get(key) for own in models})
 
 
-def _enum(value: object) -> object:
-    return None if value is None else number_of_enum(value, "zero_stage")
+def _check_across(runs: Mapping[int, SavedRun], folder: TagFolder, size: int, problems: Problems) -> None:
+    """Files of several model-parallel ranks say the same of what they share."""
+    problems.wrong += [
+        f"extra: {name.name} is for model-parallel rank {name.mp} of {size}"
+        for name in folder.files
+        if name.mp >= size and name.role is not Role.LAYER
+    ]
+    whole = [run for run in runs.values() if 0 in run.models]
+    _agree_on_steps([run.model for run in whole], problems)
+    problems.agree("the ZeRO stage", {run.model.name.name: run.stage for run in whole})
 
 
-def _tolerated(folder: TagFolder, stage: int, ranks: int, models: Mapping[int, SavedFile]) -> tuple[str, ...]:
+def _tolerated(names: Iterable[FileName], ranks: int) -> tuple[str, ...]:
     """ZeRO-3 model states of single ranks may be lost: all but frozen shards is in rank 0's (DeepSpeed issue 7546)."""
-    if stage != 3 or 0 not in models:
-        return ()
-    there = {name.dp for name in folder.files if name.role is Role.SHARDED_MODEL}
+    there = {name.dp for name in names if name.role is Role.SHARDED_MODEL}
     lost = [rank for rank in range(ranks) if rank not in there]
     if not lost:
         return ()
     named = ", ".join(map(str, lost[:8])) + (", ..." if len(lost) > 8 else "")
     return (f"no model-states file of rank {named}: nothing in it is needed here, client state of those ranks is lost",)
+
+
+def _check_layers(
+    layers: Mapping[FileName, SavedModule], runs: Mapping[int, SavedRun], tp: int, problems: Problems
+) -> None:
+    """Every layer is there on every tensor-parallel rank, and in its file what the stages name by it."""
+    odd = [name.name for name in layers if any(axis != "model" for axis, _ in name.axes)]
+    if odd:
+        raise UnsupportedError(f"expected layers cut over the axis model only; got\n{listed(odd)}")
+    there = {(name.layer, name.tp): name for name in layers}
+    named = [(mp % tp, int(found[1]), found) for mp, run in runs.items() for found in _numbered(run)]
+    has_axis = tp > 1 or any(name.axes for name in layers)
+    for layer in sorted({layer for layer, _ in there} | {layer for _, layer, _ in named}):
+        for rank in range(tp):
+            if (layer, rank) not in there:
+                cut = f"-model_{rank:02d}" if has_axis else ""
+                problems.missing.append(f"layer_{layer:02d}{cut}-model_states.pt (a layer of the pipeline)")
+    lacking: dict[str, list[str]] = {}
+    for rank, layer, found in named:
+        name = there.get((layer, rank))
+        if name is not None and not layers[name].has(found[2]):
+            lacking.setdefault(name.name, []).append(found[0])
+    problems.wrong += [
+        f"{file}: expected {', '.join(own)}, as its stage names them; they are not in it: it is the file of another "
+        "layer, or of another run"
+        for file, own in lacking.items()
+    ]
+    problems.wrong += [
+        f"extra: {name.name} is for tensor-parallel rank {name.tp} of {tp}" for name in layers if name.tp >= tp
+    ]
+
+
+def _numbered(run: SavedRun) -> Iterator[re.Match[str]]:
+    """Names of a stage's parameters and buffers that begin with the number of a layer."""
+    if 0 in run.models:
+        groups = run.recorded_numels if run.model.param_shapes is None else run.model.param_shapes
+        for name in (*(name for own in groups for name in own), *run.model.untrained):
+            if found := _NUMBERED.fullmatch(name):
+                yield found

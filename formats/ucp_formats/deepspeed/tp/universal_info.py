@@ -30,7 +30,7 @@ from ucp.io.pickle.fields import Shape, integer, mapping, sequence, shown, text
 from ucp_formats.deepspeed.tp.affine_map import AFFINE_VERSION, ScaledError, affine_layout
 from ucp_formats.deepspeed.tp.layout import MisfitError, TensorLayout, cut_layout, equal_layout, uneven_shown
 
-__all__ = ["TensorRules", "TensorShapes", "recorded_layouts"]
+__all__ = ["TensorShapes", "UniversalCheckpointInfo", "recorded_layouts"]
 
 _KNOWN_VERSION = 0.4
 """`universal_checkpoint_version` up to which the record is understood."""
@@ -79,7 +79,7 @@ class _Patterns:
         return own + [pattern for pattern, form in self._others if form.match(name)]
 
 
-class TensorRules:
+class UniversalCheckpointInfo:
     """The record of one checkpoint; `where`: for messages."""
 
     def __init__(self, info: Mapping[object, object], where: str) -> None:
@@ -178,13 +178,13 @@ class TensorRules:
                     return cut_layout(sub.dim, cut, widths) if sum(lengths) == shape[sub.dim] else None
         return None
 
-    def _for(self, parts: int) -> TensorRules:
+    def _for(self, parts: int) -> UniversalCheckpointInfo:
         """The record for another number of ranks: without the maps and widths that hold for one number alone."""
         widths = self._info.get(_WIDTHS)
         info = {key: value for key, value in self._info.items() if key not in (_AFFINE, _WIDTHS)}
         if isinstance(widths, dict):
             info[_WIDTHS] = {pattern: _rewidened(own, parts) for pattern, own in widths.items()}
-        return TensorRules(info, self._where)
+        return UniversalCheckpointInfo(info, self._where)
 
     @property
     def info(self) -> Mapping[object, object]:

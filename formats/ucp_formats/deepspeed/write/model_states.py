@@ -15,7 +15,7 @@ from ucp.core.names import WEIGHT
 from ucp.core.pickle_values import TorchSize
 from ucp.io.torch_file.layout import NewTensor
 from ucp_formats.deepspeed.partition import chunk, chunk_range
-from ucp_formats.deepspeed.read.extras import EMPTY_SHAPES
+from ucp_formats.deepspeed.read.model_states import EMPTY_SHAPES
 from ucp_formats.deepspeed.write.draft import AtomDraft, Stretch
 from ucp_formats.deepspeed.write.optimizer.groups import is_optimized
 from ucp_formats.deepspeed.write.run import EMULATED, RunFacts

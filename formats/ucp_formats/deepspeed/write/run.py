@@ -15,7 +15,7 @@ from ucp.errors import DestinationError, TagError
 from ucp.io.staging import MARK
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, parse_name
-from ucp_formats.deepspeed.tp.universal_info import TensorRules
+from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo
 from ucp_formats.deepspeed.write.draft import AtomDraft
 from ucp_formats.deepspeed.write.extras import CarriedExtras
 from ucp_formats.deepspeed.write.optimizer.groups import stored_dtype
@@ -44,7 +44,7 @@ class RunFacts:
     """Data-parallel ranks of the target."""
     stage: int
     """ZeRO stage of the target."""
-    rules: TensorRules | None
+    rules: UniversalCheckpointInfo | None
     """How parameters lie over tensor-parallel ranks, where the source says so."""
     keeps_zeros: bool = False
     """Whether moments that were lost are to be zero."""
@@ -83,7 +83,7 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int) -
         dtypes=options.dtypes,
         ranks=ranks,
         stage=stage,
-        rules=TensorRules(info, index.path) if isinstance(info, dict) else None,
+        rules=UniversalCheckpointInfo(info, index.path) if isinstance(info, dict) else None,
         keeps_zeros=options.keeps_zeros,
     )
 

@@ -1,9 +1,9 @@
-"""A bucket is what the optimizer steps as one tensor: many parameters, flat, in pieces on the ranks.
+"""What the optimizer steps as one tensor: the parameters of a group, flat, in pieces on the ranks.
 
-Every rank has a weight and named states for a bucket. A state is
+Every rank has a weight and named states for it. A state is
 
 - one number for all (`step`): a Python number, which must agree, or a tensor of one element, copied on ranks;
-- one number per element: a tensor as long as a layout of the bucket says;
+- one number per element: a tensor as long as a layout of the group says;
 - anything else, which cannot be given to parameters: kept as an extra, and told (`Index.lost`).
 """
 
@@ -11,30 +11,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums, per_rank_extras
 from ucp.contract.scalars import number_state, scalar_state
 from ucp.core.fragments import Fragment, Stored
-from ucp.core.index import Extra, StateIndex
+from ucp.core.index import StateIndex
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.names import WEIGHT
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.io.pickle.fields import Shape, described
-from ucp_formats.deepspeed.read.optimizer.flat_layout import FlatLayout, held_by_rank
-from ucp_formats.deepspeed.read.optimizer.stored import LaidOut, State, StoredTensor
+from ucp_formats.deepspeed.read.optimizer.flat_layout import FlatLayout
+from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
+from ucp_formats.deepspeed.read.optimizer.stored import LaidOut, StoredTensor
 
-__all__ = ["Bucket", "BucketStates", "Shard", "bucket_states", "number_state", "scalar_state"]
+__all__ = ["FlatGroupStates", "Shard", "add_flat_group"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """What one rank holds of a bucket."""
+    """What one rank holds of a flat group."""
 
     rank: int
-    """The rank."""
+    """The rank, among those that share the group."""
     file: str
     """Name of its file, for messages."""
     weight: TensorRef
@@ -44,13 +44,15 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
+class FlatGroupStates:
     """Parameters that are flat together."""
 
     label: str
     """Name for messages, e.g. "group 0"."""
     shapes: Mapping[str, Shape]
     """Parameter to global shape, in the order of the flat tensor."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Parameter to its global name, where that is another."""
     layouts: tuple[FlatLayout, ...]
     """Layouts its tensors can have; the first that fits all ranks is taken."""
     state_layouts: tuple[FlatLayout, ...] = ()
@@ -73,94 +75,86 @@ class _Places:
     """Ranks that have some of it, each with the element of its tensor where that begins."""
 
 
-@dataclass(slots=True)
-class BucketStates:
-    """States of the parameters of a bucket."""
-
-    states: dict[str, dict[str, State]]
-    """Parameter to state name to what is stored of it."""
-    extras: list[Extra] = field(default_factory=list)
-    """States that say nothing of a parameter."""
-    dropped: list[str] = field(default_factory=list)
-    """States without a value."""
-    unplaced: list[str] = field(default_factory=list)
-    """States that cannot be given to parameters, each with what it is."""
-
-
-def bucket_states(bucket: Bucket, checksums: Checksums, problems: Problems) -> BucketStates:
-    """States of every parameter of `bucket`; what cannot be understood goes to `problems`."""
-    reader = _Reader(bucket, checksums, problems)
-    reader.add_elementwise(WEIGHT, {shard.rank: shard.weight for shard in bucket.shards}, bucket.layouts)
-    for name in dict.fromkeys(name for shard in bucket.shards for name in shard.states):
+def add_flat_group(part: OptimizerPart, group: FlatGroupStates, checksums: Checksums, problems: Problems) -> None:
+    """Add the states of every parameter of `group`; what cannot be understood goes to `problems`."""
+    reader = _Reader(part, group, checksums, problems)
+    weights = {shard.rank: shard.weight for shard in group.shards}
+    layout = reader.fitting(group.layouts, weights)
+    if layout is None:
+        problems.unsupported.append(reader.misfit(WEIGHT, weights))
+    else:
+        reader.add_elementwise(WEIGHT, weights, layout)
+    for name in dict.fromkeys(name for shard in group.shards for name in shard.states):
         reader.add(name)
-    return reader.found
+    if reader.unplaced:
+        part.lose(reader.states, reader.unplaced)
 
 
 class _Reader:
-    """Reads the states of one bucket."""
+    """Reads the states of one group."""
 
-    def __init__(self, bucket: Bucket, checksums: Checksums, problems: Problems) -> None:
-        self.bucket = bucket
+    def __init__(self, part: OptimizerPart, group: FlatGroupStates, checksums: Checksums, problems: Problems) -> None:
+        self.part = part
+        self.group = group
         self.checksums = checksums
         self.problems = problems
-        self.found = BucketStates(states={name: {} for name in bucket.shapes})
-        self.files = {shard.rank: shard.file for shard in bucket.shards}
-        self.coords = {rank: {**bucket.coords, "dp": rank} for rank in self.files}
+        self.unplaced: list[str] = []
+        self.states = {
+            group.names.get(name, name): part.states.setdefault(group.names.get(name, name), {})
+            for name in group.shapes
+        }
+        self.files = {shard.rank: shard.file for shard in group.shards}
+        self.coords = {rank: {**group.coords, "dp": rank} for rank in self.files}
         self.places: dict[int, dict[str, _Places]] = {}
 
     def add(self, name: str) -> None:
         """Add state `name`, whatever it is."""
-        shards = self.bucket.shards
+        label, shards = self.group.label, self.group.shards
         values = {shard.rank: shard.states[name] for shard in shards if shard.states.get(name) is not None}
         tensors = {rank: value for rank, value in values.items() if isinstance(value, TensorRef)}
         numbers = {r: value for r, value in values.items() if r not in tensors and scalar_state(value) is not None}
-        layouts = self.bucket.layouts + self.bucket.state_layouts
         if not values:
-            self.found.dropped.append(f"{self.bucket.label}: state {name} is None everywhere")
+            self.part.dropped.append(f"{label}: state {name} is None everywhere")
         elif len(tensors) == len(values):
-            if self._fitting(layouts, tensors) is not None:
-                self.add_elementwise(name, tensors, layouts)
+            layout = self.fitting(self.group.layouts + self.group.state_layouts, tensors)
+            if layout is not None:
+                self.add_elementwise(name, tensors, layout)
             elif all(ref.numel == 1 for ref in tensors.values()):
-                self.add_scalar(name, tensors)
+                self.add_copies(name, tensors)
             else:
-                self.keep(name, values, self._misfit(name, tensors))
+                self.keep(name, values, self.misfit(name, tensors))
         elif len(numbers) == len(values):
             self.add_number(name, numbers)
         elif tensors or numbers:
             shown = {self.files[rank]: described(value) for rank, value in values.items()}
-            self.problems.agree(f"the kind of {name} of {self.bucket.label}", shown)
+            self.problems.agree(f"the kind of {name} of {label}", shown)
         else:
-            self.keep(name, values, f"{self.bucket.label}: state {name} is {described(next(iter(values.values())))}")
+            self.keep(name, values, f"{label}: state {name} is {described(next(iter(values.values())))}")
 
     def keep(self, name: str, values: Mapping[int, object], what: str) -> None:
         """Keep a state as an extra, as it cannot be given to parameters."""
-        self.found.extras += per_rank_extras(f"optimizer_state/{self.bucket.label}/{name}", values, self.checksums)
-        self.found.unplaced.append(what)
+        self.part.extras += per_rank_extras(f"optimizer_state/{self.group.label}/{name}", values, self.checksums)
+        self.unplaced.append(what)
 
-    def add_elementwise(self, name: str, tensors: Mapping[int, TensorRef], layouts: Sequence[FlatLayout]) -> None:
+    def add_elementwise(self, name: str, tensors: Mapping[int, TensorRef], layout: FlatLayout) -> None:
         """Add a state with a number per element."""
-        layout = self._fitting(layouts, tensors)
-        if layout is None:
-            self.problems.unsupported.append(self._misfit(name, tensors))
-            return
-        if not self._check_types(name, tensors):
-            return
-        if not self._check_all_have(name, [r for r in self.files if r not in tensors and layout.starts_on(r)]):
+        lacking = [rank for rank in self.files if rank not in tensors and layout.starts_on(rank)]
+        if not self._one_type(name, tensors) or not self._all_have(name, lacking):
             return
         first = next(iter(tensors.values()))
         places = self._places(layout)
-        whole = Layout(self.bucket.axes)
-        for param, shape in self.bucket.shapes.items():
+        whole = Layout(self.group.axes)
+        for (param, shape), own in zip(self.group.shapes.items(), self.states.values(), strict=True):
             place = places.get(param)
             if place is None:
-                own = LaidOut(whole, (Stored(self.bucket.coords, first),))
+                laid_out = LaidOut(whole, (Stored(self.group.coords, first),))
             elif layout.ranks == 1:
                 ref = first.strided(place.starts[0][1], shape, contiguous_strides(shape))
-                own = LaidOut(whole, (Stored(self.bucket.coords, ref),))
+                laid_out = LaidOut(whole, (Stored(self.group.coords, ref),))
             else:
                 stored = [Stored(self.coords[rank], tensors[rank], start) for rank, start in place.starts]
-                own = LaidOut(place.layout, tuple(stored))
-            self.found.states[param][name] = StoredTensor(dtype=first.dtype, shape=shape, parts=(own,))
+                laid_out = LaidOut(place.layout, tuple(stored))
+            own[name] = StoredTensor(dtype=first.dtype, shape=shape, parts=(laid_out,))
 
     def _places(self, layout: FlatLayout) -> dict[str, _Places]:
         """Places of all parameters with elements, found once for all states."""
@@ -168,7 +162,7 @@ class _Reader:
             own = Layout()
             found: dict[str, _Places] = {}
             for param, axis in layout.axes().items():
-                own = own if own.flat and own.flat[0] is axis else Layout(self.bucket.axes, (axis,))
+                own = own if own.flat and own.flat[0] is axis else Layout(self.group.axes, (axis,))
                 found[param] = _Places(own)
             for rank in self.files:
                 for param, start in layout.starts_on(rank).items():
@@ -176,71 +170,64 @@ class _Reader:
             self.places[id(layout)] = found
         return self.places[id(layout)]
 
-    def add_scalar(self, name: str, tensors: Mapping[int, TensorRef]) -> None:
+    def add_copies(self, name: str, tensors: Mapping[int, TensorRef]) -> None:
         """Add a state that is one tensor of one element, of which every rank has a copy."""
-        if not self._check_types(name, tensors):
+        rank, first = next(iter(tensors.items()))
+        if not self._one_type(name, tensors) or not self._all_have(name, self._without(tensors)):
             return
-        if self._check_all_have(name, self._holders_without(tensors)) and self._check_copies(name, tensors):
-            first, *_ = refs = list(tensors.values())
-            box = Box.whole(first.shape)
-            fragments = tuple(Fragment(box=box, ref=ref, replica=copy) for copy, ref in enumerate(refs))
-            self._give_all(name, StateIndex(dtype=first.dtype, global_shape=first.shape, fragments=fragments))
+        differing = [other for other, ref in tensors.items() if self.checksums.same_bytes(first, ref) is False]
+        self.problems.wrong += [
+            f"{self.files[other]}: of another run: {name} of {self.group.label} differs from {self.files[rank]}"
+            for other in differing
+        ]
+        box = Box.whole(first.shape)
+        fragments = tuple(Fragment(box=box, ref=ref, replica=copy) for copy, ref in enumerate(tensors.values()))
+        self._give_all(name, StateIndex(dtype=first.dtype, global_shape=first.shape, fragments=fragments))
 
     def add_number(self, name: str, numbers: Mapping[int, object]) -> None:
         """Add a state that is a Python number, equal on every rank."""
-        self.problems.agree(f"{name} of {self.bucket.label}", {self.files[rank]: n for rank, n in numbers.items()})
+        self.problems.agree(f"{name} of {self.group.label}", {self.files[rank]: n for rank, n in numbers.items()})
         number = next(iter(numbers.values()))
-        if self._check_all_have(name, self._holders_without(numbers)) and isinstance(number, int | float):
+        if self._all_have(name, self._without(numbers)) and isinstance(number, int | float):
             self._give_all(name, number_state(number))
 
     def _give_all(self, name: str, state: StateIndex) -> None:
-        for param in self.bucket.shapes:
-            self.found.states[param][name] = state
+        for own in self.states.values():
+            own[name] = state
 
-    def _holders_without(self, values: Mapping[int, object]) -> list[int]:
-        return [shard.rank for shard in self.bucket.shards if shard.rank not in values and shard.weight.numel]
+    def _without(self, values: Mapping[int, object]) -> list[int]:
+        return [shard.rank for shard in self.group.shards if shard.rank not in values and shard.weight.numel]
 
-    def _check_all_have(self, name: str, lacking: Sequence[int]) -> bool:
+    def _all_have(self, name: str, lacking: Sequence[int]) -> bool:
         self.problems.wrong += [
-            f"{self.files[rank]}: {self.bucket.label} has no state {name}, other ranks have" for rank in lacking
+            f"{self.files[rank]}: {self.group.label} has no state {name}, other ranks have" for rank in lacking
         ]
         return not lacking
 
-    def _check_types(self, name: str, tensors: Mapping[int, TensorRef]) -> bool:
-        """Whether all have one type."""
+    def _one_type(self, name: str, tensors: Mapping[int, TensorRef]) -> bool:
         dtypes = {self.files[rank]: str(ref.dtype) for rank, ref in tensors.items()}
-        self.problems.agree(f"the type of {name} of {self.bucket.label}", dtypes)
+        self.problems.agree(f"the type of {name} of {self.group.label}", dtypes)
         return len(set(dtypes.values())) == 1
 
-    def _check_copies(self, name: str, tensors: Mapping[int, TensorRef]) -> bool:
-        """Note ranks whose number is known to differ from that of the first: their bytes have other checksums."""
-        rank, first = next(iter(tensors.items()))
-        differing = [other for other, ref in tensors.items() if self.checksums.same_bytes(first, ref) is False]
-        self.problems.wrong += [
-            f"{self.files[other]}: of another run: {name} of {self.bucket.label} differs from {self.files[rank]}"
-            for other in differing
-        ]
-        return not differing
-
-    def _fitting(self, layouts: Sequence[FlatLayout], tensors: Mapping[int, TensorRef]) -> FlatLayout | None:
+    def fitting(self, layouts: Sequence[FlatLayout], tensors: Mapping[int, TensorRef]) -> FlatLayout | None:
         """The layout that fits the length of every tensor; None when none does, or several that differ."""
         if not all(len(ref.shape) == 1 and ref.is_contiguous for ref in tensors.values()):
             return None
-        fitting = [own for own in layouts if all(own.accepts(rank, ref.shape[0]) for rank, ref in tensors.items())]
+        fitting = [own for own in layouts if all(ref.shape[0] in own.lengths(rank) for rank, ref in tensors.items())]
         if len(fitting) < 2:
             return fitting[0] if fitting else None
-        numels = {param: prod(shape) for param, shape in self.bucket.shapes.items()}
-        held = [held_by_rank(own, tensors, numels) for own in fitting]
-        return fitting[0] if all(other == held[0] for other in held) else None
+        starts = [[own.starts_on(rank) for rank in tensors] for own in fitting]
+        params = [param for own in starts[0] for param in own]
+        same = all(own == starts[0] for own in starts) and len(set(params)) == len(params)  # none is cut
+        return fitting[0] if same else None
 
-    def _misfit(self, name: str, tensors: Mapping[int, TensorRef]) -> str:
-        bucket = self.bucket
-        numels = {param: prod(shape) for param, shape in bucket.shapes.items()}
-        by_rank = held_by_rank(bucket.layouts[0], tensors, numels)
-        expected = [sum(held.numel for held in own.values()) for own in by_rank.values()]
-        lengths = ", ".join(str(list(ref.shape)) for ref in tensors.values())
+    def misfit(self, name: str, tensors: Mapping[int, TensorRef]) -> str:
+        """That the tensors of a state have none of the lengths that they can have."""
+        shown = ", ".join(str(list(ref.shape)) for ref in tensors.values())
+        ranges = (self.group.layouts[0].lengths(rank) for rank in tensors)
+        expected = ", ".join(f"{own[0]}" if len(own) == 1 else f"{own[0]} to {own[-1]}" for own in ranges)
         return (
-            f"{bucket.label} ({', '.join(list(bucket.shapes)[:3])}, ...): state {name} has the shape {lengths} on rank "
-            f"{', '.join(map(str, tensors))}; expected {', '.join(map(str, expected))} elements and padding, one for "
-            "each element of the parameters. What its elements belong to is not known"
+            f"{self.group.label} ({', '.join(list(self.group.shapes)[:3])}, ...): state {name} has the shape {shown} "
+            f"on rank {', '.join(map(str, tensors))}; expected {expected} elements, one for each of the parameters and "
+            "of the padding. What its elements belong to is not known"
         )

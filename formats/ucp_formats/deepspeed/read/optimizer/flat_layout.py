@@ -10,32 +10,24 @@ Padding is never named by a layout, so its bytes are never looked at.
 >>> buffer = SharedBuffer(names=("a", "b"), starts=(0, 5), stops=(5, 7), share=4, ranks=2, known_from="param_shapes")
 >>> buffer.starts_on(1), [str(pair.whole) for pair in buffer.axes()["a"].pattern.regions((5,), 2, 1)]
 ({'a': 0, 'b': 1}, ['[4:5]'])
->>> buffer.accepts(1, 3), buffer.accepts(1, 4), buffer.accepts(1, 2)
-(True, True, False)
+>>> buffer.lengths(1), Chunks((("a", 5),), 2).lengths(1)
+(range(3, 5), range(3, 4))
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol
 
 from ucp.contract.registry import pattern
-from ucp.core.layout import AxisLayout, Pattern
+from ucp.core.layout import AxisLayout
 from ucp_formats.deepspeed.partition import chunk, flat_group
+from ucp_formats.deepspeed.read.optimizer.saved import Span
 
-__all__ = [
-    "Chunks",
-    "FlatLayout",
-    "Held",
-    "SharedBuffer",
-    "WholeParameters",
-    "chunk_axis",
-    "held_by_rank",
-    "shared_buffers",
-]
+__all__ = ["Chunks", "FlatLayout", "SharedBuffer", "WholeParameters", "chunk_axis", "shared_buffers"]
 
 
 class FlatLayout(Protocol):
@@ -45,44 +37,14 @@ class FlatLayout(Protocol):
     def ranks(self) -> int:
         """Ranks that hold a tensor each."""
 
-    def accepts(self, rank: int, numel: int) -> bool:
-        """Whether the flat tensor of `rank` can have so many elements."""
+    def lengths(self, rank: int) -> range:
+        """Elements that the flat tensor of `rank` can have."""
 
     def axes(self) -> Mapping[str, AxisLayout]:
         """How the row-major order of each parameter with elements lies over the ranks."""
 
     def starts_on(self, rank: int) -> Mapping[str, int]:
         """Parameters that `rank` has elements of, to the element of its tensor where these begin; in that order."""
-
-
-class _InBuffer(Pattern, Protocol):
-    """A pattern of a buffer's shares."""
-
-    def offset(self, index: int) -> int:
-        """Element of the share of part `index` where its part of the parameter begins."""
-
-
-class Held(NamedTuple):
-    """What a rank has of a parameter, in its row-major order."""
-
-    start: int
-    """First element."""
-    numel: int
-    """Elements."""
-    offset: int
-    """Element of the rank's tensor where they begin."""
-
-
-def held_by_rank(layout: FlatLayout, ranks: Iterable[int], numels: Mapping[str, int]) -> dict[int, dict[str, Held]]:
-    """What each of `ranks` has of every parameter; `numels`: elements of each."""
-    axes = layout.axes()
-    found: dict[int, dict[str, Held]] = {}
-    for rank in ranks:
-        found[rank] = {}
-        for name, offset in layout.starts_on(rank).items():
-            (pair,) = axes[name].pattern.regions((numels[name],), layout.ranks, rank)
-            found[rank][name] = Held(pair.whole.offsets[0], pair.whole.sizes[0], offset)
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +64,8 @@ class SharedBuffer:
     known_from: str
     """Where that is known from."""
 
-    def axes(self) -> Mapping[str, AxisLayout]:
-        """Partitions."""
-        return self._axes("partition")
-
-    def touching_axes(self) -> Mapping[str, AxisLayout]:
-        """The same of parameters that are whole on each rank which has some of them in its share."""
-        return self._axes("touched")
-
-    def _axes(self, name: str) -> Mapping[str, AxisLayout]:
+    def axes(self, name: str = "partition") -> Mapping[str, AxisLayout]:
+        """A pattern of that name for each parameter."""
         return {
             param: AxisLayout("dp", self.ranks, pattern(name, start=start, share=self.share), self.known_from)
             for param, start in zip(self.names, self.starts, strict=True)
@@ -118,24 +73,27 @@ class SharedBuffer:
 
     def starts_on(self, rank: int) -> Mapping[str, int]:
         """As the partition says."""
-        cuts = {at: pattern("partition", start=self.starts[at], share=self.share) for at in self.touched(rank)}
-        # the contract of this pattern: see `ucp_patterns.partition`
-        return {self.names[at]: cast("_InBuffer", cut).offset(rank) for at, cut in cuts.items()}
+        return {name: span.start for name, span in self.spans(rank).items()}
+
+    def spans(self, rank: int) -> dict[str, Span]:
+        """`param_slice_mappings` of the share of `rank`, but for parameters without elements there."""
+        first, last = rank * self.share, (rank + 1) * self.share
+        return {
+            self.names[at]: Span(
+                max(start := self.starts[at], first) - first, min(self.stops[at], last) - max(start, first)
+            )
+            for at in self.touched(rank)
+        }
 
     def touched(self, rank: int) -> range:
         """Positions of the parameters that have an element on `rank`."""
-        first, last = rank * self.share, (rank + 1) * self.share
-        low = bisect_right(self.stops, first)
-        return range(low, max(low, bisect_left(self.starts, last)))
+        low = bisect_right(self.stops, rank * self.share)
+        return range(low, max(low, bisect_left(self.starts, (rank + 1) * self.share)))
 
-    def accepts(self, rank: int, numel: int) -> bool:
+    def lengths(self, rank: int) -> range:
         """Padding at the end of the share may be cut off, or not."""
-        return self.used(rank) <= numel <= self.share
-
-    def used(self, rank: int) -> int:
-        """Elements of the share up to the end of the last parameter on it."""
         total = self.stops[-1] if self.stops else 0
-        return min(max(total - rank * self.share, 0), self.share)
+        return range(min(max(total - rank * self.share, 0), self.share), self.share + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +116,10 @@ class Chunks:
         every = zip(self.sizes, lengths, starts, strict=False)
         return {name: start for (name, numel), length, start in every if rank * length < numel}
 
-    def accepts(self, rank: int, numel: int) -> bool:
+    def lengths(self, rank: int) -> range:
         """All ranks hold as many, padding counted."""
-        return numel == sum(chunk(own, ranks=self.ranks) for _, own in self.sizes)
+        held = sum(chunk(own, ranks=self.ranks) for _, own in self.sizes)
+        return range(held, held + 1)
 
 
 def chunk_axis(ranks: int) -> AxisLayout:
@@ -181,8 +140,8 @@ class WholeParameters:
         return self.buffer.ranks
 
     def axes(self) -> Mapping[str, AxisLayout]:
-        """Those of the buffer, for whole parameters."""
-        return self.buffer.touching_axes()
+        """Those of the buffer, for parameters that are whole on each rank which has some of them in its share."""
+        return self.buffer.axes("touched")
 
     def starts_on(self, rank: int) -> Mapping[str, int]:
         """One after another."""
@@ -190,9 +149,10 @@ class WholeParameters:
         starts = accumulate(map(self.numel, touched), initial=0)
         return {self.buffer.names[at]: start for at, start in zip(touched, starts, strict=False)}
 
-    def accepts(self, rank: int, numel: int) -> bool:
+    def lengths(self, rank: int) -> range:
         """There is no padding."""
-        return numel == sum(map(self.numel, self.buffer.touched(rank)))
+        held = sum(map(self.numel, self.buffer.touched(rank)))
+        return range(held, held + 1)
 
     def numel(self, at: int) -> int:
         """Elements of the parameter at that position."""

@@ -10,14 +10,14 @@ together have as many slots as there are parameters, an assignment uses each of 
 slots do, and layers that are alike are told apart too.
 
 >>> pair = (Slots(shapes=((2, 3),)), Slots(shapes=((2,), None)))
->>> match(pair, [("w", (2, 3)), ("b", (2,)), ("frozen", (9, 9)), ("v", (4,))]).groups
+>>> match_stages([pair], [[("w", (2, 3)), ("b", (2,)), ("frozen", (9, 9)), ("v", (4,))]])
 Traceback (most recent call last):
 ucp_formats.deepspeed.read.optimizer.match_slots.AmbiguousError: frozen, v
->>> match(pair, [("w", (2, 3)), ("b", (2,)), ("v", (4,))]).groups
-(('w',), ('b', 'v'))
+>>> match_stages([pair], [[("w", (2, 3)), ("b", (2,)), ("v", (4,))]])
+((('w',), ('b', 'v')),)
 >>> stage = (Slots(shapes=((2,), (2,))),)
->>> [own.groups for own in match_stages([stage, stage], [[(f"{n}.b", (2,))] for n in range(4)])]
-[(('0.b', '1.b'),), (('2.b', '3.b'),)]
+>>> match_stages([stage, stage], [[(f"{n}.b", (2,))] for n in range(4)])
+((('0.b', '1.b'),), (('2.b', '3.b'),))
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from math import prod
 
 from ucp.io.pickle.fields import Shape
 
-__all__ = ["AmbiguousError", "FlatSlots", "Match", "NoMatchError", "SlotGroup", "Slots", "match", "match_stages"]
+__all__ = ["AmbiguousError", "FlatSlots", "NoMatchError", "SlotGroup", "Slots", "match_stages"]
 
 _MOST_STATES = 200_000
 """Positions in the groups to keep track of; more means that almost anything fits."""
@@ -87,31 +87,13 @@ class FlatSlots:
 SlotGroup = Slots | FlatSlots
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The one assignment."""
-
-    groups: tuple[tuple[str, ...], ...]
-    """Names of each group, in order."""
-
-
-def match(groups: Sequence[SlotGroup], params: Sequence[tuple[str, Shape]]) -> Match:
-    """The assignment of `params` (name and shape, in the order of the model) to the slots of `groups`.
-
-    Raises
-    ------
-    NoMatchError
-        Nothing fits.
-    AmbiguousError
-        Several assignments do, or so many come near that they cannot be told apart.
-    """
-    return match_stages([groups], [params])[0]
-
-
 def match_stages(
     stages: Sequence[Sequence[SlotGroup]], layers: Iterable[Sequence[tuple[str, Shape]]]
-) -> tuple[Match, ...]:
-    """The assignment of the parameters of `layers` to the groups of each stage, as of all to one by `match`."""
+) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """Names of each group of every stage, in order; `layers`: name and shape of parameters, in the order of the model.
+
+    Raises NoMatchError, or AmbiguousError: also where so many come near that they cannot be told apart.
+    """
     groups = [group for own in stages for group in own]
     owners = [stage for stage, own in enumerate(stages) for _ in own]
     params = [(name, shape, at == 0) for layer in layers for at, (name, shape) in enumerate(layer)]
@@ -135,8 +117,8 @@ def match_stages(
     for (name, _, _), group in zip(params, first, strict=True):
         if group >= 0:
             taken[group].append(name)
-    by_stage = [[tuple(own) for own, of in zip(taken, owners, strict=True) if of == n] for n in range(len(stages))]
-    return tuple(Match(tuple(own)) for own in by_stage)
+    by_group = list(zip(taken, owners, strict=True))
+    return tuple(tuple(tuple(own) for own, of in by_group if of == stage) for stage in range(len(stages)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ucp.contract.problems import Problems
+from ucp.contract.scalars import scalar_state
 from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
 from ucp.core.names import STEP, WEIGHT
@@ -21,7 +22,6 @@ from ucp.core.tensor import Record, TensorRef, contiguous_strides
 from ucp.errors import CorruptError, SourceError
 from ucp.io.pickle.fields import Shape, described
 from ucp.io.torch_file.archive import read_archive
-from ucp_formats.deepspeed.read.optimizer.flat_group import scalar_state
 from ucp_formats.deepspeed.read.universal.paths import GLOBALS
 
 __all__ = ["ParameterFolders", "read_parameter_folders"]

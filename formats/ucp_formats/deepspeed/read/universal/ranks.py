@@ -14,18 +14,18 @@ from ucp.contract.problems import Problems
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.rank_extras import Checksums
 from ucp.errors import UnsupportedError
-from ucp.io.pickle.fields import Shape, sequence, shapes
+from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.names import Role
 from ucp_formats.deepspeed.read.extras import model_extras
-from ucp_formats.deepspeed.read.grid import degrees, model_parallel_size
-from ucp_formats.deepspeed.read.merge_ranks import RankPart, merge
-from ucp_formats.deepspeed.read.merged import Merged, Mesh
-from ucp_formats.deepspeed.read.module import ModulePart, read_sharded_module, read_whole_module
+from ucp_formats.deepspeed.read.model_states import ModelStates
+from ucp_formats.deepspeed.read.module import ModulePart, read_module
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
-from ucp_formats.deepspeed.read.parallel import tensor_rules
-from ucp_formats.deepspeed.read.run import SavedFile
+from ucp_formats.deepspeed.read.ranks.merge import RankPart, merge
+from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
+from ucp_formats.deepspeed.read.ranks.parallel import tensor_rules
+from ucp_formats.deepspeed.read.run import degrees, model_parallel_size
 from ucp_formats.deepspeed.tp.family import FamilyRules
-from ucp_formats.deepspeed.tp.universal_info import TensorRules, TensorShapes
+from ucp_formats.deepspeed.tp.universal_info import TensorShapes, UniversalCheckpointInfo
 
 __all__ = ["UniversalRanks", "universal_ranks"]
 
@@ -36,24 +36,24 @@ class UniversalRanks:
 
     where: str
     """Folder, for messages."""
-    models: Mapping[int, Mapping[int, SavedFile]]
+    models: Mapping[int, Mapping[int, ModelStates]]
     """Model-parallel rank to data-parallel rank to model-states file; the latter is 0 but for ZeRO-3."""
     tp: int
     """Tensor-parallel ranks."""
     pp: int
     """Pipeline stages."""
-    rules: TensorRules | FamilyRules
+    rules: UniversalCheckpointInfo | FamilyRules
     """How tensors lie over tensor-parallel ranks."""
 
     @property
-    def first(self) -> Mapping[int, SavedFile]:
-        """Files of model-parallel rank 0."""
-        return self.models[0]
+    def first(self) -> ModelStates:
+        """Model states of rank 0."""
+        return self.models[0][0]
 
     @property
     def groups(self) -> tuple[dict[str, Shape], ...]:
         """`param_shapes` of all stages together, with the shapes that tensor-parallel rank 0 holds."""
-        stages = [_param_shapes(files[0]) for mp, files in self.models.items() if mp % self.tp == 0]
+        stages = [files[0].groups for mp, files in self.models.items() if mp % self.tp == 0]
         if len({len(own) for own in stages}) > 1:
             raise UnsupportedError(
                 f"expected as many parameter groups on each pipeline stage of {self.where}; got "
@@ -68,7 +68,7 @@ class UniversalRanks:
         """Shapes of whole parameters, as far as the files say them."""
         if not self.models or any(0 not in files for files in self.models.values()):
             return {}  # a problem that is told of already
-        local = {mp: _known(files[0]) for mp, files in self.models.items()}
+        local = {mp: {**files[0].frozen, **files[0].trained} for mp, files in self.models.items()}
         if self.tp == 1 or sorted(local) != list(range(self.tp * self.pp)):
             return {name: shape for own in local.values() for name, shape in own.items()}
         held: dict[str, list[Shape]] = {}
@@ -83,67 +83,39 @@ class UniversalRanks:
     def module(self, checksums: Checksums) -> Merged:
         """The module of all ranks, and the extras of their files."""
         parts = []
-        for mp, files in self.models.items():
-            optimizer = OptimizerPart(extras=model_extras(files, checksums))
-            module = self._module(files, checksums)
+        for mp, models in self.models.items():
+            optimizer = OptimizerPart(extras=model_extras(models, checksums))
+            module = _module(models, checksums)
             parts.append(RankPart(mp=mp, tp=mp % self.tp, order=mp // self.tp, module=module, optimizer=optimizer))
         return merge(parts, self.rules, checksums, self.where, Mesh(tp=self.tp, pp=self.pp))
 
-    def _module(self, files: Mapping[int, SavedFile], checksums: Checksums) -> ModulePart:
-        first = files[0]
-        if first.root.get("module") is None:
-            note = "files of layers are not part of a universal checkpoint: buffers and frozen parameters are not in it"
-            return ModulePart(notes=[note])
-        trained = {name: shape for own in _param_shapes(first) for name, shape in own.items()}
-        if first.name.role is Role.SHARDED_MODEL:
-            return read_sharded_module(files, trained, checksums)
-        return read_whole_module(first, trained)
+
+def _module(models: Mapping[int, ModelStates], checksums: Checksums) -> ModulePart:
+    if models[0].module is None:
+        note = "files of layers are not part of a universal checkpoint: buffers and frozen parameters are not in it"
+        return ModulePart(notes=[note])
+    return read_module(models, models[0].trained, checksums, sharded=models[0].name.role is Role.SHARDED_MODEL)
 
 
 def universal_ranks(
-    files: Iterable[SavedFile], where: str, problems: Problems, options: SourceOptions
+    found: Iterable[ModelStates], where: str, problems: Problems, options: SourceOptions
 ) -> UniversalRanks:
-    """Those of `files`; what is missing goes to `problems`. `options`: what the user says of the layout.
+    """Those of `found`; what is missing goes to `problems`. `options`: what the user says of the layout.
 
     ucp writes a file for stages 1 and 2 and one for stage 3; the first says more and is taken.
     """
-    by_role: dict[Role, dict[int, dict[int, SavedFile]]] = {Role.MODEL: {}, Role.SHARDED_MODEL: {}}
-    for file in files:
-        if file.name.role in by_role:
-            by_role[file.name.role].setdefault(file.name.mp, {})[file.name.dp] = file
+    by_role: dict[Role, dict[int, dict[int, ModelStates]]] = {Role.MODEL: {}, Role.SHARDED_MODEL: {}}
+    for model in found:
+        by_role[model.name.role].setdefault(model.name.mp, {})[model.name.dp] = model
     models = by_role[Role.MODEL] or by_role[Role.SHARDED_MODEL]
-    chosen = [file for own in models.values() for file in own.values()]
-    size = model_parallel_size(chosen)
+    chosen = [model for own in models.values() for model in own.values()]
+    size = model_parallel_size(chosen, [model.name for model in chosen])
     prefix = "" if by_role[Role.MODEL] or not models else "zero_pp_rank_0_"
-    problems.missing += [
-        f"{prefix}mp_rank_{mp:02d}_model_states.pt" for mp in range(size) if 0 not in models.get(mp, {})
-    ]
+    lost = [mp for mp in range(size) if 0 not in models.get(mp, {})]
+    problems.missing += [f"{prefix}mp_rank_{mp:02d}_model_states.pt" for mp in lost]
     tp, pp = degrees(chosen, size, [], problems)
-    if all(file.root.get("module") is None for file in chosen) and "checkpoint_parallel_dimensions" not in _keys(
-        chosen
-    ):
+    if all(model.module is None and model.degrees is None for model in chosen):
         tp, pp = 1, size  # older than the record; the names of layers would tell, but are not here
-    return UniversalRanks(
-        where=where, models=dict(sorted(models.items())), tp=tp, pp=pp, rules=tensor_rules(chosen, where, options)
-    )
-
-
-def _keys(files: Iterable[SavedFile]) -> set[object]:
-    return {key for file in files for key in file.root}
-
-
-def _param_shapes(model: SavedFile) -> tuple[dict[str, Shape], ...]:
-    saved = model.root.get("param_shapes")
-    where = f"param_shapes of {model.path}"
-    if saved is None:
-        return ()
-    return tuple(shapes(own, where) for own in ([saved] if isinstance(saved, dict) else sequence(saved, where)))
-
-
-def _known(model: SavedFile) -> dict[str, Shape]:
-    """Shapes of trained and frozen parameters that a model-states file says."""
-    frozen = model.root.get("frozen_param_shapes")
-    known = shapes(frozen, f"frozen_param_shapes of {model.path}") if isinstance(frozen, dict) else {}
-    for own in _param_shapes(model):
-        known |= own
-    return known
+    infos = {model.name.name: (model.file, model.file.root.get("universal_checkpoint_info")) for model in chosen}
+    rules = tensor_rules(infos, where, options)
+    return UniversalRanks(where=where, models=dict(sorted(models.items())), tp=tp, pp=pp, rules=rules)

@@ -207,7 +207,7 @@ def test_a_wrong_number_of_groups(tmp_path: Path, fake_run) -> None:
     run = fake_run(3, 2)
     for root in run.models:
         root["param_shapes"] = root["param_shapes"][:1]
-    assert "of another run" in problems(run.save(tmp_path / "b"), MalformedError)
+    assert "of different runs" in problems(run.save(tmp_path / "b"), MalformedError)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,8 @@ def test_a_key_that_is_missing_or_of_another_kind(tmp_path: Path, fake_run, stag
     run = fake_run(stage, 2)
     run.optimizers[1]["optimizer_state_dict"][key] = "what is this"
     message = problems(run.save(tmp_path), MalformedError)
-    assert f"for {key} of {OPTIMIZER.format(1)}; got a str ('what is this')" in message
+    assert f"{OPTIMIZER.format(1)} (optimizer states of rank 1): expected a " in message
+    assert f"for {key}; got a str ('what is this')" in message
 
 
 def test_a_file_without_a_dict(tmp_path: Path, fake_run) -> None:

@@ -31,7 +31,7 @@ def stage(layers: int) -> list[SlotGroup]:
 
 
 def names(stages: list[list[SlotGroup]], layers: list[Layer]) -> list[tuple[tuple[str, ...], ...]]:
-    return [own.groups for own in match_stages(stages, layers)]
+    return list(match_stages(stages, layers))
 
 
 def test_the_one_way_that_fits() -> None:

@@ -20,10 +20,10 @@ from ucp.core.tensor import InlineTensor
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import Numbered
-from ucp_formats.deepspeed.read.merged import Merged, Mesh
 from ucp_formats.deepspeed.read.module import ModuleEntry, ModulePart
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.stored import State, StoredTensor
+from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
 from ucp_formats.deepspeed.tp.layout import TensorLayout
 from ucp_formats.deepspeed.tp.universal_info import TensorShapes
 

@@ -1,0 +1,257 @@
+"""What optimizer files hold, understood once: torch optimizers, whose slots are numbered, and what DeepSpeed adds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ucp.contract.problems import Problems
+from ucp.contract.rank_extras import Checksums
+from ucp.core.pickle_values import Stub
+from ucp.core.tensor import TensorRef
+from ucp.errors import MalformedError, UnsupportedError
+from ucp.io.pickle.fields import Shape, integer, mapping, sequence, tensor, text
+from ucp_formats.deepspeed.fields import number_of_enum
+from ucp_formats.deepspeed.names import FileName
+from ucp_formats.deepspeed.read.files import SavedFile
+
+__all__ = [
+    "OptimizerFile",
+    "SavedGroup",
+    "Span",
+    "TorchOptimizer",
+    "UnshardedOptimizer",
+    "counts_of",
+    "same_groups",
+    "stage_of",
+]
+
+_EXPERTS = re.compile(r"ep_size_\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedGroup:
+    """One entry of `param_groups`."""
+
+    slots: tuple[int, ...]
+    """Numbers of its parameters, flat tensors or sub-groups, whatever the optimizer steps."""
+    names: tuple[str, ...] | None
+    """Names that torch kept because the optimizer was built from named parameters (torch 2.6)."""
+    hyper: Mapping[str, object]
+    """All else, as found."""
+    name: str
+    """Name that DeepSpeed gave it; empty where it has none."""
+    of_experts: bool
+    """Whether DeepSpeed keeps parameters of experts in it."""
+
+    @classmethod
+    def of(cls, saved: object, where: str) -> SavedGroup:
+        """The group `saved`.
+
+        The name that DeepSpeed gives a group of experts, `ep_size_2`, is no hyper-parameter: it says how many ranks
+        they lay over.
+        """
+        entries = mapping(saved, where)
+        names, name, of_experts = entries.get("param_names"), entries.get("name"), entries.get("moe") is True
+        members = {"params", "param_names"}
+        if of_experts and _EXPERTS.fullmatch(str(name)):
+            members.add("name")
+        return cls(
+            slots=_integers(entries.get("params"), f"params of {where}"),
+            names=tuple(map(str, names)) if isinstance(names, list) else None,
+            hyper={text(key, f"a key of {where}"): value for key, value in entries.items() if key not in members},
+            name=name if isinstance(name, str) else "",
+            of_experts=of_experts,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchOptimizer:
+    """state_dict of a torch optimizer."""
+
+    groups: tuple[SavedGroup, ...]
+    """Parameter groups."""
+    state: Mapping[int, Mapping[str, object]]
+    """Number of a slot to its states; without slots that were never stepped."""
+    saved_groups: Sequence[object]
+    """`param_groups`, to compare and to keep."""
+
+    @classmethod
+    def of(cls, saved: object, where: str) -> TorchOptimizer:
+        """The state_dict `saved`."""
+        entries = mapping(saved, where)
+        groups = sequence(entries.get("param_groups"), f"param_groups of {where}")
+        state = mapping(entries.get("state"), f"state of {where}").items()
+        return cls(
+            groups=tuple(SavedGroup.of(own, f"param_groups[{number}] of {where}") for number, own in enumerate(groups)),
+            state={slot: _states(own, f"state[{slot}] of {where}") for slot, own in state if isinstance(slot, int)},
+            saved_groups=groups,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnshardedOptimizer:
+    """The optimizer without ZeRO: `optimizer` of a model-states file, or of that of an expert-parallel rank."""
+
+    where: str
+    """The file, for messages."""
+    kind: str
+    """Class of DeepSpeed, or "torch"."""
+    torch: TorchOptimizer
+    """The torch optimizer in it."""
+    masters: tuple[tuple[TensorRef, ...], ...]
+    """Per group a master of each parameter (FP16_UnfusedOptimizer), or one flat (FP16_Optimizer); none for "torch"."""
+    recorded: tuple[Mapping[str, Shape], ...]
+    """`param_shapes`: name to shape of each parameter of every group, in its order; empty where DeepSpeed wrote it."""
+    saved: Mapping[object, object]
+    """All of it, for extras."""
+
+    @classmethod
+    def of(cls, saved: object, where: str, recorded: tuple[Mapping[str, Shape], ...]) -> UnshardedOptimizer:
+        """The optimizer `saved`."""
+        entries = mapping(saved, "optimizer")
+        flat, unfused = entries.get("fp32_groups_flat"), entries.get("fp32_groups")
+        if "fp32_groups_flat" in entries:
+            kind = "FP16_Optimizer"
+            masters = [[own] for own in sequence(flat, "fp32_groups_flat")]
+        elif "fp32_groups" in entries:
+            kind = "FP16_UnfusedOptimizer"
+            masters = [[*sequence(group, "fp32_groups")] for group in sequence(unfused, "fp32_groups")]
+        else:
+            kind, masters = "torch", []
+        key = "optimizer" if kind == "torch" else "optimizer_state_dict"
+        torch = TorchOptimizer.of(saved if kind == "torch" else entries.get(key), key)
+        expected = [1 if kind == "FP16_Optimizer" else len(group.slots) for group in torch.groups]
+        if kind != "torch" and [len(group) for group in masters] != expected:
+            raise MalformedError(
+                f"expected {expected} masters in the groups of {kind}, as in its param_groups; got "
+                f"{[len(group) for group in masters]}"
+            )
+        return cls(
+            where=where,
+            kind=kind,
+            torch=torch,
+            masters=tuple(tuple(tensor(ref, "a master of the optimizer") for ref in group) for group in masters),
+            recorded=recorded,
+            saved=entries,
+        )
+
+
+class Span(NamedTuple):
+    """Elements of a flat tensor (`fragment_address`)."""
+
+    start: int
+    """The first."""
+    numel: int
+    """How many."""
+
+    @classmethod
+    def of(cls, saved: object, where: str) -> Span:
+        """The address `saved`, whose class was a named tuple once."""
+        if not isinstance(saved, Stub):
+            start, numel = None, None
+        elif len(saved.args) == 2:
+            numel, start = saved.args
+        else:
+            start, numel = saved.attribute("start"), saved.attribute("numel")
+        return cls(integer(start, f"start of {where}"), integer(numel, f"numel of {where}"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerFile:
+    """An optimizer file of ZeRO: the share of one rank."""
+
+    file: SavedFile
+    """Where it was read; its root is for extras only."""
+    saved: Mapping[object, object]
+    """`optimizer_state_dict`, for extras."""
+    stage: int | None
+    """ZeRO stage; None for BF16_Optimizer, which names none."""
+    counts: tuple[int, ...] | None
+    """Ranks that each group is cut over (`partition_count`), where they are recorded."""
+    torch: TorchOptimizer
+    """The torch optimizer, which steps flat tensors; under stage 3 `state` has the numbers of sub-groups."""
+    weights: tuple[TensorRef, ...]
+    """The flat masters, per group or sub-group."""
+    paddings: tuple[tuple[int, ...], ...] | None
+    """Per group the elements after each parameter, where parameters are aligned."""
+    mappings: tuple[Mapping[str, Span] | None, ...]
+    """Per group the place of each parameter in the share (`param_slice_mappings`), where it is recorded."""
+
+    @classmethod
+    def of(cls, file: SavedFile) -> OptimizerFile:
+        """The file, understood. Raises SourceError where a value is not what DeepSpeed writes."""
+        saved = mapping(file.root.get("optimizer_state_dict"), "optimizer_state_dict")
+        stage = stage_of(saved)
+        if stage not in (None, 1, 2, 3):
+            raise UnsupportedError(f"expected a ZeRO stage of 1, 2 or 3; got {stage}")
+        key, inner = "single_partition_of_fp32_groups", "base_optimizer_state"
+        if stage == 3:
+            key, inner = "fp32_flat_groups", "optimizer_state_dict"
+        mappings = saved.get("param_slice_mappings")
+        return cls(
+            file=file,
+            saved=saved,
+            stage=stage,
+            counts=counts_of(saved),
+            torch=TorchOptimizer.of(saved.get(inner), inner),
+            weights=tuple(tensor(ref, f"a tensor of {key}") for ref in sequence(saved.get(key), key)),
+            paddings=_paddings(saved.get("param_alignment_paddings")),
+            mappings=tuple(map(_mapping, mappings if isinstance(mappings, list) else ())),
+        )
+
+    @property
+    def name(self) -> FileName:
+        """Name of the file."""
+        return self.file.name
+
+    @property
+    def ranks(self) -> int | None:
+        """Data-parallel ranks: groups of experts are cut over fewer than the others."""
+        return max(self.counts, default=0) or None if self.counts is not None else None
+
+
+def stage_of(saved: Mapping[object, object]) -> int | None:
+    """`zero_stage`, where it is recorded."""
+    return number_of_enum(saved["zero_stage"], "zero_stage") if "zero_stage" in saved else None
+
+
+def counts_of(saved: Mapping[object, object]) -> tuple[int, ...] | None:
+    """`partition_count`, where it is recorded: one for all groups under stage 3."""
+    counts, where = saved.get("partition_count"), "partition_count"
+    if counts is None:
+        return None
+    return _integers(counts, where) if isinstance(counts, list | tuple) else (integer(counts, where),)
+
+
+def same_groups(
+    files: Mapping[str, TorchOptimizer], checksums: Checksums, problems: Problems
+) -> tuple[SavedGroup, ...]:
+    """The parameter groups that all files share (file to its optimizer)."""
+    (first, usual), *others = files.items()
+    for file, own in others:
+        if not checksums.same(own.saved_groups, usual.saved_groups):
+            problems.wrong.append(f"{file}: of another run: its param_groups differ from those in {first}")
+    return usual.groups
+
+
+def _states(saved: object, where: str) -> dict[str, object]:
+    return {text(key, where): value for key, value in mapping(saved, where).items()}
+
+
+def _integers(value: object, where: str) -> tuple[int, ...]:
+    return tuple(integer(number, where) for number in sequence(value, where))
+
+
+def _paddings(saved: object) -> tuple[tuple[int, ...], ...] | None:
+    where = "param_alignment_paddings"
+    return None if saved is None else tuple(_integers(own, where) for own in sequence(saved, where))
+
+
+def _mapping(saved: object) -> dict[str, Span] | None:
+    where = "param_slice_mappings"
+    if not isinstance(saved, dict):
+        return None
+    return {text(name, where): Span.of(own, f"{name} in {where}") for name, own in saved.items()}
