@@ -56,14 +56,14 @@ class Stored(NamedTuple):
     start: int = 0
     """Element of a one-dimensional one where its part of this tensor begins."""
 
-    def piece(self, placed: Placed, layout: Layout, *, replica: int | None = None) -> Fragment:
+    def piece(self, placed: Placed, layout: Layout, *, replica: int | None = None, derived: bool = False) -> Fragment:
         """The elements of the box that `layout` placed there; `replica`: number of the copy, if another."""
         if layout.flat:
             ref = self.ref.strided(self.start + placed.offset, placed.box.sizes, placed.strides)
         else:
             ref = self.ref.narrow(placed.local.offsets, placed.box.sizes)
         number = placed.replica if replica is None else replica
-        return Fragment(box=placed.box, ref=ref, replica=number, term=placed.term)
+        return Fragment(box=placed.box, ref=ref, replica=number, term=placed.term, derived=derived)
 
 
 def fragments(layout: Layout, global_shape: Sequence[int], stored: Iterable[Stored]) -> tuple[Fragment, ...]:

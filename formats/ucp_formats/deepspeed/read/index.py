@@ -17,11 +17,12 @@ from dataclasses import replace
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.rank_extras import Checksums
 from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Index, Kind, StateIndex
+from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.layout import Layout
 from ucp.core.names import WEIGHT
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, listed
+from ucp.io.pickle.collection import no_cycle_collection
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.locate import Located, TagFolder, list_folder
 from ucp_formats.deepspeed.names import UNIVERSAL
@@ -49,16 +50,17 @@ def read_native(
     """
     folder = list_folder(located.root)
     refuse_names(folder)
-    grid = read_grid(folder)
-    checksums = Checksums(record for file in grid.files for record in file.records)
-    refuse_idle_options(options, grid.tp, str(folder.path))
-    if grid.is_plain:
-        merged = _read_plain(grid, checksums, group_names)
-        return _index(name, located, grid, merged)
-    from ucp_formats.deepspeed.read.ranks.parallel import expert_degree, read_parallel
+    with no_cycle_collection():
+        grid = read_grid(folder)
+        checksums = Checksums(record for file in grid.files for record in file.records)
+        refuse_idle_options(options, grid.tp, str(folder.path))
+        if grid.is_plain:
+            merged = _read_plain(grid, checksums, group_names)
+        else:
+            from ucp_formats.deepspeed.read.ranks.parallel import expert_degree, read_parallel
 
-    merged = read_parallel(grid, checksums, options, _mesh(grid, expert_degree(grid)))
-    return _index(name, located, grid, merged)
+            merged = read_parallel(grid, checksums, options, _mesh(grid, expert_degree(grid)))
+        return _index(name, located, grid, merged)
 
 
 def _mesh(grid: SavedGrid, ep: int) -> Mesh:
@@ -145,23 +147,23 @@ def atoms_of(
 
     `config`: says the type in which the model computes with the latter. `mesh`: the axes over which tensors lie.
     """
-    placer = Placer()
-    placed = {name: {key: placer.state(state) for key, state in own.items()} for name, own in states.items()}
     layouts = _layouts(module, states, mesh) if mesh is not None else {}
+    placers = Placer(), Placer()
     atoms = {
-        name: _atom(entry, placed.get(name, {}), placer, name=name, layout=layouts.get(name, Layout()))
+        name: _atom(entry, states.get(name, {}), placers, name=name, layout=layouts.get(name, Layout()))
         for name, entry in module.entries.items()
     }
-    for name, own in placed.items():
+    usual = _DTYPES.get(config.precision(()))
+    for name, own in states.items():
         if name not in atoms and WEIGHT in own:
-            weight = own[WEIGHT]
-            dtype = _DTYPES.get(config.precision(()), weight.dtype)
+            placed = {key: placers[0].state(state) for key, state in own.items()}
+            weight = placed[WEIGHT]
             atoms[name] = AtomIndex(
                 name=name,
                 global_shape=weight.global_shape,
                 kind=Kind.PARAMETER,
-                states=own,
-                model_dtype=dtype if dtype is not weight.dtype else None,
+                states=placed,
+                model_dtype=usual if usual is not weight.dtype else None,
                 layout=layouts.get(name, Layout()),
             )
     return atoms
@@ -169,35 +171,35 @@ def atoms_of(
 
 def _layouts(module: ModulePart, states: Mapping[str, Mapping[str, State]], mesh: Mesh) -> dict[str, Layout]:
     """How each parameter lies over the axes: its weight, as the optimizer has it or else the module."""
-    tensors = {name: entry.tensor for name, entry in module.entries.items() if entry.tensor is not None}
-    layouts = {name: mesh.layout(name, Layout(flat=tensor.layout.flat)) for name, tensor in tensors.items()}
     masters = ((name, own.get(WEIGHT)) for name, own in states.items())
-    return layouts | {name: master.layout for name, master in masters if isinstance(master, StoredTensor)}
+    layouts = {name: master.layout for name, master in masters if isinstance(master, StoredTensor)}
+    for name, entry in module.entries.items():
+        if name not in layouts and entry.tensor is not None:
+            layouts[name] = mesh.layout(name, Layout(flat=entry.tensor.layout.flat))
+    return layouts
 
 
 def _atom(
-    entry: ModuleEntry, states: Mapping[str, StateIndex], placer: Placer, *, name: str, layout: Layout
+    entry: ModuleEntry, states: Mapping[str, State], placers: tuple[Placer, Placer], *, name: str, layout: Layout
 ) -> AtomIndex:
-    """One atom: the master is the weight where there is one, and the module's tensor a copy of it."""
-    master = states.get(WEIGHT)
-    own = placer.state(entry.tensor) if entry.tensor is not None else None
+    """One atom: the master is the weight where there is one, and the module's tensor a copy of it.
+
+    `placers`: for states and for modules, which have layouts of their own.
+    """
+    master = states.get(WEIGHT, entry.tensor)
     if master is None:
-        if own is None:
-            raise MalformedError(f"expected the elements of {name} {list(entry.shape)}; neither file has them")
-        weight = own
-    else:
-        first = 1 + max((piece.replica for piece in master.fragments), default=0)
-        copies = (
-            replace(piece, replica=piece.replica + first, derived=True)
-            for piece in (own.fragments if own is not None else ())
-            if piece.box.numel
-        )
-        weight = replace(master, fragments=(*master.fragments, *copies))
+        raise MalformedError(f"expected the elements of {name} {list(entry.shape)}; neither file has them")
+    weight = placers[master is entry.tensor].state(master)
+    if entry.tensor is not None and master is not entry.tensor and 0 not in entry.shape:
+        first = 1 + max([piece.replica for piece in weight.fragments], default=0)
+        copies = placers[1].fragments(entry.tensor, first, derived=True)
+        weight = replace(weight, fragments=weight.fragments + copies)
+    placed = {key: placers[0].state(state) for key, state in states.items() if key != WEIGHT}
     return AtomIndex(
         name=name,
         global_shape=entry.shape,
         kind=entry.kind,
-        states={WEIGHT: weight, **{key: state for key, state in states.items() if key != WEIGHT}},
+        states={WEIGHT: weight, **placed},
         model_dtype=entry.dtype if entry.dtype is not weight.dtype else None,
         layout=layout,
     )

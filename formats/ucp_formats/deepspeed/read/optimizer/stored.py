@@ -7,9 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import NamedTuple
 
 from ucp.core.dtypes import DType
@@ -59,12 +57,6 @@ class StoredTensor:
         """What the first rank stored."""
         return self.parts[0].stored[0].ref
 
-    @property
-    def overlap(self) -> Overlap:
-        """What pieces of several terms mean."""
-        means = any(axis.pattern.overlap is Overlap.MEAN for axis in self.layout.every)
-        return Overlap.MEAN if means else Overlap.EXCLUSIVE
-
 
 State = StateIndex | StoredTensor
 """A state of a parameter: one number for all of it, or a tensor that is still to be placed."""
@@ -74,7 +66,11 @@ class Placer:
     """Makes pieces; where a layout places a shape is found once per rank, as states and parameters share it."""
 
     def __init__(self) -> None:
-        self._layout = Layout()
+        self._take(Layout())
+
+    def _take(self, layout: Layout) -> None:
+        self._layout = layout
+        self._axes = [axis.axis for axis in layout.every]
         self._known: dict[tuple[Shape, tuple[int, ...]], tuple[Placed, ...]] = {}
 
     def state(self, state: State) -> StateIndex:
@@ -82,33 +78,33 @@ class Placer:
         if isinstance(state, StateIndex):
             return state
         pieces = self.fragments(state)
-        return StateIndex(dtype=state.dtype, global_shape=state.shape, fragments=pieces, overlap=state.overlap)
+        means = any(axis.pattern.overlap is Overlap.MEAN for axis in state.layout.axes)
+        overlap = Overlap.MEAN if means else Overlap.EXCLUSIVE
+        return StateIndex(dtype=state.dtype, global_shape=state.shape, fragments=pieces, overlap=overlap)
 
-    def fragments(self, tensor: StoredTensor) -> tuple[Fragment, ...]:
-        """Pieces of a whole tensor; one of no elements where it has none."""
-        if not prod(tensor.shape):
-            ref = tensor.first
-            ref = ref.strided(0, tensor.shape, contiguous_strides(tensor.shape))
-            return (Fragment(box=Box.whole(tensor.shape), ref=ref),)
+    def fragments(self, tensor: StoredTensor, first: int = 0, *, derived: bool = False) -> tuple[Fragment, ...]:
+        """Pieces of a whole tensor; one of no elements where it has none.
+
+        `first`: number of the first copy. `derived`: whether ranks computed it from other pieces.
+        """
+        shape = tensor.shape
+        if 0 in shape:
+            ref = tensor.first.strided(0, shape, contiguous_strides(shape))
+            return (Fragment(box=Box.whole(shape), ref=ref),)
         found: list[Fragment] = []
         held: dict[tuple[int, ...], int] = {}
-        copies = {(0, 0): 0}
+        copies = {(0, 0): first}
         for layout, stored in tensor.parts:
+            if layout is not self._layout and layout != self._layout:
+                self._take(layout)
             for own in stored:
-                at = tuple([own.coords[axis.axis] for axis in layout.every])
+                at = tuple([own.coords[axis] for axis in self._axes])
                 nth = held.get(at, 0)
                 held[at] = nth + 1
-                for placed in self._placed(layout, tensor.shape, at, own.coords):
-                    replica = copies.setdefault((nth, placed.replica), len(copies))
-                    found.append(own.piece(placed, layout, replica=replica))
+                known = self._known.get((shape, at))
+                if known is None:
+                    known = self._known[shape, at] = place(layout, shape, coords=own.coords)
+                for placed in known:
+                    replica = copies.setdefault((nth, placed.replica), first + len(copies))
+                    found.append(own.piece(placed, layout, replica=replica, derived=derived))
         return tuple(found)
-
-    def _placed(
-        self, layout: Layout, shape: Shape, at: tuple[int, ...], coords: Mapping[str, int]
-    ) -> tuple[Placed, ...]:
-        if layout is not self._layout and layout != self._layout:
-            self._layout, self._known = layout, {}
-        known = self._known.get((shape, at))
-        if known is None:
-            known = self._known[shape, at] = place(layout, shape, coords=coords)
-        return known

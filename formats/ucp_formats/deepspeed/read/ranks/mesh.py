@@ -9,6 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ucp.contract.registry import pattern
+from ucp.core.fragments import Stored
 from ucp.core.layout import AxisLayout, Layout
 from ucp_formats.deepspeed.read.module import ModulePart
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
@@ -59,11 +60,14 @@ class Mesh:
         shape = self.tensors[name].global_shape if name in self.tensors else tensor.shape
         base = {"dp": 0, **coords}
         parts = []
-        for own, stored in tensor.parts:
-            layout = self.in_stage(name, own) if in_stage else self.layout(name, own)
-            moved = (one._replace(coords={**base, **one.coords} if one.coords else base) for one in stored)
-            parts.append(LaidOut(layout, stored if layout is own else tuple(moved)))
-        if all(new is old for (new, _), (old, _) in zip(parts, tensor.parts, strict=True)):
+        for part in tensor.parts:
+            layout = self.in_stage(name, part.layout) if in_stage else self.layout(name, part.layout)
+            if layout is part.layout:
+                parts.append(part)
+            else:
+                moved = [Stored({**base, **one.coords}, one.ref, one.start) for one in part.stored]
+                parts.append(LaidOut(layout, tuple(moved)))
+        if all(new is old for new, old in zip(parts, tensor.parts, strict=True)):
             return tensor
         return StoredTensor(dtype=tensor.dtype, shape=shape, parts=tuple(parts))
 
@@ -72,16 +76,17 @@ class Mesh:
         if name in self.tensors:
             layout = self.tensors[name]
             outer = (*outer, AxisLayout("tp", layout.parts, layout.pattern, self.known_from.get("tp", "")))
-        copies = self.dp // prod(axis.parts for axis in outer if axis.axis == "ep")
+        copies = self.dp // prod([axis.parts for axis in outer if axis.axis == "ep"])
         if copies > 1 and not own.flat:
-            outer = (*outer, _replicated(copies, self.known_from.get("dp", "")))
+            replicated = _replicated(copies, self.known_from.get("dp", ""))
+            return Layout((*outer, *replicated.axes)) if outer else replicated
         return Layout(outer, own.flat) if outer else own
 
 
 @cache
-def _replicated(copies: int, known_from: str) -> AxisLayout:
+def _replicated(copies: int, known_from: str) -> Layout:
     """One for all tensors that every data-parallel rank has."""
-    return AxisLayout("dp", copies, pattern("replicate"), known_from)
+    return Layout((AxisLayout("dp", copies, pattern("replicate"), known_from),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,9 @@ class Merged:
         """What one model-parallel rank has, which is all."""
         for name, entry in module.entries.items():
             if entry.tensor is not None:
-                module.entries[name] = replace(entry, tensor=mesh.laid_out(name, entry.tensor, in_stage=True))
+                tensor = mesh.laid_out(name, entry.tensor, in_stage=True)
+                if tensor is not entry.tensor:
+                    module.entries[name] = replace(entry, tensor=tensor)
         for name, own in optimizer.states.items():
             for key, state in own.items():
                 if isinstance(state, StoredTensor) and not state.layout.flat:
