@@ -20,7 +20,7 @@ an error. `vocabulary_parameter_patterns` only make it cut the padding off; the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ucp.core.layout import Overlap
@@ -40,6 +40,7 @@ _AVERAGED = "parameter_to_average_patterns"
 _TWO = "parameter_with_2_sub_params_cat_dim_0"
 _SUB = "parameter_with_sub_params"
 _ROW = "parameter_with_row_parallelism_patterns"
+_CATEGORIES = (_REPLICATED, _AVERAGED, _TWO, _ROW)
 _VOCABULARY = "vocabulary_parameter_patterns"
 _WIDTHS = "sub_param_shard_widths"
 _UNSUPPORTED = "autotp_unsupported_parameter_patterns"
@@ -82,11 +83,12 @@ class _Patterns:
 class UniversalCheckpointInfo:
     """The record of one checkpoint; `where`: for messages."""
 
+    notes: tuple[str, ...] = ()
+    """What was assumed: nothing."""
+
     def __init__(self, info: Mapping[object, object], where: str) -> None:
         self._info = info
         self._where = where
-        self.notes: list[str] = []
-        """What was assumed: nothing."""
         version = info.get("universal_checkpoint_version", 0.0)
         self._version = float(version) if isinstance(version, int | float) else 0.0
         if self._version > _KNOWN_VERSION:
@@ -94,11 +96,13 @@ class UniversalCheckpointInfo:
                 f"expected universal_checkpoint_version up to {_KNOWN_VERSION} in {where}; got {self._version}. Its "
                 "layouts are not known here: save with an older DeepSpeed, or use a newer ucp"
             )
-        categories = (_REPLICATED, _AVERAGED, _TWO, _ROW, _VOCABULARY)
-        self._patterns = {name: _Patterns(self._list(name), f"{name} of {where}") for name in categories}
-        self._subs = [(_SubParams.of(item, where), where) for item in self._list(_SUB)]
-        self._sub_patterns = [_Patterns(sub.patterns, f"{_SUB} of {where}") for sub, _ in self._subs]
-        self._affine = self._affine_params()
+        lists = {key: _sequence(info, key, where) for key in (*_CATEGORIES, _VOCABULARY, _SUB)}
+        self._categories = {key: _Patterns(lists[key], f"{key} of {where}") for key in _CATEGORIES}
+        self._vocabulary = _Patterns(lists[_VOCABULARY], f"{_VOCABULARY} of {where}")
+        subs = (_SubParams.of(item, where) for item in lists[_SUB])
+        self._subs = [(sub, _Patterns(sub.patterns, f"{_SUB} of {where}")) for sub in subs]
+        self._widths = _widths(info.get(_WIDTHS), f"{_WIDTHS} of {where}")
+        self._affine = _affine_params(info.get(_AFFINE), where)
         self._affine_patterns = _Patterns(self._affine, f"{_AFFINE} of {where}")
         unsupported = info.get(_UNSUPPORTED)
         self._unsupported = unsupported if isinstance(unsupported, dict) else {}
@@ -137,16 +141,15 @@ class UniversalCheckpointInfo:
         Raises TopologyError, UnsupportedError and MalformedError, each with all names concerned.
         """
         shapes: dict[str, TensorShapes] = {}
-        rules = self._for(parts)
         uneven: list[str] = []
         lengths: list[int] = []
         found: dict[str, TensorLayout] = {}
         for name, (shape, declared) in wholes.items():
-            own_layout = self._recorded(name, shape, parts)
-            if own_layout is not None:
-                found[name] = own_layout
+            recorded = self._recorded(name, shape, parts)
+            dim = self._cut_dim(name, declared=declared)
+            if recorded is not None:
+                found[name] = recorded
                 continue
-            dim = rules.cut_dim(name, declared=declared)
             lengths += shape[dim : dim + 1] if dim is not None else ()
             if dim is None:
                 shapes[name] = TensorShapes(local=(shape,) * parts, declared=declared)
@@ -157,158 +160,140 @@ class UniversalCheckpointInfo:
                 shapes[name] = TensorShapes(local=(own,) * parts, declared=declared)
         if uneven:
             raise TopologyError(uneven_shown(parts, uneven, lengths))
-        return {**found, **rules.layouts(shapes)}
+        return {**found, **UniversalCheckpointInfo(self.for_degree(parts), self._where).layouts(shapes)}
 
     def _recorded(self, name: str, shape: Shape, parts: int) -> TensorLayout | None:
         """The layout of a tensor as it is recorded for just so many ranks and this shape; None where it is not."""
+        where = f"{_AFFINE} of {name}"
         for pattern in self._affine_patterns.matching(name):
-            ranks = mapping(self._affine[pattern], f"{_AFFINE} of {name}").get("ranks")
+            ranks = mapping(self._affine[pattern], where).get("ranks")
             if isinstance(ranks, dict) and len(ranks) == parts:
-                local = [mapping(ranks[rank], f"{_AFFINE} of {name}").get("shard_shape") for rank in sorted(ranks)]
+                local = [mapping(ranks[rank], where).get("shard_shape") for rank in sorted(ranks)]
                 sizes = [tuple(integer(n, name) for n in sequence(own, name)) for own in local]
-                layout = affine_layout(self._affine[pattern], sizes, f"{_AFFINE} of {name}")
+                layout = affine_layout(self._affine[pattern], sizes, where)
                 return layout if layout.global_shape == shape else None
-        recorded = self._info.get(_WIDTHS)
-        for (sub, _), own in zip(self._subs, self._sub_patterns, strict=True):
-            for pattern in own.matching(name):
-                widths = recorded.get(pattern) if isinstance(recorded, dict) else None
-                if isinstance(widths, list | tuple) and all(len(block) == parts for block in widths):
-                    lengths = [sum(block) for block in zip(*widths, strict=True)]
-                    cut = [(*shape[: sub.dim], length, *shape[sub.dim + 1 :]) for length in lengths]
-                    return cut_layout(sub.dim, cut, widths) if sum(lengths) == shape[sub.dim] else None
+        for sub, pattern in self._subs_of(name):
+            widths = self._widths.get(pattern)
+            if widths is not None and all(len(block) == parts for block in widths):
+                lengths = [sum(block) for block in zip(*widths, strict=True)]
+                cut = [(*shape[: sub.dim], length, *shape[sub.dim + 1 :]) for length in lengths]
+                return cut_layout(sub.dim, cut, widths) if sum(lengths) == shape[sub.dim] else None
         return None
 
-    def _for(self, parts: int) -> UniversalCheckpointInfo:
+    def for_degree(self, parts: int) -> dict[object, object]:
         """The record for another number of ranks: without the maps and widths that hold for one number alone."""
-        widths = self._info.get(_WIDTHS)
         info = {key: value for key, value in self._info.items() if key not in (_AFFINE, _WIDTHS)}
-        if isinstance(widths, dict):
-            info[_WIDTHS] = {pattern: _rewidened(own, parts) for pattern, own in widths.items()}
-        return UniversalCheckpointInfo(info, self._where)
+        saved = self._info.get(_WIDTHS)
+        if isinstance(saved, dict):
+            info[_WIDTHS] = {pattern: _rewidened(self._widths[pattern], parts) or own for pattern, own in saved.items()}
+        return info
 
-    @property
-    def info(self) -> Mapping[object, object]:
-        """The record."""
-        return self._info
+    def _subs_of(self, name: str) -> list[tuple[_SubParams, str]]:
+        """Entries about a tensor, each with the pattern that matches."""
+        return [(sub, pattern) for sub, own in self._subs for pattern in own.matching(name)]
 
-    def for_degree(self, parts: int) -> Mapping[object, object]:
-        """The record for `parts` ranks."""
-        return self._for(parts).info
-
-    def cut_dim(self, name: str, *, declared: bool = True) -> int | None:
+    def _cut_dim(self, name: str, *, declared: bool) -> int | None:
         """Dim that a tensor is cut along, by its categories; None for one that is whole on all ranks."""
-        matched = {key: self._patterns[key].matching(name) for key in (_REPLICATED, _AVERAGED, _TWO, _ROW)}
-        if matched[_REPLICATED] or matched[_AVERAGED]:
+        matched = {key for key, own in self._categories.items() if own.matching(name)}
+        if matched & {_REPLICATED, _AVERAGED}:
             return None
-        subs = [sub for (sub, _), own in zip(self._subs, self._sub_patterns, strict=True) if own.matching(name)]
-        if subs:
-            return subs[0].dim
-        if matched[_ROW]:
-            return 1
-        return 0 if matched[_TWO] or declared else None
+        for sub, _ in self._subs_of(name):
+            return sub.dim
+        return 1 if _ROW in matched else 0 if _TWO in matched or declared else None
 
     def file_keys(self, name: str) -> dict[str, object]:
         """What a universal checkpoint says beside the tensor, for DeepSpeed to cut it again (`merge_tp_slices`)."""
+        matched = {key for key, own in self._categories.items() if own.matching(name)}
+        is_whole = bool(matched & {_REPLICATED, _AVERAGED})
+        subs = self._subs_of(name)
         keys: dict[str, object] = {}
-        averaged = self._patterns[_REPLICATED].matching(name) or self._patterns[_AVERAGED].matching(name)
-        subs = [sub for (sub, _), own in zip(self._subs, self._sub_patterns, strict=True) if own.matching(name)]
-        if self._patterns[_TWO].matching(name):
+        if _TWO in matched:
             keys["param_n_sub_params"] = 2
-        elif subs and not averaged:
-            keys["sub_param_shape"] = subs[0].saved
-        keys["cat_dim"] = 1 if self._patterns[_ROW].matching(name) and not averaged else 0
-        if self._patterns[_VOCABULARY].matching(name):
+        elif subs and not is_whole:
+            keys["sub_param_shape"] = subs[0][0].saved
+        keys["cat_dim"] = 1 if _ROW in matched and not is_whole else 0
+        if self._vocabulary.matching(name):
             keys["vocab_tensor"] = True
         return keys
 
     def padded_vocabulary(self, name: str, global_shape: Shape) -> int | None:
         """Rows of a vocabulary that are not padding, where `name` is one and has padding."""
         size = self._info.get("original_vocab_size")
-        if not isinstance(size, int) or not self._patterns[_VOCABULARY].matching(name):
+        if not isinstance(size, int) or not self._vocabulary.matching(name):
             return None
         return size if global_shape and size < global_shape[0] else None
 
-    def _list(self, key: str) -> Sequence[object]:
-        found = self._info.get(key)
-        return [] if found is None else sequence(found, f"{key} of {self._where}")
-
-    def _affine_params(self) -> Mapping[object, object]:
-        saved = self._info.get(_AFFINE)
-        if not saved:
-            return {}
-        found = mapping(saved, f"{_AFFINE} of {self._where}")
-        version = found.get("version", AFFINE_VERSION)
-        if version != AFFINE_VERSION:
-            raise UnsupportedError(
-                f"expected affine_map of version {AFFINE_VERSION} in {self._where}; got {shown(version)}. Use a newer "
-                "ucp"
-            )
-        return mapping(found.get("params", {}), f"{_AFFINE} of {self._where}")
-
     def _layout(self, name: str, shapes: TensorShapes) -> TensorLayout:
-        reasons = [str(self._unsupported[pattern]) for pattern in self._unsupported_patterns.matching(name)]
-        if reasons:
-            raise _RefusedError(reasons[0])
+        for pattern in self._unsupported_patterns.matching(name):
+            raise _RefusedError(str(self._unsupported[pattern]))
         affine = self._affine_patterns.matching(name)
         if len(affine) > 1:
             raise MisfitError(f"two patterns of {_AFFINE} match it: {affine}")
         if affine:
             return affine_layout(self._affine[affine[0]], shapes.local, f"{_AFFINE} of {name}")
-        matched = {key: self._patterns[key].matching(name) for key in (_REPLICATED, _AVERAGED, _TWO, _ROW)}
-        subs = [
-            (sub, pattern)
-            for (sub, _), own in zip(self._subs, self._sub_patterns, strict=True)
-            for pattern in own.matching(name)
-        ]
-        categories = [key for key, own in matched.items() if own]
-        _check_one(categories, matched, subs)
-        if not categories and not subs and not shapes.declared:
+        matched = {key: found for key, own in self._categories.items() if (found := own.matching(name))}
+        subs = self._subs_of(name)
+        _check_one(matched, subs)
+        if _AVERAGED in matched:
+            return equal_layout("partial", shapes.local)
+        if _REPLICATED in matched or not (matched or subs or shapes.declared):
             return equal_layout("replicate", shapes.local)
-        return self._by_category(categories, subs, shapes.local)
-
-    def _by_category(
-        self, categories: Sequence[str], subs: Sequence[tuple[_SubParams, str]], shapes: Sequence[Shape]
-    ) -> TensorLayout:
-        for key, name in ((_REPLICATED, "replicate"), (_AVERAGED, "partial")):
-            if key in categories:
-                return equal_layout(name, shapes)
-        if _TWO in categories:
-            if any(not shape or shape[0] % 2 for shape in shapes):
-                raise MisfitError(f"expected two equal blocks of dim 0 on each rank; got {[list(s) for s in shapes]}")
-            halves = [shape[0] // 2 for shape in shapes]
-            return cut_layout(0, shapes, [halves, halves])
+        if _TWO in matched:
+            if any(not shape or shape[0] % 2 for shape in shapes.local):
+                shown_shapes = [list(shape) for shape in shapes.local]
+                raise MisfitError(f"expected two equal blocks of dim 0 on each rank; got {shown_shapes}")
+            return cut_layout(0, shapes.local, [[shape[0] // 2 for shape in shapes.local]] * 2)
         if subs:
-            sub, pattern = subs[0]
-            return cut_layout(sub.dim, shapes, list(self._widths(sub, pattern, shapes)))
-        return cut_layout(1 if _ROW in categories else 0, shapes, None)
+            return cut_layout(subs[0][0].dim, shapes.local, self._blocks(*subs[0], shapes.local))
+        return cut_layout(1 if _ROW in matched else 0, shapes.local, None)
 
-    def _widths(self, sub: _SubParams, pattern: str, shapes: Sequence[Shape]) -> Iterator[list[int]]:
+    def _blocks(self, sub: _SubParams, pattern: str, shapes: Sequence[Shape]) -> Sequence[Sequence[int]]:
         """Elements of every sub-parameter on every rank."""
-        recorded = self._info.get(_WIDTHS)
-        if isinstance(recorded, dict) and pattern in recorded:
-            where = f"{_WIDTHS} of {self._where}"
-            for widths in sequence(recorded[pattern], where):
-                yield [integer(width, where) for width in sequence(widths, where)]
-            return
+        if pattern in self._widths:
+            return self._widths[pattern]
         if self._version >= 0.4:  # since then the widths are recorded, and a cut without them is not known to be even
             raise MisfitError(f"expected widths of its sub-parameters under {pattern!r} in {_WIDTHS}; got none")
         if any(sub.dim >= len(shape) for shape in shapes):
             raise MisfitError(f"expected tensors with a dim {sub.dim}; got {[list(shape) for shape in shapes]}")
-        total = sum(shape[sub.dim] for shape in shapes)
-        for size in sub.sizes(total):
+        sizes = sub.sizes(sum(shape[sub.dim] for shape in shapes))
+        for size in sizes:
             if size % len(shapes):
                 raise MisfitError(f"a sub-parameter of {size} elements is not cut evenly over {len(shapes)} ranks")
-            yield [size // len(shapes)] * len(shapes)
+        return [[size // len(shapes)] * len(shapes) for size in sizes]
 
 
-def _rewidened(widths: object, parts: int) -> object:
-    """Widths of sub-parameters for another number of ranks, where all ranks have as much of each; else as they are."""
-    if not isinstance(widths, list | tuple) or not all(isinstance(own, list | tuple) for own in widths):
-        return widths
+def _sequence(info: Mapping[object, object], key: str, where: str) -> Sequence[object]:
+    found = info.get(key)
+    return [] if found is None else sequence(found, f"{key} of {where}")
+
+
+def _widths(saved: object, where: str) -> dict[str, list[list[int]]]:
+    """Pattern to the elements of each sub-parameter on each rank."""
+    if not isinstance(saved, dict):
+        return {}
+    return {
+        text(pattern, where): [[integer(n, where) for n in sequence(block, where)] for block in sequence(own, where)]
+        for pattern, own in saved.items()
+    }
+
+
+def _affine_params(saved: object, where: str) -> Mapping[object, object]:
+    if not saved:
+        return {}
+    found = mapping(saved, f"{_AFFINE} of {where}")
+    version = found.get("version", AFFINE_VERSION)
+    if version != AFFINE_VERSION:
+        raise UnsupportedError(
+            f"expected affine_map of version {AFFINE_VERSION} in {where}; got {shown(version)}. Use a newer ucp"
+        )
+    return mapping(found.get("params", {}), f"{_AFFINE} of {where}")
+
+
+def _rewidened(widths: list[list[int]], parts: int) -> list[list[int]] | None:
+    """Widths of sub-parameters for another number of ranks, where all ranks have as much of each; else None."""
     totals = [sum(own) for own in widths]
-    even = all(len(set(own)) == 1 for own in widths)
-    if not even or any(total % parts for total in totals):
-        return widths
+    if any(len(set(own)) > 1 for own in widths) or any(total % parts for total in totals):
+        return None
     return [[total // parts] * parts for total in totals]
 
 
@@ -386,15 +371,13 @@ class _SubParams:
         return (total // self.spec,) * self.spec
 
 
-def _check_one(
-    categories: Sequence[str], matched: Mapping[str, Sequence[str]], subs: Sequence[tuple[_SubParams, str]]
-) -> None:
+def _check_one(matched: Mapping[str, Sequence[str]], subs: Sequence[tuple[_SubParams, str]]) -> None:
     """Raise MisfitError when the categories that match do not all say the same."""
-    kinds = [*categories, *([_SUB] if subs else [])]
-    agree = len(kinds) < 2 or (set(kinds) == {_SUB, _ROW} and all(sub.dim == 1 for sub, _ in subs))
+    found = {**matched, _SUB: [pattern for _, pattern in subs]} if subs else matched
+    agree = len(found) < 2 or (found.keys() == {_SUB, _ROW} and all(sub.dim == 1 for sub, _ in subs))
     specs = {(sub.dim, sub.spec) for sub, _ in subs}
     if not agree:
-        shown = [f"{key} ({', '.join(map(repr, matched.get(key) or [p for _, p in subs]))})" for key in kinds]
+        shown = [f"{key} ({', '.join(map(repr, own))})" for key, own in found.items()]
         raise MisfitError(f"the patterns contradict one another: it is matched by {' and '.join(shown)}")
     if len(specs) > 1:
         raise MisfitError(f"the patterns contradict one another: {_SUB} has it twice, with {sorted(map(str, specs))}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
@@ -24,20 +23,15 @@ from ucp_formats.deepspeed.read.module import ModuleEntry, ModulePart
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.stored import State, StoredTensor
 from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
+from ucp_formats.deepspeed.tp.family import FamilyRules
 from ucp_formats.deepspeed.tp.layout import TensorLayout
-from ucp_formats.deepspeed.tp.universal_info import TensorShapes
+from ucp_formats.deepspeed.tp.universal_info import TensorShapes, UniversalCheckpointInfo
 
 __all__ = ["RankPart", "Rules", "merge", "merged_extras"]
 
 
-class Rules(Protocol):
-    """Says how tensors lie over the tensor-parallel ranks."""
-
-    def layouts(self, tensors: Mapping[str, TensorShapes]) -> dict[str, TensorLayout]:
-        """Layout of every tensor. Raises SourceError with all names concerned."""
-
-    def padded_vocabulary(self, name: str, global_shape: Shape) -> int | None:
-        """Rows of a vocabulary that are not padding, where `name` is one and that is known."""
+Rules = UniversalCheckpointInfo | FamilyRules
+"""Says how tensors lie over the tensor-parallel ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from ucp_formats.deepspeed.read.module import module_of, read_module
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.sharded import read_sharded, with_shapes
 from ucp_formats.deepspeed.read.optimizer.stored import StoredTensor
-from ucp_formats.deepspeed.read.ranks.merge import RankPart, merge
+from ucp_formats.deepspeed.read.ranks.merge import RankPart, Rules, merge
 from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
 from ucp_formats.deepspeed.read.ranks.pipeline import TIED, layer_starts, pipeline_modules
 from ucp_formats.deepspeed.read.ranks.unsharded import read_expert_ranks, read_stages, read_unsharded
@@ -109,9 +109,7 @@ def _without_file(layers: Mapping[int, str], stages: Sequence[Sequence[str]]) ->
         )
 
 
-def tensor_rules(
-    infos: Mapping[str, tuple[SavedFile, object]], where: str, options: SourceOptions
-) -> UniversalCheckpointInfo | FamilyRules:
+def tensor_rules(infos: Mapping[str, tuple[SavedFile, object]], where: str, options: SourceOptions) -> Rules:
     """Rules out of what files of all ranks record, which is the same; else, or where the user says so, of a family.
 
     `infos`: name of a file to the file and its `universal_checkpoint_info`.

@@ -20,12 +20,11 @@ from ucp_formats.deepspeed.read.extras import model_extras
 from ucp_formats.deepspeed.read.model_states import ModelStates
 from ucp_formats.deepspeed.read.module import ModulePart, read_module
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
-from ucp_formats.deepspeed.read.ranks.merge import RankPart, merge
+from ucp_formats.deepspeed.read.ranks.merge import RankPart, Rules, merge
 from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
 from ucp_formats.deepspeed.read.ranks.parallel import tensor_rules
 from ucp_formats.deepspeed.read.run import degrees, model_parallel_size
-from ucp_formats.deepspeed.tp.family import FamilyRules
-from ucp_formats.deepspeed.tp.universal_info import TensorShapes, UniversalCheckpointInfo
+from ucp_formats.deepspeed.tp.universal_info import TensorShapes
 
 __all__ = ["UniversalRanks", "universal_ranks"]
 
@@ -42,7 +41,7 @@ class UniversalRanks:
     """Tensor-parallel ranks."""
     pp: int
     """Pipeline stages."""
-    rules: UniversalCheckpointInfo | FamilyRules
+    rules: Rules
     """How tensors lie over tensor-parallel ranks."""
 
     @property
