@@ -12,7 +12,7 @@ from ucp.contract.rank_extras import Checksums
 from ucp.core.pickle_values import Stub
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError
-from ucp.io.pickle.fields import Shape, integer, mapping, sequence, tensor, text
+from ucp.io.pickle.fields import Shape, described, integer, mapping, sequence, tensor, text
 from ucp_formats.deepspeed.fields import number_of_enum
 from ucp_formats.deepspeed.names import FileName
 from ucp_formats.deepspeed.read.files import SavedFile
@@ -151,11 +151,10 @@ class Span(NamedTuple):
     def of(cls, saved: object, where: str) -> Span:
         """The address `saved`, whose class was a named tuple once."""
         if not isinstance(saved, Stub):
-            start, numel = None, None
-        elif len(saved.args) == 2:
+            raise MalformedError(f"expected a fragment_address for {where}; got {described(saved)}")
+        start, numel = saved.attribute("start"), saved.attribute("numel")
+        if len(saved.args) == 2:
             numel, start = saved.args
-        else:
-            start, numel = saved.attribute("start"), saved.attribute("numel")
         return cls(integer(start, f"start of {where}"), integer(numel, f"numel of {where}"))
 
 

@@ -221,6 +221,20 @@ def test_a_key_that_is_missing_or_of_another_kind(tmp_path: Path, fake_run, stag
     assert f"for {key}; got a str ('what is this')" in message
 
 
+def test_values_of_another_kind_in_several_files_are_told_together(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2)
+    run.models[0]["shared_params"] = {"tied": 3}
+    run.optimizers[0]["optimizer_state_dict"]["partition_count"] = ["two"]
+    run.optimizers[1]["optimizer_state_dict"]["param_slice_mappings"] = [{"a.weight": "everywhere"}]
+    message = problems(run.save(tmp_path), MalformedError)
+    assert "3 problems with the files of" in message
+    assert (
+        "mp_rank_00_model_states.pt (model states): expected a text for tied in shared_params; got a int (3)" in message
+    )
+    assert "expected a whole number for partition_count; got a str ('two')" in message
+    assert "expected a fragment_address for a.weight in param_slice_mappings; got a str ('everywhere')" in message
+
+
 def test_a_file_without_a_dict(tmp_path: Path, fake_run) -> None:
     path = fake_run(1, 2).save(tmp_path)
     torch.save([1, 2], path / "global_step7" / OPTIMIZER.format(1))

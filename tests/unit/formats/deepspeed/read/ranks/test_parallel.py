@@ -25,7 +25,7 @@ from ucp.errors import (
     UsageError,
 )
 
-FIXTURES = Path(__file__).parents[5] / "fixtures" / "deepspeed"
+FIXTURES = Path(__file__).parents[6] / "fixtures" / "deepspeed"
 INFO = "universal_checkpoint_info"
 EXPERTS = "moe.deepspeed_moe.experts.deepspeed_experts"
 
