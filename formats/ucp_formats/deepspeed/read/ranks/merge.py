@@ -65,19 +65,19 @@ def merge(parts: Sequence[RankPart], rules: Rules, checksums: Checksums, where: 
     problems = Problems()
     groups = _groups(parts, checksums, problems)
     optimizer = OptimizerPart(
-        states={name: merger.states(name) for name in merger.stated()},
+        states={name: merger.states(name) for name in _unique(part.optimizer.states for part in merger.parts)},
         groups=groups,
         extras=merged_extras([(part.mp, part.optimizer.extras) for part in parts], checksums),
-        notes=_lines(part.optimizer.notes for part in parts),
-        dropped=_lines(part.optimizer.dropped for part in parts),
+        notes=_unique(part.optimizer.notes for part in parts),
+        dropped=_unique(part.optimizer.dropped for part in parts),
         lost={name: loss for part in parts for name, loss in part.optimizer.lost.items()},
     )
     module = ModulePart(
-        entries={name: merger.entry(name) for name in _names(part.module.entries for part in parts)},
+        entries={name: merger.entry(name) for name in _unique(part.module.entries for part in parts)},
         aliases={alias: name for part in parts for alias, name in part.module.aliases.items()},
         extras=merged_extras([(part.mp, part.module.extras) for part in parts], checksums) + merger.extras,
-        notes=_lines(part.module.notes for part in parts) + merger.notes,
-        dropped=_lines(part.module.dropped for part in parts),
+        notes=_unique(part.module.notes for part in parts) + merger.notes,
+        dropped=_unique(part.module.dropped for part in parts),
     )
     problems.wrong += merger.wrong
     problems.raise_any(where, "model-parallel ranks")
@@ -96,7 +96,7 @@ def _stages(parts: Sequence[RankPart]) -> dict[str, tuple[int, ...]]:
 
 def _owners(parts: Sequence[RankPart], ep: int) -> dict[str, int]:
     """Expert-parallel rank, of `ep`, that has each parameter of an expert; none with one rank."""
-    names = _names(own for part in parts for own in (part.module.entries, part.optimizer.states))
+    names = _unique(own for part in parts for own in (part.module.entries, part.optimizer.states))
     return Numbered.of(names).owners(names, ep) if ep > 1 else {}
 
 
@@ -139,10 +139,6 @@ class _Merger:
         self.wrong: list[str] = []
         self.extras: list[Extra] = []
         self.notes: list[str] = []
-
-    def stated(self) -> list[str]:
-        """Parameters with states, in the order of the stages."""
-        return _names(part.optimizer.states for part in self.parts)
 
     def states(self, name: str) -> dict[str, State]:
         """Whole states of a parameter."""
@@ -288,9 +284,5 @@ def merged_extras(owned: Sequence[tuple[int, Sequence[Extra]]], checksums: Check
     return found
 
 
-def _names(maps: Iterable[Mapping[str, object]]) -> list[str]:
-    return list(dict.fromkeys(name for own in maps for name in own))
-
-
-def _lines(lists: Iterable[Sequence[str]]) -> list[str]:
-    return list(dict.fromkeys(line for own in lists for line in own))
+def _unique(lists: Iterable[Iterable[str]]) -> list[str]:
+    return list(dict.fromkeys(text for own in lists for text in own))
