@@ -6,25 +6,25 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
-from ucp_formats.megatron.flat_buffer.layout import BufferRule, Place, bucket_multiple, simulate, walk
+from ucp_formats.megatron.flat_buffer.layout import BufferLayout, Place, simulate, walk
 
 NUMELS = st.lists(st.integers(1, 300), min_size=1, max_size=12)
 
 
-@st.composite
-def rules(draw: st.DrawFn, count: int) -> BufferRule:
-    return BufferRule(
-        bucket_numel=draw(st.none() | st.integers(1, 500)),
-        bucket_multiple=bucket_multiple(draw(st.integers(1, 5))),
-        alignment=draw(st.sampled_from((1, 64))),
-        apart=frozenset(draw(st.lists(st.integers(0, count - 1), max_size=2))),
+def simulated(data: st.DataObject, numels: list[int]) -> BufferLayout:
+    """Parameters of so many elements, in buckets of any size."""
+    return simulate(
+        numels,
+        bucket_numel=data.draw(st.none() | st.integers(1, 500)),
+        alignment=data.draw(st.sampled_from((1, 64))),
+        apart=data.draw(st.lists(st.integers(0, len(numels) - 1), max_size=2)),
     )
 
 
 @given(st.data(), NUMELS)
 def test_a_walk_undoes_a_simulation(data: st.DataObject, numels: list[int]) -> None:
     """Whatever the size of buckets, contents alone give the layout back."""
-    layout = simulate(numels, data.draw(rules(len(numels))))
+    layout = simulated(data, numels)
     contents = [-1] * layout.numel
     for number, start in enumerate(layout.starts):
         contents[start : start + numels[number]] = [number] * numels[number]
@@ -41,7 +41,7 @@ def test_a_walk_undoes_a_simulation(data: st.DataObject, numels: list[int]) -> N
 @given(st.data(), NUMELS)
 def test_parameters_do_not_overlap(data: st.DataObject, numels: list[int]) -> None:
     """They lie in reverse order, each in a stretch of its own."""
-    layout = simulate(numels, data.draw(rules(len(numels))))
+    layout = simulated(data, numels)
     stretches = sorted((start, start + numels[number], -number) for number, start in enumerate(layout.starts))
     assert [-number for _, _, number in stretches] == list(reversed(range(len(numels))))
     assert all(stop <= start for (_, stop, _), (start, _, _) in itertools.pairwise(stretches))
@@ -52,7 +52,7 @@ def test_parameters_do_not_overlap(data: st.DataObject, numels: list[int]) -> No
 def test_parameters_that_are_not_trained_are_passed_over(data: st.DataObject, numels: list[int]) -> None:
     """A parameter that is not in the buffer has no place; the others keep theirs."""
     trained = [number for number in range(len(numels)) if data.draw(st.booleans())]
-    layout = simulate([numels[number] for number in trained], BufferRule()) if trained else None
+    layout = simulate([numels[number] for number in trained]) if trained else None
     starts = dict(zip(trained, layout.starts, strict=True)) if layout else {}
     total = layout.numel if layout else 0
     found = walk(numels, [total], lambda place: [n for n, start in starts.items() if place == Place(0, start)])

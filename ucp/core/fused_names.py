@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, StateIndex
-from ucp.core.region import Box, intersect
+from ucp.core.region import Box, RegionPair, compose
 from ucp.core.tensor import InlineTensor, Tensor
 
 __all__ = ["Stretch", "joined"]
@@ -60,12 +60,9 @@ def _joined(name: str, parts: Sequence[tuple[AtomIndex, Stretch]]) -> AtomIndex:
 def _moved(state: StateIndex, own: Stretch) -> Iterator[Fragment]:
     """Pieces of the atom that lie in the stretch, as pieces of the joined tensor."""
     for piece in state.fragments:
-        shared = intersect(piece.box, own.local)
-        if shared is not None:
-            start = tuple(n - low for n, low in zip(shared.offsets, piece.box.offsets, strict=True))
-            place = zip(shared.offsets, own.local.offsets, own.whole.offsets, strict=True)
-            box = Box(tuple(n - low + to for n, low, to in place), shared.sizes)
-            yield replace(piece, box=box, ref=_cut(piece.ref, Box(start, shared.sizes)))
+        stored = RegionPair(piece.box, Box.whole(piece.box.sizes))
+        for pair in compose((RegionPair(own.whole, own.local),), (stored,)):
+            yield replace(piece, box=pair.whole, ref=_cut(piece.ref, pair.local))
 
 
 def _cut(ref: Tensor, box: Box) -> Tensor:

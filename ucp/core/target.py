@@ -6,13 +6,16 @@ literal bytes (headers, pickles, small text files) and checksum fields that are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ucp.core.fused_names import Stretch
+from ucp.core.index import Index
+from ucp.core.names import WEIGHT
 from ucp.core.slices import Slice
 from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
+from ucp.errors import counted
 
 __all__ = [
     "CrcField",
@@ -24,6 +27,7 @@ __all__ = [
     "Receipts",
     "TargetOptions",
     "TargetPlan",
+    "casts",
 ]
 
 
@@ -165,3 +169,22 @@ class Receipts:
     """One per placement, in the order of the plan."""
     files: Mapping[str, int]
     """Path to the CRC-32 of the whole file, of every planned file that holds no placement."""
+
+
+def casts(index: Index, slices: Iterable[Slice], *, names_rounded: bool = False) -> tuple[str, ...]:
+    """One line per state and change of type, with the number of parameters concerned.
+
+    The weights that a model computes with stand beside their masters, rounded: that loses nothing, and is no cast;
+    `names_rounded`: it is named all the same. A master that is made of such a weight, wider than the source has it, is
+    one.
+    """
+    slices = list(slices)
+    changed: dict[str, set[str]] = {}
+    weights = {(own.param, own.dtype) for own in slices if own.state == WEIGHT}
+    for own in slices:
+        stored = index.atoms[own.param].states[own.state].dtype
+        beside = own.state == WEIGHT and (own.param, stored) in weights and own.dtype.itemsize <= stored.itemsize
+        if stored is not own.dtype and (names_rounded or not beside):
+            line = f"{own.state}: {stored} -> {own.dtype}{' beside the masters' if beside else ''}"
+            changed.setdefault(line, set()).add(own.param)
+    return tuple(f"{line} in {counted(len(params), 'parameter')}" for line, params in changed.items())

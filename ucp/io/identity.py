@@ -7,9 +7,10 @@ from importlib import metadata
 
 import xxhash
 
+from ucp.core.index import SourceFile
 from ucp.io.files import open_source, split_parts
 
-__all__ = ["identity_of", "producer", "size_and_time"]
+__all__ = ["identity_of", "producer", "size_and_time", "source_file"]
 
 _TAIL = 64 << 10
 """Bytes at each end of a file that its identity is taken from."""
@@ -30,6 +31,12 @@ def size_and_time(path: str) -> tuple[int, int]:
     """
     stats = [os.stat(part) for part in (split_parts(path) if not os.path.lexists(path) else ()) or (path,)]
     return sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats)
+
+
+def source_file(path: str, role: str) -> SourceFile:
+    """A file that was read, as an index lists it. Raises OSError when it is not there."""
+    nbytes, mtime_ns = size_and_time(path)
+    return SourceFile(path=path, nbytes=nbytes, mtime_ns=mtime_ns, role=role)
 
 
 def identity_of(path: str) -> str:

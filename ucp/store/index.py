@@ -8,10 +8,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ucp.core.index import Extra, Index, SourceFile
+from ucp.core.index import Extra, Index
 from ucp.core.tensor import Record
 from ucp.errors import ChangedError, CorruptError, MalformedError, UcpError, counted, listed
-from ucp.io.identity import identity_of, size_and_time
+from ucp.io.identity import identity_of, source_file
 from ucp.store.extras import EXTRAS, read_extra
 from ucp.store.interpret import ReferredFile, files_of, inside, interpret
 from ucp.store.manifest import MANIFEST, StoredExtra, parse, read_text
@@ -31,7 +31,11 @@ def read_store(root: Path) -> Index:
     return replace(
         index,
         extras=extras,
-        files=(*index.files, _file(path, "manifest"), *(_file(root / own.file, "extra") for own in stored)),
+        files=(
+            *index.files,
+            source_file(str(path), "manifest"),
+            *(source_file(str(root / own.file), "extra") for own in stored),
+        ),
         records=(*index.records, *records),
         notes=(*index.notes, *unchecked),
         unchecked=unchecked,
@@ -74,11 +78,6 @@ def _unchecked(root: Path, stored: Sequence[StoredExtra]) -> Iterator[str]:
     strays = [name for name in strays if name not in known]
     if strays:
         yield f"not in the manifest of {root}, not read: {', '.join(strays[:8])}{', ...' if len(strays) > 8 else ''}"
-
-
-def _file(path: Path | str, role: str) -> SourceFile:
-    nbytes, mtime_ns = size_and_time(str(path))
-    return SourceFile(path=str(path), nbytes=nbytes, mtime_ns=mtime_ns, role=role)
 
 
 def _check_unchanged(files: Iterable[ReferredFile], root: Path) -> None:

@@ -19,7 +19,7 @@ from ucp.contract.protocols import Target
 from ucp.core.dtypes import DType
 from ucp.core.index import Extra, Index, Kind
 from ucp.core.slices import Slice, whole_slice
-from ucp.core.target import Literal, OutputFile, Placement, RawCopy, Receipt, Receipts, TargetOptions, TargetPlan
+from ucp.core.target import Literal, OutputFile, Placement, RawCopy, Receipt, Receipts, TargetOptions, TargetPlan, casts
 from ucp.core.topology import Topology
 from ucp.errors import DestinationError, UsageError, counted, listed
 from ucp.io.codec import codec_name
@@ -63,7 +63,7 @@ class StoreTarget(Target):
             files=(*files, *(file for _, file, _ in extras)),
             placements=tuple(placements),
             raw=tuple(copy for _, _, own in extras for copy in own),
-            casts=_casts(index, slices),
+            casts=tuple(f"{line}, as asked" for line in casts(index, slices)),
             compress=options.compress,
         )
 
@@ -141,16 +141,6 @@ def _slices(index: Index, options: TargetOptions) -> Iterator[Slice]:
         dtype = state.dtype if kept else wanted.get(name, state.dtype)
         if dtype is not state.dtype or not is_inline(state):
             yield whole_slice(atom.name, name, state, dtype=dtype)
-
-
-def _casts(index: Index, slices: Sequence[Slice]) -> tuple[str, ...]:
-    """A line for each state and change of type."""
-    changes = Counter(
-        f"{own.state}: {stored} -> {own.dtype}"
-        for own in slices
-        if (stored := index.atoms[own.param].states[own.state].dtype) is not own.dtype
-    )
-    return tuple(f"{change} in {counted(count, 'parameter')}, as asked" for change, count in changes.items())
 
 
 def _packs(slices: Sequence[Slice], limit: int) -> Iterator[list[Slice]]:

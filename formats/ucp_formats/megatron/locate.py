@@ -3,20 +3,39 @@
 A user may pass the save folder (with its tracker), an iteration folder, or the folder of one rank. What an iteration
 folder is, is decided in Megatron's own order (checkpointing.py: _get_checkpoint_format): metadata.json, then folders of
 ranks, then the .metadata of torch.distributed.checkpoint.
+
+metadata.json says what backend of megatron-core wrote an iteration folder (core/dist_checkpointing/core.py):
+
+| written by | text |
+|---|---|
+| core 0.3 to 0.18 | {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", ...} |
+| core 0.19 on | {"sharded_backend": "torch_dist", "sharded_backend_version": 1} |
+
+Without it Megatron takes the folder for one of torch.distributed.checkpoint (torch_dcp), which has a .metadata too.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from ucp.contract.companion_files import SaveFolder
-from ucp.errors import MalformedError, UnknownFormatError, UsageError, counted, listed
+from ucp.errors import (
+    MalformedError,
+    MissingFileError,
+    SourceError,
+    UnknownFormatError,
+    UnsupportedError,
+    UsageError,
+    counted,
+    listed,
+)
 from ucp.io.folder import names_in, short_text
-from ucp_formats.megatron.backend import read_backend
 from ucp_formats.megatron.names import (
+    COMMON,
     DCP_METADATA,
     METADATA,
     MODEL,
@@ -27,11 +46,16 @@ from ucp_formats.megatron.names import (
     parse_rank_folder,
 )
 
-__all__ = ["Located", "SavedAs", "is_of_the_format", "locate", "the_folder"]
+__all__ = ["Located", "SavedAs", "is_of_the_format", "locate", "lost_backend", "the_folder", "unknown_version"]
 
 _MOST_TRACKER_BYTES = 64
 _INNER = ("weights", "model_weights")
 """Folders in which NeMo keeps a checkpoint of megatron-core."""
+_MOST_BYTES = 1 << 20
+_VERSION = 1
+"""The only version there is, of any backend; megatron-core up to 0.18 refuses others (strategies/base.py)."""
+_COMMON_STATE = "common_state/"
+_SHOWN = 40
 
 
 class SavedAs(StrEnum):
@@ -67,25 +91,32 @@ class Located:
     """Folder that the iteration was saved in; None where that is not known."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Backend:
+    """What the file says."""
+
+    name: str
+    """"torch_dist" or "zarr", or what else is named."""
+    version: object
+    """Number of the version; 1 where it is not said."""
+
+
 def locate(path: Path) -> Located | None:
     """Where the checkpoint at `path` lies, or None if there is none."""
     if not path.is_dir():
         return None
     if parse_rank_folder(path.name) is not None and _has_model(path):
         seen = _seen(path.parent, named=True)
-        return Located(
-            root=path.parent,
-            saved_as=SavedAs.TORCH,
-            reasons=(f"{path.name}, a rank of it", *seen.values()),
-            saved_in=_parent(path.parent),
-        )
+        reasons = (f"{path.name}, a rank of it", *(seen[1:] if seen else ()))
+        return Located(root=path.parent, saved_as=SavedAs.TORCH, reasons=reasons, saved_in=_parent(path.parent))
     tracked = _follow_tracker(path)
     if tracked is not None:
         return tracked
     for root in (path, *(path / name for name in _INNER)):
-        for saved_as, reason in _seen(root, named=_is_named(root)).items():
+        seen = _seen(root, named=parse_iteration(root.name) is not None)
+        if seen:
             saved_in = _parent(root) if root == path else None
-            return Located(root=root, saved_as=saved_as, reasons=(reason,), saved_in=saved_in)
+            return Located(root=root, saved_as=seen[0], reasons=seen[1:], saved_in=saved_in)
     return _only_iteration(path)
 
 
@@ -132,35 +163,22 @@ def _has_model(path: Path) -> bool:
     return (path / MODEL).is_file() or (path / MODEL_APART).is_file()
 
 
-def _is_named(path: Path) -> bool:
-    """Whether the name of a folder, or the tracker beside it, says that it is an iteration of Megatron."""
-    return parse_iteration(path.name) is not None
-
-
-def _seen(path: Path, *, named: bool) -> dict[SavedAs, str]:
-    """How the iteration folder `path` was saved, with the evidence; at most one entry.
+def _seen(path: Path, *, named: bool) -> tuple[SavedAs, str] | None:
+    """How the iteration folder `path` was saved, with the evidence; None where it is none.
 
     `named`: whether it is known to be an iteration folder by its name or the tracker.
     """
-    backend = _backend(path)
-    if backend is not None:
-        return {backend: f"{METADATA} of {backend}"}
+    backend = _read_backend(path)
+    if backend is not None and backend.name in (SavedAs.TORCH_DIST, SavedAs.ZARR):
+        return SavedAs(backend.name), f"{METADATA} of {backend.name}"
     ranks = sorted(name for name in names_in(path) if parse_rank_folder(name) is not None and _has_model(path / name))
     if ranks:
-        return {SavedAs.TORCH: f"{len(ranks)} folders such as {ranks[0]}" if len(ranks) > 1 else f"folder {ranks[0]}"}
+        return SavedAs.TORCH, f"{len(ranks)} folders such as {ranks[0]}" if len(ranks) > 1 else f"folder {ranks[0]}"
     if named and (path / DCP_METADATA).is_file():
-        beside = (
-            f"beside a {METADATA} that names no backend" if os.path.lexists(path / METADATA) else f"without {METADATA}"
-        )
-        return {SavedAs.TORCH_DCP: f"{DCP_METADATA} {beside}"}
-    return {}
-
-
-def _backend(folder: Path) -> SavedAs | None:
-    """The backend of megatron-core that a metadata.json names; None when it names none that is known."""
-    backend = read_backend(folder)
-    known = (SavedAs.TORCH_DIST, SavedAs.ZARR)
-    return next((own for own in known if backend is not None and own.value == backend.name), None)
+        there = os.path.lexists(path / METADATA)
+        beside = f"beside a {METADATA} that names no backend" if there else f"without {METADATA}"
+        return SavedAs.TORCH_DCP, f"{DCP_METADATA} {beside}"
+    return None
 
 
 def _follow_tracker(path: Path) -> Located | None:
@@ -168,14 +186,15 @@ def _follow_tracker(path: Path) -> Located | None:
     name = _tracked_name(path / TRACKER)
     if name is None:
         return None
-    for saved_as, reason in _seen(path / name, named=True).items():
-        reasons = (f"{TRACKER} -> {name}", reason)
-        return Located(root=path / name, saved_as=saved_as, reasons=reasons, saved_in=SaveFolder(path))
+    seen = _seen(path / name, named=True)
+    if seen:
+        reasons = (f"{TRACKER} -> {name}", seen[1])
+        return Located(root=path / name, saved_as=seen[0], reasons=reasons, saved_in=SaveFolder(path))
     there = _iterations(path)
     if not there:
         return None
-    saved_as = next(iter(_seen(path / there[0], named=True)))
-    return Located(root=path, saved_as=saved_as, reasons=(TRACKER,), iterations=there, dangling=name)
+    saved_as, _ = next(iter(there.values()))
+    return Located(root=path, saved_as=saved_as, reasons=(TRACKER,), iterations=tuple(there), dangling=name)
 
 
 def _tracked_name(file: Path) -> str | None:
@@ -185,26 +204,27 @@ def _tracked_name(file: Path) -> str | None:
     return f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else None
 
 
-def _iterations(path: Path) -> tuple[str, ...]:
-    found = [name for name in names_in(path) if parse_iteration(name) is not None and _seen(path / name, named=True)]
-    return tuple(sorted(found))
+def _iterations(path: Path) -> dict[str, tuple[SavedAs, str]]:
+    """Iteration folders by name, each with how it was saved."""
+    names = sorted(name for name in names_in(path) if parse_iteration(name) is not None)
+    return {name: seen for name in names if (seen := _seen(path / name, named=True))}
 
 
 def _only_iteration(path: Path) -> Located | None:
     there = _iterations(path)
     if not there:
         return None
-    (saved_as, reason), *_ = _seen(path / there[0], named=True).items()
-    if len(there) == 1:
-        reasons = (f"the only iteration, {there[0]}", reason)
-        return Located(
-            root=path / there[0],
-            saved_as=saved_as,
-            reasons=reasons,
-            notes=_unreadable_tracker(path, there[0]),
-            saved_in=SaveFolder(path),
-        )
-    return Located(root=path, saved_as=saved_as, reasons=(f"folders {', '.join(there[:3])}",), iterations=there)
+    name, (saved_as, reason) = next(iter(there.items()))
+    if len(there) > 1:
+        reasons = (f"folders {', '.join(list(there)[:3])}",)
+        return Located(root=path, saved_as=saved_as, reasons=reasons, iterations=tuple(there))
+    return Located(
+        root=path / name,
+        saved_as=saved_as,
+        reasons=(f"the only iteration, {name}", reason),
+        notes=_unreadable_tracker(path, name),
+        saved_in=SaveFolder(path),
+    )
 
 
 def _unreadable_tracker(path: Path, taken: str) -> tuple[str, ...]:
@@ -218,3 +238,60 @@ def _unreadable_tracker(path: Path, taken: str) -> tuple[str, ...]:
         "a file. Whether it is the last one that was saved is not known"
     )
     return (note,)
+
+
+def _read_backend(folder: Path) -> _Backend | None:
+    """The backend that the file in `folder` names; None when there is none, or it is damaged."""
+    try:
+        found = json.loads(short_text(folder / METADATA, most_bytes=_MOST_BYTES) or "")
+    except (ValueError, RecursionError):
+        return None
+    name = found.get("sharded_backend") if isinstance(found, dict) else None
+    return _Backend(name, found.get("sharded_backend_version", _VERSION)) if isinstance(name, str) else None
+
+
+def unknown_version(folder: Path) -> UnsupportedError | None:
+    """Why a folder of a known backend is not read; None when it is of the version that is known."""
+    backend = _read_backend(folder)
+    if backend is None or backend.version == _VERSION:
+        return None
+    return UnsupportedError(
+        f"expected version {_VERSION} of {backend.name} in {folder / METADATA}, which all megatron-core up to 0.19 "
+        f"writes; got {str(backend.version)[:_SHOWN]!r}. Where the file is damaged, copy it again; where a later "
+        "megatron-core wrote it, save with one that is known"
+    )
+
+
+def lost_backend(folder: Path) -> SourceError | None:
+    """What is wrong with a folder that has a .metadata and no known backend; None when it is one of torch_dcp.
+
+    The folders of torch_dcp never have the file, and neither a common state.
+    """
+    file = folder / METADATA
+    remedy = "Copy it again from where it was saved; it is the same in all checkpoints of a run"
+    wanted = f'expected the backend that wrote the folder, as in {{"sharded_backend": "torch_dist"}}, in {file}'
+    backend = _read_backend(folder)
+    if backend is not None:
+        return UnsupportedError(f"{wanted}; got {backend.name[:_SHOWN]!r}, which is not known here. {remedy}")
+    if os.path.lexists(file):
+        text = short_text(file, most_bytes=_MOST_BYTES) if file.is_file() else None
+        held = repr(text[:_SHOWN]) if text else "nothing"
+        if text is None:
+            held = "what is no text, or too long" if file.is_file() else "what is no regular file"
+        return MalformedError(f"{wanted}; got {held}: it is damaged. {remedy}")
+    if _is_torch_dist(folder):
+        return MissingFileError(f"{wanted}; there is none, though the rest of a torch_dist checkpoint is. {remedy}")
+    return None
+
+
+def _is_torch_dist(folder: Path) -> bool:
+    """Whether a folder without the file has what only megatron-core writes: a common state."""
+    if os.path.lexists(folder / COMMON):
+        return True
+    try:
+        from ucp.io.dcp.metadata import read_metadata
+
+        objects = read_metadata(str(folder / DCP_METADATA)).objects
+    except SourceError:
+        return False
+    return any(key.startswith(_COMMON_STATE) for key in objects)

@@ -6,17 +6,20 @@ They are told by names alone; the readers are imported by what needs them.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ucp.contract.companion_files import with_companions
 from ucp.contract.protocols import Evidence, Format, LocalTensors, SourceOptions
 from ucp.core.index import Index
 from ucp.errors import UnsupportedError
-from ucp_formats.megatron.backend import lost_backend, unknown_version
-from ucp_formats.megatron.locate import Located, SavedAs, is_of_the_format, locate, the_folder
-
-if TYPE_CHECKING:
-    from ucp_formats.megatron.run.family import ChooseFamily
+from ucp_formats.megatron.locate import (
+    Located,
+    SavedAs,
+    is_of_the_format,
+    locate,
+    lost_backend,
+    the_folder,
+    unknown_version,
+)
 
 __all__ = ["MegatronFormat"]
 
@@ -75,11 +78,11 @@ class MegatronFormat(Format):
                 raise refused
             from ucp_formats.megatron.dist.source import read_dist
 
-            return read_dist(located, self.name, self._choose())
+            return read_dist(located, self.name, self._options)
         if located.saved_as is SavedAs.TORCH:
             from ucp_formats.megatron.legacy.source import read_legacy
 
-            return read_legacy(located, self.name, self._choose())
+            return read_legacy(located, self.name, self._options)
         lost = lost_backend(located.root) if located.saved_as is SavedAs.TORCH_DCP else None
         if lost is not None:
             raise lost
@@ -88,12 +91,7 @@ class MegatronFormat(Format):
 
     def local_tensors(self, path: Path) -> LocalTensors | None:
         """Tensors of the model by rank, of a checkpoint saved by ranks; None of one that records the wholes."""
-        from ucp_formats.megatron.legacy.local import read_local
+        from ucp_formats.megatron.legacy.files import read_local
 
         located = the_folder(locate(path), path)
-        return read_local(located) if located.saved_as is SavedAs.TORCH else None
-
-    def _choose(self) -> ChooseFamily:
-        from ucp_formats.megatron.run.family import chooser
-
-        return chooser(self._options)
+        return read_local(located.root) if located.saved_as is SavedAs.TORCH else None

@@ -11,19 +11,21 @@ each slice goes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import PurePath
 
 from ucp.core.dtypes import DType
+from ucp.core.index import Index
 from ucp.core.slices import Slice
-from ucp.core.target import OutputFile, Placement, RawCopy
+from ucp.core.target import OutputFile, Placement, RawCopy, TargetPlan, casts
 from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.topology import Topology
 from ucp.io.torch_file.copy_extras import grafted
 from ucp.io.torch_file.layout import NewStorage, NewTensor, layout_torch_zip
 
-__all__ = ["Drafted", "FileDraft", "Part"]
+__all__ = ["Drafted", "FileDraft", "Part", "target_plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,29 @@ class Drafted:
     """Slices that fill it, in increasing offset."""
     raw: tuple[RawCopy, ...] = ()
     """Tensors of extras that fill it."""
+
+
+def target_plan(
+    index: Index,
+    drafted: Sequence[Drafted],
+    *,
+    notes: Iterable[str],
+    topology: Topology | None = None,
+    names_rounded: bool = False,
+) -> TargetPlan:
+    """The plan of all files, in the order given.
+
+    `topology`: of the run that loads them, where only one can. `names_rounded`: see `ucp.core.target.casts`.
+    """
+    placements = tuple(place for own in drafted for place in own.placements)
+    return TargetPlan(
+        files=tuple(own.file for own in drafted),
+        placements=placements,
+        raw=tuple(copy for own in drafted for copy in own.raw),
+        notes=tuple(dict.fromkeys(notes)),
+        casts=casts(index, (place.slice for place in placements), names_rounded=names_rounded),
+        topology=topology,
+    )
 
 
 class FileDraft:

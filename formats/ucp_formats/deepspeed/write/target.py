@@ -25,7 +25,7 @@ from ucp.core.names import WEIGHT
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, TopologyError, UsageError, counted
-from ucp.io.torch_file.draft import Drafted
+from ucp.io.torch_file.draft import Drafted, target_plan
 from ucp_formats.deepspeed.experts import Numbered
 from ucp_formats.deepspeed.names import LATEST
 from ucp_formats.deepspeed.write.optimizer.groups import without_groups
@@ -37,7 +37,7 @@ from ucp_formats.deepspeed.write.pipeline.layers import pipeline_of
 from ucp_formats.deepspeed.write.pipeline.settings import SETTINGS, StageSettings, stage_settings
 from ucp_formats.deepspeed.write.pipeline.stages import stages_of
 from ucp_formats.deepspeed.write.pipeline.target import layer_files
-from ucp_formats.deepspeed.write.plan import pointer_file, target_plan
+from ucp_formats.deepspeed.write.plan import pointer_file
 from ucp_formats.deepspeed.write.rank_files import RankFiles, groups_of
 from ucp_formats.deepspeed.write.rank_views import check_degrees, check_experts, first_view, rank_views
 from ucp_formats.deepspeed.write.run import RunFacts, run_facts, tag

@@ -22,7 +22,7 @@ from ucp.core.names import STEP, WEIGHT
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, TopologyError, UnsupportedError, UsageError, counted
-from ucp.io.torch_file.draft import Drafted
+from ucp.io.torch_file.draft import Drafted, target_plan
 from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.experts import is_expert
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
@@ -45,7 +45,7 @@ from ucp_formats.deepspeed.write.optimizer.values import clipping, common_keys, 
 from ucp_formats.deepspeed.write.optimizer.zero12 import keeps_whole
 from ucp_formats.deepspeed.write.pipeline.layers import PIPELINE, is_pipeline, layer_of, tied_key
 from ucp_formats.deepspeed.write.pipeline.norms import hang_notes
-from ucp_formats.deepspeed.write.plan import group_notes, pointer_file, target_plan
+from ucp_formats.deepspeed.write.plan import group_notes, pointer_file
 from ucp_formats.deepspeed.write.rank_views import check_cuts
 from ucp_formats.deepspeed.write.run import EMULATED, RunFacts, run_facts, tag
 

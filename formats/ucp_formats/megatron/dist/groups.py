@@ -15,16 +15,7 @@ from ucp.contract.rank_extras import Checksums
 from ucp.contract.scalars import scalar_state
 from ucp.core.names import STEP
 from ucp_formats.megatron.dist.common import CommonState, SavedObjects, as_list, optimizer_dicts
-from ucp_formats.megatron.param_groups.rules import (
-    SavedGroup,
-    agreed_step,
-    dealt_out,
-    inferred,
-    left_open,
-    lost_members,
-    rank_free,
-)
-from ucp_formats.megatron.param_groups.settings import group_rule
+from ucp_formats.megatron.param_groups.rules import SavedGroup, deal, rank_free
 
 __all__ = ["DistGroups", "read_groups"]
 
@@ -60,20 +51,19 @@ def read_groups(
     saved = list(_saved_groups(common, objects, found))
     if not saved or not shapes:
         return found
-    rule = group_rule(arguments, [group.hyper for group in saved])
-    found.groups, left = dealt_out(saved, shapes, chains, rule)
-    found.notes.append(inferred(rule))
-    found.dropped += left_open(rule, left, shapes)
-    found.lost |= lost_members(rule, left, shapes)
+    dealt = deal(saved, shapes, arguments, chains)
+    found.notes.append(dealt.note)
+    found.dropped += dealt.dropped
+    found.lost |= dealt.lost
     shared = _common_step(common)
-    for group in found.groups:
+    for group in dealt.groups:
         step = scalar_state(group.hyper.get(STEP)) or shared
         if step is not None:
             found.steps |= dict.fromkeys(group.params, step)
-    agreed = shared or scalar_state(agreed_step(saved))
+    agreed = shared or scalar_state(dealt.step)
     if agreed is not None:
-        found.steps |= dict.fromkeys(left, agreed)
-    found.groups = tuple(rank_free(group, found.steps) for group in found.groups)
+        found.steps |= dict.fromkeys(dealt.lost, agreed)
+    found.groups = tuple(rank_free(group, found.steps) for group in dealt.groups)
     if not found.steps:
         found.notes.append("no step is recorded")
     return found

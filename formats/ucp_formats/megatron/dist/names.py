@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from ucp.contract.protocols import SourceOptions
+from ucp.contract.registry import choose_family
 from ucp.errors import UnknownFamilyError
 from ucp.families.family import Family
 from ucp_formats.megatron.dist.keys import ModelKey, parse_model_key
-from ucp_formats.megatron.run.family import ChooseFamily
 
 __all__ = ["DistNames", "names_of"]
 
@@ -93,7 +94,7 @@ class DistNames:
         return list(names) if self.family is None else self.family.sorted(names)
 
 
-def names_of(shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, object], choose: ChooseFamily) -> DistNames:
+def names_of(shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, object], options: SourceOptions) -> DistNames:
     """Names for the tensors of a model, given its keys and their shapes.
 
     Raises FamilyError naming all keys without a rule, when the user named the family.
@@ -101,7 +102,7 @@ def names_of(shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, obje
     usual = {(_NUMBER.sub("#", key), shape): key for key, shape in shapes.items()}
     few = {key: shape for (_, shape), key in usual.items()}
     try:
-        family, reasons = choose(few, arguments, {})
+        family, reasons = choose_family(names=list(few), shapes=few, arguments=arguments, options=options)
     except UnknownFamilyError as error:
         first, *nearest = (line.strip() for line in str(error).splitlines())
         reason = "; ".join((first.rstrip(":"), *nearest[:1], *nearest[1:][-1:]))

@@ -12,10 +12,11 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from ucp.contract.protocols import SourceOptions
 from ucp.core.index import Index, SourceFile
 from ucp.core.dtypes import DType
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
-from ucp.io.identity import size_and_time
+from ucp.io.identity import source_file
 from ucp.io.pickle.collection import no_cycle_collection
 from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredTensor
 from ucp.core.names import WEIGHT
@@ -32,9 +33,8 @@ from ucp_formats.megatron.dist.placement import layouts_of
 from ucp_formats.megatron.dist.unstack import Whole, check_tiled, taken_apart
 from ucp_formats.megatron.dist.shifted import checked_masters
 from ucp_formats.megatron.dist.states.layouts import DistStates, from_buckets, from_state_keys
-from ucp_formats.megatron.run.family import ChooseFamily
 from ucp_formats.megatron.locate import Located
-from ucp_formats.megatron.param_groups.settings import is_by_named_optimizer
+from ucp_formats.megatron.param_groups.rules import is_by_named_optimizer
 from ucp_formats.megatron.run.modules import is_recorded, modules_extra, modules_keeping, modules_shown, with_modules
 from ucp_formats.megatron.names import METADATA as BACKEND
 from ucp_formats.megatron.names import parse_iteration
@@ -79,20 +79,20 @@ class _Model:
     """Parameter to its tensor, in the order of registration."""
 
 
-def read_dist(located: Located, name: str, choose: ChooseFamily) -> Index:
+def read_dist(located: Located, name: str, options: SourceOptions) -> Index:
     """Index of the torch_dist checkpoint at `located`.
 
-    `name`: of the format. `choose`: gives the family of the model.
+    `name`: of the format. `options`: may name the family of the model.
     """
     with no_cycle_collection():
-        return _read(located, name, choose)
+        return _read(located, name, options)
 
 
-def _read(located: Located, name: str, choose: ChooseFamily) -> Index:
+def _read(located: Located, name: str, options: SourceOptions) -> Index:
     dcp = read_folder(os.path.abspath(located.root))
     objects = read_objects(dcp)
     common = read_common(dcp, objects)
-    model = _model(_sorted_out(dcp), common, choose, dcp.folder)
+    model = _model(_sorted_out(dcp), common, options, dcp.folder)
     states = _states(dcp, objects, common, model)
     _check_states(states, model, common.arguments.raw, dcp.folder)
     trained = {own: whole.shape for own, whole in model.weights.items() if own in states.fragments}
@@ -129,9 +129,9 @@ def _read(located: Located, name: str, choose: ChooseFamily) -> Index:
     )
 
 
-def _model(tensors: _Tensors, common: CommonState, choose: ChooseFamily, where: str) -> _Model:
+def _model(tensors: _Tensors, common: CommonState, options: SourceOptions, where: str) -> _Model:
     shapes = {key: tensor.saved.shape for key, tensor in tensors.model.items()}
-    names = names_of(shapes, common.arguments.raw, choose)
+    names = names_of(shapes, common.arguments.raw, options)
     weights = taken_apart(tensors.model.items(), names.understood, lambda _: None)
     if names.family is not None:
         wholes = {own: whole.shape for own, whole in weights.items()}
@@ -240,8 +240,7 @@ def _files(dcp: Dcp, common: CommonState) -> Iterator[SourceFile]:
         roles[backend] = "backend and its version"
     roles |= {dcp.path(file): "tensors and objects" for file in dcp.files}
     for path, role in roles.items():
-        nbytes, mtime_ns = size_and_time(path)
-        yield SourceFile(path=path, nbytes=nbytes, mtime_ns=mtime_ns, role=role)
+        yield source_file(path, role)
 
 
 def _layout_notes(states: DistStates, common: CommonState) -> Iterator[str]:

@@ -44,6 +44,11 @@ class FlatBuffer:
     numel: int
     """Elements, gaps counted."""
 
+    @classmethod
+    def of(cls, ref: TensorRef, where: str) -> FlatBuffer:
+        """The elements of a tensor that are stored consecutively, end to end."""
+        return cls(where=where, stretches=(Stretch(0, ref.strided(0, (ref.numel,), (1,))),), numel=ref.numel)
+
     @property
     def starts(self) -> tuple[int, ...]:
         """First elements of its stretches."""

@@ -3,9 +3,10 @@
 The masters are kept in fp32, and the model's weights are the masters cast to the type of the model, bit for bit. So the
 first elements at a place of the buffer, cast, tell the parameter that starts there; further windows confirm it.
 
-1. Walk over the places where a parameter can start, and find for each the parameters that fit it.
-2. A place that one parameter fits is known. Places that several fit (norms that are all one, biases that are all zero)
-   are matched in the order of the buffer, which is that of registration, reversed (`ties`).
+1. Walk over the places where a parameter can start, and find for each the parameters that fit it. Where the order of
+   registration is known for sure, walk in that order, and prove every place by its contents (`layouts`).
+2. Else a place that one parameter fits is known. Places that several fit (norms that are all one, biases that are all
+   zero) are matched in the order of the buffer, which is that of registration, reversed (`ties`).
 3. What no parameter fits is named; nothing is filled in by guessing.
 
 (megatron-core 0.16 core/distributed/param_and_grad_buffer.py lays the buffers out.)
@@ -15,21 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from ucp.core.dtypes import DType
 from ucp.errors import MalformedError, listed
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.flat_buffer.boxes import Candidate, FlatBuffer
-from ucp_formats.megatron.flat_buffer.ties import Place, settle
+from ucp_formats.megatron.flat_buffer.layout import ALIGNMENT, Place, walk
+from ucp_formats.megatron.flat_buffer.ties import Spot, settle
 
-__all__ = ["ALIGNMENT", "Fingerprints", "Found", "Placement", "Recogniser"]
+__all__ = ["Fingerprints", "FlatBufferMatcher", "Found", "Placement"]
 
-ALIGNMENT = 64
-"""Elements to which the start of a parameter is aligned in its bucket, since 2024-07."""
 _WINDOW = 64
 """Elements by which a parameter is recognised."""
-_INNER_WINDOWS = 2
-"""Further windows that must agree: the last elements, and some in the middle."""
 
 
 @dataclass(slots=True)
@@ -50,8 +49,8 @@ class Found:
 
     buffer: FlatBuffer
     """The buffer."""
-    places: list[Place]
-    """Places where parameters start, in its order."""
+    spots: list[Spot]
+    """Where parameters start, in its order."""
     gaps: list[tuple[int, int]]
     """Elements (first, one past the last) that no parameter fits and that are no padding."""
     narrowed: list[str]
@@ -59,47 +58,66 @@ class Found:
 
 
 class Fingerprints:
-    """Parameters by the first elements of their weights."""
+    """Parameters by the elements of three windows of their weights: at the start, in the middle and at the end.
 
-    def __init__(self, candidates: Sequence[Candidate], prober: Prober) -> None:
-        self.candidates = candidates
+    All elements are compared later, as copies.
+    """
+
+    def __init__(self, candidates: Iterable[Candidate], prober: Prober) -> None:
+        self.candidates = tuple(candidates)
         """Those that are told by them."""
-        self.lengths: list[tuple[int, DType]] = []
-        """How many elements are compared, and as what type, longest first."""
+        self.zeros: set[str] = set()
+        """Names of those that start with zeros, as padding is."""
+        self._prober = prober
         self._by_first: dict[tuple[int, DType, bytes], list[Candidate]] = {}
-        for own in candidates:
+        for own in self.candidates:
             length = min(own.numel, _WINDOW)
-            if length:
-                first = prober.joined(own.refs, 0, length, dtype=own.dtype)
-                self._by_first.setdefault((length, own.dtype, first), []).append(own)
-        self.lengths = sorted({(length, dtype) for length, dtype, _ in self._by_first}, reverse=True)
+            first = prober.joined(own.refs, 0, length, dtype=own.dtype)
+            self._by_first.setdefault((length, own.dtype, first), []).append(own)
+            if not any(first):
+                self.zeros.add(own.name)
+        self._lengths = sorted({(length, dtype) for length, dtype, _ in self._by_first}, reverse=True)
 
-    def find(self, length: int, dtype: DType, first: bytes) -> Sequence[Candidate]:
-        """Parameters whose first `length` elements are these."""
-        return self._by_first.get((length, dtype, first), ())
+    def fitting(self, buffer: FlatBuffer, start: int) -> list[Candidate]:
+        """Candidates whose contents stand in `buffer` from element `start` on."""
+        found = []
+        for length, dtype in self._lengths:
+            first = self._read(buffer, start, start + length, dtype)
+            fits = () if first is None else self._by_first.get((length, dtype, first), ())
+            found += [own for own in fits if self.holds(buffer, start, own, first=False)]
+        return found
+
+    def holds(self, buffer: FlatBuffer, start: int, own: Candidate, *, first: bool = True) -> bool:
+        """Whether the contents of `own` stand there. `first`: whether the first window has to be compared, too."""
+        if start + own.numel > buffer.numel:
+            return False
+        last = max(own.numel - _WINDOW, 0)
+        windows = ((low, min(low + _WINDOW, own.numel)) for low in {0, last // 2, last} if low or first)
+        return all(
+            self._read(buffer, start + low, start + high, own.dtype)
+            == self._prober.joined(own.refs, low, high, dtype=own.dtype)
+            for low, high in windows
+        )
+
+    def _read(self, buffer: FlatBuffer, start: int, stop: int, dtype: DType) -> bytes | None:
+        """Elements of the buffer, cast; None where it does not store all of them."""
+        parts, at = [], start
+        for low, ref in buffer.between(start, stop):
+            if low != at:
+                return None
+            parts.append(self._prober.window(ref, 0, ref.numel, dtype=dtype))
+            at += ref.numel
+        return b"".join(parts) if at == stop else None
 
 
-class Recogniser:
+class FlatBufferMatcher:
     """Finds the parameters of one rank in flat buffers, by content."""
 
-    def __init__(self, parts: Sequence[Fingerprints], prober: Prober, *, orders: Sequence[Sequence[str]]) -> None:
+    def __init__(self, parts: Sequence[Fingerprints], *, orders: Sequence[Sequence[str]]) -> None:
         """`parts`: parameters that may be in them, each in one part. `orders`: in which they may be registered."""
         self._parts = parts
-        self._registered = orders
-        self._prober = prober
-        self._candidates = [own for part in parts for own in part.candidates]
-        self.shortest = min((own.numel for own in self._candidates), default=1)
-
-    def place(
-        self,
-        buffer: FlatBuffer,
-        *,
-        starts: Iterable[int] | None = None,
-        alignment: int = ALIGNMENT,
-        unexpected: Collection[str] = frozenset(),
-    ) -> Placement:
-        """Where the parameters in `buffer` are. Parameters and errors: those of `find` and `settled`."""
-        return self.settled([self.find(buffer, starts=starts, alignment=alignment, unexpected=unexpected)])[0]
+        self._orders = orders
+        self._candidates = [own for part in parts for own in part.candidates if own.numel]
 
     def find(
         self,
@@ -123,10 +141,22 @@ class Recogniser:
 
         Raises MalformedError when the lengths of what fits differ and nothing tells which is right.
         """
-        walk = _Walk(buffer, self, None if starts is None else sorted(set(starts)), alignment)
-        places, gaps = walk.places()
-        narrowed = [name for place in places for name in _narrow(place, unexpected)]
-        return Found(buffer=buffer, places=places, gaps=gaps, narrowed=narrowed)
+        if starts is None:
+            spots = self._from_end_to_end(buffer, alignment)
+            end = spots[-1].stop if spots else 0
+            shortest = min((own.numel for own in self._candidates), default=1)
+            gaps = [(end, buffer.numel)] if buffer.numel - end >= shortest else []  # another one could be there
+        else:
+            spots = self._among(buffer, sorted(set(starts)))
+            gaps = list(_between(buffer, spots, alignment))
+        narrowed = [name for spot in spots for name in _narrow(spot, unexpected)]
+        return Found(buffer=buffer, spots=spots, gaps=gaps, narrowed=narrowed)
+
+    def place(
+        self, buffer: FlatBuffer, *, starts: Iterable[int] | None = None, alignment: int = ALIGNMENT
+    ) -> Placement:
+        """Where the parameters in `buffer` are. Parameters and errors: those of `find` and `settled`."""
+        return self.settled([self.find(buffer, starts=starts, alignment=alignment)])[0]
 
     def settled(self, found: Sequence[Found]) -> list[Placement]:
         """Where the parameters are in buffers that follow one another in the order of the model, last layers first.
@@ -134,143 +164,128 @@ class Recogniser:
         Raises MalformedError when parameters of equal contents cannot be told apart by their order either, or one of
         them is in a buffer twice; all are named.
         """
-        chosen = iter(settle([own.places for own in found], self._orders([p for own in found for p in own.places])))
+        chosen = iter(settle([own.spots for own in found], self._backwards([s for own in found for s in own.spots])))
         placements = []
         for own in found:
-            placement = Placement(gaps=own.gaps, ties=list(own.narrowed))
-            placed = [(place, next(chosen)) for place in own.places]
-            placement.ties += [held.name for place, held in placed if len(place.fits) > 1]
-            _fill(placement, own.buffer, [(place.start, held) for place, held in placed])
-            placements.append(placement)
+            held = [next(chosen).name for _ in own.spots]
+            twice = {name for name in held if held.count(name) > 1} if len(set(held)) < len(held) else ()
+            if twice:
+                raise MalformedError(
+                    f"{own.buffer.where}: expected each parameter once; the contents of {len(twice)} stand in it "
+                    f"twice:\n{listed(sorted(twice))}"
+                )
+            starts = {name: spot.start for name, spot in zip(held, own.spots, strict=True)}
+            ties = [name for name, spot in zip(held, own.spots, strict=True) if len(spot.fits) > 1]
+            placements.append(Placement(starts=starts, gaps=own.gaps, ties=[*own.narrowed, *ties]))
         return placements
 
-    def _orders(self, places: Sequence[Place]) -> list[list[str]]:
-        """Possible orders of the buffer, without kinds of parameters that are not in it; none without ties."""
-        if all(len(place.fits) == 1 for place in places):
+    def layouts(self, segments: Sequence[FlatBuffer], *, slack: int) -> list[dict[str, Place]]:
+        """The first and the last layout that one order of registration and the contents allow; one if they are equal.
+
+        A buffer is stored in `segments`, with at most `slack` elements of padding at the end of each. None where there
+        is no such layout, or one without any parameter.
+        """
+        (order,), (part,) = self._orders, self._parts
+        numbers = {name: number for number, name in enumerate(order)}
+        numels = {own.name: own.numel for own in part.candidates}
+
+        @cache
+        def fitting(at: Place) -> list[int]:
+            return [numbers[own.name] for own in part.fitting(segments[at.segment], at.start)]
+
+        def walked(*, last: bool) -> tuple[Place | None, ...] | None:
+            return walk(
+                [numels[name] for name in order],
+                [segment.numel for segment in segments],
+                fitting,
+                slack=slack,
+                zeros={numbers[name] for name in part.zeros},
+                last=last,
+            )
+
+        first = walked(last=False)
+        if first is None or all(place is None for place in first):
             return []
-        kinds = {place.fits[0].kind for place in places if len(place.fits) == 1}
+        return [
+            {name: place for name, place in zip(order, places, strict=True) if place is not None}
+            for places in dict.fromkeys((first, walked(last=True)))
+            if places is not None
+        ]
+
+    def _backwards(self, spots: Sequence[Spot]) -> list[list[str]]:
+        """Possible orders of the buffer, without kinds of parameters that are not in it; none without ties."""
+        if all(len(spot.fits) == 1 for spot in spots):
+            return []
+        kinds = {spot.fits[0].kind for spot in spots if len(spot.fits) == 1}
         inside = {own.name for own in self._candidates if not kinds or own.kind in kinds}
-        return [[name for name in reversed(order) if name in inside] for order in self._registered]
+        return [[name for name in reversed(order) if name in inside] for order in self._orders]
 
-    def fitting(self, buffer: FlatBuffer, start: int) -> list[Candidate]:
-        """Candidates whose contents stand in `buffer` from element `start` on."""
-        found = []
-        for part in self._parts:
-            for length, dtype in part.lengths:
-                first = self._read(buffer, start, start + length, dtype)
-                fits = part.find(length, dtype, first) if first else ()
-                found += [own for own in fits if self._agrees(buffer, start, own)]
-        return found
+    def _fitting(self, buffer: FlatBuffer, start: int) -> list[Candidate]:
+        return [own for part in self._parts for own in part.fitting(buffer, start) if own.numel]
 
-    def _agrees(self, buffer: FlatBuffer, start: int, own: Candidate) -> bool:
-        if start + own.numel > buffer.numel:
-            return False
-        for number in range(1, _INNER_WINDOWS + 1):
-            low = max(own.numel - _WINDOW, 0) * number // _INNER_WINDOWS
-            high = min(low + _WINDOW, own.numel)
-            held = self._read(buffer, start + low, start + high, own.dtype)
-            if held != self._prober.joined(own.refs, low, high, dtype=own.dtype):
-                return False
-        return True
-
-    def _read(self, buffer: FlatBuffer, start: int, stop: int, dtype: DType) -> bytes:
-        """Elements of the buffer, cast; empty where it does not store all of them."""
-        parts, at = [], start
-        for low, ref in buffer.between(start, stop):
-            if low != at:
-                return b""
-            parts.append(self._prober.window(ref, 0, ref.numel, dtype=dtype))
-            at += ref.numel
-        return b"".join(parts) if at == stop else b""
-
-
-def _fill(placement: Placement, buffer: FlatBuffer, placed: Sequence[tuple[int, Candidate]]) -> None:
-    """Note where parameters start. Raises MalformedError when one starts twice."""
-    twice: set[str] = set()
-    for start, own in placed:
-        if own.name in placement.starts:
-            twice.add(own.name)
-        placement.starts[own.name] = start
-    if twice:
-        raise MalformedError(
-            f"{buffer.where}: expected each parameter once; the contents of {len(twice)} stand in it twice:\n"
-            f"{listed(sorted(twice))}"
-        )
-
-
-def _narrow(place: Place, unexpected: Collection[str]) -> Iterator[str]:
-    """Leave out candidates that are not expected, where others are left; gives the one that is left alone."""
-    expected = [own for own in place.fits if own.name not in unexpected]
-    if expected and len(expected) < len(place.fits):
-        place.fits = expected
-        if len(expected) == 1:
-            yield expected[0].name
-
-
-class _Walk:
-    """Goes through a buffer from parameter to parameter."""
-
-    def __init__(self, buffer: FlatBuffer, recogniser: Recogniser, starts: list[int] | None, alignment: int) -> None:
-        self._buffer = buffer
-        self._recogniser = recogniser
-        self._starts = starts
-        self._alignment = alignment
-
-    def places(self) -> tuple[list[Place], list[tuple[int, int]]]:
-        """Places where parameters start, and what none fits."""
-        return self._among(self._starts) if self._starts is not None else self._from_end_to_end()
-
-    def _among(self, starts: list[int]) -> tuple[list[Place], list[tuple[int, int]]]:
-        """Among known starts; those inside a parameter that was found are cuts between ranks."""
-        places: list[Place] = []
-        edges = {*starts, self._buffer.numel}
+    def _among(self, buffer: FlatBuffer, starts: list[int]) -> list[Spot]:
+        """Parameters at known starts; those inside a parameter that was found are cuts between ranks."""
+        spots: list[Spot] = []
+        edges = {*starts, buffer.numel}
         end = 0
         for start in starts:
             if start < end:
                 continue
-            fits = self._of_one_length(start, self._recogniser.fitting(self._buffer, start), edges)
+            fits = [own for own in self._fitting(buffer, start) if start + own.numel in edges]
+            fits = _of_one_length(buffer, start, fits, edges)
             if fits:
-                places.append(Place(where=self._buffer.where, start=start, fits=fits))
-                end = start + fits[0].numel
-        return places, list(self._between(places))
+                spots.append(Spot(where=buffer.where, start=start, fits=fits))
+                end = spots[-1].stop
+        return spots
 
-    def _of_one_length(self, start: int, fits: list[Candidate], edges: Collection[int] | None) -> list[Candidate]:
-        """Those that end where something ends; when their lengths differ, those that end first.
-
-        Raises MalformedError when the lengths differ and nothing tells which is right.
-        """
-        if edges is not None:
-            fits = [own for own in fits if start + own.numel in edges]
-        lengths = sorted({own.numel for own in fits})
-        if len(lengths) > 1 and (edges is None or any(start < edge < start + lengths[0] for edge in edges)):
-            raise MalformedError(
-                f"{self._buffer.where}: parameters of different lengths have the contents from element {start} on:\n"
-                f"{listed(f'{own.name} {list(own.local_shape)}' for own in fits)}\n"
-                "Save the checkpoint with --dist-ckpt-optim-fully-reshardable"
-            )
-        return [own for own in fits if own.numel == lengths[0]]
-
-    def _between(self, places: list[Place]) -> Iterator[tuple[int, int]]:
-        """What lies between parameters and is more than the padding that aligns the next one."""
-        end = 0
-        for start, stop in (*((p.start, p.start + p.fits[0].numel) for p in places), (self._buffer.numel,) * 2):
-            is_padding = start - end < self._alignment and (start % self._alignment == 0 or start == self._buffer.numel)
-            if start > end and not is_padding:
-                yield end, start
-            end = stop
-
-    def _from_end_to_end(self) -> tuple[list[Place], list[tuple[int, int]]]:
-        places: list[Place] = []
+    def _from_end_to_end(self, buffer: FlatBuffer, alignment: int) -> list[Spot]:
+        """Parameters one after the other, until none fits."""
+        spots: list[Spot] = []
         bucket = end = 0
-        while self._buffer.numel - end >= self._recogniser.shortest:
-            aligned = bucket + -(-(end - bucket) // self._alignment) * self._alignment
-            for start in (aligned, end) if aligned != end else (end,):
-                fits = self._of_one_length(start, self._recogniser.fitting(self._buffer, start), None)
+        while True:
+            aligned = bucket + -(-(end - bucket) // alignment) * alignment
+            for start in dict.fromkeys((aligned, end)):
+                fits = _of_one_length(buffer, start, self._fitting(buffer, start), None)
                 if fits:
                     bucket = bucket if start == aligned else start
-                    places.append(Place(where=self._buffer.where, start=start, fits=fits))
-                    end = start + fits[0].numel
+                    spots.append(Spot(where=buffer.where, start=start, fits=fits))
+                    end = spots[-1].stop
                     break
             else:
-                return places, [(end, self._buffer.numel)]
-        return places, []
+                return spots
+
+
+def _narrow(spot: Spot, unexpected: Collection[str]) -> Iterator[str]:
+    """Leave out candidates that are not expected, where others are left; gives the one that is left alone."""
+    expected = [own for own in spot.fits if own.name not in unexpected]
+    if expected and len(expected) < len(spot.fits):
+        spot.fits = expected
+        if len(expected) == 1:
+            yield expected[0].name
+
+
+def _of_one_length(
+    buffer: FlatBuffer, start: int, fits: list[Candidate], edges: Collection[int] | None
+) -> list[Candidate]:
+    """Those that end first, where something ends, by the `edges`.
+
+    Raises MalformedError when the lengths differ and nothing tells which is right.
+    """
+    lengths = sorted({own.numel for own in fits})
+    if len(lengths) > 1 and (edges is None or any(start < edge < start + lengths[0] for edge in edges)):
+        raise MalformedError(
+            f"{buffer.where}: parameters of different lengths have the contents from element {start} on:\n"
+            f"{listed(f'{own.name} {list(own.local_shape)}' for own in fits)}\n"
+            "Save the checkpoint with --dist-ckpt-optim-fully-reshardable"
+        )
+    return [own for own in fits if own.numel == lengths[0]]
+
+
+def _between(buffer: FlatBuffer, spots: Sequence[Spot], alignment: int) -> Iterator[tuple[int, int]]:
+    """What lies between parameters and is more than the padding that aligns the next one."""
+    end = 0
+    for start, stop in (*((own.start, own.stop) for own in spots), (buffer.numel,) * 2):
+        is_padding = start - end < alignment and (start % alignment == 0 or start == buffer.numel)
+        if start > end and not is_padding:
+            yield end, start
+        end = stop

@@ -20,7 +20,7 @@ from itertools import chain
 from ucp.errors import MalformedError, counted, listed
 from ucp_formats.megatron.flat_buffer.boxes import Candidate
 
-__all__ = ["Place", "ambiguous", "in_groups", "matched", "settle", "without_order"]
+__all__ = ["Spot", "ambiguous", "in_groups", "matched", "settle", "without_order"]
 
 _REMEDY = (
     "Which of them is trained, and which frozen, is recorded nowhere, so that their states would be guessed. Take the "
@@ -31,7 +31,7 @@ _REMEDY = (
 
 
 @dataclass(slots=True, kw_only=True)
-class Place:
+class Spot:
     """A place where a parameter starts."""
 
     where: str
@@ -39,7 +39,12 @@ class Place:
     start: int
     """Its first element."""
     fits: list[Candidate]
-    """Parameters whose contents stand there."""
+    """Parameters whose contents stand there, all of one length."""
+
+    @property
+    def stop(self) -> int:
+        """One past the last element of a parameter there."""
+        return self.start + self.fits[0].numel
 
 
 def matched(fits: Sequence[Sequence[int]]) -> tuple[list[int], list[int]] | None:
@@ -91,10 +96,10 @@ def _give_way(places: Sequence[list[int]]) -> bool:
 def _earliest(fits: Iterable[Sequence[int]]) -> list[int] | None:
     found: list[int] = []
     for own in fits:
-        number = min((number for number in own if not found or number > found[-1]), default=None)
-        if number is None:
+        later = [number for number in own if not found or number > found[-1]]
+        if not later:
             return None
-        found.append(number)
+        found.append(min(later))
     return found
 
 
@@ -106,7 +111,7 @@ def ambiguous(where: str, places: Sequence[str]) -> MalformedError:
     )
 
 
-def settle(runs: Sequence[Sequence[Place]], orders: Sequence[Sequence[str]]) -> list[Candidate]:
+def settle(runs: Sequence[Sequence[Spot]], orders: Sequence[Sequence[str]]) -> list[Candidate]:
     """The parameter at every place of `runs`, one after the other.
 
     `runs`: places of buffers, each in its order; the buffers in that of the model, where that is known. `orders`: names
@@ -129,7 +134,7 @@ def settle(runs: Sequence[Sequence[Place]], orders: Sequence[Sequence[str]]) -> 
     return answers[0]
 
 
-def _answers(places: Sequence[Place], order: Sequence[str]) -> list[list[Candidate]]:
+def _answers(places: Sequence[Spot], order: Sequence[str]) -> list[list[Candidate]]:
     """The earliest and the latest answer that an order allows; none where known places contradict it."""
     ranks = {name: number for number, name in enumerate(order)}
     known = Counter(place.fits[0].name for place in places if len(place.fits) == 1)
@@ -139,10 +144,12 @@ def _answers(places: Sequence[Place], order: Sequence[str]) -> list[list[Candida
         return []
     answers = []
     for numbers in found:
-        chosen = {id(place): order[number] for place, number in zip(bound, numbers, strict=True)}
-        answers.append([_named(place, chosen.get(id(place))) for place in places])
+        names = {id(place): order[number] for place, number in zip(bound, numbers, strict=True)}
+        of_names = ({own.name: own for own in place.fits} for place in places)
+        answers.append(
+            [
+                by_name.get(names.get(id(place), ""), place.fits[0])
+                for place, by_name in zip(places, of_names, strict=True)
+            ]
+        )
     return answers
-
-
-def _named(place: Place, name: str | None) -> Candidate:
-    return next((own for own in place.fits if own.name == name), place.fits[0])

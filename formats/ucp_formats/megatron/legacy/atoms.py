@@ -25,7 +25,7 @@ from ucp_formats.megatron.legacy.files import LegacyRun
 from ucp_formats.megatron.legacy.model import Held, LegacyModel, Slot
 from ucp_formats.megatron.legacy.optimizer.states import LegacyStates
 from ucp_formats.megatron.legacy.views import fragments
-from ucp_formats.megatron.param_groups.settings import is_expert
+from ucp_formats.megatron.param_groups.rules import is_expert
 from ucp_formats.megatron.run.mesh import along, data_parallel, known, stages
 
 __all__ = ["atoms_of"]
@@ -43,10 +43,6 @@ class _Part:
     coords: Mapping[str, int]
     """Where it stands along every axis."""
 
-    def along(self, axes: Iterable[str]) -> tuple[int, ...]:
-        """Where it stands along some."""
-        return tuple(self.coords[axis] for axis in axes)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Laid:
@@ -63,12 +59,6 @@ class _Laid:
     placed: tuple[tuple[Placed, ...], ...]
     """Boxes that each part is made of."""
 
-    @property
-    def overlap(self) -> Overlap:
-        """What pieces of several terms mean."""
-        means = any(axis.pattern.overlap is Overlap.MEAN for axis in self.layout.axes)
-        return Overlap.MEAN if means else Overlap.EXCLUSIVE
-
     def state(self, layers: Sequence[Mapping[Slot, TensorRef]]) -> StateIndex | None:
         """The state whose elements are `layers`, of which the first that holds anything is taken, the others compared.
 
@@ -82,7 +72,7 @@ class _Laid:
             for part, placed in zip(self.parts, self.placed, strict=True):
                 ref = layer.get(part.held.slot)
                 if ref is not None:
-                    at = part.along(part.coords)
+                    at = tuple(part.coords.values())
                     copy = counts[at] = counts.get(at, 0) + 1
                     pieces = fragments(part.held.view, placed, ref, copy=(copies + copy - 1) * ranks)
                     found += (replace(piece, derived=copies > 0) for piece in pieces)
@@ -90,7 +80,9 @@ class _Laid:
         if not copies:
             return None
         dtype = next(layer[part.held.slot] for layer in layers for part in self.parts if part.held.slot in layer).dtype
-        return StateIndex(dtype=dtype, global_shape=self.global_shape, fragments=tuple(found), overlap=self.overlap)
+        means = any(axis.pattern.overlap is Overlap.MEAN for axis in self.layout.axes)
+        overlap = Overlap.MEAN if means else Overlap.EXCLUSIVE
+        return StateIndex(dtype=dtype, global_shape=self.global_shape, fragments=tuple(found), overlap=overlap)
 
 
 def atoms_of(run: LegacyRun, model: LegacyModel, states: LegacyStates) -> dict[str, AtomIndex]:
@@ -117,7 +109,7 @@ def _laid(run: LegacyRun, model: LegacyModel, held: Sequence[Held], lacking: lis
     parts = tuple(_Part(held=own, coords=_coordinates(run, own)) for own in held)
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
     for part in parts:
-        shapes.setdefault(part.along(axes), part.held.view.shape)
+        shapes.setdefault(tuple(part.coords[axis] for axis in axes), part.held.view.shape)
     everywhere = list(product(*map(range, axes.values())))
     missing = [at for at in everywhere if at not in shapes]
     if missing:
@@ -165,21 +157,16 @@ def _atom(name: str, laid: _Laid, states: LegacyStates) -> AtomIndex:
         if state is not None:
             found[key] = state
     found |= _numbers(own, states)
+    trained_kind = Kind.PARAMETER if trained or states.is_empty else Kind.FROZEN
     dtype = laid.parts[0].held.ref.dtype
     return AtomIndex(
         name=name,
         global_shape=laid.global_shape,
-        kind=_kind(laid, has_states=bool(trained), states=states),
+        kind=Kind.BUFFER if laid.match.buffer else trained_kind,
         states=found,
         model_dtype=dtype if dtype is not weight.dtype else None,
         layout=laid.layout,
     )
-
-
-def _kind(laid: _Laid, *, has_states: bool, states: LegacyStates) -> Kind:
-    if laid.match.buffer:
-        return Kind.BUFFER
-    return Kind.PARAMETER if has_states or states.is_empty else Kind.FROZEN
 
 
 def _numbers(own: Iterable[Slot], states: LegacyStates) -> dict[str, StateIndex]:
@@ -190,10 +177,10 @@ def _numbers(own: Iterable[Slot], states: LegacyStates) -> dict[str, StateIndex]
             state = scalar_state(value)
             if state is not None:
                 found.setdefault(key, []).append(state)
-    return {key: _joined(copies) for key, copies in found.items()}
-
-
-def _joined(copies: Sequence[StateIndex]) -> StateIndex:
-    first = copies[0]
-    pieces = tuple(replace(state.fragments[0], replica=number) for number, state in enumerate(copies))
-    return replace(first, fragments=pieces)
+    return {
+        key: replace(
+            copies[0],
+            fragments=tuple(replace(own.fragments[0], replica=number) for number, own in enumerate(copies)),
+        )
+        for key, copies in found.items()
+    }

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from ucp.contract.rank_extras import Checksums
 from ucp.core.index import Extra
 from ucp_formats.megatron.legacy.files import LegacyRun, SavedRank
-from ucp_formats.megatron.run.arguments import read_arguments
 
 __all__ = ["ranks_extras", "run_extras"]
 
@@ -50,7 +49,7 @@ def _place(run: LegacyRun, rank: SavedRank) -> str:
 
 
 def _differing_arguments(run: LegacyRun, checksums: Checksums) -> list[str]:
-    raws = {rank.name: read_arguments(rank.root.get("args"), rank.name).raw for rank in run.ranks}
+    raws = {rank.name: rank.arguments.raw for rank in run.ranks}
     first: Mapping[str, object] = raws[run.ranks[0].name]
     keys = {key for raw in raws.values() for key, value in raw.items() if not checksums.same(value, first.get(key))}
     differing = sorted(keys.difference(_OF_A_RANK))

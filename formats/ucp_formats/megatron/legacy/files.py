@@ -11,18 +11,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ucp.contract.problems import Problems
+from ucp.contract.protocols import LocalTensor, LocalTensors
 from ucp.core.index import SourceFile
-from ucp.core.tensor import Record
+from ucp.core.tensor import Record, TensorRef
 from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError
-from ucp.io.pickle.fields import described
+from ucp.io.identity import source_file
+from ucp.io.pickle.fields import described, flattened, mapping
 from ucp.io.torch_file.archive import Archive, read_archive
-from ucp_formats.megatron.legacy.grid import Grid
-from ucp_formats.megatron.legacy.ranks import misplaced
+from ucp_formats.megatron.legacy.grid import Grid, misplaced
 from ucp_formats.megatron.names import (
     DISTRIBUTED_OPTIMIZER,
     MODEL,
@@ -36,7 +37,7 @@ from ucp_formats.megatron.names import (
 )
 from ucp_formats.megatron.run.arguments import Arguments, read_arguments
 
-__all__ = ["LegacyRun", "SavedRank", "read_run", "source_files"]
+__all__ = ["LegacyRun", "SavedRank", "read_local", "read_run", "source_files"]
 
 _SAME_ARGUMENTS = (
     "tensor_model_parallel_size",
@@ -50,6 +51,8 @@ _SAME_ARGUMENTS = (
     "padded_vocab_size",
 )
 """Arguments that all ranks of a run have in common, and two runs easily differ in."""
+_Roots = Mapping[str, Mapping[object, object]]
+"""Folder to what its model file says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,23 +63,30 @@ class SavedRank:
     """Name of its folder."""
     place: GridPlace
     """Where it is in the grid."""
-    path: str
-    """Its model file, absolute."""
-    root: Mapping[object, object]
-    """What that says."""
+    arguments: Arguments
+    """Arguments that it saved."""
+    model: Archive
+    """Its model file."""
     buffers: Archive | None
     """Its file of the distributed optimizer, where there is one."""
-    records: tuple[Record, ...]
-    """Checksums of the storages of both files."""
+
+    @property
+    def path(self) -> str:
+        """Its model file, absolute."""
+        return self.model.path
+
+    @property
+    def root(self) -> Mapping[object, object]:
+        """What that says."""
+        return _root(self.model)
 
     @property
     def chunks(self) -> tuple[tuple[int, object], ...]:
         """Chunks of the model it holds, by number: one, or those of a virtual pipeline. Empty stages have none."""
         if "model" in self.root:
             return ((0, self.root["model"]),)
-        numbered = [(key, key.removeprefix("model")) for key in self.root if isinstance(key, str)]
-        found = [(int(rest), self.root[key]) for key, rest in numbered if key != rest and rest.isdecimal()]
-        return tuple(sorted(found, key=lambda pair: pair[0]))
+        numbered = [(key[5:], own) for key, own in self.root.items() if isinstance(key, str) and key[:5] == "model"]
+        return tuple(sorted(((int(rest), own) for rest, own in numbered if rest.isdecimal()), key=lambda pair: pair[0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,17 +123,17 @@ class LegacyRun:
     @property
     def records(self) -> tuple[Record, ...]:
         """Checksums of all storages."""
-        return tuple(record for rank in self.ranks for record in rank.records)
+        archives = (own for rank in self.ranks for own in (rank.model, rank.buffers) if own is not None)
+        return tuple(record for archive in archives for record in archive.records)
 
 
 def read_run(folder: Path) -> LegacyRun:
     """Read and check the files of an iteration. Raises one error with all that is missing or of another run."""
     folder = folder.absolute()
     folders = _rank_folders(folder)
-    _refuse_apart(folder, folders)
     problems = Problems()
     read = {own.name: found for own in folders if (found := _read(folder / own.name, problems)) is not None}
-    roots = {name: root for name, (root, _, _) in read.items()}
+    roots = {name: _root(model) for name, (model, _) in read.items()}
     saved = _arguments(roots, problems)
     arguments = next((own for own in saved.values() if own.raw), Arguments(raw={}))
     grid = Grid.of(arguments, folders)
@@ -133,80 +143,67 @@ def read_run(folder: Path) -> LegacyRun:
         problems.missing = [line for own in problems.missing for line in _with_buffers(folder, own)]
     _check_same_run(roots, saved, problems)
     if len(saved) == len(roots):
-        problems.wrong += misplaced(
-            grid, folders, arguments, {name: own.raw.get("rank") for name, own in saved.items()}
-        )
+        numbers = {name: own.raw.get("rank") for name, own in saved.items()}
+        problems.wrong += misplaced(grid, folders, arguments, numbers)
     problems.raise_any(str(folder), f"Megatron, {grid}")
+    places = {own.name: own.place(pipelined=grid.pp > 1) for own in folders}
     ranks = [
-        SavedRank(
-            name=own.name,
-            place=own.place(pipelined=grid.pp > 1),
-            path=str(folder / own.name / MODEL),
-            root=read[own.name][0],
-            buffers=read[own.name][1],
-            records=read[own.name][2],
-        )
-        for own in folders
+        SavedRank(name=name, place=places[name], arguments=saved[name], model=own, buffers=apart)
+        for name, (own, apart) in read.items()
     ]
     return LegacyRun(
         folder=folder,
         ranks=tuple(sorted(ranks, key=lambda rank: (rank.place.pp, rank.place.ep, rank.place.tp))),
         arguments=arguments,
         grid=grid,
-        strays=tuple(_strays(folder, folders)),
+        strays=tuple(
+            f"{own.name}/{name}"
+            for own in folders
+            for name in sorted(os.listdir(folder / own.name))
+            if is_side_file(name)
+        ),
     )
 
 
 def source_files(run: LegacyRun) -> Iterator[SourceFile]:
     """Identity of every file that was read."""
     for rank in run.ranks:
-        yield _identity(rank.path, f"model of {rank.name}")
+        yield source_file(rank.path, f"model of {rank.name}")
         if rank.buffers is not None:
-            yield _identity(rank.buffers.path, f"distributed optimizer of {rank.name}")
-
-
-def _identity(path: str, role: str) -> SourceFile:
-    stat = os.stat(path)
-    return SourceFile(path=path, nbytes=stat.st_size, mtime_ns=stat.st_mtime_ns, role=role)
+            yield source_file(rank.buffers.path, f"distributed optimizer of {rank.name}")
 
 
 def _rank_folders(folder: Path) -> tuple[RankFolder, ...]:
+    """Folders of ranks. Refuses those of 2022-03 to 2023-05, when every data-parallel rank saved its own part."""
     try:
         entries = sorted(os.listdir(folder))
     except OSError as error:
         raise SourceError(f"cannot list {folder}: {error.strerror}") from error
-    parsed = [parse_rank_folder(entry) for entry in entries]
-    found = tuple(own for own in parsed if own is not None)
+    found = tuple(own for own in map(parse_rank_folder, entries) if own is not None)
     if not found:
         raise MissingFileError(f"expected folders such as mp_rank_00 in {folder}; there is none. Copy them")
-    return found
-
-
-def _refuse_apart(folder: Path, folders: Iterable[RankFolder]) -> None:
-    """Refuse the layout of 2022-03 to 2023-05, in which every data-parallel rank saved its own part."""
-    apart = [own.name for own in folders if (folder / own.name / OPTIMIZER_APART).is_file()]
-    apart += [own.name for own in folders if (folder / own.name / MODEL_APART).is_file()]
-    if apart:
+    if any((folder / own.name / apart).is_file() for own in found for apart in (OPTIMIZER_APART, MODEL_APART)):
         raise UnsupportedError(
             f"{folder} keeps the optimizer of every data-parallel rank in a file of its own ({OPTIMIZER_APART}, "
             f"{MODEL_APART}), as Megatron-LM did from 2022-03 to 2023-05. Load and save it once with Megatron-LM of "
             "2023-06 (commit 49e4bd6857 or later), which gathers them"
         )
+    return found
 
 
-def _read(
-    folder: Path, problems: Problems
-) -> tuple[Mapping[object, object], Archive | None, tuple[Record, ...]] | None:
-    """What the files of one rank say, or None and a problem."""
+def _read(folder: Path, problems: Problems) -> tuple[Archive, Archive | None] | None:
+    """The model file of one rank, and that of its buffers, or None and a problem."""
     model = _try_read(folder / MODEL, problems)
     has_buffers = (folder / DISTRIBUTED_OPTIMIZER).is_file()
     buffers = _try_read(folder / DISTRIBUTED_OPTIMIZER, problems) if has_buffers else None
-    if model is None:
-        return None
-    if not isinstance(model.root, dict):
+    if model is not None and not isinstance(model.root, dict):
         problems.unsupported.append(f"{model.path}: expected a dict at the top; got {described(model.root)}")
         return None
-    return model.root, buffers, (*model.records, *(buffers.records if buffers else ()))
+    return None if model is None else (model, buffers)
+
+
+def _root(model: Archive) -> Mapping[object, object]:
+    return mapping(model.root, model.path)
 
 
 def _try_read(path: Path, problems: Problems) -> Archive | None:
@@ -259,7 +256,7 @@ def _with_buffers(folder: Path, line: str) -> Iterator[str]:
         yield f"{name}/{DISTRIBUTED_OPTIMIZER}{rest.removeprefix(MODEL)}"
 
 
-def _arguments(roots: Mapping[str, Mapping[object, object]], problems: Problems) -> dict[str, Arguments]:
+def _arguments(roots: _Roots, problems: Problems) -> dict[str, Arguments]:
     """Folder to the arguments in it, without those that cannot be read."""
     found = {}
     for name, root in roots.items():
@@ -270,9 +267,7 @@ def _arguments(roots: Mapping[str, Mapping[object, object]], problems: Problems)
     return found
 
 
-def _check_same_run(
-    roots: Mapping[str, Mapping[object, object]], saved: Mapping[str, Arguments], problems: Problems
-) -> None:
+def _check_same_run(roots: _Roots, saved: Mapping[str, Arguments], problems: Problems) -> None:
     for key in ("iteration", "total_iters", "checkpoint_version"):
         problems.agree(key, {name: root.get(key) for name, root in roots.items()})
     for key in _SAME_ARGUMENTS:
@@ -281,6 +276,17 @@ def _check_same_run(
     problems.agree("whether it has an optimizer", has_optimizer)
 
 
-def _strays(folder: Path, folders: Iterable[RankFolder]) -> Iterator[str]:
-    for own in folders:
-        yield from (f"{own.name}/{name}" for name in sorted(os.listdir(folder / own.name)) if is_side_file(name))
+def read_local(folder: Path) -> LocalTensors:
+    """Tensors of every chunk of every rank. Raises SourceError."""
+    run = read_run(folder)
+    tensors = tuple(own for rank in run.ranks for own in _of_rank(rank))
+    return LocalTensors(arguments=run.arguments.raw, tensors=tensors)
+
+
+def _of_rank(rank: SavedRank) -> Iterator[LocalTensor]:
+    place = rank.place
+    for chunk, saved in rank.chunks:
+        coords = {"tp": place.tp, "pp": place.pp, "ep": place.ep, "chunk": chunk}
+        for name, value in flattened(saved) if isinstance(saved, Mapping) else ():
+            if isinstance(value, TensorRef) and not name.endswith("_extra_state"):
+                yield LocalTensor(name=name, coords=coords, ref=value)

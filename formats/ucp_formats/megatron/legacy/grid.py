@@ -10,16 +10,28 @@ ranks the grid is sparse:
 [(0, 0), (1, 1)]
 >>> grid.expert_part(GridPlace(tp=1, pp=0, ep=1))
 ExpertPart(etp=0, copy=0)
+
+Every rank saves its own arguments, `rank` and `world_size` among them, which tell whether files lie under their own
+name. Ranks are numbered in the order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp under `--use-tp-pp-dp-mapping`
+(parallel_state.py: initialize_model_parallel); which of the data-parallel ranks wrote a folder differs, so only the
+tensor-parallel rank, the stage and the expert-parallel rank are compared.
+
+>>> placing(Grid(tp=2, pp=2, ep=1, etp=2), Arguments(raw={}, world=8, dp=2))(5)
+GridPlace(tp=1, pp=1, ep=0)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ucp_formats.megatron.names import GridPlace, RankFolder
+from ucp_formats.megatron.names import GridPlace, RankFolder, rank_folder_name
 from ucp_formats.megatron.run.arguments import Arguments
 
-__all__ = ["ExpertPart", "Grid"]
+__all__ = ["ExpertPart", "Grid", "misplaced", "placing"]
+
+_ENCODER = ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size")
+"""Degrees of an encoder with ranks of its own, which shift all others (megatron-core 0.9 to 0.12)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,21 +72,23 @@ class Grid:
     @property
     def collides(self) -> bool:
         """Whether two ranks with different parts of experts have the same name, and one overwrote the other."""
-        named = {(rank % self.tp, rank // self.etp % self.ep) for rank in range(self.etp * self.ep)}
-        return len(named) < self.etp * self.ep
+        return len(self._named(self.etp * self.ep)) < self.etp * self.ep
 
     def places(self) -> tuple[GridPlace, ...]:
         """Every rank that must have saved, by stage."""
-        count = max(self.tp, self.etp * self.ep if self.ep > 1 else 1)
-        named = {(rank % self.tp, rank // self.etp % self.ep): None for rank in range(count)}
+        named = self._named(max(self.tp, self.etp * self.ep if self.ep > 1 else 1))
         return tuple(GridPlace(tp=tp, pp=pp, ep=ep) for pp in range(self.pp) for tp, ep in named)
+
+    def _named(self, ranks: int) -> dict[tuple[int, int], None]:
+        """Tp and ep of so many ranks of a stage."""
+        return dict.fromkeys((rank % self.tp, rank // self.etp % self.ep) for rank in range(ranks))
 
     def unsaved(self) -> tuple[GridPlace, ...]:
         """Ranks that saved nothing while Megatron let only the first of an expert data-parallel group save.
 
         Newer versions let the first of a dense one save as well (checkpointing.py: save_checkpoint).
         """
-        saved = {(rank % self.tp, rank // self.etp % self.ep) for rank in range(self.etp * self.ep)}
+        saved = self._named(self.etp * self.ep)
         return tuple(place for place in self.places() if (place.tp, place.ep) not in saved)
 
     def contains(self, place: GridPlace) -> bool:
@@ -98,3 +112,55 @@ class Grid:
             degrees["etp"] = self.etp
         shown = [f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1 or axis == "etp"]
         return ",".join(shown) or "one rank"
+
+
+def placing(grid: Grid, arguments: Arguments) -> Callable[[int], GridPlace] | None:
+    """Where the ranks of a run are in the grid; None where its arguments do not say it, or contradict one another."""
+    cp, world = arguments.cp or 1, arguments.world or 0
+    dense, experts = grid.tp * cp, grid.etp * grid.ep
+    per_stage = world // grid.pp
+    inner = arguments.raw.get("use_tp_pp_dp_mapping") is True
+    stride = dense if inner else per_stage
+    contradictions = (
+        world <= 0 or world % (dense * grid.pp) or per_stage % experts,
+        arguments.dp is not None and world != dense * grid.pp * arguments.dp,
+        inner and grid.ep > 1 and experts != dense,
+        cp > 1 and grid.ep > 1 and arguments.etp is None,  # up to 0.9 expert ranks lay above those of context
+        any(arguments.raw.get(key) for key in _ENCODER),
+    )
+    if any(contradictions):
+        return None
+    return lambda rank: GridPlace(tp=rank % grid.tp, pp=rank // stride % grid.pp, ep=rank // grid.etp % grid.ep)
+
+
+def misplaced(
+    grid: Grid, folders: tuple[RankFolder, ...], arguments: Arguments, ranks: Mapping[str, object]
+) -> Iterator[str]:
+    """Folders whose files another rank wrote. `ranks`: folder to `rank` in the arguments of its file.
+
+    Nothing where the numbering is not known, a rank is not recorded, or all files record the same one: tools that
+    convert a checkpoint in one process write such files.
+    """
+    placed = placing(grid, arguments)
+    known = {name: rank for name, rank in ranks.items() if type(rank) is int}
+    if (
+        placed is None
+        or len(known) < len(ranks)
+        or any(not 0 <= own < (arguments.world or 0) for own in known.values())
+    ):
+        return
+    if len(known) > 1 and len(set(known.values())) == 1:
+        return
+    for folder in folders:
+        own = folder.place(pipelined=grid.pp > 1)
+        found = placed(known[folder.name]) if folder.name in known and grid.contains(own) else own
+        if found != own:
+            home = rank_folder_name(found, pipelined=grid.pp > 1, experts=grid.ep > 1)
+            yield (
+                f"{folder.name}: expected files of {_told(own)}; got those that rank {known[folder.name]} of "
+                f"{arguments.world} saved, {_told(found)}: they belong in {home}"
+            )
+
+
+def _told(place: GridPlace) -> str:
+    return f"tp rank {place.tp}, stage {place.pp}, expert rank {place.ep}"

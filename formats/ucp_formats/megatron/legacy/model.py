@@ -9,10 +9,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ucp.contract.protocols import SourceOptions
+from ucp.contract.registry import choose_family
 from ucp.core.index import Extra
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError, listed
@@ -21,12 +23,12 @@ from ucp.families.family import CANONICAL, Family, Match, Named
 from ucp.families.template import Template
 from ucp.io.pickle.fields import described, flattened
 from ucp_formats.megatron.legacy.files import LegacyRun, SavedRank
-from ucp_formats.megatron.legacy.numbers import Chunk, LayerNumbers, count_layers
+from ucp_formats.megatron.legacy.numbers import LayerNumbers, count_layers
 from ucp_formats.megatron.legacy.views import View, experts_in_one, old_attention_rows, plain
-from ucp_formats.megatron.run.family import ChooseFamily
 from ucp_formats.megatron.run.modules import modules_shown
+from ucp_formats.megatron.run.stages import Chunk
 
-__all__ = ["Held", "LegacyModel", "Slot", "Stored", "read_model"]
+__all__ = ["Held", "LegacyModel", "Slot", "read_model"]
 
 _EXTRA_STATE = "_extra_state"
 """Last part of a key under which a module keeps what it likes (torch.nn.Module.get_extra_state)."""
@@ -47,16 +49,6 @@ class Slot(NamedTuple):
     """Chunk of the model."""
     key: str
     """Key in it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """A tensor of the model as it is stored."""
-
-    slot: Slot
-    """Where it stands."""
-    ref: TensorRef
-    """Its elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,38 +73,36 @@ class LegacyModel:
     """The family, bound to this model."""
     reasons: tuple[str, ...]
     """Why it is that family."""
-    stored: list[Stored] = field(default_factory=list)
-    """Every tensor, in the order of ranks, chunks and files."""
     held: list[Held] = field(default_factory=list)
-    """Every parameter of every tensor, in the same order."""
+    """Every parameter of every tensor, in the order of ranks, chunks and files."""
     matches: dict[str, Match] = field(default_factory=dict)
     """Canonical name to its rule."""
     extras: list[Extra] = field(default_factory=list)
     """What is no tensor of the model."""
     modules: Mapping[str, object] = field(default_factory=dict)
     """What the keys show of the modules of its layers; empty where they do not."""
-    notes: list[str] = field(default_factory=list)
-    """What was inferred."""
 
 
-def read_model(run: LegacyRun, choose: ChooseFamily) -> LegacyModel:
+def read_model(run: LegacyRun, options: SourceOptions) -> LegacyModel:
     """The model of a run. Raises SourceError, FamilyError, UnknownFamilyError."""
-    stored: list[Stored] = []
+    stored: dict[Slot, TensorRef] = {}
     extras: list[Extra] = []
     for number, rank in enumerate(run.ranks):
         for chunk, saved in rank.chunks:
-            _add((stored, extras), rank, number, chunk, saved)
+            extras += _add(stored, rank, number, chunk, saved)
     if not stored:
         raise MalformedError(f"expected a model in the files of {run.folder}; there is not one tensor in them")
-    shapes = {own.slot.key: own.ref.shape for own in stored if run.ranks[own.slot.rank].place.tp == 0}
-    family, reasons = choose(shapes, run.arguments.raw, _degrees(run))
-    model = LegacyModel(family=family, reasons=reasons, stored=stored, extras=extras)
-    keys = dict.fromkeys(own.slot.key for own in stored if not family.ignores(own.slot.key))
+    shapes = {slot.key: ref.shape for slot, ref in stored.items() if run.ranks[slot.rank].place.tp == 0}
+    family, reasons = choose_family(
+        names=list(shapes), shapes=shapes, arguments=run.arguments.raw, axes=_degrees(run), options=options
+    )
+    model = LegacyModel(family=family, reasons=reasons, extras=extras)
+    keys = dict.fromkeys(slot.key for slot in stored if not family.ignores(slot.key))
     named = {key: _named(family, key) for key in keys}
     numbers = _layer_numbers(run, stored, named)
-    for own in stored:
-        if own.slot.key in named:
-            model.held += _held(own, named[own.slot.key], run, numbers, family)
+    for own in stored.items():
+        if own[0].key in named:
+            model.held += _held(own, named[own[0].key], run, numbers, family)
     model.matches = family.match(dict.fromkeys(own.name for own in model.held))
     model.modules = modules_shown(family, {key: own.canonical for key, own in named.items() if own}, renamed=False)
     return model
@@ -123,9 +113,8 @@ def _degrees(run: LegacyRun) -> dict[str, int]:
     return {"tp": grid.tp, "pp": grid.pp, "ep": grid.ep, "etp": grid.etp}
 
 
-def _add(model: tuple[list[Stored], list[Extra]], rank: SavedRank, number: int, chunk: int, saved: object) -> None:
-    """Add what a chunk of one rank holds to `model`: tensors, and what is none."""
-    stored, extras = model
+def _add(stored: dict[Slot, TensorRef], rank: SavedRank, number: int, chunk: int, saved: object) -> Iterator[Extra]:
+    """Add the tensors that a chunk of one rank holds to `stored`; gives what is none."""
     where = f"the model of {rank.path}"
     if not isinstance(saved, dict):
         raise MalformedError(f"expected a dict for {where}; got {described(saved)}")
@@ -133,13 +122,13 @@ def _add(model: tuple[list[Stored], list[Extra]], rank: SavedRank, number: int, 
     for key, value in flattened(saved):
         if key.rpartition(".")[2] == _EXTRA_STATE:
             if not _is_empty(value):
-                extras.append(Extra(name=f"extra_state/{rank.name}/{chunk}/{key}", value=value))
+                yield Extra(name=f"extra_state/{rank.name}/{chunk}/{key}", value=value)
         elif isinstance(value, TensorRef):
-            stored.append(Stored(slot=Slot(number, chunk, key), ref=value))
+            stored[Slot(number, chunk, key)] = value
             if not value.is_contiguous:
                 strided.append(f"{key}: {described(value)}")
         elif value is not None:
-            extras.append(Extra(name=f"model/{rank.name}/{chunk}/{key}", value=value))
+            yield Extra(name=f"model/{rank.name}/{chunk}/{key}", value=value)
     if strided:
         raise UnsupportedError(f"{where} holds tensors whose elements are not consecutive:\n{listed(strided)}")
 
@@ -158,31 +147,34 @@ def _named(family: Family, key: str) -> Named | None:
     return None
 
 
-def _layer_numbers(run: LegacyRun, stored: list[Stored], named: Mapping[str, Named | None]) -> LayerNumbers:
-    chunks = [(pp, vp) for vp in range(run.vpp) for pp in range(run.grid.pp)]
-    by_chunk: dict[tuple[int, int], list[str]] = {chunk: [] for chunk in chunks}
-    for own in stored:
-        name = named.get(own.slot.key)
-        if own.slot.key in named:  # layers beyond num_layers have no name, and are to be counted all the same
-            read = own.slot.key if name is None else name.canonical
-            by_chunk[run.ranks[own.slot.rank].place.pp, own.slot.chunk].append(read)
+def _layer_numbers(run: LegacyRun, stored: Iterable[Slot], named: Mapping[str, Named | None]) -> LayerNumbers:
+    by_chunk: dict[Chunk, list[str]] = {(pp, vp): [] for vp in range(run.vpp) for pp in range(run.grid.pp)}
+    for slot in stored:
+        if slot.key in named:  # layers beyond num_layers have no name, and are to be counted all the same
+            name = named[slot.key]
+            by_chunk[_chunk(run, slot)].append(slot.key if name is None else name.canonical)
     return count_layers(by_chunk, num_layers=run.arguments.num_layers)
 
 
-def _held(own: Stored, named: Named | None, run: LegacyRun, numbers: LayerNumbers, family: Family) -> Iterator[Held]:
+def _chunk(run: LegacyRun, slot: Slot) -> Chunk:
+    return run.ranks[slot.rank].place.pp, slot.chunk
+
+
+def _held(
+    stored: tuple[Slot, TensorRef], named: Named | None, run: LegacyRun, numbers: LayerNumbers, family: Family
+) -> Iterator[Held]:
     """Parameters in a stored tensor; one without a rule has its key, for `Family.match` to report."""
+    slot, ref = stored
+    chunk = _chunk(run, slot)
     if named is None:
-        name = _told(own.slot.key, (run.ranks[own.slot.rank].place.pp, own.slot.chunk), numbers)
-        yield Held(slot=own.slot, name=name, ref=own.ref, view=plain(own.ref.shape))
+        yield Held(slot=slot, name=_told(slot.key, chunk, numbers), ref=ref, view=plain(ref.shape))
         return
-    place = run.ranks[own.slot.rank].place
-    views = _views(own, named, run, family)
-    first = place.ep * _experts_per_rank(run, len(views) if named.stacked else None)
+    views = _views(slot.key, ref, named, run, family)
+    first = run.ranks[slot.rank].place.ep * _experts_per_rank(run, len(views) if named.stacked else None)
     for number, view in enumerate(views):
         local = Template(named.canonical).filled({"expert": number}) if named.stacked else named.canonical
-        name = numbers.renamed(local, (place.pp, own.slot.chunk), first_expert=first)
-        name = family.tied_to(name) or name
-        yield Held(slot=own.slot, name=name, ref=own.ref, view=view)
+        name = numbers.renamed(local, chunk, first_expert=first)
+        yield Held(slot=slot, name=family.tied_to(name) or name, ref=ref, view=view)
 
 
 def _told(key: str, chunk: Chunk, numbers: LayerNumbers) -> str:
@@ -205,31 +197,27 @@ def _experts_per_rank(run: LegacyRun, found: int | None) -> int:
     return found if count is None else count // run.grid.ep  # type: ignore[return-value]  # one of them is no None
 
 
-def _views(own: Stored, named: Named, run: LegacyRun, family: Family) -> tuple[View, ...]:
+def _views(key: str, ref: TensorRef, named: Named, run: LegacyRun, family: Family) -> tuple[View, ...]:
     try:
         if named.stacked or (named.alias is not None and len(named.alias.names) > 1):
-            return _packed(own, named, {**_degrees(run), **family.values})
-        module = ".".join(own.slot.key.split(".")[:-1]).rpartition(".")[2]
+            return _packed(key, ref, named, {**_degrees(run), **family.values})
+        module = key.rpartition(".")[0].rpartition(".")[2]
         if run.version < 2.0 and module in _ATTENTION:
-            return (_old_rows(own, run, _ATTENTION[module]),)
+            if run.arguments.heads is None:
+                raise ValueError("the order of its rows depends on num_attention_heads, which the arguments do not say")
+            heads = run.arguments.heads // run.grid.tp
+            return (old_attention_rows(ref.shape, heads=heads, parts=_ATTENTION[module], version=run.version),)
     except (ValueError, ExpressionError) as error:
-        raise MalformedError(f"{own.slot.key} of {own.ref.path}: {error}") from error
-    return (plain(own.ref.shape),)
+        raise MalformedError(f"{key} of {ref.path}: {error}") from error
+    return (plain(ref.shape),)
 
 
-def _packed(own: Stored, named: Named, values: Mapping[str, object]) -> tuple[View, ...]:
+def _packed(key: str, ref: TensorRef, named: Named, values: Mapping[str, object]) -> tuple[View, ...]:
     """Views of a tensor that several experts share."""
     alias = named.alias
     if alias is None or named.stacked != ("expert",) or len(alias.names) > 1:
         raise UnsupportedError(
-            f"{own.slot.key} of {own.ref.path} is {named.canonical} in a way that files of ranks are not known to have"
+            f"{key} of {ref.path} is {named.canonical} in a way that files of ranks are not known to have"
         )
-    elements = alias.elements(own.ref.shape, values)
+    elements = alias.elements(ref.shape, values)
     return experts_in_one(elements.shape, elements.strides)
-
-
-def _old_rows(own: Stored, run: LegacyRun, parts: int) -> View:
-    heads = run.arguments.heads
-    if heads is None:
-        raise ValueError("the order of its rows depends on num_attention_heads, which the arguments do not say")
-    return old_attention_rows(own.ref.shape, heads=heads // run.grid.tp, parts=parts, version=run.version)

@@ -18,13 +18,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ucp.errors import MalformedError, listed
+from ucp_formats.megatron.run.stages import Chunk
 
-__all__ = ["Chunk", "LayerNumbers", "count_layers", "expert_of"]
+__all__ = ["LayerNumbers", "count_layers"]
 
 _EMBEDDING = "embedding.word_embeddings.weight"
-
-Chunk = tuple[int, int]
-"""Pipeline stage, and the chunk of the model on it."""
 
 _LAYER = re.compile(r"\A(?P<stack>decoder|encoder)\.layers\.(?P<number>\d+)\.")
 """Example: decoder.layers.12."""
@@ -46,16 +44,6 @@ class LayerNumbers:
             number = int(layer["number"]) + self.firsts[layer["stack"], chunk]
             name = f"{layer['stack']}.layers.{number}.{name[layer.end() :]}"
         return _EXPERT.sub(lambda found: f".local_experts.{int(found['number']) + first_expert}.", name)
-
-
-def expert_of(name: str) -> int | None:
-    """The expert that a canonical name speaks of, or None.
-
-    >>> expert_of("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight")
-    3
-    """
-    found = _EXPERT.search(name)
-    return None if found is None else int(found["number"])
 
 
 def count_layers(names: Mapping[Chunk, Iterable[str]], *, num_layers: int | None) -> LayerNumbers:
@@ -82,27 +70,35 @@ def count_layers(names: Mapping[Chunk, Iterable[str]], *, num_layers: int | None
         counts = [1 + max(by_chunk.get(chunk, {-1})) for chunk in order]
         _check_dense(stack, by_chunk)
         if len(there) == 1 and num_layers not in (None, sum(counts)):
-            _refuse_count(stack, dict(zip(order, counts, strict=True)), num_layers)
+            lines = (f"{_shown(chunk)}: {count} layers" for chunk, count in zip(order, counts, strict=True))
+            raise MalformedError(
+                f"expected {num_layers} layers, as the arguments say; there are {sum(counts)} in {stack}.layers:\n"
+                f"{listed(lines)}\nFiles of this checkpoint are missing, or are from different runs"
+            )
         begins = accumulate(counts, initial=0)
         firsts |= {(stack, chunk): first for chunk, first in zip(order, begins, strict=False)}
     return LayerNumbers(firsts)
+
+
+def _shown(chunk: Chunk) -> str:
+    return f"stage {chunk[0]}, chunk {chunk[1]}"
 
 
 def _check_embedding(names: Mapping[Chunk, Iterable[str]]) -> None:
     """Refuse stages of which a later one has the token embedding and the first has none: they were swapped."""
     having = [chunk for chunk, own in names.items() if _EMBEDDING in own]
     if having and (0, 0) not in having:
-        shown = " and ".join(f"stage {pp}, chunk {vp}" for pp, vp in having)
         raise MalformedError(
-            f"expected {_EMBEDDING} on stage 0, chunk 0, where every model begins; it is on {shown} only. Folders of "
-            "stages were renamed or swapped: copy them again under their own names"
+            f"expected {_EMBEDDING} on stage 0, chunk 0, where every model begins; it is on "
+            f"{' and '.join(map(_shown, having))} only. Folders of stages were renamed or swapped: copy them again "
+            "under their own names"
         )
 
 
 def _check_dense(stack: str, by_chunk: Mapping[Chunk, set[int]]) -> None:
     lacking = [
-        f"stage {pp}, chunk {vp}: {stack}.layers.{number}"
-        for (pp, vp), own in by_chunk.items()
+        f"{_shown(chunk)}: {stack}.layers.{number}"
+        for chunk, own in by_chunk.items()
         for number in range(max(own))
         if number not in own
     ]
@@ -111,11 +107,3 @@ def _check_dense(stack: str, by_chunk: Mapping[Chunk, set[int]]) -> None:
             f"expected layers without a gap in every file; {len(lacking)} have no parameter:\n{listed(lacking)}\n"
             "Copy the files again; where the model has layers without parameters, their numbers are not known"
         )
-
-
-def _refuse_count(stack: str, counts: Mapping[Chunk, int], num_layers: int | None) -> None:
-    shown = (f"stage {pp}, chunk {vp}: {count} layers" for (pp, vp), count in counts.items())
-    raise MalformedError(
-        f"expected {num_layers} layers, as the arguments say; there are {sum(counts.values())} in {stack}.layers:\n"
-        f"{listed(shown)}\nFiles of this checkpoint are missing, or are from different runs"
-    )

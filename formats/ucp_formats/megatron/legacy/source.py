@@ -1,15 +1,16 @@
 """Legacy checkpoints of Megatron (`mp_rank_*`), read as an index.
 
-1. Read the files of all ranks and check that they belong together (`legacy_files`, `legacy_grid`).
-2. Read the model: names, layers, experts, rules (`legacy_model`).
-3. Read the optimizer: names of states that are recorded without any (`legacy_optimizer`).
-4. Put the parts of all ranks together into atoms (`legacy_atoms`), the rest into extras (`legacy_extras`).
+1. Read the files of all ranks and check that they belong together (`files`, `grid`).
+2. Read the model: names, layers, experts, rules (`model`).
+3. Read the optimizer: names of states that are recorded without any (`optimizer`).
+4. Put the parts of all ranks together into atoms (`atoms`), the rest into extras (`extras`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ucp.contract.protocols import SourceOptions
 from ucp.contract.rank_extras import Checksums
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, ParamGroup
@@ -23,9 +24,7 @@ from ucp_formats.megatron.legacy.model import LegacyModel, read_model
 from ucp_formats.megatron.legacy.optimizer.forms import read_optimizer
 from ucp_formats.megatron.legacy.optimizer.states import LegacyStates
 from ucp_formats.megatron.locate import Located
-from ucp_formats.megatron.param_groups.rules import rank_free
-from ucp_formats.megatron.param_groups.settings import is_by_named_optimizer
-from ucp_formats.megatron.run.family import ChooseFamily
+from ucp_formats.megatron.param_groups.rules import is_by_named_optimizer, rank_free
 from ucp_formats.megatron.run.modules import modules_extra
 from ucp_formats.megatron.run.recorded_sizes import check_recorded
 from ucp_formats.megatron.state_gaps import check_gaps
@@ -33,13 +32,13 @@ from ucp_formats.megatron.state_gaps import check_gaps
 __all__ = ["read_legacy"]
 
 
-def read_legacy(located: Located, name: str, choose: ChooseFamily) -> Index:
+def read_legacy(located: Located, name: str, options: SourceOptions) -> Index:
     """Index of the legacy checkpoint at `located`; `name`: of the format.
 
-    `choose`: gives the family of the model.
+    `options`: may name the family of the model.
     """
     run = read_run(located.root)
-    model = read_model(run, choose)
+    model = read_model(run, options)
     checksums = Checksums(run.records)
     states = read_optimizer(run, model, checksums)
     _check_states(run, model, states)
@@ -63,7 +62,6 @@ def read_legacy(located: Located, name: str, choose: ChooseFamily) -> Index:
         notes=(
             *located.notes,
             f"model family {model.family.name}: {'; '.join(model.reasons)}",
-            *model.notes,
             *states.notes,
         ),
         dropped=(*dropped, *states.dropped, *_strays(run)),
@@ -72,26 +70,21 @@ def read_legacy(located: Located, name: str, choose: ChooseFamily) -> Index:
 
 
 def _iteration(run: LegacyRun) -> int | None:
-    for key in ("iteration", "total_iters"):
-        found = run.root.get(key)
-        if isinstance(found, int) and not isinstance(found, bool):
-            return found
-    return run.arguments.iteration
+    found = (run.root.get(key) for key in ("iteration", "total_iters"))
+    return next((own for own in found if type(own) is int), run.arguments.iteration)
 
 
 def _check_states(run: LegacyRun, model: LegacyModel, states: LegacyStates) -> None:
     """Prove that no parameter of a rank lacks a state that others have. Raises MalformedError."""
-    held: dict[str, frozenset[str]] = {}
-    optimizers: dict[str, object] = {}
-    bare = set()
-    for own in model.held:
-        if own.slot in states.tensors:
-            label = f"{own.name}, of {run.ranks[own.slot.rank].name}"
-            held[label] = frozenset(states.tensors[own.slot])
-            optimizers[label] = is_by_named_optimizer(run.arguments.raw, own.name, own.ref.shape)
-            if own.ref.dtype.itemsize >= DType.FLOAT32.itemsize:
-                bare.add(label)
-    check_gaps(held, optimizers, str(run.folder), without_master=bare)
+    trained = {
+        f"{own.name}, of {run.ranks[own.slot.rank].name}": own for own in model.held if own.slot in states.tensors
+    }
+    check_gaps(
+        {label: frozenset(states.tensors[own.slot]) for label, own in trained.items()},
+        {label: is_by_named_optimizer(run.arguments.raw, own.name, own.ref.shape) for label, own in trained.items()},
+        str(run.folder),
+        without_master={label for label, own in trained.items() if own.ref.dtype.itemsize >= DType.FLOAT32.itemsize},
+    )
 
 
 def _groups(
@@ -124,13 +117,13 @@ def _groups(
 def _torn(torn: Mapping[tuple[int, int], Mapping[str, tuple[str, str]]], states: LegacyStates) -> str:
     """That ranks have parameters in groups of other settings. `torn`: pairs of groups, parameters, and which ranks."""
     lines = []
-    for (one, other), names in torn.items():
-        own, others = states.groups[one].hyper, states.groups[other].hyper
-        same = Checksums(()).same
+    same = Checksums(()).same
+    for pair, names in torn.items():
+        first, ranks = next(iter(names.items()))
+        own, others = (states.groups[number].hyper for number in pair)
         keys = sorted(key for key in own.keys() | others.keys() if not same(own.get(key), others.get(key)))
-        first, (rank, another) = next(iter(names.items()))
-        shown = (f"{key}: {_value(own, key)} on {rank}, {_value(others, key)} on {another}" for key in keys)
-        lines.append(f"{'; '.join(shown)} ({counted(len(names), 'parameter')} such as {first})")
+        told = (f"{key}: {_value(own, key)} on {ranks[0]}, {_value(others, key)} on {ranks[1]}" for key in keys)
+        lines.append(f"{'; '.join(told)} ({counted(len(names), 'parameter')} such as {first})")
     return (
         "expected the same settings of an optimizer group on all ranks; got\n"
         f"{listed(lines)}\nThe files are of different steps or runs: copy all of one checkpoint"
@@ -138,14 +131,13 @@ def _torn(torn: Mapping[tuple[int, int], Mapping[str, tuple[str, str]]], states:
 
 
 def _value(hyper: Mapping[str, object], key: str) -> str:
-    """One setting of a group, for a message."""
     return shown(hyper[key]) if key in hyper else "not there"
 
 
 def _aliases(model: LegacyModel, atoms: Mapping[str, AtomIndex]) -> dict[str, str]:
     """Second names of tied parameters."""
     pairs = ((tie.name, model.family.tied_to(tie.name)) for tie in model.family.tied)
-    return {alias: stored for alias, stored in pairs if stored is not None and stored in atoms and alias not in atoms}
+    return {alias: stored for alias, stored in pairs if stored and stored in atoms and alias not in atoms}
 
 
 def _strays(run: LegacyRun) -> Iterator[str]:

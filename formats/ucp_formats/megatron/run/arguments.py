@@ -20,7 +20,7 @@ from ucp.io.pickle.fields import described
 
 __all__ = ["KNOWN", "Arguments", "read_arguments"]
 
-_KEYS: Mapping[str, tuple[str, ...]] = {
+_NUMBERS: Mapping[str, tuple[str, ...]] = {
     "tp": ("tensor_model_parallel_size", "model_parallel_size"),
     "pp": ("pipeline_model_parallel_size",),
     "vpp": ("virtual_pipeline_model_parallel_size",),
@@ -29,61 +29,44 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "cp": ("context_parallel_size",),
     "dp": ("data_parallel_size",),
     "world": ("world_size",),
+    "bucket_size": ("ddp_bucket_size",),
+    "num_buckets": ("ddp_num_buckets",),
+    "iteration": ("iteration",),
+    "consumed_train_samples": ("consumed_train_samples",),
+}
+"""What is a number to the names it had over the years, newest first (megatron/training/arguments.py)."""
+_SIZES: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_layers", "encoder_num_layers"),
     "hidden": ("hidden_size",),
     "heads": ("num_attention_heads",),
     "query_groups": ("num_query_groups",),
     "head_dim": ("kv_channels",),
     "ffn": ("ffn_hidden_size",),
-    "gated": ("swiglu", "gated_linear_unit"),
     "num_experts": ("num_experts", "num_moe_experts"),
+    "padded_vocab_size": ("padded_vocab_size",),
+    "vocab_size": ("vocab_size",),
+    "first_stage_layers": ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage"),
+    "last_stage_layers": ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage"),
+}
+"""The same of sizes of the model, which are never below 0."""
+_FLAGS: Mapping[str, tuple[str, ...]] = {
+    "gated": ("swiglu", "gated_linear_unit"),
     "grouped_queries": ("group_query_attention",),
     "distributed_optimizer": ("use_distributed_optimizer",),
     "overlap_grad_reduce": ("overlap_grad_reduce",),
-    "bucket_size": ("ddp_bucket_size",),
-    "num_buckets": ("ddp_num_buckets",),
     "pads_buckets": ("ddp_pad_buckets_for_high_nccl_busbw",),
     "fully_parallel_save": ("ckpt_fully_parallel_save",),
-    "padded_vocab_size": ("padded_vocab_size",),
-    "vocab_size": ("vocab_size",),
     "untied": ("untie_embeddings_and_output_weights",),
-    "first_stage_layers": ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage"),
-    "last_stage_layers": ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage"),
-    "iteration": ("iteration",),
-    "consumed_train_samples": ("consumed_train_samples",),
     "bf16": ("bf16",),
     "fp16": ("fp16",),
 }
-"""Field to the names it had over the years, newest first (megatron/training/arguments.py)."""
+"""The same of what is true or false."""
+_KEYS = {**_NUMBERS, **_SIZES, **_FLAGS}
 KNOWN = frozenset(key for keys in _KEYS.values() for key in keys) | {"transformer_impl", "moe_grouped_gemm"}
 """Names of all arguments that are read; the last two say how a target names what it writes."""
-_FLAGS = {
-    "gated",
-    "grouped_queries",
-    "distributed_optimizer",
-    "overlap_grad_reduce",
-    "pads_buckets",
-    "fully_parallel_save",
-    "untied",
-    "bf16",
-    "fp16",
-}
 _WEIGHT_SHARDS = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
 """Ranks that a tensor-parallel part of a weight is cut over once more."""
 _NAMESPACES = {"Namespace", "SimpleNamespace"}
-_SIZES = (
-    "num_layers",
-    "hidden",
-    "heads",
-    "query_groups",
-    "head_dim",
-    "ffn",
-    "num_experts",
-    "padded_vocab_size",
-    "vocab_size",
-    "first_stage_layers",
-    "last_stage_layers",
-)
 _MOST_LAYERS = 999_999
 """Layers of a model, at most: names count no further."""
 
@@ -112,62 +95,16 @@ class Arguments:
     """All ranks."""
     num_layers: int | None = None
     """Transformer layers (of the decoder)."""
-    hidden: int | None = None
-    """Elements of a hidden state."""
     heads: int | None = None
     """Attention heads."""
-    query_groups: int | None = None
-    """Groups of heads that share key and value."""
-    head_dim: int | None = None
-    """Elements of a head."""
-    ffn: int | None = None
-    """Elements between the two projections of an MLP."""
-    gated: bool | None = None
-    """Whether the first projection of an MLP is gate and up in one."""
     num_experts: int | None = None
     """Experts of a layer."""
-    grouped_queries: bool | None = None
-    """Whether there are fewer groups than heads."""
-    distributed_optimizer: bool | None = None
-    """Whether optimizer states are cut over the data-parallel ranks."""
-    overlap_grad_reduce: bool | None = None
-    """Whether gradients are reduced bucket by bucket; without it a buffer is one bucket."""
-    bucket_size: int | None = None
-    """Elements from which a bucket is closed."""
-    num_buckets: int | None = None
-    """Buckets asked for, instead of their size."""
     pads_buckets: bool | None = None
     """Whether the end of a bucket is padded to a multiple of 65536 elements."""
-    fully_parallel_save: bool | None = None
-    """Whether all data-parallel ranks took part in saving."""
-    padded_vocab_size: int | None = None
-    """Rows of the embedding, padding counted."""
-    vocab_size: int | None = None
-    """Rows of the embedding, padding not counted; seldom recorded."""
     untied: bool | None = None
     """Whether the output layer has a weight of its own."""
-    first_stage_layers: int | None = None
-    """Layers of the first pipeline stage, where it differs from the others."""
-    last_stage_layers: int | None = None
-    """Layers of the last pipeline stage, where it differs from the others."""
     iteration: int | None = None
     """Steps done."""
-    consumed_train_samples: int | None = None
-    """Samples seen."""
-    bf16: bool | None = None
-    """Whether the model computes in bfloat16."""
-    fp16: bool | None = None
-    """Whether the model computes in float16."""
-
-    @property
-    def expert_tp(self) -> int:
-        """Tensor-parallel ranks of an expert: those of the model where it is not said."""
-        return self.etp or self.tp or 1
-
-    @property
-    def is_pipelined(self) -> bool:
-        """Whether there is more than one pipeline stage."""
-        return (self.pp or 1) > 1
 
     def topology(self) -> Topology:
         """Degrees of parallelism. Raises MalformedError when one is impossible."""
@@ -191,14 +128,14 @@ def read_arguments(value: object, where: str) -> Arguments:
     """
     raw = _raw(value, where)
     _refuse_weight_shards(raw, where)
-    found: dict[str, int | bool | None] = {}
-    for field in fields(Arguments):
-        for key in _KEYS.get(field.name, ()):
-            if raw.get(key) is not None:
-                found[field.name] = _typed(raw[key], field.name, f"{key} in the arguments of {where}")
-                break
+    found: dict[str, int | bool] = {}
+    for name, keys in _KEYS.items():
+        key = next((key for key in keys if raw.get(key) is not None), None)
+        if key is not None:
+            found[name] = _typed(raw[key], f"{key} in the arguments of {where}", is_flag=name in _FLAGS)
     _check_sizes(raw, found, where)
-    return Arguments(raw=raw, **found)  # type: ignore[arg-type]  # _typed gives bool for flags and int for the rest
+    kept = {field.name: found[field.name] for field in fields(Arguments) if field.name in found}
+    return Arguments(raw=raw, **kept)  # type: ignore[arg-type]  # _typed gives bool for flags and int for the rest
 
 
 def _refuse_weight_shards(raw: Mapping[str, object], where: str) -> None:
@@ -215,11 +152,12 @@ def _refuse_weight_shards(raw: Mapping[str, object], where: str) -> None:
         )
 
 
-def _check_sizes(raw: Mapping[str, object], found: Mapping[str, int | bool | None], where: str) -> None:
-    layers = found.get("num_layers") or 0
-    wrong = [name for name in _SIZES if (found.get(name) or 0) < 0 or (name == "num_layers" and layers > _MOST_LAYERS)]
+def _check_sizes(raw: Mapping[str, object], found: Mapping[str, int | bool], where: str) -> None:
+    wrong = [name for name in _SIZES if found.get(name, 0) < 0]
+    if found.get("num_layers", 0) > _MOST_LAYERS:
+        wrong.append("num_layers")
     if wrong:
-        keys = (next(key for key in _KEYS[name] if raw.get(key) is not None) for name in wrong)
+        keys = (next(key for key in _SIZES[name] if raw.get(key) is not None) for name in wrong)
         shown = listed(f"{key}: {raw[key]}" for key in keys)
         raise MalformedError(
             f"expected sizes of a model in the arguments of {where}; got\n{shown}\n"
@@ -239,11 +177,8 @@ def _raw(value: object, where: str) -> dict[str, object]:
     return {key: own for key, own in value.items() if isinstance(key, str)}
 
 
-def _typed(value: object, name: str, where: str) -> int | bool:
-    if name in _FLAGS:
-        if not isinstance(value, bool | int):
-            raise MalformedError(f"expected true or false for {where}; got {described(value)}")
-        return bool(value)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise MalformedError(f"expected a whole number for {where}; got {described(value)}")
-    return value
+def _typed(value: object, where: str, *, is_flag: bool) -> int | bool:
+    if not isinstance(value, int) or (isinstance(value, bool) and not is_flag):
+        wanted = "true or false" if is_flag else "a whole number"
+        raise MalformedError(f"expected {wanted} for {where}; got {described(value)}")
+    return bool(value) if is_flag else value

@@ -134,8 +134,8 @@ def with_modules(arguments: Mapping[str, object], shown: Mapping[str, object]) -
 
 def _of_engine(family: Family, name: str) -> set[str]:
     """Names that Transformer Engine's modules give a norm: the one that is written, and others that are read."""
-    spelt = [names[0] for _, names in family.spellings(name, "te")]
-    return {spelt[0], *spelt[1:]} - ({name} if spelt[0] != name else set())
+    written, *read = [names[0] for _, names in family.spellings(name, "te")]
+    return {written, *read} - ({name} if written != name else set())
 
 
 def _unnumbered(key: str) -> str:
@@ -154,22 +154,17 @@ def chosen_modules(index: Index, recorded: Mapping[str, object], asked: Mapping[
     """
     if asked.get(_ARGUMENT, _ENGINE) not in _VALUES:
         raise UsageError(f"expected {_ARGUMENT} to be one of {', '.join(_VALUES)}; got {asked[_ARGUMENT]!r}")
-    shown = _shown(index)
+    found = next((extra.value for extra in index.extras if extra.name == MODULES), None)
+    shown = found if isinstance(found, dict) else {}
     settings = {_GROUPED: shown[_GROUPED]} if _GROUPED in shown and _GROUPED not in recorded else {}
     said, seen = recorded.get(_ARGUMENT), shown.get(_ARGUMENT)
+    beside = f" and its keys ({shown.get(_SEEN)}) show" if seen in _VALUES else " say"
+    chosen, why = said, f"the arguments of the source{beside}"
     if _ARGUMENT in asked:
-        return Choice(settings={**settings, _ARGUMENT: asked[_ARGUMENT]}, known_from="--set asks for")
-    if seen in _VALUES and (said not in _VALUES or (said == _LOCAL) != (seen == _LOCAL)):
+        chosen, why = asked[_ARGUMENT], "--set asks for"
+    elif seen in _VALUES and (said not in _VALUES or (said == _LOCAL) != (seen == _LOCAL)):
         against = f", though its arguments say {said}" if said in _VALUES else ""
-        why = f"those of the source are: it has {shown.get(_SEEN)}{against}"
-        return Choice(settings={**settings, _ARGUMENT: seen}, known_from=why)
-    if said in _VALUES:
-        beside = f" and its keys ({shown.get(_SEEN)}) show" if seen in _VALUES else " say"
-        return Choice(settings={**settings, _ARGUMENT: said}, known_from=f"the arguments of the source{beside}")
-    return Choice(settings={**settings, _ARGUMENT: _ENGINE}, known_from="")
-
-
-def _shown(index: Index) -> Mapping[str, object]:
-    """What the keys of the source showed when it was read."""
-    found = next((extra.value for extra in index.extras if extra.name == MODULES), None)
-    return {key: own for key, own in found.items() if isinstance(key, str)} if isinstance(found, dict) else {}
+        chosen, why = seen, f"those of the source are: it has {shown.get(_SEEN)}{against}"
+    elif said not in _VALUES:
+        chosen, why = _ENGINE, ""
+    return Choice(settings={**settings, _ARGUMENT: chosen}, known_from=why)

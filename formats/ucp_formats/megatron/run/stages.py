@@ -10,6 +10,7 @@ get_transformer_layer_offset, core_v0.16). Stages are even, but the first and la
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 
 from ucp.errors import TopologyError, UnsupportedError
 
@@ -31,12 +32,8 @@ _BAR = "|"
 def stage_layers(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, object]) -> dict[Chunk, range]:
     """Layers of every chunk, in the order of the layers. Raises TopologyError when they cannot be dealt out."""
     counts = _counts(layers, pp=pp, vpp=vpp, arguments=arguments)
-    found: dict[Chunk, range] = {}
-    start = 0
-    for chunk, count in counts.items():
-        found[chunk] = range(start, start + count)
-        start += count
-    return found
+    stops = list(accumulate(counts.values()))
+    return {chunk: range(stop - counts[chunk], stop) for chunk, stop in zip(counts, stops, strict=True)}
 
 
 def stage_problem(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, object]) -> str | None:
@@ -45,7 +42,12 @@ def stage_problem(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, obj
         return None
     pattern = hybrid_pattern(arguments)
     if pattern and _BAR in pattern:
-        return _bars_problem(pattern, pp=pp, vpp=vpp)
+        if (segments := pattern.count(_BAR) + 1) == pp * vpp:
+            return None
+        return (
+            f"layers: the pattern of the hybrid model deals them out in {segments} stretches, not pp x vpp = "
+            f"{pp * vpp}; give another with --set hybrid_layer_pattern=..."
+        )
     if pattern and vpp > 1:
         return f"layers: vpp={vpp}, and a hybrid model has chunks only where its pattern has {_BAR!r} between them"
     first, last, rest, parts = _shares(layers, pp=pp, vpp=vpp, arguments=arguments)
@@ -54,16 +56,6 @@ def stage_problem(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, obj
         return None
     told = f", {first or 'as many'} in the first stage, {last or 'as many'} in the last" if first or last else ""
     return f"layers: {pp} stages of {vpp} chunk{'s' if vpp > 1 else ''} do not divide {layers}{told}"
-
-
-def _bars_problem(pattern: str, *, pp: int, vpp: int) -> str | None:
-    segments = pattern.count(_BAR) + 1
-    if segments == pp * vpp:
-        return None
-    return (
-        f"layers: the pattern of the hybrid model deals them out in {segments} stretches, not pp x vpp = {pp * vpp}; "
-        "give another with --set hybrid_layer_pattern=..."
-    )
 
 
 def hybrid_pattern(arguments: Mapping[str, object]) -> str | None:

@@ -27,15 +27,15 @@ _MOST_KINDS = 4
 def check_division(run: TargetRun) -> None:
     """Prove that a run of this layout can hold the model. Raises TopologyError with all that speaks against it."""
     own, arguments, model = run.topology, run.arguments, run.model
-    problem = stage_problem(model.layers, pp=own.pp, vpp=own.vpp, arguments=arguments)
+    problems = grid_problem(own), stage_problem(model.layers, pp=own.pp, vpp=own.vpp, arguments=arguments)
     found = [
-        *_one(grid_problem(own)),
+        *filter(None, problems[:1]),
         *_attention_problems(own.tp, arguments),
         *_mamba_problems(own.tp, arguments, model),
         *_cut_problems(model, own),
         *_vocabulary_problems(run),
         *_expert_problems(model, own.ep),
-        *_one(problem),
+        *filter(None, problems[1:]),
     ]
     if found:
         raise TopologyError(
@@ -53,10 +53,6 @@ def division_notes(run: TargetRun) -> Iterator[str]:
             "and later do that, earlier ones refuse it"
         )
     yield from _vocabulary_notes(run)
-
-
-def _one(problem: str | None) -> tuple[str, ...]:
-    return () if problem is None else (problem,)
 
 
 def _number(arguments: Mapping[str, object], name: str) -> int:
@@ -130,20 +126,16 @@ def _padded(run: TargetRun) -> int:
     return _number(run.arguments, "padded_vocab_size") or _rows(run.model)
 
 
-def _is_legacy(run: TargetRun) -> bool:
-    return run.arguments["ckpt_format"] == "torch"
-
-
 def _vocabulary_problems(run: TargetRun) -> Iterator[str]:
     tp, rows, padded = run.topology.tp, _rows(run.model), _padded(run)
     elsewhere = "torch_dist (--layout torch_dist) can be loaded with other padding"
-    if rows and padded != rows and _is_legacy(run):
+    if rows and padded != rows and run.is_legacy:
         yield f"vocabulary: padded_vocab_size={padded}, and there are {rows} rows; {elsewhere}"
     elif padded % tp:
         multiple = max(_number(run.arguments, "make_vocab_size_divisible_by"), 1) * tp
         next_one = -(-padded // multiple) * multiple
         given = f"say what the run pads to, as in --set padded_vocab_size={next_one}"
-        remedy = elsewhere if _is_legacy(run) else given
+        remedy = elsewhere if run.is_legacy else given
         yield f"vocabulary: tp={tp} does not divide padded_vocab_size={padded}; {remedy}"
 
 
@@ -159,7 +151,7 @@ def _vocabulary_notes(run: TargetRun) -> Iterator[str]:
         return
     multiple = _number(run.arguments, "make_vocab_size_divisible_by") * tp
     if multiple and rows % multiple:
-        otherwise = "Megatron does not load it" if _is_legacy(run) else "it adds rows of zeros, or drops the last"
+        otherwise = "Megatron does not load it" if run.is_legacy else "it adds rows of zeros, or drops the last"
         yield (
             f"the vocabulary is padded to {rows} rows, a run of tp={tp} pads to a multiple of {multiple}: start it "
             f"with --make-vocab-size-divisible-by {rows // tp}, or {otherwise}"

@@ -6,16 +6,20 @@ framework has none of Megatron's; then one is written that only counts the sampl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 
 from ucp.contract.companions import is_companion
-from ucp.core.index import Index
+from ucp.core.index import Index, Kind
+from ucp.core.names import STEP, WEIGHT
+from ucp.core.target import Placement
+from ucp.errors import counted
 from ucp_formats.megatron.run.modules import MODULES
 from ucp_formats.megatron.write.division import division_notes
 from ucp_formats.megatron.write.groups import OptimizerGroup
 from ucp_formats.megatron.write.run import TargetRun, experts_apart
 
-__all__ = ["common_state", "consumed_samples", "extra_notes"]
+__all__ = ["common_state", "consumed_samples", "extra_notes", "lost_lines", "lost_states"]
 
 _SCHEDULER = "opt_param_scheduler"
 _CARRIED = (_SCHEDULER, "num_floating_point_operations_so_far", "checkpoint_version")
@@ -59,8 +63,8 @@ def consumed_samples(index: Index, arguments: Mapping[str, object]) -> int | Non
         return recorded
     for extra in index.extras:
         if extra.name == "engine" and isinstance(extra.value, dict):
-            counted = extra.value.get("global_samples")
-            return counted if isinstance(counted, int) else None
+            samples = extra.value.get("global_samples")
+            return samples if isinstance(samples, int) else None
     return None
 
 
@@ -92,16 +96,11 @@ def extra_notes(run: TargetRun) -> Iterator[str]:
 
 def _random_notes(run: TargetRun, *, found: bool) -> Iterator[str]:
     """That random states are not in the files, and how a run does without; `found`: whether the source has some."""
-    legacy = run.arguments["ckpt_format"] == "torch"
-    if run.random or not (found or legacy):
+    if run.random or not (found or run.is_legacy):
         return
     why = "are left out, as they belong to the layout of the source" if found else "of Megatron are not in the source"
-    remedy = (
-        "start the run with --no-load-rng, or Megatron stops"
-        if legacy
-        else "the run draws new ones, also without --no-load-rng"
-    )
-    yield f"random states {why}: {remedy}"
+    drawn = "the run draws new ones, also without --no-load-rng"
+    yield f"random states {why}: {'start the run with --no-load-rng, or Megatron stops' if run.is_legacy else drawn}"
 
 
 def _expert_optimizer(run: TargetRun) -> str:
@@ -114,11 +113,59 @@ def _expert_optimizer(run: TargetRun) -> str:
 
 def _model_notes(run: TargetRun) -> Iterator[str]:
     """What of the layout a run has to match by itself."""
-    if run.chain and run.model.experts and run.arguments["ckpt_format"] == "torch_dist":
+    if run.chain and run.model.experts and not run.is_legacy:
         yield f"experts have {_expert_optimizer(run)}; Megatron refuses to load the optimizer otherwise"
     yield from division_notes(run)
-    if run.arguments["ckpt_format"] == "torch" and any(own.name.endswith(_CONVOLUTION) for own in run.model.tensors):
+    if run.is_legacy and any(own.name.endswith(_CONVOLUTION) for own in run.model.tensors):
         yield (
             "the convolution of Mamba is named conv1d.weight, as by megatron-core up to 0.16; 0.19 names it "
             "conv1d_weight and does not load these files: for it write torch_dist (--layout torch_dist)"
         )
+
+
+def lost_states(run: TargetRun, placements: Iterable[Placement]) -> dict[str, frozenset[str]]:
+    """Parameter to its states that hold elements and are in no file; steps are in the groups of an optimizer."""
+    written = {(place.slice.param, place.slice.state) for place in placements}
+    found: dict[str, frozenset[str]] = {}
+    for atom, name, state in run.index.states():
+        counted_by_group = name == STEP and bool(run.chain)
+        if state.numel and (atom.name, name) not in written and not counted_by_group:
+            found[atom.name] = found.get(atom.name, frozenset()) | {name}
+    return found
+
+
+def lost_lines(run: TargetRun, lost: Mapping[str, frozenset[str]], placements: Iterable[Placement]) -> tuple[str, ...]:
+    """A line for every set of states that are lost, and one for masters that are written as weights alone."""
+    alike = Counter(lost.values()).items()
+    lines = [f"{', '.join(sorted(own))} of {counted(n, 'parameter')}: {_why(run, own)}" for own, n in alike]
+    masters = set(_masters(run.index, placements))
+    if masters:
+        lines.append(
+            f"masters of {counted(len(masters), 'parameter')}: {_why(run, ())}. Their weights are written in the type "
+            "that the model computes in"
+        )
+    return tuple(lines)
+
+
+def _masters(index: Index, placements: Iterable[Placement]) -> Iterator[str]:
+    """Parameters whose master is in no file, only the weight that is made of it."""
+    widest: dict[str, int] = {}
+    for own in (place.slice for place in placements if place.slice.state == WEIGHT):
+        widest[own.param] = max(widest.get(own.param, 0), own.dtype.itemsize)
+    for atom in index.atoms.values():
+        has_master = atom.kind is Kind.PARAMETER and atom.model_dtype is not None and WEIGHT in atom.states
+        if has_master and 0 < widest.get(atom.name, 0) < atom.states[WEIGHT].dtype.itemsize:
+            yield atom.name
+
+
+def _why(run: TargetRun, states: Iterable[str]) -> str:
+    if WEIGHT in states:
+        return "tensors that Megatron does not save"
+    if run.chain:
+        return "Megatron's optimizer has no place for them"
+    if not run.index.groups:
+        return (
+            "the source records no parameter groups, and without them Megatron loads no optimizer: none is written "
+            "(start the run with --no-load-optim)"
+        )
+    return "no parameter has a moment, and without Megatron loads no optimizer: none is written"

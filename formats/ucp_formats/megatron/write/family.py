@@ -36,10 +36,10 @@ def target_family(index: Index, arguments: Mapping[str, object], options: Target
         unread = min((_unread(own, shapes) for own in library().concrete()), key=len)
         if not unread:  # the question is which of those that know them all
             raise
-        raise UnknownFamilyError(f"{_found(index, unread, 'a model family')}\n{_remedy()}") from error
+        raise UnknownFamilyError(_refusal(index, unread, "a model family")) from error
     unread = _unread(family, shapes)
     if unread:
-        raise FamilyError(f"{_found(index, unread, f'the family {family.name!r}')}\n{_remedy()}")
+        raise FamilyError(_refusal(index, unread, f"the family {family.name!r}"))
     return family
 
 
@@ -48,18 +48,13 @@ def _unread(family: Family, names: Mapping[str, object]) -> list[str]:
     return [name for name in names if not family.ignores(name) and not family.rules_of(name)]
 
 
-def _found(index: Index, unread: list[str], whose: str) -> str:
+def _refusal(index: Index, unread: list[str], whose: str) -> str:
+    families = ", ".join(own.name for own in library().concrete())
     return (
         "expected names of a model that Megatron builds: its own (embedding.word_embeddings.weight, "
         "decoder.layers.0.self_attention.linear_qkv.weight, ...), or others that "
         f"{whose} has, such as those of Hugging Face; {len(unread)} of the {len(index.atoms)} names in {index.path} "
-        f"are not among them:\n{listed(unread, most=_MOST_SHOWN)}"
-    )
-
-
-def _remedy() -> str:
-    families = ", ".join(own.name for own in library().concrete())
-    return (
+        f"are not among them:\n{listed(unread, most=_MOST_SHOWN)}\n"
         f"Only models of a known family can be written for Megatron: {families} (`ucp patterns show llama` prints "
         "one). If yours is of one under other names, write a rules file that extends it, with your names under "
         "[alias.huggingface], and pass it with --patterns my.toml; --family says which where several could be. Any "

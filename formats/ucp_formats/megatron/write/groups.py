@@ -8,13 +8,13 @@ expert-parallel degree asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from struct import unpack
 
 from ucp.contract.rank_extras import Checksums
 from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Index, ParamGroup
+from ucp.core.index import Index, ParamGroup
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.tensor import InlineTensor, Tensor, TensorRef
 from ucp.errors import MissingStateError, UnsupportedError, counted, listed
@@ -25,6 +25,11 @@ __all__ = ["OptimizerGroup", "check_members", "optimizer_chain"]
 _EXPERT = "is_expert_parallel"
 _FROM_RUN = {"params", "step", "param_names"}
 """Keys that are no hyper-parameters: they come from the states."""
+_TRANSLATED = (
+    "the parameter groups of {format} are written in Megatron's terms: a run applies its own rule for which "
+    "parameters decay (all but biases and vectors); megatron-core 0.19 finds groups by --lr and --min-lr as well, "
+    "which have to be those of the source"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,21 +75,34 @@ def optimizer_chain(
         return (), ()
     native = all("wd_mult" in group.hyper or "pre_wd_mult" in group.hyper for group in index.groups)
     merged = _merged(index.groups if native else [_translated(group) for group in index.groups])
-    notes = () if native else _translation_notes(index)
     if not native:
         merged = _with_both_decays(merged)
     with Prober() as prober:
         steps = [_step(index, group, prober, exact=native) for group in merged]
     overall = next((step for step in steps if step is not None), None)
-    steps = [overall if step is None else step for step in steps]
     counts = not native or not any(isinstance(step, float) for step in steps)
-    each = not native or not counts
-    kinds = {"counts": counts, "each": each}
-    dense = _part(merged, steps, keep=lambda name: not (split and name in experts), expert=False, **kinds)
+
+    def part(*, experts_alone: bool | None) -> tuple[OptimizerGroup, ...]:
+        return tuple(
+            OptimizerGroup(
+                params=tuple(own for own in group.params if experts_alone in (None, own in experts)),
+                hyper={**_settings(group), _EXPERT: bool(experts_alone)},
+                step=overall if step is None else step,
+                counts=counts,
+                each=not native or not counts,
+            )
+            for group, step in zip(merged, steps, strict=True)
+        )
+
+    notes = () if native else (_TRANSLATED.format(format=index.format),)
     if not split:
-        return (dense,), notes
-    own = _part(merged, steps, keep=lambda name: name in experts, expert=True, **kinds)
-    return (dense, tuple(group for group in own if group.params)), notes
+        return (part(experts_alone=None),), notes
+    return (part(experts_alone=False), tuple(own for own in part(experts_alone=True) if own.params)), notes
+
+
+def _settings(group: ParamGroup) -> dict[str, object]:
+    """Hyper-parameters of a group, however it is cut."""
+    return {key: value for key, value in group.hyper.items() if key not in _FROM_RUN and key != _EXPERT}
 
 
 def check_members(index: Index, params: Collection[str], *, remedy: str) -> None:
@@ -107,41 +125,16 @@ def check_members(index: Index, params: Collection[str], *, remedy: str) -> None
         )
 
 
-def _part(
-    groups: Sequence[ParamGroup],
-    steps: Sequence[int | float | None],
-    *,
-    keep: Callable[[str], bool],
-    expert: bool,
-    counts: bool,
-    each: bool,
-) -> tuple[OptimizerGroup, ...]:
-    return tuple(
-        OptimizerGroup(
-            params=tuple(name for name in group.params if keep(name)),
-            hyper={**{key: value for key, value in group.hyper.items() if key not in _FROM_RUN}, _EXPERT: expert},
-            step=step,
-            counts=counts,
-            each=each,
-        )
-        for group, step in zip(groups, steps, strict=True)
-    )
-
-
 def _merged(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
     """Groups that differ in nothing but whether they hold experts are one; decayed ones come first."""
     found: list[ParamGroup] = []
-    kept: list[dict[str, object]] = []
     same = Checksums(()).same
     for group in groups:
-        hyper = {key: value for key, value in group.hyper.items() if key not in _FROM_RUN and key != _EXPERT}
-        step = {"step": group.hyper["step"]} if "step" in group.hyper else {}
-        at = next((at for at, own in enumerate(kept) if same(own, hyper)), None)
+        at = next((at for at, own in enumerate(found) if same(_settings(own), _settings(group))), None)
         if at is None:
-            kept.append(hyper)
-            found.append(ParamGroup(params=group.params, hyper={**hyper, **step}))
+            found.append(group)
         else:
-            found[at] = ParamGroup(params=(*found[at].params, *group.params), hyper=found[at].hyper)
+            found[at] = replace(found[at], params=(*found[at].params, *group.params))
     return sorted(found, key=lambda group: not group.hyper.get("wd_mult", group.hyper.get("pre_wd_mult")))
 
 
@@ -157,9 +150,7 @@ def _translated(group: ParamGroup) -> ParamGroup:
         "max_lr": group.hyper.get("initial_lr", lr),
         "min_lr": 0.0,
     }
-    hyper = {key: value for key, value in group.hyper.items() if key not in _FROM_RUN}
-    step = {"step": group.hyper["step"]} if isinstance(group.hyper.get("step"), int | float) else {}
-    return ParamGroup(params=group.params, hyper={**apart, **hyper, **step})
+    return replace(group, hyper={**apart, **group.hyper})
 
 
 def _with_both_decays(groups: list[ParamGroup]) -> list[ParamGroup]:
@@ -168,15 +159,6 @@ def _with_both_decays(groups: list[ParamGroup]) -> list[ParamGroup]:
     lacking = [mult for mult in (1.0, 0.0) if mult not in present]
     extra = [ParamGroup(params=(), hyper={**groups[0].hyper, "wd_mult": mult}) for mult in lacking]
     return sorted([*groups, *extra], key=lambda group: not group.hyper["wd_mult"])
-
-
-def _translation_notes(index: Index) -> tuple[str, ...]:
-    note = (
-        f"the parameter groups of {index.format} are written in Megatron's terms: a run applies its own rule for which "
-        "parameters decay (all but biases and vectors); megatron-core 0.19 finds groups by --lr and --min-lr as well, "
-        "which have to be those of the source"
-    )
-    return (note,)
 
 
 def _step(index: Index, group: ParamGroup, prober: Prober, *, exact: bool) -> int | float | None:
@@ -188,7 +170,7 @@ def _step(index: Index, group: ParamGroup, prober: Prober, *, exact: bool) -> in
     for name in group.params:
         atom = index.atoms.get(name)
         if atom is not None and STEP in atom.states:
-            counts.setdefault(_number(_only(atom), prober), name)
+            counts.setdefault(_number(atom.states[STEP].fragments[0].ref, prober), name)
     if len(counts) > 1:
         raise UnsupportedError(
             "expected one step count for all parameters of an optimizer group, as Megatron keeps it; got\n"
@@ -198,10 +180,6 @@ def _step(index: Index, group: ParamGroup, prober: Prober, *, exact: bool) -> in
     recorded = group.hyper.get("step")
     found = next(iter(counts), recorded if isinstance(recorded, int | float) else None)
     return found if exact or found is None or not float(found).is_integer() else int(found)
-
-
-def _only(atom: AtomIndex) -> Tensor:
-    return atom.states[STEP].fragments[0].ref
 
 
 def _number(ref: Tensor, prober: Prober) -> int | float:

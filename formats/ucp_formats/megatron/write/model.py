@@ -14,25 +14,13 @@ from ucp.core.dtypes import DType
 from ucp.core.fused_names import Stretch
 from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.names import STEP, WEIGHT
-from ucp.core.region import Box, RegionPair, intersect
+from ucp.core.region import Box, RegionPair, compose
 from ucp.core.slices import Slice
 from ucp.errors import FamilyError, MissingStateError, TopologyError, UnsupportedError, listed
 from ucp.families.family import Family, Match, Named
 from ucp.io.torch_file.draft import Part
 
-__all__ = ["Model", "ModelPiece", "ModelTensor", "check_layers", "target_model"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelPiece:
-    """Where an atom lies in a tensor of the model."""
-
-    atom: str
-    """Name of the atom."""
-    whole: Box
-    """Elements of the tensor."""
-    local: Box
-    """The same elements in the atom."""
+__all__ = ["Model", "ModelTensor", "check_layers", "target_model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +39,7 @@ class ModelTensor:
     """Element type that the model computes in."""
     states: Mapping[str, DType]
     """States with a value per element, the weight among them, and the type that the source has each in."""
-    pieces: tuple[ModelPiece, ...] = field(repr=False)
+    pieces: tuple[Stretch, ...] = field(repr=False)
     """The atoms that tile it."""
 
     @property
@@ -72,42 +60,29 @@ class ModelTensor:
         Raises TopologyError where an atom's part of it does not lie in one stretch.
         """
         if len(self.pieces) == 1 and self.pieces[0].whole == self.pieces[0].local:
-            numel = Box.whole(local_shape).numel
-            own = Slice(
-                param=self.pieces[0].atom,
-                state=state,
-                dtype=dtype,
-                pairs=tuple(pairs),
-                local_shape=local_shape,
-                start=0,
-                stop=numel,
-            )
-            return (Part(offset=0, slice=own),)
-        found = [part for pair in pairs for part in self._stretches(pair, local_shape, state, dtype)]
+            return (_part(self.pieces[0].atom, state, dtype, tuple(pairs), local_shape),)
+        found = []
+        for pair in pairs:
+            for piece in self.pieces:
+                for own in compose((RegionPair(piece.local, piece.whole),), (pair,)):
+                    if not own.local.is_flat_in(local_shape):
+                        raise TopologyError(
+                            f"{piece.atom} is one of several tensors that make {self.name}, and is not in one stretch "
+                            f"in the part {pair.whole} of it. Convert to another layout (tp=1), and from there"
+                        )
+                    alone = RegionPair(own.whole, Box.whole(own.whole.sizes))
+                    start = own.local.flat_start(local_shape)
+                    found.append(_part(piece.atom, state, dtype, (alone,), own.whole.sizes, offset=start))
         return tuple(sorted(found, key=lambda part: part.offset))
 
-    def _stretches(self, pair: RegionPair, local_shape: tuple[int, ...], state: str, dtype: DType) -> Iterable[Part]:
-        for piece in self.pieces:
-            shared = intersect(pair.whole, piece.whole)
-            if shared is None:
-                continue
-            local = _moved(shared, pair.whole, pair.local)
-            if not local.is_flat_in(local_shape):
-                raise TopologyError(
-                    f"{piece.atom} is one of several tensors that make {self.name}, and is not in one stretch in the "
-                    f"part {pair.whole} of it. Convert to another layout (tp=1), and from there"
-                )
-            whole = Box.whole(shared.sizes)
-            own = Slice(
-                param=piece.atom,
-                state=state,
-                dtype=dtype,
-                pairs=(RegionPair(_moved(shared, piece.whole, piece.local), whole),),
-                local_shape=shared.sizes,
-                start=0,
-                stop=whole.numel,
-            )
-            yield Part(offset=local.flat_start(local_shape), slice=own)
+
+def _part(
+    atom: str, state: str, dtype: DType, pairs: tuple[RegionPair, ...], shape: tuple[int, ...], *, offset: int = 0
+) -> Part:
+    """All of a local tensor of `shape` that holds `pairs` of an atom."""
+    numel = Box.whole(shape).numel
+    own = Slice(param=atom, state=state, dtype=dtype, pairs=pairs, local_shape=shape, start=0, stop=numel)
+    return Part(offset=offset, slice=own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +93,16 @@ class Model:
     """Its rules, fitted to it."""
     tensors: tuple[ModelTensor, ...]
     """Its tensors, in the order in which Megatron registers them."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Canonical name to elements per dim."""
+        return {own.name: own.shape for own in self.tensors}
+
+    @property
+    def dtypes(self) -> set[DType]:
+        """Types that it computes in."""
+        return {own.dtype for own in self.tensors if own.kind is Kind.PARAMETER}
 
     @property
     def layers(self) -> int:
@@ -137,11 +122,9 @@ class Model:
     @property
     def joined(self) -> dict[str, tuple[Stretch, ...]]:
         """Tensor to the stretches of atoms that it is made of; empty where every atom is one under its own name."""
-        found = {
-            own.name: tuple(Stretch(atom=piece.atom, whole=piece.whole, local=piece.local) for piece in own.pieces)
-            for own in self.tensors
-        }
-        return {} if all(own.pieces[0].atom == own.name for own in self.tensors) else found
+        if all(own.pieces[0].atom == own.name for own in self.tensors):
+            return {}
+        return {own.name: own.pieces for own in self.tensors}
 
     @property
     def expert_atoms(self) -> frozenset[str]:
@@ -228,9 +211,8 @@ def _named(index: Index, family: Family) -> list[tuple[AtomIndex, Named]]:
 def _check_order(found: Iterable[tuple[AtomIndex, Named]]) -> None:
     """Raise UnsupportedError for atoms whose elements go in another order than Megatron's."""
     turned = [
-        f"{atom.name} {list(atom.global_shape)}: {own.canonical}, dims in the order {list(own.alias.order)}"
-        if own.alias.order
-        else f"{atom.name} {list(atom.global_shape)}: {own.canonical}, looked at in another shape"
+        f"{atom.name} {list(atom.global_shape)}: {own.canonical}, "
+        + (f"dims in the order {list(own.alias.order)}" if own.alias.order else "looked at in another shape")
         for atom, own in found
         if own.alias is not None and (own.alias.order or own.alias.view)
     ]
@@ -247,29 +229,24 @@ def _tensor(
 ) -> ModelTensor:
     first, own = atoms[0]
     ordered = sorted(atoms, key=lambda item: item[1].part)
-    shapes = [atom.global_shape for atom, _ in ordered]
     wanted = 1 if own.alias is None else len(own.alias.names)
     if [named.part for _, named in ordered] != list(range(wanted)):
         raise UnsupportedError(
             f"expected {wanted} tensors that make {match.name}; got {', '.join(atom.name for atom, _ in ordered)}. "
             "Take the whole model, or choose another family with --family"
         )
-    if own.alias is None or (wanted == 1 and own.alias.groups is None):
-        whole = Box.whole(shapes[0])
-        pieces: tuple[ModelPiece, ...] = (ModelPiece(atom=first.name, whole=whole, local=whole),)
-        shape = shapes[0]
-    else:
-        pairs = own.alias.pieces(shapes, family.values)
-        pieces = tuple(
-            ModelPiece(atom=ordered[pair.copy][0].name, whole=pair.whole, local=pair.local) for pair in pairs
-        )
-        shape = tuple(map(max, zip(*(pair.whole.stops for pair in pairs), strict=True)))
+    whole = Box.whole(first.global_shape)
+    pieces: tuple[Stretch, ...] = (Stretch(atom=first.name, whole=whole, local=whole),)
+    if own.alias is not None and (wanted > 1 or own.alias.groups is not None):
+        pairs = own.alias.pieces([atom.global_shape for atom, _ in ordered], family.values)
+        pieces = tuple(Stretch(atom=ordered[pair.copy][0].name, whole=pair.whole, local=pair.local) for pair in pairs)
+    is_buffer = match.buffer or first.kind is Kind.BUFFER
     return ModelTensor(
         name=match.name,
         match=match,
-        shape=shape,
-        kind=Kind.BUFFER if match.buffer else first.kind,
-        dtype=weights if weights and first.kind is not Kind.BUFFER and not match.buffer else _model_dtype(first),
+        shape=tuple(map(max, zip(*(piece.whole.stops for piece in pieces), strict=True))),
+        kind=Kind.BUFFER if is_buffer else first.kind,
+        dtype=weights if weights and not is_buffer else _model_dtype(first),
         states=_states([atom for atom, _ in ordered]),
         pieces=pieces,
     )
@@ -278,23 +255,12 @@ def _tensor(
 def _states(atoms: Sequence[AtomIndex]) -> dict[str, DType]:
     """States that all atoms have, one value per element."""
     first = atoms[0]
-    return {
-        name: state.dtype
-        for name, state in first.states.items()
-        if name != STEP and all(_is_elementwise(atom, name) for atom in atoms)
-    } | ({} if WEIGHT in first.states else {WEIGHT: _model_dtype(first)})
-
-
-def _is_elementwise(atom: AtomIndex, state: str) -> bool:
-    return state in atom.states and atom.states[state].global_shape == atom.global_shape
+    held = [{name for name, own in atom.states.items() if own.global_shape == atom.global_shape} for atom in atoms]
+    shared = set.intersection(*held) - {STEP}
+    found = {name: state.dtype for name, state in first.states.items() if name in shared}
+    return found if WEIGHT in first.states else {**found, WEIGHT: _model_dtype(first)}
 
 
 def _model_dtype(atom: AtomIndex) -> DType:
     """Element type that the model computes in."""
     return atom.model_dtype or atom.states[WEIGHT].dtype
-
-
-def _moved(box: Box, from_: Box, to: Box) -> Box:
-    """`box`, which lies in `from_`, where it lies in `to`."""
-    offsets = tuple(o - a + b for o, a, b in zip(box.offsets, from_.offsets, to.offsets, strict=True))
-    return Box(offsets, box.sizes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import gcd
 
@@ -41,6 +41,11 @@ class TargetRun:
     def distributed(self) -> bool:
         """Whether the run uses the distributed optimizer; it does unless its arguments say otherwise."""
         return bool(self.arguments.get("use_distributed_optimizer", True))
+
+    @property
+    def is_legacy(self) -> bool:
+        """Whether it is saved by ranks, for one layout."""
+        return self.arguments["ckpt_format"] == "torch"
 
     @property
     def scaler(self) -> Mapping[str, object]:
@@ -85,20 +90,15 @@ def random_states(index: Index, topology: Topology, wanted: Iterable[GridPlace])
     """Random states of all ranks `wanted`, where the run has the layout that they were saved at; else nothing."""
     if index.topology != topology:
         return {}
-    found = dict(_placed_states(index))
-    places = list(wanted)
-    return {place: found[place] for place in places} if found.keys() >= set(places) else {}
-
-
-def _placed_states(index: Index) -> Iterator[tuple[GridPlace, object]]:
+    found = {}
     for extra in index.extras:
         name, _, place = extra.name.partition("/")
-        if name != "rng_state" or not place:
-            continue
-        numbers = {part[:2]: part[2:] for part in place.split(".")}
-        if set(numbers) <= {"pp", "tp", "ep"} and all(number.isdecimal() for number in numbers.values()):
-            at = {axis: int(number) for axis, number in numbers.items()}
-            yield GridPlace(tp=at.get("tp", 0), pp=at.get("pp", 0), ep=at.get("ep", 0)), extra.value
+        numbers = {part[:2]: part[2:] for part in place.split(".")} if name == "rng_state" and place else {}
+        if numbers and set(numbers) <= {"pp", "tp", "ep"} and all(number.isdecimal() for number in numbers.values()):
+            tp, pp, ep = (int(numbers.get(axis, 0)) for axis in ("tp", "pp", "ep"))
+            found[GridPlace(tp=tp, pp=pp, ep=ep)] = extra.value
+    places = list(wanted)
+    return {place: found[place] for place in places} if found.keys() >= set(places) else {}
 
 
 def scaler_of(index: Index) -> object:
@@ -107,8 +107,7 @@ def scaler_of(index: Index) -> object:
         if extra.name.startswith("optimizer/") and "grad_scaler" in extra.name.split("/"):
             return extra.value
         if extra.name == "optimizer" and isinstance(extra.value, dict):
-            found = [extra.value, *(own for own in extra.value.values() if isinstance(own, dict))]
-            for own in found:
+            for own in (extra.value, *(own for own in extra.value.values() if isinstance(own, dict))):
                 if own.get("grad_scaler"):
                     return own["grad_scaler"]
     return None

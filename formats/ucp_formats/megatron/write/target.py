@@ -10,7 +10,7 @@ checkpoint does not say and Megatron needs is derived where it is certain, and a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from ucp.contract.companions import place_companions
@@ -21,22 +21,20 @@ from ucp.core.names import STEP, WEIGHT
 from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, UsageError, counted, listed
-from ucp.io.torch_file.draft import Drafted
+from ucp.io.torch_file.draft import target_plan
 from ucp_formats.megatron.names import RELEASE, TRACKER
-from ucp_formats.megatron.param_groups.settings import is_by_named_optimizer
+from ucp_formats.megatron.param_groups.rules import is_by_named_optimizer
 from ucp_formats.megatron.run.modules import chosen_modules
-from ucp_formats.megatron.write.arguments.asked import check_asked
 from ucp_formats.megatron.write.arguments.carried import arguments_extra, relaid_arguments
 from ucp_formats.megatron.write.arguments.derived import derived_arguments
-from ucp_formats.megatron.write.arguments.settings import SETTINGS, check_settings, settings_of
+from ucp_formats.megatron.write.arguments.settings import SETTINGS, check_asked, check_settings, settings_of
 from ucp_formats.megatron.write.dist.files import dist_places, plan_dist
 from ucp_formats.megatron.write.dist.keys import Norms, key_style, stored_parts
 from ucp_formats.megatron.write.division import check_division
-from ucp_formats.megatron.write.extras import common_state, consumed_samples, extra_notes
+from ucp_formats.megatron.write.extras import common_state, consumed_samples, extra_notes, lost_lines, lost_states
 from ucp_formats.megatron.write.family import target_family
 from ucp_formats.megatron.write.groups import check_members, optimizer_chain
 from ucp_formats.megatron.write.legacy.files import legacy_places, plan_legacy
-from ucp_formats.megatron.write.lost import lost_lines, lost_states
 from ucp_formats.megatron.write.model import Model, check_layers, target_model
 from ucp_formats.megatron.write.run import TargetRun, check_topology, experts_apart, random_states
 
@@ -92,17 +90,13 @@ class MegatronTarget(Target):
         check_asked(asked, run.model, before=arguments_extra(index), written=run.arguments)
         write = plan_legacy if layout == "torch" else plan_dist
         drafted = write(run, _folder(index))
-        placements = tuple(place for own in drafted for place in own.placements)
-        lost = lost_states(run, placements)
-        plan = TargetPlan(
-            files=tuple(own.file for own in drafted),
-            placements=placements,
-            raw=tuple(copy for own in drafted for copy in own.raw),
-            notes=tuple(dict.fromkeys((*notes, *extra_notes(run)))),
-            casts=(*_casts(index, drafted), *_step_casts(index, run)),
+        plan = target_plan(index, drafted, notes=(*notes, *extra_notes(run)), topology=run.topology, names_rounded=True)
+        lost = lost_states(run, plan.placements)
+        plan = replace(
+            plan,
+            casts=(*plan.casts, *_step_casts(index, run)),
             lost=lost,
-            dropped=lost_lines(run, lost, placements),
-            topology=run.topology,
+            dropped=lost_lines(run, lost, plan.placements),
             joined=run.model.joined,
         )
         return place_companions(index, plan, own=(TRACKER,))
@@ -119,11 +113,6 @@ def _checked_layout(options: TargetOptions) -> str:
     return options.layout or _LAYOUTS[0]
 
 
-def _model(index: Index, arguments: Mapping[str, object], options: TargetOptions) -> Model:
-    weights = DType(options.dtypes[WEIGHT]) if WEIGHT in options.dtypes else None
-    return target_model(index, target_family(index, arguments, options), weights=weights)
-
-
 def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) -> tuple[TargetRun, tuple[str, ...]]:
     """Everything that is to be written, and what was assumed."""
     check_topology(topology)
@@ -132,13 +121,17 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
     check_settings(asked, native)
     modules = chosen_modules(index, native, asked)
     said = {**modules.settings, **asked}
-    model = _model(index, {**native, **said}, options)
-    arguments = {**native, **said} if native else _derived(index, model, said)
+    weights = DType(options.dtypes[WEIGHT]) if WEIGHT in options.dtypes else None
+    model = target_model(index, target_family(index, {**native, **said}, options), weights=weights)
+    arguments = (
+        {**native, **said} if native else derived_arguments(model.shapes, model.dtypes, asked=said, source=index.path)
+    )
     check_layers(model, alike=key_style(arguments).stacked)
     chain, notes = optimizer_chain(index, model.expert_atoms, split=experts_apart(model, topology))
     if chain and _is_without_moments(model, arguments):
         chain, notes = (), (_ANEW,)
-    _check_states(index, model, arguments, chain=bool(chain))
+    if chain:
+        _check_states(index, model, arguments)
     if chain and layout == "torch" and not arguments.get("use_distributed_optimizer", True):
         check_members(index, index.atoms, remedy=_GROUPS_UNSAID)
     elif len(chain) > 1:
@@ -156,12 +149,12 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
             arguments,
             topology,
             ckpt_format=layout,
-            iteration=_iteration(index),
+            iteration=index.step or 0,
             has_optimizer=bool(chain),
             has_random=bool(random),
         ),
         chain=chain,
-        common=common_state(index, chain, iteration=_iteration(index), samples=samples or 0),
+        common=common_state(index, chain, iteration=index.step or 0, samples=samples or 0),
         random=random,
         dtypes=options.dtypes,
     )
@@ -176,19 +169,8 @@ def _same_keys(model: Model, arguments: Mapping[str, object]) -> bool:
     return all(stored_parts(own, model, style) == stored_parts(own, model, other) for own in model.tensors)
 
 
-def _derived(index: Index, model: Model, asked: Mapping[str, object]) -> dict[str, object]:
-    """Arguments of a source that has none."""
-    shapes = {own.name: own.shape for own in model.tensors}
-    dtypes = {own.dtype for own in model.tensors if own.kind is Kind.PARAMETER}
-    return derived_arguments(shapes, dtypes, asked=asked, source=index.path)
-
-
 def _folder(index: Index) -> str:
     return RELEASE if index.step is None else f"iter_{index.step:07d}"
-
-
-def _iteration(index: Index) -> int:
-    return index.step or 0
 
 
 def _is_without_moments(model: Model, arguments: Mapping[str, object]) -> bool:
@@ -197,31 +179,24 @@ def _is_without_moments(model: Model, arguments: Mapping[str, object]) -> bool:
     return arguments.get("optimizer") != "sgd" and not any(own.states.keys() - {WEIGHT} for own in trained)
 
 
-def _check_states(index: Index, model: Model, arguments: Mapping[str, object], *, chain: bool) -> None:
+def _check_states(index: Index, model: Model, arguments: Mapping[str, object]) -> None:
     """Prove that trained parameters have all states that some have; `arguments`: of the run."""
-    if not chain:
-        return
-    wanted = dict.fromkeys(
-        state for own in model.tensors if own.kind is Kind.PARAMETER for state in own.states if state != WEIGHT
-    )
+    trained = {own.name: own.states for own in model.tensors if own.kind is Kind.PARAMETER}
+    wanted = dict.fromkeys(state for states in trained.values() for state in states if state != WEIGHT)
     lacking = {
-        own.name: ", ".join(state for state in wanted if state not in own.states)
-        for own in model.tensors
-        if own.kind is Kind.PARAMETER and not wanted.keys() <= own.states.keys()
+        name: ", ".join(state for state in wanted if state not in states)
+        for name, states in trained.items()
+        if not wanted.keys() <= states.keys()
     }
     if lacking:
         lines = listed(f"{name}: {states}" for name, states in lacking.items())
         reasons = index.reasons(lacking)
-        why = _TWO_OPTIMIZERS.format(name=arguments["optimizer"]) if _has_two_optimizers(arguments) else _NEVER_STEPPED
+        two = is_by_named_optimizer(arguments, "", (1, 1))  # matrices by another one than the rest
+        why = _TWO_OPTIMIZERS.format(name=arguments["optimizer"]) if two else _NEVER_STEPPED
         raise MissingStateError(
             f"expected the same optimizer states of all trained parameters; {index.path} lacks\n{lines}\n"
             + ("\n".join(reasons) or why)
         )
-
-
-def _has_two_optimizers(arguments: Mapping[str, object]) -> bool:
-    """Whether a run trains matrices by another optimizer than the rest."""
-    return is_by_named_optimizer(arguments, "", (1, 1))
 
 
 def _step_casts(index: Index, run: TargetRun) -> tuple[str, ...]:
@@ -234,22 +209,3 @@ def _step_casts(index: Index, run: TargetRun) -> tuple[str, ...]:
             if kept is not None and kept.dtype is not written:
                 changed[f"{STEP}: {kept.dtype} -> {written}, a number of the group,"] += 1
     return tuple(f"{change} in {counted(count, 'parameter')}" for change, count in changed.items())
-
-
-def _casts(index: Index, drafted: Sequence[Drafted]) -> tuple[str, ...]:
-    """One line per state and change of type, with the number of parameters concerned."""
-    changed: dict[tuple[str, str, str], set[str]] = {}
-    kept = {(p.slice.param, p.slice.dtype) for own in drafted for p in own.placements if p.slice.state == WEIGHT}
-    for own in drafted:
-        for place in own.placements:
-            state = place.slice.state
-            source = index.atoms[place.slice.param].states[state].dtype
-            if source is not place.slice.dtype:
-                beside = " beside the masters" if state == WEIGHT and (place.slice.param, source) in kept else ""
-                changed.setdefault((state, source.value, place.slice.dtype.value + beside), set()).add(
-                    place.slice.param
-                )
-    return tuple(
-        f"{state}: {old} -> {new} in {counted(len(params), 'parameter')}"
-        for (state, old, new), params in changed.items()
-    )

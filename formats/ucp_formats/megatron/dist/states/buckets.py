@@ -20,7 +20,7 @@ from ucp_formats.megatron.dist.states.local import local_tensor
 from ucp_formats.megatron.dist.unstack import Whole
 from ucp_formats.megatron.flat_buffer.boxes import Candidate, FlatBuffer, Stretch, fragments_of
 from ucp_formats.megatron.param_groups.rules import expert_numbers, is_expert
-from ucp_formats.megatron.flat_buffer.matcher import Fingerprints, Found, Placement, Recogniser
+from ucp_formats.megatron.flat_buffer.matcher import Fingerprints, FlatBufferMatcher, Found, Placement
 
 __all__ = ["MASTER", "Bucket", "BucketPlace", "BucketStates", "Grid",  "place_buckets", "stored_buckets", "where_is"]
 
@@ -124,7 +124,7 @@ def place_buckets(
 def _placed(buckets: Iterable[Bucket], ranks: _Ranks, names: Iterable[str]) -> Iterator[tuple[Bucket, Placement]]:
     """Buckets and where parameters are in them; those of all stages of a pipeline are told apart together."""
     found = [(bucket, ranks.find(bucket)) for bucket in sorted(buckets, key=_position)]
-    fits = {held.name for _, own in found for place in own.places for held in place.fits}
+    fits = {held.name for _, own in found for spot in own.spots for held in spot.fits}
     _check_gaps([gap for bucket, own in found for gap in _gaps(bucket, own.gaps)], [n for n in names if n not in fits])
     chains: dict[int | None, list[Found]] = {}
     for bucket, own in found:
@@ -136,8 +136,8 @@ def _placed(buckets: Iterable[Bucket], ranks: _Ranks, names: Iterable[str]) -> I
         runs.setdefault((key.chain, key.dtype, key.group % of_stage[key.chain]), []).append((bucket, own))
     for members in runs.values():
         turned = _backwards(members)
-        recogniser, _ = ranks.of_group(turned[0][0].key.group)
-        placements = recogniser.settled([own for _, own in turned])
+        matcher, _ = ranks.of_group(turned[0][0].key.group)
+        placements = matcher.settled([own for _, own in turned])
         yield from zip((bucket for bucket, _ in turned), placements, strict=True)
 
 
@@ -209,32 +209,32 @@ class _Ranks:
         self._parts: dict[tuple[bool, int], tuple[Fingerprints, dict[str, Candidate]]] = {}
         self._elsewhere: dict[int, frozenset[str]] = {}
 
-    def of_group(self, group: int) -> tuple[Recogniser, dict[str, Candidate]]:
+    def of_group(self, group: int) -> tuple[FlatBufferMatcher, dict[str, Candidate]]:
         """What the rank of a data-parallel group can hold: the tensor-parallel rank is the fastest in its number."""
         dense, dense_candidates = self._part(group % self._grid.tp, experts=False)
         expert, expert_candidates = self._part(group % self._grid.expert_tp, experts=True)
-        return Recogniser((dense, expert), self._prober, orders=self._orders), {**dense_candidates, **expert_candidates}
+        return FlatBufferMatcher((dense, expert), orders=self._orders), {**dense_candidates, **expert_candidates}
 
     def _part(self, rank: int, *, experts: bool) -> tuple[Fingerprints, dict[str, Candidate]]:
         if (experts, rank) not in self._parts:
             candidates = self._candidates(rank, experts=experts)
-            self._parts[experts, rank] = Fingerprints(list(candidates.values()), self._prober), candidates
+            self._parts[experts, rank] = Fingerprints(candidates.values(), self._prober), candidates
         return self._parts[experts, rank]
 
     def find(self, bucket: Bucket) -> Found:
         """Places of parameters in a bucket, and what fits them. Raises MalformedError."""
-        recogniser, _ = self.of_group(bucket.key.group)
+        matcher, _ = self.of_group(bucket.key.group)
         master = bucket.states.get(MASTER)
         if master is None:
             raise MalformedError(f"{where_is(bucket.key)}: expected masters, the state {MASTER!r}; there are none")
         starts = master.starts if bucket.in_chunks else None
-        return recogniser.find(master, starts=starts, unexpected=self.elsewhere(bucket.key.group))
+        return matcher.find(master, starts=starts, unexpected=self.elsewhere(bucket.key.group))
 
     def of_stage(self, found: Sequence[Found]) -> int:
         """Ranks of a stage that have such buffers, all of one optimizer: dense parameters, or experts apart."""
-        places = [place for own in found for place in own.places]
-        certain = {place.fits[0].kind for place in places if len(place.fits) == 1}
-        kinds = certain or {own.kind for place in places for own in place.fits}
+        spots = [spot for own in found for spot in own.spots]
+        certain = {spot.fits[0].kind for spot in spots if len(spot.fits) == 1}
+        kinds = certain or {own.kind for spot in spots for own in spot.fits}
         return self._grid.expert_tp * self._grid.ep if kinds == {"expert"} else self._grid.tp
 
     def elsewhere(self, group: int) -> frozenset[str]:

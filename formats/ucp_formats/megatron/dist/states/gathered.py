@@ -15,7 +15,7 @@ from ucp.io.pickle.fields import described, mapping
 from ucp.core.tensor import TensorRef
 from ucp_formats.megatron.dist.states.buckets import Bucket, where_is
 from ucp_formats.megatron.dist.keys import BucketKey, GroupObjectKey
-from ucp_formats.megatron.flat_buffer.boxes import FlatBuffer, Stretch
+from ucp_formats.megatron.flat_buffer.boxes import FlatBuffer
 
 __all__ = ["gathered_buckets"]
 
@@ -51,4 +51,4 @@ def _of_buffer(base: BucketKey, states: Mapping[object, object]) -> Iterator[Buc
 def _flat(tensor: object, where: str) -> FlatBuffer:
     if not isinstance(tensor, TensorRef) or len(tensor.shape) != 1 or not tensor.is_contiguous:
         raise MalformedError(f"{where}: expected a flat tensor; got {described(tensor)}")
-    return FlatBuffer(where=where, stretches=(Stretch(0, tensor),), numel=tensor.numel)
+    return FlatBuffer.of(tensor, where)

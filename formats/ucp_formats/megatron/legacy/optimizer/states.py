@@ -7,24 +7,49 @@ from dataclasses import dataclass, field
 
 from ucp.contract.rank_extras import Checksums
 from ucp.core.index import Extra, Loss
+from ucp.core.region import Box, RegionPair
 from ucp.core.tensor import TensorRef
 from ucp.io.pickle.fields import mapping, sequence
+from ucp_formats.megatron.flat_buffer.boxes import Candidate
 from ucp_formats.megatron.legacy.model import Held, Slot
 from ucp_formats.megatron.param_groups.rules import SavedGroup
 
-__all__ = ["LegacyStates", "Population", "groups_of"]
+__all__ = ["LegacyStates", "Optimizer", "candidate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Population:
-    """Tensors that one optimizer may have states of, in registration order."""
+class Optimizer:
+    """One optimizer of a rank."""
 
     where: str
-    """The optimizer, for messages."""
+    """Which it is, for messages."""
+    chain: int | None
+    """Its number in a chain; None for the only one."""
+    saved: Mapping[object, object]
+    """What the model file says of it."""
     held: tuple[Held, ...]
-    """Parameters of one rank, one per stored tensor; buffers left out."""
-    arguments: Mapping[str, object] = field(default_factory=dict)
+    """Parameters that it may have states of, in registration order, one per stored tensor; buffers left out."""
+    arguments: Mapping[str, object]
     """Arguments of the run, which decide on groups; empty where they were not saved."""
+
+    @property
+    def inner(self) -> Mapping[object, object]:
+        """What torch's optimizer saved, where another one wraps it."""
+        found = self.saved.get("optimizer")
+        return found if isinstance(found, dict) else self.saved
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has its states by number (and is not distributed)."""
+        return "state" in self.saved or "state" in self.inner
+
+    def groups(self) -> Iterator[tuple[SavedGroup, Sequence[object]]]:
+        """Its groups, each with the numbers of its parameters, where it has them. Raises MalformedError."""
+        for own in sequence(self.inner.get("param_groups"), f"param_groups in {self.where}"):
+            group = mapping(own, f"a group in {self.where}")
+            hyper = {str(key): value for key, value in group.items() if key not in ("params", "param_names")}
+            params = sequence(group["params"], f"params of a group in {self.where}") if "params" in group else ()
+            yield SavedGroup(chain=None, hyper=hyper), params
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,20 +81,13 @@ class LegacyStates:
     def group(self, saved: SavedGroup) -> int:
         """Number of the group with these hyper-parameters, which is added when it is new."""
         for number, known in enumerate(self.groups):
-            if _same(known, saved):
+            if known.chain == saved.chain and Checksums(()).same(dict(known.hyper), dict(saved.hyper)):
                 return number
         self.groups.append(saved)
         return len(self.groups) - 1
 
 
-def groups_of(saved: object, where: str, *, chain: int | None) -> Iterator[tuple[SavedGroup, Sequence[object]]]:
-    """Groups of an optimizer, each with the numbers of its parameters, where it has them. Raises MalformedError."""
-    for own in sequence(saved, f"param_groups in {where}"):
-        group = mapping(own, f"a group in {where}")
-        hyper = {str(key): value for key, value in group.items() if key not in ("params", "param_names")}
-        params = sequence(group["params"], f"params of a group in {where}") if "params" in group else ()
-        yield SavedGroup(chain=chain, hyper=hyper), params
-
-
-def _same(a: SavedGroup, b: SavedGroup) -> bool:
-    return a.chain == b.chain and Checksums(()).same(dict(a.hyper), dict(b.hyper))
+def candidate(name: str, held: Held) -> Candidate:
+    """A stored tensor as what may be found by its contents."""
+    whole = Box.whole(held.ref.shape)
+    return Candidate(name=name, local_shape=held.ref.shape, pairs=(RegionPair(whole, whole),), refs=(held.ref,))

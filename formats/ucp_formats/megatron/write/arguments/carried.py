@@ -1,7 +1,7 @@
 """The arguments that a written checkpoint carries: the source's own, with the layout's sizes put right.
 
 Megatron takes the layout of a checkpoint from them, and compares some with its own when it loads (checkpointing.py:
-check_checkpoint_args). What a source of another framework lacks is found in `target_derived`.
+check_checkpoint_args). What a source of another framework lacks is found in `derived`.
 """
 
 from __future__ import annotations
@@ -76,19 +76,18 @@ def relaid_arguments(
     for name, has in (("no_save_optim", has_optimizer), ("no_save_rng", has_random)):
         if has == bool(arguments.get(name)):
             changed[name] = not has
-    if arguments.get(_GROUP) == arguments.get("pipeline_model_parallel_size", own.pp) and _GROUP in arguments:
-        changed[_GROUP] = own.pp
-    if "transformer_pipeline_model_parallel_size" in arguments:
-        changed["transformer_pipeline_model_parallel_size"] = own.pp
-    if "num_virtual_stages_per_pipeline_rank" in arguments:
-        changed["num_virtual_stages_per_pipeline_rank"] = virtual
-    if "num_layers_per_virtual_pipeline_stage" in arguments:
-        each = layers // (own.pp * own.vpp) if isinstance(layers, int) and virtual else None
-        changed["num_layers_per_virtual_pipeline_stage"] = each
+    each = layers // (own.pp * own.vpp) if isinstance(layers, int) and virtual else None
+    known: dict[str, object] = {
+        "transformer_pipeline_model_parallel_size": own.pp,
+        "num_virtual_stages_per_pipeline_rank": virtual,
+        "num_layers_per_virtual_pipeline_stage": each,
+        "use_dist_ckpt": ckpt_format == "torch_dist",
+    }
+    if arguments.get(_GROUP) == arguments.get("pipeline_model_parallel_size", own.pp):
+        known[_GROUP] = own.pp
     if own.pp != arguments.get("pipeline_model_parallel_size", 1) or virtual != arguments.get(_VIRTUAL):
-        changed |= {name: empty for name, empty in _UNEVEN.items() if name in arguments}
-    if "use_dist_ckpt" in arguments:
-        changed["use_dist_ckpt"] = ckpt_format == "torch_dist"
+        known |= _UNEVEN
+    changed |= {name: value for name, value in known.items() if name in arguments}
     if ckpt_format == "torch_dist":
         changed["dist_ckpt_optim_fully_reshardable"] = True
     return {**arguments, **changed}

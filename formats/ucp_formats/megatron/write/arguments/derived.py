@@ -116,16 +116,18 @@ def _feed_forward(shapes: Shapes) -> dict[str, object]:
     wide, narrow = _of(shapes, ".mlp.linear_fc1.weight", 0), _of(shapes, ".mlp.linear_fc2.weight", 1)
     found: dict[str, object] = {"ffn_hidden_size": narrow}
     numbers = {int(own[1]) for name in shapes if (own := _EXPERT.search(name))}
-    first = next((shape for name, shape in shapes.items() if _EXPERT.search(name) and "fc1.weight" in name), None)
-    second = next((shape for name, shape in shapes.items() if _EXPERT.search(name) and "fc2.weight" in name), None)
+    first, second = (
+        next((shape for name, shape in shapes.items() if _EXPERT.search(name) and part in name), None)
+        for part in ("fc1.weight", "fc2.weight")
+    )
     if first and second:
         found |= {
             "num_experts": max(numbers) + 1,
             "moe_ffn_hidden_size": second[1],
             "swiglu": first[0] == 2 * second[1],
+            "ffn_hidden_size": narrow or second[1],
+            **_expert_layers(shapes),
         }
-        found["ffn_hidden_size"] = narrow or second[1]
-        found |= _expert_layers(shapes)
     elif wide and narrow:
         found["swiglu"] = wide == 2 * narrow
     return found
@@ -133,14 +135,13 @@ def _feed_forward(shapes: Shapes) -> dict[str, object]:
 
 def _expert_layers(shapes: Shapes) -> dict[str, object]:
     """Which layers have experts, where not all do; and the shared ones."""
-    numbers = {name: int(own[1]) for name in shapes if (own := _LAYER.match(name))}
-    layers = sorted(set(numbers.values()))
-    routed = {number for name, number in numbers.items() if _EXPERT.search(name)}
+    layers = {int(own[1]) for name in shapes if (own := _LAYER.match(name))}
+    routed = {int(own[1]) for name in shapes if (own := _LAYER.match(name)) and _EXPERT.search(name)}
     shared = _of(shapes, ".shared_experts.linear_fc2.weight", 1)
     found: dict[str, object] = {} if shared is None else {"moe_shared_expert_intermediate_size": shared}
-    if routed != set(layers):
-        found["moe_layer_freq"] = [int(layer in routed) for layer in layers]
-    return found
+    return (
+        found if routed == layers else {**found, "moe_layer_freq": [int(layer in routed) for layer in sorted(layers)]}
+    )
 
 
 def layer_letters(names: Iterable[str]) -> list[str]:
@@ -152,9 +153,9 @@ def layer_letters(names: Iterable[str]) -> list[str]:
     kinds: dict[int, str] = {}
     for name in names:
         own = _LAYER.match(name)
-        letter = next((letter for part, letter in LETTERS.items() if part in name), None)
-        if own and letter and letter not in kinds.get(int(own[1]), ""):
-            kinds[int(own[1])] = kinds.get(int(own[1]), "") + letter
+        letter = next((letter for part, letter in LETTERS.items() if part in name), "")
+        if own and letter not in (held := kinds.get(int(own[1]), "")):
+            kinds[int(own[1])] = held + letter
     return [kinds.get(at, "-") for at in range(max(kinds, default=-1) + 1)]
 
 

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 
 from ucp.core.dtypes import DType
 from ucp.io.dcp.emit import DcpDraft, NewChunk
@@ -89,18 +88,11 @@ def _chunks(own: TargetRun, tensor: ModelTensor, part: StoredPart, state: str, d
 def _rank_boxes(tensor: ModelTensor, topology: Topology) -> list[Box]:
     """Boxes of the whole that ranks hold, each once."""
     degrees = {"tp": topology.tp, "etp": topology.expert_tp}
-    axes = tensor.match.axes(degrees)
-    parts = [degrees[axis] for axis in axes]
-    if all(degree == 1 for degree in parts):
+    if all(degrees[axis] == 1 for axis in tensor.match.axes(degrees)):
         return [Box.whole(tensor.shape)]
     layout = tensor.match.layout(axes=degrees, global_shape=tensor.shape)
-    found: dict[Box, None] = {}
-    for at in product(*map(range, parts)):
-        coords = dict(zip(axes, at, strict=True))
-        for placed in place(layout, tensor.shape, coords=coords):
-            if placed.replica == 0 and placed.box.numel:
-                found[placed.box] = None
-    return list(found)
+    placed = (own for coords in layout.ranks() for own in place(layout, tensor.shape, coords=coords))
+    return list(dict.fromkeys(own.box for own in placed if own.replica == 0 and own.box.numel))
 
 
 def _common(own: TargetRun) -> dict[str, object]:
@@ -109,16 +101,9 @@ def _common(own: TargetRun) -> dict[str, object]:
     if own.distributed and own.chain:
         content = {"distrib_optim_sharding_type": _SHARDING, **content}
         content["distrib_optim_fully_reshardable_mem_efficient"] = False
-    optimizers = [_optimizer(own, groups) for groups in own.chain]
-    optimizer: dict[str, object] = {}
-    if optimizers:
-        optimizer["optimizer"] = optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers))
-    return {
-        "args": namespace(own.arguments),
-        **own.common,
-        **optimizer,
-        "content_metadata": content,
-    }
+    every = [_optimizer(own, groups) for groups in own.chain]
+    optimizer = {"optimizer": every[0] if len(every) == 1 else dict(enumerate(every))} if every else {}
+    return {"args": namespace(own.arguments), **own.common, **optimizer, "content_metadata": content}
 
 
 def _optimizer(own: TargetRun, groups: tuple[OptimizerGroup, ...]) -> dict[str, object]:

@@ -88,12 +88,9 @@ def key_style(arguments: Mapping[str, object]) -> KeyStyle:
     if arguments.get("transformer_impl") == "local":
         norms = Norms.APART if hybrid else Norms.RENAMED
     uneven = any(arguments.get(name) for name in _HETEROGENEOUS)
-    return KeyStyle(stacked=not hybrid and not uneven and _are_layers_alike(arguments), norms=norms)
-
-
-def _are_layers_alike(arguments: Mapping[str, object]) -> bool:
     values = [arguments.get(name) for name in _FREQUENCIES]
-    return not any(isinstance(own, list | tuple | str) or (isinstance(own, int) and own > 1) for own in values)
+    alike = not any(isinstance(own, list | tuple | str) or (isinstance(own, int) and own > 1) for own in values)
+    return KeyStyle(stacked=alike and not hybrid and not uneven, norms=norms)
 
 
 def stored_parts(own: ModelTensor, model: Model, style: KeyStyle) -> tuple[StoredPart, ...]:

@@ -8,7 +8,7 @@ experts of Transformer Engine register all first projections before the second o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ucp.core.layout import Overlap
@@ -20,7 +20,7 @@ __all__ = ["Modules", "modules_of"]
 _NORM = re.compile(r"\.layer_norm_(weight|bias)$")
 _GROUPED = re.compile(r"^(?P<module>.+\.experts\.linear_fc[12])\.(?P<kind>weight|bias)(?P<expert>\d+)$")
 _OUTPUT = "output_layer.weight"
-_NO_STATE = ("embedding.word_embeddings.weight",)
+_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,9 @@ class Modules:
 
     def key(self, own: ModelTensor, *, layer: int, expert: int) -> str:
         """Key of a parameter in the state_dict of a chunk. `layer`, `expert`: local numbers, of those that it has."""
-        numbers = {name: number for name, number in (("layer", layer), ("expert", expert)) if name in own.match.fields}
-        if own.layer is None:
-            numbers.pop("layer", None)
-        name = own.match.renamed(**numbers)
+        numbers = {"layer": None if own.layer is None else layer, "expert": expert}
+        fields = {key: number for key, number in numbers.items() if key in own.match.fields and number is not None}
+        name = own.match.renamed(**fields)
         before_experts = ".pre_mlp_layernorm." in own.name and own.layer in self.expert_layers
         if not self.fused or before_experts or (own.expert is not None and not self.grouped):
             return name
@@ -54,7 +53,14 @@ class Modules:
             weight = _NORM.sub(".weight", norm)
             names.remove(norm)
             names.insert(names.index(weight), norm)
-        return _with_grouped(names)
+        places: dict[str, list[int]] = {}
+        for at, name in enumerate(names):
+            if found := _GROUPED.match(name):
+                places.setdefault(found["module"].rpartition(".")[0], []).append(at)
+        for own in places.values():  # grouped experts go by projection, then by expert
+            for at, name in zip(own, sorted((names[at] for at in own), key=_grouped_key), strict=True):
+                names[at] = name
+        return names
 
     def extra_states(self, keys: Mapping[str, ModelTensor]) -> Iterator[str]:
         """Keys of modules that keep state of their own: linear layers, and attention with Transformer Engine."""
@@ -75,20 +81,6 @@ def modules_of(family: Family, arguments: Mapping[str, object], expert_layers: f
     return Modules(family=family, fused=fused, grouped=grouped, expert_layers=expert_layers)
 
 
-def _with_grouped(names: Sequence[str]) -> list[str]:
-    """The names with those of grouped experts by projection, then by expert."""
-    ordered = list(names)
-    places: dict[str, list[int]] = {}
-    for at, name in enumerate(ordered):
-        found = _GROUPED.match(name)
-        if found:
-            places.setdefault(found["module"].rpartition(".")[0], []).append(at)
-    for own in places.values():
-        for at, name in zip(own, sorted((ordered[at] for at in own), key=_grouped_key), strict=True):
-            ordered[at] = name
-    return ordered
-
-
 def _grouped_key(name: str) -> tuple[str, int, bool]:
     found = _GROUPED.match(name)
     assert found is not None
@@ -97,7 +89,7 @@ def _grouped_key(name: str) -> tuple[str, int, bool]:
 
 def _is_linear(own: ModelTensor) -> bool:
     """Whether it is the weight of a layer that is cut over tensor-parallel ranks."""
-    if not own.name.endswith(".weight") or len(own.shape) != 2 or own.name in _NO_STATE:
+    if not own.name.endswith(".weight") or len(own.shape) != 2 or own.name == _EMBEDDING:
         return False
     layout = own.match.layout(axes={"tp": 1, "etp": 1}, global_shape=own.shape)
     return any(axis.pattern.overlap is Overlap.EXCLUSIVE for axis in layout.axes)

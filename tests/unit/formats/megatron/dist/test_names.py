@@ -2,7 +2,6 @@
 
 import pytest
 from ucp_formats.megatron.dist import names as dist_names
-from ucp_formats.megatron.run.family import chooser
 
 from ucp.errors import FamilyError
 from ucp.contract.protocols import SourceOptions
@@ -21,7 +20,7 @@ KEYS = {
 
 
 def names_of(shapes, arguments, **options):
-    return dist_names.names_of(shapes, arguments, chooser(SourceOptions(**options)))
+    return dist_names.names_of(shapes, arguments, SourceOptions(**options))
 
 
 LLAMA = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False}

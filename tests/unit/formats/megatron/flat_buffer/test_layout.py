@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ucp_formats.megatron.flat_buffer.layout import BufferRule, Place, bucket_multiple, simulate, walk
+from ucp_formats.megatron.flat_buffer.layout import Place, bucket_multiple, simulate, walk
 
 Fitting = Callable[[Place], Sequence[int]]
 
@@ -20,27 +20,22 @@ def where(count: int, holds: Callable[[int, Place], bool]) -> Fitting:
 
 
 def test_parameters_are_laid_out_backwards_and_aligned() -> None:
-    found = simulate([10, 20, 64], BufferRule())
+    found = simulate([10, 20, 64])
     assert found.starts == (128, 64, 0)
     assert found.numel == 138
 
 
 def test_before_alignment_they_were_end_to_end() -> None:
-    assert simulate([10, 20, 64], BufferRule(alignment=1)).starts == (84, 64, 0)
+    assert simulate([10, 20, 64], alignment=1).starts == (84, 64, 0)
 
 
 def test_a_full_bucket_is_closed_without_its_padding() -> None:
-    found = simulate([10, 20, 30], BufferRule(bucket_numel=25))
+    found = simulate([10, 20, 30], bucket_numel=25)
     assert found.starts == (94, 30, 0)  # the first bucket ends at 30; in the second, 20 elements, then aligned
 
 
-def test_padding_may_be_kept() -> None:
-    found = simulate([10, 20], BufferRule(bucket_numel=1, bucket_multiple=8, alignment=1, keeps_padding=True))
-    assert (found.starts, found.numel) == ((24, 0), 40)
-
-
 def test_a_tied_embedding_has_a_bucket_of_its_own() -> None:
-    found = simulate([10, 70, 20], BufferRule(apart=frozenset({1})))
+    found = simulate([10, 70, 20], apart=frozenset({1}))
     assert found.starts == (134, 64, 0)  # what was before it ends where it would have started
 
 
@@ -50,21 +45,21 @@ def test_multiples() -> None:
 
 def test_a_walk_finds_what_was_simulated() -> None:
     numels = [10, 20, 30, 64]
-    found = simulate(numels, BufferRule(bucket_numel=25))
+    found = simulate(numels, bucket_numel=25)
     places = walk(numels, [found.numel], known(found.starts))
     assert places == tuple(Place(0, start) for start in found.starts)
 
 
 def test_a_walk_leaves_out_what_is_not_there() -> None:
     numels = [10, 20, 30]
-    found = simulate([10, 30], BufferRule())
+    found = simulate([10, 30])
     places = walk(numels, [found.numel], where(3, lambda n, place: n != 1 and place.start == {0: 64, 2: 0}[n]))
     assert places == (Place(0, 64), None, Place(0, 0))
 
 
 def test_a_walk_turns_back_where_contents_deceive() -> None:
     numels = [5, 7, 70]
-    found = simulate(numels, BufferRule(alignment=1))
+    found = simulate(numels, alignment=1)
     # the last fits twice: aligned, where it is not, and right after, where it is
     fitting = where(3, lambda n, place: place.start == found.starts[n] or (n == 1 and place.start == 128))
     places = walk(numels, [found.numel], fitting)

@@ -12,7 +12,7 @@ from ucp_formats.megatron.locate import locate
 from ucp_formats.megatron.source import MegatronFormat
 
 from ucp.api import convert
-from ucp.contract import registry
+from ucp.contract.protocols import SourceOptions
 from ucp.errors import (
     FamilyError,
     MalformedError,
@@ -171,11 +171,8 @@ def test_names_without_a_rule_are_listed_together(fake_legacy, tmp_path: Path) -
     with pytest.raises(UnknownFamilyError, match=r"my\.adapter\.weight"):
         read(folder)
 
-    def llama(shapes, arguments, axes):
-        return registry.family("llama").bind(shapes=shapes, arguments=arguments, axes=axes), ("asked for",)
-
     with pytest.raises(FamilyError, match="2 names have no rule") as caught:
-        read_legacy(locate(folder), "megatron", llama)
+        read_legacy(locate(folder), "megatron", SourceOptions("llama"))
     assert "my.adapter.weight" in str(caught.value)
     assert "my.gate" in str(caught.value)
 
@@ -185,11 +182,8 @@ def test_names_without_a_rule_are_those_of_all_stages(fake_legacy, tmp_path: Pat
     """The keys of every stage begin at 0; the numbers told are those of the model, each once."""
     folder = fake_legacy(kind="llama", optimizer="none", **options).save(tmp_path)
 
-    def mixtral(shapes, arguments, axes):
-        return registry.family("mixtral").bind(shapes=shapes, arguments=arguments, axes=axes), ("asked for",)
-
     with pytest.raises(FamilyError, match="8 names have no rule in the family 'mixtral'") as caught:
-        read_legacy(locate(folder), "megatron", mixtral)
+        read_legacy(locate(folder), "megatron", SourceOptions("mixtral"))
     told = [line.strip() for line in str(caught.value).splitlines() if line.startswith("  ")]
     assert sorted(told) == [f"decoder.layers.{n}.mlp.linear_fc{part}.weight" for n in range(4) for part in (1, 2)]
 
@@ -200,23 +194,16 @@ def test_names_with_two_rules_are_listed_together(fake_legacy, tmp_path: Path) -
     rule = '[[rule]]\nname = "decoder.layers.{block}.mlp.linear_fc2.weight"\ntp = "replicate"\n'
     mine.write_text(f'name = "mine"\nextends = ["llama"]\n{rule}')
 
-    def chosen(shapes, arguments, axes):
-        library, name = registry.library().with_file(mine)
-        return library.family(name).bind(shapes=shapes, arguments=arguments, axes=axes), ("asked for",)
-
     with pytest.raises(FamilyError, match="4 names have two rules") as caught:
-        read_legacy(locate(folder), "megatron", chosen)
+        read_legacy(locate(folder), "megatron", SourceOptions(None, mine))
     assert "decoder.layers.3.mlp.linear_fc2.weight" in str(caught.value)
 
 
 def test_the_wrong_family_is_told_what_it_lacks(fake_legacy, tmp_path: Path) -> None:
     folder = fake_legacy(kind="mixtral", optimizer="none").save(tmp_path)
 
-    def llama(shapes, arguments, axes):
-        return registry.family("llama").bind(shapes=shapes, arguments=arguments, axes=axes), ("asked for",)
-
     with pytest.raises(FamilyError, match="36 names have no rule in the family 'llama'"):
-        read_legacy(locate(folder), "megatron", llama)
+        read_legacy(locate(folder), "megatron", SourceOptions("llama"))
 
 
 def test_drift_of_a_replica_is_told_by_name(fake_legacy, tmp_path: Path) -> None:

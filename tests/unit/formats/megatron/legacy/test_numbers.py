@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ucp_formats.megatron.legacy.numbers import count_layers, expert_of
+from ucp_formats.megatron.legacy.numbers import count_layers
 
 from ucp.errors import MalformedError
 
@@ -34,8 +34,7 @@ def test_encoder_and_decoder_are_counted_apart() -> None:
 def test_experts_are_shifted() -> None:
     numbers = count_layers({(0, 0): names(1)}, num_layers=None)
     name = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"
-    assert expert_of(numbers.renamed(name, (0, 0), first_expert=4)) == 5
-    assert expert_of("decoder.layers.0.mlp.router.weight") is None
+    assert ".local_experts.5." in numbers.renamed(name, (0, 0), first_expert=4)
 
 
 def test_a_wrong_count_is_told_by_chunk() -> None:

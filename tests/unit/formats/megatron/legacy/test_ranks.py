@@ -8,8 +8,7 @@ from itertools import combinations, product
 from pathlib import Path
 
 import pytest
-from ucp_formats.megatron.legacy.grid import Grid
-from ucp_formats.megatron.legacy.ranks import Numbering, misplaced
+from ucp_formats.megatron.legacy.grid import Grid, misplaced, placing
 from ucp_formats.megatron.names import GridPlace, parse_rank_folder
 from ucp_formats.megatron.run.arguments import Arguments
 from ucp_formats.megatron.source import MegatronFormat
@@ -26,22 +25,22 @@ DENSE = list(product((1, 2, 4), (1, 2), (1, 3), (1, 2, 3)))
 def test_dense_ranks(tp: int, cp: int, dp: int, pp: int, inner: bool) -> None:
     """parallel_state.py: order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp; the first of them fastest."""
     arguments = Arguments(raw={"use_tp_pp_dp_mapping": inner}, cp=cp, dp=dp, world=tp * cp * dp * pp)
-    numbering = Numbering.of(Grid(tp=tp, pp=pp, ep=1, etp=tp), arguments)
+    numbering = placing(Grid(tp=tp, pp=pp, ep=1, etp=tp), arguments)
     assert numbering is not None
     outer = product(range(dp), range(pp)) if inner else product(range(pp), range(dp))
     stages = [pair[1] if inner else pair[0] for pair in outer]
     order = [(t, stage) for stage in stages for _ in range(cp) for t in range(tp)]
-    assert [(own.tp, own.pp) for own in map(numbering.place, range(len(order)))] == order
+    assert [(own.tp, own.pp) for own in map(numbering, range(len(order)))] == order
 
 
 @pytest.mark.parametrize(("tp", "etp", "ep", "copies"), [(2, 1, 2, 2), (2, 2, 2, 1), (1, 1, 4, 1), (4, 2, 4, 2)])
 def test_ranks_of_experts(tp: int, etp: int, ep: int, copies: int) -> None:
     """The same ranks, numbered as etp-ep-dp-pp."""
     world = etp * ep * copies * 2
-    numbering = Numbering.of(Grid(tp=tp, pp=2, ep=ep, etp=etp), Arguments(raw={}, world=world))
+    numbering = placing(Grid(tp=tp, pp=2, ep=ep, etp=etp), Arguments(raw={}, world=world))
     assert numbering is not None
     order = [(p, e) for p in range(2) for _ in range(copies) for e in range(ep) for _ in range(etp)]
-    assert [(own.pp, own.ep) for own in map(numbering.place, range(world))] == order
+    assert [(own.pp, own.ep) for own in map(numbering, range(world))] == order
 
 
 @pytest.mark.parametrize(
@@ -55,14 +54,14 @@ def test_ranks_of_experts(tp: int, etp: int, ep: int, copies: int) -> None:
     ],
 )
 def test_a_numbering_that_is_not_certain_is_none(arguments: Arguments) -> None:
-    assert Numbering.of(Grid(tp=2, pp=2, ep=1, etp=2), arguments) is None
+    assert placing(Grid(tp=2, pp=2, ep=1, etp=2), arguments) is None
 
 
 def test_expert_ranks_beside_context_ranks_were_numbered_otherwise_before_etp() -> None:
     """core 0.8 parallel_state.py: one RankGenerator, expert ranks above those of context; later ones record etp."""
     grid = Grid(tp=1, pp=1, ep=2, etp=1)
-    assert Numbering.of(grid, Arguments(raw={}, world=4, cp=2)) is None
-    assert Numbering.of(grid, Arguments(raw={}, world=4, cp=2, etp=1)) is not None
+    assert placing(grid, Arguments(raw={}, world=4, cp=2)) is None
+    assert placing(grid, Arguments(raw={}, world=4, cp=2, etp=1)) is not None
 
 
 @pytest.mark.parametrize("ranks", [[0, 0], [0, None], [1, 7], [1, True]])
@@ -79,7 +78,9 @@ def test_the_place_that_files_belong_to_is_told() -> None:
     lines = list(misplaced(Grid(tp=2, pp=2, ep=1, etp=2), folders, Arguments(raw={}, world=8, dp=2), saved))
     assert [line.split()[0] for line in lines] == ["mp_rank_00_001:", "mp_rank_01_001:"]
     assert lines[0].endswith("rank 5 of 8 saved, tp rank 1, stage 1, expert rank 0: they belong in mp_rank_01_001")
-    assert GridPlace(tp=1, pp=0, ep=0) == Numbering(grid=Grid(tp=2, pp=2, ep=1, etp=2), world=8, stride=4).place(3)
+    numbering = placing(Grid(tp=2, pp=2, ep=1, etp=2), Arguments(raw={}, world=8, dp=2))
+    assert numbering is not None
+    assert numbering(3) == GridPlace(tp=1, pp=0, ep=0)
 
 
 SWAPPED = [

@@ -6,8 +6,14 @@
 from __future__ import annotations
 
 import pytest
-from ucp_formats.megatron.param_groups.rules import SavedGroup, agreed_step, dealt_out, inferred, left_open
-from ucp_formats.megatron.param_groups.settings import USUAL, group_rule
+from ucp_formats.megatron.param_groups.rules import (
+    SavedGroup,
+    agreed_step,
+    deal,
+    dealt_out,
+    group_rule,
+    inferred,
+)
 from ucp_formats.megatron.run.modules import with_modules
 
 EMBEDDING, POSITIONS, OUTPUT = (
@@ -172,12 +178,13 @@ def test_groups_that_no_argument_explains_leave_their_candidates_open():
     ],
 )
 def test_what_stays_open_is_named_with_the_reason(arguments, said):
-    (entry,) = left_open(group_rule(arguments, [new(1.0)]), [Q, K], SHAPES)
+    saved = [SavedGroup(chain=None, hyper=own) for own in (new(1.0), new(1.0, lr=5e-4, default=False))]
+    (entry,) = deal(saved, {Q: SHAPES[Q], K: SHAPES[K]}, arguments).dropped
     first, *lines = entry.split("\n")
     assert said in first
     assert "--ckpt-format torch" in first
     assert lines == [f"  {Q}: [2]", f"  {K}: [2]"]
-    assert left_open(USUAL, [], {}) == []
+    assert deal(saved[:1], SHAPES, arguments).dropped == ()
 
 
 def test_what_was_inferred_says_by_which_arguments():

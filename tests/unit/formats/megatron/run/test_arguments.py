@@ -22,7 +22,7 @@ def test_a_namespace_is_read(value: Stub) -> None:
 
 
 def test_a_dict_does_as_well() -> None:
-    assert read_arguments({"swiglu": True}, "a.pt").gated is True
+    assert read_arguments({"bf16": True, "untie_embeddings_and_output_weights": True}, "a.pt").untied is True
 
 
 def test_none_says_nothing() -> None:
@@ -33,7 +33,7 @@ def test_none_says_nothing() -> None:
 
 def test_what_is_absent_or_none_is_none() -> None:
     found = read_arguments({"virtual_pipeline_model_parallel_size": None}, "a.pt")
-    assert (found.vpp, found.tp, found.untied, found.bucket_size) == (None,) * 4
+    assert (found.vpp, found.tp, found.untied) == (None,) * 3
 
 
 def test_old_names_are_understood_and_new_ones_win() -> None:
@@ -43,7 +43,7 @@ def test_old_names_are_understood_and_new_ones_win() -> None:
 
 
 def test_flags_may_be_numbers() -> None:
-    assert read_arguments({"swiglu": 0}, "a.pt").gated is False
+    assert read_arguments({"untie_embeddings_and_output_weights": 0}, "a.pt").untied is False
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,3 @@ def test_the_topology() -> None:
     }
     found = read_arguments(values, "a.pt").topology()
     assert found == Topology(dp=4, tp=2, pp=4, ep=2, cp=2, vpp=3, etp=1)
-
-
-def test_experts_are_cut_as_the_model_unless_said_otherwise() -> None:
-    assert read_arguments({"tensor_model_parallel_size": 4}, "a.pt").expert_tp == 4
-    assert read_arguments({"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 2}, "a.pt").expert_tp == 2
