@@ -30,6 +30,8 @@ def main() -> None:
         failure = stopped(stop)
         failure.show()
         sys.exit(failure.exit_code)
+    finally:
+        gc.freeze()  # or the interpreter would look for cycles in all there is, only to end
 
 
 def _run() -> None:

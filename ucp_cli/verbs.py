@@ -5,8 +5,6 @@ A verb's module is imported when it is run, so that `ucp --help` costs nothing.
 
 from __future__ import annotations
 
-import traceback
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -45,6 +43,8 @@ class Verbs(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The verb that `args` start with. Raises UsageError naming the nearest."""
         if args and not args[0].startswith("-") and args[0] not in SUMMARIES:
+            from difflib import get_close_matches
+
             near = get_close_matches(args[0], SUMMARIES, 1, 0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(SUMMARIES)}"
             ctx.fail(f"no such command {args[0]!r}; {hint}")
@@ -79,6 +79,8 @@ class Verbs(click.Group):
             if failure is None:
                 raise
             if ctx.params["debug"]:
+                import traceback
+
                 traceback.print_exc()
             raise failure from error
 

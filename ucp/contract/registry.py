@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import cache, partial
-from importlib.metadata import EntryPoint, entry_points
+from functools import cache, partial, reduce
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -26,6 +26,7 @@ from ucp.errors import (
     listed,
 )
 from ucp.io.folder import url_scheme
+from ucp.io.identity import entry_points
 from ucp.io.pickle.callables import CALLS, GROUPS, unusual_calls
 from ucp.io.staging import refuse_partial
 
@@ -52,8 +53,8 @@ _MOST_TRIED = 50
 
 
 @cache
-def _found(group: str) -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=group)}
+def _found(group: str) -> dict[str, str]:
+    return entry_points(group)
 
 
 @cache
@@ -64,7 +65,8 @@ def _loaded(group: str, name: str) -> object:
         near = get_close_matches(name, points, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UsageError(f"expected one of the {group.removeprefix('ucp.')} {known}; got {name!r}{hint}")
-    return points[name].load()
+    module, _, attributes = points[name].partition(":")
+    return reduce(getattr, filter(None, attributes.split(".")), import_module(module))
 
 
 @cache
@@ -109,7 +111,7 @@ def library() -> Library:
     """All registered model families. Raises UsageError when two have one name."""
     from ucp.families.library import Library  # most checkpoints are read without a family
 
-    return Library.of_packages([point.value for point in _found("ucp.families").values()], _pattern_factory)
+    return Library.of_packages(list(_found("ucp.families").values()), _pattern_factory)
 
 
 def families() -> tuple[str, ...]:

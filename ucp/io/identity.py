@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from importlib import metadata
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import xxhash
 
 from ucp.core.index import SourceFile
 from ucp.io.files import open_source, split_parts
+from ucp.io.folder import names_in
 
-__all__ = ["identity_of", "producer", "size_and_time", "source_file"]
+__all__ = ["entry_points", "identity_of", "producer", "size_and_time", "source_file"]
 
 _TAIL = 64 << 10
 """Bytes at each end of a file that its identity is taken from."""
@@ -18,10 +22,40 @@ _TAIL = 64 << 10
 
 def producer() -> str:
     """This program and its version, e.g. "ucp 0.1.0"."""
-    try:
-        return f"ucp {metadata.version('universal-checkpoint')}"
-    except metadata.PackageNotFoundError:
-        return "ucp (not installed)"
+    version = next((version for name, version, _ in _installed() if name == "universal_checkpoint"), "")
+    return f"ucp {version or '(not installed)'}"
+
+
+def entry_points(group: str) -> dict[str, str]:
+    """Entry points that installed packages declare in a group: name to "module:attribute".
+
+    As `importlib.metadata` finds them, whose import takes longer than to read them all.
+    """
+    return {name: value for _, _, folder in _installed() for name, value in _declared(folder, group)}
+
+
+def _installed() -> Iterator[tuple[str, str, str]]:
+    """Packages on Python's path (name, version, folder that describes it), the first one of each name."""
+    seen = set()
+    for place in sys.path:
+        for entry in names_in(Path(place or ".")):
+            stem, suffix = os.path.splitext(entry)
+            name, _, version = stem.lower().partition("-")
+            if suffix in (".dist-info", ".egg-info") and name not in seen:
+                seen.add(name)
+                yield name, version, os.path.join(place, entry)
+
+
+def _declared(folder: str, group: str) -> Iterator[tuple[str, str]]:
+    """Entry points in one group of one package: name and value, without extras."""
+    with suppress(OSError), open(os.path.join(folder, "entry_points.txt"), encoding="utf-8") as file:
+        section = ""
+        for line in map(str.strip, file):
+            if line.startswith("["):
+                section = line.strip("[]")
+            elif section == group and "=" in line and line[0] not in "#;":
+                name, _, value = line.partition("=")
+                yield name.strip(), value.partition("[")[0].strip()
 
 
 def size_and_time(path: str) -> tuple[int, int]:

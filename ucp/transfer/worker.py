@@ -353,20 +353,21 @@ def _agree(taken: Sequence[Taken], gatherer: Gatherer) -> bool:
 
 def _hold(pairs: Sequence[tuple[memoryview, Piece]], dtype: DType, copied: DType, gatherer: Gatherer) -> bool:
     """Whether pieces of type `copied` hold the bytes of `dtype` beside them, after a cast; read together."""
-    import numpy as np
-
-    data = memoryview(bytearray(sum(piece.sizes[0] for _, piece in pairs) * copied.itemsize))
+    data = bytearray(sum(piece.sizes[0] for _, piece in pairs) * copied.itemsize)
     wanted, at = [], 0
     for _, piece in pairs:
         nbytes = piece.sizes[0] * copied.itemsize
-        wanted.append((data[at : at + nbytes], copied, (replace(piece, dst_offset=0),)))
+        wanted.append((memoryview(data)[at : at + nbytes], copied, (replace(piece, dst_offset=0),)))
         at += nbytes
     gatherer.fill_many(wanted)
-    taken = viewed(memoryview(b"".join(view for view, _ in pairs)), dtype)
-    if copied is not dtype:
-        with np.errstate(over="ignore", invalid="ignore"):
-            taken = taken.astype(numpy_dtype(copied))
-    return differing(taken, viewed(data, copied)) is None
+    joined = b"".join(view for view, _ in pairs)
+    if copied is dtype:
+        return joined == data  # bytes with bytes: without numpy, which takes a worker longer to import
+    import numpy as np
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        taken = viewed(memoryview(joined), dtype).astype(numpy_dtype(copied))
+    return differing(taken, viewed(memoryview(data), copied)) is None
 
 
 def drift(own: Slice, locator: Locator, part: memoryview, gatherer: Gatherer) -> Iterator[str]:

@@ -15,8 +15,6 @@ from ucp.conversion.options import PlanArguments
 from ucp.errors import counted
 from ucp_cli.failures import stopped
 from ucp_cli.options import PATH, as_json, convert_options, example, progress
-from ucp_cli.pages.documents import convert_document
-from ucp_cli.pages.render import facts, lines, write, write_json
 from ucp_cli.pages.units import nbytes_text, rate_text, seconds_text
 from ucp_cli.progress import watch
 
@@ -83,16 +81,24 @@ def command(
     except KeyboardInterrupt as stop:
         raise stopped(stop, _advice(dst)) from None
     seconds = time.monotonic() - begun
+    if as_json or not quiet:
+        _tell(report, seconds, verified=verify, as_json=as_json)
+
+
+def _tell(report: ConvertReport, seconds: float, *, verified: bool, as_json: bool) -> None:
+    from ucp_cli.pages.documents import convert_document  # drawing takes a while to import: only for who looks
+    from ucp_cli.pages.render import facts, lines, write, write_json
+
     if as_json:
-        write_json(convert_document(report, seconds=seconds, verified=verify))
-    elif not quiet:
-        write(
-            facts(_facts(report, seconds, verified=verify)),
-            lines("Warnings", report.warnings, style="bold red"),
-            lines("Casts", report.casts, style="yellow"),
-            lines("Notes", report.notes),
-            lines("Left behind", report.dropped, style="yellow"),
-        )
+        write_json(convert_document(report, seconds=seconds, verified=verified))
+        return
+    write(
+        facts(_facts(report, seconds, verified=verified)),
+        lines("Warnings", report.warnings, style="bold red"),
+        lines("Casts", report.casts, style="yellow"),
+        lines("Notes", report.notes),
+        lines("Left behind", report.dropped, style="yellow"),
+    )
 
 
 def _advice(dst: Path) -> str:
