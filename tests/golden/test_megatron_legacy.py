@@ -14,8 +14,8 @@ from ucp_formats.megatron.source import MegatronFormat
 
 from ucp.core.index import Index, Kind, StateIndex, check_cover
 from ucp.core.slices import Locator, resolve, whole_slice
+from ucp.transfer.drift import drift
 from ucp.transfer.gather import Gatherer, Sources
-from ucp.transfer.worker import drift
 
 ROOT = Path(__file__).parents[2] / "fixtures" / "megatron"
 CASES = sorted(

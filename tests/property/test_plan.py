@@ -20,8 +20,7 @@ from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.errors import CoverError, MemoryBudgetError, MissingStateError, UsageError
 from ucp.testing.strategies import cuts
-from ucp.transfer.balance import bundle
-from ucp.transfer.tasks import BLOCK, SCRATCH, TASK, check_target, checking_placements, fit_workers, make_job
+from ucp.transfer.tasks import BLOCK, SCRATCH, TASK, bundle, check_target, checking_placements, fit_workers, make_job
 
 PLAN = import_module("ucp.transfer.tasks")  # `ucp.plan` is the function
 ITEM = 4

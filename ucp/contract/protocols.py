@@ -25,7 +25,7 @@ from ucp.errors import IdleOptionError, UsageError
 
 if TYPE_CHECKING:
     from ucp.transfer.tasks import Job, Task
-    from ucp.transfer.worker import Done
+    from ucp.transfer.worker import Done, Step
 
 __all__ = [
     "Engine",
@@ -161,8 +161,8 @@ class Engine(Protocol):
 
     def run(
         self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int
-    ) -> Generator[Done, None, None]:
-        """Reports of `tasks`, in the order they finish. Raises what a worker raised; then the rest is not done.
+    ) -> Generator[Done | Step, None, None]:
+        """Reports of `tasks`, in the order they finish, and steps of those that take long.
 
-        Closing the generator ends the work.
+        Raises what a worker raised; then the rest is not done. Closing the generator ends the work.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from ucp.transfer.checksums import gaps, mismatches
 from ucp.transfer.gather import Gatherer, Sources, Span
 from ucp.transfer.output_files import create, seal_checksums
 from ucp.transfer.tasks import BLOCK, Task
-from ucp.transfer.worker import Done, Sum
+from ucp.transfer.worker import Done, Step, Sum
 
 __all__ = ["Written", "execute"]
 
@@ -84,16 +85,21 @@ def _run(prepared: Prepared, staging: Staging, todo: Sequence[Task], written: Wr
     job = prepared.job
     chosen: Engine = engine("processes" if prepared.workers > 1 and len(todo) > 1 else "serial")
     sizes = {task.number: task.nbytes for task in todo}
+    told: Counter[int] = Counter()
     threads = 1 if is_memory(staging.data) else prepared.threads  # a second one is there to work while one waits
     stream = chosen.run(job, staging.data, todo, workers=prepared.workers, threads=threads)
     with closing(stream):  # whatever happens here, no worker writes on
         observer.begin(title="convert", nbytes=sum(sizes.values()))
         try:
             for done in stream:
+                if isinstance(done, Step):
+                    told[done.task] += done.nbytes
+                    observer.advance(done.nbytes)
+                    continue
                 written.add(done)
                 written.nbytes += sizes[done.task]
                 staging.note(line_of(done))
-                observer.advance(sizes[done.task])
+                observer.advance(sizes[done.task] - told[done.task])
         finally:
             observer.end()
 

@@ -110,7 +110,8 @@ class EngineContract:
         self, job: Job, root: Path, *, tasks: tuple[Task, ...] | None = None, workers: int = 2, threads: int = 2
     ) -> list[Done]:
         chosen = job.tasks if tasks is None else tasks
-        return list(self.make().run(job, _created(job, root), chosen, workers=workers, threads=threads))
+        stream = self.make().run(job, _created(job, root), chosen, workers=workers, threads=threads)
+        return [report for report in stream if isinstance(report, Done)]
 
 
 def _created(job: Job, root: Path) -> Path:

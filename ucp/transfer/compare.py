@@ -26,13 +26,12 @@ from ucp.core.tensor import Record, Tensor, TensorRef
 from ucp.errors import CorruptError, SourceError, counted
 from ucp.io.elements import Difference, differing, viewed, widened, without_payloads
 from ucp.io.pickle.fields import shown
-from ucp.transfer.balance import bundle
 from ucp.transfer.checksums import mismatches
+from ucp.transfer.drift import drifts
 from ucp.transfer.gather import Gatherer, Sources, Span
-from ucp.transfer.tasks import BLOCK, fit_workers
+from ucp.transfer.tasks import BLOCK, bundle, fit_workers
 from ucp.transfer.tiles import blocks, is_crosswise
 from ucp.transfer.value_diff import Apart, differing_values
-from ucp.transfer.worker import drifts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -12,10 +12,11 @@ A task holds numbers only. The pieces that fill a block are resolved by whoever 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from struct import unpack
+from typing import Protocol, TypeVar
 
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
@@ -25,7 +26,6 @@ from ucp.core.slices import Locator, Slice, block_ranges
 from ucp.core.target import Placement, TargetPlan
 from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.errors import CoverError, MemoryBudgetError, MissingStateError, UsageError, listed
-from ucp.transfer.balance import bundle
 from ucp.transfer.tiles import is_crosswise
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "Section",
     "Task",
     "amount",
+    "bundle",
     "check_target",
     "checking_placements",
     "fit_workers",
@@ -55,6 +56,16 @@ SCRATCH = 3 * BLOCK
 _EXACT = 1 << 24
 """Whole numbers up to it are the same in float32."""
 
+
+class Sized(Protocol):
+    """Anything that knows its bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+
+
+S = TypeVar("S", bound=Sized)
 
 _Claims = dict[tuple[RegionPair, ...], list[tuple[int, int]]]
 """Element ranges that are spoken for, in increasing order, by the regions of the local tensor they are ranges of."""
@@ -220,6 +231,20 @@ def amount(nbytes: int) -> str:
             if nbytes and nbytes % base**power == 0:
                 return f"{nbytes // base**power:,} {prefix}{unit}"
     return f"{nbytes:,} bytes"
+
+
+def bundle(items: Iterable[S], *, limit: int) -> Iterator[list[S]]:
+    """Neighbours together, in order, up to `limit` bytes; an item above it stands alone."""
+    own: list[S] = []
+    room = limit
+    for item in items:
+        if own and item.nbytes > room:
+            yield own
+            own, room = [], limit
+        own.append(item)
+        room -= item.nbytes
+    if own:
+        yield own
 
 
 def _by_path(target: TargetPlan) -> list[tuple[str, list[Section]]]:

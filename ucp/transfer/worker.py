@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NamedTuple
@@ -19,20 +19,18 @@ from typing import NamedTuple
 import xxhash
 from zlib_ng import zlib_ng
 
-from ucp.core.dtypes import DType
 from ucp.core.layout import Overlap
-from ucp.core.slices import Locator, Piece, Slice, block_ranges, resolve, resolve_copies, starts_of
+from ucp.core.slices import Locator, Piece, Slice, block_ranges, resolve, starts_of
 from ucp.core.tensor import TensorRef
 from ucp.errors import CorruptError
 from ucp.io.codec import encode
-from ucp.io.elements import differing, numpy_dtype, strided, viewed, without_payloads
 from ucp.io.write import read_back, start_writeback, write_at
-from ucp.transfer.balance import bundle
+from ucp.transfer.drift import drift, drifts
 from ucp.transfer.gather import Gatherer, Run, Sources, Span, piece_values, run_of
-from ucp.transfer.tasks import BLOCK, Fill, Job, Section, Task, raw_slice
+from ucp.transfer.tasks import BLOCK, Fill, Job, Section, Task, bundle, raw_slice
 from ucp.transfer.tiles import tiles, within
 
-__all__ = ["Done", "Sum", "Worker", "drift", "drifts"]
+__all__ = ["Done", "Step", "Sum", "Worker"]
 
 MEAN_WINDOW = BLOCK // 8
 """Bytes of a mean that are made at once: its sum is wider than what is written, and so are its casts."""
@@ -82,6 +80,15 @@ class Done:
     """Copies that differ from what was taken, one line each."""
 
 
+class Step(NamedTuple):
+    """Report of a task that takes long, on the way."""
+
+    task: int
+    """Its number."""
+    nbytes: int
+    """Bytes written since the last report, uncompressed."""
+
+
 class _Spot(NamedTuple):
     """Where a slice goes that is not written from front to back."""
 
@@ -104,8 +111,8 @@ class Worker:
         self._locator = lru_cache(LOCATORS)(self._make_locator)
         self._buffer = memoryview(mmap.mmap(-1, TILE))  # of which what is never used takes no memory
 
-    def carry_out(self, task: Task) -> Done:
-        """Write everything a task writes. Raises UcpError or OSError; then the task is simply not done."""
+    def carry_out(self, task: Task) -> Iterator[Step | Done]:
+        """Write everything a task writes; the last report is that it is done. Raises UcpError or OSError."""
         gatherer = Gatherer(sources=self._sources, tracked=self._tracked)
         found: list[str] = []
         sums: list[Sum] = []
@@ -113,9 +120,13 @@ class Worker:
             sums.extend(self._sweep(task.fills, gatherer, found))
         else:
             for fill in task.fills:
-                write = self._write_encoded if self._is_encoded(fill) else self._write
-                sums.extend(write(fill, gatherer, found))
-        return Done(task=task.number, sums=tuple(sums), spans=tuple(gatherer.spans), drift=tuple(found))
+                if not self._is_encoded(fill):
+                    sums.extend(self._write(fill, gatherer, found))
+                    continue
+                for own in self._write_encoded(fill, gatherer, found):
+                    sums.append(own)
+                    yield Step(task.number, own.nbytes)
+        yield Done(task=task.number, sums=tuple(sums), spans=tuple(gatherer.spans), drift=tuple(found))
 
     def close(self) -> None:
         """Close source files."""
@@ -321,95 +332,3 @@ def _windows(section: Section, part: memoryview, locator: Locator) -> Iterator[t
     itemsize = section.nbytes // (section.stop - section.start)
     for low, high in block_ranges(section.start, section.stop, MEAN_WINDOW // itemsize):
         yield low, high, part[(low - section.start) * itemsize : (high - section.start) * itemsize]
-
-
-Taken = tuple[Slice, Locator, memoryview]
-"""A slice, the pieces of its state, and the bytes that were taken for it."""
-
-
-def drifts(taken: Sequence[Taken], gatherer: Gatherer) -> Iterator[tuple[Slice, list[str]]]:
-    """Slices of which copies differ, with the lines of `drift`. All together are at most a block."""
-    if len(taken) > 1 and _agree(taken, gatherer):
-        return
-    for own, locator, part in taken:
-        lines = list(drift(own, locator, part, gatherer))
-        if lines:
-            yield own, lines
-
-
-def _agree(taken: Sequence[Taken], gatherer: Gatherer) -> bool:
-    """Whether all copies hold what was taken, seen at once; False also where that needs a closer look."""
-    alike: dict[tuple[DType, DType], list[tuple[memoryview, Piece]]] = {}
-    for own, locator, part in taken:
-        for piece in chain.from_iterable(resolve_copies(own, locator, own.start, own.stop)):
-            if own.dtype is not locator.state.dtype and piece.ref.dtype is not own.dtype:
-                continue
-            if piece.mean or piece.dst_strides != (1,):
-                return False
-            at, nbytes = (n * own.dtype.itemsize for n in (piece.dst_offset, piece.sizes[0]))
-            alike.setdefault((own.dtype, piece.ref.dtype), []).append((part[at : at + nbytes], piece))
-    return all(_hold(pairs, *dtypes, gatherer) for dtypes, pairs in alike.items())
-
-
-def _hold(pairs: Sequence[tuple[memoryview, Piece]], dtype: DType, copied: DType, gatherer: Gatherer) -> bool:
-    """Whether pieces of type `copied` hold the bytes of `dtype` beside them, after a cast; read together."""
-    data = bytearray(sum(piece.sizes[0] for _, piece in pairs) * copied.itemsize)
-    wanted, at = [], 0
-    for _, piece in pairs:
-        nbytes = piece.sizes[0] * copied.itemsize
-        wanted.append((memoryview(data)[at : at + nbytes], copied, (replace(piece, dst_offset=0),)))
-        at += nbytes
-    gatherer.fill_many(wanted)
-    joined = b"".join(view for view, _ in pairs)
-    if copied is dtype:
-        return joined == data  # bytes with bytes: without numpy, which takes a worker longer to import
-    import numpy as np
-
-    with np.errstate(over="ignore", invalid="ignore"):
-        taken = viewed(memoryview(joined), dtype).astype(numpy_dtype(copied))
-    return differing(taken, viewed(memoryview(data), copied)) is None
-
-
-def drift(own: Slice, locator: Locator, part: memoryview, gatherer: Gatherer) -> Iterator[str]:
-    """A line for each stretch of a copy that differs from what was taken, in the copy's own precision.
-
-    Where a cast was asked for, only copies of the type that is written are compared. A copy of one term of a mean is
-    compared with that term. `part`: bytes of the slice, which is a block at most.
-    """
-    uncast = own.dtype is locator.state.dtype
-    for pieces in resolve_copies(own, locator, own.start, own.stop):
-        for piece in (piece for piece in pieces if uncast or piece.ref.dtype is own.dtype):
-            taken = _term(own, locator, piece.term, gatherer) if piece.mean else part
-            yield from _differences(own, piece, taken, gatherer)
-
-
-def _term(own: Slice, locator: Locator, term: int, gatherer: Gatherer) -> memoryview:
-    """One summand of a slice whose whole is a mean."""
-    data = memoryview(bytearray(own.nbytes))
-    pieces = resolve(own, locator, own.start, own.stop)
-    gatherer.fill(data, own.dtype, [replace(piece, mean=False) for piece in pieces if piece.term == term])
-    return data
-
-
-def _differences(own: Slice, piece: Piece, part: memoryview, gatherer: Gatherer) -> Iterator[str]:
-    """A line for each stretch of a piece that differs from `part`, the bytes it was resolved for."""
-    import numpy as np
-
-    dtype = own.dtype
-    for stretch, copied in gatherer.values(piece):
-        strides = tuple(step * dtype.itemsize for step in stretch.dst_strides)
-        offset = stretch.dst_offset * dtype.itemsize
-        taken = strided(part, dtype, offset=offset, sizes=stretch.sizes, strides=strides)
-        is_cast = copied.dtype != taken.dtype
-        if is_cast:
-            with np.errstate(over="ignore", invalid="ignore"):
-                taken = taken.astype(numpy_dtype(stretch.ref.dtype))
-        found = differing(taken, copied)
-        if found and is_cast:  # casts need not agree in the payload of a NaN
-            found = differing(without_payloads(taken, copied), copied)
-        if found:
-            path = stretch.ref.path if isinstance(stretch.ref, TensorRef) else "a number in the index"
-            yield (
-                f"{own.param}/{own.state}: {found.numel} of {copied.size} elements of the {stretch.ref.dtype} copy "
-                f"in {path} differ, by up to {found.largest:.6g}"
-            )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 
 from ucp.core.dtypes import DType
 from ucp.core.pickle_values import GlobalName, Stub
@@ -77,20 +78,13 @@ def callables_of(value: object) -> Iterator[GlobalName]:
         met.add((id(own), is_argument))
         if isinstance(own, Stub):
             yield own.made_by
-            rest += [(own.args, True), (own.kwargs, True), (own.state, is_argument), (own.items, is_argument)]
-            rest += [(part, is_argument) for entry in own.entries for part in entry]
+            rest += [(own.args, True), (own.kwargs, True)]
+            parts: Iterable[object] = (own.state, *own.items, *chain.from_iterable(own.entries))
+        elif isinstance(own, dict):
+            parts = (*own, *own.values(), *(vars(own).values() if isinstance(own, OrderedDict) else ()))
         else:
-            rest += [(part, is_argument) for part in _parts(own)]
-
-
-def _parts(value: object) -> Iterable[object]:
-    match value:
-        case dict():
-            attributes = vars(value).values() if isinstance(value, OrderedDict) else ()
-            return (*value, *value.values(), *attributes)
-        case list() | tuple() | set() | frozenset():
-            return value
-    return ()
+            parts = own
+        rest += [(part, is_argument) for part in parts]
 
 
 def unusual_calls(values: Iterable[tuple[str, object]], usual: Collection[str]) -> Iterator[str]:

@@ -85,36 +85,26 @@ def _size(args: tuple[object, ...]) -> object:
     return LEFT_INERT
 
 
-def _set(args: tuple[object, ...]) -> object:
+def _set(args: tuple[object, ...], kind: type[set[object] | frozenset[object]] = set) -> object:
     match args:
         case ():
-            return set()
+            return kind()
         case (list(members),) | (tuple(members),):
             check_keys(members)
-            return set(members)
+            return kind(members)
     return LEFT_INERT
 
 
-def _frozenset(args: tuple[object, ...]) -> object:
-    members = _set(args)
-    return frozenset(members) if isinstance(members, set) else LEFT_INERT
-
-
-def _bytes(args: tuple[object, ...]) -> object:
+def _bytes(args: tuple[object, ...], kind: type[bytes | bytearray] = bytes) -> object:
     """Bytes of bytes(), of bytearray(data) and of encode(text, "latin1"), which is how protocol 2 writes bytes."""
     match args:
         case ():
-            return b""
+            return kind()
         case (bytes(data),):
-            return data
+            return kind(data)
         case (str(text), str(encoding)) if encoding in _LATIN1:
-            return text.encode("latin-1")
+            return kind(text.encode("latin-1"))
     return LEFT_INERT
-
-
-def _bytearray(args: tuple[object, ...]) -> object:
-    data = _bytes(args)
-    return bytearray(data) if isinstance(data, bytes) else LEFT_INERT
 
 
 def _complex(args: tuple[object, ...]) -> object:
@@ -173,9 +163,9 @@ _BUILDERS: dict[str, tuple[str, Callable[[tuple[object, ...]], object]]] = {
     "OrderedDict": ("collections", _ordered_dict),
     "Size": ("torch", _size),
     "set": ("builtins", _set),
-    "frozenset": ("builtins", _frozenset),
+    "frozenset": ("builtins", lambda args: _set(args, frozenset)),
     "bytes": ("builtins", _bytes),
-    "bytearray": ("builtins", _bytearray),
+    "bytearray": ("builtins", lambda args: _bytes(args, bytearray)),
     "complex": ("builtins", _complex),
     "slice": ("builtins", _slice),
     "range": ("builtins", _range),

@@ -15,19 +15,21 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ucp.errors import UcpError, WorkerDiedError, counted
-from ucp.transfer.balance import interleave
 from ucp.transfer.tasks import Job, Task
-from ucp.transfer.worker import Done, Worker
+from ucp.transfer.worker import Done, Step, Worker
 
 if TYPE_CHECKING:
     from multiprocess.connection import Connection
 
 __all__ = ["ProcessEngine"]
+
+T = TypeVar("T")
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a run: the parent's to act on. A terminal or a scheduler sends them to every process of a group."""
@@ -44,12 +46,12 @@ class ProcessEngine:
 
     def run(
         self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int
-    ) -> Generator[Done, None, None]:
+    ) -> Generator[Done | Step, None, None]:
         """Reports of `tasks`, in the order they finish.
 
         Workers are there when this returns: whoever asks may then start threads, which must not be there at a fork.
         """
-        tasks = interleave(tasks, key=lambda task: task.fills[0].path)  # writers of one file wait for its lock
+        tasks = _interleave(tasks, key=lambda task: task.fills[0].path)  # writers of one file wait for its lock
         pool: dict[Any, Any] = {}
         try:
             with _undisturbed():
@@ -60,6 +62,19 @@ class ProcessEngine:
             _stop(pool)
             raise
         return reports
+
+
+def _interleave(items: Sequence[T], key: Callable[[T], Hashable]) -> list[T]:
+    """One item of each key in turn, in order within a key: neighbours in time then differ in key, while keys last.
+
+    >>> _interleave(["a1", "a2", "a3", "b1", "c1"], key=lambda item: item[0])
+    ['a1', 'b1', 'c1', 'a2', 'a3']
+    """
+    groups: dict[Hashable, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    rounds = zip_longest(*([(item,) for item in group] for group in groups.values()), fillvalue=())
+    return [item for turn in rounds for item in chain.from_iterable(turn)]
 
 
 @contextlib.contextmanager
@@ -111,7 +126,7 @@ def _reports(pool: dict[Any, Any], expected: int) -> Generator[Any, None, None]:
                     continue
                 if isinstance(message, BaseException):
                     raise message
-                missing -= 1
+                missing -= isinstance(message, Done)
                 yield message
         if missing:
             raise WorkerDiedError(
@@ -155,15 +170,15 @@ def _serve(
             queue.value = position + 1
         return tasks[position] if position < len(tasks) and os.getppid() == parent else None
 
-    def send(message: Done | BaseException) -> None:
+    def send(message: Done | Step | BaseException) -> None:
         with lock, contextlib.suppress(BrokenPipeError):  # nobody is left to be told
             sender.send(message)
 
     def serve() -> None:
         worker = Worker(job, root)
         try:
-            while (task := take()) is not None:
-                send(worker.carry_out(task))
+            for report in chain.from_iterable(map(worker.carry_out, iter(take, None))):
+                send(report)
         except (UcpError, OSError) as error:
             send(error)
         except BaseException:  # noqa: BLE001  # reported, and raised again by the parent

@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from ucp.transfer.tasks import Job, Task
-from ucp.transfer.worker import Done, Worker
+from ucp.transfer.worker import Done, Step, Worker
 
 __all__ = ["SerialEngine"]
 
@@ -18,11 +18,11 @@ class SerialEngine:
 
     def run(
         self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int
-    ) -> Generator[Done, None, None]:
+    ) -> Generator[Done | Step, None, None]:
         """Reports of `tasks`, in order."""
         worker = Worker(job, root)
         try:
             for task in tasks:
-                yield worker.carry_out(task)
+                yield from worker.carry_out(task)
         finally:
             worker.close()

@@ -22,7 +22,7 @@ from ucp.core.layout import Layout
 from ucp.core.names import WEIGHT
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, listed
-from ucp.io.pickle.collection import no_cycle_collection
+from ucp.io.dcp.collection import no_cycle_collection
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.locate import Located, TagFolder, list_folder
 from ucp_formats.deepspeed.names import UNIVERSAL

@@ -11,8 +11,8 @@ from ucp_formats.megatron.source import MegatronFormat
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, check_cover
 from ucp.core.slices import Locator, resolve, resolve_copies, whole_slice
+from ucp.transfer.drift import drift
 from ucp.transfer.gather import Gatherer, Sources
-from ucp.transfer.worker import drift
 
 LAYOUTS = [
     {"kind": "gpt"},

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from ucp.io.pickle.collection import no_cycle_collection
+from ucp.io.dcp.collection import no_cycle_collection
 
 
 @pytest.mark.parametrize("was_on", [True, False])
