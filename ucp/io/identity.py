@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import xxhash
@@ -22,7 +23,7 @@ _TAIL = 64 << 10
 
 def producer() -> str:
     """This program and its version, e.g. "ucp 0.1.0"."""
-    version = next((version for name, version, _ in _installed() if name == "universal_checkpoint"), "")
+    version = next((version for name, version, _ in _installed(tuple(sys.path)) if name == "universal_checkpoint"), "")
     return f"ucp {version or '(not installed)'}"
 
 
@@ -31,19 +32,19 @@ def entry_points(group: str) -> dict[str, str]:
 
     As `importlib.metadata` finds them, whose import takes longer than to read them all.
     """
-    return {name: value for _, _, folder in _installed() for name, value in _declared(folder, group)}
+    return {name: value for _, _, folder in _installed(tuple(sys.path)) for name, value in _declared(folder, group)}
 
 
-def _installed() -> Iterator[tuple[str, str, str]]:
+@cache
+def _installed(path: tuple[str, ...]) -> list[tuple[str, str, str]]:
     """Packages on Python's path (name, version, folder that describes it), the first one of each name."""
-    seen = set()
-    for place in sys.path:
+    found: dict[str, tuple[str, str, str]] = {}
+    for place in path:
         for entry in names_in(Path(place or ".")):
-            stem, suffix = os.path.splitext(entry)
-            name, _, version = stem.lower().partition("-")
-            if suffix in (".dist-info", ".egg-info") and name not in seen:
-                seen.add(name)
-                yield name, version, os.path.join(place, entry)
+            if entry.endswith((".dist-info", ".egg-info")):
+                name, _, version = os.path.splitext(entry)[0].lower().partition("-")
+                found.setdefault(name, (name, version, os.path.join(place, entry)))
+    return list(found.values())
 
 
 def _declared(folder: str, group: str) -> Iterator[tuple[str, str]]:
