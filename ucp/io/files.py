@@ -18,44 +18,127 @@ import os
 import re
 import stat
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from ucp.errors import MalformedError, MissingFileError, SourceError, listed
 
-__all__ = ["SourceFile", "open_source", "split_parts"]
+__all__ = ["SourceFile", "Sources", "open_source", "split_parts"]
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
+OPEN_FILES = 128
+"""Most source files held open by one thread."""
 _PART = re.compile(r"-(?P<index>\d+)\.(?P<count>\d+)\Z")
 """Suffix of a part: `x.pt-0.4` is part 0 of 4 of `x.pt`."""
 
 
-class SourceFile(Protocol):
-    """Bytes of a source, read at any place by any thread."""
+class SourceFile:
+    """Bytes of a source, of one file or of several read as one, read at any place by any thread."""
 
-    path: str
-    nbytes: int
+    def __init__(self, path: str, parts: Sequence[str]) -> None:
+        self.path = path
+        self.nbytes = 0
+        self._starts: list[int] = []
+        self._descriptors: list[int] = []
+        try:
+            for part in parts:
+                nbytes, descriptor = _open(part)
+                self._starts.append(self.nbytes)
+                self._descriptors.append(descriptor)
+                self.nbytes += nbytes
+        except SourceError:
+            self.close()
+            raise
 
     def read_into(self, views: Sequence[memoryview], offset: int) -> None:
         """Fill `views`, in order, with the bytes from `offset` on. Raises MalformedError past the end of the file."""
+        rest = [view.cast("B") for view in views if view.nbytes]
+        first = 0
+        while first < len(rest):
+            some = rest[first : first + _IOV_MAX]
+            descriptor, within = self._place(offset)
+            try:
+                got = os.preadv(descriptor, some, within)
+            except OSError as error:
+                raise _unreadable(self.path, error) from error
+            if got == 0:
+                raise _truncated(self.path, self.nbytes, offset, sum(view.nbytes for view in some))
+            offset += got
+            while first < len(rest) and got >= rest[first].nbytes:
+                got -= rest[first].nbytes
+                first += 1
+            if got:
+                rest[first] = rest[first][got:]
 
     def read_runs(self, buffer: memoryview, starts: Sequence[int]) -> None:
         """Fill `buffer` with equally long runs of the file, one for each of `starts`. Raises MalformedError."""
+        nbytes = len(buffer) // len(starts)
+        alone = self._descriptors[0] if len(self._descriptors) == 1 else None
+        for at, start in zip(range(0, len(buffer), nbytes), starts, strict=True):
+            view = buffer[at : at + nbytes]
+            try:
+                got = 0 if alone is None else os.preadv(alone, (view,), start)
+            except OSError as error:
+                raise _unreadable(self.path, error) from error
+            if got < nbytes:
+                self.read_into([view[got:]], start + got)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """The `nbytes` bytes at `offset`. Raises MalformedError past the end of the file."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise _truncated(self.path, self.nbytes, offset, nbytes)
+        descriptor, within = self._place(offset)
+        try:
+            data = os.pread(descriptor, nbytes, within)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        if len(data) == nbytes:
+            return data
+        buffer = bytearray(nbytes)
+        self.read_into([memoryview(buffer)], offset)
+        return bytes(buffer)
 
     def close(self) -> None:
         """Close the file; reading afterwards is an error."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
     def __enter__(self) -> Self:
         """The file itself."""
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the file."""
+        self.close()
+
+    def _place(self, offset: int) -> tuple[int, int]:
+        """Descriptor of the part that byte `offset` lies in, and that byte there."""
+        part = bisect_right(self._starts, offset) - 1 if len(self._starts) > 1 else 0
+        return self._descriptors[part], offset - self._starts[part]
+
+
+class Sources:
+    """Open source files of one thread, the least recently used closed first."""
+
+    def __init__(self, limit: int = OPEN_FILES) -> None:
+        self._limit = limit
+        self._open: OrderedDict[str, SourceFile] = OrderedDict()
+
+    def get(self, path: str) -> SourceFile:
+        """The file at `path`, opened if it is not open."""
+        file = self._open.get(path)
+        if file is None:
+            file = self._open[path] = open_source(path)
+            if len(self._open) > self._limit:
+                self._open.popitem(last=False)[1].close()
+        self._open.move_to_end(path)
+        return file
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._open:
+            self._open.popitem()[1].close()
 
 
 def open_source(path: str) -> SourceFile:
@@ -67,10 +150,8 @@ def open_source(path: str) -> SourceFile:
         Neither the file nor a complete set of parts is there.
     """
     if not os.path.lexists(path):
-        parts = split_parts(path)
-        if parts:
-            return _SplitFile(path, parts)
-    return _PlainFile(path)
+        return SourceFile(path, split_parts(path) or (path,))
+    return SourceFile(path, (path,))
 
 
 def split_parts(path: str) -> tuple[str, ...]:
@@ -116,131 +197,6 @@ def _check_parts(path: str, count: int, indices: set[int]) -> None:
         raise MissingFileError(
             f"{path} is split into {count} parts and {len(missing)} are not there; copy them:\n{listed(missing)}"
         )
-
-
-class _PlainFile:
-    """One regular file."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.nbytes, self._descriptor = _open(path)
-
-    def read_into(self, views: Sequence[memoryview], offset: int) -> None:
-        rest = [view.cast("B") for view in views if view.nbytes]
-        first = 0
-        while first < len(rest):
-            got = self._read_some(rest[first : first + _IOV_MAX], offset)
-            offset += got
-            while first < len(rest) and got >= rest[first].nbytes:
-                got -= rest[first].nbytes
-                first += 1
-            if got:
-                rest[first] = rest[first][got:]
-
-    def read_runs(self, buffer: memoryview, starts: Sequence[int]) -> None:
-        nbytes = len(buffer) // len(starts)
-        try:
-            for at, start in zip(range(0, len(buffer), nbytes), starts, strict=True):
-                view = buffer[at : at + nbytes]
-                got = os.preadv(self._descriptor, (view,), start)
-                if got < nbytes:
-                    self.read_into([view[got:]], start + got)
-        except OSError as error:
-            raise _unreadable(self.path, error) from error
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise _truncated(self.path, self.nbytes, offset, nbytes)
-        data = self._pread(offset, nbytes)
-        if len(data) == nbytes:
-            return data
-        buffer = bytearray(nbytes)
-        self.read_into([memoryview(buffer)], offset)
-        return bytes(buffer)
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            descriptor, self._descriptor = self._descriptor, -1
-            os.close(descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _pread(self, offset: int, nbytes: int) -> bytes:
-        try:
-            return os.pread(self._descriptor, nbytes, offset)
-        except OSError as error:
-            raise _unreadable(self.path, error) from error
-
-    def _read_some(self, views: list[memoryview], offset: int) -> int:
-        try:
-            got = os.preadv(self._descriptor, views, offset)
-        except OSError as error:
-            raise _unreadable(self.path, error) from error
-        if got == 0:
-            raise _truncated(self.path, self.nbytes, offset, sum(view.nbytes for view in views))
-        return got
-
-
-class _SplitFile:
-    """Several files read as one."""
-
-    def __init__(self, path: str, parts: Sequence[str]) -> None:
-        self.path = path
-        self._parts: list[_PlainFile] = []
-        self._starts: list[int] = []
-        self.nbytes = 0
-        try:
-            for part in parts:
-                self._starts.append(self.nbytes)
-                self._parts.append(_PlainFile(part))
-                self.nbytes += self._parts[-1].nbytes
-        except SourceError:
-            self.close()
-            raise
-
-    def read_into(self, views: Sequence[memoryview], offset: int) -> None:
-        nbytes = sum(view.nbytes for view in views)
-        if offset < 0 or offset + nbytes > self.nbytes:
-            raise _truncated(self.path, self.nbytes, offset, nbytes)
-        for view in views:
-            rest = view.cast("B") if view.nbytes else view
-            while rest.nbytes:
-                index = bisect_right(self._starts, offset) - 1
-                part, within = self._parts[index], offset - self._starts[index]
-                count = min(rest.nbytes, part.nbytes - within)
-                part.read_into([rest[:count]], within)
-                rest = rest[count:]
-                offset += count
-
-    def read_runs(self, buffer: memoryview, starts: Sequence[int]) -> None:
-        nbytes = len(buffer) // len(starts)
-        for at, start in zip(range(0, len(buffer), nbytes), starts, strict=True):
-            self.read_into([buffer[at : at + nbytes]], start)
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise _truncated(self.path, self.nbytes, offset, nbytes)
-        buffer = bytearray(nbytes)
-        self.read_into([memoryview(buffer)], offset)
-        return bytes(buffer)
-
-    def close(self) -> None:
-        for part in self._parts:
-            part.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _open(path: str) -> tuple[int, int]:

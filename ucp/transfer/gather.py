@@ -7,7 +7,6 @@ means are done on the way.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -22,7 +21,7 @@ from ucp.core.tensor import InlineTensor, TensorRef, contiguous_strides
 from ucp.errors import CorruptError
 from ucp.io.codec import decode
 from ucp.io.elements import add, assign, enlarge, fraction_of, mean_dtype, numpy_dtype, strided, viewed
-from ucp.io.files import SourceFile, open_source
+from ucp.io.files import Sources
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,9 +33,6 @@ STRETCH = 8 << 20
 
 START = 128
 """Bytes that the place of a run takes while it is read."""
-
-OPEN_FILES = 128
-"""Most source files held open by one worker."""
 
 
 class Span(NamedTuple):
@@ -68,29 +64,6 @@ class Run(NamedTuple):
         """The run in parts of at most `nbytes` bytes."""
         for low in range(0, self.nbytes, nbytes):
             yield Run(self.path, self.offset + low, min(nbytes, self.nbytes - low), continues=low > 0)
-
-
-class Sources:
-    """Open source files of one thread, the least recently used closed first."""
-
-    def __init__(self, limit: int = OPEN_FILES) -> None:
-        self._limit = limit
-        self._open: OrderedDict[str, SourceFile] = OrderedDict()
-
-    def get(self, path: str) -> SourceFile:
-        """The file at `path`, opened if it is not open."""
-        file = self._open.get(path)
-        if file is None:
-            file = self._open[path] = open_source(path)
-            if len(self._open) > self._limit:
-                self._open.popitem(last=False)[1].close()
-        self._open.move_to_end(path)
-        return file
-
-    def close(self) -> None:
-        """Close all files."""
-        while self._open:
-            self._open.popitem()[1].close()
 
 
 @dataclass(slots=True)

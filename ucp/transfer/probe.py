@@ -11,10 +11,8 @@ to the type of the model, equals the model's own weight bit for bit. Windows of 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import product
-from types import TracebackType
 from typing import Self
 
 from ucp.core.dtypes import DType
@@ -22,12 +20,9 @@ from ucp.core.region import flat_boxes
 from ucp.core.tensor import InlineTensor, Tensor, TensorRef
 from ucp.errors import CorruptError
 from ucp.io.codec import decode
-from ucp.io.files import SourceFile, open_source
+from ucp.io.files import Sources
 
 __all__ = ["Prober", "cast_bits"]
-
-_OPEN_FILES = 64
-"""Most files held open."""
 
 _SHORT = 1 << 10
 """Bytes up to which elements are cast one by one: numpy is not quicker, and takes a tenth of a second to import."""
@@ -40,7 +35,7 @@ class Prober:
     """Reads windows of tensors; files stay open between them."""
 
     def __init__(self) -> None:
-        self._open: OrderedDict[str, SourceFile] = OrderedDict()
+        self._sources = Sources()
         self._block: tuple[tuple[str, int], memoryview] | None = None
         self.nbytes_read = 0
         """Bytes read so far."""
@@ -70,15 +65,12 @@ class Prober:
 
     def close(self) -> None:
         """Close all files."""
-        while self._open:
-            self._open.popitem()[1].close()
+        self._sources.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _raw(self, tensor: Tensor, start: int, stop: int) -> bytes:
@@ -106,14 +98,8 @@ class Prober:
         return self._block[1][tensor.codec_start : stop]
 
     def _read(self, path: str, offset: int, nbytes: int) -> bytes:
-        file = self._open.get(path)
-        if file is None:
-            file = self._open[path] = open_source(path)
-            if len(self._open) > _OPEN_FILES:
-                self._open.popitem(last=False)[1].close()
-        self._open.move_to_end(path)
         self.nbytes_read += nbytes
-        return file.read(offset, nbytes)
+        return self._sources.get(path).read(offset, nbytes)
 
 
 def cast_bits(data: bytes, dtype: DType, to: DType) -> bytes:
