@@ -18,8 +18,7 @@ from zlib_ng import zlib_ng
 from ucp.core.dtypes import DType
 from ucp.core.slices import Piece, in_file_order, runs_of, starts_of
 from ucp.core.tensor import InlineTensor, TensorRef, contiguous_strides
-from ucp.errors import CorruptError
-from ucp.io.codec import decode
+from ucp.io.codec import Blocks
 from ucp.io.elements import add, assign, enlarge, fraction_of, mean_dtype, numpy_dtype, strided, viewed
 from ucp.io.files import Sources
 
@@ -78,8 +77,7 @@ class Gatherer:
     """What was read of tracked files."""
     nbytes_read: int = 0
     """Bytes read, of all files."""
-    _block: tuple[tuple[str, int], memoryview] | None = None
-    """The block decoded last, by file and offset: a block is several pieces where it does not end with a row."""
+    _blocks: Blocks = field(default_factory=Blocks)
 
     def fill(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece], at: int = 0) -> None:
         """Put `pieces` into `buffer`, elements of `dtype`, positions counted from byte `at`."""
@@ -198,7 +196,8 @@ class Gatherer:
         if isinstance(piece.ref, InlineTensor):
             yield piece, piece_values(memoryview(piece.ref.data), piece, piece.src_offset)
         elif piece.ref.codec:
-            yield piece, piece_values(self._decoded(piece), piece, piece.ref.codec_start + piece.src_offset)
+            first = piece.ref.codec_start + piece.src_offset
+            yield piece, piece_values(self._blocks.get(piece.ref, first + piece.extent, self._encoded), piece, first)
         else:
             for part in _stretches(in_file_order(piece)):
                 yield part, self._stretch(part)
@@ -223,28 +222,10 @@ class Gatherer:
             crcs = [zlib_ng.crc32(into[at : at + nbytes]) for at in range(0, len(into), nbytes)]
             self.spans.extend(map(Span, repeat(path), starts, repeat(nbytes), crcs))
 
-    def _decoded(self, piece: Piece) -> memoryview:
-        """The whole block that holds an encoded piece."""
-        ref = piece.ref
-        assert isinstance(ref, TensorRef)  # an inline tensor has no codec
-        key = (ref.path, ref.offset)
-        raw = self._block[1] if self._block and self._block[0] == key else self._read_block(ref)
-        self._block = key, raw
-        needed = ref.codec_start + piece.src_offset + piece.extent
-        if needed > raw.nbytes:
-            raise CorruptError(
-                f"{ref.path}: expected a compressed block of {needed} bytes or more at {ref.offset}; got {raw.nbytes}"
-            )
-        return raw
-
-    def _read_block(self, ref: TensorRef) -> memoryview:
-        self._block = None  # one block at a time in memory
-        data = memoryview(bytearray(ref.codec_nbytes))
-        self._read(ref.path, ref.offset, [data])
-        try:
-            return decode(data, ref.codec)
-        except CorruptError as error:
-            raise CorruptError(f"{ref.path}, bytes {ref.offset}:{ref.offset + ref.codec_nbytes}: {error}") from error
+    def _encoded(self, path: str, offset: int, nbytes: int) -> memoryview:
+        data = memoryview(bytearray(nbytes))
+        self._read(path, offset, [data])
+        return data
 
 
 def run_of(piece: Piece, dtype: DType) -> Run | None:

@@ -18,8 +18,7 @@ from typing import Self
 from ucp.core.dtypes import DType
 from ucp.core.region import flat_boxes
 from ucp.core.tensor import InlineTensor, Tensor, TensorRef
-from ucp.errors import CorruptError
-from ucp.io.codec import decode
+from ucp.io.codec import Blocks
 from ucp.io.files import Sources
 
 __all__ = ["Prober", "cast_bits"]
@@ -36,7 +35,7 @@ class Prober:
 
     def __init__(self) -> None:
         self._sources = Sources()
-        self._block: tuple[tuple[str, int], memoryview] | None = None
+        self._blocks = Blocks()
         self.nbytes_read = 0
         """Bytes read so far."""
 
@@ -78,24 +77,14 @@ class Prober:
         if isinstance(tensor, InlineTensor):
             return tensor.data[start * item : stop * item]
         if tensor.codec:
-            return bytes(self._decoded(tensor)[start * item : stop * item])
+            first, last = (tensor.codec_start + n * item for n in (start, stop))
+            return bytes(self._blocks.get(tensor, tensor.codec_start + tensor.nbytes, self._block)[first:last])
         if tensor.is_contiguous:
             return self._read(tensor.path, tensor.offset + start * item, (stop - start) * item)
         return b"".join(self._read(tensor.path, offset, nbytes) for offset, nbytes in _runs(tensor, start, stop))
 
-    def _decoded(self, tensor: TensorRef) -> memoryview:
-        """All bytes of an encoded tensor, which is a stretch of one block; the block read last is kept."""
-        key = (tensor.path, tensor.offset)
-        if self._block is None or self._block[0] != key:
-            self._block = None  # one block at a time in memory
-            self._block = key, decode(memoryview(self._read(*key, tensor.codec_nbytes)), tensor.codec)
-        stop = tensor.codec_start + tensor.numel * tensor.dtype.itemsize
-        if stop > self._block[1].nbytes:
-            raise CorruptError(
-                f"{tensor.path}: expected a compressed block of {stop} bytes or more at {tensor.offset}; got "
-                f"{self._block[1].nbytes}"
-            )
-        return self._block[1][tensor.codec_start : stop]
+    def _block(self, path: str, offset: int, nbytes: int) -> memoryview:
+        return memoryview(self._read(path, offset, nbytes))
 
     def _read(self, path: str, offset: int, nbytes: int) -> bytes:
         self.nbytes_read += nbytes
