@@ -38,6 +38,8 @@ _VALUES_PER_BYTE, _FREE_VALUES = 8, 10_000
 """Values, at most, that calls copy: elements of their arguments, and of those."""
 _MOST_MESSAGE = 500
 """Characters of an error that may quote the file."""
+_FAULTS = (pickle.UnpicklingError, LookupError, ValueError, TypeError, RecursionError, EOFError, MemoryError)
+"""What Python's machine raises for a pickle that makes no sense."""
 _Item = TypeVar("_Item")
 _REMEDY = "The file is damaged or was not written by pickle; copy it again from its source"
 
@@ -91,16 +93,7 @@ def parse_pickle(
         ) from None
     except UnicodeError:
         got = "text that is not in the encoding of its opcode"
-    except (
-        PickleFaultError,
-        pickle.UnpicklingError,
-        LookupError,
-        ValueError,
-        TypeError,
-        RecursionError,
-        EOFError,
-        MemoryError,
-    ) as error:
+    except (PickleFaultError, *_FAULTS) as error:
         got = str(error)[:_MOST_MESSAGE]
     at = "the pickle" if rewriter.is_whole else f"byte {rewriter.instruction} of the pickle"
     raise MalformedError(f"{where}: {at} cannot be read: {got}. {_REMEDY}")
