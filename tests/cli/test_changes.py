@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ucp.transfer.compare import Change
+from ucp.transfer.differences import Change
 from ucp_cli.pages.changes import change_tables
 from ucp_cli.pages.render import write
 

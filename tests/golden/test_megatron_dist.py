@@ -22,7 +22,8 @@ from ucp.core.index import Index, Kind, check_cover
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.slices import Locator, resolve, whole_slice
 from ucp.errors import MissingStateError
-from ucp.transfer.compare import compare, compare_copies, scan_records
+from ucp.transfer.compare import compare_copies, scan_records
+from ucp.transfer.differences import compare
 from ucp.transfer.gather import Gatherer, Sources
 
 ROOT = Path(__file__).parents[2] / "fixtures" / "megatron"

@@ -25,13 +25,8 @@ from ucp.errors import (
     counted,
     listed,
 )
-from ucp.transfer.compare import (
-    Change,
-    casts_between,
-    checked_bytes,
-    compare,
-    keeps_extras,
-)
+from ucp.transfer.compare import checked_bytes
+from ucp.transfer.differences import Change, casts_between, compare, keeps_extras
 
 __all__ = ["DiffReport", "VerifyReport", "differences", "prove"]
 

@@ -13,7 +13,8 @@ from ucp.core.index import Index
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import Record, TensorRef
 from ucp.errors import CorruptError, listed
-from ucp.transfer.compare import compare, compare_copies, keeps_extras, scan_digests, scan_records
+from ucp.transfer.compare import compare_copies, scan_digests, scan_records
+from ucp.transfer.differences import compare, keeps_extras
 from ucp.transfer.tasks import Job
 
 __all__ = ["damage", "drift", "owners", "verify_written"]

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from math import prod
 
 from ucp.core.dtypes import DType
@@ -315,8 +316,12 @@ def check_weights(index: Index) -> None:
         )
 
 
+_FEW = 64
+"""Pieces of a state, at most, whose cut is remembered."""
+
+
 def _gaps(param: str, name: str, state: StateIndex) -> Iterable[str]:
-    if _is_whole_once(state):
+    if _is_whole_once(state) or _is_tiled(state):
         return
     label = f"{param}/{name}"
     outside = [fragment for fragment in state.fragments if not _lies_in(fragment.box, state.global_shape)]
@@ -342,6 +347,22 @@ def _is_whole_once(state: StateIndex) -> bool:
             return False
         taken += fragment.replica == 0
     return taken == 1
+
+
+def _is_tiled(state: StateIndex) -> bool:
+    """Whether all pieces lie inside, and those to take tile the whole: seen once for states that are cut alike."""
+    if state.overlap is Overlap.MEAN:
+        return False
+    cut = tuple([(fragment.box.offsets, fragment.box.sizes, not fragment.replica) for fragment in state.fragments])
+    return len(cut) <= _FEW and _tiles(state.global_shape, cut)
+
+
+@lru_cache(maxsize=4096)
+def _tiles(shape: tuple[int, ...], cut: tuple[tuple[tuple[int, ...], tuple[int, ...], bool], ...]) -> bool:
+    boxes = [Box(offsets, sizes) for offsets, sizes, _ in cut]
+    if not all(_lies_in(box, shape) for box in boxes):
+        return False
+    return not uncovered(shape, [box for box, (_, _, is_taken) in zip(boxes, cut, strict=True) if is_taken])
 
 
 def _lies_in(box: Box, shape: tuple[int, ...]) -> bool:

@@ -229,6 +229,9 @@ def resolve(target: Slice, source: Locator, start: int, stop: int) -> tuple[Piec
 
     Raises CoverError when the source pieces leave part of it unfilled.
     """
+    whole = _whole_piece(target, source.state, start, stop)
+    if whole is not None:
+        return (whole,)
     pieces = tuple(pieces_within(target, source, 0, start, stop))
     filled = sum(prod(piece.sizes) for piece in pieces)
     terms = len({piece.term for piece in pieces}) if source.state.overlap is Overlap.MEAN else 1
@@ -238,6 +241,27 @@ def resolve(target: Slice, source: Locator, start: int, stop: int) -> tuple[Piec
             f"{start}:{stop} of the slice"
         )
     return pieces
+
+
+def _whole_piece(target: Slice, state: StateIndex, start: int, stop: int) -> Piece | None:
+    """The one copy of a state that is all asked for, and stored in one stretch: the commonest by far; else None."""
+    shape = state.global_shape
+    if start or len(state.fragments) != 1 or target.pairs is not _whole_pairs(shape) or stop != state.numel:
+        return None
+    (fragment,) = state.fragments
+    is_taken = fragment.replica == 0 and state.overlap is not Overlap.MEAN
+    if not stop or not is_taken or fragment.ref.shape != shape or not _is_flat(fragment, shape):
+        return None
+    itemsize = fragment.ref.dtype.itemsize
+    return Piece(
+        ref=fragment.ref,
+        sizes=(stop,),
+        src_offset=0,
+        src_strides=(itemsize,),
+        dst_offset=0,
+        dst_strides=(1,),
+        term=fragment.term,
+    )
 
 
 def resolve_copies(target: Slice, source: Locator, start: int, stop: int) -> tuple[tuple[Piece, ...], ...]:

@@ -7,13 +7,12 @@ there, and agree with itself; the first thing that does not is a MalformedError 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
 from operator import gt
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
 
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
@@ -24,13 +23,21 @@ from ucp.core.tensor import InlineTensor, Record, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, MissingFileError, UcpError, UnsupportedError, UsageError, counted, listed
 from ucp.io.identity import size_and_time
+from ucp.store.checked import (
+    Json,
+    as_int,
+    as_ints,
+    as_list,
+    as_object,
+    as_text,
+    as_texts,
+    as_texts_by_name,
+    of_kind,
+)
 from ucp.store.manifest import MANIFEST, VERSION, StoredExtra
 from ucp.store.values import from_json
 
 __all__ = ["ReferredFile", "files_of", "inside", "interpret"]
-
-Json = Mapping[str, object]
-T = TypeVar("T")
 
 _MOST_COPIES = 1 << 40
 """Copies of a tensor that a manifest may number."""
@@ -56,15 +63,15 @@ def files_of(document: object, root: Path) -> tuple[ReferredFile, ...]:
     Raises MalformedError, MissingFileError when one is not there, UnsupportedError for a newer version.
     """
     with _Place(root):
-        top = _object(document)
-        version = _int(top["ucp"], least=1)
+        top = as_object(document)
+        version = as_int(top["ucp"], least=1)
         if version != VERSION:
             raise UnsupportedError(
                 f"expected version {VERSION} of the atom store; got {version} at {root}. It needs a newer ucp"
             )
-        described = [_object(file) for file in _list(top["files"])]
-        virtual = _of(top["virtual"], bool)
-        paths = [_referred(file, root) if virtual else inside(root, _text(file["path"])) for file in described]
+        described = [as_object(file) for file in as_list(top["files"])]
+        virtual = of_kind(top["virtual"], bool)
+        paths = [_referred(file, root) if virtual else inside(root, as_text(file["path"])) for file in described]
         missing = [path for path in paths if not _is_there(path, whole=not virtual)]
         if missing:
             raise MissingFileError(
@@ -77,7 +84,7 @@ def files_of(document: object, root: Path) -> tuple[ReferredFile, ...]:
 
 def _referred(described: Json, root: Path) -> str:
     """Path of a file that a virtual store refers to, wherever it lies: it must say what it knows the file by."""
-    path = _text(described["path"])
+    path = as_text(described["path"])
     if "identity" not in described:
         raise ValueError(f"no identity of {path!r}, to which a virtual store refers")
     return str(root / path)
@@ -107,38 +114,40 @@ def interpret(document: object, root: Path, files: Sequence[SourceFile]) -> tupl
     `files`: those of `files_of`. Raises MalformedError naming the place.
     """
     with _Place(root):
-        top = _object(document)
-        source = _object(top["source"])
+        top = as_object(document)
+        source = as_object(top["source"])
         states = _States(files)
-        records = [states.record(_list(entry)) for entry in [*_list(top["records"]), *_headers(_list(top["files"]))]]
-        atoms = {name: _atom(name, _object(own), states) for name, own in _object(top["atoms"]).items()}
+        records = [
+            states.record(as_list(entry)) for entry in [*as_list(top["records"]), *_headers(as_list(top["files"]))]
+        ]
+        atoms = {name: _atom(name, as_object(own), states) for name, own in as_object(top["atoms"]).items()}
         index = Index(
             path=str(root),
             format="ucp",
             evidence=(MANIFEST,),
-            producer=f"{_text(top['producer'])}, from {_text(source['producer'])}",
-            topology=Topology.parse(_text(source["topology"])),
-            step=None if top["step"] is None else _int(top["step"]),
-            skipped=_int(top.get("skipped", 0)),
+            producer=f"{as_text(top['producer'])}, from {as_text(source['producer'])}",
+            topology=Topology.parse(as_text(source["topology"])),
+            step=None if top["step"] is None else as_int(top["step"]),
+            skipped=as_int(top.get("skipped", 0)),
             atoms=atoms,
-            groups=tuple(_group(_object(group)) for group in _list(top["groups"])),
-            aliases=_texts_by_name(top["aliases"]),
+            groups=tuple(_group(as_object(group)) for group in as_list(top["groups"])),
+            aliases=as_texts_by_name(top["aliases"]),
             files=tuple(files),
             records=(*records, *states.records),
-            notes=_texts(top["notes"]),
-            dropped=_texts(top["dropped"]),
+            notes=as_texts(top["notes"]),
+            dropped=as_texts(top["dropped"]),
             lost=dict(_lost(top.get("lost", []))),
             origin=_origin(source),
-            unselected=_int(top.get("unselected", 0)),
+            unselected=as_int(top.get("unselected", 0)),
         )
-        return index, tuple(_extra(_object(own)) for own in _list(top["extras"]))
+        return index, tuple(_extra(as_object(own)) for own in as_list(top["extras"]))
 
 
 def _headers(described: list[object]) -> Iterator[list[object]]:
     """Checksums of the headers of packs, as entries of `records`."""
-    for at, file in enumerate(map(_object, described)):
+    for at, file in enumerate(map(as_object, described)):
         if "header" in file:
-            nbytes, crc32 = _list(file["header"])
+            nbytes, crc32 = as_list(file["header"])
             yield [at, 0, nbytes, crc32, "header"]
 
 
@@ -173,56 +182,56 @@ def _is_there(path: str, *, whole: bool) -> bool:
 
 def _file(path: str, described: Json) -> ReferredFile:
     nbytes, mtime_ns = size_and_time(path)
-    role = _text(described.get("role", "pack"))
+    role = as_text(described.get("role", "pack"))
     recorded = "identity" in described
     return ReferredFile(
         file=SourceFile(path=path, nbytes=nbytes, mtime_ns=mtime_ns, role=role),
-        nbytes=_int(described["nbytes"]) if recorded else None,
-        mtime_ns=_int(described["mtime_ns"]) if recorded else None,
-        identity=_text(described["identity"]) if recorded else None,
+        nbytes=as_int(described["nbytes"]) if recorded else None,
+        mtime_ns=as_int(described["mtime_ns"]) if recorded else None,
+        identity=as_text(described["identity"]) if recorded else None,
     )
 
 
 def _extra(described: Json) -> StoredExtra:
     rank, is_summed = described["rank"], "crc32" in described
     return StoredExtra(
-        name=_text(described["name"]),
-        rank=None if rank is None else _int(rank),
-        file=_text(described["file"]),
-        nbytes=_int(described["nbytes"]) if is_summed else None,
-        crc32=_int(described["crc32"]) if is_summed else None,
+        name=as_text(described["name"]),
+        rank=None if rank is None else as_int(rank),
+        file=as_text(described["file"]),
+        nbytes=as_int(described["nbytes"]) if is_summed else None,
+        crc32=as_int(described["crc32"]) if is_summed else None,
     )
 
 
 def _origin(source: Json) -> str:
     """Format that the extras were read from; of a store of a store that was written before it was recorded, none."""
-    found = _text(source.get("origin", source["format"]))
+    found = as_text(source.get("origin", source["format"]))
     return "" if found == "ucp" else found
 
 
 def _group(described: Json) -> ParamGroup:
-    hyper = _of(from_json(described["hyper"]), dict)
-    return ParamGroup(params=_texts(described["params"]), hyper={_text(key): value for key, value in hyper.items()})
+    hyper = of_kind(from_json(described["hyper"]), dict)
+    return ParamGroup(params=as_texts(described["params"]), hyper={as_text(key): value for key, value in hyper.items()})
 
 
 def _lost(described: object) -> Iterator[tuple[str, Loss]]:
     """Parameters that lack states, and why; a store that was written before this was recorded has none."""
-    for own in map(_object, _list(described)):
-        why, chosen = _text(own["why"]), _of(own["chosen"], bool)
-        for name, detail in _texts_by_name(own["params"]).items():
+    for own in map(as_object, as_list(described)):
+        why, chosen = as_text(own["why"]), of_kind(own["chosen"], bool)
+        for name, detail in as_texts_by_name(own["params"]).items():
             yield name, Loss(why=why, detail=detail, chosen=chosen)
 
 
 def _atom(name: str, described: Json, states: _States) -> AtomIndex:
     model_dtype = described.get("model_dtype")
-    own = _object(described["states"])
+    own = as_object(described["states"])
     return AtomIndex(
         name=name,
-        global_shape=_ints(described["shape"]),
-        kind=Kind(_text(described["kind"])),
-        states={state: states.state(f"{name}/{state}", _object(place)) for state, place in own.items()},
-        model_dtype=None if model_dtype is None else _dtype(_text(model_dtype)),
-        origin=_texts_by_name(described.get("patterns", {})),
+        global_shape=as_ints(described["shape"]),
+        kind=Kind(as_text(described["kind"])),
+        states={state: states.state(f"{name}/{state}", as_object(place)) for state, place in own.items()},
+        model_dtype=None if model_dtype is None else _dtype(as_text(model_dtype)),
+        origin=as_texts_by_name(described.get("patterns", {})),
     )
 
 
@@ -236,18 +245,18 @@ class _States:
     def record(self, entry: list[object]) -> Record:
         """A checksum of a stretch of a file."""
         at, offset, nbytes, crc, name = entry
-        path = self._stretch(_int(at), _int(offset), _int(nbytes))
-        return Record(path=path, name=_text(name), offset=_int(offset), nbytes=_int(nbytes), crc32=_int(crc))
+        path = self._stretch(as_int(at), as_int(offset), as_int(nbytes))
+        return Record(path=path, name=as_text(name), offset=as_int(offset), nbytes=as_int(nbytes), crc32=as_int(crc))
 
     def state(self, label: str, described: Json) -> StateIndex:
         """A state of whatever layout; `label`: its name, for messages."""
-        whole = _whole(_dtype(_text(described["dtype"])), tuple(_list(described["shape"])))
+        whole = _whole(_dtype(as_text(described["dtype"])), tuple(as_list(described["shape"])))
         shape, dtype = whole.shape, whole.dtype
         overlap, step = Overlap.EXCLUSIVE, 0
         digests: tuple[str, ...] = ()
         if "pieces" in described:
-            fragments = tuple(self._piece(_list(piece), shape) for piece in _list(described["pieces"]))
-            overlap = Overlap(_text(described["overlap"]))
+            fragments = tuple(self._piece(as_list(piece), shape) for piece in as_list(described["pieces"]))
+            overlap = Overlap(as_text(described["overlap"]))
         else:
             digests, step = _digests(described, whole)
             if "codec" in described:
@@ -256,7 +265,7 @@ class _States:
                 fragments = (self._stored(label, described, whole),)
         return StateIndex(
             dtype=dtype,
-            global_shape=(*map(int, shape),),  # a tuple of its own: a pickle of it says which objects are one
+            global_shape=(*shape,),  # a tuple of its own: a pickle of it says which objects are one
             fragments=fragments,
             overlap=overlap,
             digests=digests,
@@ -265,20 +274,22 @@ class _States:
 
     def _stored(self, label: str, described: Json, whole: _Whole) -> Fragment:
         """One stretch of a pack."""
-        at, offset = _int(described["file"]), _int(described["offset"])
+        place = at, offset = described["file"], described["offset"]
+        if type(at) is not int or type(offset) is not int or at < 0 or offset < 0:
+            raise TypeError(f"expected a file and an offset, got {place!r}"[:200])
         path = self._stretch(at, offset, whole.nbytes)
         if whole.nbytes:
-            crc = _int(described["crc32"])
+            crc = as_int(described["crc32"])
             self.records.append(Record(path=path, name=label, offset=offset, nbytes=whole.nbytes, crc32=crc))
         ref = TensorRef(path=path, offset=offset, dtype=whole.dtype, shape=whole.shape, strides=whole.strides)
         return Fragment(box=whole.box, ref=ref)
 
     def _blocks(self, described: Json, shape: tuple[int, ...], dtype: DType) -> Iterator[Fragment]:
         """Encoded blocks: each is a stretch of the row-major order."""
-        at, codec = _int(described["file"]), _text(described["codec"])
-        step, numel = _int(described["block"]) // dtype.itemsize, prod(shape)
+        at, codec = as_int(described["file"]), as_text(described["codec"])
+        step, numel = as_int(described["block"]) // dtype.itemsize, prod(shape)
         strides = contiguous_strides(shape)
-        blocks = [_ints(block) for block in _list(described["blocks"])]
+        blocks = [as_ints(block) for block in as_list(described["blocks"])]
         if len(blocks) != -(-numel // step):
             raise ValueError(f"{len(blocks)} blocks of {step} elements for {numel} elements")
         for number, (offset, nbytes) in enumerate(blocks):
@@ -299,31 +310,31 @@ class _States:
     def _piece(self, piece: list[object], shape: tuple[int, ...]) -> Fragment:
         """A piece of somebody else's file, or a tensor that stands here."""
         offsets, sizes, replica, term, dtype, *place = piece
-        box = _box(_ints(offsets), _ints(sizes))
+        box = _box(as_ints(offsets), as_ints(sizes))
         if len(box.sizes) != len(shape) or any(map(gt, box.stops, shape)):
             raise ValueError(f"a piece at {box} of a tensor of shape {shape}")
         if len(place) == 1:
-            data = bytes.fromhex(_text(place[0]))
-            ref: InlineTensor | TensorRef = InlineTensor(data=data, dtype=_dtype(_text(dtype)), shape=box.sizes)
+            data = bytes.fromhex(as_text(place[0]))
+            ref: InlineTensor | TensorRef = InlineTensor(data=data, dtype=_dtype(as_text(dtype)), shape=box.sizes)
         else:
-            ref = self._reference(place, box, _dtype(_text(dtype)))
-        copy = _int(replica, least=-_MOST_COPIES)
-        return Fragment(box=box, ref=ref, replica=abs(copy), term=_int(term), derived=copy < 0)
+            ref = self._reference(place, box, _dtype(as_text(dtype)))
+        copy = as_int(replica, least=-_MOST_COPIES)
+        return Fragment(box=box, ref=ref, replica=abs(copy), term=as_int(term), derived=copy < 0)
 
     def _reference(self, place: list[object], box: Box, dtype: DType) -> TensorRef:
         at, offset, strides, *codec = place
         if not codec:
-            return self._ref(_int(at), offset=_int(offset), dtype=dtype, shape=box.sizes, strides=_ints(strides))
+            return self._ref(as_int(at), offset=as_int(offset), dtype=dtype, shape=box.sizes, strides=as_ints(strides))
         name, nbytes, start = codec
         return TensorRef(
-            path=self._stretch(_int(at), _int(offset), _int(nbytes)),
-            offset=_int(offset),
+            path=self._stretch(as_int(at), as_int(offset), as_int(nbytes)),
+            offset=as_int(offset),
             dtype=dtype,
             shape=box.sizes,
-            strides=_ints(strides),
-            codec=_text(name),
-            codec_nbytes=_int(nbytes),
-            codec_start=_int(start),
+            strides=as_ints(strides),
+            codec=as_text(name),
+            codec_nbytes=as_int(nbytes),
+            codec_start=as_int(start),
         )
 
     def _ref(
@@ -346,8 +357,8 @@ class _States:
 
 def _digests(described: Json, whole: _Whole) -> tuple[tuple[str, ...], int]:
     """Digests of the blocks of a state, one for each, and the bytes of a block."""
-    step = _int(described["block"], least=whole.dtype.itemsize)
-    digests = _texts(described["xxh3"])
+    step = as_int(described["block"], least=whole.dtype.itemsize)
+    digests = as_texts(described["xxh3"])
     if step % whole.dtype.itemsize or len(digests) != -(-whole.nbytes // step):
         raise ValueError(f"{len(digests)} digests of {step} bytes each for {whole.nbytes} bytes of {whole.dtype}")
     return digests, step
@@ -366,7 +377,7 @@ class _Whole:
 
 @lru_cache(maxsize=4096)
 def _whole(dtype: DType, saved: tuple[object, ...]) -> _Whole:
-    shape = tuple(map(_int, saved))
+    shape = tuple(map(as_int, saved))
     return _Whole(dtype, shape, contiguous_strides(shape), Box.whole(shape), prod(shape) * dtype.itemsize)
 
 
@@ -374,39 +385,3 @@ _dtype = cache(DType)
 """Types by name; there are few, and many tensors of each."""
 _box = lru_cache(maxsize=4096)(Box)
 """Boxes of whole tensors, of which a model has few shapes."""
-
-
-def _of(value: object, kind: type[T]) -> T:
-    if not isinstance(value, kind):
-        raise TypeError(f"expected {kind.__name__}, got {value!r}"[:200])
-    return value
-
-
-def _object(value: object) -> Json:
-    return _of(value, dict)
-
-
-def _list(value: object) -> list[object]:
-    return _of(value, list)
-
-
-def _text(value: object) -> str:
-    return _of(value, str)
-
-
-def _int(value: object, *, least: int = 0) -> int:
-    if type(value) is not int or value < least:
-        raise TypeError(f"expected a whole number of at least {least}, got {value!r}"[:200])
-    return value
-
-
-def _ints(value: object) -> tuple[int, ...]:
-    return tuple(map(_int, _list(value)))
-
-
-def _texts(value: object) -> tuple[str, ...]:
-    return tuple(map(_text, _list(value)))
-
-
-def _texts_by_name(value: object) -> dict[str, str]:
-    return {name: _text(item) for name, item in _object(value).items()}

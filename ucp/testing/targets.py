@@ -13,7 +13,7 @@ from ucp.contract.registry import recognise
 from ucp.conversion.convert import carry_out
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import Silent, index_of, prepare
-from ucp.transfer.compare import compare
+from ucp.transfer.differences import compare
 
 __all__ = ["TargetContract"]
 

@@ -1,4 +1,4 @@
-"""Compare checkpoints with their recorded checksums, with themselves, and with one another; block by block.
+"""Compare bytes with their recorded checksums, copies with one another, and states of two checkpoints; block by block.
 
 Everything is streamed: memory is `LANE` bytes per thread, whatever the size of a tensor.
 """
@@ -6,32 +6,25 @@ Everything is streamed: memory is `LANE` bytes per thread, whatever the size of 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice
-from math import isnan
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import xxhash
 
 from ucp.contract.protocols import Observer
-from ucp.contract.rank_extras import Checksums
 from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, StateIndex
-from ucp.core.region import Box
 from ucp.core.slices import GAP, Locator, Slice, block_ranges, resolve, whole_slice
-from ucp.core.tensor import Record, Tensor, TensorRef
-from ucp.errors import CorruptError, SourceError, counted
+from ucp.core.tensor import Record, TensorRef
+from ucp.errors import CorruptError, SourceError
 from ucp.io.elements import Difference, differing, viewed, widened, without_payloads
-from ucp.io.pickle.fields import shown
 from ucp.transfer.checksums import mismatches
 from ucp.transfer.drift import drifts
 from ucp.transfer.gather import Gatherer, Sources, Span
 from ucp.transfer.tasks import BLOCK, bundle, fit_workers
 from ucp.transfer.tiles import blocks, is_crosswise
-from ucp.transfer.value_diff import Apart, differing_values
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,14 +34,12 @@ T = TypeVar("T")
 __all__ = [
     "LANE",
     "THREADS",
-    "Change",
-    "casts_between",
+    "Pair",
+    "apart",
     "checked_bytes",
-    "compare",
     "compare_copies",
     "drifting",
     "fit_threads",
-    "keeps_extras",
     "scan_digests",
     "scan_records",
 ]
@@ -63,91 +54,45 @@ _WIDEST = 16
 """Bytes of an element as which two types are compared that differ."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """One way in which two checkpoints differ."""
-
-    param: str
-    """Parameter, extra (as "extra/NAME"), or "" for what belongs to none."""
-    state: str
-    """State, hyper-parameter or place in the extra; "" for the whole."""
-    what: str
-    """"missing", "shape", "dtype", "kind", "alias", "group", "extra" or "values"."""
-    a: str
-    """What the first has."""
-    b: str
-    """What the second has."""
-    numel: int = 0
-    """Elements that differ."""
-    largest: float = 0.0
-    """Largest absolute difference."""
-
-    def __str__(self) -> str:
-        whose = "/".join(filter(None, [self.param, self.state]))
-        both = self.a if self.a == self.b else f"{self.a} and {self.b}"
-        most = f" differ, by {self.largest:g} at most" if self.numel else ""
-        return f"{whose}{': ' if whose else ''}{self.what}: {both}{most}"
-
-
 def fit_threads(memory: int, *, asked: int = 0) -> int:
     """Threads that fit `memory` bytes: at most `asked` (0: `THREADS`). Raises MemoryBudgetError when not one does."""
     return fit_workers(memory, workers=asked or THREADS, threads=1, lane=LANE)[0]
 
 
-def keeps_extras(a: Index, b: Index) -> bool:
-    """Whether `b` should have all extras of `a` as they are: atoms of the same run, in the layout that saved it."""
-    return bool(b.origin) and (b.origin, b.topology) == (a.origin or a.format, a.topology)
+class Pair(NamedTuple):
+    """One state, of one shape, in two checkpoints."""
+
+    param: str
+    """Parameter, or extra."""
+    state: str
+    """State, or place in the extra."""
+    a: StateIndex
+    """In the first."""
+    b: StateIndex
+    """In the second."""
 
 
-def compare(
-    a: Index, b: Index, observer: Observer, *, cast: bool = False, extras: bool = False, threads: int = THREADS
-) -> list[Change]:
-    """Every difference between two checkpoints; empty when their atoms are equal bit for bit.
+def apart(
+    shared: Sequence[Pair], observer: Observer, *, cast: bool, threads: int
+) -> dict[tuple[str, str, int], list[tuple[int, float]]]:
+    """Those of `shared` whose elements differ: how many and by how much at most, for parts of each.
 
-    `cast`: where the dtype differs, compare what `a` holds after a cast to `b`'s dtype. `extras`: compare these too.
+    By parameter, state and elements of the whole. `cast`: those of the first after a cast to the type of the second.
     """
-    changes = list(_structure(a, b, cast=cast))
-    shared = [
-        (atom.name, name, state, b.atoms[atom.name].states[name])
-        for atom, name, state in a.states()
-        if atom.name in b.atoms and name in b.atoms[atom.name].states
-    ]
-    shared = [item for item in shared if item[2].global_shape == item[3].global_shape]
-    if extras:
-        found = list(_extras(a, b))
-        changes += [item for item in found if isinstance(item, Change)]
-        shared += [item for item in found if not isinstance(item, Change)]
     observer.begin(title="compare", nbytes=sum(_width(own, other, cast) * own.numel for *_, own, other in shared))
-    apart: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
+    found: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
 
     def some(jobs: Sequence[_Compared]) -> None:
         for job, result in _differing(jobs):
-            apart.setdefault((job.own.param, job.own.state, job.left.locator.state.numel), []).append(result)
+            found.setdefault((job.own.param, job.own.state, job.left.locator.state.numel), []).append(result)
         observer.advance(sum(job.nbytes for job in jobs))
 
-    jobs = (job for item in shared for job in _compared(*item, cast=cast))
+    jobs = (job for pair in shared for job in _compared(*pair, cast=cast))
     try:
         _each(bundle(jobs, limit=BLOCK), some, threads)
     finally:
         observer.end()
-    for (name, state, total), parts in sorted(apart.items()):
-        numel = sum(count for count, _ in parts)
-        largest = max((part for _, part in parts), key=lambda value: (isnan(value), value))
-        text = f"{numel:,} of {counted(total, 'element')}"
-        changes.append(Change(param=name, state=state, what="values", a=text, b=text, numel=numel, largest=largest))
-    return changes
-
-
-def casts_between(a: Index, b: Index) -> tuple[str, ...]:
-    """Changes of dtype from `a` to `b`, a line per state and change, with the number of parameters."""
-    changed = Counter(
-        f"{name}: {state.dtype} -> {b.atoms[atom.name].states[name].dtype}"
-        for atom, name, state in a.states()
-        if atom.name in b.atoms
-        and name in b.atoms[atom.name].states
-        and b.atoms[atom.name].states[name].dtype is not state.dtype
-    )
-    return tuple(f"{change} in {counted(count, 'parameter')}" for change, count in changed.items())
+    return found
 
 
 def compare_copies(index: Index, observer: Observer, *, threads: int = THREADS) -> list[str]:
@@ -325,9 +270,12 @@ def _compared(param: str, name: str, a: StateIndex, b: StateIndex, *, cast: bool
     """All elements of both, a block at a time, such that either is read once."""
     alike = _is_alike(a, b, cast)
     left, right = whole_slice(param, name, a, dtype=b.dtype if alike else None), whole_slice(param, name, b)
+    first, second = Locator(a), Locator(b)
+    if 0 < a.numel * _WIDEST <= BLOCK:
+        yield _Compared(_Part(left, first), _Part(right, second))
+        return
     lead, state = (right, b) if is_crosswise(right, b, nbytes=BLOCK) else (left, a)
     nbytes = BLOCK // (_width(a, b, cast) if alike else _WIDEST) * lead.dtype.itemsize
-    first, second = Locator(a), Locator(b)
     for part in blocks(lead, state, nbytes=nbytes):
         yield _Compared(_Part(_typed(part, left.dtype), first), _Part(_typed(part, right.dtype), second))
 
@@ -400,108 +348,3 @@ def _each(jobs: Iterable[T], some: Callable[[T], None], threads: int) -> None:
     finally:
         for sources in opened:
             sources.close()
-
-
-def _structure(a: Index, b: Index, *, cast: bool) -> Iterator[Change]:
-    for name in dict.fromkeys((*a.atoms, *b.atoms)):
-        if name not in b.atoms or name not in a.atoms:
-            yield _missing(name, "", in_a=name in a.atoms)
-            continue
-        own, other = a.atoms[name], b.atoms[name]
-        if own.kind is not other.kind and 0 not in own.global_shape:  # nothing to train is frozen or not, as one likes
-            yield Change(param=name, state="", what="kind", a=own.kind, b=other.kind)
-        for state in dict.fromkeys((*own.states, *other.states)):
-            if state not in own.states or state not in other.states:
-                yield _missing(name, state, in_a=state in own.states)
-            else:
-                yield from _state(name, state, own.states[state], other.states[state], cast=cast)
-    for alias in dict.fromkeys((*a.aliases, *b.aliases)):
-        left, right = a.aliases.get(alias, "-"), b.aliases.get(alias, "-")
-        if left != right:
-            yield Change(param=alias, state="", what="alias", a=left, b=right)
-    yield from _groups(a, b)
-
-
-def _extras(a: Index, b: Index) -> Iterator[Change | tuple[str, str, StateIndex, StateIndex]]:
-    """Differences between extras of one name and rank, and tensors of theirs whose elements are to be compared."""
-    left, right = ({(extra.name, extra.rank): extra.value for extra in index.extras} for index in (a, b))
-    for key in dict.fromkeys((*left, *right)):
-        name, rank = key
-        label = f"extra/{name}" if rank is None else f"extra/{name}@rank{rank}"
-        if key not in left or key not in right:
-            yield _missing(label, "", in_a=key in left)
-            continue
-        for item in differing_values(left[key], right[key]):
-            if isinstance(item, Apart):
-                yield Change(param=label, state=item.place, what="extra", a=item.a, b=item.b)
-            else:
-                yield label, item.place, _state_of(item.a), _state_of(item.b)
-
-
-def _state_of(tensor: Tensor) -> StateIndex:
-    """A tensor of an extra, as if it were the state of a parameter."""
-    whole = Fragment(box=Box.whole(tensor.shape), ref=tensor)
-    return StateIndex(dtype=tensor.dtype, global_shape=tensor.shape, fragments=(whole,))
-
-
-def _missing(name: str, state: str, *, in_a: bool) -> Change:
-    return Change(
-        param=name, state=state, what="missing", a="present" if in_a else "missing", b="missing" if in_a else "present"
-    )
-
-
-def _state(name: str, label: str, own: StateIndex, other: StateIndex, *, cast: bool) -> Iterator[Change]:
-    if own.global_shape != other.global_shape:
-        yield Change(
-            param=name, state=label, what="shape", a=str(list(own.global_shape)), b=str(list(other.global_shape))
-        )
-    elif own.dtype is not other.dtype and not cast:
-        yield Change(param=name, state=label, what="dtype", a=own.dtype, b=other.dtype)
-
-
-def _groups(a: Index, b: Index) -> Iterator[Change]:
-    """Hyper-parameters of what both have; the order of groups and of parameters in them is a matter of layout.
-
-    A parameter that one of them has no group for has its hyper-parameters on one side; where none has, it is said once.
-    """
-    left, right = _hyper(a), _hyper(b)
-    if bool(left) is not bool(right):
-        yield Change(param="", state="", what="group", a=_grouped(left), b=_grouped(right))
-        return
-    for name in sorted(set(left) ^ set(right)):
-        if name in a.atoms and name in b.atoms and 0 not in a.atoms[name].global_shape:  # as with its kind
-            yield Change(param=name, state="", what="group", a=_place(left, name), b=_place(right, name))
-    checksums = Checksums((*a.records, *b.records))
-    found: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
-    for name in sorted(set(left) & set(right)):
-        pair = left[name], right[name]
-        both = id(pair[0]), id(pair[1])
-        if both not in found:
-            found[both] = list(_settings(*pair, checksums))
-        for key, own, other in found[both]:
-            yield Change(param=name, state=key, what="group", a=own, b=other)
-
-
-def _grouped(hyper: Mapping[str, object]) -> str:
-    return f"{counted(len(hyper), 'parameter')} in groups" if hyper else "-"
-
-
-def _place(hyper: Mapping[str, object], name: str) -> str:
-    return "in a group" if name in hyper else "-"
-
-
-def _settings(a: Mapping[str, object], b: Mapping[str, object], checksums: Checksums) -> Iterator[tuple[str, str, str]]:
-    """Hyper-parameters that differ: name, and both values in words."""
-    for key in sorted(set(a) | set(b)):
-        sides = [[side[key]] if key in side else _IMPLIED.get(key, []) for side in (a, b)]
-        if not checksums.same(*sides):
-            own, other = (shown(side[0]) if side else "-" for side in sides)
-            yield key, own, other
-
-
-_IMPLIED: Mapping[str, list[object]] = {"bias_correction": [True]}
-"""Hyper-parameters that mean the same where they are not there: an Adam without this one always corrects."""
-
-
-def _hyper(index: Index) -> dict[str, Mapping[str, object]]:
-    return {name: group.hyper for group in index.groups for name in group.params}

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ucp.errors import counted
-from ucp.transfer.compare import Change
+from ucp.transfer.differences import Change
 from ucp_cli.pages.render import facts, stacked, table
 from ucp_cli.pages.units import count_text, printable, ranges_text
 

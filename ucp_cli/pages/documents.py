@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ucp.api import PlanReport, Survey
     from ucp.checks.verify import DiffReport, VerifyReport
     from ucp.conversion.convert import ConvertReport
-    from ucp.transfer.compare import Change
+    from ucp.transfer.differences import Change
 
 __all__ = [
     "convert_document",

@@ -24,7 +24,8 @@ from tests.integration.megatron.megatron_jobs import Load
 from ucp.core.index import Index, Kind
 from ucp.core.names import STEP, WEIGHT
 from ucp.errors import UcpError
-from ucp.transfer.compare import Change, compare, compare_copies
+from ucp.transfer.compare import compare_copies
+from ucp.transfer.differences import Change, compare
 
 __all__ = [
     "KINDS",

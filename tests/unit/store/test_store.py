@@ -26,7 +26,7 @@ from ucp.errors import ChangedError, CorruptError, DestinationError, MalformedEr
 from ucp.io.elements import viewed
 from ucp.store.format import StoreFormat
 from ucp.testing.handmade import Shards, inline, make_index, write_checkpoint
-from ucp.transfer.compare import compare
+from ucp.transfer.differences import compare
 from ucp.transfer.gather import Gatherer, Sources
 
 LAYOUTS = [{}, {"layout": "packed"}, {"layout": "per-parameter"}, {"compress": True}, {"virtual": True}]

@@ -16,7 +16,8 @@ from ucp.core.layout import Overlap
 from ucp.core.region import Box
 from ucp.errors import MissingFileError
 from ucp.testing.handmade import Shards, make_index
-from ucp.transfer.compare import compare, compare_copies, scan_digests, scan_records
+from ucp.transfer.compare import compare_copies, scan_digests, scan_records
+from ucp.transfer.differences import compare
 
 
 class Watch:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 from ucp.core.tensor import Record, TensorRef, contiguous_strides
@@ -82,9 +82,11 @@ class Dcp:
             An item is damaged, or is not the tensor that the metadata announces; all are named.
         """
         saved = [self.metadata.tensors[key] for key in keys]
-        items = iter(read_items(self.folder, [chunk.place for tensor in saved for chunk in tensor.chunks]))
+        places = [chunk.place for tensor in saved for chunk in tensor.chunks]
+        kinds = [(tensor.dtype.value, chunk.sizes) for tensor in saved for chunk in tensor.chunks]
+        items = iter(read_items(self.folder, places, kinds))
         wrong: list[str] = []
-        found = {tensor.key: _stored(tensor, [next(items) for _ in tensor.chunks], wrong) for tensor in saved}
+        found = {tensor.key: _stored(tensor, [*islice(items, len(tensor.chunks))], wrong) for tensor in saved}
         if wrong:
             raise MalformedError(
                 f"{counted(len(wrong), 'item')} of {self.folder} not as .metadata announces:\n{listed(wrong)}\n"

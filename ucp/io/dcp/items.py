@@ -11,7 +11,6 @@ import os
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ _GAP = 64 << 10
 _SPAN = 4 << 20
 """Most bytes of one read."""
 _MOST_TEMPLATES = 64
-"""Most templates of one length; a checkpoint of more kinds of one length is parsed item by item."""
+"""Most templates of one kind; a checkpoint of more of one kind is parsed item by item."""
 
 
 class Item(NamedTuple):
@@ -84,20 +83,30 @@ def check_files(folder: str, places: Iterable[ItemPlace]) -> dict[str, int]:
     return sizes
 
 
-def read_items(folder: str, places: Sequence[ItemPlace]) -> list[Item]:
-    """What the items at `places` hold, in that order. Raises MalformedError with all that cannot be read."""
+_Templates = dict[tuple[int, object], list[TensorTemplate | ObjectTemplate]]
+"""Templates by the bytes of an item, and what is announced of it."""
+
+
+def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[object] = ()) -> list[Item]:
+    """What the items at `places` hold, in that order. Raises MalformedError with all that cannot be read.
+
+    `announced`: for each, what items that are alike have in common, so that fewer templates are tried.
+    """
     items: list[Item | None] = [None] * len(places)
     wrong: list[str] = []
-    kinds = _Kinds()
-    order = sorted(range(len(places)), key=places.__getitem__)
-    for name, group in groupby(order, key=lambda i: places[i].file):
-        numbers = list(group)
+    templates: _Templates = {}
+    by_file: dict[str, list[int]] = {}
+    for i, place in enumerate(places):
+        by_file.setdefault(place[0], []).append(i)
+    for name, numbers in sorted(by_file.items()):
+        numbers.sort(key=lambda i: places[i][1:])
         with open_source(os.path.join(folder, name)) as file:
-            ends = _Ends(file, [(places[i].offset, places[i].nbytes) for i in numbers])
+            ends = _Ends(file, [places[i][1:] for i in numbers])
             for i in numbers:
                 _, offset, nbytes = places[i]
+                known = templates.setdefault((nbytes, announced[i] if announced else None), [])
                 try:
-                    items[i] = kinds.read(file, ends, offset, nbytes)
+                    items[i] = _known(known, ends, offset, nbytes) or _parsed(known, file, offset, nbytes)
                 except UcpError as error:
                     wrong.append(str(error))
     if wrong:
@@ -107,39 +116,32 @@ def read_items(folder: str, places: Sequence[ItemPlace]) -> list[Item]:
     return [item for item in items if item is not None]
 
 
-class _Kinds:
-    """Kinds of items met so far, by their length; the kind met last is tried first."""
-
-    def __init__(self) -> None:
-        self._templates: dict[int, list[TensorTemplate | ObjectTemplate]] = {}
-
-    def read(self, file: SourceFile, ends: _Ends, start: int, nbytes: int) -> Item:
-        """The item in the bytes `start` to `start + nbytes`."""
-        known = self._templates.get(nbytes)
-        if known is not None:
-            for number, template in enumerate(known):
-                if isinstance(template, TensorTemplate):
-                    item = _tensor(template, file.path, ends, start, nbytes)
-                else:
-                    item = _object(template, ends, start, nbytes)
-                if item is not None:
-                    if number:
-                        known.insert(0, known.pop(number))
-                    return item
-        return self._parse(file, start, nbytes)
-
-    def _parse(self, file: SourceFile, start: int, nbytes: int) -> Item:
-        archive = read_embedded(file, start=start, nbytes=nbytes)
-        known = self._templates.setdefault(nbytes, [])
-        if len(known) < _MOST_TEMPLATES:
-            window = Window(file, start, nbytes)
-            template = tensor_template(window, archive) or object_template(window, archive)
-            if template is not None:
-                known.insert(0, template)
-        return Item(archive.root, archive.records)
+def _known(known: list[TensorTemplate | ObjectTemplate], ends: _Ends, start: int, nbytes: int) -> Item | None:
+    """The item in the bytes `start` to `start + nbytes`, where it is as one of a template; that is tried first then."""
+    for number, template in enumerate(known):
+        if isinstance(template, TensorTemplate):
+            item = _tensor(template, ends, start, nbytes)
+        else:
+            item = _object(template, ends, start, nbytes)
+        if item is not None:
+            if number:
+                known.insert(0, known.pop(number))
+            return item
+    return None
 
 
-def _tensor(template: TensorTemplate, path: str, ends: _Ends, start: int, nbytes: int) -> Item | None:
+def _parsed(known: list[TensorTemplate | ObjectTemplate], file: SourceFile, start: int, nbytes: int) -> Item:
+    """The item, read in full, and a template of it among those that are known."""
+    archive = read_embedded(file, start=start, nbytes=nbytes)
+    if len(known) < _MOST_TEMPLATES:
+        window = Window(file, start, nbytes)
+        template = tensor_template(window, archive) or object_template(window, archive)
+        if template is not None:
+            known.insert(0, template)
+    return Item(archive.root, archive.records)
+
+
+def _tensor(template: TensorTemplate, ends: _Ends, start: int, nbytes: int) -> Item | None:
     buffer, at = ends.find(start)
     if not buffer.startswith(template.head, at):
         return None
@@ -151,7 +153,7 @@ def _tensor(template: TensorTemplate, path: str, ends: _Ends, start: int, nbytes
     match = template.tail.fullmatch(buffer, at, at + template.tail_nbytes)
     if match is None:
         return None
-    offset = start + len(template.head)
+    path, offset = ends.path, start + len(template.head)
     ref = TensorRef(path=path, offset=offset, dtype=template.dtype, shape=template.shape, strides=template.strides)
     if not template.summed:
         return Item(ref, ())
@@ -178,6 +180,7 @@ class _Ends:
     def __init__(self, file: SourceFile, items: Sequence[tuple[int, int]]) -> None:
         """`items`: (offset, bytes), in increasing offset."""
         self._file = file
+        self.path = file.path
         self._spans = list(_spans(items))
         self._starts = [start for start, _ in self._spans]
         self._held: OrderedDict[int, bytes] = OrderedDict()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -308,7 +309,13 @@ def _first(properties: Stub) -> object:
 def _shape(value: object) -> tuple[int, ...] | None:
     """Sizes or offsets; None for anything else."""
     if type(value) is TorchSize:
-        return tuple(value) if not value or min(value) >= 0 else None
+        return _kept(value)
     if isinstance(value, tuple | list) and all(type(n) is int and n >= 0 for n in value):
         return tuple(value)
     return None
+
+
+@lru_cache(maxsize=1 << 12)
+def _kept(size: TorchSize) -> tuple[int, ...] | None:
+    """The plain tuple, one object for all tensors of a shape, of which a model has few."""
+    return tuple(size) if min(size, default=0) >= 0 else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -232,8 +232,8 @@ def _inner(ref: TensorRef, at: Shape) -> TensorRef:
 
 def _joined(template: str, parts: dict[str, list[Whole]], problems: list[str]) -> Iterator[Whole]:
     """Fused tensors out of their parts, one per layer and expert."""
-    row = next((row for row in PARTS if set(row) == set(parts)), None)
-    if row is None:
+    row = _row(frozenset(parts))
+    if not row:
         problems.append(f"{template}: expected all parts of a fused tensor; got {', '.join(sorted(parts))}")
         return
     by_name = [{whole.name: whole for whole in parts[part]} for part in row]
@@ -247,14 +247,25 @@ def _joined(template: str, parts: dict[str, list[Whole]], problems: list[str]) -
         yield _fused(own)
 
 
+@cache
+def _row(parts: frozenset[str]) -> tuple[str, ...]:
+    """Those parts in order; none where they do not make a fused tensor."""
+    return next((row for row in PARTS if parts == set(row)), ())
+
+
 def _fused(parts: Sequence[Whole]) -> Whole:
-    lengths = tuple(part.shape[0] for part in parts)
-    first = parts[0]
-    whole = Whole(name=first.name, shape=(sum(lengths), *first.shape[1:]), dtype=first.dtype, parts=lengths)
-    before = 0
+    lengths = tuple([part.shape[0] for part in parts])
+    first, before = parts[0], 0
+    pieces = []
     for part, length in zip(parts, lengths, strict=True):
-        for piece in part.pieces:
-            box = _box((piece.box.offsets[0] + before, *piece.box.offsets[1:]), piece.box.sizes)
-            whole.pieces.append(Piece(box, piece.ref))
+        pieces += [Piece(_below(box, before), ref) for box, ref in part.pieces] if before else part.pieces
         before += length
-    return whole
+    return Whole(
+        name=first.name, shape=(before, *first.shape[1:]), dtype=first.dtype, pieces=pieces, parts=lengths
+    )
+
+
+@lru_cache(maxsize=1 << 12)
+def _below(box: Box, rows: int) -> Box:
+    """The box so many rows further along dim 0."""
+    return Box((box.offsets[0] + rows, *box.offsets[1:]), box.sizes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ucp.core.dtypes import DType
 from ucp.core.fused_names import Stretch
@@ -85,7 +86,7 @@ def _part(
     return Part(offset=offset, slice=own)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: its counts are asked for once per tensor, and kept
 class Model:
     """All tensors of the model."""
 
@@ -104,12 +105,12 @@ class Model:
         """Types that it computes in."""
         return {own.dtype for own in self.tensors if own.kind is Kind.PARAMETER}
 
-    @property
+    @cached_property
     def layers(self) -> int:
         """Layers of the decoder."""
         return 1 + max((own.layer for own in self.tensors if own.layer is not None), default=-1)
 
-    @property
+    @cached_property
     def experts(self) -> int:
         """Routed experts of a layer; 0 where there are none."""
         return 1 + max((own.expert for own in self.tensors if own.expert is not None), default=-1)

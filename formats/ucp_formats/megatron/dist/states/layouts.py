@@ -20,7 +20,7 @@ from ucp.core.fragments import Fragment
 from ucp.io.dcp.checkpoint import StoredTensor
 from ucp.core.region import Box
 from ucp.core.names import WEIGHT
-from ucp.core.tensor import Record, TensorRef
+from ucp.core.tensor import TensorRef
 from ucp_formats.megatron.dist.states.buckets import BucketStates, BucketPlace
 from ucp_formats.megatron.dist.keys import ModelKey, StateKey
 from ucp_formats.megatron.dist.unstack import Flattened, Piece, Whole, taken_apart
@@ -45,8 +45,6 @@ class DistStates:
     """Parameter to where it lies in a bucket whose data-parallel shares are in the files; None where ranks differ."""
     notes: list[str] = field(default_factory=list)
     """What was inferred."""
-    records: list[Record] = field(default_factory=list)
-    """Checksums of what was read for them."""
 
     def joined(self, other: DistStates) -> DistStates:
         """These and those of `other`, which are of other parameters.
@@ -62,7 +60,6 @@ class DistStates:
             chains=self.chains | other.chains,
             places=self.places | other.places,
             notes=[*self.notes, *other.notes, f"{counts[0]} have states of their own keys, {counts[1]} lie in buckets"],
-            records=[*self.records, *other.records],
         )
 
 

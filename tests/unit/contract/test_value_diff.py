@@ -4,10 +4,10 @@ from collections import OrderedDict
 
 import pytest
 
+from ucp.contract.value_diff import TensorPair, differing_values
 from ucp.core.dtypes import DType
 from ucp.core.pickle_values import GlobalName, Stub, TorchSize
 from ucp.core.tensor import InlineTensor, TensorRef
-from ucp.transfer.value_diff import TensorPair, differing_values
 
 
 def found(a, b):

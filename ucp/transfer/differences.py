@@ -1,0 +1,195 @@
+"""How two checkpoints differ: in their parameters, states and groups, in extras, and element by element."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import isnan
+
+from ucp.contract.protocols import Observer
+from ucp.contract.rank_extras import Checksums
+from ucp.contract.value_diff import Apart, differing_values
+from ucp.core.fragments import Fragment
+from ucp.core.index import Index, StateIndex
+from ucp.core.region import Box
+from ucp.core.tensor import Tensor
+from ucp.errors import counted
+from ucp.io.pickle.fields import shown
+from ucp.transfer.compare import THREADS, Pair, apart
+
+__all__ = ["Change", "casts_between", "compare", "keeps_extras"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One way in which two checkpoints differ."""
+
+    param: str
+    """Parameter, extra (as "extra/NAME"), or "" for what belongs to none."""
+    state: str
+    """State, hyper-parameter or place in the extra; "" for the whole."""
+    what: str
+    """"missing", "shape", "dtype", "kind", "alias", "group", "extra" or "values"."""
+    a: str
+    """What the first has."""
+    b: str
+    """What the second has."""
+    numel: int = 0
+    """Elements that differ."""
+    largest: float = 0.0
+    """Largest absolute difference."""
+
+    def __str__(self) -> str:
+        whose = "/".join(filter(None, [self.param, self.state]))
+        both = self.a if self.a == self.b else f"{self.a} and {self.b}"
+        most = f" differ, by {self.largest:g} at most" if self.numel else ""
+        return f"{whose}{': ' if whose else ''}{self.what}: {both}{most}"
+
+
+def keeps_extras(a: Index, b: Index) -> bool:
+    """Whether `b` should have all extras of `a` as they are: atoms of the same run, in the layout that saved it."""
+    return bool(b.origin) and (b.origin, b.topology) == (a.origin or a.format, a.topology)
+
+
+def compare(
+    a: Index, b: Index, observer: Observer, *, cast: bool = False, extras: bool = False, threads: int = THREADS
+) -> list[Change]:
+    """Every difference between two checkpoints; empty when their atoms are equal bit for bit.
+
+    `cast`: where the dtype differs, compare what `a` holds after a cast to `b`'s dtype. `extras`: compare these too.
+    """
+    changes = list(_structure(a, b, cast=cast))
+    shared = [
+        Pair(atom.name, name, state, b.atoms[atom.name].states[name])
+        for atom, name, state in a.states()
+        if atom.name in b.atoms and name in b.atoms[atom.name].states
+    ]
+    shared = [pair for pair in shared if pair.a.global_shape == pair.b.global_shape]
+    if extras:
+        found = list(_extras(a, b))
+        changes += [item for item in found if isinstance(item, Change)]
+        shared += [item for item in found if not isinstance(item, Change)]
+    for (name, state, total), parts in sorted(apart(shared, observer, cast=cast, threads=threads).items()):
+        numel = sum(count for count, _ in parts)
+        largest = max((part for _, part in parts), key=lambda value: (isnan(value), value))
+        text = f"{numel:,} of {counted(total, 'element')}"
+        changes.append(Change(param=name, state=state, what="values", a=text, b=text, numel=numel, largest=largest))
+    return changes
+
+
+def casts_between(a: Index, b: Index) -> tuple[str, ...]:
+    """Changes of dtype from `a` to `b`, a line per state and change, with the number of parameters."""
+    changed = Counter(
+        f"{name}: {state.dtype} -> {b.atoms[atom.name].states[name].dtype}"
+        for atom, name, state in a.states()
+        if atom.name in b.atoms
+        and name in b.atoms[atom.name].states
+        and b.atoms[atom.name].states[name].dtype is not state.dtype
+    )
+    return tuple(f"{change} in {counted(count, 'parameter')}" for change, count in changed.items())
+
+
+def _structure(a: Index, b: Index, *, cast: bool) -> Iterator[Change]:
+    for name in dict.fromkeys((*a.atoms, *b.atoms)):
+        if name not in b.atoms or name not in a.atoms:
+            yield _missing(name, "", in_a=name in a.atoms)
+            continue
+        own, other = a.atoms[name], b.atoms[name]
+        if own.kind is not other.kind and 0 not in own.global_shape:  # nothing to train is frozen or not, as one likes
+            yield Change(param=name, state="", what="kind", a=own.kind, b=other.kind)
+        for state in dict.fromkeys((*own.states, *other.states)):
+            if state not in own.states or state not in other.states:
+                yield _missing(name, state, in_a=state in own.states)
+            else:
+                yield from _state(name, state, own.states[state], other.states[state], cast=cast)
+    for alias in dict.fromkeys((*a.aliases, *b.aliases)):
+        left, right = a.aliases.get(alias, "-"), b.aliases.get(alias, "-")
+        if left != right:
+            yield Change(param=alias, state="", what="alias", a=left, b=right)
+    yield from _groups(a, b)
+
+
+def _extras(a: Index, b: Index) -> Iterator[Change | Pair]:
+    """Differences between extras of one name and rank, and tensors of theirs whose elements are to be compared."""
+    left, right = ({(extra.name, extra.rank): extra.value for extra in index.extras} for index in (a, b))
+    for key in dict.fromkeys((*left, *right)):
+        name, rank = key
+        label = f"extra/{name}" if rank is None else f"extra/{name}@rank{rank}"
+        if key not in left or key not in right:
+            yield _missing(label, "", in_a=key in left)
+            continue
+        for item in differing_values(left[key], right[key]):
+            if isinstance(item, Apart):
+                yield Change(param=label, state=item.place, what="extra", a=item.a, b=item.b)
+            else:
+                yield Pair(label, item.place, _state_of(item.a), _state_of(item.b))
+
+
+def _state_of(tensor: Tensor) -> StateIndex:
+    """A tensor of an extra, as if it were the state of a parameter."""
+    whole = Fragment(box=Box.whole(tensor.shape), ref=tensor)
+    return StateIndex(dtype=tensor.dtype, global_shape=tensor.shape, fragments=(whole,))
+
+
+def _missing(name: str, state: str, *, in_a: bool) -> Change:
+    return Change(
+        param=name, state=state, what="missing", a="present" if in_a else "missing", b="missing" if in_a else "present"
+    )
+
+
+def _state(name: str, label: str, own: StateIndex, other: StateIndex, *, cast: bool) -> Iterator[Change]:
+    if own.global_shape != other.global_shape:
+        yield Change(
+            param=name, state=label, what="shape", a=str(list(own.global_shape)), b=str(list(other.global_shape))
+        )
+    elif own.dtype is not other.dtype and not cast:
+        yield Change(param=name, state=label, what="dtype", a=own.dtype, b=other.dtype)
+
+
+def _groups(a: Index, b: Index) -> Iterator[Change]:
+    """Hyper-parameters of what both have; the order of groups and of parameters in them is a matter of layout.
+
+    A parameter that one of them has no group for has its hyper-parameters on one side; where none has, it is said once.
+    """
+    left, right = _hyper(a), _hyper(b)
+    if bool(left) is not bool(right):
+        yield Change(param="", state="", what="group", a=_grouped(left), b=_grouped(right))
+        return
+    for name in sorted(set(left) ^ set(right)):
+        if name in a.atoms and name in b.atoms and 0 not in a.atoms[name].global_shape:  # as with its kind
+            yield Change(param=name, state="", what="group", a=_place(left, name), b=_place(right, name))
+    checksums = Checksums((*a.records, *b.records))
+    found: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
+    for name in sorted(set(left) & set(right)):
+        pair = left[name], right[name]
+        both = id(pair[0]), id(pair[1])
+        if both not in found:
+            found[both] = list(_settings(*pair, checksums))
+        for key, own, other in found[both]:
+            yield Change(param=name, state=key, what="group", a=own, b=other)
+
+
+def _grouped(hyper: Mapping[str, object]) -> str:
+    return f"{counted(len(hyper), 'parameter')} in groups" if hyper else "-"
+
+
+def _place(hyper: Mapping[str, object], name: str) -> str:
+    return "in a group" if name in hyper else "-"
+
+
+def _settings(a: Mapping[str, object], b: Mapping[str, object], checksums: Checksums) -> Iterator[tuple[str, str, str]]:
+    """Hyper-parameters that differ: name, and both values in words."""
+    for key in sorted(set(a) | set(b)):
+        sides = [[side[key]] if key in side else _IMPLIED.get(key, []) for side in (a, b)]
+        if not checksums.same(*sides):
+            own, other = (shown(side[0]) if side else "-" for side in sides)
+            yield key, own, other
+
+
+_IMPLIED: Mapping[str, list[object]] = {"bias_correction": [True]}
+"""Hyper-parameters that mean the same where they are not there: an Adam without this one always corrects."""
+
+
+def _hyper(index: Index) -> dict[str, Mapping[str, object]]:
+    return {name: group.hyper for group in index.groups for name in group.params}
