@@ -30,7 +30,7 @@ def test_what_no_run_can_have(ucp: Run, target: str, topology: str) -> None:
     ("source", "words", "said"),
     [
         (ZERO3, ["ucp", "dp=2"], "atoms are rank-independent"),
-        (ZERO3, ["deepspeed", "dp=2,tp=2,zero=1"], "Write files for tp=1"),
+        (ZERO3, ["deepspeed", "dp=2,tp=2,zero=1"], "Or write files for tp=1"),
         (ZERO3, ["deepspeed", "dp=2,pp=2,zero=1"], "expected a source that was a pipeline"),
         (ZERO3, ["deepspeed", "dp=2,cp=2,zero=1"], "drop cp"),
         (ZERO3, ["deepspeed", "dp=2,etp=1,zero=1"], "drop vpp and etp"),

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._pytree import tree_leaves
 
 import ucp
-from ucp.errors import TopologyError, UcpError, UnsupportedError
+from ucp.errors import FamilyError, IdleOptionError, TopologyError, UcpError, UnsupportedError
 from ucp.io.torch_file.archive import read_archive
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspeed"
@@ -41,6 +43,8 @@ STAGES = {
     ("z0-pp2-alike", "dp=2,pp=4,zero=1"): {"partition": "uniform"},
 }
 """What the user says of stages that the source does not have."""
+AUTOTP = FIXTURES / "autotp.toml"
+"""Rules that say what `universal_checkpoint_info` of these fixtures does."""
 CELLS = [(name, topology) for name, own in TARGETS.items() for topology in (*own, "")]
 
 
@@ -81,6 +85,88 @@ def test_the_record_of_layouts_goes_along(tmp_path: Path) -> None:
         r"\d+.qkv.weight": [[2] * 4, [1] * 4, [1] * 4]
     }
     assert (root["mp_world_size"], root["checkpoint_parallel_dimensions"]) == (4, {"pp_degree": 1, "tp_degree": 4})
+
+
+def without_record(name: str, folder: Path, to: str) -> Path:
+    """The checkpoint as a run without tensor parallelism would have saved it: nothing says how ranks would cut it."""
+    topology = None if to == "ucp" else "dp=2,zero=2"
+    settings = {"drop": "universal_checkpoint_info"}
+    ucp.convert(source(name), folder / "plain", to=to, topology=topology, settings=settings, workers=1)
+    assert "universal_checkpoint_info" not in {extra.name for extra in ucp.inspect(folder / "plain").extras}
+    return folder / "plain"
+
+
+@pytest.mark.parametrize("between", ["deepspeed", "ucp"])
+@pytest.mark.parametrize("topology", ["dp=2,tp=2,zero=1", "dp=1,tp=4,zero=3", "dp=1,tp=2,zero=0"])
+def test_rules_of_a_family_cut_as_the_record_does(between: str, topology: str, tmp_path: Path) -> None:
+    recorded = write("z1-tp2-dp2", topology, tmp_path)
+    plain, ruled = without_record("z1-tp2-dp2", tmp_path, between), tmp_path / "ruled"
+    report = ucp.convert(plain, ruled, to="deepspeed", topology=topology, patterns=AUTOTP, workers=1, verify=True)
+    assert any("by the family autotp: --patterns" in note for note in report.notes)
+    files = sorted(path.relative_to(recorded) for path in recorded.rglob("*.pt"))
+    assert files == sorted(path.relative_to(ruled) for path in ruled.rglob("*.pt"))
+    for file in files:
+        a, b = (torch.load(folder / file, weights_only=False) for folder in (recorded, ruled))
+        for key in ("module", "optimizer_state_dict", "optimizer"):
+            own = [value.get(key) for value in (a, b)]
+            tensors = [[leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)] for value in own]
+            assert all(torch.equal(x, y) for x, y in zip(*tensors, strict=True))
+    index = ucp.inspect(ruled)
+    assert index.topology == ucp.Topology.parse(topology)
+    assert ucp.diff(source("z1-tp2-dp2"), ruled).equal
+
+
+@pytest.mark.parametrize(
+    ("name", "topology"), [("z1-tp2-dp2", "tp=4"), ("z3-tp2-dp2", "tp=2"), ("z1-pp2-tp2-dp2-bf16", "tp=4,pp=2")]
+)
+def test_a_universal_checkpoint_for_ranks_reads_back_equal(name: str, topology: str, tmp_path: Path) -> None:
+    dst = tmp_path / "dst"
+    ucp.convert(source(name), dst, to="deepspeed-universal", topology=topology, workers=1, verify=True)
+    assert ucp.diff(source(name), dst).equal
+
+
+def test_a_universal_checkpoint_says_the_cuts_of_a_family(tmp_path: Path) -> None:
+    plain, dst = without_record("z1-tp2-dp2", tmp_path, "deepspeed"), tmp_path / "dst"
+    ucp.convert(plain, dst, to="deepspeed-universal", topology="tp=2", patterns=AUTOTP, workers=1, verify=True)
+    files = [next(dst.rglob(f"{name}/fp32.pt")) for name in ("block.o.weight", "block.q.weight")]
+    assert [torch.load(file, weights_only=False)["cat_dim"] for file in files] == [1, 0]
+
+
+@pytest.mark.parametrize("to", ["deepspeed", "deepspeed-universal"])
+def test_a_family_has_nothing_to_say_of_one_tensor_parallel_rank(to: str, tmp_path: Path) -> None:
+    plain = without_record("z1-tp2-dp2", tmp_path, "deepspeed")
+    topology = "dp=1,zero=1" if to == "deepspeed" else None
+    with pytest.raises(IdleOptionError, match="drop --family and --patterns"):
+        ucp.convert(plain, tmp_path / "dst", to=to, topology=topology, patterns=AUTOTP, workers=1)
+
+
+def test_a_family_that_lacks_rules_is_refused_with_all_names(tmp_path: Path) -> None:
+    plain = without_record("z1-tp2-dp2", tmp_path, "deepspeed")
+    rules = tmp_path / "rules.toml"
+    rules.write_text(AUTOTP.read_text().replace("block.o.", "block.p."))
+    with pytest.raises(FamilyError, match=r"(?s)2 names have no rule.*block.o.weight.*block.o.bias"):
+        ucp.convert(plain, tmp_path / "dst", to="deepspeed", topology="tp=2,zero=1", patterns=rules, workers=1)
+
+
+def test_a_degree_that_a_family_cannot_cut_by(tmp_path: Path) -> None:
+    plain = without_record("z1-tp2-dp2", tmp_path, "deepspeed")
+    with pytest.raises(TopologyError, match=r"(?s)block.q.weight: \[8, 8\] along dim 0.*are cut: 1, 2, 4, 8"):
+        ucp.convert(plain, tmp_path / "dst", to="deepspeed", topology="tp=3,zero=1", patterns=AUTOTP, workers=1)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_run_of_megatron_is_cut_by_its_family(tp: int, tmp_path: Path) -> None:
+    """Gate and up-projection lie in one tensor, each of them cut for itself."""
+    src = FIXTURES.parent / "megatron" / "llama-tp2-pp2-dp2-full" / "checkpoint"
+    dst, name = tmp_path / "dst", "decoder.layers.0.mlp.linear_fc1.weight"
+    report = ucp.convert(src, dst, to="deepspeed", topology=f"dp=2,tp={tp},zero=1", workers=1, verify=True)
+    assert any("by the family llama: " in note for note in report.notes)
+    whole = ucp.open(src).read(name, "weight")
+    gate, up = whole.chunk(2)
+    for rank in range(tp):
+        saved = torch.load(next(dst.rglob(f"mp_rank_{rank:02d}_model_states.pt")), weights_only=False)
+        expected = torch.cat([gate.chunk(tp)[rank], up.chunk(tp)[rank]])
+        assert torch.equal(saved["module"][name], expected.to(saved["module"][name].dtype))
 
 
 def test_experts_are_named_by_their_numbers_on_the_rank(tmp_path: Path) -> None:

@@ -122,11 +122,13 @@ class Target(Protocol):
     """What `--set NAME=VALUE` takes: name to meaning, in a few words."""
     layouts: Collection[str] = ()
     """Variants of its layout that `--layout` names, the default first; none where it has one."""
-    takes_family: bool = False
-    """Whether it goes by the rules of a model family: --family and --patterns are then for it where the source has no
-    use for them."""
     takes_parts: bool = False
     """Whether a part of a model is of use: no warning of one."""
+
+    def takes_family(self, topology: Topology | None) -> bool:
+        """Whether it goes by the rules of a model family: --family and --patterns are for it if not for the source."""
+        del topology
+        return False
 
     def source_settings(self, index: Index) -> Collection[str]:
         """Further names that `--set` takes, because this source records them."""

@@ -268,7 +268,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     """
     chosen = target(options.to)
     _check_layout(chosen, options.target.layout)
-    read = index_as_told if chosen.takes_family else index_of
+    read = index_as_told if chosen.takes_family(options.topology) else index_of
     whole = read(src, source=options.source)
     check_doubts(whole, options.accept)
     index = _selected(whole, options.names)

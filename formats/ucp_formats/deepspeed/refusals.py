@@ -57,7 +57,7 @@ def _by_name(folder: TagFolder) -> Iterator[str]:
 
 def _by_content(root: Mapping[object, object]) -> Iterator[tuple[str, str]]:
     """What was seen, and the reason for refusing it."""
-    yield from _by_model(root)
+    yield from ((key, _AUTOEP) for key in ("ds_autoep_layers", "autoep_layers", "folding") if root.get(key) is not None)
     yield from _by_optimizer(root)
     config = root.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
@@ -68,12 +68,6 @@ def _by_content(root: Mapping[object, object]) -> Iterator[tuple[str, str]]:
         offload = zero.get("offload_optimizer")
         if isinstance(offload, dict) and offload.get("device") == "nvme":
             yield "offload_optimizer device nvme", _NVME
-
-
-def _by_model(root: Mapping[object, object]) -> Iterator[tuple[str, str]]:
-    for key in ("ds_autoep_layers", "autoep_layers", "folding"):
-        if root.get(key) is not None:
-            yield key, _AUTOEP
 
 
 def _by_optimizer(root: Mapping[object, object]) -> Iterator[tuple[str, str]]:

@@ -65,6 +65,8 @@ class Cell:
     """What the run that loads it has otherwise than the one that wrote the source."""
     via: str = ""
     """What it was written for before, natively: then this is the way back."""
+    rules: str = ""
+    """File with a family, where what it was written for before does not record how ranks cut parameters."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """What a source of one stage does not tell of the run: how it deals its layers out."""
 
@@ -72,6 +74,7 @@ class Cell:
     def name(self) -> str:
         run = "-".join(str(value) for value in self.case.values() if isinstance(value, int))
         via = f"-via-{self.via}" if self.via else ""
+        via += "-unrecorded" if self.rules else ""
         return f"{self.source}{via}-to-{self.topology or f'universal-{run}'}"
 
     @property
@@ -146,6 +149,8 @@ CELLS = (
     ),
     Cell("z1-pp4-tied", "dp=1,pp=4,zero=1", 4, via="dp=3,zero=1", settings={"partition": "uniform", "tied": "embed:5"}),
     Cell("z1-ep2-dp4", "dp=4,ep=2,zero=1", 4, via="dp=2,ep=1,zero=1"),
+    Cell("z1-tp2-dp2", "dp=2,tp=2,zero=1", 4, via="dp=2,zero=2", rules="autotp.toml"),
+    Cell("z1-tp2-dp2", "", 4, via="dp=2,zero=2", rules="autotp.toml"),
 )
 MAIN = ("z1-pp2-tp2-dp2-bf16", "z1-pp4-tied", "z1-ep2-dp4")
 """Sources that come first in the table."""
@@ -232,13 +237,15 @@ def written(cell: Cell, folder: Path) -> Path:
     """Convert the source, by way of another layout where that is asked for."""
     path = FIXTURES / "deepspeed" / cell.source / "checkpoint"
     if cell.via:
-        topology = ucp.Topology.parse(cell.via)
-        ucp.convert(path, folder / "between", to="deepspeed", topology=topology, workers=1, verify=True)
-        path = folder / "between"
+        between = folder / "between"
+        dropped = {"drop": "universal_checkpoint_info"} if cell.rules else {}
+        ucp.convert(path, between, to="deepspeed", topology=cell.via, settings=dropped, workers=1, verify=True)
+        path = between
     target = "deepspeed" if cell.topology else "deepspeed-universal"
-    topology = ucp.Topology.parse(cell.topology) if cell.topology else None
-    settings = cell.settings
-    ucp.convert(path, folder / "written", to=target, topology=topology, settings=settings, workers=1, verify=True)
+    topology = cell.topology or ("tp=2" if cell.rules else None)
+    rules = FIXTURES / "deepspeed" / cell.rules if cell.rules else None
+    options = {"topology": topology, "settings": cell.settings, "patterns": rules}
+    ucp.convert(path, folder / "written", to=target, workers=1, verify=True, **options)
     return folder / "written"
 
 
@@ -294,6 +301,7 @@ def _section(outcomes: Mapping[str, Outcome | None]) -> str:
     lines = ["| source | what is written | loaded at | right after the load | next losses |", "|---|---|---|---|---|"]
     for cell in sorted(CELLS, key=lambda cell: MAIN.index(cell.source) if cell.source in MAIN else len(MAIN)):
         told = "".join(f" with `--set {name}={value}`" for name, value in cell.settings.items())
+        told += f" without a record of cuts, by `--patterns {cell.rules}`" if cell.rules else ""
         way = f"back from `{cell.via}`{told}" if cell.via else ""
         what = ", ".join(filter(None, ["native" if cell.topology else "universal", way]))
         lines.append(f"| {cell.source} | {what} | {cell.layout} | {_shown(outcomes[cell.name])} |")

@@ -11,15 +11,23 @@ from typing import TYPE_CHECKING
 from ucp.contract import registry
 from ucp.contract.protocols import SourceOptions
 from ucp.core.layout import Layout, whole_shape
+from ucp.core.pickle_values import Stub
 from ucp.errors import MalformedError, UnknownFamilyError, UnsupportedError, counted, listed
+from ucp.families.rule import DIM
 from ucp.io.pickle.fields import Shape
-from ucp_formats.deepspeed.tp.layout import MisfitError, TensorLayout, cut_layout, equal_layout
+from ucp_formats.deepspeed.tp.layout import MisfitError, TensorLayout, cut_layout, equal_layout, even_parts
 from ucp_formats.deepspeed.tp.universal_info import TensorShapes
 
 if TYPE_CHECKING:
     from ucp.families.family import Family, Named
 
-__all__ = ["FamilyRules"]
+__all__ = ["FamilyRules", "arguments_of"]
+
+
+def arguments_of(saved: object) -> dict[str, object]:
+    """Arguments of the training script: `args`, which Megatron-DeepSpeed saves with the client state."""
+    state = saved.state if isinstance(saved, Stub) else saved
+    return {str(key): value for key, value in state.items()} if isinstance(state, dict) else {}
 
 
 class FamilyRules:
@@ -34,14 +42,31 @@ class FamilyRules:
         self._where = where
         self.notes: list[str] = []
         """How the family was chosen."""
+        self.known_from: Mapping[str, str] = {}
+        """Axis to the family that says how tensors lie over it."""
 
     def layouts(self, tensors: Mapping[str, TensorShapes]) -> dict[str, TensorLayout]:
         """Layout of every tensor. Raises UnknownFamilyError, FamilyError, and others with all names concerned."""
         parts = max((len(own.local) for own in tensors.values()), default=1)
+        return self._layouts(self._chosen({name: own.local[0] for name, own in tensors.items()}, parts), tensors)
+
+    def layouts_of(self, wholes: Mapping[str, tuple[Shape, bool]], parts: int) -> dict[str, TensorLayout]:
+        """Layout over `parts` ranks of whole tensors: name to shape, and whether it must have a rule.
+
+        Raises UnknownFamilyError, FamilyError, TopologyError and MalformedError, each with all names concerned.
+        """
+        family = self._chosen({name: shape for name, (shape, _) in wholes.items()}, 1, over=parts)
+        dims = {name: (shape, _cut_dim(family, name)) for name, (shape, _) in wholes.items()}
+        local = even_parts(dims, parts)
+        shapes = {name: TensorShapes(local=own, declared=wholes[name][1]) for name, own in local.items()}
+        return self._layouts(family, shapes)
+
+    def _chosen(self, shapes: Mapping[str, Shape], parts: int, *, over: int = 0) -> Family:
+        """The family of tensors of which one of `parts` ranks has these shapes; `over`: ranks, for messages."""
         try:
             family, why = registry.choose_family(
-                names=list(tensors),
-                shapes={name: own.local[0] for name, own in tensors.items()},
+                names=list(shapes),
+                shapes=shapes,
                 arguments=self._arguments,
                 axes={"tp": parts},
                 options=self._options,
@@ -49,10 +74,14 @@ class FamilyRules:
         except UnknownFamilyError as error:
             raise UnknownFamilyError(
                 f"expected universal_checkpoint_info in the model-states files of {self._where}, which says how "
-                f"{counted(len(tensors), 'tensor lies', 'tensors lie')} "
-                f"over {parts} tensor-parallel ranks; there is none, and {error}"
+                f"{counted(len(shapes), 'tensor lies', 'tensors lie')} "
+                f"over {over or parts} tensor-parallel ranks; there is none, and {error}"
             ) from None
         self.notes.append(f"laid out over tensor-parallel ranks by the family {family.name}: {', '.join(why)}")
+        self.known_from = {"tp": f"family {family.name}"}
+        return family
+
+    def _layouts(self, family: Family, tensors: Mapping[str, TensorShapes]) -> dict[str, TensorLayout]:
         read = {name: family.read(name) for name in tensors}
         family.match([name for name, named in read.items() if named is None and tensors[name].declared])
         found: dict[str, TensorLayout] = {}
@@ -79,6 +108,13 @@ class FamilyRules:
         return None
 
 
+def _cut_dim(family: Family, name: str) -> int | None:
+    """Dim along which the rule of a stored name cuts it; None where it is whole on all ranks, or has no rule."""
+    named = family.read(name)
+    axes = [] if named is None else family.match([named.canonical])[named.canonical].rule.axes
+    return next((axis.dim for axis in axes if axis.axis == "tp" and DIM in axis.options), None)
+
+
 def _layout(family: Family, named: Named, shapes: Sequence[Shape]) -> TensorLayout:
     """Layout of a tensor that stands for all of a canonical one, or for one of several that join to it."""
     if named.stacked:
@@ -93,6 +129,8 @@ def _layout(family: Family, named: Named, shapes: Sequence[Shape]) -> TensorLayo
         return cut_layout(dims.pop(), shapes, None) if dims else equal_layout("replicate", shapes)
     if not match.axes(degrees):
         return equal_layout("replicate", shapes)
+    if match.axes(degrees) != ("tp",):
+        raise MisfitError("experts over tensor-parallel ranks of their own (etp) are not known of DeepSpeed")
     layout: Layout = match.layout(axes=degrees, local_shapes=list(shapes))
     (axis,) = layout.axes
     return TensorLayout(axis.pattern, whole_shape(layout, list(shapes)), len(shapes))

@@ -7,17 +7,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 
 from ucp.contract.registry import pattern
 from ucp.core.layout import AxisLayout, Layout, Overlap, Pattern, local_shape
 from ucp.core.region import Box, RegionPair
-from ucp.errors import listed
+from ucp.errors import TopologyError, listed
 from ucp.io.pickle.fields import Shape
 
-__all__ = ["MisfitError", "TensorLayout", "cut_layout", "equal_layout", "shared_divisors", "uneven_shown"]
+__all__ = ["MisfitError", "TensorLayout", "cut_layout", "equal_layout", "even_parts", "shared_divisors"]
 
 
 def shared_divisors(lengths: Iterable[int]) -> str:
@@ -30,12 +30,29 @@ def shared_divisors(lengths: Iterable[int]) -> str:
     return ", ".join(str(degree) for degree in range(1, most + 1) if most % degree == 0)
 
 
-def uneven_shown(parts: int, uneven: Sequence[str], lengths: Iterable[int]) -> str:
-    """That `uneven` tensors are not cut evenly by `parts` ranks; `lengths`: of the dims of all that are cut."""
-    return (
-        f"expected tensors that {parts} tensor-parallel ranks can cut evenly; got\n{listed(uneven)}\nchoose a degree "
-        f"that divides them, and all others that are cut: {shared_divisors(lengths)}"
-    )
+def even_parts(wholes: Mapping[str, tuple[Shape, int | None]], parts: int) -> dict[str, tuple[Shape, ...]]:
+    """Shapes that `parts` ranks hold of tensors, given by shape and the dim that is cut (None: of none).
+
+    Raises TopologyError with all that cannot be cut evenly.
+
+    >>> even_parts({"a": ((4, 6), 1), "b": ((3,), None)}, 2)
+    {'a': ((4, 3), (4, 3)), 'b': ((3,), (3,))}
+    """
+    uneven = [
+        f"{name}: {list(shape)} along dim {dim}"
+        for name, (shape, dim) in wholes.items()
+        if dim is not None and (dim >= len(shape) or shape[dim] % parts)
+    ]
+    if uneven:
+        lengths = (n for shape, dim in wholes.values() if dim is not None for n in shape[dim : dim + 1])
+        raise TopologyError(
+            f"expected tensors that {parts} tensor-parallel ranks can cut evenly; got\n{listed(uneven)}\nchoose a "
+            f"degree that divides them, and all others that are cut: {shared_divisors(lengths)}"
+        )
+    return {
+        name: (shape if dim is None else (*shape[:dim], shape[dim] // parts, *shape[dim + 1 :]),) * parts
+        for name, (shape, dim) in wholes.items()
+    }
 
 
 class MisfitError(ValueError):
@@ -61,10 +78,14 @@ class TensorLayout:
         """What pieces of several terms mean."""
         return Overlap.MEAN if self.pattern.overlap is Overlap.MEAN else Overlap.EXCLUSIVE
 
+    @property
+    def axis(self) -> AxisLayout:
+        """The pattern along its axis."""
+        return AxisLayout("tp", self.parts, self.pattern)
+
     def local_shape(self, index: int) -> Shape:
         """Shape of the tensor that rank `index` holds."""
-        layout = Layout((AxisLayout("tp", self.parts, self.pattern),))
-        return local_shape(layout, self.global_shape, {"tp": index})
+        return local_shape(Layout((self.axis,)), self.global_shape, {"tp": index})
 
     def block_widths(self) -> tuple[int, list[tuple[int, ...]]] | None:
         """Dim that is cut, and the elements of each block on each rank; None for a tensor that is whole on all ranks.

@@ -22,13 +22,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ucp.core.layout import Overlap
 from ucp.core.pickle_values import GlobalName, Stub
-from ucp.errors import MalformedError, TopologyError, UnsupportedError, counted, listed
+from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, integer, mapping, sequence, shown, text
 from ucp_formats.deepspeed.tp.affine_map import AFFINE_VERSION, ScaledError, affine_layout
-from ucp_formats.deepspeed.tp.layout import MisfitError, TensorLayout, cut_layout, equal_layout, uneven_shown
+from ucp_formats.deepspeed.tp.layout import MisfitError, TensorLayout, cut_layout, equal_layout, even_parts
 
 __all__ = ["TensorShapes", "UniversalCheckpointInfo", "recorded_layouts"]
 
@@ -85,6 +86,8 @@ class UniversalCheckpointInfo:
 
     notes: tuple[str, ...] = ()
     """What was assumed: nothing."""
+    known_from: Mapping[str, str] = MappingProxyType({})
+    """Where layouts are known from, if not from the record: nowhere."""
 
     def __init__(self, info: Mapping[object, object], where: str) -> None:
         self._info = info
@@ -140,27 +143,14 @@ class UniversalCheckpointInfo:
 
         Raises TopologyError, UnsupportedError and MalformedError, each with all names concerned.
         """
-        shapes: dict[str, TensorShapes] = {}
-        uneven: list[str] = []
-        lengths: list[int] = []
-        found: dict[str, TensorLayout] = {}
-        for name, (shape, declared) in wholes.items():
-            recorded = self._recorded(name, shape, parts)
-            dim = self._cut_dim(name, declared=declared)
-            if recorded is not None:
-                found[name] = recorded
-                continue
-            lengths += shape[dim : dim + 1] if dim is not None else ()
-            if dim is None:
-                shapes[name] = TensorShapes(local=(shape,) * parts, declared=declared)
-            elif dim >= len(shape) or shape[dim] % parts:
-                uneven.append(f"{name}: {list(shape)} along dim {dim}")
-            else:
-                own = (*shape[:dim], shape[dim] // parts, *shape[dim + 1 :])
-                shapes[name] = TensorShapes(local=(own,) * parts, declared=declared)
-        if uneven:
-            raise TopologyError(uneven_shown(parts, uneven, lengths))
-        return {**found, **UniversalCheckpointInfo(self.for_degree(parts), self._where).layouts(shapes)}
+        rules = UniversalCheckpointInfo(self.for_degree(parts), self._where)
+        recorded = {name: self._recorded(name, shape, parts) for name, (shape, _) in wholes.items()}
+        found = {name: layout for name, layout in recorded.items() if layout is not None}
+        rest = {name: own for name, own in wholes.items() if name not in found}
+        dims = {name: (shape, self._cut_dim(name, declared=declared)) for name, (shape, declared) in rest.items()}
+        local = even_parts(dims, parts)
+        shapes = {name: TensorShapes(local=own, declared=rest[name][1]) for name, own in local.items()}
+        return {**found, **rules.layouts(shapes)}
 
     def _recorded(self, name: str, shape: Shape, parts: int) -> TensorLayout | None:
         """The layout of a tensor as it is recorded for just so many ranks and this shape; None where it is not."""
@@ -297,9 +287,9 @@ def _rewidened(widths: list[list[int]], parts: int) -> list[list[int]] | None:
     return [[total // parts] * parts for total in totals]
 
 
-def recorded_layouts(layouts: Mapping[str, TensorLayout]) -> dict[str, object]:
-    """`universal_checkpoint_info` that says these layouts, a pattern for each name."""
-    info: dict[str, object] = {"universal_checkpoint_version": _KNOWN_VERSION, _VOCABULARY: []}
+def recorded_layouts(layouts: Mapping[str, TensorLayout]) -> dict[object, object]:
+    """`universal_checkpoint_info` that says these layouts, a pattern for each name. Raises UnsupportedError."""
+    info: dict[object, object] = {"universal_checkpoint_version": _KNOWN_VERSION, _VOCABULARY: []}
     replicated: list[str] = []
     averaged: list[str] = []
     rows: list[str] = []
@@ -307,7 +297,10 @@ def recorded_layouts(layouts: Mapping[str, TensorLayout]) -> dict[str, object]:
     widths: dict[str, object] = {}
     for name, layout in layouts.items():
         own = f"^{re.escape(name)}$"
-        blocks = layout.block_widths()
+        try:
+            blocks = layout.block_widths()
+        except MisfitError as error:
+            raise UnsupportedError(f"{name}: universal_checkpoint_info cannot record how it is cut: {error}") from error
         if blocks is None:
             (averaged if layout.overlap is Overlap.MEAN else replicated).append(own)
             continue

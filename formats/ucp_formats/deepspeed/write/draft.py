@@ -3,58 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import NamedTuple
 
 from ucp.core.dtypes import DType
 from ucp.core.index import Index
-from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Slice
+from ucp.core.layout import AxisLayout, Layout, part_of
+from ucp.core.layout import Part as LocalPart
+from ucp.core.region import RegionPair
+from ucp.core.slices import Slice, whole_slice
 from ucp.io.torch_file.draft import Drafted, FileDraft, Part
-from ucp.io.torch_file.tensors import NewTensor
+from ucp.io.torch_file.layout import NewTensor
+from ucp_formats.deepspeed.read.optimizer.flat_layout import FlatLayout
+from ucp_formats.deepspeed.tp.layout import TensorLayout
 
-__all__ = ["AtomDraft", "Stretch"]
+__all__ = ["AtomDraft", "Stored"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """A stretch of a parameter's state in a flat tensor."""
+class Stored(NamedTuple):
+    """A range of a parameter in a tensor of a file."""
 
     param: str
     """Parameter."""
+    offset: int
+    """Element of the tensor where it starts."""
+    pairs: tuple[RegionPair, ...]
+    """Boxes of the whole that the model-parallel rank has."""
+    local_shape: tuple[int, ...]
+    """Shape of what it has."""
     start: int
-    """First element of its row-major order."""
+    """First element of the row-major order of that."""
     stop: int
     """One past the last."""
-    offset: int
-    """Element of the flat tensor where the stretch starts."""
 
 
 class AtomDraft:
     """Hands out the tensors of one file."""
 
-    def __init__(self, path: str, index: Index, cuts: Mapping[str, tuple[RegionPair, ...]] | None = None) -> None:
-        """`index`: with the shapes that this file has. `cuts`: parameter to its boxes of the whole, where it is cut."""
+    def __init__(self, path: str, index: Index, cuts: Mapping[str, TensorLayout] | None = None, tp: int = 0) -> None:
+        """`index`: with the shapes that this file has. `cuts`: layouts of what is cut over tensor-parallel ranks.
+
+        `tp`: the rank among these.
+        """
         self._file = FileDraft(path)
         self._index = index
         self._cuts = cuts or {}
+        self._tp = tp
         self._wholes: dict[tuple[str, str, DType], NewTensor] = {}
 
     def whole(self, param: str, state: str, dtype: DType, *, shape: tuple[int, ...] | None = None) -> NewTensor:
-        """A tensor that is all of a state. Asked for again, it is the same tensor, stored once.
+        """A tensor that is all that the rank has of a state. Asked for again, it is the same tensor, stored once.
 
         `shape`: the shape to give it, if not its own.
         """
         key = (param, state, dtype)
         if key not in self._wholes:
             source = self._index.atoms[param].states[state]
-            own = self._slice(state, dtype, Stretch(param=param, start=0, stop=source.numel, offset=0))
+            own = whole_slice(param, state, source, dtype=dtype)
+            if param in self._cuts and source.global_shape == self._index.atoms[param].global_shape:
+                own = replace(own, pairs=_pairs(self._part(param)))
             shape = source.global_shape if shape is None else shape
             self._wholes[key] = self._file.filled(dtype, shape, [Part(offset=0, slice=own)])
         return self._wholes[key]
 
-    def flat(self, state: str, dtype: DType, numel: int, stretches: Iterable[Stretch]) -> NewTensor:
-        """A one-dimensional tensor with stretches of several parameters in it; zero elsewhere."""
-        parts = [Part(offset=own.offset, slice=self._slice(state, dtype, own)) for own in stretches]
+    def stored(self, layout: FlatLayout, axes: Mapping[str, AxisLayout], rank: int) -> list[Stored]:
+        """What the flat tensor of data-parallel rank `rank` has of each parameter; `axes`: those of `layout`."""
+        found = []
+        for param, start in layout.starts_on(rank).items():
+            part = self._part(param, (axes[param],), rank)
+            pairs = _pairs(part)
+            for own in part.flat or ():
+                (at,), (first,), (numel,) = own.pair.local.offsets, own.pair.whole.offsets, own.pair.whole.sizes
+                found.append(Stored(param, start + at, pairs, part.local_shape, first, first + numel))
+        return found
+
+    def flat(self, state: str, dtype: DType, numel: int, stored: Iterable[Stored]) -> NewTensor:
+        """A one-dimensional tensor with these ranges in it; zero elsewhere, and where a parameter lacks the state."""
+        atoms = self._index.atoms
+        parts = [
+            Part(
+                offset=offset,
+                slice=Slice(
+                    param=param, state=state, dtype=dtype, pairs=pairs, local_shape=shape, start=start, stop=stop
+                ),
+            )
+            for param, offset, pairs, shape, start, stop in stored
+            if state in atoms[param].states
+        ]
         return self._file.filled(dtype, (numel,), parts)
 
     def zeros(self, dtype: DType, shape: tuple[int, ...]) -> NewTensor:
@@ -69,18 +104,13 @@ class AtomDraft:
         """The file that holds `root`."""
         return self._file.finish(root)
 
-    def _slice(self, state: str, dtype: DType, stretch: Stretch) -> Slice:
-        """A stretch of what this file has of a state."""
-        atom = self._index.atoms[stretch.param]
-        shape = atom.states[state].global_shape
-        whole = Box.whole(shape)
-        cut = self._cuts.get(stretch.param) if shape == atom.global_shape else None
-        return Slice(
-            param=stretch.param,
-            state=state,
-            dtype=dtype,
-            pairs=(RegionPair(whole, whole),) if cut is None else cut,
-            local_shape=shape,
-            start=stretch.start,
-            stop=stretch.stop,
-        )
+    def _part(self, param: str, flat: tuple[AxisLayout, ...] = (), rank: int = 0) -> LocalPart:
+        """What the rank has of a parameter, of which `flat` cuts the row-major order over data-parallel ranks."""
+        cut = self._cuts.get(param)
+        shape = self._index.atoms[param].global_shape if cut is None else cut.global_shape
+        layout = Layout(() if cut is None else (cut.axis,), flat)
+        return part_of(layout, shape, coords={"tp": self._tp, "dp": rank})
+
+
+def _pairs(part: LocalPart) -> tuple[RegionPair, ...]:
+    return tuple([own.pair for own in part.held])

@@ -7,15 +7,16 @@ expert by its number on the rank (`experts`, for reading, says the same).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from ucp.core.names import WEIGHT
 from ucp.errors import UnsupportedError
 from ucp.io.torch_file.draft import Drafted
 from ucp_formats.deepspeed.experts import Numbered, holders
 from ucp_formats.deepspeed.write.optimizer.groups import Group
-from ucp_formats.deepspeed.write.optimizer.zero12 import Share, buffer
+from ucp_formats.deepspeed.write.optimizer.zero12 import GroupBuffer, Share
 from ucp_formats.deepspeed.write.rank_views import narrowed
 from ucp_formats.deepspeed.write.run import RunFacts, tag
 
@@ -36,14 +37,22 @@ class ExpertRanks:
     def shares(self, rank: int) -> list[Share]:
         """What the file of data-parallel rank `rank` has."""
         (own,) = (number for number, subset in enumerate(self._subsets) if rank in subset)
-        found = []
-        for group in self._groups[own]:
-            of_experts = self._is_of_experts(group)
-            ranks = len(self._subsets[own]) if of_experts else self._facts.ranks
-            place = self._subsets[own].index(rank) if of_experts else rank
-            renamed = {atom.name: self._numbered.local(atom.name, self._ep) for atom in group.params}
-            found.append(Share(group, buffer(self._facts, group, ranks=ranks), place, renamed))
-        return found
+        place = self._subsets[own].index(rank)
+        every = self._facts.ranks
+        shares = self._shares[own]
+        return [replace(one, place=rank if one.buffer.layout.ranks == every else place) for one in shares]
+
+    @cached_property
+    def _shares(self) -> list[list[Share]]:
+        """The first share of every buffer of each expert-parallel rank."""
+        subsets = zip(self._groups, self._subsets, strict=True)
+        return [[self._first_share(group, len(subset)) for group in groups] for groups, subset in subsets]
+
+    def _first_share(self, group: Group, holders: int) -> Share:
+        owners = {self._numbered.owner(atom.name, self._ep) for atom in group.params}
+        renamed = {atom.name: self._numbered.local(atom.name, self._ep) for atom in group.params}
+        ranks = self._facts.ranks if owners <= {None} else holders
+        return Share(GroupBuffer.of(self._facts, group, ranks=ranks), 0, renamed)
 
     def views(self) -> Iterator[tuple[RunFacts, list[Group]]]:
         """Facts and groups of each expert-parallel rank, with its own experts only."""
@@ -54,9 +63,6 @@ class ExpertRanks:
                 if self._numbered.owner(name, self._ep) in (None, rank)
             }
             yield replace(self._facts, index=narrowed(self._facts.index, atoms)), groups
-
-    def _is_of_experts(self, group: Group) -> bool:
-        return any(self._numbered.owner(atom.name, self._ep) is not None for atom in group.params)
 
     def _narrowed(self, group: Group, rank: int) -> Group:
         """A group with the experts of one rank only."""
@@ -86,8 +92,5 @@ def expert_files(facts: RunFacts, numbered: Numbered) -> Iterator[Drafted]:
     """A file for each expert of each layer."""
     for (layer, expert), names in numbered.by_file(facts.index.atoms).items():
         draft = facts.draft(f"{tag(facts.index)}/layer_{layer}_expert_{expert}_mp_rank_{facts.mp:02d}_model_states.pt")
-        atoms = [facts.index.atoms[name] for name in names]
-        root: Mapping[object, object] = {
-            atom.name: draft.whole(atom.name, WEIGHT, facts.module_dtype(atom)) for atom in atoms
-        }
-        yield draft.finish(dict(root))
+        dtypes = {name: facts.module_dtype(facts.index.atoms[name]) for name in names}
+        yield draft.finish({name: draft.whole(name, WEIGHT, dtype) for name, dtype in dtypes.items()})

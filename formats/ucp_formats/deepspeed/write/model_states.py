@@ -14,9 +14,10 @@ from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.names import WEIGHT
 from ucp.core.pickle_values import TorchSize
 from ucp.io.torch_file.layout import NewTensor
-from ucp_formats.deepspeed.partition import chunk, chunk_range
+from ucp_formats.deepspeed.partition import chunk
 from ucp_formats.deepspeed.read.model_states import EMPTY_SHAPES
-from ucp_formats.deepspeed.write.draft import AtomDraft, Stretch
+from ucp_formats.deepspeed.read.optimizer.flat_layout import Chunks
+from ucp_formats.deepspeed.write.draft import AtomDraft
 from ucp_formats.deepspeed.write.optimizer.groups import is_optimized
 from ucp_formats.deepspeed.write.run import EMULATED, RunFacts
 
@@ -43,7 +44,6 @@ def module_tensors(draft: AtomDraft, facts: RunFacts, kinds: Iterable[Kind] = Ki
     for atom in facts.index.atoms.values():
         if atom.kind in wanted:
             module[atom.name] = draft.whole(atom.name, WEIGHT, facts.module_dtype(atom))
-    module.update({alias: module[name] for alias, name in facts.index.aliases.items() if name in module})
     return _with_rest(draft, facts, module, 0)
 
 
@@ -63,12 +63,12 @@ def placeholders(draft: AtomDraft, facts: RunFacts, rank: int) -> Module:
         else:
             dtype = facts.module_dtype(atom)
             module[atom.name] = empty.setdefault(dtype, draft.zeros(dtype, (0,)))
-    module.update({alias: module[name] for alias, name in facts.index.aliases.items() if name in module})
     return _with_rest(draft, facts, module, rank)
 
 
 def _with_rest(draft: AtomDraft, facts: RunFacts, module: Module, rank: int) -> Module:
-    """Entries that are no tensors, and the versions of the modules, which torch keeps as an attribute."""
+    """Tied names, entries that are no tensors, and the versions of the modules, which torch keeps as an attribute."""
+    module.update({alias: module[name] for alias, name in facts.index.aliases.items() if name in module})
     module.update((name, draft.carried(value)) for name, value in facts.extras.below("module/", rank))
     metadata = facts.extras.get("module_metadata")
     if metadata is not None:
@@ -113,9 +113,8 @@ def _fragment(draft: AtomDraft, facts: RunFacts, atom: AtomIndex, rank: int) -> 
     if facts.stage < 3:
         return draft.whole(atom.name, WEIGHT, dtype)
     numel = atom.states[WEIGHT].numel
-    start, stop = chunk_range(numel, ranks=facts.ranks, rank=rank)
-    parts = [Stretch(param=atom.name, start=start, stop=stop, offset=0)] if start < stop else []
-    return draft.flat(WEIGHT, dtype, chunk(numel, ranks=facts.ranks), parts)
+    chunks = Chunks(((atom.name, numel),), facts.ranks)
+    return draft.flat(WEIGHT, dtype, chunk(numel, ranks=facts.ranks), draft.stored(chunks, chunks.axes(), rank))
 
 
 def shapes(index: Index, groups: Iterable[Sequence[str]]) -> list[object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ucp.io.torch_file.draft import Drafted
 from ucp_formats.deepspeed.config import Precision
@@ -27,7 +28,7 @@ from ucp_formats.deepspeed.write.optimizer import zero3 as chunked_optimizer
 from ucp_formats.deepspeed.write.optimizer import zero12 as flat_optimizer
 from ucp_formats.deepspeed.write.optimizer.groups import Group, check_flat, optimizer_groups, without_groups
 from ucp_formats.deepspeed.write.optimizer.step_forms import native_form
-from ucp_formats.deepspeed.write.optimizer.zero12 import Share
+from ucp_formats.deepspeed.write.optimizer.zero12 import GroupBuffer, Share
 from ucp_formats.deepspeed.write.plan import group_notes
 from ucp_formats.deepspeed.write.run import EMULATED, RunFacts, tag
 
@@ -114,11 +115,11 @@ class RankFiles:
     def _stages12(self, groups: Sequence[Group]) -> Iterator[Drafted]:
         facts = self.facts
         draft = facts.draft(self._model_path())
-        flats = flat_optimizer.buffers(facts, groups)
-        buffers = [share.flat for share in self.experts.shares(0)] if self.experts else flats
+        whole = [Share(GroupBuffer.of(facts, group, ranks=facts.ranks), 0) for group in groups]
+        shares = self.experts.shares(0) if self.experts else whole
         own: dict[str, object] = {
             "module": self._module(draft),
-            "param_shapes": shapes(facts.index, [flat.names for flat in buffers]),
+            "param_shapes": shapes(facts.index, [share.buffer.layout.names for share in shares]),
             "shared_params": dict(facts.index.aliases),
         }
         if facts.stage == 2 and has_frozen(facts.index):
@@ -126,8 +127,7 @@ class RankFiles:
             own["frozen_param_fragments"] = frozen_fragments(draft, facts, 0)
         yield draft.finish(model_state(draft, facts, 0, own))
         for rank in range(facts.ranks):
-            shares = [Share(group, flat, rank) for group, flat in zip(groups, flats, strict=True)]
-            shares = self.experts.shares(rank) if self.experts else shares
+            shares = self.experts.shares(rank) if self.experts else [replace(share, place=rank) for share in shares]
             draft = facts.draft(self._optim_path(rank))
             yield draft.finish(self._optim(draft, flat_optimizer.optimizer_state(draft, facts, shares, rank)))
 

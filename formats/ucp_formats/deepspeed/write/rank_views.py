@@ -1,12 +1,12 @@
 """A checkpoint as each model-parallel rank of a target sees it: its own parameters, with its own shapes.
 
 What writes the files of a data-parallel run then writes those of one model-parallel rank: from an index with local
-shapes, and from `cuts`, which say where a local tensor lies in the whole.
+shapes, and from the layouts of what is cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ucp.core.index import AtomIndex, Index, Kind
@@ -18,37 +18,35 @@ from ucp_formats.deepspeed.tp.layout import TensorLayout, shared_divisors
 from ucp_formats.deepspeed.write.pipeline.layers import is_pipeline as was_pipeline
 from ucp_formats.deepspeed.write.run import RunFacts
 
-__all__ = ["check_cuts", "check_degrees", "check_experts", "first_view", "narrowed", "rank_views"]
+__all__ = ["check_degrees", "check_experts", "narrowed", "rank_views"]
 
 
-def layouts_of(facts: RunFacts, tp: int) -> Mapping[str, TensorLayout]:
-    """Layouts over `tp` tensor-parallel ranks, of what is cut."""
+def _layouts(facts: RunFacts, tp: int, uncut: Collection[str] = ()) -> Mapping[str, TensorLayout]:
+    """Layouts over `tp` tensor-parallel ranks, of all but `uncut`."""
     if tp == 1 or facts.rules is None:
         return {}
-    every = facts.index.atoms.values()
+    every = [atom for name, atom in facts.index.atoms.items() if name not in uncut]
     return facts.rules.layouts_of({atom.name: (atom.global_shape, atom.kind is not Kind.BUFFER) for atom in every}, tp)
 
 
-def first_view(facts: RunFacts, tp: int) -> RunFacts:
-    """Facts with all parameters in the shapes of the first of `tp` tensor-parallel ranks."""
-    layouts = layouts_of(facts, tp)
-    every = facts.index.atoms.items()
-    atoms = {n: _local(atom, layouts[n].local_shape(0)) if n in layouts else atom for n, atom in every}
-    return replace(facts, index=replace(facts.index, atoms=atoms))
-
-
-def rank_views(facts: RunFacts, wanted: Topology, stages: Sequence[Mapping[str, int]] | None = None) -> list[RunFacts]:
+def rank_views(
+    facts: RunFacts,
+    wanted: Topology,
+    stages: Sequence[Mapping[str, int]] | None = None,
+    *,
+    uncut: Collection[str] = (),
+) -> list[RunFacts]:
     """Facts of every model-parallel rank of a run of `wanted`.
 
-    `stages`: the names that each stage has, numbered in the order in which its optimizer's groups have them.
+    `stages`: the names that each stage has, numbered in the order in which its optimizer's groups have them. `uncut`:
+    names that all tensor-parallel ranks have whole.
     """
     facts = replace(facts, tp=wanted.tp, pp=wanted.pp)
-    layouts = layouts_of(facts, wanted.tp)
+    layouts = _layouts(facts, wanted.tp, uncut)
     views = []
     for stage in range(wanted.pp):
         names = facts.index.atoms if stages is None else stages[stage]
         for rank in range(wanted.tp):
-            cuts = {name: layouts[name].held(rank) for name in names if name in layouts}
             atoms = {
                 name: _local(atom, layouts[name].local_shape(rank)) if name in layouts else atom
                 for name, atom in facts.index.atoms.items()
@@ -56,7 +54,7 @@ def rank_views(facts: RunFacts, wanted: Topology, stages: Sequence[Mapping[str, 
             }
             index = narrowed(facts.index, atoms)
             index = index if stages is None else _of_stage(index, stages[stage])
-            views.append(replace(facts, index=index, cuts=cuts, mp=stage * wanted.tp + rank))
+            views.append(replace(facts, index=index, cuts=layouts, mp=stage * wanted.tp + rank))
     return views
 
 
@@ -93,7 +91,6 @@ def check_degrees(facts: RunFacts, wanted: Topology, *, is_pipeline: bool) -> No
         raise TopologyError(
             f"a virtual pipeline and expert tensor parallelism are Megatron's: drop vpp and etp; got {wanted}"
         )
-    check_cuts(facts, wanted.tp)
     if not is_pipeline:
         if wanted.pp > 1 and was_pipeline(facts):
             raise TopologyError(
@@ -112,15 +109,6 @@ def check_degrees(facts: RunFacts, wanted: Topology, *, is_pipeline: bool) -> No
         raise TopologyError(
             f"expected zero=1 for a pipeline, or zero=0 for one that does not compute in bf16; got zero={stage}: "
             "DeepSpeed has no pipelines with ZeRO 2 or 3, and 0.19.8 cannot resume those of bf16 without ZeRO"
-        )
-
-
-def check_cuts(facts: RunFacts, tp: int) -> None:
-    """Raise TopologyError where the source does not say how `tp` tensor-parallel ranks cut parameters."""
-    if tp > 1 and facts.rules is None:
-        raise TopologyError(
-            f"expected universal_checkpoint_info for tp={tp}, which says how parameters are cut over ranks: only "
-            f"sources of DeepSpeed with tensor parallelism have it; {facts.index.path} has none. Write files for tp=1"
         )
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ucp.contract.output_names import check_named
+from ucp.contract.protocols import SourceOptions
 from ucp.core.dtypes import DType
 from ucp.core.index import TAG, AtomIndex, Index, Kind, check_weights
 from ucp.core.names import WEIGHT
-from ucp.core.region import RegionPair
 from ucp.core.target import TargetOptions
-from ucp.errors import DestinationError, TagError
+from ucp.errors import DestinationError, TagError, TopologyError, UnknownFamilyError
 from ucp.io.staging import MARK
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, parse_name
-from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo
+from ucp_formats.deepspeed.tp.layout import TensorLayout
+from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo, recorded_layouts
 from ucp_formats.deepspeed.write.draft import AtomDraft
 from ucp_formats.deepspeed.write.extras import CarriedExtras
 from ucp_formats.deepspeed.write.optimizer.groups import stored_dtype
@@ -24,6 +26,9 @@ __all__ = ["EMULATED", "RunFacts", "check_tag", "run_facts", "tag"]
 
 EMULATED = "0.19.8"
 """Version of DeepSpeed whose files are written."""
+
+_AS_THE_FAMILY = "the run that loads the files must cut parameters as this family does: DeepSpeed compares no names"
+"""What the user has to know of rules that no record of the source says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +50,9 @@ class RunFacts:
     stage: int
     """ZeRO stage of the target."""
     rules: UniversalCheckpointInfo | None
-    """How parameters lie over tensor-parallel ranks, where the source says so."""
+    """How parameters lie over tensor-parallel ranks, where the source or a model family says so."""
+    rules_notes: tuple[str, ...] = ()
+    """Which family that is."""
     keeps_zeros: bool = False
     """Whether moments that were lost are to be zero."""
     tp: int = 1
@@ -54,25 +61,28 @@ class RunFacts:
     """Pipeline stages of the target."""
     mp: int = 0
     """Model-parallel rank whose files are decided."""
-    cuts: Mapping[str, tuple[RegionPair, ...]] = field(default_factory=dict)
-    """Parameter to what that rank has of it, where that is not the whole."""
+    cuts: Mapping[str, TensorLayout] = field(default_factory=dict)
+    """Layouts of what is cut over tensor-parallel ranks."""
 
     def draft(self, path: str) -> AtomDraft:
         """A file of that rank."""
-        return AtomDraft(path, self.index, self.cuts)
+        return AtomDraft(path, self.index, self.cuts, self.mp % self.tp)
 
     def module_dtype(self, atom: AtomIndex) -> DType:
         """Type of a parameter or buffer in the module."""
         return atom.model_dtype or stored_dtype(atom, WEIGHT, {} if atom.kind is Kind.BUFFER else self.dtypes)
 
 
-def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int) -> RunFacts:
-    """Facts of a run of `ranks` data-parallel ranks under ZeRO `stage` that continues the source."""
+def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, tp: int) -> RunFacts:
+    """Facts of a run of `ranks` data-parallel and `tp` tensor-parallel ranks under ZeRO `stage`, on from the source.
+
+    Raises TopologyError and FamilyError where neither the source nor a family says how `tp` ranks cut.
+    """
     check_weights(index)
     check_tag(index, error=TagError if options.tag else DestinationError)
     extras = CarriedExtras(index, ranks=ranks, stage=stage)
     config = RunConfig(extras.mapping("ds_config"))
-    info = extras.get("universal_checkpoint_info")
+    rules, rules_notes = _tensor_rules(index, extras, options, tp)
     trained = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER]
     precision = config.precision(atom.model_dtype or atom.states[WEIGHT].dtype for atom in trained if atom.states)
     return RunFacts(
@@ -83,9 +93,36 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int) -
         dtypes=options.dtypes,
         ranks=ranks,
         stage=stage,
-        rules=UniversalCheckpointInfo(info, index.path) if isinstance(info, dict) else None,
+        rules=rules,
+        rules_notes=rules_notes,
         keeps_zeros=options.keeps_zeros,
     )
+
+
+def _tensor_rules(
+    index: Index, extras: CarriedExtras, options: TargetOptions, tp: int
+) -> tuple[UniversalCheckpointInfo | None, tuple[str, ...]]:
+    """The record of the source, else that of what a family says for `tp` ranks; and which family it is.
+
+    A family that the user names comes before the record, unless the source was read with it.
+    """
+    info = extras.get("universal_checkpoint_info")
+    said = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
+    record = UniversalCheckpointInfo(info, index.path) if isinstance(info, dict) else None
+    if tp == 1 or (record is not None and (said == SourceOptions() or index.topology.tp > 1)):
+        return record, ()
+    from ucp_formats.deepspeed.tp.family import FamilyRules, arguments_of  # few runs need one
+
+    saved = extras.get("args") or extras.client_state().get("args")
+    family = FamilyRules(said, arguments_of(saved), index.path)
+    every = index.atoms.values()
+    wholes = {own.name: (own.global_shape, own.kind is not Kind.BUFFER) for own in every}
+    try:
+        layouts = family.layouts_of(wholes, tp)
+    except UnknownFamilyError as error:
+        raise TopologyError(f"{error}\nOr write files for tp=1") from None
+    rules = UniversalCheckpointInfo(recorded_layouts(layouts), index.path)
+    return rules, (*family.notes, _AS_THE_FAMILY)
 
 
 def tag(index: Index) -> str:

@@ -39,7 +39,7 @@ from ucp_formats.deepspeed.write.pipeline.stages import stages_of
 from ucp_formats.deepspeed.write.pipeline.target import layer_files
 from ucp_formats.deepspeed.write.plan import pointer_file
 from ucp_formats.deepspeed.write.rank_files import RankFiles, groups_of
-from ucp_formats.deepspeed.write.rank_views import check_degrees, check_experts, first_view, rank_views
+from ucp_formats.deepspeed.write.rank_views import check_degrees, check_experts, rank_views
 from ucp_formats.deepspeed.write.run import RunFacts, run_facts, tag
 
 __all__ = ["DeepSpeedTarget"]
@@ -51,11 +51,15 @@ class DeepSpeedTarget(Target):
     name = "deepspeed"
     settings = SETTINGS
 
+    def takes_family(self, topology: Topology | None) -> bool:
+        """Over several tensor-parallel ranks, whose cuts it says."""
+        return topology is not None and topology.tp > 1
+
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files of a run of `topology`; by default the source's own. Raises UsageError, MissingStateError."""
         wanted = _wanted(index, topology, options)
         stage = wanted.zero or 0
-        facts = run_facts(index, options, ranks=wanted.dp, stage=stage)
+        facts = run_facts(index, options, ranks=wanted.dp, stage=stage, tp=wanted.tp)
         groups = groups_of(facts)
         if stage and not groups:
             raise MissingStateError(
@@ -67,7 +71,9 @@ class DeepSpeedTarget(Target):
         check_stepped(facts, groups, flat=flat)
         drafted, notes = _files(facts, wanted, stage_settings(options.settings))
         lost = native_notes(groups, stage=stage, flat=flat, precision=facts.precision)
-        plan = target_plan(index, list(drafted), notes=(*facts.extras.notes(), *notes, *lost), topology=wanted)
+        plan = target_plan(
+            index, list(drafted), notes=(*facts.rules_notes, *facts.extras.notes(), *notes, *lost), topology=wanted
+        )
         zeros = filled_with_zeros(groups) if flat else {}
         plan = replace(plan, casts=(*plan.casts, *step_casts(groups)), zeros=zeros)
         plan = place_companions(index, plan, own=(LATEST,))
@@ -126,10 +132,11 @@ def _files(facts: RunFacts, wanted: Topology, said: StageSettings) -> tuple[list
         if said.partitions:
             raise UsageError(f"--set says what the stages of a pipeline have, and {facts.index.path} was none: drop it")
         return _rank_files(rank_views(facts, wanted), numbered, wanted, is_stage=False)
-    stages = stages_of(first_view(facts, wanted.tp), pipeline, said, wanted.pp)
+    whole = rank_views(facts, replace(wanted, pp=1))
+    stages = stages_of(whole[0], pipeline, said, wanted.pp)
     views = rank_views(facts, wanted, stages.places)
     drafted, notes = _rank_files(views, numbered, wanted, is_stage=True)
-    for own in rank_views(facts, replace(wanted, pp=1)):
+    for own in whole:
         drafted += layer_files(own, pipeline)
     return drafted, (*stages.notes, *notes)
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from ucp.contract.companions import place_companions
 from ucp.contract.protocols import Target
-from ucp.core.index import AtomIndex, Index, Kind
+from ucp.core.index import Index, Kind
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.topology import Topology
@@ -26,7 +26,7 @@ from ucp.io.torch_file.draft import Drafted, target_plan
 from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.experts import is_expert
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
-from ucp_formats.deepspeed.partition import flat_group
+from ucp_formats.deepspeed.partition import share
 from ucp_formats.deepspeed.read.universal.paths import check_places, state_path
 from ucp_formats.deepspeed.write.draft import AtomDraft
 from ucp_formats.deepspeed.write.model_states import Module, frozen_shapes, model_state, module_tensors, shapes
@@ -46,7 +46,7 @@ from ucp_formats.deepspeed.write.optimizer.zero12 import keeps_whole
 from ucp_formats.deepspeed.write.pipeline.layers import PIPELINE, is_pipeline, layer_of, tied_key
 from ucp_formats.deepspeed.write.pipeline.norms import hang_notes
 from ucp_formats.deepspeed.write.plan import group_notes, pointer_file
-from ucp_formats.deepspeed.write.rank_views import check_cuts
+from ucp_formats.deepspeed.write.rank_views import rank_views
 from ucp_formats.deepspeed.write.run import EMULATED, RunFacts, run_facts, tag
 
 __all__ = ["DeepSpeedUniversalTarget"]
@@ -69,6 +69,10 @@ class DeepSpeedUniversalTarget(Target):
     name = "deepspeed-universal"
     settings = SETTINGS
 
+    def takes_family(self, topology: Topology | None) -> bool:
+        """Over several tensor-parallel ranks, whose cuts it says."""
+        return topology is not None and topology.tp > 1
+
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files for every stage and number of ranks. Raises UsageError for a `topology`, MissingStateError."""
         wanted = topology or Topology()
@@ -86,9 +90,10 @@ class DeepSpeedUniversalTarget(Target):
                 f"{without_groups(index)}. Write stage-0 model files (--to deepspeed --topology zero=0)"
             )
         stage = index.topology.zero
-        facts = run_facts(index, options, ranks=index.topology.dp, stage=1 if stage is None else stage)
+        stage = 1 if stage is None else stage
+        facts = run_facts(index, options, ranks=index.topology.dp, stage=stage, tp=wanted.tp)
         facts = replace(facts, tp=wanted.tp, pp=wanted.pp)
-        _check_degrees(facts)
+        views = _views(facts)
         steps = universal_form(index, options.settings)
         groups = [group for group in optimizer_groups(index, options.dtypes, steps) if group.params]
         if options.settings:
@@ -98,11 +103,17 @@ class DeepSpeedUniversalTarget(Target):
         _check_counts(groups)
         check_places(tag(index), _stems_of_all(groups))
         drafted = [
-            *_model_files(facts, groups),
+            *_model_files(facts, views, groups),
             _globals(facts, groups),
             *(file for group in groups for file in _parameter_files(facts, group)),
         ]
-        notes = (*facts.extras.notes(), *group_notes(groups), *step_notes(groups), *_limits(facts, groups))
+        notes = (
+            *facts.rules_notes,
+            *facts.extras.notes(),
+            *group_notes(groups),
+            *step_notes(groups),
+            *_limits(facts, groups),
+        )
         plan = target_plan(index, drafted, notes=notes)
         plan = replace(plan, casts=(*plan.casts, *step_casts(groups)), zeros=filled_with_zeros(groups))
         return place_companions(index, plan, own=(LATEST, LATEST_UNIVERSAL))
@@ -129,40 +140,42 @@ def _check_counts(groups: Sequence[Group]) -> None:
         )
 
 
-def _check_degrees(facts: RunFacts) -> None:
-    """Raise TopologyError for a run that could not load the files: with tensors uncut, or without its layers."""
-    check_cuts(facts, facts.tp)
-    if facts.tp > 1 and facts.rules is not None:
-        atoms = facts.index.atoms.values()
-        cut = {own.name: (own.global_shape, own.kind is not Kind.BUFFER) for own in atoms if own.global_shape}
-        padded = {name for name, (shape, _) in cut.items() if facts.rules.padded_vocabulary(name, shape) is not None}
-        facts.rules.layouts_of({name: own for name, own in cut.items() if name not in padded}, facts.tp)
+def _views(facts: RunFacts) -> list[RunFacts]:
+    """The run as each model-parallel rank has it, with all layers.
+
+    Raises TopologyError for a run that could not load the files: with tensors uncut, or without its layers.
+    """
     if facts.pp > 1 and not is_pipeline(facts):
         raise TopologyError(
             f"expected a source that was a pipeline of DeepSpeed for pp={facts.pp}, with parameters named by layers; "
             f"{facts.index.path} was none: drop pp"
         )
+    uncut = {name for name, atom in facts.index.atoms.items() if _is_uncut(facts, name, atom.global_shape)}
+    return rank_views(facts, Topology(tp=facts.tp, pp=facts.pp), uncut=uncut)
 
 
-def _model_files(facts: RunFacts, groups: Sequence[Group]) -> Iterator[Drafted]:
+def _is_uncut(facts: RunFacts, name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has no dim to cut, or is a vocabulary that a run pads to other rows before it cuts them."""
+    padded = facts.rules is not None and facts.rules.padded_vocabulary(name, shape) is not None
+    return not shape or (padded and shape[0] % facts.tp > 0)
+
+
+def _model_files(facts: RunFacts, views: Sequence[RunFacts], groups: Sequence[Group]) -> Iterator[Drafted]:
     """The model-states files; the loader needs their counters and extras, no weights.
 
     DeepSpeed before 0.19.8 wants as many as the run that loads them has model-parallel ranks.
     """
-    named = [
-        (f"{start}mp_rank_{mp:02d}", kinds if mp == 0 else ())
-        for mp in range(facts.tp * facts.pp)
-        for start, kinds in (("", (Kind.FROZEN, Kind.BUFFER)), ("zero_pp_rank_0_", ()))
-    ]
-    for name, kinds in named:
-        draft = AtomDraft(f"{tag(facts.index)}/{name}_model_states.pt", facts.index)
-        own: dict[str, object] = {
-            "module": _unrestored(draft, facts, kinds),
-            "param_shapes": shapes(facts.index, [[atom.name for atom in group.params] for group in groups]),
-            "frozen_param_shapes": frozen_shapes(facts.index),
-            "shared_params": dict(facts.index.aliases),
-        }
-        yield draft.finish(model_state(draft, facts, 0, own))
+    for view in views:
+        restored = (Kind.FROZEN, Kind.BUFFER) if view.mp < facts.tp else ()
+        for start, kinds in (("", restored), ("zero_pp_rank_0_", ())):
+            draft = view.draft(f"{tag(facts.index)}/{start}mp_rank_{view.mp:02d}_model_states.pt")
+            own: dict[str, object] = {
+                "module": _unrestored(draft, view, kinds),
+                "param_shapes": shapes(view.index, [[atom.name for atom in group.params] for group in groups]),
+                "frozen_param_shapes": frozen_shapes(view.index),
+                "shared_params": dict(facts.index.aliases),
+            }
+            yield draft.finish(model_state(draft, view, 0, own))
 
 
 def _unrestored(draft: AtomDraft, facts: RunFacts, kinds: Sequence[Kind]) -> Module:
@@ -183,8 +196,11 @@ def _globals(facts: RunFacts, groups: Sequence[Group]) -> Drafted:
     if _scheduled(facts) and "lr" in entries[0]:
         kept["lr"] = entries[0]["lr"]
     counts = {name: scalar_value(draft, groups[0], name) for name in groups[0].scalars}
+    common = common_keys(facts, 0)
+    if facts.precision is not Precision.FP16:
+        del common["loss_scaler"]  # without the key an engine keeps its own scaler
     root: dict[str, object] = {
-        **{key: value for key, value in common_keys(facts, 0).items() if key != "loss_scaler" or _has_scale(facts)},
+        **common,
         **clipping(facts, 0),
         "ds_version": EMULATED,
         **({PIPELINE: True} if is_pipeline(facts) else {}),
@@ -197,11 +213,6 @@ def _globals(facts: RunFacts, groups: Sequence[Group]) -> Drafted:
 def _scheduled(facts: RunFacts) -> bool:
     """Whether a scheduler sets the rates anew after the first step; until then the first group's is the nearest."""
     return facts.extras.get("lr_scheduler") is not None
-
-
-def _has_scale(facts: RunFacts) -> bool:
-    """Whether there is a loss scale to restore; without the key an engine keeps its own scaler."""
-    return facts.precision is Precision.FP16
 
 
 def _shared_by_all(entries: Sequence[dict[object, object]]) -> dict[object, object]:
@@ -222,11 +233,16 @@ def _parameter_files(facts: RunFacts, group: Group) -> Iterator[Drafted]:
     """One file per parameter and state; no others, as stages 1 and 2 take every `.pt` file of a folder for a state."""
     stems = _stems(group)
     dtypes = {**group.elementwise, WEIGHT: group.weight_dtype(facts.dtypes)}
-    counted_by = {state: _who_counts(facts, group, state) for state in group.scalars}
+    # the parameter whose count stands for those that have none
+    counted_by = {
+        state: facts.index.atoms[group.scalar(state).param]
+        for state in group.scalars
+        if any(state not in atom.states for atom in group.params)
+    }
     for atom in group.params:
         for state, stem in stems.items():
             draft = AtomDraft(state_path(tag(facts.index), atom.name, stem), facts.index)
-            if state in counted_by:
+            if state in group.scalars:
                 own = atom if state in atom.states else counted_by[state]
                 yield draft.finish(count_of(draft, own, state, group.steps))
                 continue
@@ -247,14 +263,6 @@ def _stems_of_all(groups: Sequence[Group]) -> dict[str, tuple[str, ...]]:
     """Parameter to the stems of its files."""
     every = [(group, tuple(_stems(group).values())) for group in groups]
     return {atom.name: stems for group, stems in every for atom in group.params}
-
-
-def _who_counts(facts: RunFacts, group: Group, state: str) -> AtomIndex:
-    """The parameter whose count stands for those that have none. Raises UnsupportedError where the others differ."""
-    lacks = any(state not in atom.states for atom in group.params)
-    if lacks:
-        return facts.index.atoms[group.scalar(state).param]
-    return group.params[0]
 
 
 def _limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
@@ -380,7 +388,7 @@ def _empty_at(groups: Sequence[Group]) -> str:
     found = {
         ranks: None
         for ranks in range(2, _MOST_RANKS + 1)
-        if any((ranks - 1) * flat_group([("", used)], ranks=ranks).partition >= used for used in sizes)
+        if any((ranks - 1) * share(used, ranks=ranks) >= used for used in sizes)
     }
     starts = [ranks for ranks in found if ranks - 1 not in found]
     stops = [ranks for ranks in found if ranks + 1 not in found]

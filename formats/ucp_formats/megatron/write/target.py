@@ -69,8 +69,10 @@ class MegatronTarget(Target):
     name = "megatron"
     settings = SETTINGS
     layouts = _LAYOUTS
-    takes_family = True
-    """Rules of a model family, which say how its parameters lie."""
+
+    def takes_family(self, topology: Topology | None) -> bool:
+        """Always: its rules say how parameters lie."""
+        return True
 
     def source_settings(self, index: Index) -> Collection[str]:
         """The arguments that the source records."""

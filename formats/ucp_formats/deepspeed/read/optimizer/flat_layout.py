@@ -19,12 +19,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
+from operator import add
 from typing import Protocol
 
 from ucp.contract.registry import pattern
 from ucp.core.layout import AxisLayout
-from ucp_formats.deepspeed.partition import chunk, flat_group
+from ucp_formats.deepspeed.partition import chunk, share
 from ucp_formats.deepspeed.read.optimizer.saved import Span
 
 __all__ = ["Chunks", "FlatLayout", "SharedBuffer", "WholeParameters", "chunk_axis", "shared_buffers"]
@@ -167,18 +168,18 @@ def shared_buffers(
     Shares are a multiple of 2 elements (`nccl_start_alignment_factor`); versions that round otherwise have shares as
     long as what rank 0 holds, `first` elements. `paddings`: elements after each parameter.
     """
-    group = flat_group(list(numels.items()), ranks=ranks, paddings=paddings)
-    live = [at for at, numel in enumerate(group.numels) if numel]
-    starts = group.offsets
+    lengths = map(add, numels.values(), paddings or repeat(0))
+    *starts, used = accumulate(lengths, initial=0)
+    live = [(name, start, start + numel) for (name, numel), start in zip(numels.items(), starts, strict=True) if numel]
     return tuple(
         SharedBuffer(
-            names=tuple(group.names[at] for at in live),
-            starts=tuple(starts[at] for at in live),
-            stops=tuple(starts[at] + group.numels[at] for at in live),
-            share=share,
+            names=tuple(name for name, _, _ in live),
+            starts=tuple(start for _, start, _ in live),
+            stops=tuple(stop for _, _, stop in live),
+            share=length,
             ranks=ranks,
             known_from=known_from,
         )
-        for share in dict.fromkeys((group.partition, first))
-        if share * ranks >= group.used
+        for length in dict.fromkeys((share(used, ranks=ranks), first))
+        if length * ranks >= used
     )

@@ -60,7 +60,9 @@ def merge(parts: Sequence[RankPart], rules: Rules, checksums: Checksums, where: 
     `mesh`: the degrees of all axes, to be filled in.
     """
     layouts = _layouts(parts, mesh.tp, rules, where) if mesh.tp > 1 else {}
-    mesh = replace(mesh, tensors=layouts, stages=_stages(parts), owners=_owners(parts, mesh.ep))
+    known_from = {**mesh.known_from, **rules.known_from}
+    stages, owners = _stages(parts), _owners(parts, mesh.ep)
+    mesh = replace(mesh, tensors=layouts, stages=stages, owners=owners, known_from=known_from)
     merger = _Merger(parts, mesh, checksums)
     problems = Problems()
     groups = _groups(parts, checksums, problems)

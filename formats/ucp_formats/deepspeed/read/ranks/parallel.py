@@ -17,7 +17,6 @@ from ucp.contract.rank_extras import Checksums
 from ucp.core.index import Doubt, DoubtKind, Extra
 from ucp.core.layout import Overlap
 from ucp.core.names import WEIGHT
-from ucp.core.pickle_values import Stub
 from ucp.core.tensor import TensorRef
 from ucp.errors import counted
 from ucp.io.pickle.fields import Shape, mapping
@@ -34,7 +33,7 @@ from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
 from ucp_formats.deepspeed.read.ranks.pipeline import TIED, layer_starts, pipeline_modules
 from ucp_formats.deepspeed.read.ranks.unsharded import read_expert_ranks, read_stages, read_unsharded
 from ucp_formats.deepspeed.read.run import SavedGrid
-from ucp_formats.deepspeed.tp.family import FamilyRules
+from ucp_formats.deepspeed.tp.family import FamilyRules, arguments_of
 from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo, recorded_layouts
 
 __all__ = ["expert_degree", "read_parallel", "tensor_rules"]
@@ -118,9 +117,7 @@ def tensor_rules(infos: Mapping[str, tuple[SavedFile, object]], where: str, opti
     if not found or options != SourceOptions():
         # Megatron-DeepSpeed saves the arguments of the training script with the client state
         saved = next((file.root["args"] for file, _ in infos.values() if "args" in file.root), None)
-        state = saved.state if isinstance(saved, Stub) else saved
-        arguments = {str(key): value for key, value in state.items()} if isinstance(state, dict) else {}
-        return FamilyRules(options, arguments, where)
+        return FamilyRules(options, arguments_of(saved), where)
     problems = Problems()
     problems.agree(_INFO, found)
     problems.raise_any(where, "tensor parallelism")

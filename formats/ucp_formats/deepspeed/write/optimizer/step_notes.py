@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from ucp.core.dtypes import DType
 from ucp.core.names import STEP
@@ -13,12 +13,10 @@ from ucp_formats.deepspeed.write.optimizer.values import is_whole
 
 __all__ = ["check_steps", "step_casts", "step_is_tensor", "step_notes"]
 
-_WHO: Mapping[StepForm, str] = {
-    StepForm.NUMBER: (
-        "step is written as a whole number, from which DeepSpeed's optimizers (FusedAdam, DeepSpeedCPUAdam) go on; "
-        "torch's fail in the first step: write for them with --set optimizer=torch"
-    ),
-}
+_WHOLE = (
+    "step is written as a whole number, from which DeepSpeed's optimizers (FusedAdam, DeepSpeedCPUAdam) go on; torch's "
+    "fail in the first step: write for them with --set optimizer=torch"
+)
 
 
 def check_steps(groups: Sequence[Group], wanted: StepForm) -> None:
@@ -41,8 +39,8 @@ def step_is_tensor(group: Group) -> bool:
 
 def step_notes(groups: Sequence[Group]) -> Iterator[str]:
     """Whose optimizer counts on from the steps after a universal load, where they are not as an engine saved them."""
-    forms = {group.steps for group in groups if STEP in group.scalars}
-    yield from (text for form, text in _WHO.items() if form in forms)
+    if any(group.steps is StepForm.NUMBER for group in groups if STEP in group.scalars):
+        yield _WHOLE
 
 
 def step_casts(groups: Sequence[Group]) -> Iterator[str]:

@@ -16,9 +16,6 @@ from ucp_formats.deepspeed.write.run import RunFacts
 
 __all__ = ["clipping", "common_keys", "count_of", "group_entry", "is_whole", "scalar_value"]
 
-_TENSORS = {StepForm.FLOATING: DType.FLOAT32}
-"""Form of a step to the type of the tensor that it is written as."""
-
 
 def scalar_value(draft: AtomDraft, group: Group, state: str, params: Iterable[str] | None = None) -> object:
     """The count that `params` share: a Python number or a 0-d tensor of this file, as found or as `group` has it."""
@@ -30,8 +27,8 @@ def count_of(draft: AtomDraft, atom: AtomIndex, state: str, steps: StepForm) -> 
     """A count of one parameter; `steps`: the form, if it is its steps."""
     number = inline_number(atom, state)
     form = steps if state == STEP else StepForm.FOUND
-    if form in _TENSORS:
-        return draft.whole(atom.name, state, _TENSORS[form])
+    if form is StepForm.FLOATING:
+        return draft.whole(atom.name, state, DType.FLOAT32)
     if number is None:
         return draft.whole(atom.name, state, atom.states[state].dtype)
     return int(number) if form is StepForm.NUMBER and is_whole(number) else number

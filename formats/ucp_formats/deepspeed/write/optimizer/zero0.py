@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.names import WEIGHT
 from ucp.errors import UnsupportedError, listed
-from ucp.io.torch_file.layout import NewTensor
 from ucp_formats.deepspeed.config import Precision
-from ucp_formats.deepspeed.write.draft import AtomDraft, Stretch
+from ucp_formats.deepspeed.read.optimizer.flat_layout import shared_buffers
+from ucp_formats.deepspeed.write.draft import AtomDraft, Stored
 from ucp_formats.deepspeed.write.optimizer.groups import Group, inline_number, stored_dtype
 from ucp_formats.deepspeed.write.optimizer.loss_scale import LossScale, read_loss_scale, scale_numbers
 from ucp_formats.deepspeed.write.optimizer.step_forms import StepForm
@@ -80,13 +79,19 @@ def optimizer_state(draft: AtomDraft, facts: RunFacts, counted: Members, kind: W
         scale = read_loss_scale(facts.extras.get("loss_scaler"), facts.config)
     if kind is Wrapper.UNFUSED:
         inner = _per_parameter(draft, facts, counted)
-        masters = [[_master(draft, facts, atom) for atom in group.params] for group in groups]
+        masters = [
+            [draft.whole(atom.name, WEIGHT, stored_dtype(atom, WEIGHT, facts.dtypes)) for atom in group.params]
+            for group in groups
+        ]
         return {**scale_numbers(scale), "optimizer_state_dict": inner, "fp32_groups": masters}
     numbers = scale_numbers(scale) if facts.precision is Precision.FP16 else {}
+    flats = [(group, _flat_numel(group), _stored(draft, group)) for group in groups]
     return {
         **numbers,
-        "optimizer_state_dict": _per_group(draft, groups),
-        "fp32_groups_flat": [_flat(draft, group, WEIGHT, group.weight_dtype(facts.dtypes)) for group in groups],
+        "optimizer_state_dict": _per_group(draft, flats),
+        "fp32_groups_flat": [
+            draft.flat(WEIGHT, group.weight_dtype(facts.dtypes), numel, stored) for group, numel, stored in flats
+        ],
         "clip_grad": 0.0,
         **clipping(facts, 0),
     }
@@ -113,35 +118,32 @@ def _own_value(draft: AtomDraft, facts: RunFacts, atom: AtomIndex, state: str, s
     return draft.whole(atom.name, state, stored_dtype(atom, state, facts.dtypes))
 
 
-def _master(draft: AtomDraft, facts: RunFacts, atom: AtomIndex) -> NewTensor:
-    return draft.whole(atom.name, WEIGHT, stored_dtype(atom, WEIGHT, facts.dtypes))
-
-
-def _per_group(draft: AtomDraft, groups: Sequence[Group]) -> dict[str, object]:
+def _per_group(draft: AtomDraft, flats: Sequence[tuple[Group, int, list[Stored]]]) -> dict[str, object]:
     """state_dict of a torch optimizer over one flat master per group."""
     state = {
         number: {
-            name: _flat(draft, group, name, group.elementwise[name])
+            name: draft.flat(name, group.elementwise[name], numel, stored)
             if name in group.elementwise
             else scalar_value(draft, group, name)
             for name in group.state_names
         }
-        for number, group in enumerate(groups)
+        for number, (group, numel, stored) in enumerate(flats)
         if group.state_names
     }
-    entries = [group_entry(draft, group, [number]) for number, group in enumerate(groups)]
+    entries = [group_entry(draft, group, [number]) for number, (group, _, _) in enumerate(flats)]
     return {"state": state, "param_groups": entries}
 
 
-def _flat(draft: AtomDraft, group: Group, state: str, dtype: DType) -> NewTensor:
-    """All parameters of a group one after another, without padding; zeros where a parameter lacks the state."""
-    parts = []
-    offset = 0
-    for atom, (name, numel) in zip(group.params, group.sizes, strict=True):
-        if state in atom.states:
-            parts.append(Stretch(param=name, start=0, stop=numel, offset=offset))
-        offset += numel
-    return draft.flat(state, dtype, offset, parts)
+def _flat_numel(group: Group) -> int:
+    """Elements of a group's flat master, which has no padding."""
+    return sum(numel for _, numel in group.sizes)
+
+
+def _stored(draft: AtomDraft, group: Group) -> list[Stored]:
+    """All parameters of a group one after another."""
+    used = _flat_numel(group)
+    *_, buffer = shared_buffers(dict(group.sizes), ranks=1, paddings=None, first=used, known_from="FP16_Optimizer")
+    return draft.stored(buffer, buffer.axes(), 0)
 
 
 def _plain_params(index: Index, groups: Sequence[Group]) -> list[tuple[Group, list[AtomIndex]]]:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from ucp.core.names import WEIGHT
 from ucp.core.pickle_values import GlobalName, Stub
-from ucp_formats.deepspeed.partition import chunk, chunked, sub_groups
-from ucp_formats.deepspeed.write.draft import AtomDraft, Stretch
+from ucp_formats.deepspeed.partition import chunk, sub_groups
+from ucp_formats.deepspeed.read.optimizer.flat_layout import Chunks
+from ucp_formats.deepspeed.write.draft import AtomDraft, Stored
 from ucp_formats.deepspeed.write.optimizer.groups import Group
 from ucp_formats.deepspeed.write.optimizer.values import common_keys, group_entry, scalar_value
 from ucp_formats.deepspeed.write.run import RunFacts
@@ -25,26 +26,17 @@ class SubGroup:
 
     group: Group
     """The parameter group it is cut from."""
-    sizes: tuple[tuple[str, int], ...]
-    """Name and elements of each parameter."""
+    chunks: Chunks
+    """What a rank has of each parameter."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """Its parameters."""
-        return tuple(name for name, _ in self.sizes)
+        return tuple(name for name, _ in self.chunks.sizes)
 
-    def numel(self, ranks: int) -> int:
+    def numel(self) -> int:
         """Elements of its flat tensor on each rank, padding counted."""
-        return sum(chunk(numel, ranks=ranks) for _, numel in self.sizes)
-
-    def parts(self, state: str, *, ranks: int, rank: int) -> list[Stretch]:
-        """What `rank` holds of a state; parameters that lack the state are left out."""
-        having = {atom.name for atom in self.group.params if state in atom.states}
-        return [
-            Stretch(param=held.name, start=held.start, stop=held.stop, offset=held.offset)
-            for held in chunked(self.sizes, ranks=ranks, rank=rank)
-            if held.name in having
-        ]
+        return sum(chunk(numel, ranks=self.chunks.ranks) for _, numel in self.chunks.sizes)
 
 
 def split(facts: RunFacts, groups: Sequence[Group]) -> tuple[tuple[SubGroup, ...], ...]:
@@ -53,7 +45,8 @@ def split(facts: RunFacts, groups: Sequence[Group]) -> tuple[tuple[SubGroup, ...
     for group in groups:
         sizes = dict(group.sizes)
         cut = sub_groups(group.sizes, ranks=facts.ranks, limit=facts.config.sub_group_size)
-        found.append(tuple(SubGroup(group=group, sizes=tuple((n, sizes[n]) for n in names)) for names in cut))
+        chunks = [Chunks(tuple((name, sizes[name]) for name in names), facts.ranks) for names in cut]
+        found.append(tuple(SubGroup(group=group, chunks=own) for own in chunks))
     return tuple(found)
 
 
@@ -67,30 +60,29 @@ def optimizer_state(
     for group, subs in cut:
         entries.append(group_entry(draft, group, range(first, first + len(subs))))
         first += len(subs)
-    state = {n: _state(draft, sub, facts.ranks, rank) for n, sub in enumerate(flat) if sub.group.state_names}
+    stored = [draft.stored(sub.chunks, sub.chunks.axes(), rank) for sub in flat]
+    state = {
+        number: _state(draft, sub, own)
+        for number, (sub, own) in enumerate(zip(flat, stored, strict=True))
+        if sub.group.state_names
+    }
     return {
         "zero_stage": Stub(GlobalName("deepspeed.runtime.zero.config", "ZeroStageEnum"), (3,), new=False),
         **common_keys(facts, rank),
         "partition_count": facts.ranks,
         "optimizer_state_dict": {"state": state, "param_groups": entries},
         "fp32_flat_groups": [
-            draft.flat(
-                WEIGHT,
-                sub.group.weight_dtype(facts.dtypes),
-                sub.numel(facts.ranks),
-                sub.parts(WEIGHT, ranks=facts.ranks, rank=rank),
-            )
-            for sub in flat
+            draft.flat(WEIGHT, sub.group.weight_dtype(facts.dtypes), sub.numel(), own)
+            for sub, own in zip(flat, stored, strict=True)
         ],
     }
 
 
-def _state(draft: AtomDraft, sub: SubGroup, ranks: int, rank: int) -> dict[str, object]:
+def _state(draft: AtomDraft, sub: SubGroup, stored: Sequence[Stored]) -> dict[str, object]:
     state: dict[str, object] = {}
     for name in sub.group.state_names:
         if name in sub.group.elementwise:
-            parts = sub.parts(name, ranks=ranks, rank=rank)
-            state[name] = draft.flat(name, sub.group.elementwise[name], sub.numel(ranks), parts)
+            state[name] = draft.flat(name, sub.group.elementwise[name], sub.numel(), stored)
         else:
             state[name] = scalar_value(draft, sub.group, name, sub.names)
     return state

@@ -26,7 +26,7 @@ OFFLOADED = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 
 @cache
 def base() -> RunFacts:
-    return run_facts(ucp.inspect(FIXTURES / "z1-pp2-dp2" / "checkpoint"), TargetOptions(), ranks=1, stage=1)
+    return run_facts(ucp.inspect(FIXTURES / "z1-pp2-dp2" / "checkpoint"), TargetOptions(), ranks=1, stage=1, tp=1)
 
 
 def facts(stage: int, precision: Precision, config: Mapping[str, object]) -> RunFacts:

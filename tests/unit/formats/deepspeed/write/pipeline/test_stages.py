@@ -24,7 +24,7 @@ TIED = {"tied": "emb:5"}
 
 @cache
 def facts(name: str, zero: int = 0) -> RunFacts:
-    return run_facts(ucp.inspect(FIXTURES / name / "checkpoint"), TargetOptions(), ranks=1, stage=zero)
+    return run_facts(ucp.inspect(FIXTURES / name / "checkpoint"), TargetOptions(), ranks=1, stage=zero, tp=1)
 
 
 def pipeline(name: str) -> Pipeline:
