@@ -1,0 +1,114 @@
+"""Which folder holds a checkpoint of torch.distributed.checkpoint, from names alone.
+
+A user may pass the folder itself, the folder with its steps in it, or the one that accelerate and the Trainer of
+transformers write: model and optimizer in folders of their own beside plain files.
+
+    step-10/.metadata                                        torchtitan, and most scripts
+    checkpoint-10/pytorch_model_fsdp_0/.metadata             accelerate, Trainer
+                  optimizer_0/.metadata
+    epoch=0.ckpt/.metadata, meta.pt                          Lightning
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ucp.errors import MissingFileError, UnknownFormatError, UsageError, counted, listed
+from ucp.io.dcp.metadata import METADATA
+from ucp.io.folder import names_in
+
+__all__ = ["Located", "locate", "rank_of", "step_in", "the_folder"]
+
+_ITEM_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
+"""`__3_0.distcp`: the first file of rank 3."""
+
+_STEP = re.compile(r"(?:^|[-_=])(\d+)(?:\.ckpt)?$")
+"""`step-10`, `checkpoint_10`, `epoch=0-step=10.ckpt`: the number at the end."""
+
+_MODEL, _OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
+_MEGATRON = "metadata.json"
+"""Stands beside the `.metadata` of megatron-core, which is a format of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """What a path resolves to."""
+
+    root: Path
+    """Folder of the checkpoint."""
+    parts: tuple[str, ...] = ("",)
+    """Folders in it with a `.metadata` each; the empty one is `root` itself."""
+    reasons: tuple[str, ...] = ()
+    """What was seen."""
+    choices: tuple[str, ...] = ()
+    """Folders to choose from, where there are several."""
+
+
+def locate(path: Path) -> Located | None:
+    """Where the checkpoint at `path` lies, or None if there is none."""
+    found = _seen(path)
+    if found is not None or not path.is_dir():
+        return found
+    if path.name in (_MODEL, _OPTIMIZER):
+        return None
+    below = {name: own for name in sorted(names_in(path)) if (own := _seen(path / name)) is not None}
+    if len(below) == 1:
+        ((name, own),) = below.items()
+        return Located(root=own.root, parts=own.parts, reasons=(f"the only checkpoint, {name}", *own.reasons))
+    return Located(root=path, choices=tuple(below), reasons=(f"folders {', '.join(below)}",)) if below else None
+
+
+def _seen(path: Path) -> Located | None:
+    """The checkpoint that `path` itself is."""
+    names = set(names_in(path))
+    files = [name for name in names if _ITEM_FILE.fullmatch(name)]
+    if os.path.lexists(path / _MEGATRON):
+        return None
+    if METADATA in names or files:
+        reasons = [METADATA] * (METADATA in names) + ["__*_*.distcp"] * bool(files)
+        return Located(root=path, reasons=tuple(reasons))
+    parts = tuple(name for name in (_MODEL, _OPTIMIZER) if (path / name / METADATA).is_file())
+    return Located(root=path, parts=parts, reasons=tuple(f"{name}/{METADATA}" for name in parts)) if parts else None
+
+
+def the_folder(located: Located | None, path: Path) -> Located:
+    """The checkpoint found. Raises UnknownFormatError, MissingFileError where it was not finished, UsageError."""
+    if located is None:
+        raise UnknownFormatError(
+            f"expected a checkpoint of torch.distributed.checkpoint at {path}: a folder with {METADATA} and "
+            "files such as __0_0.distcp"
+        )
+    if located.choices:
+        raise UsageError(
+            f"{path} holds {counted(len(located.choices), 'checkpoint')}; pass one of them:\n"
+            f"{listed(str(path / name) for name in located.choices)}"
+        )
+    if located.parts == ("",) and not (located.root / METADATA).is_file():
+        raise MissingFileError(
+            f"expected a file at {located.root / METADATA}; there are only the items. torch writes it last, so that "
+            "the checkpoint was not finished: take an earlier one, or copy it again"
+        )
+    return located
+
+
+def rank_of(file: str) -> int | None:
+    """Rank that wrote a file of items.
+
+    >>> rank_of("__3_0.distcp"), rank_of("other.distcp")
+    (3, None)
+    """
+    found = _ITEM_FILE.fullmatch(file)
+    return None if found is None else int(found[1])
+
+
+def step_in(name: str) -> int | None:
+    """Training step in the name of a folder.
+
+    >>> step_in("step-10"), step_in("global_step_7"), step_in("final")
+    (10, 7, None)
+    """
+    found = _STEP.search(name)
+    return None if found is None else int(found[1])

@@ -1,0 +1,237 @@
+"""Format `dcp`: checkpoints of torch.distributed.checkpoint, written by scripts, torchtitan, accelerate or Lightning.
+
+1. Find the folder (`locate`); read `.metadata` and where every item lies (`ucp.io.dcp`).
+2. Tell model, optimizer and the rest by the paths that were saved (`state_dict`).
+3. Find how ranks cut the tensors (`mesh`); put fragments together to atoms.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ucp.contract.protocols import Evidence
+from ucp.core.dtypes import DType
+from ucp.core.fragments import Fragment
+from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
+from ucp.core.layout import Layout
+from ucp.core.names import WEIGHT
+from ucp.core.region import Box
+from ucp.core.tensor import Record
+from ucp.errors import counted, listed
+from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, read_dcp
+from ucp.io.folder import names_in
+from ucp.io.identity import size_and_time
+from ucp.io.pickle.collection import no_cycle_collection
+from ucp_formats.torch.locate import Located, locate, rank_of, step_in, the_folder
+from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of
+from ucp_formats.torch.state_dict import Leaf, Parts, sorted_out
+
+__all__ = ["DcpFormat"]
+
+_STEPS = ("step", "global_step", "iteration")
+
+
+class DcpFormat:
+    """Format `dcp`."""
+
+    name = "dcp"
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Whether `path` is, or leads to, such a folder."""
+        located = locate(path)
+        return None if located is None else Evidence(root=located.root, reasons=located.reasons)
+
+    def read(self, path: Path) -> Index:
+        """Index of the checkpoint at `path`."""
+        located = the_folder(locate(path), path)
+        with no_cycle_collection():
+            return _Reading(located).index(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One folder with a `.metadata`."""
+
+    dcp: Dcp
+    tensors: Mapping[str, StoredTensor]
+    objects: Mapping[str, StoredObject]
+
+    @classmethod
+    def at(cls, folder: str) -> _Part:
+        dcp = read_dcp(folder)
+        return cls(dcp, dcp.tensors(dcp.metadata.tensors), dcp.objects(dcp.metadata.objects))
+
+    def leaves(self) -> Iterator[Leaf]:
+        """Entries in the order of the metadata."""
+        paths = self.dcp.metadata.paths
+        for key, tensor in self.tensors.items():
+            yield Leaf(paths.get(key, (key,)), tensor.saved.shape, tensor, _form(tensor), _content(tensor))
+        for key, value in self.objects.items():
+            yield Leaf(paths.get(key, (key,)), None, value.value)
+
+    def records(self) -> Iterator[Record]:
+        """Checksums of all items."""
+        for tensor in self.tensors.values():
+            yield from tensor.records
+        for value in self.objects.values():
+            yield from value.records
+
+    def files(self) -> Iterator[SourceFile]:
+        """All files that were read or are referred to."""
+        for name in (METADATA, *self.dcp.files):
+            path = self.dcp.path(name)
+            nbytes, mtime_ns = size_and_time(path)
+            role = "index of all items" if name == METADATA else f"items of rank {rank_of(name)}"
+            yield SourceFile(path=path, nbytes=nbytes, mtime_ns=mtime_ns, role=role)
+
+    def strays(self) -> list[str]:
+        """Files of items that `.metadata` does not refer to."""
+        known = set(self.dcp.files)
+        return sorted(
+            name for name in names_in(Path(self.dcp.folder)) if rank_of(name) is not None and name not in known
+        )
+
+
+class _Reading:
+    """A checkpoint while its index is made."""
+
+    def __init__(self, located: Located) -> None:
+        self._located = located
+        self._root = os.path.abspath(located.root)
+        self._parts = [_Part.at(os.path.join(self._root, name) if name else self._root) for name in located.parts]
+        self._saved: Parts = sorted_out((leaf for part in self._parts for leaf in part.leaves()), self._root)
+        ranks = [rank for part in self._parts for name in part.dcp.files if (rank := rank_of(name)) is not None]
+        tensors = {name: _boxes(leaf) for name, leaf in self._saved.model.items()}
+        holders = {name: self._holders(name, leaf) for name, leaf in self._saved.model.items()}
+        self._mesh: MeshLayouts = mesh_of(tensors, holders, ranks=max(ranks, default=0) + 1)
+
+    def _holders(self, name: str, weight: Leaf) -> set[int]:
+        """Ranks whose files have parts of a parameter: of its weight, and of those states that are cut."""
+        states = (leaf for leaf in self._saved.states.get(name, {}).values() if leaf.shape == weight.shape)
+        return {rank_of(own.place.file) or 0 for leaf in (weight, *states) for own in _stored(leaf).saved.chunks}
+
+    def index(self, name: str) -> Index:
+        """The index."""
+        saved = self._saved
+        aliases = saved.tied
+        in_groups = {own for group in saved.groups for own in group.params}
+        atoms = {own: self._atom(own, leaf, in_groups) for own, leaf in saved.model.items() if own not in aliases}
+        others, tensors_dropped = _extras(saved.others)
+        return Index(
+            path=self._root,
+            format=name,
+            evidence=self._located.reasons,
+            producer=self._producer(),
+            topology=self._mesh.topology,
+            step=self._step(),
+            atoms=atoms,
+            groups=saved.groups,
+            aliases=aliases,
+            extras=tuple(others),
+            files=tuple(own for part in self._parts for own in part.files()),
+            records=tuple(own for part in self._parts for own in part.records()),
+            notes=(*saved.notes, *self._notes(atoms, aliases)),
+            dropped=tensors_dropped,
+        )
+
+    def _atom(self, name: str, leaf: Leaf, in_groups: set[str]) -> AtomIndex:
+        weight = _state(leaf)
+        states = {key: _state(own) for key, own in sorted(self._saved.states.get(name, {}).items())}
+        return AtomIndex(
+            name=name,
+            global_shape=weight.global_shape,
+            kind=Kind.PARAMETER if name in in_groups or not self._saved.groups else _untrained(weight.dtype),
+            states={WEIGHT: weight, **states},
+            layout=self._mesh.layouts.get(name, Layout()),
+        )
+
+    def _producer(self) -> str:
+        version = next((own for part in self._parts if (own := part.dcp.metadata.facts.get("version"))), None)
+        return "torch.distributed.checkpoint" + (f", metadata {version}" if isinstance(version, str) else "")
+
+    def _step(self) -> int | None:
+        others = self._saved.others
+        state = others.get("train_state")
+        for where in (state if isinstance(state, dict) else {}, others):
+            for key in _STEPS:
+                if isinstance(found := where.get(key), int) and not isinstance(found, bool):
+                    return found
+        return step_in(Path(self._root).name)
+
+    def _notes(self, atoms: Mapping[str, AtomIndex], aliases: Mapping[str, str]) -> Iterator[str]:
+        if not self._saved.groups:
+            yield "saved without an optimizer: every parameter counts as trained"
+        unplaced = [name for name in atoms if name not in self._mesh.layouts and len(_pieces(atoms[name])) > 1]
+        if unplaced:
+            names = listed(unplaced)
+            yield f"{counted(len(unplaced), 'tensor')} cut by no pattern known here, read by their boxes:\n{names}"
+        frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN]
+        if frozen:
+            yield f"in no group of the optimizer, so frozen parameters or buffers:\n{listed(frozen)}"
+        if aliases:
+            shown = listed(f"{alias} = {name}" for alias, name in aliases.items())
+            yield f"taken for tied, as all elements are equal:\n{shown}"
+        strays = [name for part in self._parts for name in part.strays()]
+        if strays:
+            yield f"not referred to by {METADATA}, left alone (of an earlier save into this folder?):\n{listed(strays)}"
+
+
+def _boxes(leaf: Leaf) -> Boxes:
+    saved = _stored(leaf).saved
+    return saved.shape, [Box(own.offsets, own.sizes) for own in saved.chunks]
+
+
+def _stored(leaf: Leaf) -> StoredTensor:
+    assert isinstance(leaf.value, StoredTensor)
+    return leaf.value
+
+
+def _state(leaf: Leaf) -> StateIndex:
+    tensor = _stored(leaf)
+    pieces = tuple(Fragment(box=Box(own.offsets, own.sizes), ref=own.ref) for own in tensor.chunks)
+    return StateIndex(dtype=tensor.saved.dtype, global_shape=tensor.saved.shape, fragments=pieces)
+
+
+def _pieces(atom: AtomIndex) -> tuple[Fragment, ...]:
+    return atom.states[WEIGHT].fragments
+
+
+def _untrained(dtype: DType) -> Kind:
+    """Kind of a tensor that is in no group of the optimizer."""
+    return Kind.FROZEN if dtype.is_floating else Kind.BUFFER
+
+
+def _form(tensor: StoredTensor) -> Hashable:
+    return tensor.saved.shape, tuple((own.offsets, own.sizes) for own in tensor.saved.chunks)
+
+
+def _content(tensor: StoredTensor) -> Hashable:
+    """What equal tensors have in common: type, boxes and checksums; None where a writer left checksums out."""
+    if len(tensor.records) != len(tensor.chunks):
+        return None
+    boxes = [(own.offsets, own.sizes) for own in tensor.chunks]
+    sums = [own.crc32 for own in tensor.records]
+    return (tensor.saved.dtype, *sorted(zip(boxes, sums, strict=True)))
+
+
+def _extras(others: Mapping[str, object]) -> tuple[list[Extra], tuple[str, ...]]:
+    """Extras, and a line for tensors in many chunks, which an extra cannot hold."""
+    dropped: list[str] = []
+    extras = [Extra(name=str(key), value=_plain(value, str(key), dropped)) for key, value in others.items()]
+    lines = (f"tensors beside model and optimizer that ranks cut:\n{listed(dropped)}",) if dropped else ()
+    return extras, lines
+
+
+def _plain(value: object, where: str, dropped: list[str]) -> object:
+    """The value with tensors as references. Paths of a state dict are a few keys long."""
+    if isinstance(value, StoredTensor):
+        if len(value.chunks) == 1:
+            return value.chunks[0].ref
+        dropped.append(where)
+        return None
+    if isinstance(value, dict):
+        return {key: _plain(own, f"{where}/{key}", dropped) for key, own in value.items()}
+    return value

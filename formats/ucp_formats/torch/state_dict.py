@@ -1,0 +1,291 @@
+"""What the entries of a training script's state dict are: model, optimizer, and the rest.
+
+A script may nest and name them as it likes, so that they are told by their paths alone:
+
+1. An optimizer is where `param_groups` stands: as torch has it (`param_groups`, `state`), or with the parts of a path
+   joined to one key (`state.<name>.exp_avg`), as `flatten_optimizer_state_dict` does.
+2. The model is the dict of tensors under whose names the optimizer keeps its states; without an optimizer, the dict
+   with the most tensors.
+3. Everything else is an extra under its own path.
+
+Sources: torch 2.13, `torch/distributed/checkpoint/state_dict.py`, `_nested_dict.py`.
+
+>>> leaves = [Leaf(("model", "_orig_mod.w"), (2,)), Leaf(("lr",), None, 0.1)]
+>>> parts = sorted_out(leaves, "somewhere")
+>>> parts.model["w"].shape, parts.others
+((2,), {'lr': 0.1})
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ucp.core.index import ParamGroup
+from ucp.errors import MalformedError, UnsupportedError, counted, listed
+from ucp_formats.torch.numbered import named_by_number
+
+__all__ = ["Leaf", "Parts", "Path", "sorted_out"]
+
+Path = tuple[object, ...]
+"""Keys of nested dicts (texts) and lists (numbers)."""
+
+_GROUPS, _STATE = "param_groups", "state"
+_PARAMS = "params"
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Modules that torch.compile, activation checkpointing and FSDP1 put around others; no parts of a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """An entry of a state dict."""
+
+    path: Path
+    """Keys to it."""
+    shape: tuple[int, ...] | None
+    """Elements per dim; None for what is no tensor."""
+    value: object = None
+    """What it is: the object, or what stands for the tensor."""
+    form: Hashable = None
+    """Shape and cuts: those of a parameter are those of its states."""
+    content: Hashable = None
+    """Equal for tensors with the same elements, as far as that is known without reading them; None elsewhere."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """The entries, by what they are."""
+
+    model: dict[str, Leaf] = field(default_factory=dict)
+    """Name of a parameter or buffer to its tensor, wrappers left out."""
+    states: dict[str, dict[str, Leaf]] = field(default_factory=dict)
+    """Name of a parameter to its optimizer states."""
+    groups: tuple[ParamGroup, ...] = ()
+    """The optimizer's groups."""
+    tied: dict[str, str] = field(default_factory=dict)
+    """Second name of a parameter to its first: a matrix with the same elements, that no group has."""
+    others: dict[str, object] = field(default_factory=dict)
+    """Everything else, nested as it was saved."""
+    notes: list[str] = field(default_factory=list)
+    """What was inferred."""
+
+
+def sorted_out(leaves: Iterable[Leaf], where: str) -> Parts:
+    """The entries of a state dict by what they are. `where`: for messages.
+
+    Raises MalformedError where they contradict one another, UnsupportedError where states are of no known parameter.
+    """
+    leaves = list(leaves)
+    roots = sorted({root for leaf in leaves if (root := _optimizer_root(leaf.path)) is not None}, key=len)
+    inside: list[_Optimizer] = [_Optimizer(root) for root in roots]
+    outside = [leaf for leaf in leaves if not any(own.take(leaf) for own in inside)]
+    root = _model_root(outside, {_bare(name) for own in inside for name in own.names})
+    parts = Parts()
+    for leaf in outside:
+        name = _name_below(leaf, root)
+        if name is None:
+            _nest(parts.others, leaf)
+        elif parts.model.setdefault(name, leaf) is not leaf:
+            raise MalformedError(f"{where} holds {name} twice: {_shown(parts.model[name].path)}, {_shown(leaf.path)}")
+    for own in inside:
+        own.give(parts, where)
+    _check_known(parts, where)
+    _tie(parts)
+    return parts
+
+
+def _optimizer_root(path: Path) -> Path | None:
+    """Path of the optimizer that an entry is of, as far as the entry tells: of a group of parameters."""
+    for at, item in enumerate(path):
+        if (item == _GROUPS and at + 1 < len(path)) or (
+            at + 1 == len(path) and isinstance(item, str) and item.startswith(f"{_GROUPS}.")
+        ):
+            return path[:at]
+    return None
+
+
+class _Optimizer:
+    """Entries of one optimizer."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._states: list[tuple[Path, Leaf]] = []
+        self._groups: dict[int, dict[str, object]] = {}
+        self._flat: list[tuple[str, Leaf]] = []
+        self._others: list[Leaf] = []
+        self.names: set[str] = set()
+
+    def take(self, leaf: Leaf) -> bool:
+        """Take an entry that lies below the optimizer's path; whether it does."""
+        depth = len(self._root)
+        if leaf.path[:depth] != self._root or len(leaf.path) == depth:
+            return False
+        match leaf.path[depth:]:
+            case ("state", name, str(), *_):
+                self._states.append((leaf.path[depth + 1 :], leaf))
+                self.names.add(str(name))
+            case ("param_groups", int() | str() as number, str(key)):
+                group = self._groups.setdefault(int(number), {})
+                group[key] = leaf.value
+                if key == _PARAMS and isinstance(leaf.value, list | tuple):
+                    self.names.update(map(str, leaf.value))
+            case (str(key),) if key.startswith((f"{_GROUPS}.", f"{_STATE}.")):
+                self._flat.append((key, leaf))
+            case _ if not self._root:
+                return False
+            case _:
+                self._others.append(leaf)
+        return True
+
+    def give(self, parts: Parts, where: str) -> None:
+        """Give states and groups to `parts`, by the names of its model."""
+        for leaf in self._others:
+            _nest(parts.others, leaf)
+        self._give_flat(parts, where)
+        if not self._groups:
+            return
+        params = {number: self._params(group, where) for number, group in sorted(self._groups.items())}
+        naming = {name: _bare(str(name)) for own in params.values() for name in own}
+        if any(isinstance(name, int) for name in naming):
+            forms = {str(path[0]): leaf.form for path, leaf in self._states if leaf.shape}
+            naming = named_by_number(list(params.values()), forms, _distinct(parts.model), where)
+            parts.notes.append(
+                "the optimizer numbers its parameters; they are taken in the order of the model, which all shapes fit"
+            )
+        by_text = {str(name): own for name, own in naming.items()}
+        for path, leaf in self._states:
+            name = by_text.get(str(path[0]))
+            if name is None:
+                raise MalformedError(f"{where}: {_shown(leaf.path)} is of a parameter that is in no group")
+            parts.states.setdefault(name, {})[".".join(map(str, path[1:]))] = leaf
+        parts.groups += tuple(
+            ParamGroup(
+                params=tuple(naming[name] for name in params[number]),
+                hyper={key: value for key, value in self._groups[number].items() if key != _PARAMS},
+            )
+            for number in params
+        )
+
+    def _params(self, group: Mapping[str, object], where: str) -> Sequence[str | int]:
+        params = group.get(_PARAMS)
+        if not isinstance(params, list | tuple) or not all(isinstance(own, str | int) for own in params):
+            raise MalformedError(
+                f"{where}: expected the parameters of every group under {_shown((*self._root, _GROUPS))}: a list of "
+                f"names or numbers; got {type(params).__name__}"
+            )
+        return params
+
+    def _give_flat(self, parts: Parts, where: str) -> None:
+        """States and groups whose keys are joined to one: names have dots too, so that the model's names tell them."""
+        hyper: dict[str, dict[str, object]] = {}
+        strays = []
+        for key, leaf in self._flat:
+            kind, _, rest = key.partition(".")
+            name = _longest_name(_bare(rest), parts.model)
+            if name is None:
+                strays.append(key)
+                continue
+            last = _bare(rest)[len(name) + 1 :]
+            if kind == _STATE:
+                parts.states.setdefault(name, {})[last] = leaf
+            else:
+                hyper.setdefault(name, {})[last] = leaf.value
+        if strays:
+            raise MalformedError(
+                f"{where}: the optimizer has {counted(len(strays), 'entry', 'entries')} of no parameter of the model:\n"
+                f"{listed(strays)}"
+            )
+        parts.groups += tuple(_grouped({name: hyper[name] for name in parts.model if name in hyper}))
+
+
+def _grouped(hyper: Mapping[str, Mapping[str, object]]) -> Iterable[ParamGroup]:
+    """Parameters with equal settings, which is all that a flattened optimizer says of groups."""
+    groups: dict[str, list[str]] = {}
+    for name, own in hyper.items():
+        groups.setdefault(repr(sorted(own.items())), []).append(name)
+    for names in groups.values():
+        yield ParamGroup(params=tuple(names), hyper=dict(hyper[names[0]]))
+
+
+def _longest_name(text: str, names: Mapping[str, Leaf]) -> str | None:
+    """The longest of `names` that `text` goes on from with a dot."""
+    at = text.rfind(".")
+    while at > 0:
+        if text[:at] in names:
+            return text[:at]
+        at = text.rfind(".", 0, at)
+    return None
+
+
+def _distinct(model: Mapping[str, Leaf]) -> dict[str, Hashable]:
+    """Forms of the model's tensors, each under the first of its names."""
+    firsts = {leaf.content if _is_matrix(leaf) else name: name for name, leaf in reversed(list(model.items()))}
+    return {name: leaf.form for name, leaf in model.items() if name in set(firsts.values())}
+
+
+def _is_matrix(leaf: Leaf) -> bool:
+    """Whether equal elements mean one tensor: vectors of ones or zeros are equal often."""
+    return leaf.content is not None and leaf.shape is not None and len(leaf.shape) > 1
+
+
+def _tie(parts: Parts) -> None:
+    in_groups = {name for group in parts.groups for name in group.params}
+    trained = {parts.model[name].content: name for name in in_groups if _is_matrix(parts.model[name])}
+    for name, leaf in parts.model.items():
+        if name not in in_groups and _is_matrix(leaf) and leaf.content in trained:
+            parts.tied[name] = trained[leaf.content]
+
+
+def _model_root(leaves: Iterable[Leaf], wanted: set[str]) -> Path:
+    """Path of the dict of the model's tensors."""
+    found: Counter[Path] = Counter()
+    named: Counter[Path] = Counter()
+    for leaf in leaves:
+        if leaf.shape is not None and isinstance(leaf.path[-1], str):
+            found[leaf.path[:-1]] += 1
+            named[leaf.path[:-1]] += _bare(leaf.path[-1]) in wanted
+    return max(found, key=lambda root: (named[root], found[root], -len(root)), default=())
+
+
+def _name_below(leaf: Leaf, root: Path) -> str | None:
+    """Name of a tensor of the model; None for what is none."""
+    below = leaf.path[len(root) :]
+    if leaf.shape is None or leaf.path[: len(root)] != root or not below or (not root and len(below) > 1):
+        return None
+    return _bare(".".join(map(str, below)))
+
+
+def _bare(name: str) -> str:
+    """The name without the modules that only wrap others, and without the `module.` of DDP.
+
+    >>> _bare("module.layers.0._checkpoint_wrapped_module.w")
+    'layers.0.w'
+    """
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
+
+
+def _nest(others: dict[str, object], leaf: Leaf) -> None:
+    """Put an entry where it stood. Numbers of lists become keys: a list of which items were saved apart."""
+    place: dict[object, object] = others  # type: ignore[assignment]  # keys below the first may be numbers
+    for item in leaf.path[:-1]:
+        below = place.setdefault(item, {})
+        if not isinstance(below, dict):
+            return
+        place = below
+    place[leaf.path[-1]] = leaf.value
+
+
+def _check_known(parts: Parts, where: str) -> None:
+    unknown = sorted({*parts.states, *(own for group in parts.groups for own in group.params)} - parts.model.keys())
+    if unknown:
+        raise UnsupportedError(
+            f"{where}: the optimizer has {counted(len(unknown), 'parameter')} that the model lacks:\n"
+            f"{listed(unknown)}\nSave both with torch.distributed.checkpoint.state_dict.get_state_dict, which gives "
+            "them the same names"
+        )
+
+
+def _shown(path: Path) -> str:
+    return "/".join(map(str, path))

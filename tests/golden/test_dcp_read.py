@@ -1,0 +1,159 @@
+"""Checkpoints that torch.distributed.checkpoint wrote under FSDP, tensor parallelism, pipelines and DDP, read as atoms.
+
+Every state is compared with the truth that was gathered from the live ranks (fixtures/make/torch).
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ucp
+from ucp.core.index import Index, Kind, check_cover
+from ucp.core.names import WEIGHT
+
+ROOT = Path(__file__).parents[2] / "fixtures" / "torch"
+REPORTS: dict[str, Any] = {path.parent.name: json.loads(path.read_text()) for path in ROOT.glob("*/truth.json")}
+CASES = sorted(name for name, own in REPORTS.items() if own["case"]["saved"] == "dcp")
+TIED = [name for name in CASES if REPORTS[name]["case"]["model"] == "tiny"]
+
+
+@cache
+def index_of(case: str) -> Index:
+    return ucp.inspect(ROOT / case / "checkpoint")
+
+
+@cache
+def truth_of(case: str) -> dict[str, torch.Tensor]:
+    return load_file(ROOT / case / "truth.safetensors")
+
+
+def test_all_ways_of_saving_are_there() -> None:
+    assert {own["case"]["wrap"] for own in REPORTS.values()} == {"ddp", "fsdp1", "fsdp2"}
+    assert {own["case"]["style"] for own in REPORTS.values()} == {"nested", "flattened", "torchtitan", "raw"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_state_is_the_truth_bit_for_bit(case: str) -> None:
+    check_cover(index_of(case))
+    checkpoint = ucp.open(ROOT / case / "checkpoint")
+    index, truth = checkpoint.index, dict(truth_of(case))
+    for second, first in index.aliases.items():
+        assert torch.equal(truth.pop(f"{second}/weight"), truth[f"{first}/weight"])
+    assert {f"{atom.name}/{state}" for atom, state, _ in index.states()} == set(truth)
+    for name, wanted in truth.items():
+        param, _, state = name.rpartition("/")
+        found = checkpoint.read(param, state)
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_degrees_and_layouts_are_found_in_the_boxes(case: str) -> None:
+    own, index = REPORTS[case]["case"], index_of(case)
+    assert (index.topology.dp, index.topology.tp, index.topology.pp) == (own["dp"] * own["shard"], own["tp"], own["pp"])
+    for atom in index.atoms.values():
+        pieces = atom.states[WEIGHT].fragments
+        assert bool(atom.layout.axes) == (len(pieces) > 1), atom.name
+    assert not [note for note in index.notes if "no pattern" in note]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_groups_and_settings_are_those_of_the_optimizer(case: str) -> None:
+    groups = index_of(case).groups
+    wanted = REPORTS[case]["groups"]
+    params = [set(group.params) for group in groups]
+    assert sorted(map(sorted, params)) == sorted(
+        sorted(set().union(*(set(own["params"]) for own in wanted if own["weight_decay"] == decay)))
+        for decay in {own["weight_decay"] for own in wanted}
+    )
+    for group in groups:
+        own = next(own for own in wanted if own["weight_decay"] == group.hyper["weight_decay"])
+        assert {key: list(v) if isinstance(v, tuple) else v for key, v in group.hyper.items()} == {
+            key: value for key, value in own.items() if key != "params"
+        }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_neither_model_nor_optimizer_is_an_extra(case: str) -> None:
+    index = index_of(case)
+    extras = {extra.name: extra.value for extra in index.extras}
+    assert index.step == 3
+    scheduler = extras["lr_scheduler"]
+    assert isinstance(scheduler, dict)
+    assert (scheduler["last_epoch"], scheduler["gamma"]) == (3, 0.5)
+    assert extras["note"] == {"list": [1, 2]}
+    if REPORTS[case]["case"]["style"] == "torchtitan":
+        assert extras["dataloader"] == {**{f"dp_rank_{rank}": b"place of the reader" for rank in range(4)}, "seen": 3}
+
+
+@pytest.mark.parametrize("case", TIED)
+def test_ties_buffers_and_frozen_parameters(case: str) -> None:
+    index = index_of(case)
+    assert index.aliases == {"head.weight": "emb.weight"}
+    assert index.atoms["frozen.weight"].kind is Kind.FROZEN
+    assert index.atoms["num_steps"].kind is Kind.BUFFER
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_conversion_to_deepspeed_is_equal(case: str, tmp_path: Path) -> None:
+    if REPORTS[case]["case"]["dtype"] == "bfloat16":
+        pytest.skip("moments of bfloat16 have no place in DeepSpeed's ZeRO")
+    for zero in (1, 3):
+        ucp.convert(ROOT / case / "checkpoint", tmp_path / f"z{zero}", to="deepspeed", topology=f"dp=2,zero={zero}")
+        assert ucp.diff(ROOT / case / "checkpoint", tmp_path / f"z{zero}").equal
+
+
+class TestDamage:
+    """Every damage is one clear error."""
+
+    @pytest.fixture
+    def copy(self, tmp_path: Path) -> Path:
+        shutil.copytree(ROOT / "fsdp2-dp4" / "checkpoint", tmp_path / "copy")
+        return tmp_path / "copy"
+
+    def refused(self, copy: Path, match: str) -> None:
+        with pytest.raises(ucp.UcpError, match=match):
+            ucp.convert(copy, copy.parent / "atoms")
+        assert not (copy.parent / "atoms").exists()
+
+    def test_a_missing_file(self, copy: Path) -> None:
+        (copy / "__2_0.distcp").unlink()
+        self.refused(copy, r"__2_0\.distcp")
+
+    def test_a_truncated_file(self, copy: Path) -> None:
+        file = copy / "__1_0.distcp"
+        file.write_bytes(file.read_bytes()[:-700])
+        self.refused(copy, r"__1_0\.distcp")
+
+    def test_a_flipped_byte(self, copy: Path) -> None:
+        ref = ucp.inspect(copy).atoms["l1.weight"].states["exp_avg"].fragments[1].ref
+        file = Path(str(ref.path))
+        data = bytearray(file.read_bytes())
+        data[ref.offset] ^= 1
+        file.write_bytes(data)
+        self.refused(copy, "CRC-32 differs")
+
+    def test_an_unfinished_save(self, copy: Path) -> None:
+        (copy / ".metadata").unlink()
+        self.refused(copy, "not finished")
+
+    def test_a_gadget(self, copy: Path) -> None:
+        class Gadget:
+            def __reduce__(self) -> tuple[Any, ...]:
+                return print, ("executed",)
+
+        (copy / ".metadata").write_bytes(pickle.dumps(Gadget()))
+        self.refused(copy, "expected the metadata")
+
+    def test_files_of_an_earlier_save_are_left_alone(self, copy: Path) -> None:
+        shutil.copy(copy / "__3_0.distcp", copy / "__7_0.distcp")
+        assert any("__7_0.distcp" in note for note in ucp.inspect(copy).notes)
