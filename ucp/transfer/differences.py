@@ -11,7 +11,7 @@ from ucp.contract.protocols import Observer
 from ucp.contract.rank_extras import Checksums
 from ucp.contract.value_diff import Apart, differing_values
 from ucp.core.fragments import Fragment
-from ucp.core.index import Index, StateIndex
+from ucp.core.index import Index, Kind, StateIndex
 from ucp.core.region import Box
 from ucp.core.tensor import Tensor
 from ucp.errors import counted
@@ -96,7 +96,8 @@ def _structure(a: Index, b: Index, *, cast: bool) -> Iterator[Change]:
             yield _missing(name, "", in_a=name in a.atoms)
             continue
         own, other = a.atoms[name], b.atoms[name]
-        if own.kind is not other.kind and 0 not in own.global_shape:  # nothing to train is frozen or not, as one likes
+        trained = Kind.PARAMETER in (own.kind, other.kind)  # a frozen one and a buffer are the same to an optimizer
+        if trained and own.kind is not other.kind and 0 not in own.global_shape:  # nothing to train is either
             yield Change(param=name, state="", what="kind", a=own.kind, b=other.kind)
         for state in dict.fromkeys((*own.states, *other.states)):
             if state not in own.states or state not in other.states:
@@ -181,14 +182,26 @@ def _place(hyper: Mapping[str, object], name: str) -> str:
 def _settings(a: Mapping[str, object], b: Mapping[str, object], checksums: Checksums) -> Iterator[tuple[str, str, str]]:
     """Hyper-parameters that differ: name, and both values in words."""
     for key in sorted(set(a) | set(b)):
-        sides = [[side[key]] if key in side else _IMPLIED.get(key, []) for side in (a, b)]
+        sides = [[side[key]] if key in side else _implied(key, side) for side in (a, b)]
         if not checksums.same(*sides):
             own, other = (shown(side[0]) if side else "-" for side in sides)
             yield key, own, other
 
 
-_IMPLIED: Mapping[str, list[object]] = {"bias_correction": [True]}
-"""Hyper-parameters that mean the same where they are not there: an Adam without this one always corrects."""
+_IMPLIED: Mapping[str, object] = {
+    "bias_correction": True,
+    **dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False),
+    **dict.fromkeys(("foreach", "fused"), None),
+    "decoupled_weight_decay": True,
+}
+"""Hyper-parameters that mean the same where they are not there: those of torch's AdamW that others do not write."""
+
+
+def _implied(key: str, settings: Mapping[str, object]) -> list[object]:
+    """What it means that `settings` lack `key`; nothing where that is not known."""
+    if key == "initial_lr":  # torch's schedulers set it to the rate they begin with
+        return [settings["lr"]] if "lr" in settings else []
+    return [_IMPLIED[key]] if key in _IMPLIED else []
 
 
 def _hyper(index: Index) -> dict[str, Mapping[str, object]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from typing import NamedTuple
 
 from ucp.core.dtypes import DType
@@ -46,12 +47,18 @@ class NewChunk:
     """First element, per dim."""
     sizes: tuple[int, ...]
     """Elements, per dim."""
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...] = ()
     """Slices that fill it, in increasing offset."""
+    data: bytes = b""
+    """Its elements, where they are known."""
+    ref: TensorRef | None = None
+    """Tensor of the source's extras that is copied as it is."""
+    rank: int | None = None
+    """Rank in whose file it lies; None where files are only begun for their size."""
 
     def __post_init__(self) -> None:
         numel = sum(part.slice.stop - part.slice.start for part in self.parts)
-        if numel != prod(self.sizes) or len(self.offsets) != len(self.sizes):
+        if (not self.data and self.ref is None and numel != prod(self.sizes)) or len(self.offsets) != len(self.sizes):
             raise ValueError(f"a chunk of {self.sizes} at {self.offsets} is filled with {numel} elements")
 
 
@@ -66,6 +73,8 @@ class DcpDraft:
         self._folder = f"{folder}/" if folder else ""
         self._limit = file_nbytes
         self._files: list[_File] = []
+        self._newest: dict[int | None, _File] = {}
+        self._paths: dict[object, object] = {}
         self._saved: dict[object, object] = {}
         self._stored: dict[object, object] = {}
         self._templates: dict[tuple[DType, tuple[int, ...]], _Item] = {}
@@ -83,18 +92,22 @@ class DcpDraft:
         for chunk in chunks:
             offsets = TorchSize(chunk.offsets)
             listed.append(_object("ChunkStorageMetadata", {"offsets": offsets, "sizes": TorchSize(chunk.sizes)}))
-            self._place(key, offsets, self._template(dtype, chunk.sizes), chunk.parts)
+            self._place(key, offsets, self._template(dtype, chunk.sizes), chunk)
 
-    def value(self, key: str, value: object) -> None:
-        """A value of plain parts and tensors of the source, as megatron-core stores it: in a list of one."""
+    def value(self, key: str, value: object, *, rank: int | None = None) -> None:
+        """A value of plain parts and tensors of the source, in the file of a rank where one is given."""
         self._saved[key] = Stub(GlobalName(_MODULE, "BytesStorageMetadata"))
         moved: dict[NewStorage, TensorRef] = {}
-        layout = layout_torch_zip([grafted(value, moved)])
-        start = self._place(key, None, _Item.of(layout, None), ())
-        file = self._files[-1]
+        layout = layout_torch_zip(grafted(value, moved))
+        start = self._place(key, None, _Item.of(layout, None), NewChunk(offsets=(0,), sizes=(0,), rank=rank))
+        file = self._newest[rank]
         file.raw += [
             RawCopy(src=ref, path=file.path, offset=start + layout.storages[storage]) for storage, ref in moved.items()
         ]
+
+    def path(self, key: str, path: tuple[object, ...]) -> None:
+        """Where in the nested dict that a script saves and loads `key` stands."""
+        self._paths[key] = path
 
     def finish(self) -> tuple[Drafted, ...]:
         """The files: those of items, then `.metadata`."""
@@ -102,7 +115,7 @@ class DcpDraft:
             "Metadata",
             {
                 "state_dict_metadata": self._saved,
-                "planner_data": None,
+                "planner_data": self._paths or None,
                 "storage_data": self._stored,
                 "storage_meta": None,
                 "version": "1.0.0",
@@ -112,11 +125,9 @@ class DcpDraft:
         index = OutputFile(path=f"{self._folder}{METADATA}", nbytes=len(data), literals=(Literal(0, data),))
         return (*(own.finish() for own in self._files), Drafted(index, ()))
 
-    def _place(self, key: str, offsets: TorchSize | None, item: _Item, parts: tuple[Part, ...]) -> int:
-        if not self._files or self._files[-1].nbytes >= self._limit:
-            self._files.append(_File(self._folder, f"__{len(self._files)}_0.distcp"))
-        file = self._files[-1]
-        start = file.append(item, parts)
+    def _place(self, key: str, offsets: TorchSize | None, item: _Item, chunk: NewChunk) -> int:
+        file = self._file(chunk.rank)
+        start = file.append(item, chunk)
         index: dict[object, object] = {"fqn": key}
         if offsets is not None:
             index["offset"] = offsets
@@ -125,6 +136,16 @@ class DcpDraft:
             _STORAGE_INFO, state=where, has_state=True
         )
         return start
+
+    def _file(self, rank: int | None) -> _File:
+        """The file to go on with: `__<rank>_<n>.distcp`."""
+        file = self._newest.get(rank)
+        if file is None or file.nbytes >= self._limit:
+            number = 0 if rank is None or file is None else file.number + 1
+            file = _File(self._folder, len(self._files) if rank is None else rank, number)
+            self._newest[rank] = file
+            self._files.append(file)
+        return file
 
     def _template(self, dtype: DType, sizes: tuple[int, ...]) -> _Item:
         """Layout of an item, which depends on element type and shape alone."""
@@ -170,9 +191,10 @@ class _Item(NamedTuple):
 class _File:
     """A `.distcp` file so far. Known bytes that follow one another are joined."""
 
-    def __init__(self, folder: str, name: str) -> None:
-        self.name = name
-        self.path = f"{folder}{name}"
+    def __init__(self, folder: str, rank: int, number: int) -> None:
+        self.number = number
+        self.name = f"__{rank}_{number}.distcp"
+        self.path = f"{folder}{self.name}"
         self.nbytes = 0
         self.placements: list[Placement] = []
         self.raw: list[RawCopy] = []
@@ -181,19 +203,22 @@ class _File:
         self._at = 0
         self._known = bytearray()
 
-    def append(self, item: _Item, parts: tuple[Part, ...]) -> int:
+    def append(self, item: _Item, chunk: NewChunk) -> int:
         """Add an item; its first byte."""
         start = self.nbytes + -self.nbytes % ALIGNMENT
         self._add(self.nbytes, bytes(start - self.nbytes))
-        for known in item.literals:
+        known_bytes = [*item.literals, Literal(item.elements, chunk.data)] if chunk.data else item.literals
+        for known in sorted(known_bytes, key=attrgetter("offset")):
             self._add(start + known.offset, known.data)
         self._crcs += [
             CrcField(start=start + crc.start, stop=start + crc.stop, at=tuple(start + at for at in crc.at))
             for crc in item.crcs
         ]
-        for part in parts:
+        for part in chunk.parts:
             at = start + item.elements + part.offset * part.slice.dtype.itemsize
             self.placements.append(Placement(slice=part.slice, path=self.path, offset=at))
+        if chunk.ref is not None:
+            self.raw.append(RawCopy(src=chunk.ref, path=self.path, offset=start + item.elements))
         self.nbytes = start + item.nbytes
         return start
 

@@ -119,7 +119,7 @@ def test_a_chunk_is_filled_exactly():
         NewChunk(offsets=(0,), sizes=(5,), parts=(Part(offset=0, slice=piece("a", 4)),))
 
 
-def test_values_are_lists_of_one(tmp_path):
+def test_values_are_stored_as_they_are(tmp_path):
     raw = bytes(range(16))
     ref = TensorRef(path="src", offset=4, dtype=DType.UINT8, shape=(8,), strides=(1,))
     draft = DcpDraft()
@@ -127,12 +127,12 @@ def test_values_are_lists_of_one(tmp_path):
     draft.value("rng/shard_0_1", {"state": ref, "numbers": (1, 2.5, "x")})
     write(tmp_path, draft.finish(), {}, raw)
     found = read_dcp(str(tmp_path)).objects(["empty/shard_0_1", "rng/shard_0_1"])
-    assert found["empty/shard_0_1"].value == [None]
+    assert found["empty/shard_0_1"].value is None
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     place = next(own for index, own in metadata.storage_data.items() if index.fqn.startswith("rng"))
     item = (tmp_path / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
     (tmp_path / "item.pt").write_bytes(item)
-    (value,) = torch.load(tmp_path / "item.pt")
+    value = torch.load(tmp_path / "item.pt")
     assert value["state"].tolist() == list(raw[4:12])
     assert value["numbers"] == (1, 2.5, "x")
 

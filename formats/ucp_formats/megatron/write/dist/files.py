@@ -51,10 +51,10 @@ def plan_dist(own: TargetRun, folder: str) -> tuple[Drafted, ...]:
                 chunks = list(_chunks(own, tensor, part, state, dtype))
                 draft.tensor(key, dtype, part.shape, chunks)
     for key in extra_state_keys(own.model, style):
-        draft.value(key, None)
+        draft.value(key, [None])
     pp, tp = own.topology.pp, own.topology.tp
     for at, value in own.random.items():
-        draft.value(f"rng_state/shard_{at.pp}.{at.tp}_{pp}.{tp}", value)
+        draft.value(f"rng_state/shard_{at.pp}.{at.tp}_{pp}.{tp}", [value])
     common = FileDraft(f"{folder}/{COMMON}")
     metadata = OutputFile(path=f"{folder}/{METADATA}", nbytes=len(_METADATA), literals=(Literal(0, _METADATA),))
     return (*draft.finish(), common.finish(common.carried(_common(own))), Drafted(metadata, ()))

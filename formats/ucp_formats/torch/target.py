@@ -1,0 +1,256 @@
+"""Target `dcp`: a folder that `torch.distributed.checkpoint.load` reads into a model of any parallelism.
+
+    DST/__0_0.distcp ...     items of rank 0: a chunk of every tensor, as FSDP cuts it over the ranks of --topology
+    DST/.metadata            where they lie
+
+Keys are those of `get_state_dict`: `model.<name>`, `optimizer.state.<name>.exp_avg`, and the groups either by number
+(`--set style=nested`, the default) or by parameter (`flattened`, for pipelines; `torchtitan` has no `model.` before
+names besides). A script asks for the keys that it knows; what else is there does no harm.
+
+torch asks for every setting that its optimizer has, so that those which another framework lacks are written as torch
+has them by default (torch 2.13, `torch/optim/adamw.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from struct import pack, unpack
+
+from ucp.contract.registry import pattern
+from ucp.core.dtypes import DType
+from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex, check_weights
+from ucp.core.layout import AxisLayout, Layout, place
+from ucp.core.names import STEP, WEIGHT
+from ucp.core.region import Box, RegionPair
+from ucp.core.slices import Slice
+from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
+from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.core.topology import Topology
+from ucp.errors import UsageError, counted
+from ucp.io.dcp.emit import DcpDraft, NewChunk
+from ucp.io.torch_file.draft import Part
+from ucp.transfer.probe import Prober
+
+__all__ = ["DcpTarget"]
+
+_STYLES = ("nested", "flattened", "torchtitan")
+
+_ADAMW: Mapping[str, object] = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+"""Settings of torch's AdamW that other frameworks do not have."""
+
+
+class DcpTarget:
+    """Target `dcp`."""
+
+    name = "dcp"
+    takes_settings = True
+
+    def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
+        """Files for the ranks of `topology`; by default those of the source. Raises UsageError, MissingStateError."""
+        style = _checked_style(options)
+        check_weights(index)
+        ranks = (topology or index.topology).ranks
+        with Prober() as prober:
+            draft = _Drafting(index, options, style, ranks, prober)
+            draft.model()
+            draft.optimizer()
+            draft.others()
+        drafted = draft.out.finish()
+        placements = tuple(own for file in drafted for own in file.placements)
+        return TargetPlan(
+            files=tuple(own.file for own in drafted),
+            placements=placements,
+            raw=tuple(own for file in drafted for own in file.raw),
+            notes=tuple(draft.notes),
+            casts=tuple(f"{change} in {counted(count, 'parameter')}" for change, count in draft.casts.items()),
+            topology=Topology(dp=ranks),
+        )
+
+    def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
+        """Nothing more: the folder is renamed into place as a whole."""
+        return ()
+
+
+def _checked_style(options: TargetOptions) -> str:
+    if options.compress:
+        raise UsageError("torch reads no compressed items; drop --compress")
+    if options.layout:
+        raise UsageError(f"the target dcp has one layout; got {options.layout!r}. Keys are chosen with --set style=...")
+    unknown = sorted(set(options.settings) - {"style"})
+    style = options.settings.get("style", _STYLES[0])
+    if unknown or style not in _STYLES:
+        got = f"style={style}" if style not in _STYLES else ", ".join(unknown)
+        raise UsageError(f"expected --set style={'|'.join(_STYLES)}; got {got}")
+    return style
+
+
+class _Drafting:
+    """A checkpoint in the making."""
+
+    def __init__(self, index: Index, options: TargetOptions, style: str, ranks: int, prober: Prober) -> None:
+        self._index = index
+        self._dtypes = {state: DType(name) for state, name in options.dtypes.items()}
+        self._style = style
+        self._ranks = ranks
+        self._layout = Layout((AxisLayout("dp_shard", ranks, pattern("chunk", dim=0)),) if ranks > 1 else ())
+        self._prober = prober
+        self._turn = 0
+        self.out = DcpDraft()
+        self.notes: list[str] = []
+        self.casts: Counter[str] = Counter()
+
+    def model(self) -> None:
+        """Parameters and buffers, under every name they have."""
+        names = {name: name for name in self._index.atoms} | dict(self._index.aliases)
+        prefix = () if self._style == "torchtitan" else ("model",)
+        for name, first in names.items():
+            self._state((*prefix, name), self._index.atoms[first], WEIGHT)
+
+    def optimizer(self) -> None:
+        """States and groups."""
+        is_flat = self._style != "nested"
+        for atom in self._index.atoms.values():
+            for state in atom.states:
+                if state != WEIGHT:
+                    path = (f"state.{atom.name}.{state}",) if is_flat else ("state", atom.name, state)
+                    self._state(("optimizer", *path), atom, state)
+        for number, group in enumerate(self._index.groups):
+            self._group(number, group, is_flat=is_flat)
+        self.notes += _group_notes(self._index)
+
+    def _group(self, number: int, group: ParamGroup, *, is_flat: bool) -> None:
+        settings = _settings(group)
+        if not is_flat:
+            for key, value in (*settings.items(), ("params", list(group.params))):
+                self._value(("optimizer", "param_groups", number, key), value)
+            return
+        for name in group.params:
+            for key, value in settings.items():
+                self._value(("optimizer", f"param_groups.{name}.{key}"), value)
+
+    def others(self) -> None:
+        """What is neither, as far as it is no other framework's."""
+        is_ours = (self._index.origin or self._index.format) == DcpTarget.name
+        left = []
+        for extra in self._index.extras:
+            if extra.rank is None and (is_ours or (extra.name == "lr_scheduler" and isinstance(extra.value, dict))):
+                self._nested((extra.name,), extra.value)
+            else:
+                left.append(extra.name)
+        if self._index.step is not None and not is_ours:
+            self._value((STEP,), self._index.step)
+        if left:
+            names = ", ".join(sorted(set(left)))
+            self.notes.append(f"torch's checkpoints have no place for these extras, left out: {names}")
+
+    def _nested(self, path: tuple[object, ...], value: object) -> None:
+        """A value of a state dict: dicts are taken apart, as torch does it (`_nested_dict.py`)."""
+        if isinstance(value, dict):
+            for key, own in value.items():
+                self._nested((*path, key), own)
+        elif isinstance(value, TensorRef):
+            chunk = NewChunk(offsets=(0,) * len(value.shape), sizes=value.shape, ref=value, rank=self._next_rank())
+            self._put(path, value.dtype, value.shape, [chunk])
+        else:
+            self._value(path, value)
+
+    def _value(self, path: tuple[object, ...], value: object) -> None:
+        self.out.value(_key(path), value, rank=0)
+        self.out.path(_key(path), path)
+
+    def _put(self, path: tuple[object, ...], dtype: DType, shape: tuple[int, ...], chunks: list[NewChunk]) -> None:
+        self.out.tensor(_key(path), dtype, shape, chunks)
+        self.out.path(_key(path), path)
+
+    def _state(self, path: tuple[object, ...], atom: AtomIndex, name: str) -> None:
+        state = atom.states[name]
+        if atom.is_count(name):
+            self._count(path, name, state)
+            return
+        kept = atom.kind is Kind.BUFFER or not state.dtype.is_floating
+        dtype = state.dtype if kept else self._dtypes.get(name, state.dtype)
+        if dtype is not state.dtype:
+            self.casts[f"{name}: {state.dtype} -> {dtype}"] += 1
+        self._put(path, dtype, state.global_shape, list(self._chunks(atom.name, name, state, dtype)))
+
+    def _count(self, path: tuple[object, ...], name: str, state: StateIndex) -> None:
+        """A number of the whole parameter: 0-d, and float32 where it is `step`, as torch keeps it."""
+        dtype = DType.FLOAT32 if name == STEP else state.dtype
+        data = _number(self._prober, state, dtype)
+        if dtype is not state.dtype:
+            self.casts[f"{name}: {state.dtype} -> {dtype}"] += 1
+        self._put(path, dtype, (), [NewChunk(offsets=(), sizes=(), data=data, rank=self._next_rank())])
+
+    def _chunks(self, param: str, name: str, state: StateIndex, dtype: DType) -> Iterator[NewChunk]:
+        """One chunk per rank that holds elements; of what FSDP does not cut, one in any file."""
+        shape = state.global_shape
+        layout = self._layout if shape and param in self._index.atoms else Layout()
+        for coords in layout.ranks():
+            for own in place(layout, shape, coords=coords):
+                if own.box.numel or not shape:
+                    rank = coords.get("dp_shard", -1)
+                    yield NewChunk(
+                        offsets=own.box.offsets,
+                        sizes=own.box.sizes,
+                        parts=(Part(offset=0, slice=_slice(param, name, dtype, own.box)),),
+                        rank=rank if rank >= 0 else self._next_rank(),
+                    )
+
+    def _next_rank(self) -> int:
+        """Rank whose file the next small item lies in: each in turn."""
+        self._turn += 1
+        return (self._turn - 1) % self._ranks
+
+
+def _slice(param: str, state: str, dtype: DType, box: Box) -> Slice:
+    pair = RegionPair(box, Box.whole(box.sizes))
+    return Slice(param=param, state=state, dtype=dtype, pairs=(pair,), local_shape=box.sizes, start=0, stop=box.numel)
+
+
+def _key(path: tuple[object, ...]) -> str:
+    """The flat key of a path, as torch joins it."""
+    return ".".join(map(str, path))
+
+
+def _group_notes(index: Index) -> Iterator[str]:
+    """What torch asks for and the source does not have."""
+    if any("initial_lr" not in group.hyper for group in index.groups):
+        yield "no initial_lr in the source: the current lr is written, which schedulers do not read again"
+    bare = [name for group in index.groups for name in group.params if len(index.atoms[name].states) == 1]
+    if bare:
+        yield (
+            f"{counted(len(bare), 'trained parameter')} without optimizer states, such as {bare[0]}: "
+            "torch.distributed.checkpoint.load stops at a state that it asks for and does not find; load with "
+            "DefaultLoadPlanner(allow_partial_load=True)"
+        )
+
+
+def _settings(group: ParamGroup) -> dict[str, object]:
+    """Settings of a group, and those of torch's optimizers that it lacks.
+
+    A group has `initial_lr` once a scheduler is made; schedulers have it in their own state (`base_lrs`) besides.
+    """
+    own = {
+        key: tuple(value) if key == "betas" and isinstance(value, list) else value for key, value in group.hyper.items()
+    }
+    defaults = {**(_ADAMW if "betas" in own else {}), **({"initial_lr": own["lr"]} if "lr" in own else {})}
+    return {**{key: value for key, value in defaults.items() if key not in own}, **own}
+
+
+def _number(prober: Prober, state: StateIndex, dtype: DType) -> bytes:
+    """The one element of a state, in another type where it is another."""
+    ref = state.fragments[0].ref
+    data = ref.data if isinstance(ref, InlineTensor) else prober.window(ref, 0, 1)
+    if state.dtype is dtype:
+        return bytes(data)
+    form = {DType.INT64: "<q", DType.INT32: "<i", DType.FLOAT64: "<d", DType.FLOAT32: "<f"}[state.dtype]
+    return pack("<f", unpack(form, data)[0])

@@ -1,0 +1,93 @@
+"""What `--to dcp` writes, read by torch itself: keys, paths, values and elements of its own checkpoints come back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+import ucp
+from ucp.errors import UsageError
+
+ROOT = Path(__file__).parents[2] / "fixtures"
+TORCH = sorted(path.parents[1].name for path in (ROOT / "torch").glob("*/checkpoint/.metadata"))
+STYLES = {"nested": "nested", "flattened": "flattened", "torchtitan": "torchtitan", "raw": "nested"}
+
+
+def by_torch(folder: Path) -> dict[str, Any]:
+    """The nested dict that torch reads, without a process group."""
+    state: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner()
+    _load_state_dict(state, storage_reader=FileSystemReader(folder), planner=planner, no_dist=True)
+    return state
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return a == b
+
+
+@pytest.mark.parametrize("case", TORCH)
+def test_torch_reads_what_it_wrote_itself(case: str, tmp_path: Path) -> None:
+    source = ROOT / "torch" / case / "checkpoint"
+    style = json.loads((source.parent / "truth.json").read_text())["case"]["style"]
+    ucp.convert(source, tmp_path / "out", to="dcp", topology="dp=3", settings={"style": STYLES[style]})
+    wanted, found = by_torch(source), by_torch(tmp_path / "out")
+    if style == "raw":  # numbers become names
+        wanted.pop("optimizer"), found.pop("optimizer")
+        wanted["model"] = {key.removeprefix("_orig_mod."): own for key, own in wanted["model"].items()}
+    if style == "nested":
+        for groups in (wanted["optimizer"]["param_groups"], found["optimizer"]["param_groups"]):
+            groups.sort(key=lambda group: group["weight_decay"])
+    assert same(wanted, found)
+
+
+def test_a_checkpoint_of_deepspeed_has_all_keys_that_torch_asks_for(tmp_path: Path) -> None:
+    source = ROOT / "deepspeed" / "z3-dp4-fp32"
+    ucp.convert(source / "checkpoint", tmp_path / "out", to="dcp", topology="dp=2")
+    found, kept = by_torch(tmp_path / "out"), by_torch(ROOT / "torch" / "fsdp2-dp4" / "checkpoint")
+    assert kept["model"].keys() <= found["model"].keys()
+    assert kept["optimizer"]["param_groups"][0].keys() == found["optimizer"]["param_groups"][0].keys()
+    truth = load_file(source / "truth.safetensors")
+    for name, states in found["optimizer"]["state"].items():
+        assert states["step"].dtype == torch.float32
+        assert states["step"].shape == ()
+        for state in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(states[state], truth[f"{name}/{state}"])
+        assert torch.equal(found["model"][name], truth[f"{name}/weight"])
+
+
+def test_every_rank_has_one_chunk_of_what_it_loads(tmp_path: Path) -> None:
+    ucp.convert(ROOT / "torch" / "ddp-dp2" / "checkpoint", tmp_path / "out", to="dcp", topology="dp=4")
+    metadata = FileSystemReader(tmp_path / "out").read_metadata()
+    chunks = metadata.state_dict_metadata["model.l1.weight"].chunks
+    assert [tuple(own.sizes) for own in chunks] == [(4, 7), (4, 7), (4, 7), (1, 7)]
+    files = {
+        tuple(index.offset): info.relative_path
+        for index, info in metadata.storage_data.items()
+        if index.fqn == "model.l1.weight"
+    }
+    assert files == {(4 * rank, 0): f"__{rank}_0.distcp" for rank in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"settings": {"style": "keras"}}, "style=nested"),
+        ({"settings": {"stile": "nested"}}, "style"),
+        ({"compress": True}, "compress"),
+    ],
+)
+def test_what_torch_cannot_have_is_refused(options: dict[str, Any], match: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=match):
+        ucp.convert(ROOT / "torch" / "ddp-dp2" / "checkpoint", tmp_path / "out", to="dcp", **options)
