@@ -43,9 +43,11 @@ _ADAMW: Mapping[str, object] = {
     "capturable": False,
     "differentiable": False,
     "fused": None,
-    "decoupled_weight_decay": True,
 }
-"""Settings of torch's AdamW that other frameworks do not have."""
+"""Settings of torch's Adam and AdamW that other frameworks do not have."""
+
+_DECOUPLED = "decoupled_weight_decay"
+"""The one of them that tells AdamW from Adam."""
 
 
 class DcpTarget:
@@ -85,12 +87,13 @@ def _checked_style(options: TargetOptions) -> str:
         raise UsageError("torch reads no compressed items; drop --compress")
     if options.layout:
         raise UsageError(f"the target dcp has one layout; got {options.layout!r}. Keys are chosen with --set style=...")
-    unknown = sorted(set(options.settings) - {"style"})
-    style = options.settings.get("style", _STYLES[0])
-    if unknown or style not in _STYLES:
-        got = f"style={style}" if style not in _STYLES else ", ".join(unknown)
-        raise UsageError(f"expected --set style={'|'.join(_STYLES)}; got {got}")
-    return style
+    known = {"style": _STYLES, _DECOUPLED: ("true", "false")}
+    for key, value in options.settings.items():
+        if key not in known:
+            raise UsageError(f"expected --set with one of {', '.join(known)}; got {key}")
+        if value not in known[key]:
+            raise UsageError(f"expected --set {key}={'|'.join(known[key])}; got {value}")
+    return options.settings.get("style", _STYLES[0])
 
 
 class _Drafting:
@@ -100,6 +103,7 @@ class _Drafting:
         self._index = index
         self._dtypes = {state: DType(name) for state, name in options.dtypes.items()}
         self._style = style
+        self._decoupled = options.settings.get(_DECOUPLED)
         self._ranks = ranks
         self._layout = Layout((AxisLayout("dp_shard", ranks, pattern("chunk", dim=0)),) if ranks > 1 else ())
         self._prober = prober
@@ -126,9 +130,14 @@ class _Drafting:
         for number, group in enumerate(self._index.groups):
             self._group(number, group, is_flat=is_flat)
         self.notes += _group_notes(self._index)
+        if self._decoupled is None and any(_is_adam(own) and _DECOUPLED not in own.hyper for own in self._index.groups):
+            self.notes.append(
+                f"the source does not say whether weight decay is decoupled: written as AdamW has it. For Adam pass "
+                f"--set {_DECOUPLED}=false"
+            )
 
     def _group(self, number: int, group: ParamGroup, *, is_flat: bool) -> None:
-        settings = _settings(group)
+        settings = _settings(group, is_decoupled=self._decoupled != "false")
         if not is_flat:
             for key, value in (*settings.items(), ("params", list(group.params))):
                 self._value(("optimizer", "param_groups", number, key), value)
@@ -221,6 +230,10 @@ def _key(path: tuple[object, ...]) -> str:
     return ".".join(map(str, path))
 
 
+def _is_adam(group: ParamGroup) -> bool:
+    return "betas" in group.hyper
+
+
 def _group_notes(index: Index) -> Iterator[str]:
     """What torch asks for and the source does not have."""
     if any("initial_lr" not in group.hyper for group in index.groups):
@@ -234,7 +247,7 @@ def _group_notes(index: Index) -> Iterator[str]:
         )
 
 
-def _settings(group: ParamGroup) -> dict[str, object]:
+def _settings(group: ParamGroup, *, is_decoupled: bool) -> dict[str, object]:
     """Settings of a group, and those of torch's optimizers that it lacks.
 
     A group has `initial_lr` once a scheduler is made; schedulers have it in their own state (`base_lrs`) besides.
@@ -242,7 +255,9 @@ def _settings(group: ParamGroup) -> dict[str, object]:
     own = {
         key: tuple(value) if key == "betas" and isinstance(value, list) else value for key, value in group.hyper.items()
     }
-    defaults = {**(_ADAMW if "betas" in own else {}), **({"initial_lr": own["lr"]} if "lr" in own else {})}
+    defaults = {**_ADAMW, _DECOUPLED: is_decoupled} if _is_adam(group) else {}
+    if "lr" in own:
+        defaults["initial_lr"] = own["lr"]
     return {**{key: value for key, value in defaults.items() if key not in own}, **own}
 
 
