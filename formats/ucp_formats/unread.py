@@ -37,6 +37,11 @@ _KINDS = (
         ("adapter_config.json", "adapter_model.*"),
         "Keep it as it is, since it is the same for every parallel layout, or merge it into its model with peft",
     ),
+    _Kind(
+        "a checkpoint of PyTorch FSDP, saved rank by rank",
+        ("pytorch_model_fsdp*", "model_world_size_*_rank_*.pt"),
+        "Load it in the job that wrote it and save it with torch.distributed.checkpoint",
+    ),
     _Kind("a Hugging Face model", ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin"), _WEIGHTS),
     _Kind("a GGUF model (llama.cpp)", ("*.gguf",), _WEIGHTS),
     _Kind(
@@ -45,11 +50,6 @@ _KINDS = (
         "Load it in JAX and save its arrays for the framework that is to go on with them",
     ),
     _Kind("a NeMo archive", ("*.nemo",), "Unpack it with tar and pass the folder with the weights in it"),
-    _Kind(
-        "a checkpoint of PyTorch FSDP or torch.distributed.checkpoint",
-        ("*.distcp", ".metadata", "pytorch_model_fsdp*", "model_world_size_*_rank_*.pt"),
-        "Load it in the job that wrote it and save it with DeepSpeed or Megatron",
-    ),
     _Kind(
         "a file of torch.save",
         ("*.pt", "*.pth", "*.bin", "*.ckpt"),

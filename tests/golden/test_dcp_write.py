@@ -85,6 +85,7 @@ def test_every_rank_has_one_chunk_of_what_it_loads(tmp_path: Path) -> None:
     [
         ({"settings": {"style": "keras"}}, "style=nested"),
         ({"settings": {"stile": "nested"}}, "style"),
+        ({"settings": {"decoupled_weight_decay": "yes"}}, "true|false"),
         ({"compress": True}, "compress"),
     ],
 )

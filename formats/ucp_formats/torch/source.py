@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ucp.contract.protocols import Evidence
+from ucp.contract.protocols import Evidence, Format
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
@@ -22,9 +22,9 @@ from ucp.core.region import Box
 from ucp.core.tensor import Record
 from ucp.errors import counted, listed
 from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, read_dcp
+from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.folder import names_in
 from ucp.io.identity import size_and_time
-from ucp.io.pickle.collection import no_cycle_collection
 from ucp_formats.torch.locate import Located, locate, rank_of, step_in, the_folder
 from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of
 from ucp_formats.torch.state_dict import Leaf, Parts, sorted_out
@@ -34,7 +34,7 @@ __all__ = ["DcpFormat"]
 _STEPS = ("step", "global_step", "iteration")
 
 
-class DcpFormat:
+class DcpFormat(Format):
     """Format `dcp`."""
 
     name = "dcp"

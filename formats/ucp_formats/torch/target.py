@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from struct import pack, unpack
 
+from ucp.contract.protocols import Target
 from ucp.contract.registry import pattern
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex, check_weights
@@ -49,12 +50,17 @@ _ADAMW: Mapping[str, object] = {
 _DECOUPLED = "decoupled_weight_decay"
 """The one of them that tells AdamW from Adam."""
 
+_SETTINGS = {
+    "style": f"keys of the state dict: {', '.join(_STYLES)}",
+    _DECOUPLED: "true for AdamW, false for Adam, where the source does not say",
+}
 
-class DcpTarget:
+
+class DcpTarget(Target):
     """Target `dcp`."""
 
     name = "dcp"
-    takes_settings = True
+    settings = _SETTINGS
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files for the ranks of `topology`; by default those of the source. Raises UsageError, MissingStateError."""
@@ -87,12 +93,10 @@ def _checked_style(options: TargetOptions) -> str:
         raise UsageError("torch reads no compressed items; drop --compress")
     if options.layout:
         raise UsageError(f"the target dcp has one layout; got {options.layout!r}. Keys are chosen with --set style=...")
-    known = {"style": _STYLES, _DECOUPLED: ("true", "false")}
+    choices = {"style": _STYLES, _DECOUPLED: ("true", "false")}
     for key, value in options.settings.items():
-        if key not in known:
-            raise UsageError(f"expected --set with one of {', '.join(known)}; got {key}")
-        if value not in known[key]:
-            raise UsageError(f"expected --set {key}={'|'.join(known[key])}; got {value}")
+        if value not in choices[key]:
+            raise UsageError(f"expected --set {key}={'|'.join(choices[key])}; got {value}")
     return options.settings.get("style", _STYLES[0])
 
 
