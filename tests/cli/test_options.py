@@ -53,7 +53,7 @@ def test_what_is_no_amount_of_memory(text: str) -> None:
         (["--dtype", "weight=int3"], "expected STATE=DTYPE with a dtype of"),
         (["--dtype", "weight=bf16", "--dtype", "weight=fp16"], "given twice for weight"),
         (["--layout", "round"], "has the layouts packed, per-parameter, virtual"),
-        (["--to", "nothing"], "expected one of the targets deepspeed"),
+        (["--to", "nothing"], "expected one of the targets dcp, deepspeed"),
         (["--virtual", "--layout", "packed"], "--virtual"),
         (["--include", "nothing.at.all"], "no parameter matches 'nothing.at.all'"),
         (["--include", "l1"], "globs are of the whole name: '*l1*' matches l1."),

@@ -91,8 +91,6 @@ class DcpTarget(Target):
 def _checked_style(options: TargetOptions) -> str:
     if options.compress:
         raise UsageError("torch reads no compressed items; drop --compress")
-    if options.layout:
-        raise UsageError(f"the target dcp has one layout; got {options.layout!r}. Keys are chosen with --set style=...")
     choices = {"style": _STYLES, _DECOUPLED: ("true", "false")}
     for key, value in options.settings.items():
         if value not in choices[key]:
