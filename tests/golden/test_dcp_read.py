@@ -100,6 +100,7 @@ def test_ties_buffers_and_frozen_parameters(case: str) -> None:
     index = index_of(case)
     assert index.aliases == {"head.weight": "emb.weight"}
     assert index.atoms["frozen.weight"].kind is Kind.FROZEN
+    assert index.atoms["drift"].kind is (Kind.FROZEN if case.startswith("ddp") else Kind.BUFFER)
     assert index.atoms["num_steps"].kind is Kind.BUFFER
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ucp.contract.protocols import Evidence, Format
-from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
 from ucp.core.layout import Layout
@@ -143,10 +142,19 @@ class _Reading:
         return AtomIndex(
             name=name,
             global_shape=weight.global_shape,
-            kind=Kind.PARAMETER if name in in_groups or not self._saved.groups else _untrained(weight.dtype),
+            kind=Kind.PARAMETER if name in in_groups or not self._saved.groups else self._untrained(weight),
             states={WEIGHT: weight, **states},
             layout=self._mesh.layouts.get(name, Layout()),
         )
+
+    def _untrained(self, weight: StateIndex) -> Kind:
+        """Kind of a tensor that is in no group of the optimizer: FSDP cuts parameters, and no buffers."""
+        is_whole = len(weight.fragments) == 1 and (not weight.global_shape or weight.global_shape[0] > 1)
+        return Kind.BUFFER if (self._is_cut and is_whole) or not weight.dtype.is_floating else Kind.FROZEN
+
+    @property
+    def _is_cut(self) -> bool:
+        return any(axis.axis == "dp_shard" for layout in self._mesh.layouts.values() for axis in layout.axes)
 
     def _producer(self) -> str:
         version = next((own for part in self._parts if (own := part.dcp.metadata.facts.get("version"))), None)
@@ -169,7 +177,7 @@ class _Reading:
             names = listed(unplaced)
             yield f"{counted(len(unplaced), 'tensor')} cut by no pattern known here, read by their boxes:\n{names}"
         frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN]
-        if frozen:
+        if frozen and not self._is_cut:
             yield f"in no group of the optimizer, so frozen parameters or buffers:\n{listed(frozen)}"
         if aliases:
             shown = listed(f"{alias} = {name}" for alias, name in aliases.items())
@@ -197,11 +205,6 @@ def _state(leaf: Leaf) -> StateIndex:
 
 def _pieces(atom: AtomIndex) -> tuple[Fragment, ...]:
     return atom.states[WEIGHT].fragments
-
-
-def _untrained(dtype: DType) -> Kind:
-    """Kind of a tensor that is in no group of the optimizer."""
-    return Kind.FROZEN if dtype.is_floating else Kind.BUFFER
 
 
 def _form(tensor: StoredTensor) -> Hashable:
