@@ -32,7 +32,7 @@ RECORDED = (Cut, Pieces)
 
 def checkpoints() -> Iterator[Path]:
     """Every kept checkpoint that ranks of a framework wrote; universal folders know nothing of ranks."""
-    for kind in ("deepspeed", "megatron"):
+    for kind in ("deepspeed", "megatron", "torch"):
         for case in sorted((FIXTURES / kind).iterdir()):
             if (case / "checkpoint").is_dir() and case.name not in REFUSED:
                 yield case / "checkpoint"
@@ -81,9 +81,13 @@ def count(index: Index) -> Mapping[str, Counter[str]]:
     for name, atom in index.atoms.items():
         placed = is_placed(atom)
         laid = {axis.axis: axis for axis in atom.layout.every}
+        parts = {axis: own.parts for axis, own in laid.items()}
+        if "dp" not in laid:  # the split of HSDP, of which either may be 1
+            laid["dp"] = laid.get("dp_shard") or laid.get("dp_replicate")
+            parts["dp"] = parts.get("dp_shard", 1) * parts.get("dp_replicate", 1)
         for axis, degree in degrees(index, name).items():
             own = laid.get(axis)
-            fits = placed and own is not None and own.parts == degree
+            fits = placed and own is not None and parts[axis] == degree
             kind = "not placed" if not fits else "recorded" if isinstance(own.pattern, RECORDED) else "placed"
             found.setdefault(axis, Counter())[kind] += 1
     return found

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 
 import ucp
 from ucp.core.index import Index, Kind, check_cover
-from ucp.core.names import WEIGHT
 
 ROOT = Path(__file__).parents[2] / "fixtures" / "torch"
 REPORTS: dict[str, Any] = {path.parent.name: json.loads(path.read_text()) for path in ROOT.glob("*/truth.json")}
@@ -61,8 +60,9 @@ def test_degrees_and_layouts_are_found_in_the_boxes(case: str) -> None:
     own, index = REPORTS[case]["case"], index_of(case)
     assert (index.topology.dp, index.topology.tp, index.topology.pp) == (own["dp"] * own["shard"], own["tp"], own["pp"])
     for atom in index.atoms.values():
-        pieces = atom.states[WEIGHT].fragments
-        assert bool(atom.layout.axes) == (len(pieces) > 1), atom.name
+        degrees = {axis.axis: axis.parts for axis in atom.layout.axes}
+        wanted = {"pp": own["pp"], "dp_replicate": own["dp"], "tp": own["tp"], "dp_shard": own["shard"]}
+        assert degrees == {axis: parts for axis, parts in wanted.items() if parts > 1}
     assert not [note for note in index.notes if "no pattern" in note]
 
 

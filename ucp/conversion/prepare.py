@@ -18,13 +18,13 @@ from ucp.contract.state_gaps import gap_text, state_gaps, with_gaps
 from ucp.conversion.copied_ranks import copied_ranks
 from ucp.conversion.options import ConvertOptions, cores
 from ucp.conversion.replica_policy import Drift, resolve_drift
+from ucp.conversion.selection import DROP, part_warnings, selected, without_extras
 from ucp.conversion.zero_moments import ZeroMoments, check_moments
 from ucp.core.index import (
     TAG,
     AtomIndex,
     Extra,
     Index,
-    Loss,
     SourceFile,
     check_cover,
     check_doubts,
@@ -33,7 +33,7 @@ from ucp.core.index import (
 from ucp.core.names import WEIGHT, NameFilter
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
-from ucp.errors import FamilyError, IdleOptionError, MisfitError, UnsupportedError, UsageError, counted, listed
+from ucp.errors import FamilyError, IdleOptionError, MisfitError, UnsupportedError, UsageError, listed
 from ucp.io.identity import producer
 from ucp.transfer.tasks import BLOCK, Job, fit_workers, make_job
 
@@ -42,12 +42,6 @@ __all__ = ["Prepared", "Silent", "Survey", "index_as_told", "index_of", "judged"
 
 _PER_ATOM, _PER_STATE, _PER_PIECE = 4 << 10, 4 << 10, 1 << 10
 """Bytes of memory, at most, that a parameter, each of its states and each piece of these take until the end."""
-
-_DROP = "drop"
-"""Setting that every target takes: extras to leave out."""
-
-_SELECTION = "left out by --include/--exclude"
-"""Why a selection has no more."""
 
 
 class Silent:
@@ -162,7 +156,7 @@ def index_of(
     check_cover(index)
     check_names(index)
     index = judged(index)
-    return index if names is None else _selected(index, names)
+    return index if names is None else selected(index, names)
 
 
 def judged(index: Index) -> Index:
@@ -176,78 +170,6 @@ def index_as_told(path: Path, *, source: SourceOptions, unfinished: bool = False
         return index_of(path, source=source, unfinished=unfinished)
     except IdleOptionError:
         return index_of(path, unfinished=unfinished)
-
-
-def _selected(index: Index, names: NameFilter) -> Index:
-    """What `names` keeps of `index`. Raises UsageError when a glob matches nothing, or nothing is kept."""
-    if names == NameFilter():
-        return index
-    names.check_used((atom.name, state) for atom, state, _ in index.states())
-    atoms: dict[str, AtomIndex] = {}
-    for atom in index.atoms.values():
-        states = {name: state for name, state in atom.states.items() if names.keeps(atom.name, name)}
-        if states:
-            atoms[atom.name] = replace(atom, states=states)
-    if not atoms:
-        raise UsageError("--include and --exclude together leave nothing; `ucp plan` shows what a selection holds")
-    groups = tuple(replace(g, params=tuple(p for p in g.params if p in atoms)) for g in index.groups)
-    aliases = {alias: name for alias, name in index.aliases.items() if name in atoms}
-    left = _left_out(index, atoms)
-    dropped = (*index.dropped, f"{left}: {_SELECTION}") if left else index.dropped
-    return replace(
-        index,
-        atoms=atoms,
-        groups=groups,
-        aliases=aliases,
-        dropped=dropped,
-        lost=_lost(index, atoms),
-        unselected=index.unselected + len(index.atoms) - len(atoms),
-    )
-
-
-def _lost(index: Index, kept: Mapping[str, AtomIndex]) -> dict[str, Loss]:
-    """Of what parameters the selection `kept` has no states that it has of others, and what was lost before."""
-    lost = {name: loss for name, loss in index.lost.items() if name in kept}
-    held = {state for atom in kept.values() for state in atom.states}
-    for name, atom in kept.items():
-        states = [own for own in index.atoms[name].states if own in held and own not in atom.states]
-        if states and name not in lost:
-            why = f"{', '.join(states)} of these parameters, {_SELECTION} and kept of others: take them along"
-            lost[name] = Loss(why=why, chosen=True)
-    return lost
-
-
-def _left_out(index: Index, kept: Mapping[str, AtomIndex]) -> str:
-    """How much of `index` is not kept, in words; empty for nothing."""
-    whole = [atom for name, atom in index.atoms.items() if name not in kept]
-    states = sum(len(index.atoms[name].states) - len(atom.states) for name, atom in kept.items())
-    parts = [
-        f"{counted(len(whole), 'parameter')} of {len(index.atoms):,}" if whole else "",
-        f"{counted(states, 'state')} of {'the others' if whole else 'parameters'}" if states else "",
-    ]
-    return ", ".join(filter(None, parts))
-
-
-def _part_warnings(whole: Index, index: Index) -> Iterator[str]:
-    """What a framework will make of `index`, which was selected of `whole`, where it is a part of a model."""
-    if index.unselected:
-        part = f"{counted(index.unselected, 'parameter')} of {index.unselected + len(index.atoms):,}: {_SELECTION}"
-        yield (
-            f"a part of the model is written: {part}. A run of the whole model does not resume from it: "
-            "what is left out is missing when it loads, or stays as it was initialised. Drop --include and --exclude; "
-            "a part is kept as atoms (--to ucp)"
-        )
-    for state in dict.fromkeys(name for _, name, _ in index.states()):
-        had = [name for name in index.atoms if state in whole.atoms[name].states]
-        lacking = [name for name in had if state not in index.atoms[name].states]
-        if lacking:
-            yield (
-                f"{state} is left out of {counted(len(lacking), 'parameter')} and kept of {len(had) - len(lacking):,}: "
-                f"the optimizer starts afresh for {lacking[0]}{', ...' if len(lacking) > 1 else ''}, or continues from "
-                "zeros where parameters lie flat, and resumes for the others. Leave it out of all (--exclude '*/"
-                + state
-                + "'), or of none"
-            )
 
 
 def _gap_warnings(whole: Index, index: Index) -> Iterator[str]:
@@ -271,16 +193,16 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     read = index_as_told if chosen.takes_family(options.topology) else index_of
     whole = read(src, source=options.source)
     check_doubts(whole, options.accept)
-    index = _selected(whole, options.names)
+    index = selected(whole, options.names)
     warnings = (
         *(f"--accept {doubt.kind}: {doubt.text}" for doubt in whole.doubts),
         *_gap_warnings(whole, index),
-        *(() if chosen.takes_parts else _part_warnings(whole, index)),
+        *(() if chosen.takes_parts else part_warnings(whole, index)),
     )
     check_moments(whole, options.zero_moments, taken=index)
     index = resolve_drift(index, options.drift, observer or Silent(), memory=options.memory)
     _check_dtypes(index, options.target.dtypes)
-    index, settings = _dropped(index, options.target.settings)
+    index, settings = without_extras(index, options.target.settings)
     index = with_callables(index)
     _check_settings(chosen, index, settings)
     index = chosen_companions(_tagged(index, options.target.tag), options.companions)
@@ -353,35 +275,15 @@ def _check_dtypes(index: Index, dtypes: Mapping[str, str]) -> None:
         raise UsageError(f"no parameter has a state {', '.join(unknown)} to cast; there are {', '.join(known)}")
 
 
-def _dropped(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mapping[str, str]]:
-    """The index without the extras that --set drop=NAME,... names, and the other settings. Raises UsageError."""
-    if _DROP not in settings:
-        return index, settings
-    asked = settings[_DROP].split(",")
-    names = {extra.name: {extra.name, extra.name.partition("/")[0]} for extra in index.extras}
-    known = sorted(set().union(*names.values()))
-    unknown = [name for name in asked if name not in known]
-    if unknown:
-        raise UsageError(
-            f"expected extras of {index.path} to leave out (--set drop); it has no {', '.join(unknown)}, only "
-            f"{', '.join(known) or 'none'}"
-        )
-    left = [name for name, own in names.items() if own.intersection(asked)]
-    kept = tuple(extra for extra in index.extras if extra.name not in left)
-    lines = [f"{name}: not taken from the source, as asked (--set drop)" for name in left]
-    others = {name: text for name, text in settings.items() if name != _DROP}
-    return replace(index, extras=kept, dropped=(*index.dropped, *lines)), others
-
-
 def _check_settings(chosen: Target, index: Index, settings: Mapping[str, str]) -> None:
     """Raise UsageError naming settings that the target does not take, and those that it does."""
     known = [*chosen.settings, *chosen.source_settings(index)]
     unknown = [name for name in settings if name not in known]
     if not unknown:
         return
-    near = {name: get_close_matches(name, [*known, _DROP], 1) for name in unknown}
+    near = {name: get_close_matches(name, [*known, DROP], 1) for name in unknown}
     lines = listed(f"{name}{f': did you mean {own[0]}?' if own else ''}" for name, own in near.items())
-    takes = ", ".join([*chosen.settings, _DROP])
+    takes = ", ".join([*chosen.settings, DROP])
     recorded = ", and any argument that the source records" if len(known) > len(chosen.settings) else ""
     raise UsageError(f"the target {chosen.name} has no such setting (--set):\n{lines}\nIt takes {takes}{recorded}")
 

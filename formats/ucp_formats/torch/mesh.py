@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
 from ucp.contract.registry import pattern
 from ucp.core.layout import AxisLayout, Layout, place
@@ -41,6 +42,15 @@ class MeshLayouts:
     """Tensor to its layout; those are left out that the degrees do not place."""
 
 
+class _Degrees(NamedTuple):
+    """Ranks along each axis, outermost first."""
+
+    pp: int
+    replicate: int
+    tp: int
+    shard: int
+
+
 def mesh_of(tensors: Mapping[str, Boxes], holders: Mapping[str, set[int]], *, ranks: int) -> MeshLayouts:
     """The mesh of a run of `ranks` ranks.
 
@@ -49,53 +59,72 @@ def mesh_of(tensors: Mapping[str, Boxes], holders: Mapping[str, set[int]], *, ra
     """
     cut = {name: own for name, own in tensors.items() if len(own[1]) > 1}
     stages = _stages(holders[name] for name in cut)
-    if not cut or ranks % stages:
-        return MeshLayouts(topology=Topology(dp=ranks), layouts={})
-    best: tuple[int, int, dict[str, Layout]] = (1, 1, {})
-    for tp, shard in _degrees(ranks // stages):
-        found = {name: layout for name, own in cut.items() if (layout := _layout(own, tp, shard)) is not None}
-        if len(found) > len(best[2]):
-            best = (tp, shard, found)
-        if len(found) == len(cut):
+    if not cut or ranks % len(stages):
+        return MeshLayouts(topology=Topology(dp=ranks), layouts=_all_whole(tensors, ranks))
+    best, most = _Degrees(len(stages), ranks // len(stages), 1, 1), 0
+    for degrees in _degrees(ranks, len(stages)):
+        placed = sum(_layout(own, degrees, 0) is not None for own in cut.values())
+        if placed > most:
+            best, most = degrees, placed
+        if placed == len(cut):
             break
-    tp, _, layouts = best
-    return MeshLayouts(topology=Topology(dp=ranks // stages // tp, tp=tp, pp=stages), layouts=layouts)
+    stage_of = {rank: number for number, own in enumerate(stages) for rank in own}
+    found = {
+        name: layout
+        for name, own in tensors.items()
+        if (layout := _layout(own, best, stage_of.get(min(holders[name], default=0), 0))) is not None
+    }
+    dp = best.replicate * best.shard
+    return MeshLayouts(topology=Topology(dp=dp, tp=best.tp, pp=best.pp), layouts=found)
 
 
-def _degrees(ranks: int) -> Iterator[tuple[int, int]]:
-    """Tensor-parallel and sharding degrees that `ranks` allow, the fewest cuts by tensor parallelism first."""
-    for tp in range(1, ranks + 1):
-        for shard in range(ranks // tp, 0, -1) if ranks % tp == 0 else ():
-            if (ranks // tp) % shard == 0:
-                yield tp, shard
+def _all_whole(tensors: Mapping[str, Boxes], ranks: int) -> dict[str, Layout]:
+    """Layouts of a run in which every rank has every tensor whole (DDP)."""
+    axes = (AxisLayout("dp_replicate", ranks, pattern("replicate"), KNOWN_FROM),) if ranks > 1 else ()
+    return dict.fromkeys((name for name, (_, boxes) in tensors.items() if len(boxes) == 1), Layout(axes))
 
 
-def _stages(holders: Iterable[set[int]]) -> int:
-    """Into how many sets of ranks, of one size, the ranks fall that hold parts of the same tensors."""
+def _degrees(ranks: int, stages: int) -> Iterator[_Degrees]:
+    """Degrees that `ranks` allow, the fewest cuts by tensor parallelism first."""
+    each = ranks // stages
+    for tp in range(1, each + 1):
+        for shard in range(each // tp, 0, -1) if each % tp == 0 else ():
+            if (each // tp) % shard == 0:
+                yield _Degrees(stages, each // tp // shard, tp, shard)
+
+
+def _stages(holders: Iterable[set[int]]) -> list[set[int]]:
+    """The sets of ranks, of one size, into which the ranks fall that hold parts of the same tensors."""
     groups: list[set[int]] = []
     for own in holders:
         joined = [group for group in groups if group & own]
         groups = [group for group in groups if not group & own] + [own.union(*joined)]
-    return len(groups) if len({len(group) for group in groups}) == 1 else 1
+    is_even = len({len(group) for group in groups}) == 1
+    return sorted(groups, key=min) if is_even else [set().union(*groups)]
 
 
-def _layout(boxes: Boxes, tp: int, shard: int) -> Layout | None:
+def _layout(boxes: Boxes, degrees: _Degrees, stage: int) -> Layout | None:
     """The layout whose parts are just the boxes recorded; None where these degrees have none."""
     shape, held = boxes
     wanted = frozenset(held)
-    dims = [None, *range(len(shape))] if tp > 1 else [None]
-    for dim, is_sharded in product(dims, (True, False) if shard > 1 else (False,)):
-        layout = _made(dim, tp, shard if is_sharded else 1)
-        if layout.axes and wanted == _placed(layout, shape):
+    dims = [None, *range(len(shape))] if degrees.tp > 1 else [None]
+    for dim, is_sharded in product(dims, (True, False) if degrees.shard > 1 and shape else (False,)):
+        layout = _made(degrees, stage, dim, is_sharded)
+        if wanted == _placed(layout, shape):
             return layout
     return None
 
 
 @lru_cache(maxsize=4096)
-def _made(dim: int | None, tp: int, shard: int) -> Layout:
-    axes = [AxisLayout("tp", tp, pattern("chunk", dim=dim), KNOWN_FROM)] if dim is not None else []
-    axes += [AxisLayout("dp_shard", shard, pattern("chunk", dim=0), KNOWN_FROM)] if shard > 1 else []
-    return Layout(tuple(axes))
+def _made(degrees: _Degrees, stage: int, dim: int | None, is_sharded: bool) -> Layout:  # noqa: FBT001  # cached
+    whole = pattern("replicate")
+    axes = (
+        AxisLayout("pp", degrees.pp, pattern("unique", owner=stage), KNOWN_FROM),
+        AxisLayout("dp_replicate", degrees.replicate, whole, KNOWN_FROM),
+        AxisLayout("tp", degrees.tp, whole if dim is None else pattern("chunk", dim=dim), KNOWN_FROM),
+        AxisLayout("dp_shard", degrees.shard, pattern("chunk", dim=0) if is_sharded else whole, KNOWN_FROM),
+    )
+    return Layout(tuple(axis for axis in axes if axis.parts > 1))
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,110 @@
+"""What of a source is taken: parameters and states by --include and --exclude, extras by --set drop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from ucp.core.index import AtomIndex, Index, Loss
+from ucp.core.names import NameFilter
+from ucp.errors import UsageError, counted
+
+__all__ = ["DROP", "part_warnings", "selected", "without_extras"]
+
+DROP = "drop"
+"""Setting that every target takes: extras to leave out."""
+
+_SELECTION = "left out by --include/--exclude"
+"""Why a selection has no more."""
+
+
+def selected(index: Index, names: NameFilter) -> Index:
+    """What `names` keeps of `index`. Raises UsageError when a glob matches nothing, or nothing is kept."""
+    if names == NameFilter():
+        return index
+    names.check_used((atom.name, state) for atom, state, _ in index.states())
+    atoms: dict[str, AtomIndex] = {}
+    for atom in index.atoms.values():
+        states = {name: state for name, state in atom.states.items() if names.keeps(atom.name, name)}
+        if states:
+            atoms[atom.name] = replace(atom, states=states)
+    if not atoms:
+        raise UsageError("--include and --exclude together leave nothing; `ucp plan` shows what a selection holds")
+    groups = tuple(replace(g, params=tuple(p for p in g.params if p in atoms)) for g in index.groups)
+    aliases = {alias: name for alias, name in index.aliases.items() if name in atoms}
+    left = _left_out(index, atoms)
+    dropped = (*index.dropped, f"{left}: {_SELECTION}") if left else index.dropped
+    return replace(
+        index,
+        atoms=atoms,
+        groups=groups,
+        aliases=aliases,
+        dropped=dropped,
+        lost=_lost(index, atoms),
+        unselected=index.unselected + len(index.atoms) - len(atoms),
+    )
+
+
+def _lost(index: Index, kept: Mapping[str, AtomIndex]) -> dict[str, Loss]:
+    """Of what parameters the selection `kept` has no states that it has of others, and what was lost before."""
+    lost = {name: loss for name, loss in index.lost.items() if name in kept}
+    held = {state for atom in kept.values() for state in atom.states}
+    for name, atom in kept.items():
+        states = [own for own in index.atoms[name].states if own in held and own not in atom.states]
+        if states and name not in lost:
+            why = f"{', '.join(states)} of these parameters, {_SELECTION} and kept of others: take them along"
+            lost[name] = Loss(why=why, chosen=True)
+    return lost
+
+
+def _left_out(index: Index, kept: Mapping[str, AtomIndex]) -> str:
+    """How much of `index` is not kept, in words; empty for nothing."""
+    whole = [atom for name, atom in index.atoms.items() if name not in kept]
+    states = sum(len(index.atoms[name].states) - len(atom.states) for name, atom in kept.items())
+    parts = [
+        f"{counted(len(whole), 'parameter')} of {len(index.atoms):,}" if whole else "",
+        f"{counted(states, 'state')} of {'the others' if whole else 'parameters'}" if states else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def part_warnings(whole: Index, index: Index) -> Iterator[str]:
+    """What a framework will make of `index`, which was selected of `whole`, where it is a part of a model."""
+    if index.unselected:
+        part = f"{counted(index.unselected, 'parameter')} of {index.unselected + len(index.atoms):,}: {_SELECTION}"
+        yield (
+            f"a part of the model is written: {part}. A run of the whole model does not resume from it: "
+            "what is left out is missing when it loads, or stays as it was initialised. Drop --include and --exclude; "
+            "a part is kept as atoms (--to ucp)"
+        )
+    for state in dict.fromkeys(name for _, name, _ in index.states()):
+        had = [name for name in index.atoms if state in whole.atoms[name].states]
+        lacking = [name for name in had if state not in index.atoms[name].states]
+        if lacking:
+            yield (
+                f"{state} is left out of {counted(len(lacking), 'parameter')} and kept of {len(had) - len(lacking):,}: "
+                f"the optimizer starts afresh for {lacking[0]}{', ...' if len(lacking) > 1 else ''}, or continues from "
+                "zeros where parameters lie flat, and resumes for the others. Leave it out of all (--exclude '*/"
+                + state
+                + "'), or of none"
+            )
+
+
+def without_extras(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mapping[str, str]]:
+    """The index without the extras that --set drop=NAME,... names, and the other settings. Raises UsageError."""
+    if DROP not in settings:
+        return index, settings
+    asked = settings[DROP].split(",")
+    names = {extra.name: {extra.name, extra.name.partition("/")[0]} for extra in index.extras}
+    known = sorted(set().union(*names.values()))
+    unknown = [name for name in asked if name not in known]
+    if unknown:
+        raise UsageError(
+            f"expected extras of {index.path} to leave out (--set drop); it has no {', '.join(unknown)}, only "
+            f"{', '.join(known) or 'none'}"
+        )
+    left = [name for name, own in names.items() if own.intersection(asked)]
+    kept = tuple(extra for extra in index.extras if extra.name not in left)
+    lines = [f"{name}: not taken from the source, as asked (--set drop)" for name in left]
+    others = {name: text for name, text in settings.items() if name != DROP}
+    return replace(index, extras=kept, dropped=(*index.dropped, *lines)), others
