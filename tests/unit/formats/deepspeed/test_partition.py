@@ -1,4 +1,4 @@
-"""What is common to all ranks in DeepSpeed's flat tensors; tests/property/test_deepspeed_layout.py has the rest."""
+"""What is common to all ranks in DeepSpeed's flat tensors; see `test_deepspeed_layout.py`."""
 
 from __future__ import annotations
 

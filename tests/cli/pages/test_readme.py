@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.conftest import Run
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SPENT = re.compile(r"in [\d.]+ s \([\d.]+ \w+/s\)|(?<=index: )2 files of [\d.]+ \w+")
 """What is not the same twice: durations, and the file that holds the name of the folder."""
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 
 import ucp
-from tests.golden.test_deepspeed_read import as_float32, bits, filled, gathered
+from tests.golden.deepspeed.test_deepspeed_read import as_float32, bits, filled, gathered
 from ucp.checks.propose import propose
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, check_cover
@@ -29,7 +29,7 @@ from ucp.core.tensor import TensorRef
 from ucp.io.safetensors import read_header
 from ucp.io.torch_file.archive import read_archive
 
-ROOT = Path(__file__).parents[2] / "fixtures" / "deepspeed"
+ROOT = Path(__file__).parents[3] / "fixtures" / "deepspeed"
 CASES = sorted(path.name for path in ROOT.iterdir() if list(path.glob("truth-*.json")))
 CONVERTED = [name for name in CASES if (ROOT / name / "universal").is_dir()]
 EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d+)(\..*)")

@@ -11,7 +11,7 @@ from torch import nn
 import ucp
 from ucp.errors import FamilyError, NoSuchNameError, UsageError
 
-CHECKPOINT = Path(__file__).resolve().parents[2] / "fixtures" / "megatron" / "gpt-tp2-pp2-torch" / "checkpoint"
+CHECKPOINT = Path(__file__).resolve().parents[3] / "fixtures" / "megatron" / "gpt-tp2-pp2-torch" / "checkpoint"
 FUSED = "decoder.layers.0.self_attention.linear_qkv.weight"
 OWN = """
 name = "mine"

@@ -14,7 +14,7 @@ from textwrap import dedent
 
 import pytest
 
-FIXTURE = Path(__file__).parents[2] / "fixtures" / "megatron" / "gpt-tp2-pp2-torch" / "checkpoint"
+FIXTURE = Path(__file__).parents[3] / "fixtures" / "megatron" / "gpt-tp2-pp2-torch" / "checkpoint"
 PACKAGE = dedent('''
     """Rows dealt to the parts in blocks, like cards."""
 

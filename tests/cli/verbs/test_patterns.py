@@ -13,7 +13,7 @@ import pytest
 from tests.cli.conftest import Run
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "json.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "json.md"
 
 HIDDEN, FFN, LAYERS = 4, 6, 2
 
@@ -212,7 +212,7 @@ def test_a_mistake_in_ones_own_rules_is_wrong_usage(ucp: Run, llama: Path, tmp_p
     assert "did you mean 'shard'?" in message
 
 
-SHARDED = Path(__file__).parents[2] / "fixtures/megatron/llama-tp2-pp2-dp2-full/checkpoint"
+SHARDED = Path(__file__).parents[3] / "fixtures/megatron/llama-tp2-pp2-dp2-full/checkpoint"
 
 
 def test_infer_proposes_a_rules_file(ucp: Run) -> None:

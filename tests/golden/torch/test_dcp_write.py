@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 import ucp
 from ucp.errors import UsageError
 
-ROOT = Path(__file__).parents[2] / "fixtures"
+ROOT = Path(__file__).parents[3] / "fixtures"
 TORCH = sorted(path.parents[1].name for path in (ROOT / "torch").glob("*/checkpoint/.metadata"))
 STYLES = {"nested": "nested", "flattened": "flattened", "torchtitan": "torchtitan", "raw": "nested"}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CHECKPOINT = ROOT / "fixtures/deepspeed/z2-dp2-client-state/checkpoint"
 BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 REMARK = re.compile(r"\s+# ([\[({'\"\d].*|True|False|None)$")

@@ -20,7 +20,7 @@ from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.safetensors import read_header
 from ucp.io.torch_file.archive import read_archive
 
-ROOT = Path(__file__).parents[2] / "fixtures" / "deepspeed"
+ROOT = Path(__file__).parents[3] / "fixtures" / "deepspeed"
 REFUSED = {
     "z1-dp2-elastic/checkpoint": "elastic_checkpoint",
 }

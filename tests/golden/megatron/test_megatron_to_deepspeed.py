@@ -10,7 +10,7 @@ import torch
 import ucp
 from ucp.errors import MissingStateError
 
-FIXTURES = Path(__file__).parents[2] / "fixtures" / "megatron"
+FIXTURES = Path(__file__).parents[3] / "fixtures" / "megatron"
 LLAMA = FIXTURES / "llama-tp2-pp2-dp2-full" / "checkpoint"
 SHIFTED = FIXTURES / "gpt-tp2-pp2-dp2-full" / "checkpoint"
 """Its tied embedding has a master and moments that megatron-core wrote shifted."""

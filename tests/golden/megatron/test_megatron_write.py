@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ucp.api import convert
 
-ROOT = Path(__file__).parents[2] / "fixtures" / "megatron"
+ROOT = Path(__file__).parents[3] / "fixtures" / "megatron"
 PAIRS = [
     ("llama-tp2-dp2-dp", "llama-tp2-pp2-dp2-torch-zero", "tp=2,pp=2,dp=2", {}),
     ("llama-tp2-pp2-dp2-full", "llama-pp2-vpp2-dp2-torch-zero", "pp=2,vpp=2,dp=2", {}),

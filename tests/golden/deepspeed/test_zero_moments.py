@@ -17,7 +17,7 @@ from torch import nn
 import ucp
 from ucp.errors import MalformedError
 
-ROOT = Path(__file__).parents[2] / "fixtures"
+ROOT = Path(__file__).parents[3] / "fixtures"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

@@ -17,7 +17,7 @@ from ucp.core.slices import Locator, resolve, whole_slice
 from ucp.transfer.drift import drift
 from ucp.transfer.gather import Gatherer, Sources
 
-ROOT = Path(__file__).parents[2] / "fixtures" / "megatron"
+ROOT = Path(__file__).parents[3] / "fixtures" / "megatron"
 CASES = sorted(
     path.parent.name for path in ROOT.glob("*/case.json") if json.loads(path.read_text())["format"] == "torch"
 )

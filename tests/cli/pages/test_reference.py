@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ucp_cli.reference import page
 
-DOCS = Path(__file__).parents[2] / "docs" / "reference"
+DOCS = Path(__file__).parents[3] / "docs" / "reference"
 
 
 def test_the_page_is_up_to_date() -> None:

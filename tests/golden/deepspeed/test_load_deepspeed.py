@@ -16,7 +16,7 @@ import ucp
 from ucp.errors import CorruptError, LoadError
 from ucp.live.load import load_into
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
+FIXTURES = Path(__file__).parents[3] / "fixtures"
 ROOT = FIXTURES / "deepspeed"
 sys.path.insert(0, str(FIXTURES / "make" / "deepspeed"))
 

@@ -10,7 +10,7 @@ import pytest
 import ucp
 from ucp.errors import UnsupportedError
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspeed"
+FIXTURES = Path(__file__).resolve().parents[3] / "fixtures" / "deepspeed"
 
 REFUSED = {"z1-dp2-elastic"}
 """Beside those of pipeline, tensor and expert parallelism."""

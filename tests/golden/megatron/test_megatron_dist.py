@@ -26,7 +26,7 @@ from ucp.transfer.compare import compare_copies, scan_records
 from ucp.transfer.differences import compare
 from ucp.transfer.gather import Gatherer, Sources
 
-ROOT = Path(__file__).parents[2] / "fixtures" / "megatron"
+ROOT = Path(__file__).parents[3] / "fixtures" / "megatron"
 REPORTS = {path.parent.name: json.loads(path.read_text()) for path in sorted(ROOT.glob("*/case.json"))}
 CASES = [name for name, report in REPORTS.items() if report["format"] == "torch_dist"]
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -16,7 +16,7 @@ import ucp
 from ucp.errors import FamilyError, IdleOptionError, TopologyError, UcpError, UnsupportedError
 from ucp.io.torch_file.archive import read_archive
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspeed"
+FIXTURES = Path(__file__).resolve().parents[3] / "fixtures" / "deepspeed"
 
 TARGETS: dict[str, Sequence[str]] = {
     "z1-pp2-tp2-dp2-bf16": ("dp=2,tp=2,pp=2,zero=1", "dp=1,pp=2,zero=1", "dp=3,tp=4,zero=1", "dp=1,tp=4,pp=4,zero=1"),

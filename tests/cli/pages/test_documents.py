@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.cli.conftest import Run
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "json.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "json.md"
 
 FREE = {"hyper", "aliases", "value", "patterns"}
 """Keys whose value has keys of the checkpoint's own."""

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import ucp
 from ucp.core.index import Index, Kind, check_cover
 
-ROOT = Path(__file__).parents[2] / "fixtures" / "torch"
+ROOT = Path(__file__).parents[3] / "fixtures" / "torch"
 REPORTS: dict[str, Any] = {path.parent.name: json.loads(path.read_text()) for path in ROOT.glob("*/truth.json")}
 CASES = sorted(name for name, own in REPORTS.items() if own["case"]["saved"] == "dcp")
 TIED = [name for name in CASES if REPORTS[name]["case"]["model"] == "tiny"]
