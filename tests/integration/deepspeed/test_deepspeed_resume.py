@@ -78,6 +78,7 @@ def _page(found: list[Verdict]) -> str:
         compared=sum(verdict.compared for verdict in found if not verdict.cell.fails),
         loads=sum(not verdict.cell.fails for verdict in found),
         tolerance=", ".join(f"{bound:g} in {dtype}" for dtype, bound in TOLERANCE.items()),
+        stage_0=FP16_STAGE_0,
     )
 
 
@@ -148,7 +149,8 @@ and real DeepSpeed loaded it into a model of another seed: {versions}. `make int
 **Right after each load, all weights, moments, steps and hyper-parameters are those of the source, bit for bit**
 ({compared} tensors compared over {loads} loads). The number in a cell is the largest relative difference of the next
 five losses from those of the run that was not interrupted; "exact" is none at all. It comes from another order of
-adding floats over ranks and flat buffers, and has to stay below {tolerance}.
+adding floats over ranks and flat buffers, and has to stay below {tolerance}; in fp16 between
+stage 0 and the others, which do not train alike (see the end), below {stage_0:g}.
 
 {matrix}
 
