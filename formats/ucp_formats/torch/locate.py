@@ -20,7 +20,7 @@ from ucp.errors import MissingFileError, UnknownFormatError, UsageError, counted
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.folder import names_in
 
-__all__ = ["Located", "locate", "rank_of", "step_in", "the_folder"]
+__all__ = ["MODEL", "OPTIMIZER", "Located", "is_of_the_format", "locate", "rank_of", "step_in", "the_folder"]
 
 _ITEM_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
 """`__3_0.distcp`: the first file of rank 3."""
@@ -28,7 +28,9 @@ _ITEM_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
 _STEP = re.compile(r"(?:^|[-_=])(\d+)(?:\.ckpt)?$")
 """`step-10`, `checkpoint_10`, `epoch=0-step=10.ckpt`: the number at the end."""
 
-_MODEL, _OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
+MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
+"""Folders of accelerate (1.15, `fsdp_utils.py`)."""
+
 _MEGATRON = "metadata.json"
 """Stands beside the `.metadata` of megatron-core, which is a format of its own."""
 
@@ -52,7 +54,7 @@ def locate(path: Path) -> Located | None:
     found = _seen(path)
     if found is not None or not path.is_dir():
         return found
-    if path.name in (_MODEL, _OPTIMIZER):
+    if path.name in (MODEL, OPTIMIZER):
         return None
     below = {name: own for name in sorted(names_in(path)) if (own := _seen(path / name)) is not None}
     if len(below) == 1:
@@ -70,7 +72,7 @@ def _seen(path: Path) -> Located | None:
     if METADATA in names or files:
         reasons = [METADATA] * (METADATA in names) + ["__*_*.distcp"] * bool(files)
         return Located(root=path, reasons=tuple(reasons))
-    parts = tuple(name for name in (_MODEL, _OPTIMIZER) if (path / name / METADATA).is_file())
+    parts = tuple(name for name in (MODEL, OPTIMIZER) if (path / name / METADATA).is_file())
     return Located(root=path, parts=parts, reasons=tuple(f"{name}/{METADATA}" for name in parts)) if parts else None
 
 
@@ -92,6 +94,11 @@ def the_folder(located: Located | None, path: Path) -> Located:
             "the checkpoint was not finished: take an earlier one, or copy it again"
         )
     return located
+
+
+def is_of_the_format(path: Path) -> bool:
+    """Whether an entry of a checkpoint's folder is part of the checkpoint itself."""
+    return path.name in (METADATA, MODEL, OPTIMIZER) or rank_of(path.name) is not None
 
 
 def rank_of(file: str) -> int | None:

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ucp.contract.companion_files import SaveFolder, with_companions
 from ucp.contract.protocols import Evidence, Format
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
@@ -24,7 +25,7 @@ from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, rea
 from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.folder import names_in
 from ucp.io.identity import size_and_time
-from ucp_formats.torch.locate import Located, locate, rank_of, step_in, the_folder
+from ucp_formats.torch.locate import Located, is_of_the_format, locate, rank_of, step_in, the_folder
 from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of
 from ucp_formats.torch.state_dict import Leaf, Parts, sorted_out
 
@@ -47,7 +48,8 @@ class DcpFormat(Format):
         """Index of the checkpoint at `path`."""
         located = the_folder(locate(path), path)
         with no_cycle_collection():
-            return _Reading(located).index(self.name)
+            index = _Reading(located).index(self.name)
+        return with_companions(index, SaveFolder(Path(index.path)), is_own=is_of_the_format)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@
 
 Keys are those of `get_state_dict`: `model.<name>`, `optimizer.state.<name>.exp_avg`, and the groups either by number
 (`--set style=nested`, the default) or by parameter (`flattened`, for pipelines; `torchtitan` has no `model.` before
-names besides). A script asks for the keys that it knows; what else is there does no harm.
+names besides); `accelerate` has model and optimizer in folders of their own. A script asks for the keys that it knows;
+what else is there does no harm.
 
 torch asks for every setting that its optimizer has, so that those which another framework lacks are written as torch
 has them by default (torch 2.13, `torch/optim/adamw.py`).
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from struct import pack, unpack
 
+from ucp.contract.companions import is_companion, place_companions
 from ucp.contract.protocols import Target
 from ucp.contract.registry import pattern
 from ucp.core.dtypes import DType
@@ -30,12 +32,13 @@ from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import UsageError, counted
 from ucp.io.dcp.emit import DcpDraft, NewChunk
-from ucp.io.torch_file.draft import Part
+from ucp.io.torch_file.draft import Drafted, Part
 from ucp.transfer.probe import Prober
+from ucp_formats.torch.locate import MODEL, OPTIMIZER
 
 __all__ = ["DcpTarget"]
 
-_STYLES = ("nested", "flattened", "torchtitan")
+_STYLES = ("nested", "flattened", "torchtitan", "accelerate")
 
 _ADAMW: Mapping[str, object] = {
     "amsgrad": False,
@@ -72,9 +75,9 @@ class DcpTarget(Target):
             draft.model()
             draft.optimizer()
             draft.others()
-        drafted = draft.out.finish()
+        drafted = draft.finish()
         placements = tuple(own for file in drafted for own in file.placements)
-        return TargetPlan(
+        plan = TargetPlan(
             files=tuple(own.file for own in drafted),
             placements=placements,
             raw=tuple(own for file in drafted for own in file.raw),
@@ -82,6 +85,7 @@ class DcpTarget(Target):
             casts=tuple(f"{change} in {counted(count, 'parameter')}" for change, count in draft.casts.items()),
             topology=Topology(dp=ranks),
         )
+        return place_companions(index, plan, own=())
 
     def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
         """Nothing more: the folder is renamed into place as a whole."""
@@ -110,9 +114,18 @@ class _Drafting:
         self._layout = Layout((AxisLayout("dp_shard", ranks, pattern("chunk", dim=0)),) if ranks > 1 else ())
         self._prober = prober
         self._turn = 0
-        self.out = DcpDraft()
+        folders = (MODEL, OPTIMIZER) if style == "accelerate" else ("",)
+        self._drafts = [DcpDraft(folder) for folder in folders]
         self.notes: list[str] = []
         self.casts: Counter[str] = Counter()
+
+    def finish(self) -> list[Drafted]:
+        """All files."""
+        return [own for draft in self._drafts for own in draft.finish()]
+
+    def _out(self, path: tuple[object, ...]) -> DcpDraft:
+        """The checkpoint that an entry is of: accelerate has the optimizer in one of its own."""
+        return self._drafts[-1 if path[0] == "optimizer" else 0]
 
     def model(self) -> None:
         """Parameters and buffers, under every name they have."""
@@ -123,7 +136,7 @@ class _Drafting:
 
     def optimizer(self) -> None:
         """States and groups."""
-        is_flat = self._style != "nested"
+        is_flat = self._style in ("flattened", "torchtitan")
         for atom in self._index.atoms.values():
             for state in atom.states:
                 if state != WEIGHT:
@@ -151,13 +164,15 @@ class _Drafting:
     def others(self) -> None:
         """What is neither, as far as it is no other framework's."""
         is_ours = (self._index.origin or self._index.format) == DcpTarget.name
+        has_room = self._style != "accelerate"  # which keeps all of them in files of its own
         left = []
-        for extra in self._index.extras:
-            if extra.rank is None and (is_ours or (extra.name == "lr_scheduler" and isinstance(extra.value, dict))):
+        for extra in (own for own in self._index.extras if not is_companion(own)):
+            is_scheduler = extra.name == "lr_scheduler" and isinstance(extra.value, dict)
+            if extra.rank is None and has_room and (is_ours or is_scheduler):
                 self._nested((extra.name,), extra.value)
             else:
                 left.append(extra.name)
-        if self._index.step is not None and not is_ours:
+        if self._index.step is not None and not is_ours and has_room:
             self._value((STEP,), self._index.step)
         if left:
             names = ", ".join(sorted(set(left)))
@@ -175,12 +190,12 @@ class _Drafting:
             self._value(path, value)
 
     def _value(self, path: tuple[object, ...], value: object) -> None:
-        self.out.value(_key(path), value, rank=0)
-        self.out.path(_key(path), path)
+        self._out(path).value(_key(path), value, rank=0)
+        self._out(path).path(_key(path), path)
 
     def _put(self, path: tuple[object, ...], dtype: DType, shape: tuple[int, ...], chunks: list[NewChunk]) -> None:
-        self.out.tensor(_key(path), dtype, shape, chunks)
-        self.out.path(_key(path), path)
+        self._out(path).tensor(_key(path), dtype, shape, chunks)
+        self._out(path).path(_key(path), path)
 
     def _state(self, path: tuple[object, ...], atom: AtomIndex, name: str) -> None:
         state = atom.states[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,17 @@ def test_a_checkpoint_of_deepspeed_has_all_keys_that_torch_asks_for(tmp_path: Pa
         for state in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(states[state], truth[f"{name}/{state}"])
         assert torch.equal(found["model"][name], truth[f"{name}/weight"])
+
+
+def test_accelerate_has_model_and_optimizer_in_folders_of_their_own(tmp_path: Path) -> None:
+    source = Path(shutil.copytree(ROOT / "torch" / "fsdp2-dp4" / "checkpoint", tmp_path / "source"))
+    (source / "trainer_state.json").write_text("{}")
+    ucp.convert(source, tmp_path / "out", to="dcp", topology="dp=2", settings={"style": "accelerate"})
+    wanted = by_torch(source)
+    assert same(by_torch(tmp_path / "out" / "pytorch_model_fsdp_0"), {"model": wanted["model"]})
+    assert same(by_torch(tmp_path / "out" / "optimizer_0"), {"optimizer": wanted["optimizer"]})
+    assert (tmp_path / "out" / "trainer_state.json").read_text() == "{}"
+    assert ucp.diff(source, tmp_path / "out").equal
 
 
 def test_every_rank_has_one_chunk_of_what_it_loads(tmp_path: Path) -> None:
