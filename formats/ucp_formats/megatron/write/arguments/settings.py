@@ -53,7 +53,8 @@ _NAMES = {
     "precision and optimizer": (
         "bf16 fp16 params_dtype optimizer use_distributed_optimizer accumulate_allreduce_grads_in_fp32 "
         "no_weight_decay_cond_type apply_wd_to_qk_layernorm embedding_init_method_std use_mup mup_base_hidden_size "
-        "weight_decay lr min_lr decoupled_lr decoupled_min_lr lr_decay_style lr_decay_steps lr_warmup_steps"
+        "weight_decay lr min_lr decoupled_lr decoupled_min_lr lr_decay_style lr_decay_steps lr_warmup_steps "
+        "override_opt_param_scheduler use_checkpoint_opt_param_scheduler"
     ),
     "gradient buckets": "overlap_grad_reduce ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw",
     "layers over pipeline stages": (
