@@ -176,7 +176,7 @@ _CONVERT_OPTIONS = (
         shell_complete=completed(_targets),
         default="ucp",
         show_default=True,
-        help="What to write: ucp (atoms), deepspeed, deepspeed-universal, megatron, or any installed target.",
+        help="What to write: ucp (atoms), dcp, deepspeed, deepspeed-universal, megatron, or any installed target.",
     ),
     click.option(
         "--topology",

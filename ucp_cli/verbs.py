@@ -93,7 +93,7 @@ class Verbs(click.Group):
 @click.option("--debug", is_flag=True, envvar="UCP_DEBUG", help="Show the traceback of a failure (or UCP_DEBUG=1).")
 @click.version_option(package_name="universal-checkpoint", message="ucp %(version)s")
 def cli(*, debug: bool) -> None:
-    """Read DeepSpeed and Megatron training checkpoints in any layout, and write them for any other.
+    """Read DeepSpeed, Megatron and PyTorch training checkpoints in any layout, and write them for any other.
 
     Results go to stdout, messages to stderr. Exit codes: 0 done, 1 failed or damaged, 2 usage error, 3 differences
     found.

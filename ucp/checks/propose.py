@@ -40,7 +40,7 @@ _WINDOWS = 8
 _CLOSE = 0.9
 """Correlation of parts that are copies which drifted apart; parts that were cut have one near 0."""
 
-_SHARD = re.compile(r"shard\(dim=(\d+)(?:, blocks=\[([^\]]*)\])?")
+_SHARD = re.compile(r"(?:shard|chunk)\(dim=(\d+)(?:, blocks=\[([^\]]*)\])?")
 """Name of a pattern that a checkpoint is read by. Examples: shard(dim=0), shard(dim=0, blocks=[96, 96])."""
 
 _PLAIN = ("replicate", "partial")

@@ -30,7 +30,7 @@ from ucp.core.slices import Slice
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.core.topology import Topology
-from ucp.errors import UsageError, counted
+from ucp.errors import UnsupportedError, UsageError, counted
 from ucp.io.dcp.emit import DcpDraft, NewChunk
 from ucp.io.torch_file.draft import Drafted, Part
 from ucp.transfer.probe import Prober
@@ -69,7 +69,7 @@ class DcpTarget(Target):
         """Files for the ranks of `topology`; by default those of the source. Raises UsageError, MissingStateError."""
         style = _checked_style(options)
         check_weights(index)
-        ranks = (topology or index.topology).ranks
+        ranks = _ranks(index, topology)
         with Prober() as prober:
             draft = _Drafting(index, options, style, ranks, prober)
             draft.model()
@@ -92,9 +92,26 @@ class DcpTarget(Target):
         return ()
 
 
+def _ranks(index: Index, topology: Topology | None) -> int:
+    """Ranks that tensors are cut over. Raises UsageError for axes that mean nothing here."""
+    if topology is None:
+        return index.topology.ranks
+    idle = [own for own in ("ep", "cp", "vpp") if getattr(topology, own) > 1]
+    idle += [own for own in ("zero", "etp") if getattr(topology, own) is not None]
+    if idle:
+        raise UsageError(
+            f"expected dp, tp and pp in --topology for dcp, of which the product counts; got {', '.join(idle)}"
+        )
+    return topology.ranks
+
+
 def _checked_style(options: TargetOptions) -> str:
     if options.compress:
         raise UsageError("torch reads no compressed items; drop --compress")
+    if options.tag:
+        raise UsageError("torch's checkpoints have no tag: the folder is the name. Drop --tag")
+    if STEP in options.dtypes:
+        raise UsageError(f"torch keeps {STEP} in float32; drop --dtype {STEP}=...")
     choices = {"style": _STYLES, _DECOUPLED: ("true", "false")}
     for key, value in options.settings.items():
         if value not in choices[key]:
@@ -110,6 +127,8 @@ class _Drafting:
         self._dtypes = {state: DType(name) for state, name in options.dtypes.items()}
         self._style = style
         self._decoupled = options.settings.get(_DECOUPLED)
+        if self._decoupled is not None and any(_DECOUPLED in own.hyper for own in index.groups):
+            raise UsageError(f"the source says {_DECOUPLED} itself; drop --set {_DECOUPLED}=...")
         self._ranks = ranks
         self._layout = Layout((AxisLayout("dp_shard", ranks, pattern("chunk", dim=0)),) if ranks > 1 else ())
         self._prober = prober
@@ -176,7 +195,12 @@ class _Drafting:
             self._value((STEP,), self._index.step)
         if left:
             names = ", ".join(sorted(set(left)))
-            self.notes.append(f"torch's checkpoints have no place for these extras, left out: {names}")
+            self.notes.append(f"no place for these extras in keys of the style {self._style}, left out: {names}")
+        if self._style == "torchtitan" and "train_state" not in {own.name for own in self._index.extras}:
+            self.notes.append(
+                "no train_state and dataloader in the source: a run of torchtitan asks for them; name them in "
+                "--checkpoint.exclude_from_loading"
+            )
 
     def _nested(self, path: tuple[object, ...], value: object) -> None:
         """A value of a state dict: dicts are taken apart, as torch does it (`_nested_dict.py`)."""
@@ -210,6 +234,11 @@ class _Drafting:
 
     def _count(self, path: tuple[object, ...], name: str, state: StateIndex) -> None:
         """A number of the whole parameter: 0-d, and float32 where it is `step`, as torch keeps it."""
+        if state.global_shape:
+            raise UnsupportedError(
+                f"{self._index.path} keeps {name} as a tensor of shape {list(state.global_shape)}, torch's optimizers "
+                "as one without dims. Leave the optimizer out (--include '*/weight'), or take another target"
+            )
         dtype = DType.FLOAT32 if name == STEP else state.dtype
         data = _number(self._prober, state, dtype)
         if dtype is not state.dtype:
@@ -219,7 +248,8 @@ class _Drafting:
     def _chunks(self, param: str, name: str, state: StateIndex, dtype: DType) -> Iterator[NewChunk]:
         """One chunk per rank that holds elements; of what FSDP does not cut, one in any file."""
         shape = state.global_shape
-        layout = self._layout if shape and param in self._index.atoms else Layout()
+        is_cut = shape and self._index.atoms[param].kind is not Kind.BUFFER  # FSDP cuts parameters alone
+        layout = self._layout if is_cut else Layout()
         for coords in layout.ranks():
             for own in place(layout, shape, coords=coords):
                 if own.box.numel or not shape:
@@ -255,10 +285,14 @@ def _group_notes(index: Index) -> Iterator[str]:
     """What torch asks for and the source does not have."""
     if any("initial_lr" not in group.hyper for group in index.groups):
         yield "no initial_lr in the source: the current lr is written, which schedulers do not read again"
-    bare = [name for group in index.groups for name in group.params if len(index.atoms[name].states) == 1]
+    trained = [index.atoms[name] for group in index.groups for name in group.params]
+    full = {state for own in trained for state in own.states}
+    full |= {STEP, "exp_avg", "exp_avg_sq"} if any(map(_is_adam, index.groups)) else set()
+    bare = [own.name for own in trained if full - own.states.keys()]
     if bare:
         yield (
-            f"{counted(len(bare), 'trained parameter')} without optimizer states, such as {bare[0]}: "
+            f"{counted(len(bare), 'trained parameter', 'trained parameters')} without all optimizer states, such as "
+            f"{bare[0]}: "
             "torch.distributed.checkpoint.load stops at a state that it asks for and does not find; load with "
             "DefaultLoadPlanner(allow_partial_load=True)"
         )

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ucp
-from ucp.errors import UsageError
+from ucp.errors import UcpError, UsageError
 
 ROOT = Path(__file__).parents[3] / "fixtures"
 TORCH = sorted(path.parents[1].name for path in (ROOT / "torch").glob("*/checkpoint/.metadata"))
@@ -79,6 +79,28 @@ def test_accelerate_has_model_and_optimizer_in_folders_of_their_own(tmp_path: Pa
     assert ucp.diff(source, tmp_path / "out").equal
 
 
+def test_buffers_are_whole_and_stay_buffers(tmp_path: Path) -> None:
+    source = ROOT / "deepspeed" / "z3-dp4-fp32" / "checkpoint"
+    ucp.convert(source, tmp_path / "out", to="dcp", topology="dp=3")
+    before, after = ucp.inspect(source), ucp.inspect(tmp_path / "out")
+    assert {name: atom.kind for name, atom in after.atoms.items() if 0 not in atom.global_shape} == {
+        name: atom.kind for name, atom in before.atoms.items() if 0 not in atom.global_shape
+    }
+
+
+def test_a_step_with_dims_is_refused(tmp_path: Path) -> None:
+    source = ROOT / "deepspeed" / "z1-dp2-counting" / "checkpoint"
+    with pytest.raises(UcpError, match=r"keeps step as a tensor of shape \[1\]"):
+        ucp.convert(source, tmp_path / "out", to="dcp", topology="dp=2")
+
+
+def test_what_torch_asks_for_and_is_not_there_is_said() -> None:
+    source = ROOT / "torch" / "fsdp2-dp4" / "checkpoint"
+    plan = ucp.plan(source, to="dcp", exclude=["*/exp_avg"], settings={"style": "torchtitan"})
+    assert any("12 trained parameters without all optimizer states" in note for note in plan.notes)
+    assert any("no train_state" in note for note in plan.notes)
+
+
 def test_every_rank_has_one_chunk_of_what_it_loads(tmp_path: Path) -> None:
     ucp.convert(ROOT / "torch" / "ddp-dp2" / "checkpoint", tmp_path / "out", to="dcp", topology="dp=4")
     metadata = FileSystemReader(tmp_path / "out").read_metadata()
@@ -99,6 +121,10 @@ def test_every_rank_has_one_chunk_of_what_it_loads(tmp_path: Path) -> None:
         ({"settings": {"stile": "nested"}}, "style"),
         ({"settings": {"decoupled_weight_decay": "yes"}}, "true|false"),
         ({"compress": True}, "compress"),
+        ({"topology": "dp=2,zero=1"}, "got zero"),
+        ({"tag": "last"}, "no tag"),
+        ({"dtypes": {"step": "bfloat16"}}, "step in float32"),
+        ({"settings": {"decoupled_weight_decay": "false"}}, "the source says"),
     ],
 )
 def test_what_torch_cannot_have_is_refused(options: dict[str, Any], match: str, tmp_path: Path) -> None:
