@@ -24,7 +24,7 @@ from ucp.errors import counted, listed
 from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, read_dcp
 from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.folder import names_in
-from ucp.io.identity import size_and_time
+from ucp.io.identity import source_file
 from ucp_formats.torch.locate import Located, is_of_the_format, locate, rank_of, step_in, the_folder
 from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of
 from ucp_formats.torch.state_dict import Leaf, Parts, sorted_out
@@ -84,9 +84,7 @@ class _Part:
         """All files that were read or are referred to."""
         for name in (METADATA, *self.dcp.files):
             path = self.dcp.path(name)
-            nbytes, mtime_ns = size_and_time(path)
-            role = "index of all items" if name == METADATA else f"items of rank {rank_of(name)}"
-            yield SourceFile(path=path, nbytes=nbytes, mtime_ns=mtime_ns, role=role)
+            yield source_file(path, "index of all items" if name == METADATA else f"items of rank {rank_of(name)}")
 
     def strays(self) -> list[str]:
         """Files of items that `.metadata` does not refer to."""

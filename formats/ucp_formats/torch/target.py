@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from struct import pack, unpack
 
 from ucp.contract.companions import is_companion, place_companions
@@ -32,7 +33,7 @@ from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import UnsupportedError, UsageError, counted
 from ucp.io.dcp.emit import DcpDraft, NewChunk
-from ucp.io.torch_file.draft import Drafted, Part
+from ucp.io.torch_file.draft import Drafted, Part, target_plan
 from ucp.transfer.probe import Prober
 from ucp_formats.torch.locate import MODEL, OPTIMIZER
 
@@ -75,16 +76,9 @@ class DcpTarget(Target):
             draft.model()
             draft.optimizer()
             draft.others()
-        drafted = draft.finish()
-        placements = tuple(own for file in drafted for own in file.placements)
-        plan = TargetPlan(
-            files=tuple(own.file for own in drafted),
-            placements=placements,
-            raw=tuple(own for file in drafted for own in file.raw),
-            notes=tuple(draft.notes),
-            casts=tuple(f"{change} in {counted(count, 'parameter')}" for change, count in draft.casts.items()),
-            topology=Topology(dp=ranks),
-        )
+        plan = target_plan(index, draft.finish(), notes=draft.notes, topology=Topology(dp=ranks))
+        counts = (f"{change} in {counted(count, 'parameter')}" for change, count in draft.casts.items())
+        plan = replace(plan, casts=(*plan.casts, *counts))
         return place_companions(index, plan, own=())
 
     def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
@@ -228,8 +222,6 @@ class _Drafting:
             return
         kept = atom.kind is Kind.BUFFER or not state.dtype.is_floating
         dtype = state.dtype if kept else self._dtypes.get(name, state.dtype)
-        if dtype is not state.dtype:
-            self.casts[f"{name}: {state.dtype} -> {dtype}"] += 1
         self._put(path, dtype, state.global_shape, list(self._chunks(atom.name, name, state, dtype)))
 
     def _count(self, path: tuple[object, ...], name: str, state: StateIndex) -> None:
