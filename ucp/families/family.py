@@ -17,6 +17,7 @@ from itertools import product
 from math import prod
 
 from ucp.errors import FamilyError, UsageError, counted, listed
+from ucp.families.config import ConfigPart
 from ucp.families.expression import Expression, ExpressionError
 from ucp.families.match import Match
 from ucp.families.naming import CANONICAL, Evidence, Named, Stored, Style, Tied, order_key, positions_of, undecided
@@ -54,6 +55,8 @@ class Family:
     """How it is recognised."""
     styles: Mapping[str, Style] = field(default_factory=dict)
     """Other ways to write the names."""
+    configs: Mapping[str, tuple[ConfigPart, ...]] = field(default_factory=dict)
+    """Style to the parts of a configuration that its framework loads a model by."""
     tied: tuple[Tied, ...] = ()
     """Parameters with two names."""
     ignored: tuple[str, ...] = ()

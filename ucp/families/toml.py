@@ -12,6 +12,7 @@ from inspect import signature
 from typing import NamedTuple
 
 from ucp.errors import UsageError
+from ucp.families.config import config_parts, more_parts
 from ucp.families.expression import Expression
 from ucp.families.family import CANONICAL, Evidence, Family, Style, Tied
 from ucp.families.fields import (
@@ -39,7 +40,20 @@ __all__ = ["Header", "header", "read_family"]
 _KEYS = frozenset(
     {
         *("name", "title", "extends", "kind_of", "abstract", "order", "ignored"),
-        *("evidence", "sizes", "given", "tensors", "style", "tied", "rule", "drop", "alias", "repeat", "limits"),
+        *(
+            "evidence",
+            "sizes",
+            "given",
+            "tensors",
+            "style",
+            "tied",
+            "rule",
+            "drop",
+            "alias",
+            "repeat",
+            "limits",
+            "config",
+        ),
     }
 )
 
@@ -109,6 +123,7 @@ def read_family(
         tensors={**base.tensors, **_templates(document.get("tensors", {}), place.at("tensors"))},
         evidence=_evidence(table_of(document.get("evidence", {}), place.at("evidence")), place.at("evidence")),
         styles={**base.styles, **_styles(document.get("style", {}), place.at("style"))},
+        configs=more_parts(base.configs, config_parts(document.get("config", {}), place.at("config"), name)),
         tied=(*base.tied, *(_tied(own, place.at("tied").at(at)) for at, own in tables_of(document, "tied", place))),
         ignored=(*base.ignored, *texts_of(document.get("ignored", []), place.at("ignored"))),
         order=texts_of(document.get("order", list(base.order)), place.at("order")),
@@ -135,6 +150,7 @@ def _joined(families: Sequence[Family]) -> Family:
             limits={**joined.limits, **own.limits},
             tensors={**joined.tensors, **own.tensors},
             styles={**joined.styles, **own.styles},
+            configs=more_parts(joined.configs, own.configs),
             tied=tuple(dict.fromkeys((*joined.tied, *own.tied))),
             ignored=tuple(dict.fromkeys((*joined.ignored, *own.ignored))),
             order=own.order or joined.order,

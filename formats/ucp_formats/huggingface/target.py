@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ucp.contract.companions import companions_of, is_companion, left_text, place_companions
+from ucp.contract.model_arguments import recorded_arguments, run_arguments
 from ucp.contract.protocols import SourceOptions, Target
 from ucp.contract.registry import choose_family
 from ucp.core.dtypes import DType
@@ -38,6 +39,7 @@ from ucp_formats.huggingface.config import (
     given_config,
     is_published,
 )
+from ucp_formats.huggingface.derived import derived
 from ucp_formats.huggingface.shards import MAX_SHARD_SIZE, NewTensor, Shard, laid_out, nbytes_of_shard
 
 __all__ = ["HuggingFaceTarget"]
@@ -61,10 +63,10 @@ class HuggingFaceTarget(Target):
         limit = nbytes_of_shard(options.settings.get("max_shard_size", MAX_SHARD_SIZE))
         check_weights(index)
         family = _family(index, options)
-        config = _config(index, options.settings.get("config"))
+        config = _config(index, options.settings.get("config"), family)
         written = _written(index, config)
         if config is not None:
-            check_sizes(config, {name: own.global_shape for name, own in written.atoms.items()}, family)
+            check_sizes(config, _shapes(written), family)
         tensors = list(_tensors(index, written, options.dtypes.get(WEIGHT)))
         shards = laid_out(tensors, limit=limit)
         plan = TargetPlan(
@@ -94,25 +96,32 @@ def _check_options(topology: Topology | None, options: TargetOptions) -> None:
         raise UsageError(f"weights alone are written; drop --dtype {others[0]}=...")
 
 
+def _shapes(index: Index) -> dict[str, tuple[int, ...]]:
+    return {name: own.global_shape for name, own in index.atoms.items()}
+
+
 def _family(index: Index, options: TargetOptions) -> Family | None:
-    """The family of the model, if it is one that is known."""
-    shapes = {name: own.global_shape for name, own in index.atoms.items()}
+    """The family of the model, bound to it, if it is one that is known."""
     asked = SourceOptions.of(options.family or None, options.patterns or None)
+    shapes, arguments = _shapes(index), recorded_arguments(index)
     try:
-        return choose_family(names=shapes, shapes=shapes, options=asked)[0]
+        return choose_family(names=shapes, shapes=shapes, arguments=arguments, options=asked)[0]
     except UnknownFamilyError:
         return None
 
 
-def _config(index: Index, asked: str | None) -> ModelConfig | None:
+def _config(index: Index, asked: str | None, family: Family | None) -> ModelConfig | None:
     """The configuration; None where none is wanted. Raises UsageError where there is none."""
     if asked == NONE:
         return None
     config = carried_config(index) if asked is None else given_config(Path(asked))
+    arguments = run_arguments(index)
+    if config is None and family is not None and arguments:
+        return derived(family, _shapes(index), arguments, index.path)
     if config is None:
         raise UsageError(
             f"transformers loads a model by its config.json, and none came with {index.path}: name a folder that has "
-            f"it (--set config=DIR, such as that of the model that training started from), or write the weights alone "
+            "it (--set config=DIR, such as that of the model that training started from), or write the weights alone "
             f"(--set config={NONE})"
         )
     return config
