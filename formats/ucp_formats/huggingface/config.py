@@ -30,7 +30,8 @@ NONE = "none"
 
 _PUBLISHED = re.compile(
     r"(?:tokenizer|chat_template|special_tokens_map|added_tokens|generation_config|(?:video_)?preprocessor_config|"
-    r"processor_config|vocab|merges|spiece)[\w.-]*|.+\.(?:model|tiktoken|jinja|py)"
+    r"processor_config|vocab|merges|spiece)[\w.-]*|.+\.(?:model|tiktoken|jinja)|"
+    r"(?:configuration|modeling|modular|tokenization|processing|image_processing)_\w+\.py"
 )
 """Names of files that are part of a model; others beside a checkpoint are of its training."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h)\.(\d+)\.")
@@ -57,6 +58,11 @@ class ModelConfig:
         tables = (self.values, inner) if isinstance(inner, dict) else (self.values,)
         return next((own[key] for own in tables for key in keys if own.get(key) is not None), None)
 
+    @property
+    def ties(self) -> bool:
+        """Whether it says that transformers makes one embedding of the other."""
+        return self.get("tie_word_embeddings") is True
+
     def rendered(self, dtype: DType | None) -> bytes:
         """The file, with the type that the weights are written in; as it was where it says that, or no type."""
         key = "dtype" if "dtype" in self.values or not self.text else "torch_dtype"
@@ -70,7 +76,7 @@ class ModelConfig:
 def is_published(name: str) -> bool:
     """Whether a file beside a checkpoint is part of the model.
 
-    >>> is_published("tokenizer.json"), is_published("spiece.model"), is_published("training_args.bin")
+    >>> is_published("tokenizer.json"), is_published("modeling_own.py"), is_published("zero_to_fp32.py")
     (True, True, False)
     """
     return _PUBLISHED.fullmatch(name) is not None

@@ -132,7 +132,7 @@ def _written(index: Index, config: ModelConfig | None) -> Index:
 
     Safetensors do not say what is trained, so that everything reads back as a parameter.
     """
-    ties = config is not None and config.get("tie_word_embeddings") is True
+    ties = config is not None and config.ties
     names = {name: name for name in index.atoms} | ({} if ties else dict(index.aliases))
     atoms = {
         name: replace(atom, name=name, kind=Kind.PARAMETER, states={WEIGHT: atom.states[WEIGHT]})
