@@ -17,12 +17,12 @@ from itertools import product
 from math import prod
 
 from ucp.errors import FamilyError, UsageError, counted, listed
-from ucp.families.config import ConfigPart
 from ucp.families.expression import Expression, ExpressionError
 from ucp.families.match import Match
 from ucp.families.naming import CANONICAL, Evidence, Named, Stored, Style, Tied, order_key, positions_of, undecided
 from ucp.families.rule import Alias, Rule
 from ucp.families.template import LONGEST, MOST_SHIFT, Template, kind, outline
+from ucp.families.toml.config import ConfigPart
 
 __all__ = ["CANONICAL", "Evidence", "Family", "Match", "Named", "Style", "Tied", "distinct_shapes"]
 

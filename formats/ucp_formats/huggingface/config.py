@@ -1,7 +1,7 @@
 """`config.json` of a model that is written, and the files that are published with it (tokenizer, generation).
 
 In order: the folder that `--set config=DIR` names, `none` for weights alone; the file that came with the checkpoint;
-what the arguments that the run recorded tell (`ucp.families.config`). The tensors must be of the sizes that it says.
+what the arguments of the run tell (`ucp.families.toml.config`). The tensors must be of the sizes that it says.
 """
 
 from __future__ import annotations

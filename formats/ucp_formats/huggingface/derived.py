@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ucp.errors import MisfitError, listed
-from ucp.families.config import derived_config
 from ucp.families.family import Family
+from ucp.families.toml.config import derived_config
 from ucp_formats.huggingface.config import NONE, ModelConfig
 
 __all__ = ["derived"]

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from ucp.contract.companions import companions_of, is_companion, left_text, place_companions
-from ucp.contract.model_arguments import recorded_arguments, run_arguments
+from ucp.contract.model_arguments import recorded_arguments, run_arguments, said_values
 from ucp.contract.protocols import SourceOptions, Target
 from ucp.contract.registry import choose_family
 from ucp.core.dtypes import DType
@@ -41,6 +41,7 @@ from ucp_formats.huggingface.config import (
 )
 from ucp_formats.huggingface.derived import derived
 from ucp_formats.huggingface.shards import MAX_SHARD_SIZE, NewTensor, Shard, laid_out, nbytes_of_shard
+from ucp_formats.huggingface.vocabulary import without_padding
 
 __all__ = ["HuggingFaceTarget"]
 
@@ -55,7 +56,14 @@ class HuggingFaceTarget(Target):
     """Target `huggingface`."""
 
     name = "huggingface"
+    names = "huggingface"
+    takes_other_names = True
     settings = _SETTINGS
+
+    def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:
+        """What is known of the model: what the configuration says that the user names, too."""
+        config = _found(index, settings.get("config"))
+        return {**recorded_arguments(index), **(config.values if config else {}), **said_values(settings)}
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files. Raises UsageError, MissingStateError, MisfitError."""
@@ -63,7 +71,11 @@ class HuggingFaceTarget(Target):
         limit = nbytes_of_shard(options.settings.get("max_shard_size", MAX_SHARD_SIZE))
         check_weights(index)
         family = _family(index, options)
-        config = _config(index, options.settings.get("config"), family)
+        asked = options.settings.get("config")
+        config = _found(index, asked)
+        index = without_padding(index, family, config)
+        if config is None and asked is None:
+            config = _derived(index, family)
         written = _written(index, config)
         if config is not None:
             check_sizes(config, _shapes(written), family)
@@ -102,7 +114,7 @@ def _shapes(index: Index) -> dict[str, tuple[int, ...]]:
 
 def _family(index: Index, options: TargetOptions) -> Family | None:
     """The family of the model, bound to it, if it is one that is known."""
-    asked = SourceOptions.of(options.family or None, options.patterns or None)
+    asked = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
     shapes, arguments = _shapes(index), recorded_arguments(index)
     try:
         return choose_family(names=shapes, shapes=shapes, arguments=arguments, options=asked)[0]
@@ -110,21 +122,23 @@ def _family(index: Index, options: TargetOptions) -> Family | None:
         return None
 
 
-def _config(index: Index, asked: str | None, family: Family | None) -> ModelConfig | None:
-    """The configuration; None where none is wanted. Raises UsageError where there is none."""
+def _found(index: Index, asked: str | None) -> ModelConfig | None:
+    """The configuration that the user names, or that came with the checkpoint."""
     if asked == NONE:
         return None
-    config = carried_config(index) if asked is None else given_config(Path(asked))
+    return carried_config(index) if asked is None else given_config(Path(asked))
+
+
+def _derived(index: Index, family: Family | None) -> ModelConfig:
+    """The configuration of a model that none came with. Raises UsageError where none can be made."""
     arguments = run_arguments(index)
-    if config is None and family is not None and arguments:
+    if family is not None and arguments:
         return derived(family, _shapes(index), arguments, index.path)
-    if config is None:
-        raise UsageError(
-            f"transformers loads a model by its config.json, and none came with {index.path}: name a folder that has "
-            "it (--set config=DIR, such as that of the model that training started from), or write the weights alone "
-            f"(--set config={NONE})"
-        )
-    return config
+    raise UsageError(
+        f"transformers loads a model by its config.json, and none came with {index.path}: name a folder that has it "
+        "(--set config=DIR, such as that of the model that training started from), or write the weights alone "
+        f"(--set config={NONE})"
+    )
 
 
 def _written(index: Index, config: ModelConfig | None) -> Index:

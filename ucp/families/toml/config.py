@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ucp.families.expression import Expression, ExpressionError
-from ucp.families.fields import Place, expression_of, items_of, only, table_of, tables_of, text_of, texts_of
+from ucp.families.toml.fields import Place, expression_of, items_of, only, table_of, tables_of, text_of, texts_of
 
 __all__ = ["ConfigPart", "config_parts", "derived_config", "more_parts"]
 
