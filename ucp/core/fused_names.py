@@ -69,6 +69,8 @@ def _cut(ref: Tensor, box: Box) -> Tensor:
     """The elements of a stored tensor in `box`."""
     if box == Box.whole(ref.shape):
         return ref
+    if isinstance(ref, InlineTensor) and ref.repeats:
+        return replace(ref, shape=box.sizes)
     if isinstance(ref, InlineTensor):
         item = ref.dtype.itemsize
         rows = (Box((*at, box.offsets[-1]), (*(1 for _ in at), box.sizes[-1])) for at in _outer(box))
