@@ -110,7 +110,8 @@ def setting(text: str) -> tuple[str, str]:
     """
     name, equals, value = (part.strip() for part in text.partition("="))
     if not (name.isidentifier() and equals):
-        raise click.BadParameter(f"expected NAME=VALUE such as num_attention_heads=32; got {text!r}")
+        shown = f"{name}=VALUE" if name.isidentifier() else "NAME=VALUE such as num_attention_heads=32"
+        raise click.BadParameter(f"expected {shown}; got {text!r}")
     return name, value
 
 
