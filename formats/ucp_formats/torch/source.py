@@ -147,6 +147,7 @@ class _Reading:
             files=tuple(own for part in self._parts for own in part.files()),
             records=tuple(own for part in self._parts for own in part.records()),
             notes=(*saved.notes, *self._notes(atoms, aliases)),
+            recorded_in={"every axis": ".metadata, which has boxes of whole tensors"},
             dropped=(*tensors_dropped, *self._unequal()),
         )
 
