@@ -191,6 +191,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     """
     chosen = target(options.to)
     _check_layout(chosen, options.target.layout)
+    _check_split(chosen, options.topology)
     by_name = bool(options.naming.style or chosen.names)
     read = index_as_told if by_name or chosen.takes_family(options.topology) else index_of
     whole = read(src, source=options.source)
@@ -257,6 +258,14 @@ def _planned(chosen: Target, index: Index, topology: Topology | None, options: T
         return chosen.plan(index, topology, options)
     except (UnsupportedError, FamilyError) as error:
         raise MisfitError(str(error)) from error
+
+
+def _check_split(chosen: Target, topology: Topology | None) -> None:
+    if topology is not None and topology.is_split and not chosen.takes_replicas:
+        raise UsageError(
+            f"replicas of shards (HSDP) are torch's: --to {chosen.name} does not know them. Write dp={topology.dp} in "
+            f"place of dp_replicate={topology.dp_replicate},dp_shard={topology.dp_shard}"
+        )
 
 
 def _check_layout(chosen: Target, layout: str) -> None:
