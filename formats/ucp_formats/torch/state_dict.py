@@ -32,7 +32,7 @@ Path = tuple[object, ...]
 """Keys of nested dicts (texts) and lists (numbers)."""
 
 _GROUPS, _STATE = "param_groups", "state"
-_PARAMS = "params"
+_PARAMS, _NAMES = "params", "param_names"
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Modules that torch.compile, activation checkpointing and FSDP1 put around others; no parts of a name."""
 
@@ -146,8 +146,10 @@ class _Optimizer:
         if not self._groups:
             return
         params = {number: self._params(group, where) for number, group in sorted(self._groups.items())}
-        naming = {name: _bare(str(name)) for own in params.values() for name in own}
-        if any(isinstance(name, int) for name in naming):
+        naming = self._said_names(params)
+        if any(isinstance(name, int) for name in naming) and not any(
+            _NAMES in group for group in self._groups.values()
+        ):
             forms = {str(path[0]): leaf.form for path, leaf in self._states if leaf.shape}
             naming = named_by_number(list(params.values()), forms, _distinct(parts.model), where)
             parts.notes.append(
@@ -162,10 +164,19 @@ class _Optimizer:
         parts.groups += tuple(
             ParamGroup(
                 params=tuple(naming[name] for name in params[number]),
-                hyper={key: value for key, value in self._groups[number].items() if key != _PARAMS},
+                hyper={key: value for key, value in self._groups[number].items() if key not in (_PARAMS, _NAMES)},
             )
             for number in params
         )
+
+    def _said_names(self, params: Mapping[int, Sequence[str | int]]) -> dict[str | int, str]:
+        """Names as the groups have them: of numbers, those beside them (torch 2.6 and later, of named parameters)."""
+        naming: dict[str | int, str] = {}
+        for number, own in params.items():
+            names = self._groups[number].get(_NAMES)
+            said = names if isinstance(names, list) and len(names) == len(own) else own
+            naming |= {key: _bare(str(name)) for key, name in zip(own, said, strict=True)}
+        return naming
 
     def _params(self, group: Mapping[str, object], where: str) -> Sequence[str | int]:
         params = group.get(_PARAMS)
