@@ -33,6 +33,8 @@ __all__ = ["COPIES", "Joined", "is_tensor", "join"]
 
 COPIES = "dp_replicate"
 """Axis of ranks that hold the same."""
+COPY = "copy"
+"""Number of a copy, until it is known along which axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +156,7 @@ def _with_copies(layout: Layout, parts: Mapping[int, Part], name: str) -> tuple[
     coords: dict[int, dict[str, int]] = {}
     for rank, part in sorted(parts.items()):
         at = tuple(sorted(part.coords.items()))
-        coords[rank] = {COPIES: seen[at], **part.coords}
+        coords[rank] = {COPY: seen[at], **part.coords}
         seen[at] += 1
     wanted = prod(axis.parts for axis in layout.axes)
     copies = set(seen.values())
@@ -166,10 +168,19 @@ def _with_copies(layout: Layout, parts: Mapping[int, Part], name: str) -> tuple[
     (number,) = copies
     if number == 1:
         return layout, {rank: dict(own.coords) for rank, own in parts.items()}
-    if any(axis.axis == COPIES for axis in layout.axes):
+    name_of_copies = _varying(parts)
+    if any(axis.axis == name_of_copies for axis in layout.axes):
         raise UnsupportedError(f"{name}: {number} ranks stand at every place of its mesh, {_shown(layout)}")
-    copied = AxisLayout(COPIES, number, pattern("replicate"), "ranks at the same place of the mesh")
-    return Layout((copied, *layout.axes)), coords
+    copied = AxisLayout(name_of_copies, number, pattern("replicate"), "ranks at the same place of the mesh")
+    at_copy = {rank: {name_of_copies: own.pop(COPY), **own} for rank, own in coords.items()}
+    return Layout((copied, *layout.axes)), at_copy
+
+
+def _varying(parts: Mapping[int, Part]) -> str:
+    """The axis of the whole mesh along which parts are copies; `COPIES` where there are several, or none is known."""
+    axes = {axis for own in parts.values() for axis in own.around}
+    varying = [axis for axis in axes if len({own.around.get(axis) for own in parts.values()}) > 1]
+    return varying[0] if len(varying) == 1 else COPIES
 
 
 def _placed(part: Part, layout: Layout, coords: Mapping[str, int], name: str) -> Iterator[Fragment]:

@@ -22,6 +22,7 @@ from ucp_formats.torch.files.names import (
     is_of_another_framework,
     is_torch_file,
     item_of_rank,
+    name_of_rank,
 )
 
 __all__ = ["Located", "is_of_the_format", "locate", "the_files"]
@@ -80,7 +81,7 @@ def _seen(path: Path) -> Located | None:
         )
     if weights == "pytorch_model_fsdp.bin":
         return Located(root=path, files={"model": {0: weights}}, reasons=(weights,))
-    own = [name for name in names if is_torch_file(name) and not is_beside(name)]
+    own = [name for name in names if is_torch_file(name) and not is_beside(name) and not name.endswith(".bin")]
     if len(own) != 1 or is_of_another_framework(own[0]) or ".metadata" in names:
         return None
     return Located(root=path, files={"all": {0: own[0]}}, reasons=(f"the only checkpoint, {own[0]}",))
@@ -133,8 +134,8 @@ def _check_ranks(located: Located) -> None:
             "elsewhere"
         )
     missing = [
-        f"{next(iter(own.values())).rpartition('rank')[0]}rank..., rank {rank} ({item})"
-        for item, own in located.files.items()
+        name_of_rank(next(iter(own.values())), rank)
+        for own in located.files.values()
         for rank in range(located.ranks)
         if rank not in own
     ]

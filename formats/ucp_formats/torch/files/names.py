@@ -26,6 +26,7 @@ __all__ = [
     "is_of_another_framework",
     "is_torch_file",
     "item_of_rank",
+    "name_of_rank",
 ]
 
 Item = Literal["model", "optimizer", "others", "all"]
@@ -72,6 +73,15 @@ def item_of_rank(name: str) -> RankFile | None:
     if found := _ACCELERATE.fullmatch(name):
         return RankFile("optimizer" if found[1] == "optimizer" else "model", int(found[2]), None)
     return None
+
+
+def name_of_rank(name: str, rank: int) -> str:
+    """Name of the same file of another rank.
+
+    >>> name_of_rank("optim_world_size_4_rank_1.pt", 3)
+    'optim_world_size_4_rank_3.pt'
+    """
+    return re.sub(r"(rank_?)\d+\.", rf"\g<1>{rank}.", name)
 
 
 def is_torch_file(name: str) -> bool:

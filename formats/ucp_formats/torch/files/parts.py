@@ -18,7 +18,7 @@ Sources: torch 2.13, `torch/distributed/tensor/{_api,_dtensor_spec,placement_typ
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from ucp.contract.registry import pattern
@@ -43,6 +43,8 @@ class Part:
     """How the axes of the mesh cut the whole"""
     coords: Mapping[str, int]
     """Place of the rank in the mesh"""
+    around: Mapping[str, int] = field(default_factory=dict)
+    """Its place on further axes of the whole mesh, along which parts are copies"""
     rank: int | None = None
     """Rank that the mesh says it was saved by"""
     box: Box | None = None
@@ -75,23 +77,55 @@ def _dtensor(given: tuple[object, ...], state: Mapping[str, object], where: str)
     mesh, placements = spec.attribute("mesh"), spec.attribute("placements")
     if not isinstance(mesh, Stub) or not isinstance(placements, tuple):
         raise MalformedError(f"{where}: expected the mesh and the placements of a DTensor; it has none")
-    sizes, coords = _mesh_shape(mesh, where), mesh.attribute("_coordinate_on_dim")
-    if not isinstance(coords, list | tuple) or not len(coords) == len(sizes) == len(placements):
+    own = _Mesh.of(mesh, where)
+    if len(own.coords) != len(placements):
         raise UnsupportedError(
-            f"{where}: expected as many placements as axes of the mesh ({len(sizes)}) and the place of the rank in it; "
-            f"got {len(placements)} and {coords!r}. Save it with torch.distributed.checkpoint"
+            f"{where}: expected a placement for each of {len(own.coords)} axes of the mesh; got {len(placements)}"
         )
-    names = mesh.attribute("_mesh_dim_names") or mesh.attribute("mesh_dim_names") or ()
-    named = [str(own) for own in names] if isinstance(names, tuple | list) else []
-    axes = named if len(named) == len(sizes) else [f"mesh_{at}" for at in range(len(sizes))]
+    root = mesh.attribute("_root_mesh")
+    whole = _Mesh.of(root, where) if isinstance(root, Stub) else own
     rank = mesh.attribute("_rank")
     return Part(
         shape=_shape(given[2], where),
         ref=local,
-        layout=Layout(_axes(axes, sizes, [_placement(own, where) for own in placements], where)),
-        coords=dict(zip(axes, map(int, coords), strict=True)),
+        layout=Layout(_axes(own.names, own.sizes, [_placement(axis, where) for axis in placements], where)),
+        coords=dict(zip(own.names, own.coords, strict=True)),
+        around={
+            name: at
+            for name, at, size in zip(whole.names, whole.coords, whole.sizes, strict=True)
+            if size > 1 and name not in own.names
+        },
         rank=rank if isinstance(rank, int) else None,
     )
+
+
+_NOT_DATA = ("pp", "tp", "ep", "cp")
+"""Axes whose names say that they are none of data parallelism."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mesh:
+    names: list[str]
+    """Name of each axis: those of data parallelism as everywhere here"""
+    sizes: tuple[int, ...]
+    """Ranks along each"""
+    coords: list[int]
+    """Place of the rank along each"""
+
+    @classmethod
+    def of(cls, mesh: Stub, where: str) -> _Mesh:
+        sizes, coords = _mesh_shape(mesh, where), mesh.attribute("_coordinate_on_dim")
+        if not isinstance(coords, list | tuple) or len(coords) != len(sizes):
+            raise UnsupportedError(
+                f"{where}: expected the place of the rank on each of {len(sizes)} axes of the mesh; got {coords!r}. "
+                "Save it with torch.distributed.checkpoint"
+            )
+        said = mesh.attribute("_mesh_dim_names") or mesh.attribute("mesh_dim_names")
+        names = [str(own) for own in said] if isinstance(said, tuple | list) else []
+        names = names if len(names) == len(sizes) else [f"mesh_{at}" for at in range(len(sizes))]
+        data = [name for name, size in zip(names, sizes, strict=True) if size > 1 and name not in _NOT_DATA]
+        known = dict(zip(data[::-1], ("dp_shard", "dp_replicate"), strict=False)) if len(data) <= 2 else {}
+        return cls([known.get(name, name) for name in names], sizes, [int(own) for own in coords])
 
 
 def _mesh_shape(mesh: Stub, where: str) -> tuple[int, ...]:

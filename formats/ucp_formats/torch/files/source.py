@@ -15,7 +15,7 @@ from pathlib import Path
 from ucp.contract.companion_files import SaveFolder, with_companions
 from ucp.contract.protocols import Evidence, Format
 from ucp.contract.rank_extras import Checksums
-from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
+from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import Record
 from ucp.core.topology import Topology
@@ -23,6 +23,7 @@ from ucp.errors import MalformedError, counted, listed
 from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.identity import source_file
 from ucp.io.torch_file.archive import read_archive
+from ucp_formats.torch.files.fsdp1 import states_by_name
 from ucp_formats.torch.files.joined import Joined
 from ucp_formats.torch.files.leaves import Tree, leaves_of
 from ucp_formats.torch.files.locate import Located, is_of_the_format, locate, the_files
@@ -76,7 +77,8 @@ class _Reading:
         }
         self._checksums = Checksums(self._records)
         self._tree: Tree = leaves_of({_PATHS[item]: own for item, own in values.items()}, self._checksums)
-        self._saved: Parts = sorted_out((*self._tree.model, *self._tree.optimizer), str(located.root))
+        optimizer = states_by_name(self._tree, str(located.root))
+        self._saved: Parts = sorted_out((*self._tree.model, *optimizer), str(located.root))
 
     def _read(self, item: Item, rank: int, name: str) -> object:
         path = os.path.join(self._folder, name)
@@ -118,13 +120,14 @@ class _Reading:
 
     def _atom(self, name: str, leaf: Leaf, in_groups: set[str]) -> AtomIndex:
         weight = _joined(leaf)
-        states = {key: _state(own) for key, own in sorted(self._saved.states.get(name, {}).items())}
+        states = {key: _joined(own) for key, own in sorted(self._saved.states.get(name, {}).items())}
+        flat = (own.layout for own in states.values() if own.layout.flat)
         return AtomIndex(
             name=name,
             global_shape=weight.shape,
             kind=Kind.PARAMETER if name in in_groups or not self._saved.groups else self._untrained(weight),
-            states={WEIGHT: weight.state(), **states},
-            layout=weight.layout,
+            states={WEIGHT: weight.state(), **{key: own.state() for key, own in states.items()}},
+            layout=next(flat, weight.layout),  # FSDP1 keeps parameters flat, and cuts them by rows only to save them
         )
 
     def _untrained(self, weight: Joined) -> Kind:
@@ -165,11 +168,6 @@ class _Reading:
 def _joined(leaf: Leaf) -> Joined:
     assert isinstance(leaf.value, Joined)
     return leaf.value
-
-
-def _state(leaf: Leaf) -> StateIndex:
-    """A state of the optimizer; of some the count is a number of Python."""
-    return _joined(leaf).state()
 
 
 def _topology(atoms: Mapping[str, AtomIndex], ranks: int) -> Topology:
