@@ -70,6 +70,7 @@ __all__ = [
 
 ARGUMENTS = {
     **{f"--{name}": f"{name}=..." for name in ("to", "topology", "layout", "include", "exclude", "family", "patterns")},
+    "--shapes-from": "shapes_from=...",
     **{f"--{name}": f"{name}=..." for name in ("drift", "tag", "companions", "workers", "memory", "against")},
     **{f"--{name}": f"{name}=True" for name in ("virtual", "compress", "resume", "overwrite", "verify")},
     "--dtype": "dtypes={...}",

@@ -61,6 +61,7 @@ class CompareArguments(TypedDict):
 
     family: str | None
     patterns: Path | None
+    shapes_from: Path | None
     workers: int | None
     memory: int
 
@@ -158,6 +159,12 @@ _SOURCE_OPTIONS = (
         shell_complete=completed(family_names),
     ),
     click.option("--patterns", type=PATH, metavar="FILE", help="Model family of your own, as a TOML file."),
+    click.option(
+        "--shapes-from",
+        type=PATH,
+        metavar="PATH",
+        help="Checkpoint, or JSON of name to shape, that has the shapes which the source lacks (FSDP1, LOCAL).",
+    ),
 )
 
 _MEMORY_OPTION = click.option(
@@ -261,7 +268,7 @@ def convert_options(command: F) -> F:
 
 
 def source_options(command: F) -> F:
-    """Add --family and --patterns, passed as `family` and `patterns`."""
+    """Add --family, --patterns and --shapes-from, passed under these names."""
     return _with(_SOURCE_OPTIONS, command)
 
 

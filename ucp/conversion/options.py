@@ -117,6 +117,7 @@ class PlanArguments(TypedDict, total=False):
     settings: Mapping[str, str | int | float] | None
     family: str | None
     patterns: type_path | None
+    shapes_from: type_path | None
     drift: DriftName
     zero_moments: ZeroMomentsName
     accept: Iterable[AcceptName]
@@ -148,6 +149,7 @@ def make_options(
     settings: Mapping[str, str | int | float] | None = None,
     family: str | None = None,
     patterns: type_path | None = None,
+    shapes_from: type_path | None = None,
     drift: DriftName = "error",
     zero_moments: ZeroMomentsName = "error",
     accept: Iterable[AcceptName] = (),
@@ -180,7 +182,7 @@ def make_options(
             tag=tag or "",
         ),
         names=NameFilter(include=_globs(include), exclude=_globs(exclude)),
-        source=SourceOptions.of(family, patterns),
+        source=SourceOptions.of(family, patterns, shapes_from),
         drift=policy_of(drift, Drift, "a policy for copies that differ"),
         zero_moments=policy_of(zero_moments, ZeroMoments, "a policy for moments that are zero"),
         accept=DoubtKind.accepted(accept),

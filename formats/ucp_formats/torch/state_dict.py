@@ -26,7 +26,7 @@ from ucp.core.index import ParamGroup
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp_formats.torch.numbered import named_by_number
 
-__all__ = ["Leaf", "Parts", "Path", "sorted_out"]
+__all__ = ["Leaf", "Parts", "Path", "bare_name", "sorted_out"]
 
 Path = tuple[object, ...]
 """Keys of nested dicts (texts) and lists (numbers)."""
@@ -80,7 +80,7 @@ def sorted_out(leaves: Iterable[Leaf], where: str) -> Parts:
     roots = sorted({root for leaf in leaves if (root := _optimizer_root(leaf.path)) is not None}, key=len)
     inside: list[_Optimizer] = [_Optimizer(root) for root in roots]
     outside = [leaf for leaf in leaves if not any(own.take(leaf) for own in inside)]
-    root = _model_root(outside, {_bare(name) for own in inside for name in own.names})
+    root = _model_root(outside, {bare_name(name) for own in inside for name in own.names})
     parts = Parts()
     for leaf in outside:
         name = _name_below(leaf, root)
@@ -175,7 +175,7 @@ class _Optimizer:
         for number, own in params.items():
             names = self._groups[number].get(_NAMES)
             said = names if isinstance(names, list) and len(names) == len(own) else own
-            naming |= {key: _bare(str(name)) for key, name in zip(own, said, strict=True)}
+            naming |= {key: bare_name(str(name)) for key, name in zip(own, said, strict=True)}
         return naming
 
     def _params(self, group: Mapping[str, object], where: str) -> Sequence[str | int]:
@@ -193,11 +193,11 @@ class _Optimizer:
         strays = []
         for key, leaf in self._flat:
             kind, _, rest = key.partition(".")
-            name = _longest_name(_bare(rest), parts.model)
+            name = _longest_name(bare_name(rest), parts.model)
             if name is None:
                 strays.append(key)
                 continue
-            last = _bare(rest)[len(name) + 1 :]
+            last = bare_name(rest)[len(name) + 1 :]
             if kind == _STATE:
                 parts.states.setdefault(name, {})[last] = leaf
             else:
@@ -255,7 +255,7 @@ def _model_root(leaves: Iterable[Leaf], wanted: set[str]) -> Path:
     for leaf in leaves:
         if leaf.shape is not None and isinstance(leaf.path[-1], str):
             found[leaf.path[:-1]] += 1
-            named[leaf.path[:-1]] += _bare(leaf.path[-1]) in wanted
+            named[leaf.path[:-1]] += bare_name(leaf.path[-1]) in wanted
     return max(found, key=lambda root: (named[root], found[root], -len(root)), default=())
 
 
@@ -264,13 +264,13 @@ def _name_below(leaf: Leaf, root: Path) -> str | None:
     below = leaf.path[len(root) :]
     if leaf.shape is None or leaf.path[: len(root)] != root or not below or (not root and len(below) > 1):
         return None
-    return _bare(".".join(map(str, below)))
+    return bare_name(".".join(map(str, below)))
 
 
-def _bare(name: str) -> str:
+def bare_name(name: str) -> str:
     """The name without the modules that only wrap others, and without the `module.` of DDP.
 
-    >>> _bare("module.layers.0._checkpoint_wrapped_module.w")
+    >>> bare_name("module.layers.0._checkpoint_wrapped_module.w")
     'layers.0.w'
     """
     parts = [part for part in name.split(".") if part not in _WRAPPERS]

@@ -228,3 +228,66 @@ def test_names_that_the_optimizer_keeps_are_taken(tmp_path: Path) -> None:
     checkpoint = ucp.open(tmp_path / "ckpt.pt")
     assert [group.params for group in checkpoint.index.groups] == [("1.weight", "1.bias"), ("0.weight", "0.bias")]
     assert torch.equal(checkpoint.read("1.weight", "exp_avg"), optimizer.state[model[1].weight]["exp_avg"])
+
+
+class TestFlatModels:
+    """FSDP1's LOCAL_STATE_DICT, which says neither names nor shapes."""
+
+    SOURCE = ROOT / "fsdp1-local-dp4" / "checkpoint"
+
+    @pytest.fixture
+    def alone(self, tmp_path: Path) -> Path:
+        shutil.copytree(self.SOURCE, tmp_path / "alone", ignore=shutil.ignore_patterns("optimizer*"))
+        return tmp_path / "alone"
+
+    @pytest.fixture
+    def shapes(self, tmp_path: Path) -> Path:
+        atoms = ucp.inspect(ROOT / "verl-fsdp1-dp4" / "checkpoint").atoms.values()
+        (tmp_path / "shapes.json").write_text(json.dumps({atom.name: atom.global_shape for atom in atoms}))
+        return tmp_path / "shapes.json"
+
+    def check(self, checkpoint: ucp.Checkpoint, states: set[str]) -> None:
+        truth = {name: own for name, own in truth_of("fsdp1-local-dp4").items() if name.rpartition("/")[2] in states}
+        assert {f"{atom.name}/{state}" for atom, state, _ in checkpoint.index.states()} == truth.keys()
+        for name, wanted in truth.items():
+            param, _, state = name.rpartition("/")
+            assert torch.equal(checkpoint.read(param, state), wanted), name
+
+    def test_shapes_of_the_optimizer_are_enough(self) -> None:
+        self.check(ucp.open(self.SOURCE), {"weight", "step", "exp_avg", "exp_avg_sq"})
+
+    def test_shapes_of_a_document(self, alone: Path, shapes: Path) -> None:
+        self.check(ucp.open(alone, shapes_from=shapes), {"weight"})
+
+    def test_shapes_of_another_checkpoint(self, alone: Path, tmp_path: Path) -> None:
+        other = ROOT / "verl-fsdp2-dp2-tp2" / "checkpoint"
+        self.check(ucp.open(alone, shapes_from=other), {"weight"})
+        ucp.convert(alone, tmp_path / "out", to="torch", shapes_from=other, verify=True)
+        assert ucp.diff(alone, tmp_path / "out", shapes_from=other).equal
+
+    def test_none_are_refused(self, alone: Path) -> None:
+        with pytest.raises(ucp.UcpError, match="LOCAL_STATE_DICT, which has neither names nor shapes"):
+            ucp.inspect(alone)
+
+    @pytest.mark.parametrize(
+        ("change", "match"),
+        [
+            ({"block.q.weight": [8, 9]}, "block._flat_param has 872 elements, padded over 4 ranks"),
+            ({"emb.weight": [3]}, "_flat_param has 176 elements"),
+            ({"emb.weight": "8x8"}, "expected name to shape"),
+        ],
+    )
+    def test_shapes_of_another_model_are_refused(self, alone: Path, shapes: Path, change: Any, match: str) -> None:
+        shapes.write_text(json.dumps(json.loads(shapes.read_text()) | change))
+        with pytest.raises(ucp.UcpError, match=match):
+            ucp.inspect(alone, shapes_from=shapes)
+
+    def test_sorted_names_are_refused(self, alone: Path, tmp_path: Path) -> None:
+        (tmp_path / "model.safetensors").touch()
+        with pytest.raises(ucp.UcpError, match="keeps names sorted"):
+            ucp.inspect(alone, shapes_from=tmp_path / "model.safetensors")
+
+    @pytest.mark.parametrize("case", ["fsdp2-dp4", "verl-fsdp2-dp4"])
+    def test_shapes_that_nobody_needs_are_refused(self, case: str, shapes: Path) -> None:
+        with pytest.raises(ucp.errors.UsageError, match="drop --shapes-from"):
+            ucp.inspect(ROOT / case / "checkpoint", shapes_from=shapes)

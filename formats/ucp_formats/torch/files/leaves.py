@@ -14,16 +14,20 @@ from dataclasses import dataclass
 
 from ucp.contract.rank_extras import Checksums, per_rank_extras
 from ucp.core.index import Extra
+from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError
 from ucp.io.pickle.fields import described
 from ucp_formats.torch.files.joined import is_tensor, join
 from ucp_formats.torch.files.parts import part_of
 from ucp_formats.torch.state_dict import Leaf, Path
 
-__all__ = ["Ranked", "Tree", "leaves_of"]
+__all__ = ["FLAT", "Ranked", "Tree", "leaves_of"]
 
 Ranked = Mapping[int, object]
 """Rank to the value that it saved."""
+
+FLAT = "_flat_param"
+"""Name of a flat parameter of FSDP1."""
 
 _GROUPS = "param_groups"
 _MOST_DEPTH = 16
@@ -35,7 +39,7 @@ class Tree:
     """Entries of the files of all ranks."""
 
     model: tuple[Leaf, ...]
-    """Entries of the model"""
+    """Entries of the model; beside flat parameters (FSDP1) the value of a plain tensor is a `Ranked`"""
     optimizer: tuple[Leaf, ...]
     """Entries of optimizers; the value of a tensor that ranks saved flat (FSDP1) is a `Ranked`"""
     extras: tuple[Extra, ...]
@@ -93,6 +97,7 @@ class _Walk:
         self._model_path = model
         self._optimizer_paths = optimizers
         self._checksums = checksums
+        self._has_flat = False
         self._model: list[Leaf] = []
         self._states: list[tuple[Path, Ranked]] = []
         self._values: list[Leaf] = []
@@ -105,13 +110,16 @@ class _Walk:
         if any(path[: len(root)] == root and path != root for root in self._optimizer_paths):
             self._in_optimizer(path, values, is_tensors=is_tensors)
         elif is_tensors and path[:-1] == self._model_path:
-            self._model.append(self._tensor(path, values))
+            is_stretch = self._has_flat and all(isinstance(own, TensorRef) for own in values.values())
+            self._model.append(Leaf(path, None, dict(values)) if is_stretch else self._tensor(path, values))
         elif any(root[: len(path)] == path for root in (self._model_path, *self._optimizer_paths)):
             self._below(path, values)
         else:
             self._other(path, values)
 
     def _below(self, path: Path, values: Ranked) -> None:
+        if path == self._model_path:
+            self._has_flat = any(str(key).endswith(FLAT) for key, _ in _entries(next(iter(values.values()))))
         entries = {rank: dict(_entries(own)) for rank, own in values.items()}
         for key in dict.fromkeys(key for own in entries.values() for key in own):
             self.go((*path, key), {rank: own[key] for rank, own in entries.items() if key in own})

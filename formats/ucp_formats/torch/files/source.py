@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 from ucp.contract.companion_files import SaveFolder, with_companions
-from ucp.contract.protocols import Evidence, Format
+from ucp.contract.protocols import Evidence, Format, SourceOptions
 from ucp.contract.rank_extras import Checksums
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile
 from ucp.core.names import WEIGHT
@@ -23,11 +24,14 @@ from ucp.errors import MalformedError, counted, listed
 from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.identity import source_file
 from ucp.io.torch_file.archive import read_archive
+from ucp_formats.torch.files.flat import Shapes
 from ucp_formats.torch.files.fsdp1 import states_by_name
 from ucp_formats.torch.files.joined import Joined
 from ucp_formats.torch.files.leaves import Tree, leaves_of
+from ucp_formats.torch.files.local import with_parameters
 from ucp_formats.torch.files.locate import Located, is_of_the_format, locate, the_files
 from ucp_formats.torch.files.names import Item
+from ucp_formats.torch.files.shapes import shapes_from
 from ucp_formats.torch.files.weights import read_weights
 from ucp_formats.torch.locate import step_in
 from ucp_formats.torch.state_dict import Leaf, Parts, sorted_out
@@ -44,6 +48,20 @@ class TorchFormat(Format):
     """Format `torch`."""
 
     name = "torch"
+    takes_shapes = True
+
+    def __init__(self, options: SourceOptions | None = None) -> None:
+        self._options = options or SourceOptions()
+
+    def configured(self, options: SourceOptions) -> TorchFormat:
+        """The same format, with shapes that the user points to."""
+        if options.family is not None or options.patterns is not None:
+            return cast("TorchFormat", super().configured(options))  # which raises
+        return TorchFormat(options)
+
+    def _shapes(self) -> Shapes | None:
+        path = self._options.shapes_from
+        return None if path is None else shapes_from(path)
 
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is, or leads to, such files."""
@@ -54,7 +72,7 @@ class TorchFormat(Format):
         """Index of the checkpoint at `path`."""
         located = the_files(locate(path), path)
         with no_cycle_collection():
-            index = _Reading(located).index(self.name)
+            index = _Reading(located, self._shapes()).index(self.name)
         folder = SaveFolder(located.root) if located.root.is_dir() else None
         return with_companions(index, folder, is_own=lambda own: is_of_the_format(own) or own.name in _names(located))
 
@@ -66,7 +84,7 @@ def _names(located: Located) -> set[str]:
 class _Reading:
     """A checkpoint while its index is made."""
 
-    def __init__(self, located: Located) -> None:
+    def __init__(self, located: Located, shapes: Shapes | None) -> None:
         self._located = located
         self._folder = os.path.abspath(located.folder)
         self._records: list[Record] = []
@@ -76,7 +94,8 @@ class _Reading:
             for item, files in located.files.items()
         }
         self._checksums = Checksums(self._records)
-        self._tree: Tree = leaves_of({_PATHS[item]: own for item, own in values.items()}, self._checksums)
+        tree = leaves_of({_PATHS[item]: own for item, own in values.items()}, self._checksums)
+        self._tree: Tree = with_parameters(tree, shapes, str(located.root))
         optimizer = states_by_name(self._tree, str(located.root))
         self._saved: Parts = sorted_out((*self._tree.model, *optimizer), str(located.root))
 
