@@ -17,17 +17,29 @@ from ucp.errors import UnsupportedError
 
 __all__ = ["named_by_number"]
 
+_SORTED = (
+    "; safetensors keeps names sorted: --shapes-from PATH names what has them in the order of the model, a file of "
+    "torch.save or a JSON of name to shape"
+)
+
 
 def named_by_number(
-    groups: Sequence[Sequence[int | str]], states: Mapping[str, Hashable], model: Mapping[str, Hashable], where: str
+    groups: Sequence[Sequence[int | str]],
+    states: Mapping[str, Hashable],
+    model: Mapping[str, Hashable],
+    where: str,
+    *,
+    in_order: bool = True,
 ) -> dict[int | str, str]:
     """Number to name. `states`: number to the shape and cuts of a state; `model`: the same of names, in its order.
 
+    `in_order`: whether it is in its order, or sorted (safetensors).
+
     Raises UnsupportedError where more than one assignment fits, or none.
     """
-    in_order = _each_in_order(groups, states, model)
-    if in_order is not None:
-        return in_order
+    ordered = _each_in_order(groups, states, model) if in_order else None
+    if ordered is not None:
+        return ordered
     numbers = [number for group in groups for number in group]
     wanted = [states.get(str(number)) for number in numbers]
     by_form: dict[Hashable, list[str]] = {}
@@ -39,7 +51,8 @@ def named_by_number(
         if len(names) != 1 or names[0] in named.values():
             raise UnsupportedError(
                 f"{where}: the optimizer numbers its parameters, and shapes do not tell which parameter number "
-                f"{number} is. Save with torch.distributed.checkpoint.state_dict.get_state_dict, which gives names"
+                f"{number} is. Save with torch.distributed.checkpoint.state_dict.get_state_dict, which gives names, or "
+                "give the optimizer names (AdamW(model.named_parameters()))" + ("" if in_order else _SORTED)
             )
         named[number] = names[0]
     return named

@@ -71,8 +71,8 @@ class Parts:
     """What was inferred."""
 
 
-def sorted_out(leaves: Iterable[Leaf], where: str) -> Parts:
-    """The entries of a state dict by what they are. `where`: for messages.
+def sorted_out(leaves: Iterable[Leaf], where: str, *, in_order: bool = True) -> Parts:
+    """The entries of a state dict by what they are. `where`: for messages; `in_order`: the model's entries stand so.
 
     Raises MalformedError where they contradict one another, UnsupportedError where states are of no known parameter.
     """
@@ -89,7 +89,7 @@ def sorted_out(leaves: Iterable[Leaf], where: str) -> Parts:
         elif parts.model.setdefault(name, leaf) is not leaf:
             raise MalformedError(f"{where} holds {name} twice: {_shown(parts.model[name].path)}, {_shown(leaf.path)}")
     for own in inside:
-        own.give(parts, where)
+        own.give(parts, where, in_order=in_order)
     _check_known(parts, where)
     _tie(parts)
     return parts
@@ -138,7 +138,7 @@ class _Optimizer:
                 self._others.append(leaf)
         return True
 
-    def give(self, parts: Parts, where: str) -> None:
+    def give(self, parts: Parts, where: str, *, in_order: bool) -> None:
         """Give states and groups to `parts`, by the names of its model."""
         for leaf in self._others:
             _nest(parts.others, leaf)
@@ -151,10 +151,9 @@ class _Optimizer:
             _NAMES in group for group in self._groups.values()
         ):
             forms = {str(path[0]): leaf.form for path, leaf in self._states if leaf.shape}
-            naming = named_by_number(list(params.values()), forms, _distinct(parts.model), where)
-            parts.notes.append(
-                "the optimizer numbers its parameters; they are taken in the order of the model, which all shapes fit"
-            )
+            naming = named_by_number(list(params.values()), forms, _distinct(parts.model), where, in_order=in_order)
+            how = "the order of the model, which all shapes fit" if in_order else "the only order that shapes allow"
+            parts.notes.append(f"the optimizer numbers its parameters; they are taken in {how}")
         by_text = {str(name): own for name, own in naming.items()}
         for path, leaf in self._states:
             name = by_text.get(str(path[0]))

@@ -14,7 +14,7 @@ from ucp.contract.registry import recognise
 from ucp.core.index import Kind
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed
 from ucp.io.json_text import NotJson, parsed
-from ucp_formats.torch.files.flat import Shapes
+from ucp_formats.torch.files.flat.lengths import Shapes
 
 __all__ = ["shapes_from"]
 

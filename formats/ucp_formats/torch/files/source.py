@@ -24,15 +24,16 @@ from ucp.errors import MalformedError, counted, listed
 from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.identity import source_file
 from ucp.io.torch_file.archive import read_archive
-from ucp_formats.torch.files.flat import Shapes
-from ucp_formats.torch.files.fsdp1 import states_by_name
+from ucp_formats.torch.files.flat.lengths import Shapes
+from ucp_formats.torch.files.flat.model import with_parameters
+from ucp_formats.torch.files.flat.optimizer import states_by_name
 from ucp_formats.torch.files.joined import Joined
 from ucp_formats.torch.files.leaves import Tree, leaves_of
-from ucp_formats.torch.files.local import with_parameters
 from ucp_formats.torch.files.locate import Located, is_of_the_format, locate, the_files
 from ucp_formats.torch.files.names import Item
+from ucp_formats.torch.files.order import in_order, model_type
 from ucp_formats.torch.files.shapes import shapes_from
-from ucp_formats.torch.files.weights import read_weights
+from ucp_formats.torch.files.weights import Weights, read_weights
 from ucp_formats.torch.locate import step_in
 from ucp_formats.torch.state_dict import Leaf, Parts, sorted_out
 from ucp_formats.torch.state_dict import Path as TreePath
@@ -87,6 +88,8 @@ class _Reading:
     def __init__(self, located: Located, shapes: Shapes | None) -> None:
         self._located = located
         self._folder = os.path.abspath(located.folder)
+        self._shapes = shapes
+        self._in_order = True
         self._records: list[Record] = []
         self._files: list[SourceFile] = []
         values = {
@@ -95,14 +98,16 @@ class _Reading:
         }
         self._checksums = Checksums(self._records)
         tree = leaves_of({_PATHS[item]: own for item, own in values.items()}, self._checksums)
-        self._tree: Tree = with_parameters(tree, shapes, str(located.root))
+        is_ordered_by_it = shapes is not None and "safetensors" in located.files.get("model", {}).get(0, "")
+        self._tree: Tree = with_parameters(tree, None if is_ordered_by_it else shapes, str(located.root))
         optimizer = states_by_name(self._tree, str(located.root))
-        self._saved: Parts = sorted_out((*self._tree.model, *optimizer), str(located.root))
+        self._saved: Parts = sorted_out((*self._tree.model, *optimizer), str(located.root), in_order=self._in_order)
 
     def _read(self, item: Item, rank: int, name: str) -> object:
         path = os.path.join(self._folder, name)
         if item == "model" and "safetensors" in name:
-            weights = read_weights(self._folder, name)
+            weights = self._ordered(read_weights(self._folder, name))
+            self._in_order = weights.is_in_order
             self._files += [source_file(own, "weights") for own in weights.files]
             return weights.tensors
         archive = read_archive(path)
@@ -110,6 +115,12 @@ class _Reading:
         of_rank = f" of rank {rank}" if self._located.ranks > 1 else ""
         self._files.append(source_file(path, f"{'checkpoint' if item == 'all' else item}{of_rank}"))
         return archive.root
+
+    def _ordered(self, weights: Weights) -> Weights:
+        """Weights in the order of the model: that of what the user points to, or of a model that is known."""
+        if self._shapes is not None:
+            return weights.in_order_of([*self._shapes])
+        return weights.in_order_of(in_order(weights.tensors, model_type(self._folder)))
 
     def index(self, name: str) -> Index:
         """The index."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +21,18 @@ class Weights:
     """Tensors of one or several files of safetensors."""
 
     tensors: dict[str, TensorRef]
-    """Name to tensor; safetensors keeps names sorted, not in the order of the model."""
+    """Name to tensor"""
     files: tuple[str, ...]
     """Absolute paths."""
+    is_in_order: bool = False
+    """Whether they stand in the order of the model: safetensors keeps names sorted"""
+
+    def in_order_of(self, names: Sequence[str] | None) -> Weights:
+        """The tensors in the order of `names`; as they are where it is not known."""
+        if names is None:
+            return self
+        known = {name: self.tensors[name] for name in names if name in self.tensors}
+        return Weights({**known, **self.tensors}, self.files, is_in_order=len(known) == len(self.tensors))
 
 
 def read_weights(folder: str, name: str) -> Weights:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ucp.core.tensor import TensorRef
 from ucp.errors import IdleOptionError, UnsupportedError, UsageError, listed
-from ucp_formats.torch.files.flat import Shapes, unflattened
+from ucp_formats.torch.files.flat.lengths import Shapes, unflattened
 from ucp_formats.torch.files.joined import Joined, join
 from ucp_formats.torch.files.leaves import FLAT, Tree
 from ucp_formats.torch.state_dict import Leaf, bare_name

@@ -1,7 +1,8 @@
 """An optimizer of FSDP1 that was saved by its own `state_dict`: numbers of flat parameters, and flat parts of states.
 
-verl saves it so. The model beside it has every parameter in its own shape; which of them a flat parameter holds follows
-from its length (`flat.units_of`). With `use_orig_params` a number is a parameter, and every rank has a stretch of it.
+verl saves it so. The model beside it has every parameter in its own shape; which of them a flat parameter holds
+follows from its length (`lengths.units_of`). With `use_orig_params` a number is a parameter, and every rank has a
+stretch of it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from math import prod
 from ucp.core.layout import Overlap
 from ucp.core.tensor import TensorRef
 from ucp.errors import UnsupportedError
-from ucp_formats.torch.files.flat import Shapes, pieces_joined, unflattened, units_of
+from ucp_formats.torch.files.flat.lengths import Shapes, pieces_joined, unflattened, units_of
 from ucp_formats.torch.files.joined import Joined
 from ucp_formats.torch.files.leaves import Ranked, Tree
 from ucp_formats.torch.numbered import named_by_number
