@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from struct import pack, unpack
 
 from ucp.contract.companions import is_companion, place_companions
@@ -242,21 +243,29 @@ class _Drafting:
         shape = state.global_shape
         is_cut = shape and self._index.atoms[param].kind is not Kind.BUFFER  # FSDP cuts parameters alone
         layout = self._layout if is_cut else Layout()
-        for coords in layout.ranks():
-            for own in place(layout, shape, coords=coords):
-                if own.box.numel or not shape:
-                    rank = coords.get("dp_shard", -1)
-                    yield NewChunk(
-                        offsets=own.box.offsets,
-                        sizes=own.box.sizes,
-                        parts=(Part(offset=0, slice=_slice(param, name, dtype, own.box)),),
-                        rank=rank if rank >= 0 else self._next_rank(),
-                    )
+        for rank, box in _boxes(layout, shape):
+            yield NewChunk(
+                offsets=box.offsets,
+                sizes=box.sizes,
+                parts=(Part(offset=0, slice=_slice(param, name, dtype, box)),),
+                rank=self._next_rank() if rank is None else rank,
+            )
 
     def _next_rank(self) -> int:
         """Rank whose file the next small item lies in: each in turn."""
         self._turn += 1
         return (self._turn - 1) % self._ranks
+
+
+@lru_cache(maxsize=4096)
+def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[int | None, Box], ...]:
+    """Ranks and the boxes that they hold, where there are elements; of what is not cut no rank."""
+    return tuple(
+        (coords.get("dp_shard"), own.box)
+        for coords in layout.ranks()
+        for own in place(layout, shape, coords=coords)
+        if own.box.numel or not shape
+    )
 
 
 def _slice(param: str, state: str, dtype: DType, box: Box) -> Slice:
