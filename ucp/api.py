@@ -120,6 +120,10 @@ def convert(
         State to dtype, e.g. {"weight": "bfloat16"}, {"weight": "bf16"} or {"weight": torch.bfloat16}.
     settings
         What the target needs and the source does not record, e.g. {"num_attention_heads": 32} for megatron.
+    names
+        Naming style of the model's family to write, such as "huggingface"; "nanogpt:huggingface" says the source's too.
+    rename
+        TOML file with rules of your own for other names.
     family
         Model family whose rules say how `src` is sharded, instead of the one chosen by evidence.
     patterns

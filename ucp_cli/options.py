@@ -222,6 +222,13 @@ _CONVERT_OPTIONS = (
         help="What the target needs and the source does not record, e.g. num_attention_heads=32 (an unknown name lists "
         "those there are); drop=EXTRA,... leaves extras of the source out.",
     ),
+    click.option(
+        "--names",
+        metavar="STYLE",
+        help="Write names and tensors of another framework, by the model's family: huggingface, mcore, ... "
+        "FROM:STYLE where the source's names are those of several.",
+    ),
+    click.option("--rename", type=PATH, metavar="FILE", help="Other names by rules of your own, as a TOML file."),
     *_SOURCE_OPTIONS,
     _policy(
         "--drift",

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict, TypeVar
 
 from ucp.contract.companions import Companions
@@ -32,6 +33,7 @@ __all__ = [
     "DriftName",
     "DtypeLike",
     "MemoryLike",
+    "Naming",
     "PlanArguments",
     "TopologyLike",
     "ZeroMomentsName",
@@ -68,6 +70,32 @@ _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Naming:
+    """What the user asked for."""
+
+    style: str = ""
+    """Naming style of model families to write; empty for the target's, or the source's."""
+    source: str = ""
+    """Style of the source's names, where several have the same names for other tensors; empty for any."""
+    rules: Path | None = None
+    """TOML file with rules of the user's own."""
+
+    @classmethod
+    def of(cls, names: str | None, rename: Path | None) -> Naming:
+        """`STYLE` or `FROM:STYLE`, and a file. Raises UsageError.
+
+        >>> Naming.of("nanogpt:huggingface", None).source
+        'nanogpt'
+        """
+        source, colon, style = (names or "").rpartition(":")
+        if names is not None and (not style or (colon and not source)):
+            raise UsageError(
+                f"expected a naming style, as in --names huggingface or nanogpt:huggingface; got {names!r}"
+            )
+        return cls(style=style, source=source, rules=rename)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
     """What the user asked for."""
 
@@ -79,6 +107,8 @@ class ConvertOptions:
     """Options of the target."""
     names: NameFilter = field(default_factory=NameFilter)
     """Which parameters and states to take."""
+    naming: Naming = field(default_factory=Naming)
+    """Under which names to write them."""
     source: SourceOptions = field(default_factory=SourceOptions)
     """What the user says of the source."""
     drift: Drift = Drift.ERROR
@@ -115,6 +145,8 @@ class PlanArguments(TypedDict, total=False):
     exclude: Iterable[str]
     dtypes: Mapping[str, DtypeLike] | None
     settings: Mapping[str, str | int | float] | None
+    names: str | None
+    rename: type_path | None
     family: str | None
     patterns: type_path | None
     drift: DriftName
@@ -146,6 +178,8 @@ def make_options(
     exclude: Iterable[str] = (),
     dtypes: Mapping[str, DtypeLike] | None = None,
     settings: Mapping[str, str | int | float] | None = None,
+    names: str | None = None,
+    rename: type_path | None = None,
     family: str | None = None,
     patterns: type_path | None = None,
     drift: DriftName = "error",
@@ -180,6 +214,7 @@ def make_options(
             tag=tag or "",
         ),
         names=NameFilter(include=_globs(include), exclude=_globs(exclude)),
+        naming=Naming.of(names, None if rename is None else Path(rename)),
         source=SourceOptions.of(family, patterns),
         drift=policy_of(drift, Drift, "a policy for copies that differ"),
         zero_moments=policy_of(zero_moments, ZeroMoments, "a policy for moments that are zero"),

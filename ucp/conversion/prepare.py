@@ -190,7 +190,8 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     """
     chosen = target(options.to)
     _check_layout(chosen, options.target.layout)
-    read = index_as_told if chosen.takes_family(options.topology) else index_of
+    by_family = options.naming.style or chosen.names or chosen.takes_family(options.topology)
+    read = index_as_told if by_family else index_of
     whole = read(src, source=options.source)
     check_doubts(whole, options.accept)
     index = selected(whole, options.names)
@@ -204,12 +205,13 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     _check_dtypes(index, options.target.dtypes)
     index, settings = without_extras(index, options.target.settings)
     index = with_callables(index)
-    _check_settings(chosen, index, settings)
+    _check_settings(chosen, index, settings, by_family=bool(options.naming.style or chosen.names))
+    index, settings, family = _named(index, chosen, options, settings)
     index = chosen_companions(_tagged(index, options.target.tag), options.companions)
     own = replace(
         options.target,
         settings=settings,
-        family=options.source.family or "",
+        family=family or options.source.family or "",
         patterns=str(options.source.patterns or ""),
         keeps_zeros=options.zero_moments is ZeroMoments.KEEP,
     )
@@ -226,6 +228,21 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         facts=_facts(job, options),
         warnings=warnings,
     )
+
+
+def _named(
+    index: Index, chosen: Target, options: ConvertOptions, settings: Mapping[str, str]
+) -> tuple[Index, Mapping[str, str], str]:
+    """The source under the names that are wanted, the settings that are for the target, and the family, if any."""
+    if not (options.naming.style or options.naming.rules or chosen.names):
+        return index, settings, ""
+    from ucp.conversion.naming import under_names  # families are read only where they are needed
+
+    try:
+        found = under_names(index, chosen, options.naming, options.source, settings)
+    except (UnsupportedError, FamilyError) as error:
+        raise MisfitError(str(error)) from error
+    return found.index, {name: own for name, own in settings.items() if name not in found.used}, found.family
 
 
 def _planned(chosen: Target, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
@@ -275,10 +292,18 @@ def _check_dtypes(index: Index, dtypes: Mapping[str, str]) -> None:
         raise UsageError(f"no parameter has a state {', '.join(unknown)} to cast; there are {', '.join(known)}")
 
 
-def _check_settings(chosen: Target, index: Index, settings: Mapping[str, str]) -> None:
-    """Raise UsageError naming settings that the target does not take, and those that it does."""
+def _check_settings(chosen: Target, index: Index, settings: Mapping[str, str], *, by_family: bool) -> None:
+    """Raise UsageError naming settings that the target does not take, and those that it does.
+
+    `by_family`: sizes of the model may be said as well, for the family that names are translated by.
+    """
     known = [*chosen.settings, *chosen.source_settings(index)]
     unknown = [name for name in settings if name not in known]
+    if unknown and by_family:
+        from ucp.conversion.naming import family_sizes
+
+        sizes = family_sizes()
+        unknown = [name for name in unknown if name not in sizes]
     if not unknown:
         return
     near = {name: get_close_matches(name, [*known, DROP], 1) for name in unknown}
@@ -301,6 +326,8 @@ def _facts(job: Job, options: ConvertOptions) -> dict[str, str]:
         "left out": ", ".join(options.names.exclude),
         "tag": options.target.tag,
         "companion files": "" if options.companions is Companions.SMALL else options.companions.value,
+        "names": ":".join(filter(None, (options.naming.source, options.naming.style))),
+        "renamed by": str(options.naming.rules or ""),
         "family": options.source.family or str(options.source.patterns or ""),
         "of copies that differ": "" if options.drift is Drift.ERROR else options.drift.value,
         "program": producer(),
@@ -317,6 +344,7 @@ def _fingerprint(index: Index, options: ConvertOptions) -> str:
         str(options.topology),
         asdict(options.target),
         asdict(options.names),
+        [options.naming.style, options.naming.source, str(options.naming.rules)],
         [options.source.family, str(options.source.patterns), options.drift.value, options.companions.value],
         BLOCK,
     ]
