@@ -125,6 +125,8 @@ class Target(Protocol):
     """Variants of its layout that `--layout` names, the default first; none where it has one."""
     names: str | None = None
     """Naming style of model families whose names it writes; None where it takes any."""
+    takes_other_names: bool = False
+    """Whether it writes models of no known family, too, under the names that they have."""
     takes_parts: bool = False
     """Whether a part of a model is of use: no warning of one."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ucp.contract.model_arguments import run_arguments
 from ucp.contract.protocols import SourceOptions, Target
 from ucp.contract.registry import choose_family, library
 from ucp.conversion.options import Naming
@@ -53,6 +54,9 @@ def under_names(
     if target.names not in (None, style):
         raise UsageError(f"the target {target.name} has names of its own, {target.names}: drop --names {style}")
     family = _family(index, target, said, settings, naming)
+    if family is None:
+        note = f"of no family that is known, so that all names are written as they are, for {style}'s"
+        return Renamed(index=replace(index, notes=(*index.notes, note)))
     shapes = {atom.name: atom.global_shape for atom in index.atoms.values()}
     made = translated(family, shapes, style, source=naming.source or None)
     used = frozenset(name for name in settings if name not in target.settings and name in _sizes_of(family))
@@ -72,8 +76,12 @@ def _sizes_of(family: Family) -> set[str]:
     return {name for ways in family.sizes.values() for way in ways for name in way.names}
 
 
-def _family(index: Index, target: Target, said: SourceOptions, settings: Mapping[str, str], naming: Naming) -> Family:
-    """The family that the user names, or that all evidence is for.
+def _family(
+    index: Index, target: Target, said: SourceOptions, settings: Mapping[str, str], naming: Naming
+) -> Family | None:
+    """The family that the user names, or that all evidence is for; None where the target takes models of none.
+
+    A run that records arguments, as Megatron's do, has names of its own: they are never taken for others.
 
     Raises UnknownFamilyError or FamilyError, with names that were found and what is needed, where no family, or not the
     one that is named, knows all names of the source.
@@ -86,6 +94,8 @@ def _family(index: Index, target: Target, said: SourceOptions, settings: Mapping
         unread = min((_unread(own, shapes) for own in library().concrete()), key=len)
         if not unread:  # the question is which of those that know them all
             raise
+        if target.takes_other_names and not naming.style and not run_arguments(index):
+            return None
         raise UnknownFamilyError(_refusal(index, unread, "a model family", target, naming)) from error
     unread = _unread(family, shapes)
     if unread:

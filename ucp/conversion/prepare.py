@@ -216,8 +216,8 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         keeps_zeros=options.zero_moments is ZeroMoments.KEEP,
     )
     plan = _planned(chosen, index, options.topology, own)
-    index = _without(index, plan)
-    job = replace(make_job(index, plan), fsync=options.fsync)
+    index = _without(plan.written or index, plan)
+    job = replace(make_job(index, replace(plan, written=None)), fsync=options.fsync)
     workers, threads = fit_workers(options.memory, workers=options.workers or cores(), threads=2)
     return Prepared(
         job=job,

@@ -120,6 +120,8 @@ class TargetPlan:
     """Placements are written as encoded blocks, one pack per file, whose sizes are known only afterwards."""
     topology: Topology | None = None
     """Layout of the run that loads the files; None where they fit any."""
+    written: Index | None = None
+    """The source as far as it is written, and under the names that it is written under; None: all of it, as it is."""
     regrouped: bool = False
     """Parameter groups are written in other terms than the source's, and not compared with them."""
 

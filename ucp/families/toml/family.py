@@ -17,6 +17,7 @@ from ucp.families.family import CANONICAL, Evidence, Family, Style, Tied
 from ucp.families.rule import DIM, Alias, AxisRule, PatternFactory, Rule
 from ucp.families.template import Template
 from ucp.families.toml.alias import alias_table, aliases_by_rule
+from ucp.families.toml.config import config_parts, more_parts
 from ucp.families.toml.fields import (
     Place,
     dim_of,
@@ -38,7 +39,20 @@ __all__ = ["Header", "header", "read_family"]
 _KEYS = frozenset(
     {
         *("name", "title", "extends", "kind_of", "abstract", "order", "ignored"),
-        *("evidence", "sizes", "given", "tensors", "style", "tied", "rule", "drop", "alias", "repeat", "limits"),
+        *(
+            "evidence",
+            "sizes",
+            "given",
+            "tensors",
+            "style",
+            "tied",
+            "rule",
+            "drop",
+            "alias",
+            "repeat",
+            "limits",
+            "config",
+        ),
     }
 )
 
@@ -106,6 +120,7 @@ def read_family(
         tensors={**base.tensors, **_templates(document.get("tensors", {}), place.at("tensors"))},
         evidence=_evidence(table_of(document.get("evidence", {}), place.at("evidence")), place.at("evidence")),
         styles={**base.styles, **_styles(document.get("style", {}), place.at("style"))},
+        configs=more_parts(base.configs, config_parts(document.get("config", {}), place.at("config"), name)),
         tied=(*base.tied, *(_tied(own, place.at("tied").at(at)) for at, own in tables_of(document, "tied", place))),
         ignored=(*base.ignored, *texts_of(document.get("ignored", []), place.at("ignored"))),
         order=texts_of(document.get("order", list(base.order)), place.at("order")),
@@ -132,6 +147,7 @@ def _joined(families: Sequence[Family]) -> Family:
             limits={**joined.limits, **own.limits},
             tensors={**joined.tensors, **own.tensors},
             styles={**joined.styles, **own.styles},
+            configs=more_parts(joined.configs, own.configs),
             tied=tuple(dict.fromkeys((*joined.tied, *own.tied))),
             ignored=tuple(dict.fromkeys((*joined.ignored, *own.ignored))),
             order=own.order or joined.order,
