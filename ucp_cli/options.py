@@ -11,6 +11,7 @@ from typing import TypedDict, TypeVar
 import click
 
 from ucp.contract.companions import Companions
+from ucp.conversion.new_optimizer import NewOptimizer
 from ucp.conversion.options import nbytes_of
 from ucp.conversion.replica_policy import Drift
 from ucp.conversion.zero_moments import ZeroMoments
@@ -110,7 +111,8 @@ def setting(text: str) -> tuple[str, str]:
     """
     name, equals, value = (part.strip() for part in text.partition("="))
     if not (name.isidentifier() and equals):
-        raise click.BadParameter(f"expected NAME=VALUE such as num_attention_heads=32; got {text!r}")
+        shown = f"{name}=VALUE" if name.isidentifier() else "NAME=VALUE such as num_attention_heads=32"
+        raise click.BadParameter(f"expected {shown}; got {text!r}")
     return name, value
 
 
@@ -182,8 +184,8 @@ _CONVERT_OPTIONS = (
         "--topology",
         type=topology_of,
         metavar="T",
-        help="Layout of the run that will load it, such as dp=4,zero=3. Axes left out are 1; deepspeed requires zero. "
-        "Without the option: a run like the source. deepspeed-universal fits any run and takes tp and pp only.",
+        help="Layout of the run that will load it, such as dp=4,zero=3. Axes left out are 1; deepspeed requires zero; dcp takes "
+        "dp_replicate=2,dp_shard=4 for HSDP. Without the option: a run like the source. deepspeed-universal fits any run and takes tp and pp only.",
     ),
     click.option(
         "--layout",
@@ -239,6 +241,12 @@ _CONVERT_OPTIONS = (
         "--zero-moments",
         ZeroMoments.ERROR,
         "If all moments are zero although steps were taken (the optimizer was lost): stop, or keep them.",
+    ),
+    click.option(
+        "--optimizer",
+        type=click.Choice([new.value for new in NewOptimizer]),
+        help="Make optimizer states for a source that has none, such as a published model: moments of zero, and one "
+        "parameter group (--set lr=, beta1=, beta2=, eps=, weight_decay=).",
     ),
     click.option(
         "--accept",
