@@ -132,6 +132,9 @@ def convert(
         What to do if copies that should be equal differ: "error", "first" (take the first rank's) or "mean".
     zero_moments
         What to do if all moments are zero although steps were taken, as when the optimizer was lost: "error" or "keep".
+    optimizer
+        "zero": make moments of zero, a step of 0 and one parameter group for a `src` without optimizer states, so that
+        a run can start from a published model. `settings` takes its lr, beta1, beta2, eps and weight_decay.
     accept
         Doubts about the files of `src` to ignore: "equal-ranks" (files of two ranks are copies of one another),
         "missing-layers" (a pipeline layer has no file).

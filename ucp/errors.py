@@ -76,6 +76,7 @@ ARGUMENTS = {
     "--dtype": "dtypes={...}",
     "--set": "settings={...}",
     "--zero-moments": "zero_moments=...",
+    "--optimizer": "optimizer=...",
     "--accept": "accept=...",
     "--no-fsync": "fsync=False",
 }

@@ -11,6 +11,7 @@ from typing import TypedDict, TypeVar
 import click
 
 from ucp.contract.companions import Companions
+from ucp.conversion.new_optimizer import NewOptimizer
 from ucp.conversion.options import nbytes_of
 from ucp.conversion.replica_policy import Drift
 from ucp.conversion.zero_moments import ZeroMoments
@@ -239,6 +240,12 @@ _CONVERT_OPTIONS = (
         "--zero-moments",
         ZeroMoments.ERROR,
         "If all moments are zero although steps were taken (the optimizer was lost): stop, or keep them.",
+    ),
+    click.option(
+        "--optimizer",
+        type=click.Choice([new.value for new in NewOptimizer]),
+        help="Make optimizer states for a source that has none, such as a published model: moments of zero, and one "
+        "parameter group (--set lr=, beta1=, beta2=, eps=, weight_decay=).",
     ),
     click.option(
         "--accept",

@@ -97,6 +97,8 @@ class Format(Protocol):
     """Name on the command line, e.g. "deepspeed"."""
     pickles: Collection[str] = ()
     """Classes ("module.name") that its framework pickles: unpickling them surprises nobody."""
+    gives_way: bool = False
+    """Whether such files also lie beside checkpoints of other formats: a path that one of these knows is of that."""
 
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is such a checkpoint, from names alone; None if not."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict, TypeVar
 
 from ucp.contract.companions import Companions
 from ucp.contract.protocols import SourceOptions
+from ucp.conversion.new_optimizer import NewOptimizer
 from ucp.conversion.replica_policy import Drift
 from ucp.conversion.zero_moments import ZeroMoments
 from ucp.core.dtypes import DType
@@ -34,6 +35,7 @@ __all__ = [
     "DtypeLike",
     "MemoryLike",
     "Naming",
+    "OptimizerName",
     "PlanArguments",
     "TopologyLike",
     "ZeroMomentsName",
@@ -61,6 +63,7 @@ MemoryLike = int | str
 """Memory: bytes, or text like "512M", "1GiB" (powers of 1024), "2GB" (powers of 1000)."""
 DriftName = Literal["error", "first", "mean"]
 ZeroMomentsName = Literal["error", "keep"]
+OptimizerName = Literal["zero"]
 CompanionsName = Literal["small", "all", "none"]
 AcceptName = Literal["equal-ranks", "missing-layers"]
 
@@ -115,6 +118,8 @@ class ConvertOptions:
     """What to do about copies that should be equal and are not."""
     zero_moments: ZeroMoments = ZeroMoments.ERROR
     """What to do about moments that are all zero although steps were taken."""
+    optimizer: NewOptimizer | None = None
+    """What to make for a source without optimizer states."""
     accept: frozenset[DoubtKind] = frozenset()
     """Doubts of the source that are to be passed over."""
     workers: int = 0
@@ -151,6 +156,7 @@ class PlanArguments(TypedDict, total=False):
     patterns: type_path | None
     drift: DriftName
     zero_moments: ZeroMomentsName
+    optimizer: OptimizerName | None
     accept: Iterable[AcceptName]
     tag: str | None
     companions: CompanionsName
@@ -184,6 +190,7 @@ def make_options(
     patterns: type_path | None = None,
     drift: DriftName = "error",
     zero_moments: ZeroMomentsName = "error",
+    optimizer: OptimizerName | None = None,
     accept: Iterable[AcceptName] = (),
     tag: str | None = None,
     companions: CompanionsName = "small",
@@ -218,6 +225,7 @@ def make_options(
         source=SourceOptions.of(family, patterns),
         drift=policy_of(drift, Drift, "a policy for copies that differ"),
         zero_moments=policy_of(zero_moments, ZeroMoments, "a policy for moments that are zero"),
+        optimizer=None if optimizer is None else policy_of(optimizer, NewOptimizer, "an optimizer to make"),
         accept=DoubtKind.accepted(accept),
         companions=policy_of(companions, Companions, "which files beside the checkpoint to carry along,"),
         workers=workers_of(workers),

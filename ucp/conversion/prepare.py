@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,6 +16,7 @@ from ucp.contract.protocols import Observer, SourceOptions, Target
 from ucp.contract.registry import names, recognise, target, with_callables
 from ucp.contract.state_gaps import gap_text, state_gaps, with_gaps
 from ucp.conversion.copied_ranks import copied_ranks
+from ucp.conversion.new_optimizer import with_optimizer, without_hyper
 from ucp.conversion.options import ConvertOptions, cores
 from ucp.conversion.replica_policy import Drift, resolve_drift
 from ucp.conversion.selection import DROP, part_warnings, selected, without_extras
@@ -202,10 +203,15 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     )
     check_moments(whole, options.zero_moments, taken=index)
     index = resolve_drift(index, options.drift, observer or Silent(), memory=options.memory)
+    if options.optimizer is not None:
+        index = with_optimizer(index, options.target.settings)
     _check_dtypes(index, options.target.dtypes)
     index, settings = without_extras(index, options.target.settings)
     index = with_callables(index)
-    _check_settings(chosen, index, settings, by_family=bool(options.naming.style or chosen.names))
+    known = [*chosen.settings, *chosen.source_settings(index)]
+    if options.optimizer is not None:
+        settings = without_hyper(settings, known)
+    _check_settings(chosen, known, settings, by_family=bool(options.naming.style or chosen.names))
     index, settings, family = _named(index, chosen, options, settings)
     index = chosen_companions(_tagged(index, options.target.tag), options.companions)
     own = replace(
@@ -292,12 +298,11 @@ def _check_dtypes(index: Index, dtypes: Mapping[str, str]) -> None:
         raise UsageError(f"no parameter has a state {', '.join(unknown)} to cast; there are {', '.join(known)}")
 
 
-def _check_settings(chosen: Target, index: Index, settings: Mapping[str, str], *, by_family: bool) -> None:
+def _check_settings(chosen: Target, known: Collection[str], settings: Mapping[str, str], *, by_family: bool) -> None:
     """Raise UsageError naming settings that the target does not take, and those that it does.
 
     `by_family`: sizes of the model may be said as well, for the family that names are translated by.
     """
-    known = [*chosen.settings, *chosen.source_settings(index)]
     unknown = [name for name in settings if name not in known]
     if unknown and by_family:
         from ucp.conversion.naming import family_sizes
@@ -325,6 +330,7 @@ def _facts(job: Job, options: ConvertOptions) -> dict[str, str]:
         "included": ", ".join(options.names.include),
         "left out": ", ".join(options.names.exclude),
         "tag": options.target.tag,
+        "new optimizer": options.optimizer or "",
         "companion files": "" if options.companions is Companions.SMALL else options.companions.value,
         "names": ":".join(filter(None, (options.naming.source, options.naming.style))),
         "renamed by": str(options.naming.rules or ""),
@@ -346,6 +352,7 @@ def _fingerprint(index: Index, options: ConvertOptions) -> str:
         asdict(options.names),
         [options.naming.style, options.naming.source, str(options.naming.rules)],
         [options.source.family, str(options.source.patterns), options.drift.value, options.companions.value],
+        options.optimizer,
         BLOCK,
     ]
     return xxhash.xxh3_128_hexdigest(json.dumps(asked, sort_keys=True).encode())

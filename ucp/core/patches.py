@@ -266,6 +266,8 @@ def _pieces(patch: Patch, fragments: Sequence[Fragment]) -> Iterator[Fragment]:
 
 def _picked(ref: Tensor, first: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     """Elements of a stored tensor from `first` on."""
+    if isinstance(ref, InlineTensor) and ref.repeats:
+        return replace(ref, shape=sizes)
     if isinstance(ref, InlineTensor):
         item = ref.dtype.itemsize
         places = (at * item for at in starts_of(sizes, strides, first=first))

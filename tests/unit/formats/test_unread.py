@@ -13,8 +13,8 @@ from ucp.errors import DestinationError, UnknownFormatError
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        (["config.json", "model.safetensors"], "a Hugging Face model"),
-        (["pytorch_model-00001-of-00002.bin"], "a Hugging Face model"),
+        (["config.json", "tf_model.h5"], "a Hugging Face model for TensorFlow or JAX"),
+        (["a.safetensors", "b.safetensors"], "a folder of safetensors files"),
         (["adapter_config.json", "adapter_model.safetensors"], "a LoRA adapter"),
         (["pytorch_model_fsdp.bin", "optimizer.bin"], "PyTorch FSDP, saved rank by rank"),
         (["model_world_size_2_rank_0.pt"], "PyTorch FSDP, saved rank by rank"),
@@ -22,7 +22,7 @@ from ucp.errors import DestinationError, UnknownFormatError
         (["llama.gguf"], "a GGUF model"),
         (["model.nemo"], "a NeMo archive"),
         (["step100.ckpt"], "a file of torch.save"),
-        (["trainer_state.json", "optimizer.pt", "model.safetensors"], "the Hugging Face Trainer without DeepSpeed"),
+        (["trainer_state.json", "optimizer.pt"], "the Hugging Face Trainer without DeepSpeed"),
     ],
 )
 def test_what_is_not_read_is_named(tmp_path, entries, said):
@@ -53,6 +53,6 @@ def test_a_url_is_no_local_path(path, source, tmp_path):
 
 
 def test_a_checkpoint_nearby_comes_first(tmp_path, source):
-    (source.parent / "model.safetensors").touch()
+    (source.parent / "model.gguf").touch()
     with pytest.raises(UnknownFormatError, match=f"Did you mean {source}"):
         ucp.inspect(source.parent)
