@@ -132,6 +132,9 @@ class Target(Protocol):
     takes_parts: bool = False
     """Whether a part of a model is of use: no warning of one."""
 
+    takes_replicas: bool = False
+    """Whether its runs may hold replicas of shards: `dp_replicate` and `dp_shard` of a topology (HSDP)."""
+
     def takes_family(self, topology: Topology | None) -> bool:
         """Whether it goes by the rules of a model family: --family and --patterns are for it if not for the source."""
         del topology

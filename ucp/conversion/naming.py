@@ -15,7 +15,7 @@ from ucp.core.index import Index, check_weights
 from ucp.core.patches import Made, arranged
 from ucp.errors import FamilyError, UnknownFamilyError, UnsupportedError, UsageError, listed
 from ucp.families.family import CANONICAL, Family
-from ucp.families.rename import renames_of
+from ucp.families.toml.rename import renames_of
 from ucp.families.translate import translated
 from ucp.transfer.probe import Prober
 

@@ -191,8 +191,9 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     """
     chosen = target(options.to)
     _check_layout(chosen, options.target.layout)
-    by_family = options.naming.style or chosen.names or chosen.takes_family(options.topology)
-    read = index_as_told if by_family else index_of
+    _check_split(chosen, options.topology)
+    by_name = bool(options.naming.style or chosen.names)
+    read = index_as_told if by_name or chosen.takes_family(options.topology) else index_of
     whole = read(src, source=options.source)
     check_doubts(whole, options.accept)
     index = selected(whole, options.names)
@@ -211,7 +212,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     known = [*chosen.settings, *chosen.source_settings(index)]
     if options.optimizer is not None:
         settings = without_hyper(settings, known)
-    _check_settings(chosen, known, settings, by_family=bool(options.naming.style or chosen.names))
+    _check_settings(chosen, known, settings, by_family=by_name)
     index, settings, family = _named(index, chosen, options, settings)
     index = chosen_companions(_tagged(index, options.target.tag), options.companions)
     own = replace(
@@ -257,6 +258,14 @@ def _planned(chosen: Target, index: Index, topology: Topology | None, options: T
         return chosen.plan(index, topology, options)
     except (UnsupportedError, FamilyError) as error:
         raise MisfitError(str(error)) from error
+
+
+def _check_split(chosen: Target, topology: Topology | None) -> None:
+    if topology is not None and topology.is_split and not chosen.takes_replicas:
+        raise UsageError(
+            f"replicas of shards (HSDP) are torch's: --to {chosen.name} does not know them. Write dp={topology.dp} in "
+            f"place of dp_replicate={topology.dp_replicate},dp_shard={topology.dp_shard}"
+        )
 
 
 def _check_layout(chosen: Target, layout: str) -> None:

@@ -19,7 +19,7 @@ Sources: torch 2.13, `torch/distributed/checkpoint/state_dict.py`, `_nested_dict
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ucp.core.index import ParamGroup
@@ -76,7 +76,7 @@ def sorted_out(leaves: Iterable[Leaf], where: str) -> Parts:
 
     Raises MalformedError where they contradict one another, UnsupportedError where states are of no known parameter.
     """
-    leaves = list(leaves)
+    leaves = [own for leaf in leaves for own in _opened(leaf)]
     roots = sorted({root for leaf in leaves if (root := _optimizer_root(leaf.path)) is not None}, key=len)
     inside: list[_Optimizer] = [_Optimizer(root) for root in roots]
     outside = [leaf for leaf in leaves if not any(own.take(leaf) for own in inside)]
@@ -93,6 +93,21 @@ def sorted_out(leaves: Iterable[Leaf], where: str) -> Parts:
     _check_known(parts, where)
     _tie(parts)
     return parts
+
+
+def _opened(leaf: Leaf) -> Iterator[Leaf]:
+    """Entries of what torch kept as one object: until 2.3 groups, and an optimizer without tensors."""
+    value, is_groups = leaf.value, bool(leaf.path) and leaf.path[-1] == _GROUPS
+    if isinstance(value, list) and is_groups:
+        below: Iterable[tuple[object, object]] = enumerate(value)
+    elif isinstance(value, dict) and (_GROUPS in leaf.path[-2:] or any(str(key).startswith(_GROUPS) for key in value)):
+        below = value.items()
+    else:
+        yield leaf
+        return
+    for key, own in below:
+        if own != {}:
+            yield from _opened(Leaf((*leaf.path, key), None, own))
 
 
 def _optimizer_root(path: Path) -> Path | None:

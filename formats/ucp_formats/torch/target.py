@@ -21,10 +21,8 @@ from struct import pack, unpack
 
 from ucp.contract.companions import is_companion, place_companions
 from ucp.contract.protocols import Target
-from ucp.contract.registry import pattern
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex, check_weights
-from ucp.core.layout import AxisLayout, Layout, place
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
@@ -35,6 +33,7 @@ from ucp.errors import UnsupportedError, UsageError, counted
 from ucp.io.dcp.emit import DcpDraft, NewChunk
 from ucp.io.torch_file.draft import Drafted, Part, target_plan
 from ucp.transfer.probe import Prober
+from ucp_formats.torch.cuts import Cuts
 from ucp_formats.torch.locate import MODEL, OPTIMIZER
 
 __all__ = ["DcpTarget"]
@@ -65,18 +64,23 @@ class DcpTarget(Target):
 
     name = "dcp"
     settings = _SETTINGS
+    takes_replicas = True
+
+    def takes_family(self, topology: Topology | None) -> bool:
+        """For the cuts of tensor parallelism."""
+        return topology is not None and topology.tp > 1
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files for the ranks of `topology`; by default those of the source. Raises UsageError, MissingStateError."""
         style = _checked_style(options)
         check_weights(index)
-        ranks = _ranks(index, topology)
+        wanted = _checked_topology(index, topology)
         with Prober() as prober:
-            draft = _Drafting(index, options, style, ranks, prober)
+            draft = _Drafting(index, options, style, Cuts(index, wanted, options), prober)
             draft.model()
             draft.optimizer()
             draft.others()
-        plan = target_plan(index, draft.finish(), notes=draft.notes, topology=Topology(dp=ranks))
+        plan = target_plan(index, draft.finish(), notes=draft.notes, topology=wanted)
         counts = (f"{change} in {counted(count, 'parameter')}" for change, count in draft.casts.items())
         plan = replace(plan, casts=(*plan.casts, *counts))
         return place_companions(index, plan, own=())
@@ -86,17 +90,19 @@ class DcpTarget(Target):
         return ()
 
 
-def _ranks(index: Index, topology: Topology | None) -> int:
+def _checked_topology(index: Index, topology: Topology | None) -> Topology:
     """Ranks that tensors are cut over. Raises UsageError for axes that mean nothing here."""
     if topology is None:
-        return index.topology.ranks
+        saved = index.topology
+        split = {"dp_replicate": saved.replicas, "dp_shard": saved.shards * saved.cp} if saved.is_split else {}
+        return Topology(**(split or {"dp": saved.dp * saved.cp}), tp=saved.tp, pp=saved.pp)
     idle = [own for own in ("ep", "cp", "vpp") if getattr(topology, own) > 1]
     idle += [own for own in ("zero", "etp") if getattr(topology, own) is not None]
     if idle:
         raise UsageError(
-            f"expected dp, tp and pp in --topology for dcp, of which the product counts; got {', '.join(idle)}"
+            "expected dp (or dp_replicate and dp_shard), tp and pp in --topology for dcp; got " + ", ".join(idle)
         )
-    return topology.ranks
+    return topology
 
 
 def _checked_style(options: TargetOptions) -> str:
@@ -116,20 +122,18 @@ def _checked_style(options: TargetOptions) -> str:
 class _Drafting:
     """A checkpoint in the making."""
 
-    def __init__(self, index: Index, options: TargetOptions, style: str, ranks: int, prober: Prober) -> None:
+    def __init__(self, index: Index, options: TargetOptions, style: str, cuts: Cuts, prober: Prober) -> None:
         self._index = index
         self._dtypes = {state: DType(name) for state, name in options.dtypes.items()}
         self._style = style
         self._decoupled = options.settings.get(_DECOUPLED)
         if self._decoupled is not None and any(_DECOUPLED in own.hyper for own in index.groups):
             raise UsageError(f"the source says {_DECOUPLED} itself; drop --set {_DECOUPLED}=...")
-        self._ranks = ranks
-        self._layout = Layout((AxisLayout("dp_shard", ranks, pattern("chunk", dim=0)),) if ranks > 1 else ())
+        self._cuts = cuts
         self._prober = prober
-        self._turn = 0
         folders = (MODEL, OPTIMIZER) if style == "accelerate" else ("",)
         self._drafts = [DcpDraft(folder) for folder in folders]
-        self.notes: list[str] = []
+        self.notes: list[str] = [*cuts.notes]
         self.casts: Counter[str] = Counter()
 
     def finish(self) -> list[Drafted]:
@@ -202,7 +206,7 @@ class _Drafting:
             for key, own in value.items():
                 self._nested((*path, key), own)
         elif isinstance(value, TensorRef):
-            chunk = NewChunk(offsets=(0,) * len(value.shape), sizes=value.shape, ref=value, rank=self._next_rank())
+            chunk = NewChunk(offsets=(0,) * len(value.shape), sizes=value.shape, ref=value, rank=self._cuts.rank())
             self._put(path, value.dtype, value.shape, [chunk])
         else:
             self._value(path, value)
@@ -218,13 +222,13 @@ class _Drafting:
     def _state(self, path: tuple[object, ...], atom: AtomIndex, name: str) -> None:
         state = atom.states[name]
         if atom.is_count(name):
-            self._count(path, name, state)
+            self._count(path, atom.name, name, state)
             return
         kept = atom.kind is Kind.BUFFER or not state.dtype.is_floating
         dtype = state.dtype if kept else self._dtypes.get(name, state.dtype)
-        self._put(path, dtype, state.global_shape, list(self._chunks(atom.name, name, state, dtype)))
+        self._put(path, dtype, state.global_shape, list(self._chunks(atom, name, state, dtype)))
 
-    def _count(self, path: tuple[object, ...], name: str, state: StateIndex) -> None:
+    def _count(self, path: tuple[object, ...], param: str, name: str, state: StateIndex) -> None:
         """A number of the whole parameter: 0-d, and float32 where it is `step`, as torch keeps it."""
         if state.global_shape:
             raise UnsupportedError(
@@ -235,28 +239,12 @@ class _Drafting:
         data = _number(self._prober, state, dtype)
         if dtype is not state.dtype:
             self.casts[f"{name}: {state.dtype} -> {dtype}"] += 1
-        self._put(path, dtype, (), [NewChunk(offsets=(), sizes=(), data=data, rank=self._next_rank())])
+        self._put(path, dtype, (), [NewChunk(offsets=(), sizes=(), data=data, rank=self._cuts.rank(param))])
 
-    def _chunks(self, param: str, name: str, state: StateIndex, dtype: DType) -> Iterator[NewChunk]:
-        """One chunk per rank that holds elements; of what FSDP does not cut, one in any file."""
-        shape = state.global_shape
-        is_cut = shape and self._index.atoms[param].kind is not Kind.BUFFER  # FSDP cuts parameters alone
-        layout = self._layout if is_cut else Layout()
-        for coords in layout.ranks():
-            for own in place(layout, shape, coords=coords):
-                if own.box.numel or not shape:
-                    rank = coords.get("dp_shard", -1)
-                    yield NewChunk(
-                        offsets=own.box.offsets,
-                        sizes=own.box.sizes,
-                        parts=(Part(offset=0, slice=_slice(param, name, dtype, own.box)),),
-                        rank=rank if rank >= 0 else self._next_rank(),
-                    )
-
-    def _next_rank(self) -> int:
-        """Rank whose file the next small item lies in: each in turn."""
-        self._turn += 1
-        return (self._turn - 1) % self._ranks
+    def _chunks(self, atom: AtomIndex, name: str, state: StateIndex, dtype: DType) -> Iterator[NewChunk]:
+        for box, rank in self._cuts.chunks(atom, state.global_shape):
+            part = Part(offset=0, slice=_slice(atom.name, name, dtype, box))
+            yield NewChunk(offsets=box.offsets, sizes=box.sizes, parts=(part,), rank=rank)
 
 
 def _slice(param: str, state: str, dtype: DType, box: Box) -> Slice:

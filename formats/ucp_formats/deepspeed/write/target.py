@@ -33,7 +33,7 @@ from ucp_formats.deepspeed.write.optimizer.lost_states import check_stepped, fil
 from ucp_formats.deepspeed.write.optimizer.missing_states import native_notes
 from ucp_formats.deepspeed.write.optimizer.step_notes import step_casts
 from ucp_formats.deepspeed.write.optimizer.zero0 import is_flat
-from ucp_formats.deepspeed.write.pipeline.layers import pipeline_of
+from ucp_formats.deepspeed.write.pipeline.layers import named_pipeline, pipeline_of
 from ucp_formats.deepspeed.write.pipeline.settings import SETTINGS, StageSettings, stage_settings
 from ucp_formats.deepspeed.write.pipeline.stages import stages_of
 from ucp_formats.deepspeed.write.pipeline.target import layer_files
@@ -136,7 +136,7 @@ def _no_stage(index: Index, wanted: Topology, *, asked: bool) -> str:
 
 def _files(facts: RunFacts, wanted: Topology, said: StageSettings) -> tuple[list[Drafted], tuple[str, ...]]:
     """Files of all model-parallel ranks, of layers and of experts."""
-    pipeline = pipeline_of(facts)
+    pipeline = pipeline_of(facts) or (named_pipeline(facts, said.tied) if said.partitions else None)
     check_degrees(facts, wanted, is_pipeline=pipeline is not None)
     numbered = check_experts(facts, wanted, facts.index.atoms)
     if pipeline is None:
