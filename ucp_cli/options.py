@@ -183,8 +183,9 @@ _CONVERT_OPTIONS = (
         "--topology",
         type=topology_of,
         metavar="T",
-        help="Layout of the run that will load it, such as dp=4,zero=3. Axes left out are 1; deepspeed requires zero; dcp takes "
-        "dp_replicate=2,dp_shard=4 for HSDP. Without the option: a run like the source. deepspeed-universal fits any run and takes tp and pp only.",
+        help="Layout of the run that will load it, such as dp=4,zero=3. Axes left out are 1; deepspeed requires zero; "
+        "dcp takes dp_replicate=2,dp_shard=4 for HSDP. Without the option: a run like the source. deepspeed-universal "
+        "fits any run and takes tp and pp only.",
     ),
     click.option(
         "--layout",
