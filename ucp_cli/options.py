@@ -11,6 +11,7 @@ from typing import TypedDict, TypeVar
 import click
 
 from ucp.contract.companions import Companions
+from ucp.conversion.new_optimizer import NewOptimizer
 from ucp.conversion.options import nbytes_of
 from ucp.conversion.replica_policy import Drift
 from ucp.conversion.zero_moments import ZeroMoments
@@ -61,6 +62,7 @@ class CompareArguments(TypedDict):
 
     family: str | None
     patterns: Path | None
+    shapes_from: Path | None
     workers: int | None
     memory: int
 
@@ -159,6 +161,12 @@ _SOURCE_OPTIONS = (
         shell_complete=completed(family_names),
     ),
     click.option("--patterns", type=PATH, metavar="FILE", help="Model family of your own, as a TOML file."),
+    click.option(
+        "--shapes-from",
+        type=PATH,
+        metavar="PATH",
+        help="Checkpoint, or JSON of name to shape, that has the shapes which the source lacks (FSDP1, LOCAL).",
+    ),
 )
 
 _MEMORY_OPTION = click.option(
@@ -177,7 +185,8 @@ _CONVERT_OPTIONS = (
         shell_complete=completed(_targets),
         default="ucp",
         show_default=True,
-        help="What to write: ucp (atoms), dcp, deepspeed, deepspeed-universal, megatron, or any installed target.",
+        help="What to write: ucp (atoms), dcp, deepspeed, deepspeed-universal, huggingface, megatron, torch, or any "
+        "installed target.",
     ),
     click.option(
         "--topology",
@@ -224,6 +233,13 @@ _CONVERT_OPTIONS = (
         help="What the target needs and the source does not record, e.g. num_attention_heads=32 (an unknown name lists "
         "those there are); drop=EXTRA,... leaves extras of the source out.",
     ),
+    click.option(
+        "--names",
+        metavar="STYLE",
+        help="Write names and tensors of another framework, by the model's family: huggingface, mcore, ... "
+        "FROM:STYLE where the source's names are those of several.",
+    ),
+    click.option("--rename", type=PATH, metavar="FILE", help="Other names by rules of your own, as a TOML file."),
     *_SOURCE_OPTIONS,
     _policy(
         "--drift",
@@ -234,6 +250,12 @@ _CONVERT_OPTIONS = (
         "--zero-moments",
         ZeroMoments.ERROR,
         "If all moments are zero although steps were taken (the optimizer was lost): stop, or keep them.",
+    ),
+    click.option(
+        "--optimizer",
+        type=click.Choice([new.value for new in NewOptimizer]),
+        help="Make optimizer states for a source that has none, such as a published model: moments of zero, and one "
+        "parameter group (--set lr=, beta1=, beta2=, eps=, weight_decay=).",
     ),
     click.option(
         "--accept",
@@ -263,7 +285,7 @@ def convert_options(command: F) -> F:
 
 
 def source_options(command: F) -> F:
-    """Add --family and --patterns, passed as `family` and `patterns`."""
+    """Add --family, --patterns and --shapes-from, passed under these names."""
     return _with(_SOURCE_OPTIONS, command)
 
 

@@ -13,16 +13,13 @@ from ucp.errors import DestinationError, UnknownFormatError
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        (["config.json", "model.safetensors"], "a Hugging Face model"),
-        (["pytorch_model-00001-of-00002.bin"], "a Hugging Face model"),
+        (["config.json", "tf_model.h5"], "a Hugging Face model for TensorFlow or JAX"),
+        (["a.safetensors", "b.safetensors"], "a folder of safetensors files"),
         (["adapter_config.json", "adapter_model.safetensors"], "a LoRA adapter"),
-        (["pytorch_model_fsdp.bin", "optimizer.bin"], "PyTorch FSDP, saved rank by rank"),
-        (["model_world_size_2_rank_0.pt"], "PyTorch FSDP, saved rank by rank"),
         (["_CHECKPOINT_METADATA"], "an orbax checkpoint"),
         (["llama.gguf"], "a GGUF model"),
         (["model.nemo"], "a NeMo archive"),
-        (["step100.ckpt"], "a file of torch.save"),
-        (["trainer_state.json", "optimizer.pt", "model.safetensors"], "the Hugging Face Trainer without DeepSpeed"),
+        (["step100.ckpt", "step200.ckpt"], "a file of torch.save"),
     ],
 )
 def test_what_is_not_read_is_named(tmp_path, entries, said):
@@ -35,9 +32,9 @@ def test_what_is_not_read_is_named(tmp_path, entries, said):
 
 
 def test_a_single_file_is_named(tmp_path):
-    (tmp_path / "model.pt").touch()
+    (tmp_path / "mp_rank_00_model_states.pt").touch()
     with pytest.raises(UnknownFormatError, match=r"a file of torch.save, which is not read\. Pass the folder"):
-        ucp.inspect(tmp_path / "model.pt")
+        ucp.inspect(tmp_path / "mp_rank_00_model_states.pt")
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/run", "gs://bucket/run", Path("hf://owner/model")])
@@ -53,6 +50,6 @@ def test_a_url_is_no_local_path(path, source, tmp_path):
 
 
 def test_a_checkpoint_nearby_comes_first(tmp_path, source):
-    (source.parent / "model.safetensors").touch()
+    (source.parent / "model.gguf").touch()
     with pytest.raises(UnknownFormatError, match=f"Did you mean {source}"):
         ucp.inspect(source.parent)

@@ -79,19 +79,20 @@ class DcpDraft:
         self._stored: dict[object, object] = {}
         self._templates: dict[tuple[DType, tuple[int, ...]], _Item] = {}
         self._properties: dict[DType, Stub] = {}
+        self._sizes: dict[tuple[int, ...], TorchSize] = {}
 
     def tensor(self, key: str, dtype: DType, shape: tuple[int, ...], chunks: Iterable[NewChunk]) -> None:
         """A tensor of `shape`, made of chunks that tile it. Given again, it gains the chunks."""
         entry = self._saved.get(key)
         if entry is None:
-            state = {"properties": self._typed(dtype), "size": TorchSize(shape), "chunks": []}
+            state = {"properties": self._typed(dtype), "size": self._size(shape), "chunks": []}
             entry = self._saved[key] = _object("TensorStorageMetadata", state)
         assert isinstance(entry, Stub)
         listed = entry.attribute("chunks")
         assert isinstance(listed, list)
         for chunk in chunks:
-            offsets = TorchSize(chunk.offsets)
-            listed.append(_object("ChunkStorageMetadata", {"offsets": offsets, "sizes": TorchSize(chunk.sizes)}))
+            offsets, sizes = self._size(chunk.offsets), self._size(chunk.sizes)
+            listed.append(_object("ChunkStorageMetadata", {"offsets": offsets, "sizes": sizes}))
             self._place(key, offsets, self._template(dtype, chunk.sizes), chunk)
 
     def value(self, key: str, value: object, *, rank: int | None = None) -> None:
@@ -146,6 +147,10 @@ class DcpDraft:
             self._newest[rank] = file
             self._files.append(file)
         return file
+
+    def _size(self, sizes: tuple[int, ...]) -> TorchSize:
+        """One object for all equal sizes, of which a model has few: it is written once."""
+        return self._sizes.setdefault(sizes, TorchSize(sizes))
 
     def _template(self, dtype: DType, sizes: tuple[int, ...]) -> _Item:
         """Layout of an item, which depends on element type and shape alone."""
