@@ -130,6 +130,10 @@ def convert(
         State to dtype, e.g. {"weight": "bfloat16"}, {"weight": "bf16"} or {"weight": torch.bfloat16}.
     settings
         What the target needs and the source does not record, e.g. {"num_attention_heads": 32} for megatron.
+    names
+        Naming style of the model's family to write, such as "huggingface"; "nanogpt:huggingface" says the source's too.
+    rename
+        TOML file with rules of your own for other names.
     family
         Model family whose rules say how `src` is sharded, instead of the one chosen by evidence.
     patterns
@@ -140,6 +144,9 @@ def convert(
         What to do if copies that should be equal differ: "error", "first" (take the first rank's) or "mean".
     zero_moments
         What to do if all moments are zero although steps were taken, as when the optimizer was lost: "error" or "keep".
+    optimizer
+        "zero": make moments of zero, a step of 0 and one parameter group for a `src` without optimizer states, so that
+        a run can start from a published model. `settings` takes its lr, beta1, beta2, eps and weight_decay.
     accept
         Doubts about the files of `src` to ignore: "equal-ranks" (files of two ranks are copies of one another),
         "missing-layers" (a pipeline layer has no file).

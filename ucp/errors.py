@@ -71,11 +71,13 @@ __all__ = [
 ARGUMENTS = {
     **{f"--{name}": f"{name}=..." for name in ("to", "topology", "layout", "include", "exclude", "family", "patterns")},
     "--shapes-from": "shapes_from=...",
-    **{f"--{name}": f"{name}=..." for name in ("drift", "tag", "companions", "workers", "memory", "against")},
+    **{f"--{name}": f"{name}=..." for name in ("names", "rename", "drift", "tag", "companions", "workers", "memory")},
+    "--against": "against=...",
     **{f"--{name}": f"{name}=True" for name in ("virtual", "compress", "resume", "overwrite", "verify")},
     "--dtype": "dtypes={...}",
     "--set": "settings={...}",
     "--zero-moments": "zero_moments=...",
+    "--optimizer": "optimizer=...",
     "--accept": "accept=...",
     "--no-fsync": "fsync=False",
 }

@@ -11,6 +11,7 @@ from typing import TypedDict, TypeVar
 import click
 
 from ucp.contract.companions import Companions
+from ucp.conversion.new_optimizer import NewOptimizer
 from ucp.conversion.options import nbytes_of
 from ucp.conversion.replica_policy import Drift
 from ucp.conversion.zero_moments import ZeroMoments
@@ -229,6 +230,13 @@ _CONVERT_OPTIONS = (
         help="What the target needs and the source does not record, e.g. num_attention_heads=32 (an unknown name lists "
         "those there are); drop=EXTRA,... leaves extras of the source out.",
     ),
+    click.option(
+        "--names",
+        metavar="STYLE",
+        help="Write names and tensors of another framework, by the model's family: huggingface, mcore, ... "
+        "FROM:STYLE where the source's names are those of several.",
+    ),
+    click.option("--rename", type=PATH, metavar="FILE", help="Other names by rules of your own, as a TOML file."),
     *_SOURCE_OPTIONS,
     _policy(
         "--drift",
@@ -239,6 +247,12 @@ _CONVERT_OPTIONS = (
         "--zero-moments",
         ZeroMoments.ERROR,
         "If all moments are zero although steps were taken (the optimizer was lost): stop, or keep them.",
+    ),
+    click.option(
+        "--optimizer",
+        type=click.Choice([new.value for new in NewOptimizer]),
+        help="Make optimizer states for a source that has none, such as a published model: moments of zero, and one "
+        "parameter group (--set lr=, beta1=, beta2=, eps=, weight_decay=).",
     ),
     click.option(
         "--accept",

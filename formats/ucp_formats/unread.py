@@ -22,18 +22,28 @@ class _Kind:
     """What to do with it."""
 
 
-_WEIGHTS = (
-    "It holds weights without optimizer states: pass the checkpoint that the training framework saved, for example the "
-    "folder with global_step* or iter_* in it"
-)
 _KINDS = (
     _Kind(
         "a LoRA adapter (peft)",
         ("adapter_config.json", "adapter_model.*"),
         "Keep it as it is, since it is the same for every parallel layout, or merge it into its model with peft",
     ),
-    _Kind("a Hugging Face model", ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin"), _WEIGHTS),
-    _Kind("a GGUF model (llama.cpp)", ("*.gguf",), _WEIGHTS),
+    _Kind(
+        "a folder of safetensors files under names of their own",
+        ("*.safetensors",),
+        "Pass one of the files; those of one model have names such as model-00001-of-00003.safetensors",
+    ),
+    _Kind(
+        "a Hugging Face model for TensorFlow or JAX",
+        ("tf_model*.h5", "flax_model*.msgpack"),
+        "Load it with transformers 4 (from_pretrained with from_tf=True or from_flax=True), save it with "
+        "save_pretrained, and pass that",
+    ),
+    _Kind(
+        "a GGUF model (llama.cpp)",
+        ("*.gguf",),
+        "Its weights are quantised: pass the Hugging Face model that it was made from",
+    ),
     _Kind(
         "an orbax checkpoint (JAX)",
         ("_CHECKPOINT_METADATA", "manifest.ocdbt", "*.orbax-checkpoint-tmp-*"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
+from ucp.contract.model_arguments import recorded_arguments, said_values
 from ucp.core.index import Index
 from ucp.core.layout import Pattern
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
@@ -106,6 +107,8 @@ class Format(Protocol):
     """Classes ("module.name") that its framework pickles: unpickling them surprises nobody."""
     takes_shapes: bool = False
     """Whether it has a use for `SourceOptions.shapes_from`."""
+    gives_way: bool = False
+    """Whether such files also lie beside checkpoints of other formats: a path that one of these knows is of that."""
 
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is such a checkpoint, from names alone; None if not."""
@@ -132,6 +135,10 @@ class Target(Protocol):
     """What `--set NAME=VALUE` takes: name to meaning, in a few words."""
     layouts: Collection[str] = ()
     """Variants of its layout that `--layout` names, the default first; none where it has one."""
+    names: str | None = None
+    """Naming style of model families whose names it writes; None where it takes any."""
+    takes_other_names: bool = False
+    """Whether it writes models of no known family, too, under the names that they have."""
     takes_parts: bool = False
     """Whether a part of a model is of use: no warning of one."""
 
@@ -139,6 +146,10 @@ class Target(Protocol):
         """Whether it goes by the rules of a model family: --family and --patterns are for it if not for the source."""
         del topology
         return False
+
+    def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:
+        """What is known of the model, for choosing its family: recorded by the source, or said with --set."""
+        return {**recorded_arguments(index), **said_values(settings)}
 
     def source_settings(self, index: Index) -> Collection[str]:
         """Further names that `--set` takes, because this source records them."""

@@ -196,6 +196,7 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
         refuse_partial(path.resolve())
     formats = _formats()
     found = [(fmt, evidence) for fmt in formats if (evidence := fmt.detect(path)) is not None]
+    found = [own for own in found if not own[0].gives_way] or found
     if len(found) == 1:
         ((fmt, evidence),) = found
         return _configured(fmt, options), evidence

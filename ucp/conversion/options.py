@@ -8,10 +8,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict, TypeVar
 
 from ucp.contract.companions import Companions
 from ucp.contract.protocols import SourceOptions
+from ucp.conversion.new_optimizer import NewOptimizer
 from ucp.conversion.replica_policy import Drift
 from ucp.conversion.zero_moments import ZeroMoments
 from ucp.core.dtypes import DType
@@ -32,6 +34,8 @@ __all__ = [
     "DriftName",
     "DtypeLike",
     "MemoryLike",
+    "Naming",
+    "OptimizerName",
     "PlanArguments",
     "TopologyLike",
     "ZeroMomentsName",
@@ -59,12 +63,39 @@ MemoryLike = int | str
 """Memory: bytes, or text like "512M", "1GiB" (powers of 1024), "2GB" (powers of 1000)."""
 DriftName = Literal["error", "first", "mean"]
 ZeroMomentsName = Literal["error", "keep"]
+OptimizerName = Literal["zero"]
 CompanionsName = Literal["small", "all", "none"]
 AcceptName = Literal["equal-ranks", "missing-layers"]
 
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", re.IGNORECASE)
 """Number, prefix, "iB" or "B". Examples: 512M, 1.5GiB, 2GB, 1073741824."""
 _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Naming:
+    """What the user asked for."""
+
+    style: str = ""
+    """Naming style of model families to write; empty for the target's, or the source's."""
+    source: str = ""
+    """Style of the source's names, where several have the same names for other tensors; empty for any."""
+    rules: Path | None = None
+    """TOML file with rules of the user's own."""
+
+    @classmethod
+    def of(cls, names: str | None, rename: Path | None) -> Naming:
+        """`STYLE` or `FROM:STYLE`, and a file. Raises UsageError.
+
+        >>> Naming.of("nanogpt:huggingface", None).source
+        'nanogpt'
+        """
+        source, colon, style = (names or "").rpartition(":")
+        if names is not None and (not style or (colon and not source)):
+            raise UsageError(
+                f"expected a naming style, as in --names huggingface or nanogpt:huggingface; got {names!r}"
+            )
+        return cls(style=style, source=source, rules=rename)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +110,16 @@ class ConvertOptions:
     """Options of the target."""
     names: NameFilter = field(default_factory=NameFilter)
     """Which parameters and states to take."""
+    naming: Naming = field(default_factory=Naming)
+    """Under which names to write them."""
     source: SourceOptions = field(default_factory=SourceOptions)
     """What the user says of the source."""
     drift: Drift = Drift.ERROR
     """What to do about copies that should be equal and are not."""
     zero_moments: ZeroMoments = ZeroMoments.ERROR
     """What to do about moments that are all zero although steps were taken."""
+    optimizer: NewOptimizer | None = None
+    """What to make for a source without optimizer states."""
     accept: frozenset[DoubtKind] = frozenset()
     """Doubts of the source that are to be passed over."""
     workers: int = 0
@@ -115,11 +150,14 @@ class PlanArguments(TypedDict, total=False):
     exclude: Iterable[str]
     dtypes: Mapping[str, DtypeLike] | None
     settings: Mapping[str, str | int | float] | None
+    names: str | None
+    rename: type_path | None
     family: str | None
     patterns: type_path | None
     shapes_from: type_path | None
     drift: DriftName
     zero_moments: ZeroMomentsName
+    optimizer: OptimizerName | None
     accept: Iterable[AcceptName]
     tag: str | None
     companions: CompanionsName
@@ -147,11 +185,14 @@ def make_options(
     exclude: Iterable[str] = (),
     dtypes: Mapping[str, DtypeLike] | None = None,
     settings: Mapping[str, str | int | float] | None = None,
+    names: str | None = None,
+    rename: type_path | None = None,
     family: str | None = None,
     patterns: type_path | None = None,
     shapes_from: type_path | None = None,
     drift: DriftName = "error",
     zero_moments: ZeroMomentsName = "error",
+    optimizer: OptimizerName | None = None,
     accept: Iterable[AcceptName] = (),
     tag: str | None = None,
     companions: CompanionsName = "small",
@@ -182,9 +223,11 @@ def make_options(
             tag=tag or "",
         ),
         names=NameFilter(include=_globs(include), exclude=_globs(exclude)),
+        naming=Naming.of(names, None if rename is None else Path(rename)),
         source=SourceOptions.of(family, patterns, shapes_from),
         drift=policy_of(drift, Drift, "a policy for copies that differ"),
         zero_moments=policy_of(zero_moments, ZeroMoments, "a policy for moments that are zero"),
+        optimizer=None if optimizer is None else policy_of(optimizer, NewOptimizer, "an optimizer to make"),
         accept=DoubtKind.accepted(accept),
         companions=policy_of(companions, Companions, "which files beside the checkpoint to carry along,"),
         workers=workers_of(workers),

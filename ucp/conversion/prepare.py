@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,6 +16,7 @@ from ucp.contract.protocols import Observer, SourceOptions, Target
 from ucp.contract.registry import names, recognise, target, with_callables
 from ucp.contract.state_gaps import gap_text, state_gaps, with_gaps
 from ucp.conversion.copied_ranks import copied_ranks
+from ucp.conversion.new_optimizer import with_optimizer, without_hyper
 from ucp.conversion.options import ConvertOptions, cores
 from ucp.conversion.replica_policy import Drift, resolve_drift
 from ucp.conversion.selection import DROP, part_warnings, selected, without_extras
@@ -190,7 +191,8 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     """
     chosen = target(options.to)
     _check_layout(chosen, options.target.layout)
-    read = index_as_told if chosen.takes_family(options.topology) else index_of
+    by_name = bool(options.naming.style or chosen.names)
+    read = index_as_told if by_name or chosen.takes_family(options.topology) else index_of
     whole = read(src, source=options.source)
     check_doubts(whole, options.accept)
     index = selected(whole, options.names)
@@ -201,21 +203,27 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     )
     check_moments(whole, options.zero_moments, taken=index)
     index = resolve_drift(index, options.drift, observer or Silent(), memory=options.memory)
+    if options.optimizer is not None:
+        index = with_optimizer(index, options.target.settings)
     _check_dtypes(index, options.target.dtypes)
     index, settings = without_extras(index, options.target.settings)
     index = with_callables(index)
-    _check_settings(chosen, index, settings)
+    known = [*chosen.settings, *chosen.source_settings(index)]
+    if options.optimizer is not None:
+        settings = without_hyper(settings, known)
+    _check_settings(chosen, known, settings, by_family=by_name)
+    index, settings, family = _named(index, chosen, options, settings)
     index = chosen_companions(_tagged(index, options.target.tag), options.companions)
     own = replace(
         options.target,
         settings=settings,
-        family=options.source.family or "",
+        family=family or options.source.family or "",
         patterns=str(options.source.patterns or ""),
         keeps_zeros=options.zero_moments is ZeroMoments.KEEP,
     )
     plan = _planned(chosen, index, options.topology, own)
-    index = _without(index, plan)
-    job = replace(make_job(index, plan), fsync=options.fsync)
+    index = _without(plan.written or index, plan)
+    job = replace(make_job(index, replace(plan, written=None)), fsync=options.fsync)
     workers, threads = fit_workers(options.memory, workers=options.workers or cores(), threads=2)
     return Prepared(
         job=job,
@@ -226,6 +234,21 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         facts=_facts(job, options),
         warnings=warnings,
     )
+
+
+def _named(
+    index: Index, chosen: Target, options: ConvertOptions, settings: Mapping[str, str]
+) -> tuple[Index, Mapping[str, str], str]:
+    """The source under the names that are wanted, the settings that are for the target, and the family, if any."""
+    if not (options.naming.style or options.naming.rules or chosen.names):
+        return index, settings, ""
+    from ucp.conversion.naming import under_names  # families are read only where they are needed
+
+    try:
+        found = under_names(index, chosen, options.naming, options.source, settings)
+    except (UnsupportedError, FamilyError) as error:
+        raise MisfitError(str(error)) from error
+    return found.index, {name: own for name, own in settings.items() if name not in found.used}, found.family
 
 
 def _planned(chosen: Target, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
@@ -275,10 +298,17 @@ def _check_dtypes(index: Index, dtypes: Mapping[str, str]) -> None:
         raise UsageError(f"no parameter has a state {', '.join(unknown)} to cast; there are {', '.join(known)}")
 
 
-def _check_settings(chosen: Target, index: Index, settings: Mapping[str, str]) -> None:
-    """Raise UsageError naming settings that the target does not take, and those that it does."""
-    known = [*chosen.settings, *chosen.source_settings(index)]
+def _check_settings(chosen: Target, known: Collection[str], settings: Mapping[str, str], *, by_family: bool) -> None:
+    """Raise UsageError naming settings that the target does not take, and those that it does.
+
+    `by_family`: sizes of the model may be said as well, for the family that names are translated by.
+    """
     unknown = [name for name in settings if name not in known]
+    if unknown and by_family:
+        from ucp.conversion.naming import family_sizes
+
+        sizes = family_sizes()
+        unknown = [name for name in unknown if name not in sizes]
     if not unknown:
         return
     near = {name: get_close_matches(name, [*known, DROP], 1) for name in unknown}
@@ -300,7 +330,10 @@ def _facts(job: Job, options: ConvertOptions) -> dict[str, str]:
         "included": ", ".join(options.names.include),
         "left out": ", ".join(options.names.exclude),
         "tag": options.target.tag,
+        "new optimizer": options.optimizer or "",
         "companion files": "" if options.companions is Companions.SMALL else options.companions.value,
+        "names": ":".join(filter(None, (options.naming.source, options.naming.style))),
+        "renamed by": str(options.naming.rules or ""),
         "family": options.source.family or str(options.source.patterns or ""),
         "of copies that differ": "" if options.drift is Drift.ERROR else options.drift.value,
         "program": producer(),
@@ -317,7 +350,9 @@ def _fingerprint(index: Index, options: ConvertOptions) -> str:
         str(options.topology),
         asdict(options.target),
         asdict(options.names),
+        [options.naming.style, options.naming.source, str(options.naming.rules)],
         [options.source.family, str(options.source.patterns), options.drift.value, options.companions.value],
+        options.optimizer,
         BLOCK,
     ]
     return xxhash.xxh3_128_hexdigest(json.dumps(asked, sort_keys=True).encode())

@@ -8,7 +8,6 @@ from pathlib import Path
 from ucp.contract.companions import is_companion
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.conversion.prepare import index_as_told
-from ucp.core.fused_names import joined
 from ucp.core.index import Index
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import Record, TensorRef
@@ -23,12 +22,12 @@ __all__ = ["damage", "drift", "owners", "verify_written"]
 def verify_written(job: Job, written: Path, *, source: SourceOptions, observer: Observer, threads: int) -> None:
     """Read back what was written, before it is put in place, and compare it with the source. Raises CorruptError.
 
-    Where the target has names of its own, the source is looked at under these; groups and tied names are not compared
-    then. `source`: what the user says of the source, or of a target that knows families alone.
+    `source`: what the user says of the source, or of a target that knows families alone.
     """
     before, index = job.index, index_as_told(written, source=source, unfinished=True)
-    if job.target.joined:
-        before, index = joined(before, job.target.joined), replace(index, groups=(), aliases={})
+    before = replace(before, aliases={**index.aliases, **before.aliases})  # a reader may know of more ties
+    if job.target.regrouped:
+        before, index = (replace(own, groups=()) for own in (before, index))
     if not keeps_extras(before, index):
         before, index = (_with_companions_alone(own, job) for own in (before, index))
     before = _grouped_as(index, before, job)

@@ -241,6 +241,8 @@ class Index:
     """Mesh axis to the file and field that say how tensors lie over it; empty where a model family has to say."""
     origin: str = ""
     """Format that the extras were read from, where they are kept as they were (atoms); empty for its own."""
+    unordered: bool = False
+    """Whether atoms are listed by name, as nothing says in which order the model registers its parameters."""
     unchecked: tuple[str, ...] = ()
     """Those of `notes` that say what no checksum covers, and what lies there and is not read."""
 

@@ -18,7 +18,7 @@ from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box, RegionPair, compose, intersect, local_flat_pairs
-from ucp.core.tensor import InlineTensor, Tensor, TensorRef, contiguous_strides
+from ucp.core.tensor import Tensor, contiguous_strides
 from ucp.errors import CoverError
 
 __all__ = [
@@ -212,8 +212,7 @@ class _Sorted:
 def _is_flat(fragment: Fragment, shape: tuple[int, ...]) -> bool:
     """Whether a piece is a stretch of the row-major order of the whole, stored without gaps."""
     ref = fragment.ref
-    is_stored_flat = isinstance(ref, InlineTensor) or ref.is_contiguous
-    return is_stored_flat and (ref.shape == shape or fragment.box.is_flat_in(shape))
+    return ref.is_contiguous and (ref.shape == shape or fragment.box.is_flat_in(shape))
 
 
 def _flat_stop(box: Box, shape: tuple[int, ...]) -> int:
@@ -317,8 +316,7 @@ def _boxed_pieces(target: Slice, source: Locator, replica: int, start: int, stop
 def _piece(fragment: Fragment, shared: Box, within: Box, *, at: int, strides: tuple[int, ...], mean: bool) -> Piece:
     ref = fragment.ref
     itemsize = ref.dtype.itemsize
-    steps = ref.strides if isinstance(ref, TensorRef) else contiguous_strides(ref.shape)
-    src_strides = tuple(s * itemsize for s in steps)
+    src_strides = tuple(s * itemsize for s in ref.strides)
     src = sum((o - b) * s for o, b, s in zip(shared.offsets, fragment.box.offsets, src_strides, strict=True))
     dst = at + sum((o - b) * s for o, b, s in zip(shared.offsets, within.offsets, strides, strict=True))
     sizes, src_strides, dst_strides = _merged(shared.sizes, src_strides, strides)

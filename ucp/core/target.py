@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ucp.core.fused_names import Stretch
 from ucp.core.index import Index
 from ucp.core.names import WEIGHT
 from ucp.core.slices import Slice
@@ -121,8 +120,10 @@ class TargetPlan:
     """Placements are written as encoded blocks, one pack per file, whose sizes are known only afterwards."""
     topology: Topology | None = None
     """Layout of the run that loads the files; None where they fit any."""
-    joined: Mapping[str, tuple[Stretch, ...]] = field(default_factory=dict)
-    """Name in what is written to the stretches of atoms it is made of; empty where the names are the source's."""
+    written: Index | None = None
+    """The source as far as it is written, and under the names that it is written under; None: all of it, as it is."""
+    regrouped: bool = False
+    """Parameter groups are written in other terms than the source's, and not compared with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,7 +105,11 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InlineTensor:
-    """A small tensor whose bytes stand in an index (a step count that was a Python number)."""
+    """A tensor whose bytes stand in an index: a step count that was a Python number, or one value for all elements.
+
+    >>> InlineTensor(data=bytes(4), dtype=DType.FLOAT32, shape=(512, 1024), repeats=True).strides
+    (0, 0)
+    """
 
     data: bytes
     """Little-endian elements, row-major."""
@@ -113,9 +117,11 @@ class InlineTensor:
     """Element type."""
     shape: tuple[int, ...] = ()
     """Elements per dim."""
+    repeats: bool = False
+    """Whether `data` is one element, which is the value of all."""
 
     def __post_init__(self) -> None:
-        if len(self.data) != prod(self.shape) * self.dtype.itemsize:
+        if len(self.data) != (1 if self.repeats else prod(self.shape)) * self.dtype.itemsize:
             raise ValueError(f"{len(self.data)} bytes do not hold {self.shape} of {self.dtype}")
 
     @property
@@ -126,7 +132,17 @@ class InlineTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of the elements."""
-        return len(self.data)
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements to step in `data` per dim."""
+        return (0,) * len(self.shape) if self.repeats else contiguous_strides(self.shape)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether `data` is all elements, one after another."""
+        return not self.repeats
 
 
 Tensor = TensorRef | InlineTensor

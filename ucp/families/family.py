@@ -22,6 +22,7 @@ from ucp.families.match import Match
 from ucp.families.naming import CANONICAL, Evidence, Named, Stored, Style, Tied, order_key, positions_of, undecided
 from ucp.families.rule import Alias, Rule
 from ucp.families.template import LONGEST, MOST_SHIFT, Template, kind, outline
+from ucp.families.toml.config import ConfigPart
 
 __all__ = ["CANONICAL", "Evidence", "Family", "Match", "Named", "Style", "Tied", "distinct_shapes"]
 
@@ -54,6 +55,8 @@ class Family:
     """How it is recognised."""
     styles: Mapping[str, Style] = field(default_factory=dict)
     """Other ways to write the names."""
+    configs: Mapping[str, tuple[ConfigPart, ...]] = field(default_factory=dict)
+    """Style to the parts of a configuration that its framework loads a model by."""
     tied: tuple[Tied, ...] = ()
     """Parameters with two names."""
     ignored: tuple[str, ...] = ()

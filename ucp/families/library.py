@@ -16,10 +16,10 @@ from ucp.errors import UnknownFamilyError, UsageError
 from ucp.families.family import Family, distinct_shapes
 from ucp.families.rule import PatternFactory, Rule
 from ucp.families.template import kind
-from ucp.families.toml import header, read_family
+from ucp.families.toml.family import header, read_family
 from ucp.io.pickle.fields import shown
 
-__all__ = ["Library", "choose"]
+__all__ = ["Library", "choose", "rules_text"]
 
 _MOST_BYTES = 4 << 20
 """Longest rules file that is read."""
@@ -47,7 +47,7 @@ class Library:
 
     def with_file(self, path: Path) -> tuple[Library, str]:
         """This library and one more file, and the name of its family. Raises UsageError."""
-        text = _text_of(path)
+        text = rules_text(path)
         texts = dict(self.texts)
         name = header(text, str(path)).name
         if name in texts:
@@ -261,7 +261,7 @@ def _undecided(best: Sequence[str], nearest: str, doubts: Sequence[str]) -> str:
     )
 
 
-def _text_of(path: Path) -> str:
+def rules_text(path: Path) -> str:
     """Text of a rules file. Raises UsageError for what cannot be one."""
     if not path.is_file():
         raise UsageError(

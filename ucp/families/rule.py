@@ -11,6 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from ucp.core.layout import Pattern
+from ucp.core.patches import Made, rearranged
 from ucp.core.region import Box, RegionPair
 from ucp.core.tensor import contiguous_strides
 from ucp.families.expression import Expression
@@ -106,6 +107,12 @@ class Alias:
     """Shape that the stored elements have in truth, row-major, where it is not the tensor's; -1 for what is left."""
     order: tuple[int, ...] = ()
     """Dims of the stored tensor (or view) in the order of stacked fields and rule; empty when they agree."""
+    views: tuple[tuple[OptionValue, ...], ...] = ()
+    """`view` of each tensor, where they differ."""
+    orders: tuple[tuple[int, ...], ...] = ()
+    """`order` of each tensor, where they differ."""
+    lengths: tuple[OptionValue, ...] = ()
+    """Length along `dim` of each tensor in the one that they join to, where they are not equal."""
     when: Expression | None = None
     """Condition on the model for writing it so; it is read in any case. None for always."""
     beside: tuple[str, ...] = ()
@@ -131,6 +138,54 @@ class Alias:
         if len(order) != len(seen):
             raise ValueError(f"{self.names[0]} of shape {list(shape)} has no {len(order)} dims to put in order")
         return Elements(tuple(seen[dim] for dim in order), tuple(strides[dim] for dim in order))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one tensor whose elements go as the rule's."""
+        apart = self.blocks or self.view or self.order or self.views or self.orders or self.groups is not None
+        return len(self.names) == 1 and not apart
+
+    def seen(self, part: int, shape: tuple[int, ...], stacked: int, values: Mapping[str, object]) -> Made:
+        """Stored tensor number `part`, of that shape, as the rule sees it: stacked dims first. Raises ValueError."""
+        view = self._sizes(self._view(part), prod(shape), values) or shape
+        order = self._order(part) or tuple(range(len(view)))
+        if len(order) != len(view):
+            raise ValueError(f"{self.names[part]} of shape {list(shape)} has no {len(order)} dims to put in order")
+        return rearranged(str(part), shape, view, order, min(len(view), len(shape) + stacked))
+
+    def stored(self, part: int, seen: tuple[int, ...], stacked: int, values: Mapping[str, object]) -> Made:
+        """The way back: tensor number `part` as it is stored, of the one that the rule sees. Raises ValueError."""
+        view = self._sizes(self._view(part), prod(seen), values)
+        if view and stacked:
+            raise ValueError(f"{self.names[part]} holds several tensors in another shape, which is only read")
+        order = self._order(part) or tuple(range(len(view or seen)))
+        back = tuple(order.index(dim) for dim in range(len(order)))
+        ordered = [view[dim] for dim in order] if view else seen
+        return rearranged(str(part), seen, ordered, back, min(len(ordered), len(seen)))
+
+    def part_shapes(self, shape: tuple[int, ...], values: Mapping[str, object]) -> list[tuple[int, ...]]:
+        """Shapes of the tensors that join to one of `shape`, as the rule sees them. Raises ValueError."""
+        if len(self.names) == 1:
+            return [shape]
+        if self.dim >= len(shape):
+            raise ValueError(f"{', '.join(self.names)} cannot join along dim {self.dim} to {list(shape)}")
+        each, rest = divmod(shape[self.dim], len(self.names))
+        lengths = self._sizes(self.lengths, shape[self.dim], values) or (each,) * len(self.names)
+        if sum(lengths) != shape[self.dim] or (rest and not self.lengths):
+            raise ValueError(f"{', '.join(self.names)} are not {shape[self.dim]} long together")
+        return [(*shape[: self.dim], length, *shape[self.dim + 1 :]) for length in lengths]
+
+    def _view(self, part: int) -> tuple[OptionValue, ...]:
+        return self.views[part] if self.views else self.view
+
+    def _order(self, part: int) -> tuple[int, ...]:
+        return self.orders[part] if self.orders else self.order
+
+    def _sizes(self, given: Sequence[OptionValue], numel: int, values: Mapping[str, object]) -> tuple[int, ...]:
+        """Values of expressions; -1 is what is left of `numel`."""
+        known = [_computed(own, values) for own in given]
+        left = numel // max(prod(own for own in known if isinstance(own, int) and own >= 0), 1)
+        return tuple(own if isinstance(own, int) and own >= 0 else left for own in known)
 
     def pieces(self, shapes: Sequence[tuple[int, ...]], values: Mapping[str, object]) -> tuple[RegionPair, ...]:
         """Where the stored tensors lie in the joined one; `RegionPair.copy` says which tensor a box is of.

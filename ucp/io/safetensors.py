@@ -23,7 +23,6 @@ __all__ = ["SafetensorsHeader", "SafetensorsLayout", "layout_safetensors", "read
 
 _MOST_HEADER_NBYTES = 100_000_000
 """Bound of the reference implementation."""
-_ALIGNMENT = 64
 _MOST_DIMS = 64
 
 
@@ -70,12 +69,15 @@ def read_header(path: str) -> SafetensorsHeader:
 
 
 def layout_safetensors(
-    entries: Sequence[tuple[str, DType, tuple[int, ...]]], *, metadata: Mapping[str, str] | None = None
+    entries: Sequence[tuple[str, DType, tuple[int, ...]]],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    alignment: int = 64,
 ) -> SafetensorsLayout:
     """Layout of a file that holds `entries` (name, element type, shape), in their order.
 
-    The elements begin at a multiple of 64 bytes; each tensor follows the one before it without a hole, as the format
-    demands.
+    The elements begin at a multiple of `alignment` bytes (safetensors itself takes 8); each tensor follows the one
+    before it without a hole, as the format demands.
 
     >>> layout = layout_safetensors([("a", DType.BFLOAT16, (2, 3)), ("b", DType.FLOAT32, ())])
     >>> layout.offsets, layout.nbytes
@@ -97,7 +99,7 @@ def layout_safetensors(
         offsets[name] = at
         at = stop
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    start = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT
+    start = -(-(8 + len(text)) // alignment) * alignment
     if start - 8 > _MOST_HEADER_NBYTES:
         raise ValueError(f"expected a header of at most {_MOST_HEADER_NBYTES} bytes; got {start - 8}: use more files")
     literal = (start - 8).to_bytes(8, "little") + text.ljust(start - 8)

@@ -139,6 +139,7 @@ def interpret(document: object, root: Path, files: Sequence[SourceFile]) -> tupl
             lost=dict(_lost(top.get("lost", []))),
             origin=_origin(source),
             unselected=as_int(top.get("unselected", 0)),
+            unordered=top.get("unordered") is True,
         )
         return index, tuple(_extra(as_object(own)) for own in as_list(top["extras"]))
 
@@ -314,8 +315,9 @@ class _States:
         if len(box.sizes) != len(shape) or any(map(gt, box.stops, shape)):
             raise ValueError(f"a piece at {box} of a tensor of shape {shape}")
         if len(place) == 1:
-            data = bytes.fromhex(as_text(place[0]))
-            ref: InlineTensor | TensorRef = InlineTensor(data=data, dtype=_dtype(as_text(dtype)), shape=box.sizes)
+            data, own = bytes.fromhex(as_text(place[0])), _dtype(as_text(dtype))
+            repeats = box.numel != 1 and len(data) == own.itemsize
+            ref: InlineTensor | TensorRef = InlineTensor(data=data, dtype=own, shape=box.sizes, repeats=repeats)
         else:
             ref = self._reference(place, box, _dtype(as_text(dtype)))
         copy = as_int(replica, least=-_MOST_COPIES)

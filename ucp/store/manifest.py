@@ -146,6 +146,7 @@ def describe(
         "dropped": list(index.dropped),
         "lost": _lost(index),
         "unselected": index.unselected,
+        "unordered": index.unordered,
     }
 
 

@@ -75,7 +75,7 @@ class Prober:
     def _raw(self, tensor: Tensor, start: int, stop: int) -> bytes:
         item = tensor.dtype.itemsize
         if isinstance(tensor, InlineTensor):
-            return tensor.data[start * item : stop * item]
+            return tensor.data * (stop - start) if tensor.repeats else tensor.data[start * item : stop * item]
         if tensor.codec:
             first, last = (tensor.codec_start + n * item for n in (start, stop))
             return bytes(self._blocks.get(tensor, tensor.codec_start + tensor.nbytes, self._block)[first:last])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ucp
-from ucp.errors import MissingStateError
+from ucp.errors import MissingStateError, TopologyError, UsageError
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "megatron"
 LLAMA = FIXTURES / "llama-tp2-pp2-dp2-full" / "checkpoint"
@@ -68,3 +68,38 @@ def test_megatron_refuses_them_with_the_reason_too(tmp_path: Path) -> None:
     with pytest.raises(MissingStateError, match=r"(?s)embedding.word_embeddings.weight: exp_avg.*shifted") as caught:
         ucp.convert(SHIFTED, tmp_path / "to", to="megatron", topology="tp=1", workers=1)
     assert "never stepped" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "topology", "settings"),
+    [
+        ("huggingface", "dp=2,tp=2,zero=1", {}),
+        ("huggingface", "dp=4,zero=3", {}),
+        ("pipeline", "dp=2,tp=2,pp=2,zero=1", {"partition": "uniform"}),
+        ("pipeline", "pp=4,zero=1", {"stages": "0,3,4,5,8"}),
+    ],
+)
+def test_tensor_and_pipeline_parallel_runs_go_across_and_come_back(
+    tmp_path: Path, names: str, topology: str, settings: dict[str, str]
+) -> None:
+    ucp.convert(
+        LLAMA,
+        tmp_path / "to",
+        to="deepspeed",
+        names=names,
+        topology=topology,
+        settings=settings,
+        workers=1,
+        verify=True,
+    )
+    sizes = {"num_layers": 4, "num_attention_heads": 8, "num_query_groups": 4}
+    ucp.convert(tmp_path / "to", tmp_path / "back", to="megatron", topology="tp=2,pp=2", settings=sizes, verify=True)
+    assert ucp.diff(LLAMA, tmp_path / "back").equal
+
+
+def test_stages_of_a_pipeline_that_was_none_have_to_be_said(tmp_path: Path) -> None:
+    with pytest.raises(TopologyError, match="--set stages=0,13,26"):
+        ucp.plan(LLAMA, to="deepspeed", names="pipeline", topology="pp=2,zero=1")
+    tied = FIXTURES / "gpt-tp2-pp2-torch" / "checkpoint"
+    with pytest.raises(UsageError, match="--set tied=embed:1,embed:9"):
+        ucp.plan(tied, to="deepspeed", names="pipeline", topology="pp=2,zero=1", settings={"partition": "uniform"})

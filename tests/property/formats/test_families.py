@@ -19,7 +19,7 @@ from ucp.families.expression import Expression
 from ucp.families.family import Family
 from ucp.families.match import Match
 from ucp.families.rule import Alias, Rule
-from ucp.families.toml import read_family
+from ucp.families.toml.family import read_family
 from ucp.testing.strategies import coordinates
 
 NUMBERS = {"layer": 3, "expert": 2, "mtp": 1}

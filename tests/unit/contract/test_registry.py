@@ -47,9 +47,11 @@ def test_something_else_there(tmp_path):
 
 def test_two_claims_are_not_decided_here(source, monkeypatch):
     registry = import_module("ucp.contract.registry")
-    twin = SimpleNamespace(name="twin", detect=lambda path: Evidence(path, ("a hunch",)))
+    twin = SimpleNamespace(name="twin", gives_way=False, detect=lambda path: Evidence(path, ("a hunch",)))
     made = registry._made
     monkeypatch.setattr(registry, "_found", lambda group: {"ucp": None, "twin": None})
     monkeypatch.setattr(registry, "_made", lambda group, name: twin if name == "twin" else made(group, name))
     with pytest.raises(UnknownFormatError, match=r"could be several formats \(twin because of a hunch; ucp because"):
         recognise(source)
+    twin.gives_way = True
+    assert recognise(source)[0].name == "ucp"

@@ -10,7 +10,7 @@ from ucp_patterns.replicate import Replicate
 from ucp_patterns.shard import Shard
 
 from ucp.families.infer import Certainty, Compared, Observed, Proposal, as_toml, proposed, template_of
-from ucp.families.toml import read_family
+from ucp.families.toml.family import read_family
 
 PATTERNS = {"shard": Shard, "replicate": Replicate, "partial": Partial}
 

@@ -12,7 +12,7 @@ from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family, families, family, library
 from ucp.errors import FamilyError, UnknownFamilyError, UsageError
 from ucp.families.library import Library, choose
-from ucp.families.toml import read_family
+from ucp.families.toml.family import read_family
 
 RULE = '[[rule]]\nname = "own.{layer}.w"\ntp = "replicate"\n'
 SOME_NUMBERS = {"layer": 1, "expert": 2, "mtp": 0}

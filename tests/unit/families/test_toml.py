@@ -6,7 +6,7 @@ from ucp_patterns.shard import Shard
 
 from ucp.core.layout import AxisLayout, Layout
 from ucp.errors import UsageError
-from ucp.families.toml import header, read_family
+from ucp.families.toml.family import header, read_family
 
 PATTERNS = {"shard": Shard, "replicate": Replicate}
 

@@ -13,8 +13,8 @@ from ucp.errors import DestinationError, UnknownFormatError
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        (["config.json", "model.safetensors"], "a Hugging Face model"),
-        (["pytorch_model-00001-of-00002.bin"], "a Hugging Face model"),
+        (["config.json", "tf_model.h5"], "a Hugging Face model for TensorFlow or JAX"),
+        (["a.safetensors", "b.safetensors"], "a folder of safetensors files"),
         (["adapter_config.json", "adapter_model.safetensors"], "a LoRA adapter"),
         (["_CHECKPOINT_METADATA"], "an orbax checkpoint"),
         (["llama.gguf"], "a GGUF model"),
@@ -50,6 +50,6 @@ def test_a_url_is_no_local_path(path, source, tmp_path):
 
 
 def test_a_checkpoint_nearby_comes_first(tmp_path, source):
-    (source.parent / "model.safetensors").touch()
+    (source.parent / "model.gguf").touch()
     with pytest.raises(UnknownFormatError, match=f"Did you mean {source}"):
         ucp.inspect(source.parent)

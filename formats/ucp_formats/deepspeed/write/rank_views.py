@@ -83,6 +83,9 @@ def _local(atom: AtomIndex, shape: tuple[int, ...]) -> AtomIndex:
     return replace(atom, global_shape=shape, states=states)
 
 
+_SAY = "say which layers the stages have (--set stages=0,13,26, or --set partition=uniform --set layers=26)"
+
+
 def check_degrees(facts: RunFacts, wanted: Topology, *, is_pipeline: bool) -> None:
     """Raise TopologyError where DeepSpeed, or this source, cannot have the degrees of `wanted`."""
     if wanted.cp > 1:
@@ -96,12 +99,13 @@ def check_degrees(facts: RunFacts, wanted: Topology, *, is_pipeline: bool) -> No
             raise TopologyError(
                 f"expected the files of the layers of a pipeline for {wanted}; {facts.index.path} has none, as of a "
                 "universal checkpoint, and which stage has a layer without parameters is not recorded. Convert from "
-                "the checkpoint that it was made of, or write files for pp=1"
+                f"the checkpoint that it was made of, {_SAY}, or write files for pp=1"
             )
         if wanted.pp > 1:
             raise TopologyError(
                 f"expected a source that was a pipeline of DeepSpeed for {wanted}; {facts.index.path} was none, so "
-                "which module of a PipelineModule holds a parameter is not recorded. Write files for pp=1"
+                "which module of a PipelineModule holds a parameter is not recorded. Bring its names to those of one "
+                f"(--names pipeline, or --rename) and {_SAY}, or write files for pp=1"
             )
         return
     stage = facts.stage

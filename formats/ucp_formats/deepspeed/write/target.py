@@ -24,16 +24,16 @@ from ucp.core.index import Index
 from ucp.core.names import WEIGHT
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.topology import Topology
-from ucp.errors import MissingStateError, TopologyError, UsageError, counted
+from ucp.errors import MissingStateError, TopologyError, UnsupportedError, UsageError, counted
 from ucp.io.torch_file.draft import Drafted, target_plan
 from ucp_formats.deepspeed.experts import Numbered
 from ucp_formats.deepspeed.names import LATEST
-from ucp_formats.deepspeed.write.optimizer.groups import without_groups
+from ucp_formats.deepspeed.write.optimizer.groups import Group, without_groups
 from ucp_formats.deepspeed.write.optimizer.lost_states import check_stepped, filled_with_zeros
 from ucp_formats.deepspeed.write.optimizer.missing_states import native_notes
 from ucp_formats.deepspeed.write.optimizer.step_notes import step_casts
 from ucp_formats.deepspeed.write.optimizer.zero0 import is_flat
-from ucp_formats.deepspeed.write.pipeline.layers import pipeline_of
+from ucp_formats.deepspeed.write.pipeline.layers import named_pipeline, pipeline_of
 from ucp_formats.deepspeed.write.pipeline.settings import SETTINGS, StageSettings, stage_settings
 from ucp_formats.deepspeed.write.pipeline.stages import stages_of
 from ucp_formats.deepspeed.write.pipeline.target import layer_files
@@ -67,6 +67,7 @@ class DeepSpeedTarget(Target):
                 f"{without_groups(index)}. Write stage-0 model files (--topology zero=0), to load with "
                 "load_module_only=True"
             )
+        _check_order(index, groups)
         flat = is_flat(facts, groups, stage)
         check_stepped(facts, groups, flat=flat)
         drafted, notes = _files(facts, wanted, stage_settings(options.settings))
@@ -87,6 +88,16 @@ class DeepSpeedTarget(Target):
     ) -> tuple[OutputFile, ...]:
         """`latest`, which makes the tag the one to load."""
         return (pointer_file(LATEST, tag(index)),)
+
+
+def _check_order(index: Index, groups: Sequence[Group]) -> None:
+    """Raise UnsupportedError where parameters would lie in an order that need not be the model's."""
+    if groups and index.unordered:
+        raise UnsupportedError(
+            f"expected parameters in the order of the model, since DeepSpeed's optimizer files hold no names; "
+            f"{index.path} lists them by name. Write --to deepspeed-universal, which is loaded by name (load_universal "
+            "in the configuration of the run)"
+        )
 
 
 def _without_states(plan: TargetPlan, index: Index) -> TargetPlan:
@@ -125,7 +136,7 @@ def _no_stage(index: Index, wanted: Topology, *, asked: bool) -> str:
 
 def _files(facts: RunFacts, wanted: Topology, said: StageSettings) -> tuple[list[Drafted], tuple[str, ...]]:
     """Files of all model-parallel ranks, of layers and of experts."""
-    pipeline = pipeline_of(facts)
+    pipeline = pipeline_of(facts) or (named_pipeline(facts, said.tied) if said.partitions else None)
     check_degrees(facts, wanted, is_pipeline=pipeline is not None)
     numbered = check_experts(facts, wanted, facts.index.atoms)
     if pipeline is None:

@@ -20,7 +20,7 @@ from ucp.core.tensor import InlineTensor, Tensor, TensorRef
 from ucp.errors import MissingStateError, UnsupportedError, counted, listed
 from ucp.transfer.probe import Prober, cast_bits
 
-__all__ = ["OptimizerGroup", "check_members", "optimizer_chain"]
+__all__ = ["OptimizerGroup", "check_members", "is_native", "optimizer_chain"]
 
 _EXPERT = "is_expert_parallel"
 _FROM_RUN = {"params", "step", "param_names"}
@@ -73,7 +73,7 @@ def optimizer_chain(
     """
     if not index.groups:
         return (), ()
-    native = all("wd_mult" in group.hyper or "pre_wd_mult" in group.hyper for group in index.groups)
+    native = is_native(index)
     merged = _merged(index.groups if native else [_translated(group) for group in index.groups])
     if not native:
         merged = _with_both_decays(merged)
@@ -98,6 +98,11 @@ def optimizer_chain(
     if not split:
         return (part(experts_alone=None),), notes
     return (part(experts_alone=False), tuple(own for own in part(experts_alone=True) if own.params)), notes
+
+
+def is_native(index: Index) -> bool:
+    """Whether the groups are in Megatron's terms."""
+    return all("wd_mult" in group.hyper or "pre_wd_mult" in group.hyper for group in index.groups)
 
 
 def _settings(group: ParamGroup) -> dict[str, object]:

@@ -7,18 +7,17 @@ stretches of which atoms fill any piece of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from ucp.core.dtypes import DType
-from ucp.core.fused_names import Stretch
 from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.names import STEP, WEIGHT
-from ucp.core.region import Box, RegionPair, compose
+from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
-from ucp.errors import FamilyError, MissingStateError, TopologyError, UnsupportedError, listed
-from ucp.families.family import Family, Match, Named
+from ucp.errors import MissingStateError, listed
+from ucp.families.family import Family, Match
 from ucp.io.torch_file.draft import Part
 
 __all__ = ["Model", "ModelTensor", "check_layers", "target_model"]
@@ -40,8 +39,6 @@ class ModelTensor:
     """Element type that the model computes in."""
     states: Mapping[str, DType]
     """States with a value per element, the weight among them, and the type that the source has each in."""
-    pieces: tuple[Stretch, ...] = field(repr=False)
-    """The atoms that tile it."""
 
     @property
     def layer(self) -> int | None:
@@ -56,34 +53,17 @@ class ModelTensor:
     def parts(
         self, pairs: Sequence[RegionPair], local_shape: tuple[int, ...], state: str, dtype: DType
     ) -> tuple[Part, ...]:
-        """Slices that fill a local tensor which holds `pairs` of this one, in increasing offset.
-
-        Raises TopologyError where an atom's part of it does not lie in one stretch.
-        """
-        if len(self.pieces) == 1 and self.pieces[0].whole == self.pieces[0].local:
-            return (_part(self.pieces[0].atom, state, dtype, tuple(pairs), local_shape),)
-        found = []
-        for pair in pairs:
-            for piece in self.pieces:
-                for own in compose((RegionPair(piece.local, piece.whole),), (pair,)):
-                    if not own.local.is_flat_in(local_shape):
-                        raise TopologyError(
-                            f"{piece.atom} is one of several tensors that make {self.name}, and is not in one stretch "
-                            f"in the part {pair.whole} of it. Convert to another layout (tp=1), and from there"
-                        )
-                    alone = RegionPair(own.whole, Box.whole(own.whole.sizes))
-                    start = own.local.flat_start(local_shape)
-                    found.append(_part(piece.atom, state, dtype, (alone,), own.whole.sizes, offset=start))
-        return tuple(sorted(found, key=lambda part: part.offset))
-
-
-def _part(
-    atom: str, state: str, dtype: DType, pairs: tuple[RegionPair, ...], shape: tuple[int, ...], *, offset: int = 0
-) -> Part:
-    """All of a local tensor of `shape` that holds `pairs` of an atom."""
-    numel = Box.whole(shape).numel
-    own = Slice(param=atom, state=state, dtype=dtype, pairs=pairs, local_shape=shape, start=0, stop=numel)
-    return Part(offset=offset, slice=own)
+        """The slice that fills a local tensor which holds `pairs` of this one."""
+        own = Slice(
+            param=self.name,
+            state=state,
+            dtype=dtype,
+            pairs=tuple(pairs),
+            local_shape=local_shape,
+            start=0,
+            stop=Box.whole(local_shape).numel,
+        )
+        return (Part(offset=0, slice=own),)
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: its counts are asked for once per tensor, and kept
@@ -121,16 +101,9 @@ class Model:
         return frozenset(own.layer for own in self.tensors if own.expert is not None and own.layer is not None)
 
     @property
-    def joined(self) -> dict[str, tuple[Stretch, ...]]:
-        """Tensor to the stretches of atoms that it is made of; empty where every atom is one under its own name."""
-        if all(own.pieces[0].atom == own.name for own in self.tensors):
-            return {}
-        return {own.name: own.pieces for own in self.tensors}
-
-    @property
     def expert_atoms(self) -> frozenset[str]:
         """Names of the atoms of routed experts."""
-        return frozenset(piece.atom for own in self.tensors if own.expert is not None for piece in own.pieces)
+        return frozenset(own.name for own in self.tensors if own.expert is not None)
 
 
 def target_model(index: Index, family: Family, *, weights: DType | None = None) -> Model:
@@ -143,13 +116,11 @@ def target_model(index: Index, family: Family, *, weights: DType | None = None) 
     UnsupportedError
         Atoms that cannot be told apart by layer, or tensors of which parts are missing.
     """
-    named = _named(index, family)
-    by_name: dict[str, list[tuple[AtomIndex, Named]]] = {}
-    for atom, own in named:
-        by_name.setdefault(own.canonical, []).append((atom, own))
-    matches = family.match(by_name)
-    tensors = [_tensor(family, matches[name], by_name[name], weights) for name in family.sorted(matches)]
-    return Model(family=family, tensors=tuple(tensors))
+    matches = family.match(index.atoms)
+    return Model(
+        family=family,
+        tensors=tuple(_tensor(matches[name], index.atoms[name], weights) for name in family.sorted(matches)),
+    )
 
 
 def check_layers(model: Model, *, alike: bool) -> None:
@@ -187,79 +158,23 @@ def _of_all_experts(names: Mapping[str, tuple[int, ...]], experts: int) -> dict[
     return found
 
 
-def _named(index: Index, family: Family) -> list[tuple[AtomIndex, Named]]:
-    found, without, stacked = [], [], []
-    for atom in index.atoms.values():
-        own = family.read(atom.name)
-        if own is None and not family.ignores(atom.name):
-            without.append(atom.name)
-        elif own is not None and own.stacked:
-            stacked.append(f"{atom.name} counts {', '.join(own.stacked)} in its leading dims")
-        elif own is not None:
-            found.append((atom, own))
-    if without:
-        family.match(without)  # raises, with all of them and what to do
-        raise FamilyError(f"no rule of {family.name!r} gives these a name of Megatron:\n{listed(without)}")
-    if stacked:
-        raise UnsupportedError(
-            f"expected one atom per layer and expert; got\n{listed(stacked)}\n"
-            "Convert the checkpoint that they come from with ucp again"
-        )
-    _check_order(found)
-    return found
-
-
-def _check_order(found: Iterable[tuple[AtomIndex, Named]]) -> None:
-    """Raise UnsupportedError for atoms whose elements go in another order than Megatron's."""
-    turned = [
-        f"{atom.name} {list(atom.global_shape)}: {own.canonical}, "
-        + (f"dims in the order {list(own.alias.order)}" if own.alias.order else "looked at in another shape")
-        for atom, own in found
-        if own.alias is not None and (own.alias.order or own.alias.view)
-    ]
-    if turned:
-        raise UnsupportedError(
-            f"expected tensors whose dims go as Megatron's, [out, in]; {len(turned):,} do not, and ucp transposes "
-            f"nothing yet:\n{listed(turned)}\nTranspose them where the model was trained, under names of modules that "
-            "keep [out, in] (GPT-2's Conv1D keeps [in, out]), and save again"
-        )
-
-
-def _tensor(
-    family: Family, match: Match, atoms: Sequence[tuple[AtomIndex, Named]], weights: DType | None
-) -> ModelTensor:
-    first, own = atoms[0]
-    ordered = sorted(atoms, key=lambda item: item[1].part)
-    wanted = 1 if own.alias is None else len(own.alias.names)
-    if [named.part for _, named in ordered] != list(range(wanted)):
-        raise UnsupportedError(
-            f"expected {wanted} tensors that make {match.name}; got {', '.join(atom.name for atom, _ in ordered)}. "
-            "Take the whole model, or choose another family with --family"
-        )
-    whole = Box.whole(first.global_shape)
-    pieces: tuple[Stretch, ...] = (Stretch(atom=first.name, whole=whole, local=whole),)
-    if own.alias is not None and (wanted > 1 or own.alias.groups is not None):
-        pairs = own.alias.pieces([atom.global_shape for atom, _ in ordered], family.values)
-        pieces = tuple(Stretch(atom=ordered[pair.copy][0].name, whole=pair.whole, local=pair.local) for pair in pairs)
-    is_buffer = match.buffer or first.kind is Kind.BUFFER
+def _tensor(match: Match, atom: AtomIndex, weights: DType | None) -> ModelTensor:
+    is_buffer = match.buffer or atom.kind is Kind.BUFFER
     return ModelTensor(
         name=match.name,
         match=match,
-        shape=tuple(map(max, zip(*(piece.whole.stops for piece in pieces), strict=True))),
-        kind=Kind.BUFFER if is_buffer else first.kind,
-        dtype=weights if weights and not is_buffer else _model_dtype(first),
-        states=_states([atom for atom, _ in ordered]),
-        pieces=pieces,
+        shape=atom.global_shape,
+        kind=Kind.BUFFER if is_buffer else atom.kind,
+        dtype=weights if weights and not is_buffer else _model_dtype(atom),
+        states=_states(atom),
     )
 
 
-def _states(atoms: Sequence[AtomIndex]) -> dict[str, DType]:
-    """States that all atoms have, one value per element."""
-    first = atoms[0]
-    held = [{name for name, own in atom.states.items() if own.global_shape == atom.global_shape} for atom in atoms]
-    shared = set.intersection(*held) - {STEP}
-    found = {name: state.dtype for name, state in first.states.items() if name in shared}
-    return found if WEIGHT in first.states else {**found, WEIGHT: _model_dtype(first)}
+def _states(atom: AtomIndex) -> dict[str, DType]:
+    """States with one value per element."""
+    return {
+        name: own.dtype for name, own in atom.states.items() if own.global_shape == atom.global_shape and name != STEP
+    }
 
 
 def _model_dtype(atom: AtomIndex) -> DType:

@@ -12,28 +12,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from ucp.contract.companions import place_companions
-from ucp.contract.protocols import Target
+from ucp.contract.model_arguments import recorded_arguments, run_arguments, said_values
+from ucp.contract.protocols import SourceOptions, Target
+from ucp.contract.registry import choose_family
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, check_weights
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, UsageError, counted, listed
+from ucp.families.family import CANONICAL, Family
 from ucp.io.torch_file.draft import target_plan
 from ucp_formats.megatron.names import RELEASE, TRACKER
 from ucp_formats.megatron.param_groups.rules import is_by_named_optimizer
 from ucp_formats.megatron.run.modules import chosen_modules
-from ucp_formats.megatron.write.arguments.carried import arguments_extra, relaid_arguments
+from ucp_formats.megatron.write.arguments.carried import relaid_arguments
 from ucp_formats.megatron.write.arguments.derived import derived_arguments
-from ucp_formats.megatron.write.arguments.settings import SETTINGS, check_asked, check_settings, settings_of
+from ucp_formats.megatron.write.arguments.settings import SETTINGS, check_asked, check_settings
 from ucp_formats.megatron.write.dist.files import dist_places, plan_dist
 from ucp_formats.megatron.write.dist.keys import Norms, key_style, stored_parts
 from ucp_formats.megatron.write.division import check_division
 from ucp_formats.megatron.write.extras import common_state, consumed_samples, extra_notes, lost_lines, lost_states
-from ucp_formats.megatron.write.family import target_family
-from ucp_formats.megatron.write.groups import check_members, optimizer_chain
+from ucp_formats.megatron.write.groups import check_members, is_native, optimizer_chain
 from ucp_formats.megatron.write.legacy.files import legacy_places, plan_legacy
 from ucp_formats.megatron.write.model import Model, check_layers, target_model
 from ucp_formats.megatron.write.run import TargetRun, check_topology, experts_apart, random_states
@@ -70,13 +73,22 @@ class MegatronTarget(Target):
     settings = SETTINGS
     layouts = _LAYOUTS
 
+    names = CANONICAL
+
     def takes_family(self, topology: Topology | None) -> bool:
         """Always: its rules say how parameters lie."""
         return True
 
+    def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:
+        """Those of a run of Megatron, with the modules that its layers are built of."""
+        native, asked = run_arguments(index), said_values(settings)
+        check_settings(asked, native)
+        modules = chosen_modules(index, native, asked)
+        return {**recorded_arguments(index), **modules.settings, **asked}
+
     def source_settings(self, index: Index) -> Collection[str]:
         """The arguments that the source records."""
-        return arguments_extra(index)
+        return run_arguments(index)
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files for a run of `topology`; by default the source's own. Raises UsageError, MissingStateError."""
@@ -88,8 +100,8 @@ class MegatronTarget(Target):
             )
         run, notes = _run(index, topology or replace(index.topology, zero=None), layout, options)
         check_division(run)
-        asked = settings_of(options.settings)
-        check_asked(asked, run.model, before=arguments_extra(index), written=run.arguments)
+        asked = said_values(options.settings)
+        check_asked(asked, run.model, before=run_arguments(index), written=run.arguments)
         write = plan_legacy if layout == "torch" else plan_dist
         drafted = write(run, _folder(index))
         plan = target_plan(index, drafted, notes=(*notes, *extra_notes(run)), topology=run.topology, names_rounded=True)
@@ -99,7 +111,7 @@ class MegatronTarget(Target):
             casts=(*plan.casts, *_step_casts(index, run)),
             lost=lost,
             dropped=lost_lines(run, lost, plan.placements),
-            joined=run.model.joined,
+            regrouped=not is_native(index),
         )
         return place_companions(index, plan, own=(TRACKER,))
 
@@ -119,12 +131,11 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
     """Everything that is to be written, and what was assumed."""
     check_topology(topology)
     check_weights(index)
-    native, asked = arguments_extra(index), settings_of(options.settings)
-    check_settings(asked, native)
+    native, asked = run_arguments(index), said_values(options.settings)
     modules = chosen_modules(index, native, asked)
     said = {**modules.settings, **asked}
     weights = DType(options.dtypes[WEIGHT]) if WEIGHT in options.dtypes else None
-    model = target_model(index, target_family(index, {**native, **said}, options), weights=weights)
+    model = target_model(index, _family(index, {**native, **said}, options), weights=weights)
     arguments = (
         {**native, **said} if native else derived_arguments(model.shapes, model.dtypes, asked=said, source=index.path)
     )
@@ -162,6 +173,13 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
     )
     same = layout == _LAYOUTS[0] and not modules.known_from and _same_keys(model, arguments)
     return run, (*notes, modules.note(same_keys=same))
+
+
+def _family(index: Index, arguments: Mapping[str, object], options: TargetOptions) -> Family:
+    """The family that the names were brought into Megatron's by, fitted to the arguments."""
+    shapes = {atom.name: atom.global_shape for atom in index.atoms.values()}
+    said = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
+    return choose_family(names=shapes, shapes=shapes, arguments=arguments, options=said)[0]
 
 
 def _same_keys(model: Model, arguments: Mapping[str, object]) -> bool:

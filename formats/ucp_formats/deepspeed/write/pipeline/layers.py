@@ -13,9 +13,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ucp.core.index import ParamGroup
+from ucp.errors import UsageError
 from ucp_formats.deepspeed.write.run import RunFacts
 
-__all__ = ["PIPELINE", "Pipeline", "Uses", "is_pipeline", "layer_of", "pipeline_of", "stage_at", "tied_key"]
+__all__ = [
+    "PIPELINE",
+    "Pipeline",
+    "Uses",
+    "is_pipeline",
+    "layer_of",
+    "named_pipeline",
+    "pipeline_of",
+    "stage_at",
+    "tied_key",
+]
 
 PIPELINE = "pipeline"
 """Extra of a source that was a pipeline; key in `optimizer_state.pt` of ucp's universal checkpoints of one."""
@@ -145,6 +156,24 @@ class Pipeline:
 def _place(name: str) -> int:
     layer = layer_of(name)
     return -1 if layer is None else layer
+
+
+def named_pipeline(facts: RunFacts, tied: Uses) -> Pipeline | None:
+    """The pipeline that a source without stages is to become, by its names; None where they are of no PipelineModule.
+
+    `tied`: key of tied layers to layers that use them, the first of which has their file. Raises UsageError for tied
+    layers without.
+    """
+    if not _names_layers(facts.index.atoms):
+        return None
+    layers = {layer: f"{layer}." for name in facts.index.atoms if (layer := layer_of(name)) is not None}
+    keys = {key for name in facts.index.atoms if (key := tied_key(name)) is not None}
+    unsaid = sorted(keys - tied.keys())
+    if unsaid:
+        said = ",".join(f"{key}:1,{key}:9" for key in unsaid)
+        raise UsageError(f"expected the numbers of the layers that use {', '.join(unsaid)}, as in --set tied={said}")
+    layers |= {uses[0]: f"{_TIED}{key}." for key, uses in tied.items() if key in keys}
+    return Pipeline(dict(sorted(layers.items())), ())
 
 
 def pipeline_of(facts: RunFacts) -> Pipeline | None:

@@ -145,7 +145,7 @@ def _note(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, uses: Us
     note = f"the stages have the layers of stages={','.join(map(str, bounds))}, as --set says"
     if settings.partition:
         note += f" with partition={settings.partition} for {bounds[-1]} layers"
-        source = _partitioned(facts, settings, uses, bounds[-1], len(pipeline.stages))
-        if not pipeline.agrees(source, uses):
+        before = len(pipeline.stages)
+        if before and not pipeline.agrees(_partitioned(facts, settings, uses, bounds[-1], before), uses):
             note += "; the source's stages are not of this partition: check partition, layers and tied"
     return f"{note}. A run that partitions its layers otherwise fails to load its optimizer"

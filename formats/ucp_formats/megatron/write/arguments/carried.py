@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ucp.core.index import Index
 from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.topology import Topology
 
-__all__ = ["arguments_extra", "namespace", "relaid_arguments"]
+__all__ = ["namespace", "relaid_arguments"]
 
 _NAMESPACE = GlobalName("argparse", "Namespace")
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
@@ -28,16 +27,6 @@ _UNEVEN: Mapping[str, object] = {
     "account_for_loss_in_pipeline_split": False,
 }
 """Arguments that deal layers out unevenly over the stages of one pipeline; others have equal stages."""
-
-
-def arguments_extra(index: Index) -> Mapping[str, object]:
-    """Arguments that the source carries; empty where it has none."""
-    for extra in index.extras:
-        if extra.name in ("args", "client_state/args") and extra.rank in (None, 0):
-            state = extra.value.state if isinstance(extra.value, Stub) else extra.value
-            if isinstance(state, dict):
-                return {key: value for key, value in state.items() if isinstance(key, str)}
-    return {}
 
 
 def namespace(arguments: Mapping[str, object]) -> Stub:

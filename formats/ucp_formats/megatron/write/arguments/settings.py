@@ -6,7 +6,6 @@ one that the tensors or the topology contradict is no choice either.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 
 from ucp.core.dtypes import DType
@@ -19,7 +18,7 @@ from ucp_formats.megatron.run.stages import hybrid_pattern
 from ucp_formats.megatron.write.arguments.derived import LETTERS, layer_letters
 from ucp_formats.megatron.write.model import Model
 
-__all__ = ["SETTINGS", "check_asked", "check_settings", "settings_of"]
+__all__ = ["SETTINGS", "check_asked", "check_settings"]
 
 _NAMES = {
     "sizes of the model": (
@@ -71,27 +70,6 @@ _UNTIED = "untie_embeddings_and_output_weights"
 _OUTPUT = "output_layer.weight"
 _HALVES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
 """Types that a model computes in, by the argument that says so."""
-
-
-def settings_of(texts: Mapping[str, str]) -> dict[str, object]:
-    """Values of arguments that a user wrote.
-
-    >>> settings_of({"num_attention_heads": "32", "swiglu": "true", "moe_layer_freq": "[0,1]"})
-    {'num_attention_heads': 32, 'swiglu': True, 'moe_layer_freq': [0, 1]}
-    """
-    return {name: _value_of(text) for name, text in texts.items()}
-
-
-def _value_of(text: str) -> object:
-    plain: Mapping[str, object] = {"true": True, "false": False, "none": None}
-    if text.lower() in plain:
-        return plain[text.lower()]
-    for kind in (int, float, json.loads):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def check_settings(asked: Mapping[str, object], recorded: Mapping[str, object]) -> None:

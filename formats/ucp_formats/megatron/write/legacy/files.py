@@ -180,7 +180,7 @@ class _Legacy:
         masters: list[list[NewTensor]] = []
         for group in groups:
             atoms = set(group.params)
-            own = [local for local in ordered if local.tensor.pieces[0].atom in atoms]
+            own = [local for local in ordered if local.tensor.name in atoms]
             ids = range(len(state), len(state) + len(own))
             entries.append({**(group.entry() if group.counts else group.hyper), "params": list(ids)})
             for at, local in zip(ids, own, strict=True):

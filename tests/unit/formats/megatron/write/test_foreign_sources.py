@@ -170,7 +170,7 @@ def test_steps_that_differ(model, tmp_path):
         states[name, "step"] = shards.whole(torch.tensor(float(number)).numpy())
     groups = [ParamGroup(params=tuple(model), hyper={"lr": 0.1})]
     write_checkpoint(make_index(tmp_path / "store", states, groups=groups))
-    with pytest.raises(UnsupportedError, match="one step count for all parameters"):
+    with pytest.raises(UnsupportedError, match="one count of steps for all tensors that join to one"):
         to_megatron(tmp_path / "store", tmp_path / "b", "tp=1", **SAID)
 
 
@@ -203,30 +203,44 @@ def test_what_is_read_back_is_compared_under_megatrons_names(store, tmp_path):
     options = make_options(to="megatron", topology="tp=2", settings={key: str(value) for key, value in SAID.items()})
     prepared = prepare(store, options)
     carry_out(store, tmp_path / "b", options, Silent())
-    made = dict(prepared.job.target.joined)
-    assert len(made["decoder.layers.0.self_attention.linear_qkv.weight"]) == 3 * GROUPS
+    atoms = dict(prepared.job.index.atoms)
+    qkv = atoms["decoder.layers.0.self_attention.linear_qkv.weight"].states["weight"]
+    assert len(qkv.fragments) == 3 * GROUPS
     told = {"source": options.source, "observer": Silent(), "threads": 1}
     verify_written(prepared.job, tmp_path / "b", **told)
     one, other = (f"decoder.layers.{layer}.self_attention.linear_proj.weight" for layer in (0, 1))
-    made[one], made[other] = made[other], made[one]
-    wrong = replace(prepared.job, target=replace(prepared.job.target, joined=made))
+    atoms[one], atoms[other] = replace(atoms[other], name=one), replace(atoms[one], name=other)
+    wrong = replace(prepared.job, index=replace(prepared.job.index, atoms=atoms))
     with pytest.raises(CorruptError, match=rf"{one}/weight values") as caught:
         verify_written(wrong, tmp_path / "b", **told)
     assert str(caught.value).count("linear_proj") == 6
     assert "linear_qkv" not in str(caught.value)
 
 
-def test_tensors_whose_dims_go_the_other_way_are_refused(tmp_path):
-    """GPT-2 keeps [in, out]; square ones would go unnoticed."""
+def test_tensors_whose_dims_go_the_other_way_are_transposed(tmp_path):
+    """GPT-2 keeps [in, out], and all queries before all keys."""
     made = json.loads((FIXTURES / "huggingface" / "names-5.23.0.json").read_text())["models"]["gpt2"]
+    generator = torch.Generator().manual_seed(3)
+    model = {name: torch.randn(shape, generator=generator) for name, shape in made["tensors"].items()}
     shards = Shards(tmp_path / "store")
-    states = {(name, "weight"): shards.whole(torch.zeros(shape).numpy()) for name, shape in made["tensors"].items()}
+    states = {(name, "weight"): shards.whole(value.numpy()) for name, value in model.items()}
     write_checkpoint(make_index(tmp_path / "store", states))
-    with pytest.raises(UnsupportedError, match=r"16 do not, and ucp transposes nothing") as caught:
-        to_megatron(tmp_path / "store", tmp_path / "b", "tp=1", num_attention_heads=4)
-    assert "transformer.h.0.attn.c_proj.weight [20, 20]: decoder.layers.0.self_attention.linear_proj.weight" in str(
-        caught.value
+    convert(
+        tmp_path / "store",
+        tmp_path / "b",
+        to="megatron",
+        topology="tp=2",
+        settings={"num_attention_heads": 4},
+        dtypes={"weight": "float32"},
+        verify=True,
     )
+    found = ucp.open(tmp_path / "b")
+    proj = found.read("decoder.layers.0.self_attention.linear_proj.weight", "weight")
+    assert torch.equal(proj, model["transformer.h.0.attn.c_proj.weight"].T)
+    attn = model["transformer.h.0.attn.c_attn.weight"].T  # [3 * hidden, hidden]
+    hidden = attn.shape[1]
+    by_head = attn.view(3, 4, hidden // 4, hidden).transpose(0, 1).reshape(3 * hidden, hidden)
+    assert torch.equal(found.read("decoder.layers.0.self_attention.linear_qkv.weight", "weight"), by_head)
 
 
 def test_names_that_several_parameters_have_go_by_what_stands_beside_them(tmp_path):

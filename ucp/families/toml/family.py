@@ -14,15 +14,17 @@ from typing import NamedTuple
 from ucp.errors import UsageError
 from ucp.families.expression import Expression
 from ucp.families.family import CANONICAL, Evidence, Family, Style, Tied
-from ucp.families.fields import (
+from ucp.families.rule import DIM, Alias, AxisRule, PatternFactory, Rule
+from ucp.families.template import Template
+from ucp.families.toml.alias import alias_table, aliases_by_rule
+from ucp.families.toml.config import config_parts, more_parts
+from ucp.families.toml.fields import (
     Place,
     dim_of,
     document_of,
     expression_of,
     flag_of,
-    items_of,
     numbers_of,
-    one_option_of,
     only,
     option_of,
     table_of,
@@ -31,21 +33,30 @@ from ucp.families.fields import (
     text_of,
     texts_of,
 )
-from ucp.families.rule import DIM, Alias, AxisRule, PatternFactory, Rule
-from ucp.families.template import Template
 
 __all__ = ["Header", "header", "read_family"]
 
 _KEYS = frozenset(
     {
         *("name", "title", "extends", "kind_of", "abstract", "order", "ignored"),
-        *("evidence", "sizes", "given", "tensors", "style", "tied", "rule", "drop", "alias", "repeat", "limits"),
+        *(
+            "evidence",
+            "sizes",
+            "given",
+            "tensors",
+            "style",
+            "tied",
+            "rule",
+            "drop",
+            "alias",
+            "repeat",
+            "limits",
+            "config",
+        ),
     }
 )
 
 _RULE_KEYS = frozenset({"name", "when", "meaning", "buffer", "padded", "alias"})
-
-_ALIAS_KEYS = frozenset({"name", "names", "dim", "groups", "blocks", "view", "order", "when", "beside"})
 
 _MOST_RULES = 10_000
 """Rules of a family, and places in its order."""
@@ -109,6 +120,7 @@ def read_family(
         tensors={**base.tensors, **_templates(document.get("tensors", {}), place.at("tensors"))},
         evidence=_evidence(table_of(document.get("evidence", {}), place.at("evidence")), place.at("evidence")),
         styles={**base.styles, **_styles(document.get("style", {}), place.at("style"))},
+        configs=more_parts(base.configs, config_parts(document.get("config", {}), place.at("config"), name)),
         tied=(*base.tied, *(_tied(own, place.at("tied").at(at)) for at, own in tables_of(document, "tied", place))),
         ignored=(*base.ignored, *texts_of(document.get("ignored", []), place.at("ignored"))),
         order=texts_of(document.get("order", list(base.order)), place.at("order")),
@@ -116,7 +128,7 @@ def read_family(
         abstract=flag_of(document.get("abstract", False), place.at("abstract")),
         source=source,
     )
-    aliases = _aliases_by_rule(document.get("alias", {}), place.at("alias"))
+    aliases = aliases_by_rule(document.get("alias", {}), place.at("alias"))
     family = _with_aliases(family, aliases, place)
     for at, own in tables_of(document, "repeat", place):
         family = _repeated(family, own, place.at("repeat").at(at))
@@ -135,6 +147,7 @@ def _joined(families: Sequence[Family]) -> Family:
             limits={**joined.limits, **own.limits},
             tensors={**joined.tensors, **own.tensors},
             styles={**joined.styles, **own.styles},
+            configs=more_parts(joined.configs, own.configs),
             tied=tuple(dict.fromkeys((*joined.tied, *own.tied))),
             ignored=tuple(dict.fromkeys((*joined.ignored, *own.ignored))),
             order=own.order or joined.order,
@@ -178,7 +191,7 @@ def _rule(value: object, place: Place, pattern: Callable[[str], PatternFactory],
         meaning=text_of(table.get("meaning", ""), place.at("meaning")),
         buffer=flag_of(table.get("buffer", False), place.at("buffer")),
         padded=None if padded is None else dim_of(padded, place.at("padded")),
-        aliases=_alias_table(table.get("alias", {}), place.at("alias")),
+        aliases=alias_table(table.get("alias", {}), place.at("alias")),
         source=family,
     )
 
@@ -199,59 +212,6 @@ def _axis(axis: str, value: object, place: Place, pattern: Callable[[str], Patte
     except TypeError as error:
         raise UsageError(f"{place.path}: the pattern {name!r} does not take these options: {error}") from error
     return AxisRule(axis=axis, pattern=name, factory=factory, options=options)
-
-
-def _alias_table(value: object, place: Place) -> dict[str, tuple[Alias, ...]]:
-    """Style to a name, or a list of ways to store it: names, and tables for what is more than one tensor."""
-    found = {}
-    for style, own in table_of(value, place).items():
-        ways = own if isinstance(own, list) else [own]
-        found[style] = tuple(_alias(way, place.at(style).at(at)) for at, way in enumerate(ways))
-    return found
-
-
-def _alias(value: object, place: Place) -> Alias:
-    if isinstance(value, str):
-        return Alias(names=(_alias_name(value, place),))
-    table = table_of(value, place)
-    only(table, _ALIAS_KEYS, place)
-    names = texts_of(table["names"], place.at("names")) if "names" in table else (text_of(table.get("name"), place),)
-    blocks, view, order = (items_of(table.get(key, []), place.at(key)) for key in ("blocks", "view", "order"))
-    return Alias(
-        names=tuple(_alias_name(name, place) for name in names),
-        dim=dim_of(table.get("dim", 0), place.at("dim")),
-        groups=expression_of(table["groups"], place.at("groups")) if "groups" in table else None,
-        blocks=tuple(one_option_of(own, place.at("blocks")) for own in blocks),
-        view=tuple(one_option_of(own, place.at("view")) for own in view),
-        order=_order(order, place.at("order")),
-        when=expression_of(table["when"], place.at("when")) if "when" in table else None,
-        beside=tuple(
-            template_of(own, place.at("beside")).text for own in items_of(table.get("beside", []), place.at("beside"))
-        ),
-    )
-
-
-def _order(value: Sequence[object], place: Place) -> tuple[int, ...]:
-    order = tuple(dim_of(own, place) for own in value)
-    if sorted(order) != list(range(len(order))):
-        raise place.wrong("every dim once", value)
-    return order
-
-
-def _alias_name(text: str, place: Place) -> str:
-    if "{=" not in text and "+=" not in text:
-        template_of(text, place)
-    return text
-
-
-def _aliases_by_rule(value: object, place: Place) -> dict[str, dict[str, tuple[Alias, ...]]]:
-    """`[alias.STYLE]` with template = names: aliases of rules that are extended."""
-    found: dict[str, dict[str, tuple[Alias, ...]]] = {}
-    for style, names in table_of(value, place).items():
-        for template, own in table_of(names, place.at(style)).items():
-            alias = _alias_table({style: own}, place.at(style).at(template))
-            found.setdefault(template, {}).update(alias)
-    return found
 
 
 def _with_aliases(family: Family, aliases: Mapping[str, Mapping[str, tuple[Alias, ...]]], place: Place) -> Family:

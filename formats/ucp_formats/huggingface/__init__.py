@@ -1,0 +1,1 @@
+"""Hugging Face models: safetensors or torch files beside a config.json."""

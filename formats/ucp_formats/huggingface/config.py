@@ -1,0 +1,177 @@
+"""`config.json` of a model that is written, and the files that are published with it (tokenizer, generation).
+
+In order: the folder that `--set config=DIR` names, `none` for weights alone; the file that came with the checkpoint;
+what the arguments of the run tell (`ucp.families.toml.config`). The tensors must be of the sizes that it says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ucp.contract.companions import Companion, companion_extra, companions_of
+from ucp.core.dtypes import DType
+from ucp.core.index import Extra, Index
+from ucp.core.tensor import TensorRef
+from ucp.errors import MisfitError, UsageError, listed
+from ucp.families.family import Family
+from ucp.families.library import contradictions
+from ucp.io.json_text import NotJson, parsed
+from ucp.transfer.probe import Prober
+
+__all__ = ["CONFIG", "NONE", "ModelConfig", "carried_config", "check_sizes", "given_config", "is_published"]
+
+CONFIG = "config.json"
+NONE = "none"
+"""`--set config=none`: weights without a config.json."""
+
+_PUBLISHED = re.compile(
+    r"(?:tokenizer|chat_template|special_tokens_map|added_tokens|generation_config|(?:video_)?preprocessor_config|"
+    r"processor_config|vocab|merges|spiece)[\w.-]*|.+\.(?:model|tiktoken|jinja)|"
+    r"(?:configuration|modeling|modular|tokenization|processing|image_processing)_\w+\.py"
+)
+"""Names of files that are part of a model; others beside a checkpoint are of its training."""
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h)\.(\d+)\.")
+_MOST_CONFIG = 16 << 20
+"""Bytes of a config.json, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A configuration of transformers."""
+
+    values: Mapping[str, object]
+    """What it says."""
+    where: str
+    """Where it is from, for messages."""
+    text: bytes = b""
+    """Its bytes; empty where it is derived."""
+    files: tuple[Extra, ...] = ()
+    """Files that are published with it, as extras, where they are not the checkpoint's own."""
+
+    def get(self, *keys: str) -> object:
+        """Value of the first of `keys` that it says, for the language model where it is of several models; or None."""
+        inner = self.values.get("text_config")
+        tables = (self.values, inner) if isinstance(inner, dict) else (self.values,)
+        return next((own[key] for own in tables for key in keys if own.get(key) is not None), None)
+
+    @property
+    def ties(self) -> bool:
+        """Whether it says that transformers makes one embedding of the other."""
+        return self.get("tie_word_embeddings") is True
+
+    def rendered(self, dtype: DType | None) -> bytes:
+        """The file, with the type that the weights are written in; as it was where it says that, or no type."""
+        key = "dtype" if "dtype" in self.values or not self.text else "torch_dtype"
+        said = self.values.get(key)
+        if self.text and (dtype is None or said in (None, dtype.value)):
+            return self.text
+        values = self.values if dtype is None else {**self.values, key: dtype.value}
+        return (json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def is_published(name: str) -> bool:
+    """Whether a file beside a checkpoint is part of the model.
+
+    >>> is_published("tokenizer.json"), is_published("modeling_own.py"), is_published("zero_to_fp32.py")
+    (True, True, False)
+    """
+    return _PUBLISHED.fullmatch(name) is not None
+
+
+def given_config(folder: Path) -> ModelConfig:
+    """The config.json in a folder that the user names, and what is published with it. Raises UsageError."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise UsageError(
+            f"expected --set config= a folder with a config.json, or {NONE}; got {folder}, which has "
+            f"{'none' if folder.is_dir() else 'no files: it is no folder'}"
+        )
+    files = sorted(own for own in folder.iterdir() if own.is_file() and is_published(own.name))
+    return _config(_file(path), str(path), [_file(own) for own in files])
+
+
+def carried_config(index: Index) -> ModelConfig | None:
+    """The config.json that came with the checkpoint, if any. Raises UsageError where it is none."""
+    for own in companions_of(index):
+        if own.name == CONFIG:
+            return _config(own_extra(own), own.ref.path, [])
+    for extra in index.extras:
+        if extra.name == "config" and isinstance(extra.value, dict) and "model_type" in extra.value:
+            return ModelConfig(values=extra.value, where=f"the config.json of {index.path}")
+    return None
+
+
+def own_extra(companion: Companion) -> Extra:
+    """The extra of a companion file."""
+    return companion_extra(companion.name, companion.ref.path, companion.ref.nbytes)
+
+
+def _file(path: Path) -> Extra:
+    """A file as an extra; a link, as in the cache of huggingface_hub, stands for what it leads to."""
+    return companion_extra(path.name, str(path.resolve()), path.stat().st_size)
+
+
+def _config(file: Extra, where: str, files: Sequence[Extra]) -> ModelConfig:
+    ref = file.value
+    assert isinstance(ref, TensorRef)
+    if ref.nbytes > _MOST_CONFIG:
+        raise UsageError(f"expected a config.json of at most {_MOST_CONFIG:,} bytes; {where} has {ref.nbytes:,}")
+    with Prober() as prober:
+        text = bytes(prober.window(ref, 0, ref.numel))
+    try:
+        values = parsed(text)
+    except NotJson as error:
+        raise UsageError(f"expected JSON in {where}; {error}. Name another folder with --set config=DIR") from error
+    if not isinstance(values, dict) or not isinstance(values.get("model_type", ""), str):
+        raise UsageError(f"expected a configuration of transformers, a JSON object with model_type, in {where}")
+    return ModelConfig(values=values, where=where, text=text, files=tuple(files))
+
+
+def check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], family: Family | None) -> None:
+    """Raise MisfitError naming all sizes that are not those of the tensors. `family`: unbound, where one is known."""
+    lines = [*_general(config, shapes), *(_of_family(config, shapes, family) if family else ())]
+    if lines:
+        raise MisfitError(
+            f"expected tensors of the sizes in {config.where}; got\n{listed(dict.fromkeys(lines))}\nIt is of another "
+            f"model: name the folder of this one with --set config=DIR, or write the weights alone (config={NONE})"
+        )
+
+
+def _general(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """What holds for models of any kind: a length that occurs, and how many layers there are."""
+    lengths = {length for shape in shapes.values() for length in shape}
+    for keys in (("vocab_size",), ("hidden_size", "n_embd", "d_model")):
+        said = config.get(*keys)
+        if isinstance(said, int) and said not in lengths:
+            largest = max(shapes, key=lambda name: shapes[name], default="")
+            yield f"{keys[0]} = {said}: no tensor has a dim of it; {largest} is {list(shapes.get(largest, ()))}"
+    said = config.get("num_hidden_layers", "n_layer")
+    numbers = [int(found[1]) for name in shapes if (found := _LAYER.search(name))]
+    extra = config.get("num_nextn_predict_layers")
+    most = said + (extra if isinstance(extra, int) else 0) if isinstance(said, int) else None
+    if numbers and isinstance(said, int) and not said <= max(numbers) + 1 <= (most or said):
+        yield f"num_hidden_layers = {said}: the tensors are of {max(numbers) + 1}"
+
+
+def _of_family(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], family: Family) -> Iterator[str]:
+    yield from contradictions(family, arguments=config.values, shapes=shapes)
+    sizes = family.bind(arguments=config.values, shapes=shapes).values
+    rows = {"q_proj": ("heads", "num_attention_heads"), "k_proj": ("groups", "num_key_value_heads")}
+    for name, shape in shapes.items():
+        size, key = rows.get(name.removesuffix(".weight").rpartition(".")[2], ("", ""))
+        if (
+            size in sizes
+            and "head_dim" in sizes
+            and not sizes.get("mla")
+            and shape[0] != sizes[size] * sizes["head_dim"]
+        ):
+            yield f"{key} = {sizes[size]}, of {sizes['head_dim']} rows each: {name} is {list(shape)}"
+            return
+    vocabulary = config.get("vocab_size")
+    for name, shape in shapes.items():
+        if any(rule.padded == 0 for rule in family.rules_of(name)) and shape[0] != vocabulary:
+            yield f"vocab_size = {vocabulary}: {name} is {list(shape)}"

@@ -1,0 +1,220 @@
+"""Format `huggingface`: models as save_pretrained of transformers writes them, and as torch writes them for it.
+
+1. Find the files (`locate`); read their indexes and headers (`weights`).
+2. Tell tied weights (`ties`), buffers, and the order of the model (`order`).
+3. config.json is the extra `config`; tokenizer and generation files are carried along.
+
+There are weights only: no optimizer states, and no groups.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ucp.contract.companion_files import SaveFolder, with_companions
+from ucp.contract.protocols import Evidence, Format
+from ucp.contract.registry import choose_family
+from ucp.core.dtypes import DType
+from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
+from ucp.core.names import WEIGHT
+from ucp.core.topology import Topology
+from ucp.errors import FamilyError, MalformedError, UnsupportedError
+from ucp.io.identity import source_file
+from ucp_formats.huggingface.locate import Form, Located, is_weights, locate, the_model
+from ucp_formats.huggingface.names import CONFIG
+from ucp_formats.huggingface.order import by_number, in_model_order
+from ucp_formats.huggingface.ties import second_names, tied_output
+from ucp_formats.huggingface.weights import SavedTensor, Weights, read_json, read_weights
+
+__all__ = ["HuggingFaceFormat"]
+
+_OPTIMIZER = ("optimizer.pt", "optimizer.bin")
+"""What the Trainer of transformers and accelerate keep beside the model."""
+_TRAINER_STATE = "trainer_state.json"
+_STEP = re.compile(r"checkpoint-(\d+)")
+"""Folder of the Trainer."""
+
+
+class HuggingFaceFormat(Format):
+    """Format `huggingface`."""
+
+    name = "huggingface"
+    gives_way = True
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Whether `path` is a folder with a model, or one of its files."""
+        located = locate(path)
+        return None if located is None else Evidence(root=located.root, reasons=located.reasons)
+
+    def read(self, path: Path) -> Index:
+        """Index of the model at `path`."""
+        located = the_model(locate(path), path)
+        config = _config(located)
+        _check_plain(config, located.root)
+        index = _Reading(located, config, read_weights(located)).index(self.name)
+        return index if located.alone else _beside(index, located)
+
+
+def _config(located: Located) -> dict[str, object]:
+    """What config.json says; nothing where there is none."""
+    path = os.path.join(os.path.abspath(located.root), CONFIG)
+    return dict(read_json(path)) if os.path.lexists(path) else {}
+
+
+def _check_plain(config: Mapping[str, object], root: Path) -> None:
+    """Raise UnsupportedError for weights that are quantised: their numbers mean nothing without their scales."""
+    said = config.get("quantization_config", config.get("compression_config"))
+    if said is None:
+        return
+    method = said.get("quant_method", "a method that it does not name") if isinstance(said, dict) else said
+    raise UnsupportedError(
+        f"the model at {root} is quantised ({CONFIG}: {method}): what its files hold are numbers to be multiplied with "
+        "scales, which no training framework goes on with. Load it with transformers, dequantise it "
+        "(model.dequantize()), save it with save_pretrained, and pass that; or pass the model that it was made from"
+    )
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A model while its index is made."""
+
+    located: Located
+    config: dict[str, object]
+    weights: Weights
+    aliases: dict[str, str] = field(default_factory=dict)
+    tie: str = ""
+    """What is said of a tied output matrix."""
+
+    def index(self, name: str) -> Index:
+        """The index."""
+        root = os.path.abspath(self.located.root)
+        tensors = self._untied()
+        order = self._order(tensors)
+        buffers = _buffers(tensors, self.config)
+        path = os.path.join(root, self.located.files[0]) if self.located.alone else root
+        return Index(
+            path=path,
+            format=name,
+            evidence=self.located.reasons,
+            producer=self._producer(),
+            topology=Topology(dp=self.weights.ranks),
+            step=self._step(),
+            atoms={own: _atom(own, tensors[own], is_buffer=own in buffers) for own in order or by_number(tensors)},
+            aliases=self.aliases,
+            extras=(Extra(name="config", value=self.config),) if self.config else (),
+            files=tuple(self._files(root)),
+            records=tuple(self.weights.records),
+            unordered=order is None,
+            notes=tuple(self._notes(tensors, is_ordered=order is not None)),
+        )
+
+    def _untied(self) -> dict[str, SavedTensor]:
+        """The tensors without the second ones of those that are tied; a copy on disk is one to compare."""
+        tensors = dict(self.weights.tensors)
+        self.aliases = second_names(tensors)
+        for second in self.aliases:
+            del tensors[second]
+        tied = tied_output(tensors, self.config)
+        if tied is None or tied[0] in self.aliases:
+            return tensors
+        output, embedding = tied
+        self.tie = f"{output} is tied to {embedding}, which holds it"
+        copy = tensors.get(output)
+        if copy is not None:
+            first = tensors[embedding]
+            if (copy.shape, _dtype(copy)) != (first.shape, _dtype(first)):
+                raise MalformedError(
+                    f"{CONFIG} in {self.located.root} ties {output} to {embedding}, which have the shapes "
+                    f"{list(copy.shape)} and {list(first.shape)} or other types: one of these files is of another model"
+                )
+            copies = tuple(replace(own, replica=own.replica + len(first.fragments)) for own in copy.fragments)
+            tensors[embedding] = replace(first, fragments=(*first.fragments, *copies))
+            del tensors[output]
+            self.tie += "; its copy on disk is compared with that"
+        self.aliases[output] = embedding
+        return tensors
+
+    def _order(self, tensors: Mapping[str, SavedTensor]) -> list[str] | None:
+        """Names in the order of the model, where that is known."""
+        if self.located.files[0].endswith(".bin") or self.located.files[0].endswith(".bin.index.json"):
+            return list(tensors)
+        return in_model_order(tensors, self.config.get("model_type"))
+
+    def _producer(self) -> str:
+        if self.located.form is Form.OF_RANKS:
+            return "torch.distributed.checkpoint, HuggingFaceStorageWriter"
+        version = self.config.get("transformers_version")
+        return f"transformers {version}" if isinstance(version, str) else "Hugging Face model"
+
+    def _step(self) -> int | None:
+        folder = Path(os.path.abspath(self.located.root))
+        found = _STEP.fullmatch(folder.name)
+        return int(found[1]) if found and (folder / _TRAINER_STATE).is_file() else None
+
+    def _files(self, root: str) -> Iterator[SourceFile]:
+        if self.located.form is Form.INDEXED:
+            yield source_file(os.path.join(root, self.located.files[0]), "index of the weights")
+        for name in self.weights.files:
+            yield source_file(os.path.join(root, name), "weights")
+        if self.config:
+            yield source_file(os.path.join(root, CONFIG), "configuration of the model")
+
+    def _notes(self, tensors: Mapping[str, SavedTensor], *, is_ordered: bool) -> Iterator[str]:
+        yield (
+            "weights only, without optimizer states; every floating-point tensor counts as trained, since the files do "
+            "not tell buffers, but for those that a model family knows"
+        )
+        if self.tie:
+            yield self.tie
+        if not is_ordered:
+            yield "the order in which the model registers its parameters is not recorded; they are listed by name"
+        if not self.config:
+            yield f"without {CONFIG}: what the model is, is not known"
+        if self.located.form is Form.NUMBERED:
+            yield f"without an index: taken for whole, as all {len(self.weights.files):,} files are there by number"
+        if self.located.form is Form.OF_RANKS:
+            yield (
+                "shapes are those of the parts there, by the offsets that ranks recorded: nothing tells if those of "
+                "the last ranks are missing"
+            )
+        if self.located.others:
+            others = ", ".join(self.located.others)
+            yield f"files with weights that are left alone, as {self.located.files[0]} comes first: {others}"
+
+
+def _beside(index: Index, located: Located) -> Index:
+    """`index` with what else lies in the folder."""
+    left = [name for name in _OPTIMIZER if (located.root / name).is_file()]
+    lines = [f"{name}: the optimizer of a training run; of this folder the weights are read" for name in left]
+
+    def is_own(path: Path) -> bool:
+        return is_weights(path.name) or path.name in (CONFIG, *left)
+
+    found = with_companions(index, SaveFolder(Path(index.path)), is_own=is_own)
+    return replace(found, dropped=(*lines, *found.dropped))
+
+
+def _buffers(tensors: Mapping[str, SavedTensor], config: Mapping[str, object]) -> set[str]:
+    """Names of tensors that are never trained: of whole numbers, or buffers by the rules of a model family."""
+    found = {name for name, own in tensors.items() if not _dtype(own).is_floating}
+    shapes = {name: own.shape for name, own in tensors.items()}
+    try:
+        family, _ = choose_family(names=shapes, shapes=shapes, arguments=config)
+    except FamilyError:
+        return found
+    ruled = {name for name in shapes if any(rule.buffer for rule in family.rules_of(name))}
+    return found | ruled | set(filter(family.ignores, shapes))
+
+
+def _dtype(tensor: SavedTensor) -> DType:
+    return tensor.fragments[0].ref.dtype
+
+
+def _atom(name: str, tensor: SavedTensor, *, is_buffer: bool) -> AtomIndex:
+    weight = StateIndex(dtype=_dtype(tensor), global_shape=tensor.shape, fragments=tensor.fragments)
+    kind = Kind.BUFFER if is_buffer else Kind.PARAMETER
+    return AtomIndex(name=name, global_shape=tensor.shape, kind=kind, states={WEIGHT: weight})

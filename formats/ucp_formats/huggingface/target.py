@@ -1,0 +1,246 @@
+"""Target `huggingface`: a folder that `from_pretrained` of transformers reads.
+
+    DST/config.json                          see `ucp_formats.huggingface.config`
+    DST/model.safetensors                    weights; where they are more than --set max_shard_size:
+    DST/model-00001-of-00003.safetensors ... and
+    DST/model.safetensors.index.json         which tensor lies in which
+    DST/tokenizer.json ...                   what is published with the model, where it is known
+
+Weights alone: the format has no place for the rest. They are of the type that the model computes with, where the
+source keeps masters of another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ucp.contract.companions import companions_of, is_companion, left_text, place_companions
+from ucp.contract.model_arguments import recorded_arguments, run_arguments, said_values
+from ucp.contract.protocols import SourceOptions, Target
+from ucp.contract.registry import choose_family
+from ucp.core.dtypes import DType
+from ucp.core.index import AtomIndex, Index, Kind, check_weights
+from ucp.core.names import WEIGHT
+from ucp.core.slices import whole_slice
+from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan, casts
+from ucp.core.topology import Topology
+from ucp.errors import UnknownFamilyError, UnsupportedError, UsageError, counted, listed
+from ucp.families.family import Family
+from ucp_formats.huggingface.config import (
+    CONFIG,
+    NONE,
+    ModelConfig,
+    carried_config,
+    check_sizes,
+    given_config,
+    is_published,
+)
+from ucp_formats.huggingface.derived import derived
+from ucp_formats.huggingface.shards import MAX_SHARD_SIZE, NewTensor, Shard, laid_out, nbytes_of_shard
+from ucp_formats.huggingface.vocabulary import without_padding
+
+__all__ = ["HuggingFaceTarget"]
+
+_INDEX = "model.safetensors.index.json"
+_SETTINGS = {
+    "max_shard_size": f"bytes of tensors in a file, such as 500MB; {MAX_SHARD_SIZE} by default",
+    "config": f"folder with the config.json and tokenizer of the model; {NONE}: weights alone",
+}
+
+
+class HuggingFaceTarget(Target):
+    """Target `huggingface`."""
+
+    name = "huggingface"
+    names = "huggingface"
+    takes_other_names = True
+    settings = _SETTINGS
+
+    def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:
+        """What is known of the model: what the configuration says that the user names, too."""
+        config = _found(index, settings.get("config"))
+        return {**recorded_arguments(index), **(config.values if config else {}), **said_values(settings)}
+
+    def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
+        """Files. Raises UsageError, MissingStateError, MisfitError."""
+        _check_options(topology, options)
+        limit = nbytes_of_shard(options.settings.get("max_shard_size", MAX_SHARD_SIZE))
+        check_weights(index)
+        family = _family(index, options)
+        asked = options.settings.get("config")
+        config = _found(index, asked)
+        index = without_padding(index, family, config)
+        if config is None and asked is None:
+            config = _derived(index, family)
+        written = _written(index, config)
+        if config is not None:
+            check_sizes(config, _shapes(written), family)
+        tensors = list(_tensors(index, written, options.dtypes.get(WEIGHT)))
+        shards = laid_out(tensors, limit=limit)
+        plan = TargetPlan(
+            files=tuple(own.file for own in shards),
+            placements=tuple(place for own in shards for place in own.placements),
+            casts=casts(written, (own.slice for own in tensors)),
+            notes=tuple(_notes(index, written, tensors, limit, is_asked=WEIGHT in options.dtypes)),
+            dropped=tuple(_left_out(index)),
+        )
+        texts = _texts(index, config, shards)
+        return _with_published(replace(plan, files=(*texts, *plan.files)), written, config)
+
+    def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
+        """Nothing more: the folder is renamed into place as a whole."""
+        return ()
+
+
+def _check_options(topology: Topology | None, options: TargetOptions) -> None:
+    if topology is not None:
+        raise UsageError("a model of transformers is of no number of ranks; drop --topology")
+    if options.compress:
+        raise UsageError("transformers reads no compressed tensors; drop --compress")
+    if options.tag:
+        raise UsageError("a model of transformers has no tag: the folder is the name. Drop --tag")
+    others = [state for state in options.dtypes if state != WEIGHT]
+    if others:
+        raise UsageError(f"weights alone are written; drop --dtype {others[0]}=...")
+
+
+def _shapes(index: Index) -> dict[str, tuple[int, ...]]:
+    return {name: own.global_shape for name, own in index.atoms.items()}
+
+
+def _family(index: Index, options: TargetOptions) -> Family | None:
+    """The family of the model, bound to it, if it is one that is known."""
+    asked = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
+    shapes, arguments = _shapes(index), recorded_arguments(index)
+    try:
+        return choose_family(names=shapes, shapes=shapes, arguments=arguments, options=asked)[0]
+    except UnknownFamilyError:
+        return None
+
+
+def _found(index: Index, asked: str | None) -> ModelConfig | None:
+    """The configuration that the user names, or that came with the checkpoint."""
+    if asked == NONE:
+        return None
+    return carried_config(index) if asked is None else given_config(Path(asked))
+
+
+def _derived(index: Index, family: Family | None) -> ModelConfig:
+    """The configuration of a model that none came with. Raises UsageError where none can be made."""
+    arguments = run_arguments(index)
+    if family is not None and arguments:
+        return derived(family, _shapes(index), arguments, index.path)
+    raise UsageError(
+        f"transformers loads a model by its config.json, and none came with {index.path}: name a folder that has it "
+        "(--set config=DIR, such as that of the model that training started from), or write the weights alone "
+        f"(--set config={NONE})"
+    )
+
+
+def _written(index: Index, config: ModelConfig | None) -> Index:
+    """What is written of `index`: weights, each under all of its names but those that transformers ties itself.
+
+    Safetensors do not say what is trained, so that everything reads back as a parameter.
+    """
+    ties = config is not None and config.ties
+    names = {name: name for name in index.atoms} | ({} if ties else dict(index.aliases))
+    atoms = {
+        name: replace(atom, name=name, kind=Kind.PARAMETER, states={WEIGHT: atom.states[WEIGHT]})
+        for name, own in names.items()
+        for atom in (index.atoms[own],)
+    }
+    return replace(index, atoms=atoms, groups=(), aliases=index.aliases if ties else {}, lost={})
+
+
+def _tensors(index: Index, written: Index, asked: str | None) -> Iterator[NewTensor]:
+    """Every tensor, in its type. Raises UnsupportedError for types that safetensors lack."""
+    alien = [name for name, own in written.atoms.items() if own.states[WEIGHT].dtype is DType.COMPLEX128]
+    if alien:
+        raise UnsupportedError(f"safetensors have no type complex128, which these are of:\n{listed(alien)}")
+    for name, atom in written.atoms.items():
+        own = index.atoms[index.aliases.get(name, name)]
+        yield NewTensor(name=name, slice=whole_slice(name, WEIGHT, atom.states[WEIGHT], dtype=_dtype(own, asked)))
+
+
+def _dtype(atom: AtomIndex, asked: str | None) -> DType:
+    """The type asked for, or else that in which the model computes; of what is no plain float, its own."""
+    stored = atom.states[WEIGHT].dtype
+    if atom.kind is Kind.BUFFER or not stored.is_floating or stored.itemsize == 1:
+        return stored
+    return DType(asked) if asked else atom.model_dtype or stored
+
+
+def _texts(index: Index, config: ModelConfig | None, shards: list[Shard]) -> Iterator[OutputFile]:
+    """config.json and the index of the shards (transformers 5.23, `PreTrainedModel.save_pretrained`)."""
+    slices = [place.slice for own in shards for place in own.placements]
+    if config is not None:
+        counts = Counter[DType]()
+        for own in slices:
+            counts[own.dtype] += own.nbytes if own.dtype.is_floating else 0
+        (dtype, nbytes), *_ = [*counts.most_common(1), (DType.FLOAT32, 0)]
+        yield _text(CONFIG, config.rendered(dtype if nbytes else None))
+    if len(shards) > 1:
+        trained = (own for own in index.atoms.values() if own.kind is not Kind.BUFFER)
+        document = {
+            "metadata": {
+                "total_parameters": sum(own.states[WEIGHT].numel for own in trained),
+                "total_size": sum(own.nbytes for own in slices),
+            },
+            "weight_map": {name: own.path for own in shards for name in own.names},
+        }
+        yield _text(_INDEX, (json.dumps(document, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _text(path: str, text: bytes) -> OutputFile:
+    return OutputFile(path=path, nbytes=len(text), literals=(Literal(0, text),))
+
+
+def _notes(index: Index, written: Index, tensors: list[NewTensor], limit: int, *, is_asked: bool) -> Iterator[str]:
+    """What a user may not expect."""
+    cast = Counter(
+        (own.slice.dtype, stored)
+        for own in tensors
+        if own.slice.dtype is not (stored := written.atoms[own.name].states[WEIGHT].dtype)
+    )
+    for (dtype, stored), count in () if is_asked else cast.items():
+        yield (
+            f"{counted(count, 'weight')} of {stored} as {dtype}, in which the model computed: --dtype weight={stored} "
+            "keeps them as they are"
+        )
+    large = [own.name for own in tensors if own.slice.nbytes > limit]
+    if large:
+        yield f"larger than max_shard_size, and in a file alone, as huggingface_hub does it: {', '.join(large[:8])}"
+    if written.aliases:
+        pairs = (f"{alias} = {name}" for alias, name in written.aliases.items())
+        yield f"left out, as transformers ties them (tie_word_embeddings): {', '.join(pairs)}"
+    elif index.aliases:
+        yield f"tied in the source and not said to be in config.json, so written twice: {', '.join(index.aliases)}"
+
+
+def _left_out(index: Index) -> Iterator[str]:
+    """What the format has no place for."""
+    states = dict.fromkeys(name for _, name, _ in index.states() if name != WEIGHT)
+    kinds = [f"the states {', '.join(states)}"] if states else []
+    kinds += [counted(len(index.groups), "parameter group", "parameter groups")] if index.groups else []
+    extras = dict.fromkeys(own.name for own in index.extras if not is_companion(own) and own.name != "config")
+    kinds += [f"the extras {', '.join(sorted(extras))}"] if extras else []
+    if kinds:
+        yield f"a model of transformers is weights alone, without {'; '.join(kinds)}"
+
+
+def _with_published(plan: TargetPlan, written: Index, config: ModelConfig | None) -> TargetPlan:
+    """`plan` and the files that are published with the model: those beside its config.json, or else the checkpoint."""
+    beside = {own.name: own for own in written.extras if is_companion(own)}
+    kept = [own for own in companions_of(written) if is_published(own.name)]
+    left = [own.name for own in companions_of(written) if not is_published(own.name) and own.name != CONFIG]
+    given = config.files if config is not None else ()
+    taken = {own.name: own for own in beside.values() if own.name.partition("/")[2] in {each.name for each in kept}}
+    taken |= {own.name: own for own in given}
+    written = replace(written, extras=tuple(taken.values()))
+    plan = place_companions(written, plan, own=())
+    dropped = (left_text(left, "of the training, not of the model"),) if left else ()
+    return replace(plan, dropped=(*plan.dropped, *dropped), written=written)

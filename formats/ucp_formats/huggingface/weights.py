@@ -1,0 +1,250 @@
+"""The tensors of a Hugging Face model, read from the indexes of its files.
+
+1. Say which files there are: the one, those that the index names, those whose numbers say how many they are, or those
+   of ranks.
+2. Read the header of each (safetensors), or the pickle, which is never executed (torch).
+3. Compare what they hold with what the index says, and put the parts that ranks wrote together by the offsets that
+   each file records (`DCP_SHARDING_INFO`; torch 2.13, distributed/checkpoint/hf_storage.py): a tensor ends where the
+   last of its parts does.
+
+Everything that is wrong is told at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ucp.contract.problems import Problems
+from ucp.core.fragments import Fragment
+from ucp.core.region import Box
+from ucp.core.tensor import Record, TensorRef
+from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError, listed
+from ucp.io.files import open_source
+from ucp.io.json_text import NotJson, parsed
+from ucp.io.pickle.fields import described
+from ucp.io.safetensors import read_header
+from ucp.io.torch_file.archive import read_archive
+from ucp_formats.huggingface.locate import Form, Located
+from ucp_formats.huggingface.names import BIN, parse_weights
+
+__all__ = ["SavedTensor", "Weights", "read_json", "read_weights"]
+
+_OFFSETS = "DCP_SHARDING_INFO"
+_MOST_JSON = 256 << 20
+"""Bytes of the largest index that is read; the largest model there is has one of 10 MB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensor:
+    """A tensor as the files hold it."""
+
+    shape: tuple[int, ...]
+    """Elements per dim of the whole."""
+    fragments: tuple[Fragment, ...]
+    """Its parts."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Weights:
+    """What the files hold."""
+
+    tensors: dict[str, SavedTensor] = field(default_factory=dict)
+    """Tensors by name, in the order of the files."""
+    files: list[str] = field(default_factory=list)
+    """Names of the files with tensors."""
+    records: list[Record] = field(default_factory=list)
+    """Checksums (torch files)."""
+    ranks: int = 1
+    """Ranks that wrote files of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """What one file holds."""
+
+    tensors: Mapping[str, TensorRef]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    records: tuple[Record, ...] = ()
+
+
+def read_weights(located: Located) -> Weights:
+    """The tensors of the model found.
+
+    Raises MissingFileError, MalformedError or UnsupportedError with everything wrong with its files.
+    """
+    problems = Problems()
+    root = os.path.abspath(located.root)
+    places = _places(os.path.join(root, located.files[0])) if located.form is Form.INDEXED else None
+    names = _file_names(located, places, problems)
+    found = {name: own for name in names if (own := _try(os.path.join(root, name), name, problems)) is not None}
+    if places is not None:
+        _check_index(located.files[0], places, found, problems)
+    weights = Weights(files=names, records=[record for own in found.values() for record in own.records])
+    if located.form is Form.OF_RANKS:
+        weights.ranks = 1 + max(parts.rank or 0 for name in names if (parts := parse_weights(name)) is not None)
+        weights.tensors = _joined(found, problems)
+    else:
+        weights.tensors = _whole(found, problems)
+    problems.raise_any(root, f"a Hugging Face model, {located.form}")
+    return weights
+
+
+def read_json(path: str) -> Mapping[str, object]:
+    """The JSON object in a file. Raises MalformedError."""
+    with open_source(path) as file:
+        if file.nbytes > _MOST_JSON:
+            raise MalformedError(f"expected a JSON document of at most {_MOST_JSON:,} bytes in {path}; copy it again")
+        data = file.read(0, file.nbytes)
+    try:
+        document = parsed(data)
+    except NotJson as error:
+        raise MalformedError(f"expected JSON in {path}; {error}. Copy the file again") from error
+    if not isinstance(document, dict):
+        raise MalformedError(f"expected a JSON object in {path}; got a {type(document).__name__}. Copy the file again")
+    return document
+
+
+def _places(path: str) -> dict[str, str]:
+    """Name of a tensor to its file, as an index says. Raises MalformedError."""
+    places = read_json(path).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise MalformedError(f"expected weight_map, tensor to file, in {path}; got {described(places)}")
+    odd = [str(file) for file in places.values() if not (isinstance(file, str) and os.path.basename(file) == file)]
+    if odd or "" in places.values():
+        raise MalformedError(f"expected names of files beside {path} in its weight_map; got {odd[:1]}")
+    return places
+
+
+def _file_names(located: Located, places: Mapping[str, str] | None, problems: Problems) -> list[str]:
+    """Files with tensors; those that should be there and are not are problems."""
+    if places is not None:
+        every = sorted(set(places.values()))
+        counts = Counter(places.values())
+        there = [name for name in every if (located.root / name).exists()]
+        for name in sorted(set(every) - set(there)):
+            problems.missing.append(f"{name}, which {located.files[0]} names for {counts[name]:,} tensors")
+        return there
+    if located.form in (Form.NUMBERED, Form.OF_RANKS):
+        problems.missing.extend(_missing(located.files))
+    return list(located.files)
+
+
+def _missing(files: Sequence[str]) -> Iterable[str]:
+    """Names of numbered files, or of ranks, that are not among those there."""
+    parts = [own for name in files if (own := parse_weights(name)) is not None]
+    counts = sorted({own.count for own in parts if own.count is not None})
+    if len(counts) > 1:
+        yield f"an index: there are files of {' and of '.join(map(str, counts))}, of several saves"
+        return
+    numbers = {own.number for own in parts}
+    ranks = {own.rank for own in parts}
+    first = parts[0]
+    if first.rank is None:
+        for number in range(1, (first.count or 0) + 1):
+            if number not in numbers:
+                yield f"{first.stem}-{number:05}-of-{first.count:05}{first.suffix}"
+    for rank in range(max(own or 0 for own in ranks)):
+        if first.rank is not None and rank not in ranks:
+            yield f"shard-{rank + 1:05}-{first.stem}-*{first.suffix}"
+
+
+def _try(path: str, name: str, problems: Problems) -> _File | None:
+    """What a file holds, or None and a problem."""
+    try:
+        return _read_bin(path) if name.endswith(BIN) else _read_safetensors(path)
+    except MissingFileError as error:
+        problems.missing.append(str(error))
+    except UnsupportedError as error:
+        problems.unsupported.append(str(error))
+    except (SourceError, CorruptError) as error:
+        problems.wrong.append(str(error))
+    return None
+
+
+def _read_safetensors(path: str) -> _File:
+    header = read_header(path)
+    return _File(header.tensors, header.metadata)
+
+
+def _read_bin(path: str) -> _File:
+    archive = read_archive(path)
+    if not isinstance(archive.root, dict):
+        raise MalformedError(f"{path}: expected the state dict of a model; got {described(archive.root)}")
+    odd = [f"{key!r}: {described(own)}" for key, own in archive.root.items() if not isinstance(own, TensorRef)]
+    if odd:
+        raise MalformedError(
+            f"{path}: expected the state dict of a model, names to tensors; got also\n{listed(odd, most=5)}\n"
+            "Nothing in it was executed"
+        )
+    tensors = {str(name): own for name, own in archive.root.items() if isinstance(own, TensorRef)}
+    return _File(tensors, records=archive.records)
+
+
+def _check_index(index: str, places: Mapping[str, str], found: Mapping[str, _File], problems: Problems) -> None:
+    """Note where an index and the files that it names say otherwise."""
+    for name, file in places.items():
+        if file in found and name not in found[file].tensors:
+            problems.wrong.append(f"{file}: lacks {name}, which {index} says that it holds")
+    for file, own in found.items():
+        for name in own.tensors:
+            if name not in places:
+                problems.wrong.append(f"{file}: holds {name}, which {index} does not name")
+
+
+def _whole(found: Mapping[str, _File], problems: Problems) -> dict[str, SavedTensor]:
+    tensors: dict[str, SavedTensor] = {}
+    held_in: dict[str, str] = {}
+    for file, own in found.items():
+        for name, ref in own.tensors.items():
+            if name in tensors:
+                problems.wrong.append(f"{file}: holds {name}, as {held_in[name]} does")
+                continue
+            held_in[name] = file
+            tensors[name] = SavedTensor(shape=ref.shape, fragments=(Fragment(box=Box.whole(ref.shape), ref=ref),))
+    return tensors
+
+
+def _joined(found: Mapping[str, _File], problems: Problems) -> dict[str, SavedTensor]:
+    """Tensors of the parts that ranks wrote; a part that several wrote is taken once, and the others are copies."""
+    parts: dict[str, list[tuple[Box, TensorRef]]] = {}
+    for file, own in found.items():
+        try:
+            offsets = _offsets(own)
+        except ValueError as error:
+            problems.wrong.append(f"{file}: expected {_OFFSETS} of every tensor in its metadata; {error}")
+            continue
+        for name, ref in own.tensors.items():
+            parts.setdefault(name, []).append((Box(offsets[name], ref.shape), ref))
+    tensors: dict[str, SavedTensor] = {}
+    for name, held in parts.items():
+        if len({(len(ref.shape), ref.dtype) for _, ref in held}) > 1:
+            problems.wrong.append(f"{name}: parts of several types or numbers of dims")
+            continue
+        shape = tuple(map(max, zip(*(box.stops for box, _ in held), strict=True))) if held[0][1].shape else ()
+        seen: Counter[Box] = Counter()
+        fragments = []
+        for box, ref in held:
+            fragments.append(Fragment(box=box, ref=ref, replica=seen[box]))
+            seen[box] += 1
+        kept = [own for own in fragments if own.box.numel] or fragments[:1]
+        tensors[name] = SavedTensor(shape=shape, fragments=tuple(kept))
+    return tensors
+
+
+def _offsets(file: _File) -> dict[str, tuple[int, ...]]:
+    """Where the parts of tensors in a file begin. Raises ValueError."""
+    said = parsed(file.metadata.get(_OFFSETS, "null").encode())
+    by_name = said if isinstance(said, dict) else {}
+    offsets: dict[str, tuple[int, ...]] = {}
+    for name, ref in file.tensors.items():
+        match by_name.get(name):
+            case {"saved_offsets": list(own)} if len(own) == len(ref.shape) and all(
+                type(n) is int and 0 <= n < 1 << 60 for n in own
+            ):
+                offsets[name] = tuple(own)
+            case other:
+                raise ValueError(f"got {described(other)} of {name}")
+    return offsets

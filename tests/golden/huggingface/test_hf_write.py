@@ -1,0 +1,192 @@
+"""What `--to huggingface` writes, read by safetensors itself, byte for byte as safetensors writes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import ucp
+from ucp.errors import MisfitError, UcpError, UsageError
+
+ROOT = Path(__file__).parents[3] / "fixtures"
+FSDP = ROOT / "torch" / "fsdp2-dp4" / "checkpoint"
+BF16 = ROOT / "deepspeed" / "z3-dp4-bf16"
+TRAINER = ROOT / "deepspeed" / "z2-dp2-hf-trainer"
+ALONE = {"config": "none"}
+
+EVERY_TYPE = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16),
+    *(torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64),
+)
+
+
+def saved(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
+    """A checkpoint of torch.distributed.checkpoint."""
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"model": tensors}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def model_folder(folder: Path, **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", **config}))
+    return folder
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8))
+    )
+
+
+def test_every_type_and_shape(tmp_path: Path) -> None:
+    """Those that torch's own consolidation gets wrong among them: 0-d tensors, whole numbers and truth values."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"{kind}.{shape}".replace("torch.", ""): torch.randint(0, 2, shape, generator=generator).to(kind)
+        for kind in EVERY_TYPE
+        for shape in ((), (3,), (2, 5), (0, 4))
+    }
+    ucp.convert(saved(tensors, tmp_path / "src"), tmp_path / "out", to="huggingface", settings=ALONE)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(same(own, tensors[name]) for name, own in found.items())
+    save_file(found, tmp_path / "theirs.safetensors", {"format": "pt"})
+    assert (tmp_path / "theirs.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("case", ["z0-fp16", "z1-dp2-fp16", "z2-dp4-fp32-roundrobin", "z3-dp3-uneven", "z3-dp4-bf16"])
+def test_weights_are_those_of_the_model(case: str, tmp_path: Path) -> None:
+    """In the type that it computed with, where DeepSpeed keeps masters."""
+    source = ROOT / "deepspeed" / case
+    ucp.convert(source / "checkpoint", tmp_path / "out", to="huggingface", settings=ALONE)
+    truth = load_file(source / "truth.safetensors")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    names = {name.removesuffix("/module") for name in truth if name.endswith("/module")}
+    assert names <= found.keys()
+    assert all(same(found[name], truth[f"{name}/module"]) for name in names)
+
+
+def test_masters_where_they_are_asked_for(tmp_path: Path) -> None:
+    told = ucp.plan(BF16 / "checkpoint", to="huggingface", settings=ALONE)
+    assert any("--dtype weight=float32" in own for own in told.notes)
+    ucp.convert(BF16 / "checkpoint", tmp_path / "out", to="huggingface", settings=ALONE, dtypes={"weight": "float32"})
+    truth, found = load_file(BF16 / "truth.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    masters = {name for name in found if f"{name}/exp_avg" in truth}
+    assert masters
+    assert all(same(found[name], truth[f"{name}/weight"]) for name in masters)
+
+
+def test_what_is_left_out_is_said() -> None:
+    dropped = "\n".join(ucp.plan(TRAINER / "checkpoint-3", to="huggingface", settings=ALONE).dropped)
+    assert "states step, exp_avg, exp_avg_sq" in dropped
+    assert "2 parameter groups" in dropped
+    assert "trainer_state.json, beside the checkpoint: of the training" in dropped
+
+
+@pytest.mark.parametrize("tied", [True, False, None])
+def test_tied_names(tied: bool | None, tmp_path: Path) -> None:
+    """Left out where transformers ties them, and under both names elsewhere."""
+    config = {} if tied is None else {"tie_word_embeddings": tied}
+    folder = model_folder(tmp_path / "model", **config)
+    source = TRAINER / "checkpoint-3"
+    ucp.convert(source, tmp_path / "out", to="huggingface", settings={"config": str(folder)})
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert ("head.weight" in found) is not tied
+    assert len(found) == len(ucp.inspect(source).atoms) + (not tied)
+    if not tied:
+        (first,) = ucp.inspect(source).aliases.values()
+        assert torch.equal(found["head.weight"], found[first])
+
+
+def test_shards_are_those_of_huggingface_hub(tmp_path: Path) -> None:
+    """Greedy, in order; what is larger than a shard has one of its own, before the one that is being filled."""
+    tensors = {
+        name: torch.arange(n, dtype=torch.float32) for name, n in zip("abcdef", (6, 60, 6, 2, 6, 2), strict=True)
+    }
+    source = saved(tensors, tmp_path / "src")
+    order = list(ucp.inspect(source).atoms)
+    assert order == list("abcdef")
+    settings = {**ALONE, "max_shard_size": "0.04KB"}
+    ucp.convert(source, tmp_path / "out", to="huggingface", settings=settings)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    names = [f"model-0000{n}-of-00004.safetensors" for n in range(1, 5)]
+    assert index == {
+        "metadata": {"total_parameters": 82, "total_size": 328},
+        "weight_map": dict(zip("abcdef", [names[1], names[0], names[2], names[2], names[3], names[3]], strict=True)),
+    }
+    for name, path in index["weight_map"].items():
+        with safe_open(tmp_path / "out" / path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            assert torch.equal(file.get_tensor(name), tensors[name])
+
+
+def test_what_is_published_with_a_model_goes_along(tmp_path: Path) -> None:
+    blob = tmp_path / "blob"
+    blob.write_text('{"a": 1}')
+    folder = model_folder(tmp_path / "model", dtype="bfloat16")
+    (folder / "tokenizer.json").symlink_to(blob)  # as in the cache of huggingface_hub
+    for name in ("generation_config.json", "tokenizer.model", "optimizer.pt", "README.md", "model.safetensors"):
+        (folder / name).write_text(name)
+    ucp.convert(FSDP, tmp_path / "out", to="huggingface", settings={"config": str(folder)})
+    names = {own.name for own in (tmp_path / "out").iterdir()} - {"ucp-conversion.json"}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "tokenizer.model"}
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"a": 1}'
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_config_that_says_what_is_written_is_copied_as_it_is(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", torch_dtype="float32", unknown=[1, None])
+    ucp.convert(FSDP, tmp_path / "out", to="huggingface", settings={"config": str(folder)})
+    assert (tmp_path / "out" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"vocab_size": 31}, "vocab_size = 31: no tensor has a dim of it"),
+        ({"hidden_size": 777}, "hidden_size = 777"),
+        ({"num_hidden_layers": 9}, "num_hidden_layers = 9: the tensors are of 2"),
+    ],
+)
+def test_a_config_of_another_model(config: dict[str, Any], match: str, tmp_path: Path) -> None:
+    tensors = {f"layers.{n}.w": torch.zeros(5, 7) for n in range(2)}
+    source, folder = saved(tensors, tmp_path / "src"), model_folder(tmp_path / "model", **config)
+    with pytest.raises(MisfitError, match=match):
+        ucp.plan(source, to="huggingface", settings={"config": str(folder)})
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({}, "--set config=DIR"),
+        ({"settings": {"config": "nowhere"}}, "it is no folder"),
+        ({"settings": {**ALONE, "max_shard_size": "5GiB"}}, "max_shard_size"),
+        ({"settings": {**ALONE, "max_shard_size": "0GB"}}, "above 0"),
+        ({"settings": {**ALONE, "max_shard_size": "-1"}}, "above 0"),
+        ({"settings": {**ALONE, "shards": "3"}}, "no such setting"),
+        ({"settings": ALONE, "topology": "dp=2"}, "drop --topology"),
+        ({"settings": ALONE, "compress": True}, "compress"),
+        ({"settings": ALONE, "tag": "last"}, "tag"),
+        ({"settings": ALONE, "dtypes": {"exp_avg": "bfloat16"}}, "weights alone"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        ucp.plan(FSDP, to="huggingface", **options)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"model_type": 3}', '{"a": '])
+def test_a_damaged_config(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UcpError, match=r"in .*config\.json"):
+        ucp.plan(FSDP, to="huggingface", settings={"config": str(tmp_path)})

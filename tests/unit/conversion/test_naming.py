@@ -1,0 +1,140 @@
+"""Other names: by rules of the user's own, and by the styles of a family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ucp
+from ucp.api import convert, diff, plan
+from ucp.core.index import ParamGroup
+from ucp.errors import FamilyError, MisfitError, UsageError
+from ucp.testing.handmade import Shards, make_index, write_checkpoint
+
+HIDDEN = 8
+MODEL = {
+    "emb.weight": (16, HIDDEN),
+    **{f"blocks.{layer}.{name}": shape for layer in range(2) for name, shape in [("gate", (6, 8)), ("up", (6, 8))]},
+    **{f"blocks.{layer}.experts": (3, 4, HIDDEN) for layer in range(2)},
+    "head.weight": (HIDDEN, 16),
+}
+RULES = """
+[sizes]
+half = 8
+
+[[rename]]
+from = "emb.weight"
+to = ["left.weight", "right.weight"]
+lengths = ["half / 2", "12"]
+
+[[rename]]
+from = ["blocks.{layer}.gate", "blocks.{layer}.up"]
+to = "layers.{layer}.gate_up"
+groups = 2
+
+[[rename]]
+from = "blocks.{layer}.experts"
+to = "layers.{layer}.experts.{expert}"
+
+[[rename]]
+from = "head.weight"
+order = [1, 0]
+to = "lm_head.weight"
+"""
+
+
+@pytest.fixture
+def values() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(shape, generator=generator) for name, shape in MODEL.items()}
+
+
+@pytest.fixture
+def store(tmp_path: Path, values: dict[str, torch.Tensor]) -> Path:
+    shards = Shards(tmp_path / "store")
+    states = {}
+    for name, value in values.items():
+        states |= {(name, "weight"): shards.whole(value.numpy()), (name, "exp_avg"): shards.whole(-value.numpy())}
+        states[name, "step"] = shards.whole(torch.tensor(3.0).numpy())
+    write_checkpoint(make_index(tmp_path / "store", states, groups=[ParamGroup(params=tuple(values), hyper={"lr": 1})]))
+    return tmp_path / "store"
+
+
+def rules(folder: Path, text: str) -> Path:
+    path = folder / "names.toml"
+    path.write_text(text)
+    return path
+
+
+def test_rules_join_split_transpose_and_take_apart(
+    store: Path, values: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    convert(store, tmp_path / "b", rename=rules(tmp_path, RULES), verify=True, workers=1)
+    found = ucp.open(tmp_path / "b")
+    wanted = {
+        "left.weight": values["emb.weight"][:4],
+        "right.weight": values["emb.weight"][4:],
+        "lm_head.weight": values["head.weight"].T,
+    }
+    for layer in range(2):
+        gate, up, experts = (values[f"blocks.{layer}.{name}"] for name in ("gate", "up", "experts"))
+        wanted[f"layers.{layer}.gate_up"] = torch.cat([gate[:3], up[:3], gate[3:], up[3:]])
+        wanted |= {f"layers.{layer}.experts.{expert}": experts[expert] for expert in range(3)}
+    assert set(found.index.atoms) == set(wanted)
+    assert set(found.index.groups[0].params) == set(wanted)
+    for name, value in wanted.items():
+        assert torch.equal(found.read(name, "weight"), value), name
+        assert torch.equal(found.read(name, "exp_avg"), -value), name
+        assert found.read(name, "step") == 3
+
+
+def test_there_and_back_is_the_same(store: Path, tmp_path: Path) -> None:
+    convert(store, tmp_path / "b", rename=rules(tmp_path, RULES), virtual=True, workers=1)
+    back = RULES.replace("from =", "FROM =").replace("to =", "from =").replace("FROM =", "to =")
+    convert(tmp_path / "b", tmp_path / "c", rename=rules(tmp_path, back), verify=True, workers=1)
+    assert diff(store, tmp_path / "c").equal
+
+
+def test_a_name_without_a_rule_stays_and_is_told(store: Path, tmp_path: Path) -> None:
+    text = '[[rename]]\nfrom = "head.weight"\nto = "lm_head.weight"'
+    report = plan(store, rename=rules(tmp_path, text))
+    assert set(MODEL) - set(report.source.atoms) == {"head.weight"}
+    (note,) = [own for own in report.notes if "left under their names" in own]
+    assert "blocks.1.experts" in note
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[[rename]]\nfrom = "heads.weight"\nto = "b"', r"fit no name of the checkpoint:\n  heads.weight -> b"),
+        ('[[rename]]\nfrom = "head.weight"\nto = "emb.weight"', r"two tensors under one name.*\n  emb.weight"),
+        ('[[rename]]\nfrom = "blocks.{layer}.up"\nto = "{other}.up"', "the same fields on both sides"),
+        ('[[rename]]\nfrom = ["a", "b"]\nto = ["c", "d"]', "one name on one of the two sides"),
+        ('[[rename]]\nfrom = "head.weight"\nto = ["a", "b"]\nlengths = [1, 2]', "a, b are not 8 long together"),
+        ('[[rename]]\nfrom = "head.weight"\nto = ["a", "b", "c"]', "a, b, c are not 8 long together"),
+        ('[[rename]]\nfrom = "head.weight"', r"rename\[0\]: to"),
+        ("[rename]\na = 1", "tables under"),
+        ("a = 1", "a"),
+        ("", r"rules, as \[\[rename\]\] tables"),
+    ],
+)
+def test_rules_that_cannot_be_meant(store: Path, tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        plan(store, rename=rules(tmp_path, text))
+
+
+def test_a_rules_file_that_is_not_there(store: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="expected a rules file"):
+        plan(store, rename=tmp_path / "none.toml")
+
+
+def test_styles_that_are_none(store: Path) -> None:
+    with pytest.raises((FamilyError, MisfitError), match="Only models of a known family can be written under --names"):
+        plan(store, names="huggingface")
+    for text in ("", ":", ":huggingface"):
+        with pytest.raises(UsageError, match="expected a naming style, as in --names"):
+            plan(store, names=text)
+    with pytest.raises(UsageError, match=r"has names of its own, mcore: drop --names huggingface"):
+        plan(store, names="huggingface", to="megatron", topology="tp=1")

@@ -1,0 +1,77 @@
+"""What a checkpoint records of its model: arguments of the run that wrote it, or a Hugging Face configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from ucp.contract.companions import companions_of
+from ucp.core.index import Index
+from ucp.core.pickle_values import Stub
+from ucp.errors import MalformedError
+
+__all__ = ["CONFIG", "recorded_arguments", "run_arguments", "said_values"]
+
+CONFIG = "config"
+"""Name of the extra that is a parsed config.json."""
+_CONFIG_FILE = "config.json"
+_MOST_BYTES = 4 << 20
+"""Longest config.json that is read."""
+
+
+def recorded_arguments(index: Index) -> Mapping[str, object]:
+    """Sizes and settings of the model, by the names of whoever recorded them; empty where nobody did.
+
+    Those of config.json, and before them those of the run. Raises MalformedError for a config.json that is none.
+    """
+    return {**_configuration(index), **run_arguments(index)}
+
+
+def run_arguments(index: Index) -> Mapping[str, object]:
+    """Arguments of the run, as Megatron-LM and Megatron-DeepSpeed save them (`args`); empty where there are none."""
+    for extra in index.extras:
+        if extra.name in ("args", "client_state/args") and extra.rank in (None, 0):
+            return _by_name(extra.value.state if isinstance(extra.value, Stub) else extra.value)
+    return {}
+
+
+def said_values(texts: Mapping[str, str]) -> dict[str, object]:
+    """Values of arguments that a user wrote.
+
+    >>> said_values({"num_attention_heads": "32", "swiglu": "true", "moe_layer_freq": "[0,1]"})
+    {'num_attention_heads': 32, 'swiglu': True, 'moe_layer_freq': [0, 1]}
+    """
+    return {name: _value_of(text) for name, text in texts.items()}
+
+
+def _value_of(text: str) -> object:
+    plain: Mapping[str, object] = {"true": True, "false": False, "none": None}
+    if text.lower() in plain:
+        return plain[text.lower()]
+    for kind in (int, float, json.loads):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _configuration(index: Index) -> Mapping[str, object]:
+    for extra in index.extras:
+        if extra.name == CONFIG and extra.rank is None:
+            return _by_name(extra.value)
+    file = next((own.ref for own in companions_of(index) if own.name == _CONFIG_FILE), None)
+    if file is None or file.codec or file.nbytes > _MOST_BYTES:
+        return {}
+    with Path(file.path).open("rb") as stream:
+        stream.seek(file.offset)
+        text = stream.read(file.nbytes)
+    try:
+        return _by_name(json.loads(text))
+    except ValueError as error:
+        raise MalformedError(f"expected a configuration of a model (JSON) in {file.path}; {error}") from error
+
+
+def _by_name(value: object) -> dict[str, object]:
+    return {key: own for key, own in value.items() if isinstance(key, str)} if isinstance(value, dict) else {}

@@ -1,0 +1,180 @@
+"""The source under other names: those of a style that a target or --names asks for, or those of --rename."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ucp.contract.model_arguments import run_arguments
+from ucp.contract.protocols import SourceOptions, Target
+from ucp.contract.registry import choose_family, library
+from ucp.conversion.options import Naming
+from ucp.core.dtypes import DType
+from ucp.core.index import Index, check_weights
+from ucp.core.patches import Made, arranged
+from ucp.errors import FamilyError, UnknownFamilyError, UnsupportedError, UsageError, listed
+from ucp.families.family import CANONICAL, Family
+from ucp.families.rename import renames_of
+from ucp.families.translate import translated
+from ucp.transfer.probe import Prober
+
+__all__ = ["Renamed", "family_sizes", "under_names"]
+
+_MOST_SHOWN = 8
+"""Names of the source in a message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renamed:
+    """The source as the target is to see it."""
+
+    index: Index
+    """Under the names that are wanted."""
+    family: str = ""
+    """Family that they were translated by; empty where none was needed."""
+    used: frozenset[str] = frozenset()
+    """Settings that were said for the family alone."""
+
+
+def under_names(
+    index: Index, target: Target, naming: Naming, said: SourceOptions, settings: Mapping[str, str]
+) -> Renamed:
+    """The source under the names that are wanted; as it is where it has them, or none are.
+
+    Raises FamilyError, UnsupportedError and UsageError, each with all names concerned.
+    """
+    if naming.rules is not None:
+        index = _by_rules(index, naming.rules)
+    style = naming.style or target.names
+    if not style:
+        return Renamed(index=index)
+    if target.names:
+        check_weights(index)
+    if target.names not in (None, style):
+        raise UsageError(f"the target {target.name} has names of its own, {target.names}: drop --names {style}")
+    family = _family(index, target, said, settings, naming)
+    if family is None:
+        note = f"of no family that is known, so that all names are written as they are, for {style}'s"
+        return Renamed(index=replace(index, notes=(*index.notes, note)))
+    shapes = {atom.name: atom.global_shape for atom in index.atoms.values()}
+    made = translated(family, shapes, style, source=naming.source or None)
+    used = frozenset(name for name in settings if name not in target.settings and name in _sizes_of(family))
+    is_same = made.keys() == shapes.keys() and all(own.renames and own.sources == (name,) for name, own in made.items())
+    if not is_same:
+        _check_counts(index, made)
+        index = _translated(index, made, family, style)
+    return Renamed(index=index, family=family.name, used=used)
+
+
+def family_sizes() -> set[str]:
+    """What --set can say of a model for its family: names that the sizes of any are found by."""
+    return {name for family in library().concrete() for name in _sizes_of(family)}
+
+
+def _sizes_of(family: Family) -> set[str]:
+    return {name for ways in family.sizes.values() for way in ways for name in way.names}
+
+
+def _family(
+    index: Index, target: Target, said: SourceOptions, settings: Mapping[str, str], naming: Naming
+) -> Family | None:
+    """The family that the user names, or that all evidence is for; None where the target takes models of none.
+
+    A run that records arguments, as Megatron's do, has names of its own: they are never taken for others.
+
+    Raises UnknownFamilyError or FamilyError, with names that were found and what is needed, where no family, or not the
+    one that is named, knows all names of the source.
+    """
+    shapes = {atom.name: atom.global_shape for atom in index.atoms.values()}
+    arguments = target.model_arguments(index, settings)
+    try:
+        family, _ = choose_family(names=shapes, shapes=shapes, arguments=arguments, options=said)
+    except UnknownFamilyError as error:
+        unread = min((_unread(own, shapes) for own in library().concrete()), key=len)
+        if not unread:  # the question is which of those that know them all
+            raise
+        if target.takes_other_names and not naming.style and not run_arguments(index):
+            return None
+        raise UnknownFamilyError(_refusal(index, unread, "a model family", target, naming)) from error
+    unread = _unread(family, shapes)
+    if unread:
+        raise FamilyError(_refusal(index, unread, f"the family {family.name!r}", target, naming))
+    styles = [CANONICAL, *family.styles]
+    for style in filter(None, (naming.style, naming.source)):
+        if style not in styles:
+            raise UsageError(f"expected one of the naming styles {', '.join(styles)} of {family.name!r}; got {style!r}")
+    return family
+
+
+def _unread(family: Family, names: Iterable[str]) -> list[str]:
+    """Names that a family neither has a rule for nor knows to be no parameters."""
+    return [name for name in names if not family.ignores(name) and not family.rules_of(name)]
+
+
+def _refusal(index: Index, unread: Sequence[str], whose: str, target: Target, naming: Naming) -> str:
+    families = ", ".join(own.name for own in library().concrete())
+    who = f"under --names {naming.style}" if naming.style else f"for {target.name}, which has names of its own"
+    return (
+        f"Only models of a known family can be written {who}: expected names that {whose} has, Megatron's "
+        "(decoder.layers.0.self_attention.linear_qkv.weight, ...), Hugging Face's, or those of another style; "
+        f"{len(unread)} of the {len(index.atoms)} names in {index.path} are not among them:\n"
+        f"{listed(unread, most=_MOST_SHOWN)}\n"
+        f"The families are {families} (`ucp patterns show llama` prints one). If yours is of one under other names, "
+        "give rules for them (--rename FILE), or write a rules file that extends it, with your names under "
+        "[alias.huggingface], and pass it with --patterns my.toml; --family says which where several could be. Any "
+        "model can be written under its own names --to deepspeed, deepspeed-universal, dcp or ucp"
+    )
+
+
+def _translated(index: Index, made: Mapping[str, Made], family: Family, style: str) -> Index:
+    found = arranged(index, made)
+    used = {source for own in made.values() for source in own.sources}
+    left = [name for name in index.atoms if name not in used]
+    dropped = (f"no parameters of {family.name}, and of no name in {style}:\n{listed(left)}",) if left else ()
+    names = {own.sources[0]: name for name, own in made.items() if own.renames}
+    aliases = {
+        new: names[to] for old, to in index.aliases.items() if to in names and (new := _alias(old, family, style))
+    }
+    return replace(
+        found,
+        aliases={new: to for new, to in aliases.items() if new not in found.atoms},
+        notes=(*found.notes, f"under names of {style}, by the family {family.name}"),
+        dropped=(*found.dropped, *dropped),
+    )
+
+
+def _alias(name: str, family: Family, style: str) -> str:
+    """The second name of a tied tensor in another style; empty where it has none."""
+    canonical = family.canonical(name)
+    ways = family.spellings(canonical, style) if canonical is not None else ()
+    return ways[0][1][0] if ways and ways[0][0].is_plain else ""
+
+
+def _by_rules(index: Index, path: Path) -> Index:
+    """The source under the names that the user's own rules give; names without a rule stay."""
+    made, kept = renames_of(path, {atom.name: atom.global_shape for atom in index.atoms.values()})
+    _check_counts(index, made)
+    names = {own.sources[0]: name for name, own in made.items() if own.renames}
+    found = arranged(index, made)
+    note = f"no rule in {path} for, and so left under their names:\n{listed(kept)}"
+    aliases = {alias: names[to] for alias, to in index.aliases.items() if to in names and alias not in made}
+    return replace(found, aliases=aliases, notes=(*found.notes, *([note] if kept else [])))
+
+
+def _check_counts(index: Index, made: Mapping[str, Made]) -> None:
+    """Raise UnsupportedError for tensors that are to join and have counted different steps."""
+    problems = []
+    with Prober() as prober:
+        for name, own in made.items():
+            atoms = [index.atoms[source] for source in own.sources]
+            for state in (state for state in atoms[0].states if len(atoms) > 1 and atoms[0].is_count(state)):
+                states = [atom.states[state] for atom in atoms if state in atom.states]
+                values = {prober.window(each.fragments[0].ref, 0, 1, dtype=DType.FLOAT64) for each in states}
+                if len(values) > 1:
+                    problems.append(f"{name}: {state} of {', '.join(own.sources)}")
+    if problems:
+        raise UnsupportedError(
+            "expected one count of steps for all tensors that join to one, as an optimizer keeps it; these differ:\n"
+            f"{listed(problems)}\nLeave the optimizer out (--include '*/weight'), or keep the names"
+        )

@@ -1,0 +1,109 @@
+"""An optimizer for a source that has none: moments of zero, a step of 0, one parameter group.
+
+A published model holds weights only, and a run of DeepSpeed or Megatron resumes from weights and optimizer. Adam starts
+from moments of zero, so that these are what a run that has taken no step would have saved. They cost nothing in the
+index: one zero, which is the value of all elements.
+
+Loaders take the hyper-parameters of a group from the checkpoint, so that they have to be said: with `--set`, or as the
+defaults of torch's AdamW, which are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from enum import StrEnum
+
+from ucp.contract.scalars import number_state
+from ucp.core.dtypes import DType
+from ucp.core.fragments import Fragment
+from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex
+from ucp.core.names import STEP, WEIGHT
+from ucp.core.region import Box
+from ucp.core.tensor import InlineTensor
+from ucp.errors import UsageError, counted
+
+__all__ = ["HYPER", "NewOptimizer", "with_optimizer", "without_hyper"]
+
+HYPER: Mapping[str, float] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+"""Setting to the default of torch's AdamW (torch 2.13, optim/adamw.py)."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class NewOptimizer(StrEnum):
+    """What to make for a source without optimizer states."""
+
+    ZERO = "zero"
+    """Moments of zero, as Adam starts."""
+
+
+def with_optimizer(index: Index, settings: Mapping[str, str]) -> Index:
+    """`index` with moments of zero for every trained parameter. Raises UsageError where it has optimizer states.
+
+    `settings`: as the user wrote them; those of `HYPER` are for the group.
+    """
+    held = dict.fromkeys(name for _, name, _ in index.states() if name != WEIGHT)
+    if held:
+        raise UsageError(
+            f"expected a source without optimizer states (--optimizer zero); {index.path} has {', '.join(held)}: drop "
+            "--optimizer, or leave them out to start anew (--include '*/weight')"
+        )
+    atoms = {name: _zeroed(atom) if _is_trained(atom) else atom for name, atom in index.atoms.items()}
+    params = tuple(name for name, atom in atoms.items() if STEP in atom.states)
+    groups, told = (_kept(index, settings), "the groups of the source") if index.groups else _new(params, settings)
+    note = (
+        f"an optimizer was made (--optimizer zero): moments of zero and a step of 0 for "
+        f"{counted(len(params), 'trained parameter', 'trained parameters')}, in {told}"
+    )
+    return replace(index, atoms=atoms, groups=groups, notes=(*index.notes, note))
+
+
+def _kept(index: Index, settings: Mapping[str, str]) -> tuple[ParamGroup, ...]:
+    """The groups of a source whose states were left out, as before the first step."""
+    said = [name for name in HYPER if name in settings]
+    if said:
+        raise UsageError(f"{index.path} has optimizer groups with hyper-parameters of their own: drop --set {said[0]}")
+    return tuple(
+        replace(group, hyper={key: own for key, own in group.hyper.items() if key != STEP}) for group in index.groups
+    )
+
+
+def _new(params: tuple[str, ...], settings: Mapping[str, str]) -> tuple[tuple[ParamGroup, ...], str]:
+    """One group, and what to tell of it."""
+    hyper = {name: _number(name, settings[name]) if name in settings else own for name, own in HYPER.items()}
+    said = ", ".join(f"{name}={value:g}" for name, value in hyper.items())
+    betas = hyper.pop("beta1"), hyper.pop("beta2")
+    told = (
+        f"one group with {said}. A run that loads it takes these from the checkpoint where it has no schedule of its "
+        "own; --set says others"
+    )
+    return (ParamGroup(params=params, hyper={**hyper, "betas": betas}),), told
+
+
+def without_hyper(settings: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
+    """Settings for the target: those of the group only where it knows them too."""
+    return {name: value for name, value in settings.items() if name not in HYPER or name in known}
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < (1 if name.startswith("beta") else float("inf")):
+        raise UsageError(
+            f"expected {name} of the new optimizer as a number, as in --set {name}={HYPER[name]:g}; got {text}"
+        )
+    return value
+
+
+def _is_trained(atom: AtomIndex) -> bool:
+    return atom.kind is Kind.PARAMETER and atom.states[WEIGHT].dtype.is_floating and atom.states[WEIGHT].numel > 0
+
+
+def _zeroed(atom: AtomIndex) -> AtomIndex:
+    shape = atom.global_shape
+    zero = InlineTensor(data=bytes(DType.FLOAT32.itemsize), dtype=DType.FLOAT32, shape=shape, repeats=True)
+    piece = Fragment(box=Box.whole(shape), ref=zero)
+    moment = StateIndex(dtype=DType.FLOAT32, global_shape=shape, fragments=(piece,))
+    return replace(atom, states={**atom.states, **dict.fromkeys(_MOMENTS, moment), STEP: number_state(0)})

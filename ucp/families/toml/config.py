@@ -1,0 +1,184 @@
+"""The configuration that another framework loads a model by, derived from what a run recorded: data of a family.
+
+    [[config.huggingface]]
+    when = "use_rope_scaling"                         # the part holds; left out: always
+    needs = ["not rotary_interleaved"]                # conditions without which the model is another
+    absent = { rotary_interleaved = false }           # arguments that older versions lack, and what these did
+    fixed = { model_type = "llama" }
+    keys = { num_attention_heads = "heads" }          # whole numbers, texts and lists, as they are; "None": null
+    floats = { "rope_parameters.rope_theta" = "rotary_base" }
+    flags = { tie_word_embeddings = "tied" }
+    must = ["activation_function"]                    # keys that one of the parts with a condition has to give
+
+Values are sizes of the model and recorded arguments, or expressions over them, several in the order of preference. A
+key with a dot is one of an object. Later parts win. Nothing is guessed: what is not recorded is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ucp.families.expression import Expression, ExpressionError
+from ucp.families.toml.fields import Place, expression_of, items_of, only, table_of, tables_of, text_of, texts_of
+
+__all__ = ["ConfigPart", "config_parts", "derived_config", "more_parts"]
+
+_KINDS = ("keys", "floats", "flags")
+_KEYS = frozenset({"when", "needs", "absent", "fixed", "must", *_KINDS})
+_NULL = "None"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigPart:
+    """Part of a configuration."""
+
+    when: Expression | None = None
+    """Condition for it; None for always."""
+    needs: tuple[Expression, ...] = ()
+    """Conditions without which the other framework has no such model."""
+    absent: Mapping[str, object] = field(default_factory=dict)
+    """Argument to what runs did of versions that do not know it."""
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    """Key to value."""
+    keys: Mapping[str, tuple[str, tuple[Expression, ...]]] = field(default_factory=dict)
+    """Key to kind (keys, floats, flags), and the ways to find its value."""
+    must: tuple[str, ...] = ()
+    """Keys that some part must give."""
+    family: str = ""
+    """Family that it stands in."""
+
+
+def config_parts(value: object, place: Place, family: str) -> dict[str, tuple[ConfigPart, ...]]:
+    """Naming style to parts, of what stands under `config` in a rules file. Raises UsageError."""
+    table = table_of(value, place)
+    return {
+        style: tuple(_part(own, place.at(style).at(at), family) for at, own in tables_of(table, style, place))
+        for style in table
+    }
+
+
+def _part(value: object, place: Place, family: str) -> ConfigPart:
+    table = table_of(value, place)
+    only(table, _KEYS, place)
+    keys: dict[str, tuple[str, tuple[Expression, ...]]] = {}
+    for kind in _KINDS:
+        for key, own in table_of(table.get(kind, {}), place.at(kind)).items():
+            ways = own if isinstance(own, list) else [own]
+            keys[key] = (kind, tuple(expression_of(way, place.at(kind).at(key)) for way in ways))
+    needs = items_of(table.get("needs", []), place.at("needs"))
+    return ConfigPart(
+        when=_condition(table["when"], place.at("when")) if "when" in table else None,
+        needs=tuple(_condition(own, place.at("needs").at(at)) for at, own in enumerate(needs)),
+        absent=dict(table_of(table.get("absent", {}), place.at("absent"))),
+        fixed=dict(table_of(table.get("fixed", {}), place.at("fixed"))),
+        keys=keys,
+        must=texts_of(table.get("must", []), place.at("must")),
+        family=family,
+    )
+
+
+def _condition(value: object, place: Place) -> Expression:
+    """An expression that is 1 or 0, also of what is no number, such as an argument that is None."""
+    return expression_of(f"not not ({text_of(value, place)})", place)
+
+
+def more_parts(
+    first: Mapping[str, tuple[ConfigPart, ...]], then: Mapping[str, tuple[ConfigPart, ...]]
+) -> dict[str, tuple[ConfigPart, ...]]:
+    """Parts of configurations, those that several families have from one kept once."""
+    parts = {style: [*first.get(style, ()), *then.get(style, ())] for style in (*first, *then)}
+    return {style: tuple(part for at, part in enumerate(own) if part not in own[:at]) for style, own in parts.items()}
+
+
+def derived_config(
+    parts: Sequence[ConfigPart], values: Mapping[str, object]
+) -> tuple[dict[str, object], tuple[str, ...]]:
+    """The configuration, and a line for everything that keeps it from being one.
+
+    `values`: sizes and recorded arguments by name.
+
+    >>> way = {"n": ("keys", (Expression("heads"),)), "rope.theta": ("floats", (Expression("base"),))}
+    >>> derived_config([ConfigPart(keys=way)], {"heads": 8, "base": 10000})
+    ({'n': 8, 'rope': {'theta': 10000.0}}, ())
+    >>> derived_config([ConfigPart(keys=way, needs=(Expression("heads == 4"),))], {"heads": 8})[1]
+    ('heads == 4: heads = 8', 'rope.theta: base is not recorded')
+    """
+    known = {key: own for part in parts for key, own in part.absent.items()} | dict(values)
+    flat: dict[str, object] = {}
+    lines: list[str] = []
+    for part in parts:
+        if part.when is None or _holds(part.when, known):
+            lines += (f"{_plain(own)}: {_told(own, known)}" for own in part.needs if not _holds(own, known))
+            flat |= part.fixed
+            lines += _filled(part, known, flat)
+    missing = dict.fromkeys(key for part in parts for key in part.must if key not in flat)
+    lines += (f"{key}: {', '.join(_asked(key, parts, known))} not recorded" for key in missing)
+    return _nested(flat), tuple(dict.fromkeys(lines))
+
+
+def _filled(part: ConfigPart, known: Mapping[str, object], flat: dict[str, object]) -> Iterator[str]:
+    """Put the keys of a part into `flat`; a line for each that has no value."""
+    for key, (kind, ways) in part.keys.items():
+        try:
+            flat[key] = _value(kind, ways, known)
+        except ExpressionError:
+            flat.pop(key, None)
+            yield f"{key}: {' or '.join(_told(way, known) for way in ways)}"
+
+
+def _value(kind: str, ways: Iterable[Expression], known: Mapping[str, object]) -> object:
+    """The first value that there is. Raises ExpressionError."""
+    for way in ways:
+        plain = known.get(way.text)
+        if way.text == _NULL:
+            return None
+        try:
+            value = way.value(known) if plain is None else plain
+        except ExpressionError:
+            continue
+        if kind == "flags":
+            return bool(value)
+        if kind == "keys" or isinstance(value, int | float):
+            return float(value) if kind == "floats" and isinstance(value, int | float) else value
+    raise ExpressionError("no value")
+
+
+def _holds(condition: Expression, known: Mapping[str, object]) -> bool:
+    try:
+        return bool(condition.value(known))
+    except ExpressionError:
+        return False
+
+
+def _plain(condition: Expression) -> str:
+    return condition.text.removeprefix("not not (").removesuffix(")")
+
+
+def _told(expression: Expression, known: Mapping[str, object]) -> str:
+    """What is known of the names in an expression."""
+    return ", ".join(
+        f"{name} = {known[name]!r}"[:80] if known.get(name) is not None else f"{name} is not recorded"
+        for name in sorted(expression.names)
+    )
+
+
+def _asked(key: str, parts: Iterable[ConfigPart], known: Mapping[str, object]) -> list[str]:
+    """Names on which it depends which part gives a key."""
+    names = {
+        name for part in parts if part.when and (key in part.fixed or key in part.keys) for name in part.when.names
+    }
+    return sorted(name for name in names if name not in known)
+
+
+def _nested(flat: Mapping[str, object]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in flat.items():
+        *heads, last = key.split(".")
+        table = found
+        for head in heads:
+            below = table.setdefault(head, {})
+            assert isinstance(below, dict)
+            table = below
+        table[last] = value
+    return found

@@ -1,0 +1,224 @@
+"""A model's tensors under the names of another style: which of them make up which, and how.
+
+1. `_canonical` joins what the source keeps apart, and takes apart what it stacks: one tensor per canonical name.
+2. `_styled` goes from there to the names of the style that is wanted, in the same way.
+
+Pure values: shapes and patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from ucp.core.patches import Made, Patch
+from ucp.core.region import Box, RegionPair
+from ucp.errors import FamilyError, UnsupportedError, listed
+from ucp.families.expression import ExpressionError, UnknownNameError
+from ucp.families.family import CANONICAL, Family, Named
+from ucp.families.rule import Alias
+from ucp.families.template import Template
+
+__all__ = ["translated"]
+
+_WHOLE = "Take the whole model, without --include and --exclude, or choose another family with --family"
+
+
+class _Unit(NamedTuple):
+    """Tensors that join to canonical ones: to one, or to a stack of them."""
+
+    alias: Alias
+    """How."""
+    names: tuple[str, ...]
+    """Stored names, in the order in which they join."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Canonical:
+    """A tensor of the model."""
+
+    made: Made
+    """What it is made of."""
+    unit: _Unit
+    """Its unit in the source."""
+
+
+def translated(
+    family: Family, shapes: Mapping[str, tuple[int, ...]], style: str, *, source: str | None = None
+) -> dict[str, Made]:
+    """Every tensor of a model in `style`, made of those whose `shapes` are given. Ignored names are left out.
+
+    `family`: bound to the model. `source`: style of the names that are given; None for any.
+
+    Raises
+    ------
+    FamilyError
+        Names without a rule, or without a name in that style; all are named.
+    UnsupportedError
+        Tensors of which parts are missing, or that do not have the shapes that the family expects.
+    """
+    whole = _canonical(family, shapes, source)
+    if style == CANONICAL:
+        return {name: whole[name].made for name in family.sorted(whole)}
+    return _styled(family, whole, shapes, style)
+
+
+def _canonical(family: Family, shapes: Mapping[str, tuple[int, ...]], source: str | None) -> dict[str, _Canonical]:
+    units: dict[tuple[str, Alias], list[tuple[Named, str]]] = {}
+    for name, named in _read(family, shapes, source):
+        alias = named.alias or Alias(names=(named.rule.name.text,))
+        units.setdefault((named.canonical, alias), []).append((named, name))
+    found: dict[str, _Canonical] = {}
+    problems: list[str] = []
+    for (canonical, alias), parts in units.items():
+        unit = _Unit(alias, tuple(name for _, name in sorted(parts, key=lambda own: own[0].part)))
+        named = parts[0][0]
+        if sorted(own.part for own, _ in parts) != list(range(len(alias.names))):
+            problems.append(f"{canonical}: {', '.join(unit.names)} of {', '.join(alias.names)}")
+            continue
+        for name, made in _joined(family, unit, named, shapes):
+            if name in found:
+                problems.append(f"{name}: {', '.join((*found[name].unit.names, *unit.names))}")
+            found[name] = _Canonical(made, unit)
+    if problems:
+        raise UnsupportedError(
+            f"expected every tensor that makes up a parameter of {family.name!r}, once; got\n{listed(problems)}\n"
+            f"{_WHOLE}"
+        )
+    return found
+
+
+def _read(family: Family, names: Iterable[str], source: str | None) -> Iterator[tuple[str, Named]]:
+    without = []
+    for name in names:
+        named = family.read(name, source)
+        if named is not None:
+            yield name, named
+        elif not family.ignores(name):
+            without.append(name)
+    if without and source is None:
+        family.match(without)  # raises, with all of them and what to do
+    if without:
+        raise FamilyError(
+            f"no rule of {family.name!r} knows these names{f' in {source}' if source else ''}:\n{listed(without)}"
+        )
+
+
+def _joined(
+    family: Family, unit: _Unit, named: Named, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Made]]:
+    """Canonical tensors of a unit."""
+    alias, depth = unit.alias, len(named.stacked)
+    try:
+        seen = [alias.seen(part, shapes[name], depth, family.values) for part, name in enumerate(unit.names)]
+        stacks = {own.shape[:depth] for own in seen}
+        if len(stacks) > 1 or any(len(own) < depth for own in stacks):
+            raise ValueError(f"expected {', '.join(named.stacked)} as leading dims, of equal lengths")
+        pairs = _pairs(alias, [own.shape[depth:] for own in seen], family.values)
+    except (ValueError, ExpressionError) as error:
+        raise _misfit(family, [f"{name} {list(shapes[name])}" for name in unit.names], error) from error
+    shape = tuple(map(max, zip(*(pair.whole.stops for pair in pairs), strict=True)))
+    dims, steps = tuple(range(depth, depth + len(shape))), (1,) * len(shape)
+    for index in product(*map(range, seen[0].shape[:depth])):
+        wanted = [Patch(own.whole, "", (*index, *own.local.offsets), dims, steps) for own in pairs]
+        patches = tuple(
+            found._replace(source=unit.names[pair.copy])
+            for pair, patch in zip(pairs, wanted, strict=True)
+            for inner in seen[pair.copy].patches
+            if (found := patch.after(inner)) is not None
+        )
+        fields = {**named.fields, **dict(zip(named.stacked, index, strict=True))}
+        yield named.rule.name.filled(fields), Made(shape, patches)
+
+
+def _pairs(alias: Alias, shapes: Sequence[tuple[int, ...]], values: Mapping[str, object]) -> Sequence[RegionPair]:
+    """Where the tensors of an alias lie in the one that they join to."""
+    if len(shapes) == 1 and alias.groups is None and not alias.blocks:
+        return (RegionPair(Box.whole(shapes[0]), Box.whole(shapes[0])),)
+    return alias.pieces(shapes, values)
+
+
+def _styled(
+    family: Family, whole: Mapping[str, _Canonical], shapes: Mapping[str, tuple[int, ...]], style: str
+) -> dict[str, Made]:
+    units: dict[_Unit, dict[tuple[int, ...], str]] = {}
+    without = []
+    for name, match in family.match(family.sorted(whole)).items():
+        ways = family.spellings(name, style)
+        if not ways:
+            without.append(name)
+            continue
+        alias, names = ways[0]
+        stacked = [own for own in match.rules[0].name.fields if own not in Template(alias.names[0]).fields]
+        units.setdefault(_Unit(alias, names), {})[tuple(match.fields[own] for own in stacked)] = name
+    if without:
+        raise FamilyError(
+            f"the family {family.name!r} has no name in the style {style!r} for\n{listed(without)}\n"
+            f"give them one in a rules file of your own ([alias.{style}], --patterns my.toml), or leave them out "
+            "(--exclude)"
+        )
+    found: dict[str, Made] = {}
+    for unit, members in units.items():
+        if all(whole[name].unit == unit for name in members.values()):  # as it stands in the source
+            found |= {own: Made.whole(own, shapes[own]) for own in unit.names}
+        else:
+            found |= _stored(family, unit, members, {name: whole[name].made for name in members.values()})
+    return found
+
+
+def _stored(
+    family: Family, unit: _Unit, members: Mapping[tuple[int, ...], str], whole: Mapping[str, Made]
+) -> dict[str, Made]:
+    """Tensors of a unit, out of the canonical ones that they hold."""
+    alias = unit.alias
+    counts = tuple(1 + max(numbers) for numbers in zip(*members, strict=True))
+    inner = {own.shape for own in whole.values()}
+    if prod(counts) != len(members) or len(inner) > 1:
+        raise UnsupportedError(
+            f"expected all {prod(counts)} tensors that make {', '.join(unit.names)}, of one shape; got\n"
+            f"{listed(f'{name} {list(own.shape)}' for name, own in whole.items())}\n{_WHOLE}"
+        )
+    (shape,) = inner
+    try:
+        parts = alias.part_shapes(shape, family.values)
+        pairs = _pairs(alias, parts, family.values)
+        stored = [alias.stored(n, (*counts, *own), len(counts), family.values) for n, own in enumerate(parts)]
+    except (ValueError, ExpressionError) as error:
+        raise _misfit(family, [f"{name} {list(own.shape)}" for name, own in whole.items()], error) from error
+    dims, steps = (*(None for _ in counts), *range(len(shape))), (1,) * (len(counts) + len(shape))
+    found = {}
+    for number, (name, own) in enumerate(zip(unit.names, stored, strict=True)):
+        seen = [
+            Patch(_under(index, pair.local), member, pair.whole.offsets, dims, steps)
+            for index, member in sorted(members.items())
+            for pair in pairs
+            if pair.copy == number
+        ]
+        found[name] = Made(own.shape, tuple(_followed(own.patches, seen, whole)))
+    return found
+
+
+def _followed(outer: Iterable[Patch], seen: Sequence[Patch], whole: Mapping[str, Made]) -> Iterator[Patch]:
+    """Patches of a stored tensor, down to the tensors of the source."""
+    for patch in outer:
+        for inner in seen:
+            own = patch.after(inner)
+            for last in () if own is None else whole[own.source].patches:
+                found = None if own is None else own.after(last)
+                if found is not None:
+                    yield found
+
+
+def _under(index: tuple[int, ...], box: Box) -> Box:
+    return Box((*index, *box.offsets), (*(1 for _ in index), *box.sizes))
+
+
+def _misfit(family: Family, tensors: Sequence[str], error: Exception) -> FamilyError:
+    if isinstance(error, UnknownNameError):
+        why = f"how many {error} the model has is not recorded. Say its sizes, as in --set num_attention_heads=32"
+    else:
+        why = f"{error}. Check --family, and sizes that were said with --set"
+    return FamilyError(f"{', '.join(tensors)} cannot be brought to other names in the family {family.name!r}: {why}")
