@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from struct import pack, unpack
 
-from ucp.contract.companions import is_companion, place_companions
+from ucp.contract.companions import companions_of, is_companion, place_companions
 from ucp.contract.protocols import Target
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex, check_weights
@@ -49,6 +49,9 @@ _ADAMW: Mapping[str, object] = {
     "fused": None,
 }
 """Settings of torch's Adam and AdamW that other frameworks do not have."""
+
+_OF_CLIENTS = frozenset({"trainer_state.json", "scheduler.bin"})
+"""Files of the Trainer and of accelerate, which lie beside a checkpoint of theirs."""
 
 _DECOUPLED = "decoupled_weight_decay"
 """The one of them that tells AdamW from Adam."""
@@ -194,6 +197,10 @@ class _Drafting:
         if left:
             names = ", ".join(sorted(set(left)))
             self.notes.append(f"no place for these extras in keys of the style {self._style}, left out: {names}")
+        clients = {own.name for own in companions_of(self._index)} & _OF_CLIENTS
+        if clients and self._style != "accelerate":
+            names = ", ".join(sorted(clients))
+            self.notes.append(f"{names} beside: the Trainer and accelerate load what --set style=accelerate writes")
         if self._style == "torchtitan" and "train_state" not in {own.name for own in self._index.extras}:
             self.notes.append(
                 "no train_state and dataloader in the source: a run of torchtitan asks for them; name them in "
