@@ -15,6 +15,7 @@ from ucp.core.index import Index, check_weights
 from ucp.core.patches import Made, arranged
 from ucp.errors import FamilyError, UnknownFamilyError, UnsupportedError, UsageError, listed
 from ucp.families.family import CANONICAL, Family
+from ucp.families.library import rules_text
 from ucp.families.toml.rename import renames_of
 from ucp.families.translate import translated
 from ucp.transfer.probe import Prober
@@ -153,7 +154,8 @@ def _alias(name: str, family: Family, style: str) -> str:
 
 def _by_rules(index: Index, path: Path) -> Index:
     """The source under the names that the user's own rules give; names without a rule stay."""
-    made, kept = renames_of(path, {atom.name: atom.global_shape for atom in index.atoms.values()})
+    shapes = {atom.name: atom.global_shape for atom in index.atoms.values()}
+    made, kept = renames_of(rules_text(path), str(path), shapes)
     _check_counts(index, made)
     names = {own.sources[0]: name for name, own in made.items() if own.renames}
     found = arranged(index, made)

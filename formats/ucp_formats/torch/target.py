@@ -15,9 +15,8 @@ has them by default (torch 2.13, `torch/optim/adamw.py`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from struct import pack, unpack
 
 from ucp.contract.companions import companions_of, is_companion, place_companions
 from ucp.contract.protocols import Target
@@ -27,7 +26,7 @@ from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
-from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import UnsupportedError, UsageError, counted
 from ucp.io.dcp.emit import DcpDraft, NewChunk
@@ -35,30 +34,26 @@ from ucp.io.torch_file.draft import Drafted, Part, target_plan
 from ucp.transfer.probe import Prober
 from ucp_formats.torch.cuts import Cuts
 from ucp_formats.torch.locate import MODEL, OPTIMIZER
+from ucp_formats.torch.settings import (
+    DECOUPLED,
+    checked_decoupled,
+    decay_notes,
+    is_adam,
+    number_as,
+    rate_notes,
+    settings_of,
+)
 
 __all__ = ["DcpTarget"]
 
 _STYLES = ("nested", "flattened", "torchtitan", "accelerate")
 
-_ADAMW: Mapping[str, object] = {
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-}
-"""Settings of torch's Adam and AdamW that other frameworks do not have."""
-
 _OF_CLIENTS = frozenset({"trainer_state.json", "scheduler.bin"})
 """Files of the Trainer and of accelerate, which lie beside a checkpoint of theirs."""
 
-_DECOUPLED = "decoupled_weight_decay"
-"""The one of them that tells AdamW from Adam."""
-
 _SETTINGS = {
     "style": f"keys of the state dict: {', '.join(_STYLES)}",
-    _DECOUPLED: "true for AdamW, false for Adam, where the source does not say",
+    DECOUPLED: "true for AdamW, false for Adam, where the source does not say",
 }
 
 
@@ -115,7 +110,7 @@ def _checked_style(options: TargetOptions) -> str:
         raise UsageError("torch's checkpoints have no tag: the folder is the name. Drop --tag")
     if STEP in options.dtypes:
         raise UsageError(f"torch keeps {STEP} in float32; drop --dtype {STEP}=...")
-    choices = {"style": _STYLES, _DECOUPLED: ("true", "false")}
+    choices = {"style": _STYLES, DECOUPLED: ("true", "false")}
     for key, value in options.settings.items():
         if value not in choices[key]:
             raise UsageError(f"expected --set {key}={'|'.join(choices[key])}; got {value}")
@@ -129,9 +124,7 @@ class _Drafting:
         self._index = index
         self._dtypes = {state: DType(name) for state, name in options.dtypes.items()}
         self._style = style
-        self._decoupled = options.settings.get(_DECOUPLED)
-        if self._decoupled is not None and any(_DECOUPLED in own.hyper for own in index.groups):
-            raise UsageError(f"the source says {_DECOUPLED} itself; drop --set {_DECOUPLED}=...")
+        self._decoupled = checked_decoupled(index, options)
         self._cuts = cuts
         self._prober = prober
         folders = (MODEL, OPTIMIZER) if style == "accelerate" else ("",)
@@ -165,14 +158,10 @@ class _Drafting:
         for number, group in enumerate(self._index.groups):
             self._group(number, group, is_flat=is_flat)
         self.notes += _group_notes(self._index)
-        if self._decoupled is None and any(_is_adam(own) and _DECOUPLED not in own.hyper for own in self._index.groups):
-            self.notes.append(
-                f"the source does not say whether weight decay is decoupled: written as AdamW has it. For Adam pass "
-                f"--set {_DECOUPLED}=false"
-            )
+        self.notes += decay_notes(self._index, self._decoupled)
 
     def _group(self, number: int, group: ParamGroup, *, is_flat: bool) -> None:
-        settings = _settings(group, is_decoupled=self._decoupled != "false")
+        settings = settings_of(group, is_decoupled=self._decoupled != "false")
         if not is_flat:
             for key, value in (*settings.items(), ("params", list(group.params))):
                 self._value(("optimizer", "param_groups", number, key), value)
@@ -243,7 +232,7 @@ class _Drafting:
                 "as one without dims. Leave the optimizer out (--include '*/weight'), or take another target"
             )
         dtype = DType.FLOAT32 if name == STEP else state.dtype
-        data = _number(self._prober, state, dtype)
+        data = number_as(self._prober, state, dtype)
         if dtype is not state.dtype:
             self.casts[f"{name}: {state.dtype} -> {dtype}"] += 1
         self._put(path, dtype, (), [NewChunk(offsets=(), sizes=(), data=data, rank=self._cuts.rank(param))])
@@ -264,17 +253,12 @@ def _key(path: tuple[object, ...]) -> str:
     return ".".join(map(str, path))
 
 
-def _is_adam(group: ParamGroup) -> bool:
-    return "betas" in group.hyper
-
-
 def _group_notes(index: Index) -> Iterator[str]:
     """What torch asks for and the source does not have."""
-    if any("initial_lr" not in group.hyper for group in index.groups):
-        yield "no initial_lr in the source: the current lr is written, which schedulers do not read again"
+    yield from rate_notes(index)
     trained = [index.atoms[name] for group in index.groups for name in group.params]
     full = {state for own in trained for state in own.states}
-    full |= {STEP, "exp_avg", "exp_avg_sq"} if any(map(_is_adam, index.groups)) else set()
+    full |= {STEP, "exp_avg", "exp_avg_sq"} if any(map(is_adam, index.groups)) else set()
     bare = [own.name for own in trained if full - own.states.keys()]
     if bare:
         yield (
@@ -283,27 +267,3 @@ def _group_notes(index: Index) -> Iterator[str]:
             "torch.distributed.checkpoint.load stops at a state that it asks for and does not find; load with "
             "DefaultLoadPlanner(allow_partial_load=True)"
         )
-
-
-def _settings(group: ParamGroup, *, is_decoupled: bool) -> dict[str, object]:
-    """Settings of a group, and those of torch's optimizers that it lacks.
-
-    A group has `initial_lr` once a scheduler is made; schedulers have it in their own state (`base_lrs`) besides.
-    """
-    own = {
-        key: tuple(value) if key == "betas" and isinstance(value, list) else value for key, value in group.hyper.items()
-    }
-    defaults = {**_ADAMW, _DECOUPLED: is_decoupled} if _is_adam(group) else {}
-    if "lr" in own:
-        defaults["initial_lr"] = own["lr"]
-    return {**{key: value for key, value in defaults.items() if key not in own}, **own}
-
-
-def _number(prober: Prober, state: StateIndex, dtype: DType) -> bytes:
-    """The one element of a state, in another type where it is another."""
-    ref = state.fragments[0].ref
-    data = ref.data if isinstance(ref, InlineTensor) else prober.window(ref, 0, 1)
-    if state.dtype is dtype:
-        return bytes(data)
-    form = {DType.INT64: "<q", DType.INT32: "<i", DType.FLOAT64: "<d", DType.FLOAT32: "<f"}[state.dtype]
-    return pack("<f", unpack(form, data)[0])

@@ -4,7 +4,7 @@ Every item is a file of torch.save of its own at a recorded place: a chunk of a 
 come later, as everywhere in a target; where every item lies is known before. Items start at multiples of 64 bytes, so
 that elements are aligned in the file as torch aligns them in an item (torch itself does not). No random ids are
 written: the same content gives the same bytes. Layout of torch 2.13 (torch/distributed/checkpoint/filesystem.py,
-metadata.py); what readers of any version 2.1 to 2.14 need is there and nothing else.
+metadata.py); what readers of the versions 2.3 to 2.14 need is there and nothing else.
 
 >>> draft = DcpDraft()
 >>> draft.value("note/shard_0_1", None)
