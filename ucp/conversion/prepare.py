@@ -215,6 +215,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         settings = without_hyper(settings, known)
     _check_settings(chosen, known, settings, by_family=by_name)
     index, settings, family = _named(index, chosen, options, settings)
+    _check_settings(chosen, known, settings, by_family=False)  # sizes that are none of this family's
     index = chosen_companions(_tagged(index, options.target.tag), options.companions)
     own = replace(
         options.target,
