@@ -25,6 +25,7 @@ SIZES = {
     "max_position_embeddings": 16,
     "pad_token_id": None,
 }
+BLOOM = {"hidden_size": 8, "n_layer": 2, "n_head": 2}
 GPT2 = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 ZERO = {
     "zero_optimization": {"stage": 1},
@@ -37,7 +38,7 @@ ZERO = {
 def model_of(kind: str) -> Any:
     """A small model."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, vocab_size=17, **(GPT2 if kind == "gpt2" else SIZES))
+    config = transformers.AutoConfig.for_model(kind, vocab_size=17, **{"gpt2": GPT2, "bloom": BLOOM}.get(kind, SIZES))
     return transformers.AutoModelForCausalLM.from_config(config)
 
 

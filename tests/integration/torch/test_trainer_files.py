@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from ucp_formats.torch.files.order import MODEL_TYPES, in_order
 
 import ucp
+from ucp.contract.transformers_models import MODEL_TYPES, in_model_order
 
 pytestmark = pytest.mark.integration
 
@@ -45,10 +45,10 @@ def run(python: str, *asked: object, launched: bool = False) -> None:
 def test_orders_are_those_of_the_models(python: str, tmp_path: Path) -> None:
     run(python, "order", tmp_path / "orders.json", *MODEL_TYPES)
     for kind, names in json.loads((tmp_path / "orders.json").read_text()).items():
-        assert in_order(sorted(names), kind) == names, kind
+        assert in_model_order(sorted(names), kind) == names, kind
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_run_goes_on_over_deepspeed(python: str, kind: str, tmp_path: Path) -> None:
     run(python, "train", tmp_path / "plain", kind)
     saved = tmp_path / "plain" / "checkpoint-3"
@@ -73,7 +73,7 @@ def test_an_order_that_nobody_knows_is_refused(python: str, tmp_path: Path) -> N
     with pytest.raises(ucp.UcpError, match="safetensors keeps names sorted: --shapes-from"):
         ucp.inspect(saved)
     names = [name for name in load_file(tmp_path / "plain" / "truth.safetensors") if name.endswith("/weight")]
-    ordered = in_order([name.removesuffix("/weight") for name in names], "llama")
+    ordered = in_model_order([name.removesuffix("/weight") for name in names], "llama")
     assert ordered is not None
     (tmp_path / "shapes.json").write_text(json.dumps({name: [1] for name in ordered}))
     read = ucp.open(saved, shapes_from=tmp_path / "shapes.json")

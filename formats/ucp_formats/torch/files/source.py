@@ -16,6 +16,7 @@ from typing import cast
 from ucp.contract.companion_files import SaveFolder, with_companions
 from ucp.contract.protocols import Evidence, Format, SourceOptions
 from ucp.contract.rank_extras import Checksums
+from ucp.contract.transformers_models import in_model_order, tied_output
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import Record
@@ -31,7 +32,6 @@ from ucp_formats.torch.files.joined import Joined
 from ucp_formats.torch.files.leaves import Tree, leaves_of
 from ucp_formats.torch.files.locate import Located, is_of_the_format, locate, the_files
 from ucp_formats.torch.files.names import Item
-from ucp_formats.torch.files.order import in_order, model_type
 from ucp_formats.torch.files.shapes import shapes_from
 from ucp_formats.torch.files.weights import Weights, read_weights
 from ucp_formats.torch.locate import step_in
@@ -90,6 +90,7 @@ class _Reading:
         self._folder = os.path.abspath(located.folder)
         self._shapes = shapes
         self._in_order = True
+        self._config: Mapping[str, object] = {}
         self._records: list[Record] = []
         self._files: list[SourceFile] = []
         values = {
@@ -102,12 +103,16 @@ class _Reading:
         self._tree: Tree = with_parameters(tree, None if is_ordered_by_it else shapes, str(located.root))
         optimizer = states_by_name(self._tree, str(located.root))
         self._saved: Parts = sorted_out((*self._tree.model, *optimizer), str(located.root), in_order=self._in_order)
+        tied = tied_output(self._saved.model, self._config)
+        if tied is not None and tied[0] not in self._saved.model:
+            self._saved.tied[tied[0]] = tied[1]
 
     def _read(self, item: Item, rank: int, name: str) -> object:
         path = os.path.join(self._folder, name)
         if item == "model" and "safetensors" in name:
             weights = self._ordered(read_weights(self._folder, name))
             self._in_order = weights.is_in_order
+            self._config = weights.config
             self._files += [source_file(own, "weights") for own in weights.files]
             return weights.tensors
         archive = read_archive(path)
@@ -120,7 +125,7 @@ class _Reading:
         """Weights in the order of the model: that of what the user points to, or of a model that is known."""
         if self._shapes is not None:
             return weights.in_order_of([*self._shapes])
-        return weights.in_order_of(in_order(weights.tensors, model_type(self._folder)))
+        return weights.in_order_of(in_model_order(weights.tensors, weights.config.get("model_type")))
 
     def index(self, name: str) -> Index:
         """The index."""
@@ -142,6 +147,7 @@ class _Reading:
             atoms=atoms,
             groups=saved.groups,
             aliases=saved.tied,
+            unordered=not self._in_order,
             extras=(*self._tree.extras, *(Extra(name=str(key), value=own) for key, own in saved.others.items())),
             files=tuple(self._files),
             records=tuple(self._records),
@@ -187,7 +193,7 @@ class _Reading:
             yield f"in no group of the optimizer, so frozen parameters or buffers:\n{listed(frozen)}"
         if self._saved.tied:
             shown = listed(f"{alias} = {name}" for alias, name in self._saved.tied.items())
-            yield f"taken for tied, as all elements are equal:\n{shown}"
+            yield f"taken for tied, as all elements are equal, or as config.json says:\n{shown}"
         if self._tree.aside:
             yield (
                 f"{counted(len(self._tree.aside), 'more dict', 'more dicts')} of tensors beside the model, kept as "

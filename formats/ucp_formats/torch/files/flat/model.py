@@ -33,7 +33,7 @@ def with_parameters(tree: Tree, shapes: Shapes | None, where: str) -> Tree:
         if shapes is not None:
             raise IdleOptionError(f"{where} has shapes of its own, which are taken: drop --shapes-from")
         return tree
-    known = shapes if shapes is not None else _shapes_of_states(tree)
+    known = _in_order_of(tree, shapes if shapes is not None else _shapes_of_states(tree))
     units = _units(flat, known, where)
     root = next(iter(flat.values())).path[:-1]
     found: dict[str, Leaf] = {}
@@ -60,6 +60,15 @@ def _shapes_of_states(tree: Tree) -> dict[str, tuple[int, ...]]:
             case (*_, "state", str(name), _), Joined(shape=shape, is_shared=True):
                 found.setdefault(bare_name(name), shape)
     return found
+
+
+def _in_order_of(tree: Tree, shapes: Shapes) -> Shapes:
+    """`shapes` in the order of the model's own names: beside flat parameters there are some with `use_orig_params`.
+
+    An optimizer has names in order without it, and sorted with it (torch 2.13, `_optim_utils.py`).
+    """
+    said = [name for leaf in tree.model if (name := bare_name(str(leaf.path[-1]))) in shapes]
+    return {name: shapes[name] for name in said} if len(said) == len(shapes) else shapes
 
 
 def _units(flat: Mapping[str, Leaf], shapes: Shapes, where: str) -> dict[str, list[str]]:
