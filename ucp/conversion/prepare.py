@@ -35,6 +35,7 @@ from ucp.core.names import WEIGHT, NameFilter
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import FamilyError, IdleOptionError, MisfitError, UnsupportedError, UsageError, listed
+from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.identity import producer
 from ucp.transfer.tasks import BLOCK, Job, fit_workers, make_job
 
@@ -256,7 +257,8 @@ def _named(
 def _planned(chosen: Target, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
     """The plan of the target. Raises MisfitError where this model is none for it."""
     try:
-        return chosen.plan(index, topology, options)
+        with no_cycle_collection():
+            return chosen.plan(index, topology, options)
     except (UnsupportedError, FamilyError) as error:
         raise MisfitError(str(error)) from error
 

@@ -5,8 +5,8 @@
 
 Keys are those of `get_state_dict`: `model.<name>`, `optimizer.state.<name>.exp_avg`, and the groups either by number
 (`--set style=nested`, the default) or by parameter (`flattened`, for pipelines; `torchtitan` has no `model.` before
-names besides); `accelerate` has model and optimizer in folders of their own. A script asks for the keys that it knows;
-what else is there does no harm.
+names besides); `accelerate` has model and optimizer in folders of their own, and `lightning` other names for both. A
+script asks for the keys that it knows; what else is there does no harm.
 
 torch asks for every setting that its optimizer has, so that those which another framework lacks are written as torch
 has them by default (torch 2.13, `torch/optim/adamw.py`).
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ucp.contract.companions import is_companion, place_companions
+from ucp.contract.companions import companions_of, is_companion, place_companions
 from ucp.contract.protocols import Target
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex, check_weights
@@ -46,7 +46,13 @@ from ucp_formats.torch.settings import (
 
 __all__ = ["DcpTarget"]
 
-_STYLES = ("nested", "flattened", "torchtitan", "accelerate")
+_STYLES = ("nested", "flattened", "torchtitan", "accelerate", "lightning")
+
+_ROOTS = {"torchtitan": ((), "optimizer"), "lightning": (("state_dict",), "optimizer_0")}
+"""Path of the model and key of the optimizer, where they are not `model` and `optimizer`."""
+
+_OF_CLIENTS = frozenset({"trainer_state.json", "scheduler.bin"})
+"""Files of the Trainer and of accelerate, which lie beside a checkpoint of theirs."""
 
 _SETTINGS = {
     "style": f"keys of the state dict: {', '.join(_STYLES)}",
@@ -121,6 +127,7 @@ class _Drafting:
         self._index = index
         self._dtypes = {state: DType(name) for state, name in options.dtypes.items()}
         self._style = style
+        self._prefix, self._root = _ROOTS.get(style, (("model",), "optimizer"))
         self._decoupled = checked_decoupled(index, options)
         self._cuts = cuts
         self._prober = prober
@@ -135,14 +142,13 @@ class _Drafting:
 
     def _out(self, path: tuple[object, ...]) -> DcpDraft:
         """The checkpoint that an entry is of: accelerate has the optimizer in one of its own."""
-        return self._drafts[-1 if path[0] == "optimizer" else 0]
+        return self._drafts[-1 if path[0] == self._root else 0]
 
     def model(self) -> None:
         """Parameters and buffers, under every name they have."""
         names = {name: name for name in self._index.atoms} | dict(self._index.aliases)
-        prefix = () if self._style == "torchtitan" else ("model",)
         for name, first in names.items():
-            self._state((*prefix, name), self._index.atoms[first], WEIGHT)
+            self._state((*self._prefix, name), self._index.atoms[first], WEIGHT)
 
     def optimizer(self) -> None:
         """States and groups."""
@@ -151,7 +157,7 @@ class _Drafting:
             for state in atom.states:
                 if state != WEIGHT:
                     path = (f"state.{atom.name}.{state}",) if is_flat else ("state", atom.name, state)
-                    self._state(("optimizer", *path), atom, state)
+                    self._state((self._root, *path), atom, state)
         for number, group in enumerate(self._index.groups):
             self._group(number, group, is_flat=is_flat)
         self.notes += _group_notes(self._index)
@@ -161,16 +167,16 @@ class _Drafting:
         settings = settings_of(group, is_decoupled=self._decoupled != "false")
         if not is_flat:
             for key, value in (*settings.items(), ("params", list(group.params))):
-                self._value(("optimizer", "param_groups", number, key), value)
+                self._value((self._root, "param_groups", number, key), value)
             return
         for name in group.params:
             for key, value in settings.items():
-                self._value(("optimizer", f"param_groups.{name}.{key}"), value)
+                self._value((self._root, f"param_groups.{name}.{key}"), value)
 
     def others(self) -> None:
         """What is neither, as far as it is no other framework's."""
         is_ours = (self._index.origin or self._index.format) == DcpTarget.name
-        has_room = self._style != "accelerate"  # which keeps all of them in files of its own
+        has_room = self._style not in ("accelerate", "lightning")  # which keep all of them in files of their own
         left = []
         for extra in (own for own in self._index.extras if not is_companion(own)):
             is_scheduler = extra.name == "lr_scheduler" and isinstance(extra.value, dict)
@@ -183,6 +189,10 @@ class _Drafting:
         if left:
             names = ", ".join(sorted(set(left)))
             self.notes.append(f"no place for these extras in keys of the style {self._style}, left out: {names}")
+        clients = {own.name for own in companions_of(self._index)} & _OF_CLIENTS
+        if clients and self._style != "accelerate":
+            names = ", ".join(sorted(clients))
+            self.notes.append(f"{names} beside: the Trainer and accelerate load what --set style=accelerate writes")
         if self._style == "torchtitan" and "train_state" not in {own.name for own in self._index.extras}:
             self.notes.append(
                 "no train_state and dataloader in the source: a run of torchtitan asks for them; name them in "
