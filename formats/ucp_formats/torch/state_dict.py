@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ucp.core.index import ParamGroup
+from ucp.core.index import Loss, ParamGroup
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp_formats.torch.numbered import named_by_number
 
@@ -35,6 +35,13 @@ _GROUPS, _STATE = "param_groups", "state"
 _PARAMS, _NAMES = "params", "param_names"
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Modules that torch.compile, activation checkpointing and FSDP1 put around others; no parts of a name."""
+_FUSED = {"wqkv": ("wq", "wk", "wv")}
+"""What torchtitan (0.3, `fuse_qkv`) trains as one parameter and saves apart, as the model's but not the optimizer's."""
+_FUSED_WHY = (
+    "torchtitan saved the optimizer's states of these as one tensor, wqkv, whose rows go by head, and records nowhere "
+    "how many heads there are: their states are left out. Start the optimizer anew, or save from a run with "
+    "fuse_qkv = False"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,8 @@ class Parts:
     """Second name of a parameter to its first: a matrix with the same elements, that no group has."""
     others: dict[str, object] = field(default_factory=dict)
     """Everything else, nested as it was saved."""
+    lost: dict[str, Loss] = field(default_factory=dict)
+    """Name of a parameter to why its states are not known."""
     notes: list[str] = field(default_factory=list)
     """What was inferred."""
 
@@ -208,14 +217,18 @@ class _Optimizer:
         for key, leaf in self._flat:
             kind, _, rest = key.partition(".")
             name = _longest_name(bare_name(rest), parts.model)
-            if name is None:
-                strays.append(key)
-                continue
-            last = bare_name(rest)[len(name) + 1 :]
-            if kind == _STATE:
-                parts.states.setdefault(name, {})[last] = leaf
+            names, last = _taken_apart(bare_name(rest), parts.model)
+            if name is not None:
+                names, last = (name,), bare_name(rest)[len(name) + 1 :]
+            elif names:
+                parts.lost.update(dict.fromkeys(names, Loss(why=_FUSED_WHY)))
             else:
-                hyper.setdefault(name, {})[last] = leaf.value
+                strays.append(key)
+            for own in names:
+                if kind != _STATE:
+                    hyper.setdefault(own, {})[last] = leaf.value
+                elif own not in parts.lost:
+                    parts.states.setdefault(own, {})[last] = leaf
         if strays:
             raise MalformedError(
                 f"{where}: the optimizer has {counted(len(strays), 'entry', 'entries')} of no parameter of the model:\n"
@@ -231,6 +244,17 @@ def _grouped(hyper: Mapping[str, Mapping[str, object]]) -> Iterable[ParamGroup]:
         groups.setdefault(repr(sorted(own.items())), []).append(name)
     for names in groups.values():
         yield ParamGroup(params=tuple(names), hyper=dict(hyper[names[0]]))
+
+
+def _taken_apart(text: str, names: Mapping[str, Leaf]) -> tuple[tuple[str, ...], str]:
+    """The parameters that the model has for a fused one at the start of `text`, and what follows it; none: no such."""
+    for fused, parts in _FUSED.items():
+        module, _, rest = text.partition(f".{fused}.")
+        kind, _, last = rest.partition(".")
+        apart = tuple(f"{module}.{part}.{kind}" for part in parts)
+        if all(name in names for name in apart):
+            return apart, last
+    return (), ""
 
 
 def _longest_name(text: str, names: Mapping[str, Leaf]) -> str | None:
