@@ -32,8 +32,6 @@ from ucp_formats.huggingface.weights import SavedTensor, Weights, read_json, rea
 
 __all__ = ["HuggingFaceFormat", "buffers_of"]
 
-_OPTIMIZER = ("optimizer.pt", "optimizer.bin")
-"""What the Trainer of transformers and accelerate keep beside the model."""
 _TRAINER_STATE = "trainer_state.json"
 _STEP = re.compile(r"checkpoint-(\d+)")
 """Folder of the Trainer."""
@@ -56,7 +54,7 @@ class HuggingFaceFormat(Format):
         config = _config(located)
         _check_plain(config, located.root)
         index = _Reading(located, config, read_weights(located)).index(self.name)
-        return index if located.alone else _beside(index, located)
+        return index if located.alone else _beside(index)
 
 
 def _config(located: Located) -> dict[str, object]:
@@ -186,16 +184,13 @@ class _Reading:
             yield f"files with weights that are left alone, as {self.located.files[0]} comes first: {others}"
 
 
-def _beside(index: Index, located: Located) -> Index:
+def _beside(index: Index) -> Index:
     """`index` with what else lies in the folder."""
-    left = [name for name in _OPTIMIZER if (located.root / name).is_file()]
-    lines = [f"{name}: the optimizer of a training run; of this folder the weights are read" for name in left]
 
     def is_own(path: Path) -> bool:
-        return is_weights(path.name) or path.name in (CONFIG, *left)
+        return is_weights(path.name) or path.name == CONFIG
 
-    found = with_companions(index, SaveFolder(Path(index.path)), is_own=is_own)
-    return replace(found, dropped=(*lines, *found.dropped))
+    return with_companions(index, SaveFolder(Path(index.path)), is_own=is_own)
 
 
 def buffers_of(tensors: Mapping[str, tuple[DType, tuple[int, ...]]], config: Mapping[str, object]) -> set[str]:

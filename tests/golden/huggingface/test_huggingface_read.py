@@ -158,12 +158,12 @@ class TestWhatIsGiven:
     def test_a_folder_of_the_trainer(self, tmp_path: Path) -> None:
         folder = tmp_path / "checkpoint-7"
         shutil.copytree(ROOT / "llama" / "model", folder)
-        torch.save({"state": {}}, folder / "optimizer.pt")
         (folder / "trainer_state.json").write_text('{"global_step": 7}')
         index = ucp.inspect(folder)
-        assert index.step == 7
-        assert any(line.startswith("optimizer.pt") for line in index.dropped)
+        assert (index.format, index.step) == ("huggingface", 7)
         assert "companion/trainer_state.json" in {extra.name for extra in index.extras}
+        torch.save({"state": {}, "param_groups": []}, folder / "optimizer.pt")
+        assert ucp.inspect(folder).format == "torch"  # which reads the optimizer too
 
 
 class TestBesideOthers:
