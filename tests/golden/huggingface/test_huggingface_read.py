@@ -97,6 +97,16 @@ def test_a_conversion_to_dcp_is_equal(case: str, tmp_path: Path) -> None:
     assert ucp.diff(ROOT / case / "model", tmp_path / "dcp").equal
 
 
+@pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral"])
+def test_megatron_is_told_what_the_configuration_says(case: str, tmp_path: Path) -> None:
+    ucp.convert(ROOT / case / "model", tmp_path / "out", to="megatron", topology="tp=2")
+    (args,) = (extra.value for extra in ucp.inspect(tmp_path / "out").extras if extra.name == "args")
+    found = getattr(args, "state", args)
+    assert found["num_attention_heads"] == 4
+    assert found["norm_epsilon"] == (1e-6 if case == "llama" else 1e-5)
+    assert case == "gpt2" or (found["num_query_groups"], found["rotary_base"] > 1) == (2, True)
+
+
 def test_parts_of_ranks_are_those_of_the_one_file() -> None:
     index = index_of("llama-dcp")
     assert index.topology.dp == 2
