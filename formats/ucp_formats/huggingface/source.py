@@ -54,7 +54,7 @@ class HuggingFaceFormat(Format):
         config = _config(located)
         _check_plain(config, located.root)
         index = _Reading(located, config, read_weights(located)).index(self.name)
-        return index if located.alone else _beside(index, located)
+        return index if located.alone else _beside(index)
 
 
 def _config(located: Located) -> dict[str, object]:
@@ -184,7 +184,7 @@ class _Reading:
             yield f"files with weights that are left alone, as {self.located.files[0]} comes first: {others}"
 
 
-def _beside(index: Index, located: Located) -> Index:
+def _beside(index: Index) -> Index:
     """`index` with what else lies in the folder."""
 
     def is_own(path: Path) -> bool:

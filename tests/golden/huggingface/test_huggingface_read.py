@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from ucp_formats.huggingface.order import in_model_order
 
 import ucp
-from ucp.contract.transformers_models import in_model_order
 from ucp.core.index import Index, Kind, check_cover
 
 ROOT = Path(__file__).parents[3] / "fixtures" / "huggingface"
@@ -97,6 +97,16 @@ def test_a_conversion_to_dcp_is_equal(case: str, tmp_path: Path) -> None:
     assert ucp.diff(ROOT / case / "model", tmp_path / "dcp").equal
 
 
+@pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral"])
+def test_megatron_is_told_what_the_configuration_says(case: str, tmp_path: Path) -> None:
+    ucp.convert(ROOT / case / "model", tmp_path / "out", to="megatron", topology="tp=2")
+    (args,) = (extra.value for extra in ucp.inspect(tmp_path / "out").extras if extra.name == "args")
+    found = getattr(args, "state", args)
+    assert found["num_attention_heads"] == 4
+    assert found["norm_epsilon"] == (1e-6 if case == "llama" else 1e-5)
+    assert case == "gpt2" or (found["num_query_groups"], found["rotary_base"] > 1) == (2, True)
+
+
 def test_parts_of_ranks_are_those_of_the_one_file() -> None:
     index = index_of("llama-dcp")
     assert index.topology.dp == 2
@@ -160,10 +170,10 @@ class TestWhatIsGiven:
         shutil.copytree(ROOT / "llama" / "model", folder)
         (folder / "trainer_state.json").write_text('{"global_step": 7}')
         index = ucp.inspect(folder)
-        assert index.step == 7
+        assert (index.format, index.step) == ("huggingface", 7)
         assert "companion/trainer_state.json" in {extra.name for extra in index.extras}
         torch.save({"state": {}, "param_groups": []}, folder / "optimizer.pt")
-        assert ucp.inspect(folder).format == "torch"
+        assert ucp.inspect(folder).format == "torch"  # which reads the optimizer too
 
 
 class TestBesideOthers:

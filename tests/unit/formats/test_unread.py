@@ -32,9 +32,9 @@ def test_what_is_not_read_is_named(tmp_path, entries, said):
 
 
 def test_a_single_file_is_named(tmp_path):
-    (tmp_path / "distrib_optim.pt").touch()
+    (tmp_path / "rng_state_0.pth").touch()
     with pytest.raises(UnknownFormatError, match=r"a file of torch.save, which is not read\. Pass the folder"):
-        ucp.inspect(tmp_path / "distrib_optim.pt")
+        ucp.inspect(tmp_path / "rng_state_0.pth")
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/run", "gs://bucket/run", Path("hf://owner/model")])

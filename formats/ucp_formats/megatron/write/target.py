@@ -30,6 +30,7 @@ from ucp_formats.megatron.names import RELEASE, TRACKER
 from ucp_formats.megatron.param_groups.rules import is_by_named_optimizer
 from ucp_formats.megatron.run.modules import chosen_modules
 from ucp_formats.megatron.write.arguments.carried import relaid_arguments
+from ucp_formats.megatron.write.arguments.configured import configured
 from ucp_formats.megatron.write.arguments.derived import derived_arguments
 from ucp_formats.megatron.write.arguments.settings import SETTINGS, check_asked, check_settings
 from ucp_formats.megatron.write.dist.files import dist_places, plan_dist
@@ -136,9 +137,10 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
     said = {**modules.settings, **asked}
     weights = DType(options.dtypes[WEIGHT]) if WEIGHT in options.dtypes else None
     model = target_model(index, _family(index, {**native, **said}, options), weights=weights)
-    arguments = (
-        {**native, **said} if native else derived_arguments(model.shapes, model.dtypes, asked=said, source=index.path)
-    )
+    arguments = {**native, **said}
+    if not native:
+        known = {**configured(recorded_arguments(index)), **said}
+        arguments = derived_arguments(model.shapes, model.dtypes, asked=known, source=index.path)
     check_layers(model, alike=key_style(arguments).stacked)
     chain, notes = optimizer_chain(index, model.expert_atoms, split=experts_apart(model, topology))
     if chain and _is_without_moments(model, arguments):
