@@ -137,8 +137,14 @@ def _translated(index: Index, made: Mapping[str, Made], family: Family, style: s
     aliases = {
         new: names[to] for old, to in index.aliases.items() if to in names and (new := _alias(old, family, style))
     }
+    order = family.in_order(found.atoms, style)
+    places = {name: place for place, name in enumerate(order or found.atoms)}
+    groups = (replace(own, params=tuple(sorted(own.params, key=places.__getitem__))) for own in found.groups)
     return replace(
         found,
+        atoms={name: found.atoms[name] for name in places},
+        groups=tuple(groups),
+        unordered=order is None,
         aliases={new: to for new, to in aliases.items() if new not in found.atoms},
         notes=(*found.notes, f"under names of {style}, by the family {family.name}"),
         dropped=(*found.dropped, *dropped),

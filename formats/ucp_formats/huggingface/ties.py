@@ -7,7 +7,7 @@ an output matrix that the files lack is tied too, since transformers would else 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ucp_formats.huggingface.weights import SavedTensor
 
@@ -20,10 +20,10 @@ _WITH_HEAD = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of classes with an output matrix."""
 
 
-def tied_output(tensors: Mapping[str, SavedTensor], config: Mapping[str, object]) -> tuple[str, str] | None:
+def tied_output(tensors: Collection[str], config: Mapping[str, object]) -> tuple[str, str] | None:
     """The output matrix and the embedding that it is; None where the model is not tied, or not known to be.
 
-    The name of the output matrix may or may not be one of `tensors`.
+    `tensors`: names; that of the output matrix may or may not be one of them.
     """
     inputs = [name for name in tensors if name.endswith(_INPUTS)]
     outputs = [name for name in _OUTPUTS if name in tensors]

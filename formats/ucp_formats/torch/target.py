@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ucp.contract.companions import is_companion, place_companions
+from ucp.contract.companions import companions_of, is_companion, place_companions
 from ucp.contract.protocols import Target
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex, check_weights
@@ -50,6 +50,9 @@ _STYLES = ("nested", "flattened", "torchtitan", "accelerate", "lightning")
 
 _ROOTS = {"torchtitan": ((), "optimizer"), "lightning": (("state_dict",), "optimizer_0")}
 """Path of the model and key of the optimizer, where they are not `model` and `optimizer`."""
+
+_OF_CLIENTS = frozenset({"trainer_state.json", "scheduler.bin"})
+"""Files of the Trainer and of accelerate, which lie beside a checkpoint of theirs."""
 
 _SETTINGS = {
     "style": f"keys of the state dict: {', '.join(_STYLES)}",
@@ -186,6 +189,10 @@ class _Drafting:
         if left:
             names = ", ".join(sorted(set(left)))
             self.notes.append(f"no place for these extras in keys of the style {self._style}, left out: {names}")
+        clients = {own.name for own in companions_of(self._index)} & _OF_CLIENTS
+        if clients and self._style != "accelerate":
+            names = ", ".join(sorted(clients))
+            self.notes.append(f"{names} beside: the Trainer and accelerate load what --set style=accelerate writes")
         if self._style == "torchtitan" and "train_state" not in {own.name for own in self._index.extras}:
             self.notes.append(
                 "no train_state and dataloader in the source: a run of torchtitan asks for them; name them in "

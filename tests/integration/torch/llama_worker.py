@@ -6,9 +6,9 @@
 JOBS.json: `{"checkpoint", "groups", "truth", "step", "out", "save"}`. Of each way of training,
 torch.distributed.checkpoint loads `checkpoint` into a model and an AdamW of another seed, by `get_state_dict` and
 `set_state_dict`; what they then hold, whole, goes to `out/<way>.safetensors`, logits and losses of the next three steps
-to `out/<way>.json`. What FSDP2 has loaded it saves again, to `save`. `--reference`: the same three steps with
-megatron-core's GPTModel in one process, its weights and states set from `truth`, the tensors that Megatron's ranks held
-(`out/reference.json`).
+to `out/<way>.json`. What FSDP2 has loaded it saves again, to `save`; FSDP2 with tensor parallelism saves what it has
+after them, to `out/trained`. `--reference`: the same three steps with megatron-core's GPTModel in one process, its
+weights and states set from `truth`, the tensors that Megatron's ranks held (`out/reference.json`).
 """
 
 from __future__ import annotations
@@ -74,11 +74,17 @@ def trained(way: str, tp: int, job: Mapping[str, object]) -> None:
     if way == "fsdp2":
         model_state, states = get_state_dict(model, optimizer)
         dcp.save({"model": model_state, "optimizer": states, "step": job["step"]}, checkpoint_id=job["save"])
-    held = whole(model, optimizer)
+    found = {way: whole(model, optimizer)}
     rank, ranks = mesh.get_local_rank("dp"), mesh["dp"].size()
     report = goes_on(lambda rows: model(input_ids=rows).logits, optimizer, (rank, ranks))
+    if way == "fsdp2-tp":
+        model_state, states = get_state_dict(model, optimizer)
+        step = job["step"] + STEPS
+        dcp.save({"model": model_state, "optimizer": states, "step": step}, checkpoint_id=out / "trained")
+        found["trained"] = whole(model, optimizer)
     if dist.get_rank() == 0:
-        save_file(held, out / f"{way}.safetensors")
+        for name, held in found.items():
+            save_file(held, out / f"{name}.safetensors")
         (out / f"{way}.json").write_text(json.dumps(report))
 
 

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "megatron"))
 
 import pytest
 import torch
-from megatron_jobs import FIXTURES, Load, environment, load_all
-from safetensors.torch import load_file
+from megatron_jobs import FIXTURES, Load, Loaded, environment, load_all
+from safetensors.torch import load_file, save_file
 
 import ucp
 from ucp.conversion.prepare import index_of
@@ -130,12 +130,51 @@ def test_logits_and_losses_are_those_of_megatron_core(way: str, outcome: Outcome
     assert len(set(own["losses"])) == len(own["losses"])
 
 
-def test_megatron_core_holds_again_what_it_had(outcome: Outcome) -> None:
-    back, saved = outcome.root / "back", outcome.root / "saved"
-    ucp.convert(
-        saved, back, to="megatron", topology="tp=2,pp=2", dtypes={"weight": "bfloat16"}, settings={**SIZES, **OURS}
-    )
-    load = Load(name="back", folder=back, layout="tp2 pp2", release="0.16.1", truth=TRUTH)
-    found = load_all([load], outcome.root / "scratch")["back"]
+def under_names_of_megatron(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The way back by hand: what `under_names_of_hugging_face` takes apart is joined; the model's weights round."""
+    numbered, start = {}, 0
+    for name, tensor in load_file(TRUTH).items():
+        if not name.endswith("/model"):
+            numbered[name] = torch.arange(start, start + tensor.numel()).reshape(tensor.shape)
+            start += tensor.numel()
+    apart = {name: own for name, own in under_names_of_hugging_face(numbered).items() if not name.endswith("/step")}
+    values = torch.empty(start)
+    for name, places in apart.items():
+        values[places.flatten()] = held[name].flatten()
+    found = {name: values[places] for name, places in numbered.items()}
+    rounded = {name: own.bfloat16() for name, own in found.items() if name.endswith("/weight")}
+    return found | {f"{name.removesuffix('weight')}model": own for name, own in rounded.items()}
+
+
+@pytest.fixture(scope="module")
+def back(outcome: Outcome) -> Mapping[str, Loaded]:
+    """What megatron-core loads of what FSDP2 saved at once, and FSDP2 with tensor parallelism after three steps."""
+    trained = outcome.root / "trained-truth.safetensors"
+    save_file(under_names_of_megatron(outcome.held("trained")), trained)
+    loads = []
+    for name, truth in (("saved", TRUTH), ("trained", trained)):
+        folder = outcome.root / f"{name}-back"
+        settings = {**SIZES, **OURS}
+        ucp.convert(
+            outcome.root / name,
+            folder,
+            to="megatron",
+            topology="tp=2,pp=2",
+            dtypes={"weight": "bfloat16"},
+            settings=settings,
+        )
+        loads.append(Load(name=name, folder=folder, layout="tp2 pp2", release="0.16.1", truth=truth))
+    return load_all(loads, outcome.root / "scratch")
+
+
+def test_megatron_core_holds_again_what_it_had(back: Mapping[str, Loaded]) -> None:
+    found = back["saved"]
     assert not found.error
     assert (found.tensors, found.differences) == (108, ())
+
+
+def test_megatron_core_holds_what_was_trained_in_between(back: Mapping[str, Loaded]) -> None:
+    """The worker expects the step of the fixtures, so that the later one is all that differs."""
+    found = back["trained"]
+    assert not found.error
+    assert (found.tensors, found.differences) == (108, (f"step: expected {STEP}; got [{STEP + 3}.0]",))
