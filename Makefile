@@ -9,6 +9,7 @@ DEEPSPEED := deepspeed==0.19.8
 TRANSFORMERS := transformers==5.23.0
 ACCELERATE := accelerate==1.15.0
 LIGHTNING := lightning==2.6.6
+TORCHTITAN := torchtitan==0.3.0
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test lint check registry fuzz integration bench mcore clean
@@ -34,9 +35,11 @@ $(VENV)/.installed-deepspeed: $(VENV)/.installed-dev
 	touch $@
 
 # Of its own: the tests of DeepSpeed run without transformers, those of the Trainer with both. megatron-core needs einops and psutil.
+# The part of torchtitan that saves and loads needs tyro and spmd_types, none of the hundreds of megabytes of the rest.
 $(VENV)-transformers/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-transformers
-	$(VENV)-transformers/bin/pip install --quiet --disable-pip-version-check "$(TORCH)" "$(TRANSFORMERS)" "$(LIGHTNING)" einops psutil
+	$(VENV)-transformers/bin/pip install --quiet --disable-pip-version-check "$(TORCH)" "$(TRANSFORMERS)" "$(LIGHTNING)" einops psutil tyro spmd_types
+	$(VENV)-transformers/bin/pip install --quiet --disable-pip-version-check --no-deps "$(TORCHTITAN)"
 	DS_BUILD_OPS=0 $(VENV)-transformers/bin/pip install --quiet --disable-pip-version-check "$(DEEPSPEED)" "$(ACCELERATE)"
 	$(VENV)-transformers/bin/pip install --quiet --disable-pip-version-check --editable .
 	touch $@

@@ -1,0 +1,90 @@
+"""Lightning and torchtitan go on, over FSDP2 of other world sizes, from what `ucp convert` wrote of their checkpoints.
+
+FSDPStrategy asks for a GPU; ModelParallelStrategy writes the same layout on a CPU (`state_dict`, `optimizer_0`,
+`meta.pt`). Of torchtitan its CheckpointManager, optimizers and schedulers run; its trainer wants a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ucp
+
+pytestmark = pytest.mark.integration
+
+LIGHTNING = Path(__file__).with_name("lightning_worker.py")
+TITAN = Path(__file__).with_name("titan_worker.py")
+
+
+def python_with(package: str) -> str:
+    """Python with a package in it; `make integration` makes one with all."""
+    found = os.environ.get("UCP_TRANSFORMERS", sys.executable)
+    if subprocess.run([found, "-c", f"import {package}"], capture_output=True, check=False).returncode:
+        pytest.skip(f"{found} has no {package}; run `make integration`")
+    return found
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    return python_with("lightning")
+
+
+def run(command: list[str], folder: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def trained(python: str, ranks: int, out: Path, *way: str) -> list[dict[str, Any]]:
+    run([python, str(LIGHTNING), "--ranks", str(ranks), "--out", str(out), *way], out.parent)
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def losses(reports: list[dict[str, Any]]) -> list[float]:
+    """Means over the ranks, which have rows of the global batch each."""
+    return [sum(step) / len(step) for step in zip(*(own["losses"] for own in reports), strict=True)]
+
+
+def test_lightning_goes_on_at_other_world_sizes(python: str, tmp_path: Path) -> None:
+    saved, written = tmp_path / "saved.ckpt", tmp_path / "written.ckpt"
+    whole = trained(python, 2, tmp_path / "whole", "--save", str(saved))
+    assert len(losses(whole)) == 4
+    ucp.convert(saved, written, to="dcp", topology="dp=3", settings={"style": "lightning"})
+    for ranks in (1, 3):
+        resumed = trained(python, ranks, tmp_path / f"resumed{ranks}", "--resume", str(written))
+        assert losses(resumed) == pytest.approx(losses(whole), rel=1e-5)
+        assert {(own["lr"], own["step"]) for own in resumed} == {(own["lr"], own["step"]) for own in whole}
+
+
+def test_a_checkpoint_of_lightning_becomes_one_of_deepspeed(python: str, tmp_path: Path) -> None:
+    saved = tmp_path / "saved.ckpt"
+    trained(python, 2, tmp_path / "whole", "--save", str(saved))
+    ucp.convert(saved, tmp_path / "z3", to="deepspeed", topology="dp=2,zero=3")
+    assert ucp.diff(saved, tmp_path / "z3").equal
+
+
+def test_torchtitan_goes_on_at_another_world_size(tmp_path: Path) -> None:
+    python = python_with("torchtitan.components.checkpoint")
+
+    def trained(ranks: int, folder: Path, *way: str) -> dict[str, Any]:
+        command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        run([*command, str(TITAN), "--out", str(folder), *way], folder)
+        report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+        return report
+
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    (second / "checkpoint").mkdir(parents=True)
+    whole = trained(2, first)
+    step = second / "checkpoint" / "step-3"
+    ucp.convert(first / "checkpoint" / "step-3", step, to="dcp", topology="dp=3", settings={"style": "torchtitan"})
+    resumed = trained(3, second, "--resume")
+    assert resumed["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert resumed["lr"] == whole["lr"]
