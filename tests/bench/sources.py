@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 from tests.bench.synthetic import write_many_tensors
-from ucp.contract import registry
 
 __all__ = ["SOURCES", "Source"]
 
@@ -117,10 +116,9 @@ SOURCES: Mapping[str, Source] = {
         checkpoint="checkpoint-1",
         targets={
             "ucp convert --to dcp": ("--to", "dcp", "--topology", "dp=8", "--set", "style=accelerate"),
-            **(
-                {"ucp convert --to huggingface": ("--to", "huggingface")}
-                if "huggingface" in registry.names("ucp.targets")
-                else {}
+            "ucp convert --to huggingface": (
+                *("--to", "huggingface", "--set", "config=none"),
+                *("--set", "num_attention_heads=8"),
             ),
         },
         rivals={
