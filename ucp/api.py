@@ -63,23 +63,33 @@ def _asked_as(known: Callable[..., object], *, without: Collection[str] = ()) ->
 
 
 def open(  # noqa: A001  # ucp.open is the name users look for
-    path: type_path, *, family: str | None = None, patterns: type_path | None = None
+    path: type_path,
+    *,
+    family: str | None = None,
+    patterns: type_path | None = None,
+    shapes_from: type_path | None = None,
 ) -> ucp.Checkpoint:
     """The checkpoint at `path`, of whatever format. Raises SourceError, CoverError.
 
-    `family`, `patterns`: see `convert`.
+    `family`, `patterns`, `shapes_from`: see `convert`.
     """
     from ucp.live.checkpoint import Checkpoint
 
-    return Checkpoint(index_of(Path(path), source=SourceOptions.of(family, patterns)))
+    return Checkpoint(index_of(Path(path), source=SourceOptions.of(family, patterns, shapes_from)))
 
 
-def inspect(path: type_path, *, family: str | None = None, patterns: type_path | None = None) -> Index:
+def inspect(
+    path: type_path,
+    *,
+    family: str | None = None,
+    patterns: type_path | None = None,
+    shapes_from: type_path | None = None,
+) -> Index:
     """Index of the checkpoint at `path`, even if shards are missing: nothing is proved of it.
 
-    `family`, `patterns`: see `convert`. Raises SourceError; `survey(path)` then gives what is known.
+    `family`, `patterns`, `shapes_from`: see `convert`. Raises SourceError; `survey(path)` then gives what is known.
     """
-    fmt, _ = recognise(Path(path), options=SourceOptions.of(family, patterns))
+    fmt, _ = recognise(Path(path), options=SourceOptions.of(family, patterns, shapes_from))
     index = with_callables(judged(fmt.read(Path(path))))
     note = moments_note(index)
     return index if note is None else replace(index, notes=(*index.notes, note))
@@ -128,6 +138,8 @@ def convert(
         Model family whose rules say how `src` is sharded, instead of the one chosen by evidence.
     patterns
         TOML file with a family of your own.
+    shapes_from
+        Checkpoint, or JSON of name to shape, with the shapes of parameters that `src` keeps flat (FSDP1).
     drift
         What to do if copies that should be equal differ: "error", "first" (take the first rank's) or "mean".
     zero_moments
@@ -190,6 +202,7 @@ def verify(
     against: type_path | None = None,
     family: str | None = None,
     patterns: type_path | None = None,
+    shapes_from: type_path | None = None,
     workers: int | None = None,
     memory: MemoryLike = 1 << 30,
     observer: Observer | None = None,
@@ -198,16 +211,16 @@ def verify(
 
     Reads every byte that has a recorded checksum, compares copies that should be equal, and proves that shards tile
     every tensor. Against another checkpoint, a state of another dtype is compared after the cast; extras are compared
-    if `path` holds atoms of the same run in the layout of `against`. `family` and `patterns`: see `convert`; they apply
-    to both, as far as their formats need them. `workers`: threads, by
-    default four; `memory`: bytes for all of them, beyond the interpreter's own.
+    if `path` holds atoms of the same run in the layout of `against`. `family`, `patterns` and `shapes_from`: see
+    `convert`; they apply to both, as far as their formats need them. `workers`: threads, by default four; `memory`:
+    bytes for all of them, beyond the interpreter's own.
     """
     from ucp.checks.verify import prove
 
     return prove(
         Path(path),
         against=None if against is None else Path(against),
-        source=SourceOptions.of(family, patterns),
+        source=SourceOptions.of(family, patterns, shapes_from),
         threads=_threads(workers, memory),
         observer=observer or Silent(),
     )
@@ -220,13 +233,15 @@ def diff(
     extras: bool = False,
     family: str | None = None,
     patterns: type_path | None = None,
+    shapes_from: type_path | None = None,
     workers: int | None = None,
     memory: MemoryLike = 1 << 30,
     observer: Observer | None = None,
 ) -> ucp.DiffReport:
     """Every difference between two checkpoints of any formats, streamed.
 
-    `extras`: also what is not a parameter, entry by entry. `family`, `patterns`, `workers`, `memory`: see `verify`.
+    `extras`: also what is not a parameter, entry by entry. `family`, `patterns`, `shapes_from`, `workers`,
+    `memory`: see `verify`.
     """
     from ucp.checks.verify import differences
 
@@ -234,7 +249,7 @@ def diff(
         Path(a),
         Path(b),
         extras=extras,
-        source=SourceOptions.of(family, patterns),
+        source=SourceOptions.of(family, patterns, shapes_from),
         threads=_threads(workers, memory),
         observer=observer or Silent(),
     )

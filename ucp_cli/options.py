@@ -62,6 +62,7 @@ class CompareArguments(TypedDict):
 
     family: str | None
     patterns: Path | None
+    shapes_from: Path | None
     workers: int | None
     memory: int
 
@@ -160,6 +161,12 @@ _SOURCE_OPTIONS = (
         shell_complete=completed(family_names),
     ),
     click.option("--patterns", type=PATH, metavar="FILE", help="Model family of your own, as a TOML file."),
+    click.option(
+        "--shapes-from",
+        type=PATH,
+        metavar="PATH",
+        help="Checkpoint, or JSON of name to shape, that has the shapes which the source lacks (FSDP1, LOCAL).",
+    ),
 )
 
 _MEMORY_OPTION = click.option(
@@ -178,14 +185,16 @@ _CONVERT_OPTIONS = (
         shell_complete=completed(_targets),
         default="ucp",
         show_default=True,
-        help="What to write: ucp (atoms), dcp, deepspeed, deepspeed-universal, megatron, or any installed target.",
+        help="What to write: ucp (atoms), dcp, deepspeed, deepspeed-universal, huggingface, megatron, torch, or any "
+        "installed target.",
     ),
     click.option(
         "--topology",
         type=topology_of,
         metavar="T",
-        help="Layout of the run that will load it, such as dp=4,zero=3. Axes left out are 1; deepspeed requires zero; dcp takes "
-        "dp_replicate=2,dp_shard=4 for HSDP. Without the option: a run like the source. deepspeed-universal fits any run and takes tp and pp only.",
+        help="Layout of the run that will load it, such as dp=4,zero=3. Axes left out are 1; deepspeed requires zero; "
+        "dcp takes dp_replicate=2,dp_shard=4 for HSDP. Without the option: a run like the source. deepspeed-universal "
+        "fits any run and takes tp and pp only.",
     ),
     click.option(
         "--layout",
@@ -276,7 +285,7 @@ def convert_options(command: F) -> F:
 
 
 def source_options(command: F) -> F:
-    """Add --family and --patterns, passed as `family` and `patterns`."""
+    """Add --family, --patterns and --shapes-from, passed under these names."""
     return _with(_SOURCE_OPTIONS, command)
 
 

@@ -24,19 +24,9 @@ class _Kind:
 
 _KINDS = (
     _Kind(
-        "a checkpoint of the Hugging Face Trainer without DeepSpeed",
-        ("trainer_state.json",),
-        "It is the same for any number of ranks: resume from it as it is",
-    ),
-    _Kind(
         "a LoRA adapter (peft)",
         ("adapter_config.json", "adapter_model.*"),
         "Keep it as it is, since it is the same for every parallel layout, or merge it into its model with peft",
-    ),
-    _Kind(
-        "a checkpoint of PyTorch FSDP, saved rank by rank",
-        ("pytorch_model_fsdp*", "model_world_size_*_rank_*.pt"),
-        "Load it in the job that wrote it and save it with torch.distributed.checkpoint",
     ),
     _Kind(
         "a folder of safetensors files under names of their own",
@@ -63,8 +53,7 @@ _KINDS = (
     _Kind(
         "a file of torch.save",
         ("*.pt", "*.pth", "*.bin", "*.ckpt"),
-        "Pass the folder of the whole checkpoint, not one of its files; a file that holds a whole model is the same "
-        "for every parallel layout",
+        "Pass the folder of the whole checkpoint, not one of its files, or the one file that holds all of it",
     ),
 )
 

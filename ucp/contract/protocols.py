@@ -59,13 +59,21 @@ class SourceOptions:
     """Name of the model family whose rules hold, instead of the one chosen by evidence."""
     patterns: Path | None = None
     """TOML file with a family of the user's own."""
+    shapes_from: Path | None = None
+    """Checkpoint, or JSON of name to shape, that says the shapes of parameters which the source has flat."""
 
     @classmethod
-    def of(cls, family: str | None, patterns: str | PathLike[str] | None) -> SourceOptions:
+    def of(
+        cls,
+        family: str | None,
+        patterns: str | PathLike[str] | None,
+        shapes_from: str | PathLike[str] | None = None,
+    ) -> SourceOptions:
         """What a user says of a source. Raises UsageError for a family by name and by file at once."""
         if family is not None and patterns is not None:
             raise UsageError("expected a family by name (--family) or by file (--patterns); got both")
-        return cls(family, None if patterns is None else Path(patterns))
+        paths = (None if path is None else Path(path) for path in (patterns, shapes_from))
+        return cls(family, *paths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +107,8 @@ class Format(Protocol):
     """Classes ("module.name") that its framework pickles: unpickling them surprises nobody."""
     gives_way: bool = False
     """Whether such files also lie beside checkpoints of other formats: a path that one of these knows is of that."""
+    takes_shapes: bool = False
+    """Whether it has a use for `SourceOptions.shapes_from`."""
 
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is such a checkpoint, from names alone; None if not."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 from ucp.contract.protocols import Engine, Evidence, Format, Pattern, SourceOptions, Target
 from ucp.core.index import Index
 from ucp.errors import (
+    IdleOptionError,
     MisfitError,
     UcpError,
     UnknownFamilyError,
@@ -175,6 +176,14 @@ def with_callables(index: Index) -> Index:
     return replace(index, notes=(*notes, *unusual_calls(kept, usual)))
 
 
+def _configured(fmt: Format, options: SourceOptions | None) -> Format:
+    if options is None or options == SourceOptions():
+        return fmt
+    if options.shapes_from is not None and not fmt.takes_shapes:
+        raise IdleOptionError(f"{fmt.name} checkpoints say the shapes of their parameters: drop --shapes-from")
+    return fmt.configured(options)
+
+
 def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | None = None) -> tuple[Format, Evidence]:
     """The one format that `path` is of; `unfinished`: even when it is the growing part of a conversion.
 
@@ -190,7 +199,7 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
     found = [own for own in found if not own[0].gives_way] or found
     if len(found) == 1:
         ((fmt, evidence),) = found
-        return fmt if options in (None, SourceOptions()) else fmt.configured(options), evidence
+        return _configured(fmt, options), evidence
     if found:
         claims = "; ".join(f"{fmt.name} because of {', '.join(evidence.reasons)}" for fmt, evidence in found)
         raise UnknownFormatError(f"{path} could be several formats ({claims}); pass the folder of one of them")

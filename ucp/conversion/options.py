@@ -154,6 +154,7 @@ class PlanArguments(TypedDict, total=False):
     rename: type_path | None
     family: str | None
     patterns: type_path | None
+    shapes_from: type_path | None
     drift: DriftName
     zero_moments: ZeroMomentsName
     optimizer: OptimizerName | None
@@ -188,6 +189,7 @@ def make_options(
     rename: type_path | None = None,
     family: str | None = None,
     patterns: type_path | None = None,
+    shapes_from: type_path | None = None,
     drift: DriftName = "error",
     zero_moments: ZeroMomentsName = "error",
     optimizer: OptimizerName | None = None,
@@ -222,7 +224,7 @@ def make_options(
         ),
         names=NameFilter(include=_globs(include), exclude=_globs(exclude)),
         naming=Naming.of(names, None if rename is None else Path(rename)),
-        source=SourceOptions.of(family, patterns),
+        source=SourceOptions.of(family, patterns, shapes_from),
         drift=policy_of(drift, Drift, "a policy for copies that differ"),
         zero_moments=policy_of(zero_moments, ZeroMoments, "a policy for moments that are zero"),
         optimizer=None if optimizer is None else policy_of(optimizer, NewOptimizer, "an optimizer to make"),

@@ -35,6 +35,7 @@ from ucp.core.names import WEIGHT, NameFilter
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import FamilyError, IdleOptionError, MisfitError, UnsupportedError, UsageError, listed
+from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.identity import producer
 from ucp.transfer.tasks import BLOCK, Job, fit_workers, make_job
 
@@ -214,6 +215,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         settings = without_hyper(settings, known)
     _check_settings(chosen, known, settings, by_family=by_name)
     index, settings, family = _named(index, chosen, options, settings)
+    _check_settings(chosen, known, settings, by_family=False)  # sizes that are none of this family's
     index = chosen_companions(_tagged(index, options.target.tag), options.companions)
     own = replace(
         options.target,
@@ -255,7 +257,8 @@ def _named(
 def _planned(chosen: Target, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
     """The plan of the target. Raises MisfitError where this model is none for it."""
     try:
-        return chosen.plan(index, topology, options)
+        with no_cycle_collection():
+            return chosen.plan(index, topology, options)
     except (UnsupportedError, FamilyError) as error:
         raise MisfitError(str(error)) from error
 

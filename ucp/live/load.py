@@ -58,6 +58,7 @@ def load_into(
     accept: Iterable[str] = (),
     family: str | None = None,
     patterns: str | PathLike[str] | None = None,
+    shapes_from: str | PathLike[str] | None = None,
     bucket_nbytes: int = 64 << 20,
 ) -> LoadReport:
     """Load a checkpoint into `model`, and its optimizer states and hyper-parameters into `optimizer`.
@@ -94,6 +95,8 @@ def load_into(
         Model family whose rules say how the checkpoint is sharded, instead of the one chosen by evidence.
     patterns
         TOML file with a family of your own. See `ucp.convert`.
+    shapes_from
+        What says the shapes of parameters that the checkpoint keeps flat. See `ucp.convert`.
     bucket_nbytes
         Bytes gathered at once; a rank needs about this and twice its share of it.
 
@@ -125,7 +128,7 @@ def load_into(
             rename=rename,
             zero_moments=policy_of(zero_moments, ZeroMoments, "a policy for moments that are zero"),
             accept=DoubtKind.accepted(accept),
-            source=SourceOptions.of(family, patterns),
+            source=SourceOptions.of(family, patterns, shapes_from),
         )
 
     decision = together(ranks, decided)

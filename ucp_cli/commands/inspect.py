@@ -41,6 +41,7 @@ def command(
     files: bool,
     family: str | None,
     patterns: Path | None,
+    shapes_from: Path | None,
     as_json: bool,
 ) -> None:
     """Show what a checkpoint holds.
@@ -53,7 +54,7 @@ def command(
     is 1. Any other problem is listed on the page (`ucp verify` exits with 1 for it).
     """
     try:
-        index = api.inspect(path, family=family, patterns=patterns)
+        index = api.inspect(path, family=family, patterns=patterns, shapes_from=shapes_from)
     except (SourceError, CorruptError) as error:
         if isinstance(error, FamilyError) and (family or patterns):
             raise  # the family is wrong, or its rules are: that tells nothing of the checkpoint

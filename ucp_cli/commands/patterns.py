@@ -90,7 +90,15 @@ def show_command(*, family: str, style: str | None, as_json: bool) -> None:
 @source_options
 @as_json
 @click.pass_context
-def check_command(ctx: click.Context, *, path: Path, family: str | None, patterns: Path | None, as_json: bool) -> None:
+def check_command(
+    ctx: click.Context,
+    *,
+    path: Path,
+    family: str | None,
+    patterns: Path | None,
+    shapes_from: Path | None,
+    as_json: bool,
+) -> None:
     """Explain every parameter of a checkpoint.
 
     Shows the rule of the family that each name falls under and what it means, names without a rule, and rules that
@@ -98,7 +106,7 @@ def check_command(ctx: click.Context, *, path: Path, family: str | None, pattern
     Exit code 3 if a name has no rule, if a shape does not fit its rule, or if a family is needed and none fits.
     """
     try:
-        report = explain(path, SourceOptions.of(family, patterns))
+        report = explain(path, SourceOptions.of(family, patterns, shapes_from))
     except UnknownFamilyError as error:
         raise Unfitting(str(error)) from error
     if as_json:

@@ -18,6 +18,7 @@ from pathlib import Path
 from ucp.contract.companion_files import SaveFolder, with_companions
 from ucp.contract.protocols import Evidence, Format
 from ucp.contract.registry import choose_family
+from ucp.contract.transformers_models import by_number, in_model_order, tied_output
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
 from ucp.core.names import WEIGHT
@@ -26,14 +27,11 @@ from ucp.errors import FamilyError, MalformedError, UnsupportedError
 from ucp.io.identity import source_file
 from ucp_formats.huggingface.locate import Form, Located, is_weights, locate, the_model
 from ucp_formats.huggingface.names import CONFIG
-from ucp_formats.huggingface.order import by_number, in_model_order
-from ucp_formats.huggingface.ties import second_names, tied_output
+from ucp_formats.huggingface.ties import second_names
 from ucp_formats.huggingface.weights import SavedTensor, Weights, read_json, read_weights
 
 __all__ = ["HuggingFaceFormat", "buffers_of"]
 
-_OPTIMIZER = ("optimizer.pt", "optimizer.bin")
-"""What the Trainer of transformers and accelerate keep beside the model."""
 _TRAINER_STATE = "trainer_state.json"
 _STEP = re.compile(r"checkpoint-(\d+)")
 """Folder of the Trainer."""
@@ -188,14 +186,11 @@ class _Reading:
 
 def _beside(index: Index, located: Located) -> Index:
     """`index` with what else lies in the folder."""
-    left = [name for name in _OPTIMIZER if (located.root / name).is_file()]
-    lines = [f"{name}: the optimizer of a training run; of this folder the weights are read" for name in left]
 
     def is_own(path: Path) -> bool:
-        return is_weights(path.name) or path.name in (CONFIG, *left)
+        return is_weights(path.name) or path.name == CONFIG
 
-    found = with_companions(index, SaveFolder(Path(index.path)), is_own=is_own)
-    return replace(found, dropped=(*lines, *found.dropped))
+    return with_companions(index, SaveFolder(Path(index.path)), is_own=is_own)
 
 
 def buffers_of(tensors: Mapping[str, tuple[DType, tuple[int, ...]]], config: Mapping[str, object]) -> set[str]:

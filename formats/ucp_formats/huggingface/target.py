@@ -22,6 +22,7 @@ from ucp.contract.companions import companions_of, is_companion, left_text, plac
 from ucp.contract.model_arguments import recorded_arguments, run_arguments, said_values
 from ucp.contract.protocols import SourceOptions, Target
 from ucp.contract.registry import choose_family
+from ucp.contract.transformers_models import tied_output
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, check_weights
 from ucp.core.names import WEIGHT
@@ -42,7 +43,6 @@ from ucp_formats.huggingface.derived import derived
 from ucp_formats.huggingface.names import CONFIG
 from ucp_formats.huggingface.shards import MAX_SHARD_SIZE, NewTensor, Shard, laid_out, nbytes_of_shard
 from ucp_formats.huggingface.source import buffers_of
-from ucp_formats.huggingface.ties import tied_output
 from ucp_formats.huggingface.vocabulary import without_padding
 
 __all__ = ["HuggingFaceTarget"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from ucp.contract.protocols import SourceOptions
@@ -73,10 +73,8 @@ class Cuts:
         if shape and atom.kind is not Kind.BUFFER:  # FSDP cuts parameters alone
             dim = self._dim.get(atom.name) if shape == atom.global_shape else None
             layout = _layout(self._axes["dp_shard"], self._axes["tp"], dim)
-        for coords in layout.ranks():
-            for own in place(layout, shape, coords=coords):
-                if own.box.numel or not shape:
-                    yield own.box, self.rank(atom.name, coords)
+        for box, coords in _boxes(layout, shape):
+            yield box, self.rank(atom.name, coords)
 
     def rank(self, param: str = "", coords: Mapping[str, int] | None = None) -> int:
         """A rank at `coords`, and of the stage of a parameter; ranks that have the same take turns."""
@@ -88,6 +86,17 @@ class Cuts:
             turn, own = (turn, known[axis]) if axis in known else divmod(turn, parts)
             at = at * parts + own
         return at
+
+
+@lru_cache(maxsize=4096)
+def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[Box, Mapping[str, int]], ...]:
+    """Boxes that hold elements, and the coordinates of who has them."""
+    return tuple(
+        (own.box, coords)
+        for coords in layout.ranks()
+        for own in place(layout, shape, coords=coords)
+        if own.box.numel or not shape
+    )
 
 
 @cache

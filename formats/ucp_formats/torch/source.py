@@ -142,13 +142,14 @@ class _Reading:
             step=self._step(),
             atoms=atoms,
             groups=saved.groups,
+            lost=saved.lost,
             aliases=aliases,
             extras=tuple(others),
             files=tuple(own for part in self._parts for own in part.files()),
             records=tuple(own for part in self._parts for own in part.records()),
             notes=(*saved.notes, *self._notes(atoms, aliases)),
             recorded_in={"every axis": ".metadata, which has boxes of whole tensors"},
-            dropped=(*tensors_dropped, *self._unequal()),
+            dropped=(*tensors_dropped, *self._unequal(), *self._lost()),
         )
 
     def _atom(self, name: str, leaf: Leaf, in_groups: set[str]) -> AtomIndex:
@@ -191,6 +192,10 @@ class _Reading:
         keys = sorted({key for part in self._parts for key in part.unequal()})
         if keys:
             yield f"other values than those of the first rank, which are kept, of:\n{listed(keys)}"
+
+    def _lost(self) -> Iterator[str]:
+        for why in dict.fromkeys(own.why for own in self._saved.lost.values()):
+            yield f"{why}:\n{listed(name for name, own in self._saved.lost.items() if own.why == why)}"
 
     def _notes(self, atoms: Mapping[str, AtomIndex], aliases: Mapping[str, str]) -> Iterator[str]:
         if not self._saved.groups:

@@ -22,19 +22,26 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ucp.core.index import ParamGroup
+from ucp.core.index import Loss, ParamGroup
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp_formats.torch.numbered import named_by_number
 
-__all__ = ["Leaf", "Parts", "Path", "sorted_out"]
+__all__ = ["Leaf", "Parts", "Path", "bare_name", "sorted_out"]
 
 Path = tuple[object, ...]
 """Keys of nested dicts (texts) and lists (numbers)."""
 
 _GROUPS, _STATE = "param_groups", "state"
-_PARAMS = "params"
+_PARAMS, _NAMES = "params", "param_names"
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Modules that torch.compile, activation checkpointing and FSDP1 put around others; no parts of a name."""
+_FUSED = {"wqkv": ("wq", "wk", "wv")}
+"""What torchtitan (0.3, `fuse_qkv`) trains as one parameter and saves apart, as the model's but not the optimizer's."""
+_FUSED_WHY = (
+    "torchtitan saved the optimizer's states of these as one tensor, wqkv, whose rows go by head, and records nowhere "
+    "how many heads there are: their states are left out. Start the optimizer anew, or save from a run with "
+    "fuse_qkv = False"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +74,14 @@ class Parts:
     """Second name of a parameter to its first: a matrix with the same elements, that no group has."""
     others: dict[str, object] = field(default_factory=dict)
     """Everything else, nested as it was saved."""
+    lost: dict[str, Loss] = field(default_factory=dict)
+    """Name of a parameter to why its states are not known."""
     notes: list[str] = field(default_factory=list)
     """What was inferred."""
 
 
-def sorted_out(leaves: Iterable[Leaf], where: str) -> Parts:
-    """The entries of a state dict by what they are. `where`: for messages.
+def sorted_out(leaves: Iterable[Leaf], where: str, *, in_order: bool = True) -> Parts:
+    """The entries of a state dict by what they are. `where`: for messages; `in_order`: the model's entries stand so.
 
     Raises MalformedError where they contradict one another, UnsupportedError where states are of no known parameter.
     """
@@ -80,7 +89,7 @@ def sorted_out(leaves: Iterable[Leaf], where: str) -> Parts:
     roots = sorted({root for leaf in leaves if (root := _optimizer_root(leaf.path)) is not None}, key=len)
     inside: list[_Optimizer] = [_Optimizer(root) for root in roots]
     outside = [leaf for leaf in leaves if not any(own.take(leaf) for own in inside)]
-    root = _model_root(outside, {_bare(name) for own in inside for name in own.names})
+    root = _model_root(outside, {bare_name(name) for own in inside for name in own.names})
     parts = Parts()
     for leaf in outside:
         name = _name_below(leaf, root)
@@ -89,7 +98,7 @@ def sorted_out(leaves: Iterable[Leaf], where: str) -> Parts:
         elif parts.model.setdefault(name, leaf) is not leaf:
             raise MalformedError(f"{where} holds {name} twice: {_shown(parts.model[name].path)}, {_shown(leaf.path)}")
     for own in inside:
-        own.give(parts, where)
+        own.give(parts, where, in_order=in_order)
     _check_known(parts, where)
     _tie(parts)
     return parts
@@ -153,7 +162,7 @@ class _Optimizer:
                 self._others.append(leaf)
         return True
 
-    def give(self, parts: Parts, where: str) -> None:
+    def give(self, parts: Parts, where: str, *, in_order: bool) -> None:
         """Give states and groups to `parts`, by the names of its model."""
         for leaf in self._others:
             _nest(parts.others, leaf)
@@ -161,13 +170,14 @@ class _Optimizer:
         if not self._groups:
             return
         params = {number: self._params(group, where) for number, group in sorted(self._groups.items())}
-        naming = {name: _bare(str(name)) for own in params.values() for name in own}
-        if any(isinstance(name, int) for name in naming):
+        naming = self._said_names(params)
+        if any(isinstance(name, int) for name in naming) and not any(
+            _NAMES in group for group in self._groups.values()
+        ):
             forms = {str(path[0]): leaf.form for path, leaf in self._states if leaf.shape}
-            naming = named_by_number(list(params.values()), forms, _distinct(parts.model), where)
-            parts.notes.append(
-                "the optimizer numbers its parameters; they are taken in the order of the model, which all shapes fit"
-            )
+            naming = named_by_number(list(params.values()), forms, _distinct(parts.model), where, in_order=in_order)
+            how = "the order of the model, which all shapes fit" if in_order else "the only order that shapes allow"
+            parts.notes.append(f"the optimizer numbers its parameters; they are taken in {how}")
         by_text = {str(name): own for name, own in naming.items()}
         for path, leaf in self._states:
             name = by_text.get(str(path[0]))
@@ -177,10 +187,19 @@ class _Optimizer:
         parts.groups += tuple(
             ParamGroup(
                 params=tuple(naming[name] for name in params[number]),
-                hyper={key: value for key, value in self._groups[number].items() if key != _PARAMS},
+                hyper={key: value for key, value in self._groups[number].items() if key not in (_PARAMS, _NAMES)},
             )
             for number in params
         )
+
+    def _said_names(self, params: Mapping[int, Sequence[str | int]]) -> dict[str | int, str]:
+        """Names as the groups have them: of numbers, those beside them (torch 2.6 and later, of named parameters)."""
+        naming: dict[str | int, str] = {}
+        for number, own in params.items():
+            names = self._groups[number].get(_NAMES)
+            said = names if isinstance(names, list) and len(names) == len(own) else own
+            naming |= {key: bare_name(str(name)) for key, name in zip(own, said, strict=True)}
+        return naming
 
     def _params(self, group: Mapping[str, object], where: str) -> Sequence[str | int]:
         params = group.get(_PARAMS)
@@ -197,15 +216,19 @@ class _Optimizer:
         strays = []
         for key, leaf in self._flat:
             kind, _, rest = key.partition(".")
-            name = _longest_name(_bare(rest), parts.model)
-            if name is None:
-                strays.append(key)
-                continue
-            last = _bare(rest)[len(name) + 1 :]
-            if kind == _STATE:
-                parts.states.setdefault(name, {})[last] = leaf
+            name = _longest_name(bare_name(rest), parts.model)
+            names, last = _taken_apart(bare_name(rest), parts.model)
+            if name is not None:
+                names, last = (name,), bare_name(rest)[len(name) + 1 :]
+            elif names:
+                parts.lost.update(dict.fromkeys(names, Loss(why=_FUSED_WHY)))
             else:
-                hyper.setdefault(name, {})[last] = leaf.value
+                strays.append(key)
+            for own in names:
+                if kind != _STATE:
+                    hyper.setdefault(own, {})[last] = leaf.value
+                elif own not in parts.lost:
+                    parts.states.setdefault(own, {})[last] = leaf
         if strays:
             raise MalformedError(
                 f"{where}: the optimizer has {counted(len(strays), 'entry', 'entries')} of no parameter of the model:\n"
@@ -221,6 +244,17 @@ def _grouped(hyper: Mapping[str, Mapping[str, object]]) -> Iterable[ParamGroup]:
         groups.setdefault(repr(sorted(own.items())), []).append(name)
     for names in groups.values():
         yield ParamGroup(params=tuple(names), hyper=dict(hyper[names[0]]))
+
+
+def _taken_apart(text: str, names: Mapping[str, Leaf]) -> tuple[tuple[str, ...], str]:
+    """The parameters that the model has for a fused one at the start of `text`, and what follows it; none: no such."""
+    for fused, parts in _FUSED.items():
+        module, _, rest = text.partition(f".{fused}.")
+        kind, _, last = rest.partition(".")
+        apart = tuple(f"{module}.{part}.{kind}" for part in parts)
+        if all(name in names for name in apart):
+            return apart, last
+    return (), ""
 
 
 def _longest_name(text: str, names: Mapping[str, Leaf]) -> str | None:
@@ -259,7 +293,7 @@ def _model_root(leaves: Iterable[Leaf], wanted: set[str]) -> Path:
     for leaf in leaves:
         if leaf.shape is not None and isinstance(leaf.path[-1], str):
             found[leaf.path[:-1]] += 1
-            named[leaf.path[:-1]] += _bare(leaf.path[-1]) in wanted
+            named[leaf.path[:-1]] += bare_name(leaf.path[-1]) in wanted
     return max(found, key=lambda root: (named[root], found[root], -len(root)), default=())
 
 
@@ -268,13 +302,13 @@ def _name_below(leaf: Leaf, root: Path) -> str | None:
     below = leaf.path[len(root) :]
     if leaf.shape is None or leaf.path[: len(root)] != root or not below or (not root and len(below) > 1):
         return None
-    return _bare(".".join(map(str, below)))
+    return bare_name(".".join(map(str, below)))
 
 
-def _bare(name: str) -> str:
+def bare_name(name: str) -> str:
     """The name without the modules that only wrap others, and without the `module.` of DDP.
 
-    >>> _bare("module.layers.0._checkpoint_wrapped_module.w")
+    >>> bare_name("module.layers.0._checkpoint_wrapped_module.w")
     'layers.0.w'
     """
     parts = [part for part in name.split(".") if part not in _WRAPPERS]

@@ -5,8 +5,8 @@
 
 Keys are those of `get_state_dict`: `model.<name>`, `optimizer.state.<name>.exp_avg`, and the groups either by number
 (`--set style=nested`, the default) or by parameter (`flattened`, for pipelines; `torchtitan` has no `model.` before
-names besides); `accelerate` has model and optimizer in folders of their own. A script asks for the keys that it knows;
-what else is there does no harm.
+names besides); `accelerate` has model and optimizer in folders of their own, and `lightning` other names for both. A
+script asks for the keys that it knows; what else is there does no harm.
 
 torch asks for every setting that its optimizer has, so that those which another framework lacks are written as torch
 has them by default (torch 2.13, `torch/optim/adamw.py`).
@@ -15,11 +15,10 @@ has them by default (torch 2.13, `torch/optim/adamw.py`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from struct import pack, unpack
 
-from ucp.contract.companions import is_companion, place_companions
+from ucp.contract.companions import companions_of, is_companion, place_companions
 from ucp.contract.protocols import Target
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex, check_weights
@@ -27,7 +26,7 @@ from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
-from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import UnsupportedError, UsageError, counted
 from ucp.io.dcp.emit import DcpDraft, NewChunk
@@ -35,27 +34,29 @@ from ucp.io.torch_file.draft import Drafted, Part, target_plan
 from ucp.transfer.probe import Prober
 from ucp_formats.torch.cuts import Cuts
 from ucp_formats.torch.locate import MODEL, OPTIMIZER
+from ucp_formats.torch.settings import (
+    DECOUPLED,
+    checked_decoupled,
+    decay_notes,
+    is_adam,
+    number_as,
+    rate_notes,
+    settings_of,
+)
 
 __all__ = ["DcpTarget"]
 
-_STYLES = ("nested", "flattened", "torchtitan", "accelerate")
+_STYLES = ("nested", "flattened", "torchtitan", "accelerate", "lightning")
 
-_ADAMW: Mapping[str, object] = {
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-}
-"""Settings of torch's Adam and AdamW that other frameworks do not have."""
+_ROOTS = {"torchtitan": ((), "optimizer"), "lightning": (("state_dict",), "optimizer_0")}
+"""Path of the model and key of the optimizer, where they are not `model` and `optimizer`."""
 
-_DECOUPLED = "decoupled_weight_decay"
-"""The one of them that tells AdamW from Adam."""
+_OF_CLIENTS = frozenset({"trainer_state.json", "scheduler.bin"})
+"""Files of the Trainer and of accelerate, which lie beside a checkpoint of theirs."""
 
 _SETTINGS = {
     "style": f"keys of the state dict: {', '.join(_STYLES)}",
-    _DECOUPLED: "true for AdamW, false for Adam, where the source does not say",
+    DECOUPLED: "true for AdamW, false for Adam, where the source does not say",
 }
 
 
@@ -112,7 +113,7 @@ def _checked_style(options: TargetOptions) -> str:
         raise UsageError("torch's checkpoints have no tag: the folder is the name. Drop --tag")
     if STEP in options.dtypes:
         raise UsageError(f"torch keeps {STEP} in float32; drop --dtype {STEP}=...")
-    choices = {"style": _STYLES, _DECOUPLED: ("true", "false")}
+    choices = {"style": _STYLES, DECOUPLED: ("true", "false")}
     for key, value in options.settings.items():
         if value not in choices[key]:
             raise UsageError(f"expected --set {key}={'|'.join(choices[key])}; got {value}")
@@ -126,9 +127,8 @@ class _Drafting:
         self._index = index
         self._dtypes = {state: DType(name) for state, name in options.dtypes.items()}
         self._style = style
-        self._decoupled = options.settings.get(_DECOUPLED)
-        if self._decoupled is not None and any(_DECOUPLED in own.hyper for own in index.groups):
-            raise UsageError(f"the source says {_DECOUPLED} itself; drop --set {_DECOUPLED}=...")
+        self._prefix, self._root = _ROOTS.get(style, (("model",), "optimizer"))
+        self._decoupled = checked_decoupled(index, options)
         self._cuts = cuts
         self._prober = prober
         folders = (MODEL, OPTIMIZER) if style == "accelerate" else ("",)
@@ -142,14 +142,13 @@ class _Drafting:
 
     def _out(self, path: tuple[object, ...]) -> DcpDraft:
         """The checkpoint that an entry is of: accelerate has the optimizer in one of its own."""
-        return self._drafts[-1 if path[0] == "optimizer" else 0]
+        return self._drafts[-1 if path[0] == self._root else 0]
 
     def model(self) -> None:
         """Parameters and buffers, under every name they have."""
         names = {name: name for name in self._index.atoms} | dict(self._index.aliases)
-        prefix = () if self._style == "torchtitan" else ("model",)
         for name, first in names.items():
-            self._state((*prefix, name), self._index.atoms[first], WEIGHT)
+            self._state((*self._prefix, name), self._index.atoms[first], WEIGHT)
 
     def optimizer(self) -> None:
         """States and groups."""
@@ -158,30 +157,26 @@ class _Drafting:
             for state in atom.states:
                 if state != WEIGHT:
                     path = (f"state.{atom.name}.{state}",) if is_flat else ("state", atom.name, state)
-                    self._state(("optimizer", *path), atom, state)
+                    self._state((self._root, *path), atom, state)
         for number, group in enumerate(self._index.groups):
             self._group(number, group, is_flat=is_flat)
         self.notes += _group_notes(self._index)
-        if self._decoupled is None and any(_is_adam(own) and _DECOUPLED not in own.hyper for own in self._index.groups):
-            self.notes.append(
-                f"the source does not say whether weight decay is decoupled: written as AdamW has it. For Adam pass "
-                f"--set {_DECOUPLED}=false"
-            )
+        self.notes += decay_notes(self._index, self._decoupled)
 
     def _group(self, number: int, group: ParamGroup, *, is_flat: bool) -> None:
-        settings = _settings(group, is_decoupled=self._decoupled != "false")
+        settings = settings_of(group, is_decoupled=self._decoupled != "false")
         if not is_flat:
             for key, value in (*settings.items(), ("params", list(group.params))):
-                self._value(("optimizer", "param_groups", number, key), value)
+                self._value((self._root, "param_groups", number, key), value)
             return
         for name in group.params:
             for key, value in settings.items():
-                self._value(("optimizer", f"param_groups.{name}.{key}"), value)
+                self._value((self._root, f"param_groups.{name}.{key}"), value)
 
     def others(self) -> None:
         """What is neither, as far as it is no other framework's."""
         is_ours = (self._index.origin or self._index.format) == DcpTarget.name
-        has_room = self._style != "accelerate"  # which keeps all of them in files of its own
+        has_room = self._style not in ("accelerate", "lightning")  # which keep all of them in files of their own
         left = []
         for extra in (own for own in self._index.extras if not is_companion(own)):
             is_scheduler = extra.name == "lr_scheduler" and isinstance(extra.value, dict)
@@ -194,6 +189,10 @@ class _Drafting:
         if left:
             names = ", ".join(sorted(set(left)))
             self.notes.append(f"no place for these extras in keys of the style {self._style}, left out: {names}")
+        clients = {own.name for own in companions_of(self._index)} & _OF_CLIENTS
+        if clients and self._style != "accelerate":
+            names = ", ".join(sorted(clients))
+            self.notes.append(f"{names} beside: the Trainer and accelerate load what --set style=accelerate writes")
         if self._style == "torchtitan" and "train_state" not in {own.name for own in self._index.extras}:
             self.notes.append(
                 "no train_state and dataloader in the source: a run of torchtitan asks for them; name them in "
@@ -236,7 +235,7 @@ class _Drafting:
                 "as one without dims. Leave the optimizer out (--include '*/weight'), or take another target"
             )
         dtype = DType.FLOAT32 if name == STEP else state.dtype
-        data = _number(self._prober, state, dtype)
+        data = number_as(self._prober, state, dtype)
         if dtype is not state.dtype:
             self.casts[f"{name}: {state.dtype} -> {dtype}"] += 1
         self._put(path, dtype, (), [NewChunk(offsets=(), sizes=(), data=data, rank=self._cuts.rank(param))])
@@ -257,17 +256,12 @@ def _key(path: tuple[object, ...]) -> str:
     return ".".join(map(str, path))
 
 
-def _is_adam(group: ParamGroup) -> bool:
-    return "betas" in group.hyper
-
-
 def _group_notes(index: Index) -> Iterator[str]:
     """What torch asks for and the source does not have."""
-    if any("initial_lr" not in group.hyper for group in index.groups):
-        yield "no initial_lr in the source: the current lr is written, which schedulers do not read again"
+    yield from rate_notes(index)
     trained = [index.atoms[name] for group in index.groups for name in group.params]
     full = {state for own in trained for state in own.states}
-    full |= {STEP, "exp_avg", "exp_avg_sq"} if any(map(_is_adam, index.groups)) else set()
+    full |= {STEP, "exp_avg", "exp_avg_sq"} if any(map(is_adam, index.groups)) else set()
     bare = [own.name for own in trained if full - own.states.keys()]
     if bare:
         yield (
@@ -276,27 +270,3 @@ def _group_notes(index: Index) -> Iterator[str]:
             "torch.distributed.checkpoint.load stops at a state that it asks for and does not find; load with "
             "DefaultLoadPlanner(allow_partial_load=True)"
         )
-
-
-def _settings(group: ParamGroup, *, is_decoupled: bool) -> dict[str, object]:
-    """Settings of a group, and those of torch's optimizers that it lacks.
-
-    A group has `initial_lr` once a scheduler is made; schedulers have it in their own state (`base_lrs`) besides.
-    """
-    own = {
-        key: tuple(value) if key == "betas" and isinstance(value, list) else value for key, value in group.hyper.items()
-    }
-    defaults = {**_ADAMW, _DECOUPLED: is_decoupled} if _is_adam(group) else {}
-    if "lr" in own:
-        defaults["initial_lr"] = own["lr"]
-    return {**{key: value for key, value in defaults.items() if key not in own}, **own}
-
-
-def _number(prober: Prober, state: StateIndex, dtype: DType) -> bytes:
-    """The one element of a state, in another type where it is another."""
-    ref = state.fragments[0].ref
-    data = ref.data if isinstance(ref, InlineTensor) else prober.window(ref, 0, 1)
-    if state.dtype is dtype:
-        return bytes(data)
-    form = {DType.INT64: "<q", DType.INT32: "<i", DType.FLOAT64: "<d", DType.FLOAT32: "<f"}[state.dtype]
-    return pack("<f", unpack(form, data)[0])

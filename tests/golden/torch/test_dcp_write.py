@@ -77,6 +77,8 @@ def test_accelerate_has_model_and_optimizer_in_folders_of_their_own(tmp_path: Pa
     assert same(by_torch(tmp_path / "out" / "optimizer_0"), {"optimizer": wanted["optimizer"]})
     assert (tmp_path / "out" / "trainer_state.json").read_text() == "{}"
     assert ucp.diff(source, tmp_path / "out").equal
+    told = [ucp.plan(source, to="dcp", settings=own).notes for own in ({}, {"style": "accelerate"})]
+    assert [any("load what --set style=accelerate writes" in note for note in own) for own in told] == [True, False]
 
 
 def test_buffers_are_whole_and_stay_buffers(tmp_path: Path) -> None:

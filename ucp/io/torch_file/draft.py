@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from pathlib import PurePath
 
 from ucp.core.dtypes import DType
 from ucp.core.index import Index
 from ucp.core.slices import Slice
-from ucp.core.target import OutputFile, Placement, RawCopy, TargetPlan, casts
+from ucp.core.target import Literal, OutputFile, Placement, RawCopy, TargetPlan, casts
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.io.torch_file.copy_extras import grafted
@@ -81,6 +82,7 @@ class FileDraft:
         self._path = path
         self._filled: list[tuple[NewStorage, Part]] = []
         self._moved: dict[NewStorage, TensorRef] = {}
+        self._known: dict[NewStorage, bytes] = {}
 
     def tensor(self, own: Slice) -> NewTensor:
         """A tensor that is all of the local tensor of a slice."""
@@ -91,6 +93,12 @@ class FileDraft:
         storage = NewStorage(dtype, prod(shape))
         self._filled += [(storage, part) for part in parts if part.slice.nbytes]
         return NewTensor(storage=storage, shape=shape, strides=contiguous_strides(shape))
+
+    def known(self, dtype: DType, shape: tuple[int, ...], data: bytes) -> NewTensor:
+        """A tensor whose elements, row-major and little-endian, are known."""
+        tensor = self.filled(dtype, shape)
+        self._known[tensor.storage] = data
+        return tensor
 
     def carried(self, value: object) -> object:
         """A value of the source's extras, its tensors copied into this file."""
@@ -111,5 +119,7 @@ class FileDraft:
         copies = [
             RawCopy(src=ref, path=self._path, offset=layout.storages[storage]) for storage, ref in self._moved.items()
         ]
-        file = OutputFile(path=self._path, nbytes=layout.nbytes, literals=layout.literals, crcs=layout.crcs)
+        known = (Literal(layout.storages[storage], data) for storage, data in self._known.items())
+        literals = tuple(sorted((*layout.literals, *known), key=attrgetter("offset")))
+        file = OutputFile(path=self._path, nbytes=layout.nbytes, literals=literals, crcs=layout.crcs)
         return Drafted(file, tuple(places), tuple(copies))

@@ -1,0 +1,1 @@
+"""Files of plain `torch.save`: one per rank, or one for a whole run."""

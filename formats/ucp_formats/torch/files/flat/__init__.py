@@ -1,0 +1,1 @@
+"""FSDP1's flat parameters, in models (LOCAL_STATE_DICT) and in optimizers."""

@@ -1,0 +1,187 @@
+"""FSDP1's flat parameters: many parameters end to end, cut over ranks without regard to where one ends.
+
+A flat parameter belongs to a wrapped module. It holds the parameters below that module that no wrapped module further
+down holds, in the order in which they were registered, which is that of a state dict. Its length is that of all of
+them, padded to a multiple of the ranks; with `use_orig_params` each starts at a multiple of 16 bytes. A file says none
+of these, only lengths: what is taken is what fits, and it must be the only way to fit.
+
+Sources: torch 2.13, `torch/distributed/fsdp/_flat_param.py` (`_init_flat_param_and_metadata`, `_get_unpadded_shard`).
+
+>>> from ucp.core.dtypes import DType
+>>> shards = [TensorRef(path=f"rank{r}", offset=0, dtype=DType.FLOAT32, shape=(4,), strides=(1,)) for r in (0, 1)]
+>>> found = unflattened({"a": (3,), "b": (2, 2)}, [shards], numel=8, where="x")
+>>> [(str(own.box), own.ref.path) for own in found["b"].fragments]
+[('[0:1, 0:1]', 'rank0'), ('[0:1, 1:2]', 'rank1'), ('[1:2, 0:2]', 'rank1')]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+
+from ucp.contract.registry import pattern
+from ucp.core.fragments import Stored, fragments
+from ucp.core.layout import AxisLayout, Layout, Pattern
+from ucp.core.tensor import TensorRef
+from ucp.errors import MalformedError
+from ucp_formats.torch.files.joined import COPIES, Joined
+
+__all__ = ["Shapes", "pieces_joined", "starts_of", "unflattened", "units_of"]
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Name to elements per dim, in the order of the model."""
+
+_ALIGNMENT = 16
+"""Bytes at which parameters start with `use_orig_params`."""
+
+
+def starts_of(shapes: Shapes, numel: int, ranks: int, itemsize: int) -> list[int] | None:
+    """Element at which each parameter starts in a flat one of `numel` elements; None where they do not fit.
+
+    >>> starts_of({"a": (35,), "b": (7,)}, 44, 2, 4), starts_of({"a": (35,), "b": (7,)}, 42, 2, 4)
+    ([0, 36], [0, 35])
+    """
+    counts = [prod(shape) for shape in shapes.values()]
+    for grain in (1, _ALIGNMENT // itemsize):
+        starts = list(accumulate((-(-own // grain) * grain for own in counts[:-1]), initial=0))
+        stop = starts[-1] + counts[-1]
+        if numel in (stop, -(-stop // ranks) * ranks):
+            return starts
+    return None
+
+
+def unflattened(
+    shapes: Shapes, copies: Sequence[Sequence[TensorRef | None]], *, numel: int, where: str
+) -> dict[str, Joined]:
+    """The parameters in a flat one of `numel` elements. `copies`: the shards of it, in order, once for each copy.
+
+    Raises MalformedError where the parameters do not make up the flat one.
+    """
+    every = [ref for shards in copies for ref in shards if ref is not None]
+    ranks, dtype = len(copies[0]), every[0].dtype
+    starts = starts_of(shapes, numel, ranks, dtype.itemsize)
+    if starts is None:
+        raise MalformedError(
+            f"{where} has {numel} elements, padded over {ranks} ranks; its parameters have "
+            f"{sum(map(prod, shapes.values()))}: {', '.join(shapes)}. The shapes are those of another model"
+        )
+    share = -(-numel // ranks)
+    found = {}
+    for (name, shape), start in zip(shapes.items(), starts, strict=True):
+        stored = [
+            (copy, number, ref, max(start - number * share, 0))
+            for copy, shards in enumerate(copies)
+            for number, ref in enumerate(shards)
+            if ref is not None
+        ]
+        found[name] = _joined(shape, pattern("partition", start=start, share=share), stored, (len(copies), ranks))
+    return found
+
+
+def pieces_joined(shape: tuple[int, ...], copies: Sequence[Sequence[TensorRef | None]], where: str) -> Joined:
+    """A parameter of which every rank has a stretch, one after another (`use_orig_params`).
+
+    Raises MalformedError where they are not as many elements as it has.
+    """
+    widths = {tuple(0 if ref is None else ref.numel for ref in shards) for shards in copies}
+    if len(widths) != 1 or sum(held := next(iter(widths))) != prod(shape):
+        raise MalformedError(
+            f"expected {prod(shape)} elements of {where} over all ranks; got {' or '.join(map(str, map(sum, widths)))}"
+        )
+    stored = [
+        (copy, number, ref, 0)
+        for copy, shards in enumerate(copies)
+        for number, ref in enumerate(shards)
+        if ref is not None
+    ]
+    return _joined(shape, pattern("cut", dim=0, widths=(held,)), stored, (len(copies), len(held)))
+
+
+def _joined(
+    shape: tuple[int, ...], cut: Pattern, stored: Sequence[tuple[int, int, TensorRef, int]], degrees: tuple[int, int]
+) -> Joined:
+    """A parameter from what ranks stored of it: copy, place among the shards, shard, element where it starts there."""
+    known = "flat parameters of FSDP1"
+    copies = (AxisLayout(COPIES, degrees[0], pattern("replicate"), known),) if degrees[0] > 1 else ()
+    layout = Layout(axes=copies, flat=(AxisLayout("dp_shard", degrees[1], cut, known),))
+    places = [Stored({COPIES: copy, "dp_shard": number}, ref, start) for copy, number, ref, start in stored]
+    return Joined(
+        dtype=stored[0][2].dtype,
+        shape=shape,
+        fragments=fragments(layout, shape, places),
+        layout=layout,
+        is_shared=True,
+    )
+
+
+def units_of(shapes: Shapes, lengths: Sequence[int], ranks: int) -> list[list[str]] | None:
+    """Names that each of the flat parameters of these lengths holds; None where none, or several ways fit.
+
+    `lengths`: elements with padding, in the order of the optimizer: the outermost module first, if it has any of its
+    own, then those below it in the order of the model. Modules wrapped within wrapped ones are not looked for.
+
+    >>> shapes = {"emb": (6,), "l.0.w": (4,), "l.0.b": (1,), "l.1.w": (4,), "l.1.b": (1,)}
+    >>> units_of(shapes, [6, 6, 6], 2)
+    [['emb'], ['l.0.w', 'l.0.b'], ['l.1.w', 'l.1.b']]
+    """
+    names = list(shapes)
+    found: dict[tuple[tuple[str, ...], ...], None] = {}
+    for has_root in (True, False):
+        inner = [*lengths[1:]] if has_root else [*lengths]
+        for runs in _runs(shapes, inner, lengths[0] if has_root else 0, ranks):
+            inside = {name for low, high in runs for name in names[low:high]}
+            root = [tuple(name for name in names if name not in inside)] if has_root else []
+            found[*root, *(tuple(names[low:high]) for low, high in runs)] = None
+    return [list(own) for own in next(iter(found))] if len(found) == 1 else None
+
+
+_Runs = tuple[tuple[int, int], ...]
+"""First and one past the last of the names that each unit below the outermost holds."""
+
+
+def _runs(shapes: Shapes, inner: Sequence[int], root_length: int, ranks: int) -> list[_Runs]:
+    """Ways to give each unit a module's names, the first two; what is left over is the outermost module's."""
+    names = list(shapes)
+    ways: list[dict[tuple[int, int], list[_Runs]]] = [{} for _ in range(len(names) + 1)]
+    ways[0][0, 0] = [()]
+    for at, name in enumerate(names):
+        stops = [(stop, _padded(_total(names[at:stop], shapes), ranks)) for stop in _stops(names, at)]
+        for (units, left), runs in ways[at].items():
+            if (more := left + prod(shapes[name])) <= root_length:
+                _add(ways[at + 1], (units, more), runs)
+            for stop, length in stops:
+                if units < len(inner) and length == inner[units]:
+                    _add(ways[stop], (units + 1, left), [(*own, (at, stop)) for own in runs])
+        ways[at] = {}
+    ends = [
+        runs for (units, left), runs in ways[-1].items() if units == len(inner) and _padded(left, ranks) == root_length
+    ]
+    return [own for runs in ends for own in runs][:2]
+
+
+def _add(ways: dict[tuple[int, int], list[_Runs]], key: tuple[int, int], runs: list[_Runs]) -> None:
+    ways[key] = [*ways.get(key, []), *runs][:2]
+
+
+def _stops(names: list[str], at: int) -> Iterator[int]:
+    """Ends of the runs of names, from `at` on, that are all those of one module."""
+    parts = names[at].split(".")
+    ends = set()
+    for depth in range(1, len(parts)):
+        prefix = ".".join(parts[:depth]) + "."
+        if at and names[at - 1].startswith(prefix):
+            continue
+        stop = at
+        while stop < len(names) and names[stop].startswith(prefix):
+            stop += 1
+        ends.add(stop)
+    yield from sorted(ends)
+
+
+def _total(names: Sequence[str], shapes: Shapes) -> int:
+    return sum(prod(shapes[name]) for name in names)
+
+
+def _padded(numel: int, ranks: int) -> int:
+    return -(-numel // ranks) * ranks

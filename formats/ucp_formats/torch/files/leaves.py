@@ -1,0 +1,181 @@
+"""Values of `torch.save` as entries of a state dict: one for each tensor of model and optimizer, one for all else.
+
+What ranks saved is walked side by side. Only dicts and lists on the way to a model or an optimizer are taken apart:
+everything else stays the value it was, an extra.
+
+1. An optimizer is a dict with `param_groups`.
+2. The model is the dict with the most tensors under names, outside of optimizers; of equal ones the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ucp.contract.rank_extras import Checksums, per_rank_extras
+from ucp.core.index import Extra
+from ucp.core.tensor import TensorRef
+from ucp.errors import MalformedError
+from ucp.io.pickle.fields import described
+from ucp_formats.torch.files.joined import is_tensor, join
+from ucp_formats.torch.files.parts import part_of
+from ucp_formats.torch.state_dict import Leaf, Path
+
+__all__ = ["FLAT", "Ranked", "Tree", "leaves_of"]
+
+Ranked = Mapping[int, object]
+"""Rank to the value that it saved."""
+
+FLAT = "_flat_param"
+"""Name of a flat parameter of FSDP1."""
+
+_GROUPS = "param_groups"
+_MOST_DEPTH = 16
+"""Levels of dicts and lists above a model or an optimizer, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """Entries of the files of all ranks."""
+
+    model: tuple[Leaf, ...]
+    """Entries of the model; beside flat parameters (FSDP1) the value of a plain tensor is a `Ranked`"""
+    optimizer: tuple[Leaf, ...]
+    """Entries of optimizers; the value of a tensor that ranks saved flat (FSDP1) is a `Ranked`"""
+    extras: tuple[Extra, ...]
+    """Everything else"""
+    aside: tuple[str, ...]
+    """Places in the extras of dicts of tensors, such as further models"""
+
+
+def leaves_of(items: Mapping[Path, Ranked], checksums: Checksums) -> Tree:
+    """Entries of several files. `items`: path below which the value of a file stands, to the value by rank.
+
+    Raises MalformedError where ranks contradict one another.
+    """
+    firsts = {path: next(iter(values.values())) for path, values in items.items()}
+    optimizers = [at for path, own in firsts.items() for at, value in _dicts(own, path) if _is_optimizer(value)]
+    walk = _Walk(_model_path(firsts), optimizers, checksums)
+    for path, values in items.items():
+        walk.go(path, values)
+    return walk.tree()
+
+
+def _is_optimizer(value: dict[object, object]) -> bool:
+    return isinstance(value.get(_GROUPS), list)
+
+
+def _entries(value: object) -> Iterator[tuple[object, object]]:
+    return iter(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
+
+
+def _dicts(value: object, path: Path) -> Iterator[tuple[Path, dict[object, object]]]:
+    """All dicts in a value with their paths, outermost first, and none inside of optimizers."""
+    rest = [(path, value)]
+    for at, own in rest:
+        if isinstance(own, dict):
+            yield at, own
+        if len(at) < _MOST_DEPTH and not (isinstance(own, dict) and _is_optimizer(own)):
+            rest += [((*at, key), inner) for key, inner in _entries(own) if isinstance(inner, dict | list)]
+
+
+def _model_path(firsts: Mapping[Path, object]) -> Path:
+    most = 0
+    found: Path = ("model",)
+    for path, own in firsts.items():
+        for at, value in _dicts(own, path):
+            count = sum(isinstance(key, str) and is_tensor(inner) for key, inner in value.items())
+            if count > most and path != ("optimizer",):
+                most, found = count, at
+    return found
+
+
+class _Walk:
+    """Collects entries of model and optimizers."""
+
+    def __init__(self, model: Path, optimizers: list[Path], checksums: Checksums) -> None:
+        self._model_path = model
+        self._optimizer_paths = optimizers
+        self._checksums = checksums
+        self._has_flat = False
+        self._model: list[Leaf] = []
+        self._states: list[tuple[Path, Ranked]] = []
+        self._values: list[Leaf] = []
+        self._extras: list[Extra] = []
+        self._aside: list[str] = []
+
+    def go(self, path: Path, values: Ranked) -> None:
+        """Take the values at `path`: apart where an entry of model or optimizer lies below, else as they are."""
+        is_tensors = all(map(is_tensor, values.values()))
+        if any(path[: len(root)] == root and path != root for root in self._optimizer_paths):
+            self._in_optimizer(path, values, is_tensors=is_tensors)
+        elif is_tensors and path[:-1] == self._model_path:
+            is_stretch = self._has_flat and all(isinstance(own, TensorRef) for own in values.values())
+            self._model.append(Leaf(path, None, dict(values)) if is_stretch else self._tensor(path, values))
+        elif any(root[: len(path)] == path for root in (self._model_path, *self._optimizer_paths)):
+            self._below(path, values)
+        else:
+            self._other(path, values)
+
+    def _below(self, path: Path, values: Ranked) -> None:
+        if path == self._model_path:
+            self._has_flat = any(str(key).endswith(FLAT) for key, _ in _entries(next(iter(values.values()))))
+        entries = {rank: dict(_entries(own)) for rank, own in values.items()}
+        for key in dict.fromkeys(key for own in entries.values() for key in own):
+            self.go((*path, key), {rank: own[key] for rank, own in entries.items() if key in own})
+
+    def _in_optimizer(self, path: Path, values: Ranked, *, is_tensors: bool) -> None:
+        first = next(iter(values.values()))
+        if is_tensors:
+            self._states.append((path, values))
+        elif isinstance(first, dict) or (isinstance(first, list) and any(isinstance(own, dict) for own in first)):
+            self._below(path, values)
+        else:
+            self._values.append(Leaf(path, None, self._common(path, values)))
+
+    def _tensor(self, path: Path, values: Ranked) -> Leaf:
+        joined = join(values, "/".join(map(str, path)))
+        return Leaf(path, joined.shape, joined, joined.form, joined.content(self._checksums))
+
+    def _common(self, path: Path, values: Ranked) -> object:
+        """The value that all ranks have."""
+        firsts = self._checksums.first_same(values.values())
+        other = next((at for at in firsts if at), None)
+        if other is not None:
+            ranks = list(values)
+            raise MalformedError(
+                f"expected one value of {'/'.join(map(str, path))} on all ranks; rank {ranks[0]} has "
+                f"{described(values[ranks[0]])}, rank {ranks[other]} {described(values[ranks[other]])}. The files are "
+                "of different runs, or of different steps"
+            )
+        return next(iter(values.values()))
+
+    def _other(self, path: Path, values: Ranked) -> None:
+        name = "/".join(map(str, path))
+        self._extras += per_rank_extras(name, values, self._checksums)
+        first = next(iter(values.values()))
+        if isinstance(first, dict) and sum(map(is_tensor, first.values())) > 1:
+            self._aside.append(name)
+
+    def tree(self) -> Tree:
+        """What was collected.
+
+        The own `state_dict` of an optimizer of FSDP1 is told by its plain tensors beside a model in parts.
+        """
+        has_parts = any(getattr(own.value, "is_shared", False) for own in self._model)
+        in_parts = any(part_of(own, "") for _, values in self._states for own in values.values())
+        is_flat = has_parts and not in_parts
+        states = [
+            Leaf(path, None, values) if is_flat and _has_dims(values) else self._tensor(path, values)
+            for path, values in self._states
+        ]
+        return Tree(
+            model=tuple(self._model),
+            optimizer=(*states, *self._values),
+            extras=tuple(self._extras),
+            aside=tuple(self._aside),
+        )
+
+
+def _has_dims(values: Ranked) -> bool:
+    return any(getattr(own, "shape", ()) for own in values.values())

@@ -1,0 +1,153 @@
+"""Which files make up a checkpoint that was saved by `torch.save`, from names alone.
+
+1. A file of every rank (verl, accelerate); verl keeps them in `actor/` or `critic/` of `global_step_N/`.
+2. Weights and an optimizer in a folder (Trainer, accelerate).
+3. One file with everything in it: the path itself, or the only such file of a folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ucp.errors import MissingFileError, UnknownFormatError, UsageError, counted, listed
+from ucp.io.folder import names_in
+from ucp_formats.torch.files.names import (
+    OPTIMIZERS,
+    WEIGHTS,
+    Item,
+    RankFile,
+    is_beside,
+    is_of_another_framework,
+    is_torch_file,
+    item_of_rank,
+    name_of_rank,
+)
+
+__all__ = ["Located", "is_of_the_format", "locate", "the_files"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """What a path resolves to."""
+
+    root: Path
+    """Folder of the checkpoint, or its one file."""
+    files: Mapping[Item, Mapping[int, str]]
+    """What is in it: item to rank to name of the file; of what no rank saved for itself, rank 0."""
+    ranks: int = 1
+    """Ranks that files are of."""
+    choices: tuple[str, ...] = ()
+    """Folders or files to choose from, where there are several."""
+    reasons: tuple[str, ...] = ()
+    """What was seen."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder that the files lie in."""
+        return self.root if self.root.is_dir() else self.root.parent
+
+
+def locate(path: Path) -> Located | None:
+    """The checkpoint at `path`, or None if there is none."""
+    if path.is_file():
+        found = is_torch_file(path.name) and not is_beside(path.name) and not is_of_another_framework(path.name)
+        rank = item_of_rank(path.name)
+        if rank is not None:
+            return _of_ranks(path.parent, [path.name])
+        return Located(root=path, files={"all": {0: path.name}}, reasons=(path.name,)) if found else None
+    if not path.is_dir():
+        return None
+    if (found_here := _seen(path)) is not None:
+        return found_here
+    below = {name: own for name in sorted(names_in(path)) if (own := _ranks_in(path / name)) is not None}
+    if len(below) == 1:
+        ((name, own),) = below.items()
+        return Located(root=own.root, files=own.files, ranks=own.ranks, reasons=(name, *own.reasons))
+    return Located(root=path, files={}, choices=tuple(below), reasons=tuple(below)) if below else None
+
+
+def _seen(path: Path) -> Located | None:
+    """The checkpoint that the folder `path` itself is."""
+    if (of_ranks := _ranks_in(path)) is not None:
+        return of_ranks
+    names = sorted(name for name in names_in(path) if (path / name).is_file())
+    weights = next((name for name in WEIGHTS if name in names), None)
+    optimizer = next((name for name in OPTIMIZERS if name in names), None)
+    if weights is not None and optimizer is not None:
+        return Located(
+            root=path, files={"model": {0: weights}, "optimizer": {0: optimizer}}, reasons=(weights, optimizer)
+        )
+    if weights == "pytorch_model_fsdp.bin":
+        return Located(root=path, files={"model": {0: weights}}, reasons=(weights,))
+    own = [name for name in names if is_torch_file(name) and not is_beside(name) and not name.endswith(".bin")]
+    if len(own) != 1 or is_of_another_framework(own[0]) or ".metadata" in names:
+        return None
+    return Located(root=path, files={"all": {0: own[0]}}, reasons=(f"the only checkpoint, {own[0]}",))
+
+
+def _ranks_in(path: Path) -> Located | None:
+    names = [name for name in sorted(names_in(path)) if item_of_rank(name) is not None] if path.is_dir() else []
+    return _of_ranks(path, names) if any("model" in name for name in names) else None
+
+
+def _of_ranks(path: Path, names: Iterable[str]) -> Located:
+    files: dict[Item, dict[int, str]] = {}
+    every = dict(_rank_files(names))
+    for name, own in every.items():
+        files.setdefault(own.item, {})[own.rank] = name
+    said = {own.ranks for own in every.values() if own.ranks is not None}
+    ranks = max([*said, *(own.rank + 1 for own in every.values())])
+    globs = dict.fromkeys(name.replace(f"{own.rank}.", "*.") for name, own in every.items())
+    return Located(root=path, files=files, ranks=ranks, reasons=tuple(globs)[:4])
+
+
+def _rank_files(names: Iterable[str]) -> Iterator[tuple[str, RankFile]]:
+    for name in names:
+        own = item_of_rank(name)
+        assert own is not None  # chosen by it
+        yield name, own
+
+
+def the_files(located: Located | None, path: Path) -> Located:
+    """The checkpoint found. Raises UnknownFormatError, UsageError, MissingFileError naming all ranks without a file."""
+    if located is None:
+        raise UnknownFormatError(f"expected a checkpoint saved by torch.save at {path}; none is there")
+    if located.choices:
+        raise UsageError(
+            f"{path} holds {counted(len(located.choices), 'checkpoint')}; pass one of them:\n"
+            f"{listed(str(path / name) for name in located.choices)}"
+        )
+    if path.is_file() and item_of_rank(path.name) is not None:
+        raise UsageError(f"{path} is the file of one rank; pass the folder that holds those of all: {path.parent}")
+    _check_ranks(located)
+    return located
+
+
+def _check_ranks(located: Located) -> None:
+    names = [name for own in located.files.values() for name in own.values()]
+    said = sorted({own.ranks for _, own in _rank_files(filter(item_of_rank, names)) if own.ranks is not None})
+    if len(said) > 1:
+        raise UsageError(
+            f"{located.root} holds files of runs of {' and '.join(map(str, said))} ranks: move those of all but one "
+            "elsewhere"
+        )
+    missing = [
+        name_of_rank(next(iter(own.values())), rank)
+        for own in located.files.values()
+        for rank in range(located.ranks)
+        if rank not in own
+    ]
+    if missing:
+        raise MissingFileError(
+            f"expected a file of each of {counted(located.ranks, 'rank')} in {located.root}; "
+            f"{counted(len(missing), 'file is', 'files are')} not there:\n{listed(missing)}\nCopy them from where the "
+            "run saved them: every node keeps its own"
+        )
+
+
+def is_of_the_format(path: Path) -> bool:
+    """Whether an entry of a checkpoint's folder is part of the checkpoint itself."""
+    name = path.name
+    return item_of_rank(name) is not None or name in (*WEIGHTS, *OPTIMIZERS, "fsdp_config.json")

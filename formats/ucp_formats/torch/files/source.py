@@ -1,0 +1,213 @@
+"""Format `torch`: what scripts, trainers and ranks save by plain `torch.save`.
+
+1. Find the files (`locate`), and what each says (`ucp.io.torch_file`): nothing is executed.
+2. Tell model, optimizer and the rest (`leaves`, `ucp_formats.torch.state_dict`), all ranks side by side; put together
+   what ranks hold in parts (`joined`) or in flat parts (`flat`).
+3. Make atoms of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import cast
+
+from ucp.contract.companion_files import SaveFolder, with_companions
+from ucp.contract.protocols import Evidence, Format, SourceOptions
+from ucp.contract.rank_extras import Checksums
+from ucp.contract.transformers_models import in_model_order, tied_output
+from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile
+from ucp.core.names import WEIGHT
+from ucp.core.tensor import Record
+from ucp.core.topology import Topology
+from ucp.errors import MalformedError, counted, listed
+from ucp.io.dcp.collection import no_cycle_collection
+from ucp.io.identity import source_file
+from ucp.io.torch_file.archive import read_archive
+from ucp_formats.torch.files.flat.lengths import Shapes
+from ucp_formats.torch.files.flat.model import with_parameters
+from ucp_formats.torch.files.flat.optimizer import states_by_name
+from ucp_formats.torch.files.joined import Joined
+from ucp_formats.torch.files.leaves import Tree, leaves_of
+from ucp_formats.torch.files.locate import Located, is_of_the_format, locate, the_files
+from ucp_formats.torch.files.names import Item
+from ucp_formats.torch.files.shapes import shapes_from
+from ucp_formats.torch.files.weights import Weights, read_weights
+from ucp_formats.torch.locate import step_in
+from ucp_formats.torch.state_dict import Leaf, Parts, sorted_out
+from ucp_formats.torch.state_dict import Path as TreePath
+
+__all__ = ["TorchFormat"]
+
+_STEPS = ("step", "global_step", "iteration", "iter_num")
+_PATHS: Mapping[Item, TreePath] = {"model": ("model",), "optimizer": ("optimizer",), "others": (), "all": ()}
+"""Where the value of a file stands in the state dict of the whole checkpoint."""
+
+
+class TorchFormat(Format):
+    """Format `torch`."""
+
+    name = "torch"
+    takes_shapes = True
+
+    def __init__(self, options: SourceOptions | None = None) -> None:
+        self._options = options or SourceOptions()
+
+    def configured(self, options: SourceOptions) -> TorchFormat:
+        """The same format, with shapes that the user points to."""
+        if options.family is not None or options.patterns is not None:
+            return cast("TorchFormat", super().configured(options))  # which raises
+        return TorchFormat(options)
+
+    def _shapes(self) -> Shapes | None:
+        path = self._options.shapes_from
+        return None if path is None else shapes_from(path)
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Whether `path` is, or leads to, such files."""
+        located = locate(path)
+        return None if located is None else Evidence(root=located.root, reasons=located.reasons)
+
+    def read(self, path: Path) -> Index:
+        """Index of the checkpoint at `path`."""
+        located = the_files(locate(path), path)
+        with no_cycle_collection():
+            index = _Reading(located, self._shapes()).index(self.name)
+        folder = SaveFolder(located.root) if located.root.is_dir() else None
+        return with_companions(index, folder, is_own=lambda own: is_of_the_format(own) or own.name in _names(located))
+
+
+def _names(located: Located) -> set[str]:
+    return {name for files in located.files.values() for name in files.values()}
+
+
+class _Reading:
+    """A checkpoint while its index is made."""
+
+    def __init__(self, located: Located, shapes: Shapes | None) -> None:
+        self._located = located
+        self._folder = os.path.abspath(located.folder)
+        self._shapes = shapes
+        self._in_order = True
+        self._config: Mapping[str, object] = {}
+        self._records: list[Record] = []
+        self._files: list[SourceFile] = []
+        values = {
+            item: {rank: self._read(item, rank, name) for rank, name in files.items()}
+            for item, files in located.files.items()
+        }
+        self._checksums = Checksums(self._records)
+        tree = leaves_of({_PATHS[item]: own for item, own in values.items()}, self._checksums)
+        is_ordered_by_it = shapes is not None and "safetensors" in located.files.get("model", {}).get(0, "")
+        self._tree: Tree = with_parameters(tree, None if is_ordered_by_it else shapes, str(located.root))
+        optimizer = states_by_name(self._tree, str(located.root))
+        self._saved: Parts = sorted_out((*self._tree.model, *optimizer), str(located.root), in_order=self._in_order)
+        tied = tied_output(self._saved.model, self._config)
+        if tied is not None and tied[0] not in self._saved.model:
+            self._saved.tied[tied[0]] = tied[1]
+
+    def _read(self, item: Item, rank: int, name: str) -> object:
+        path = os.path.join(self._folder, name)
+        if item == "model" and "safetensors" in name:
+            weights = self._ordered(read_weights(self._folder, name))
+            self._in_order = weights.is_in_order
+            self._config = weights.config
+            self._files += [source_file(own, "weights") for own in weights.files]
+            return weights.tensors
+        archive = read_archive(path)
+        self._records += archive.records
+        of_rank = f" of rank {rank}" if self._located.ranks > 1 else ""
+        self._files.append(source_file(path, f"{'checkpoint' if item == 'all' else item}{of_rank}"))
+        return archive.root
+
+    def _ordered(self, weights: Weights) -> Weights:
+        """Weights in the order of the model: that of what the user points to, or of a model that is known."""
+        if self._shapes is not None:
+            return weights.in_order_of([*self._shapes])
+        return weights.in_order_of(in_model_order(weights.tensors, weights.config.get("model_type")))
+
+    def index(self, name: str) -> Index:
+        """The index."""
+        saved = self._saved
+        if not saved.model:
+            raise MalformedError(
+                f"expected tensors of a model in {self._located.root}; there are none under names. Pass a file that "
+                "holds a state dict, or the folder with it"
+            )
+        in_groups = {own for group in saved.groups for own in group.params}
+        atoms = {own: self._atom(own, leaf, in_groups) for own, leaf in saved.model.items() if own not in saved.tied}
+        return Index(
+            path=os.path.abspath(self._located.root),
+            format=name,
+            evidence=self._located.reasons,
+            producer=self._producer(),
+            topology=_topology(atoms, self._located.ranks),
+            step=self._step(),
+            atoms=atoms,
+            groups=saved.groups,
+            aliases=saved.tied,
+            unordered=not self._in_order,
+            extras=(*self._tree.extras, *(Extra(name=str(key), value=own) for key, own in saved.others.items())),
+            files=tuple(self._files),
+            records=tuple(self._records),
+            notes=(*saved.notes, *self._notes(atoms)),
+        )
+
+    def _atom(self, name: str, leaf: Leaf, in_groups: set[str]) -> AtomIndex:
+        weight = _joined(leaf)
+        states = {key: _joined(own) for key, own in sorted(self._saved.states.get(name, {}).items())}
+        flat = (own.layout for own in states.values() if own.layout.flat)
+        return AtomIndex(
+            name=name,
+            global_shape=weight.shape,
+            kind=Kind.PARAMETER if name in in_groups or not self._saved.groups else self._untrained(weight),
+            states={WEIGHT: weight.state(), **{key: own.state() for key, own in states.items()}},
+            layout=next(flat, weight.layout),  # FSDP1 keeps parameters flat, and cuts them by rows only to save them
+        )
+
+    def _untrained(self, weight: Joined) -> Kind:
+        """Kind of a tensor that is in no group of the optimizer: ranks share parameters, and no buffers."""
+        is_shared = any(_joined(own).is_shared for own in self._saved.model.values())
+        return Kind.BUFFER if not weight.dtype.is_floating or (is_shared and not weight.is_shared) else Kind.FROZEN
+
+    def _producer(self) -> str:
+        extras = {own.name: own.value for own in self._tree.extras}
+        lightning = extras.get("pytorch-lightning_version")
+        return f"Lightning {lightning}" if isinstance(lightning, str) else "torch.save"
+
+    def _step(self) -> int | None:
+        extras = {own.name: own.value for own in self._tree.extras}
+        for key in _STEPS:
+            if isinstance(found := extras.get(key), int) and not isinstance(found, bool):
+                return found
+        named = [Path(self._folder)] if self._located.root.is_dir() else [Path(self._located.root.stem)]
+        named += [Path(self._folder).parent] if self._located.ranks > 1 else []
+        return next((step for own in named if (step := step_in(own.name)) is not None), None)
+
+    def _notes(self, atoms: Mapping[str, AtomIndex]) -> Iterator[str]:
+        if not self._saved.groups:
+            yield "saved without an optimizer: every parameter counts as trained"
+        frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN]
+        if frozen and not any(_joined(own).is_shared for own in self._saved.model.values()):
+            yield f"in no group of the optimizer, so frozen parameters or buffers:\n{listed(frozen)}"
+        if self._saved.tied:
+            shown = listed(f"{alias} = {name}" for alias, name in self._saved.tied.items())
+            yield f"taken for tied, as all elements are equal, or as config.json says:\n{shown}"
+        if self._tree.aside:
+            yield (
+                f"{counted(len(self._tree.aside), 'more dict', 'more dicts')} of tensors beside the model, kept as "
+                f"extras:\n{listed(self._tree.aside)}"
+            )
+
+
+def _joined(leaf: Leaf) -> Joined:
+    assert isinstance(leaf.value, Joined)
+    return leaf.value
+
+
+def _topology(atoms: Mapping[str, AtomIndex], ranks: int) -> Topology:
+    """Degrees of the run, by the names of the axes of its mesh."""
+    layouts = [atom.layout for atom in atoms.values()]
+    tp = max((axis.parts for own in layouts for axis in own.axes if axis.axis == "tp"), default=1)
+    return Topology(dp=ranks // tp, tp=tp) if ranks % tp == 0 else Topology(dp=ranks)

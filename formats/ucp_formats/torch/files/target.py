@@ -1,0 +1,180 @@
+"""Target `torch`: one file of `torch.save`, for scripts that keep model and optimizer in a dict.
+
+    DST/checkpoint.pt   {"model": {name: tensor}, "optimizer": {"state": {0: {...}}, "param_groups": [{...}]},
+                         "lr_scheduler": {...}, "step": 3}
+
+`torch.load(..., weights_only=True)` reads it. The optimizer is as `torch.optim.Optimizer.state_dict` gives it: states
+by number, `params` a list of numbers, and beside it `param_names` (torch 2.6 and later, of optimizers that were given
+names; others ignore it). Names that are tied are views of one storage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+from ucp.contract.companions import is_companion, place_companions
+from ucp.contract.protocols import Target
+from ucp.core.dtypes import DType
+from ucp.core.index import AtomIndex, Extra, Index, Kind, check_weights
+from ucp.core.names import STEP, WEIGHT
+from ucp.core.pickle_values import GlobalName, Stub
+from ucp.core.region import Box, RegionPair
+from ucp.core.slices import Slice
+from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
+from ucp.core.topology import Topology
+from ucp.errors import UnsupportedError, UsageError, counted
+from ucp.io.torch_file.draft import FileDraft, target_plan
+from ucp.io.torch_file.tensors import NewTensor
+from ucp.transfer.probe import Prober
+from ucp_formats.torch.settings import (
+    DECOUPLED,
+    checked_decoupled,
+    decay_notes,
+    number_as,
+    rate_notes,
+    settings_of,
+)
+
+__all__ = ["TorchTarget"]
+
+FILE = "checkpoint.pt"
+
+_SETTINGS = {DECOUPLED: "true for AdamW, false for Adam, where the source does not say"}
+
+
+class TorchTarget(Target):
+    """Target `torch`."""
+
+    name = "torch"
+    settings = _SETTINGS
+
+    def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
+        """The one file. Raises UsageError, MissingStateError."""
+        _check(topology, options)
+        check_weights(index)
+        with Prober() as prober:
+            draft = _Drafting(index, options, prober)
+            root = draft.root()
+        plan = target_plan(index, [draft.file.finish(root)], notes=draft.notes)
+        return place_companions(index, draft.with_casts(plan), own=())
+
+    def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
+        """Nothing more: the folder is renamed into place as a whole."""
+        return ()
+
+
+def _check(topology: Topology | None, options: TargetOptions) -> None:
+    if topology is not None and topology.ranks > 1:
+        raise UsageError(f"one file holds the whole checkpoint for any number of ranks: drop --topology {topology}")
+    if options.compress or options.tag:
+        raise UsageError("a file of torch.save is neither compressed nor tagged; drop --compress and --tag")
+    if STEP in options.dtypes:
+        raise UsageError(f"torch keeps {STEP} in float32; drop --dtype {STEP}=...")
+    if (said := options.settings.get(DECOUPLED, "true")) not in ("true", "false"):
+        raise UsageError(f"expected --set {DECOUPLED}=true|false; got {said}")
+
+
+class _Drafting:
+    """A checkpoint in the making."""
+
+    def __init__(self, index: Index, options: TargetOptions, prober: Prober) -> None:
+        self._index = index
+        self._dtypes = {state: DType(name) for state, name in options.dtypes.items()}
+        self._decoupled = checked_decoupled(index, options)
+        self._prober = prober
+        self._casts: Counter[str] = Counter()
+        self.file = FileDraft(FILE)
+        self.notes: list[str] = []
+
+    def with_casts(self, plan: TargetPlan) -> TargetPlan:
+        """`plan`, with the casts of counts."""
+        counts = (f"{change} in {counted(count, 'parameter')}" for change, count in self._casts.items())
+        return TargetPlan(
+            files=plan.files, placements=plan.placements, raw=plan.raw, notes=plan.notes, casts=(*plan.casts, *counts)
+        )
+
+    def root(self) -> dict[object, object]:
+        """What the file holds."""
+        tensors = {atom.name: self._tensor(atom, WEIGHT) for atom in self._index.atoms.values()}
+        tensors |= {alias: tensors[name] for alias, name in self._index.aliases.items()}
+        root: dict[object, object] = {"model": OrderedDict(tensors)}
+        if self._index.groups:
+            root["optimizer"] = self._optimizer()
+        if self._index.step is not None:
+            root[STEP] = self._index.step
+        self._add_extras(root)
+        return root
+
+    def _optimizer(self) -> dict[str, object]:
+        names = [name for group in self._index.groups for name in group.params]
+        numbers = {name: number for number, name in enumerate(names)}
+        states = {numbers[name]: own for name in names if (own := self._states(self._index.atoms[name]))}
+        groups = [
+            {
+                **settings_of(group, is_decoupled=self._decoupled != "false"),
+                "params": [numbers[name] for name in group.params],
+                "param_names": list(group.params),
+            }
+            for group in self._index.groups
+        ]
+        self.notes += [*rate_notes(self._index), *decay_notes(self._index, self._decoupled)]
+        self.notes.append(
+            "the optimizer numbers its parameters in the order of param_names: a script that makes its groups in "
+            "another order has to sort them"
+        )
+        return {"state": states, "param_groups": groups}
+
+    def _states(self, atom: AtomIndex) -> dict[str, NewTensor]:
+        return {state: self._tensor(atom, state) for state in atom.states if state != WEIGHT}
+
+    def _tensor(self, atom: AtomIndex, name: str) -> NewTensor:
+        state = atom.states[name]
+        if atom.is_count(name) and name != WEIGHT:
+            return self._count(name, atom)
+        kept = atom.kind is Kind.BUFFER or not state.dtype.is_floating
+        shape, whole = state.global_shape, Box.whole(state.global_shape)
+        dtype = state.dtype if kept else self._dtypes.get(name, state.dtype)
+        pairs = (RegionPair(whole, whole),)
+        own = Slice(param=atom.name, state=name, dtype=dtype, pairs=pairs, local_shape=shape, start=0, stop=state.numel)
+        return self.file.tensor(own)
+
+    def _count(self, name: str, atom: AtomIndex) -> NewTensor:
+        """A number of the whole parameter: 0-d, and float32 where it is `step`, as torch keeps it."""
+        state = atom.states[name]
+        if state.global_shape:
+            raise UnsupportedError(
+                f"{self._index.path} keeps {name} as a tensor of shape {list(state.global_shape)}, torch's optimizers "
+                "as one without dims. Leave the optimizer out (--include '*/weight'), or take another target"
+            )
+        dtype = DType.FLOAT32 if name == STEP else state.dtype
+        if dtype is not state.dtype:
+            self._casts[f"{name}: {state.dtype} -> {dtype}"] += 1
+        return self.file.known(dtype, (), number_as(self._prober, state, dtype))
+
+    def _add_extras(self, root: dict[object, object]) -> None:
+        """Extras of torch's own checkpoints; of others the scheduler, where it is plain values."""
+        is_ours = (self._index.origin or self._index.format) in ("torch", "dcp")
+        of_ranks = {own.name for own in self._index.extras if own.rank is not None}
+        left = []
+        for extra in (own for own in self._index.extras if not is_companion(own)):
+            is_kept = is_ours or (extra.name == "lr_scheduler" and isinstance(extra.value, dict))
+            if extra.name not in of_ranks and is_kept and extra.name not in root and _is_plain(extra):
+                root[extra.name] = self.file.carried(extra.value)
+            elif extra.name != STEP:
+                left.append(extra.name)
+        if left:
+            names = ", ".join(sorted(set(left)))
+            self.notes.append(f"of other ranks, of another framework, or of classes: extras left out: {names}")
+
+
+def _is_plain(extra: Extra) -> bool:
+    """Whether `weights_only` unpickles it: no classes but those of plain values."""
+    rest, seen = [extra.value], set()
+    while rest:
+        own = rest.pop()
+        if isinstance(own, Stub | GlobalName):
+            return False
+        if isinstance(own, dict | list | tuple | set) and id(own) not in seen:
+            seen.add(id(own))
+            rest += [*own, *own.values()] if isinstance(own, dict) else own
+    return True

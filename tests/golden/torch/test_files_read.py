@@ -1,0 +1,293 @@
+"""Files of plain torch.save: of every rank (verl), of a whole run (scripts, nanoGPT, Lightning), read as atoms.
+
+Every state is compared with the truth that was gathered from the live ranks (fixtures/make/torch).
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ucp
+from ucp.core.index import Index, Kind, check_cover
+
+ROOT = Path(__file__).parents[3] / "fixtures" / "torch"
+REPORTS: dict[str, Any] = {path.parent.name: json.loads(path.read_text()) for path in ROOT.glob("*/truth.json")}
+WAYS = ("verl", "full", "nanogpt", "lightning")
+CASES = sorted(name for name, own in REPORTS.items() if own["case"]["saved"] in WAYS)
+RANKS = [name for name in CASES if name.startswith("verl")]
+
+
+@cache
+def index_of(case: str) -> Index:
+    return ucp.inspect(ROOT / case / "checkpoint")
+
+
+def truth_of(case: str) -> dict[str, torch.Tensor]:
+    return load_file(ROOT / case / "truth.safetensors")
+
+
+def test_all_ways_of_saving_are_there() -> None:
+    assert {REPORTS[case]["case"]["saved"] for case in CASES} == set(WAYS)
+    assert len(RANKS) == 3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_state_is_the_truth_bit_for_bit(case: str) -> None:
+    check_cover(index_of(case))
+    checkpoint = ucp.open(ROOT / case / "checkpoint")
+    index, truth = checkpoint.index, truth_of(case)
+    for second, first in index.aliases.items():
+        assert torch.equal(truth.pop(f"{second}/weight"), truth[f"{first}/weight"])
+    assert {f"{atom.name}/{state}" for atom, state, _ in index.states()} == set(truth)
+    for name, wanted in truth.items():
+        param, _, state = name.rpartition("/")
+        found = checkpoint.read(param, state)
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_groups_and_settings_are_those_of_the_optimizer(case: str) -> None:
+    groups, wanted = index_of(case).groups, REPORTS[case]["groups"]
+    assert [set(group.params) for group in groups] == [set(own["params"]) for own in wanted]
+    for group, own in zip(groups, wanted, strict=True):
+        hyper = {key: list(value) if isinstance(value, tuple) else value for key, value in group.hyper.items()}
+        assert hyper == {key: value for key, value in own.items() if key != "params"}
+
+
+@pytest.mark.parametrize("case", RANKS)
+def test_placements_become_layouts(case: str) -> None:
+    own, index = REPORTS[case]["case"], index_of(case)
+    assert (index.topology.dp, index.topology.tp) == (own["shard"], own["tp"])
+    kinds = {atom.name: [axis.pattern.name for axis in atom.layout.axes] for atom in index.atoms.values()}
+    if own["tp"] > 1:  # tensor parallelism cuts first, FSDP each of its parts
+        assert kinds["block.q.weight"] == ["chunk(dim=0)", "chunk(dim=0)"]
+        assert [axis.axis for axis in index.atoms["block.q.weight"].layout.axes] == ["tp", "dp_shard"]
+        assert kinds["block.o.weight"] == ["chunk(dim=0)", "chunk(dim=1)"]
+        assert index.atoms["emb.weight"].layout.axes[0].axis == "tp"
+    elif own["wrap"] == "fsdp1":  # which keeps parameters flat
+        flat = {atom.layout.flat[0].pattern.name for atom in index.atoms.values()}
+        assert flat == {"partition(share=44)", "partition(share=218)"}
+        assert not any(kinds.values())
+    else:
+        assert {tuple(kind) for name, kind in kinds.items() if name not in ("drift", "num_steps")} == {
+            ("chunk(dim=0)",)
+        }
+
+
+def test_plain_tensors_of_ranks_are_copies_and_buffers() -> None:
+    index = index_of("verl-fsdp2-dp4")
+    for name in ("drift", "num_steps"):
+        atom = index.atoms[name]
+        assert atom.kind is Kind.BUFFER
+        assert [own.replica for own in atom.states["weight"].fragments] == [0, 1, 2, 3]
+        assert {own.box.sizes for own in atom.states["weight"].fragments} == {atom.global_shape}
+    assert index.atoms["frozen.weight"].kind is Kind.FROZEN
+    assert index.aliases == {"head.weight": "emb.weight"}
+
+
+@pytest.mark.parametrize("case", RANKS)
+def test_what_ranks_have_of_their_own_stays_theirs(case: str) -> None:
+    extras = {(own.name, own.rank): own.value for own in index_of(case).extras}
+    scheduler = extras["lr_scheduler", None]
+    assert isinstance(scheduler, dict)
+    assert scheduler["last_epoch"] == 3
+    assert ("rng", None) in extras
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in RANKS])
+def test_the_rest_of_a_file_is_kept_as_it_was(case: str) -> None:
+    index = index_of(case)
+    path = next((ROOT / case / "checkpoint").iterdir())
+    saved = torch.load(path, weights_only=False)
+    known = {"model", "optimizer", "state_dict", "optimizer_states"}
+    assert {own.name for own in index.extras} == saved.keys() - known
+    assert index.step == 3
+
+
+def test_a_file_may_be_passed_itself() -> None:
+    folder = ROOT / "ddp-dp2-nanogpt" / "checkpoint"
+    assert ucp.inspect(folder / "ckpt.pt").atoms.keys() == ucp.inspect(folder).atoms.keys()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_conversion_to_deepspeed_is_equal(case: str, tmp_path: Path) -> None:
+    ucp.convert(ROOT / case / "checkpoint", tmp_path / "z3", to="deepspeed", topology="dp=2,zero=3")
+    assert ucp.diff(ROOT / case / "checkpoint", tmp_path / "z3").equal
+
+
+class TestDamage:
+    """Every damage is one clear error."""
+
+    @pytest.fixture(params=RANKS)
+    def copy(self, request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+        shutil.copytree(ROOT / request.param / "checkpoint", tmp_path / "copy")
+        return tmp_path / "copy"
+
+    def refused(self, copy: Path, match: str) -> None:
+        with pytest.raises(ucp.UcpError, match=match):
+            ucp.convert(copy, copy.parent / "atoms")
+        assert not (copy.parent / "atoms").exists()
+
+    @pytest.mark.parametrize("item", ["model", "optim"])
+    def test_a_missing_rank(self, copy: Path, item: str) -> None:
+        (copy / f"{item}_world_size_4_rank_2.pt").unlink()
+        self.refused(copy, r"1 file is not there:\n.*_world_size_4_rank_2\.pt")
+
+    def test_a_truncated_file(self, copy: Path) -> None:
+        file = copy / "model_world_size_4_rank_1.pt"
+        file.write_bytes(file.read_bytes()[:-700])
+        self.refused(copy, r"rank_1\.pt")
+
+    def test_a_flipped_byte(self, copy: Path) -> None:
+        param = next(name for name, atom in ucp.inspect(copy).atoms.items() if "exp_avg" in atom.states)
+        ref = ucp.inspect(copy).atoms[param].states["exp_avg"].fragments[1].ref
+        file = Path(str(ref.path))
+        data = bytearray(file.read_bytes())
+        data[ref.offset] ^= 1
+        file.write_bytes(data)
+        self.refused(copy, "CRC-32 differs|copies that should be equal")
+
+    def test_exchanged_ranks(self, copy: Path) -> None:
+        one, other = (copy / f"model_world_size_4_rank_{rank}.pt" for rank in (0, 1))
+        kept = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(kept)
+        self.refused(copy, "exchanged|saved as")
+
+    def test_a_rank_of_another_step(self, copy: Path) -> None:
+        path = copy / "optim_world_size_4_rank_3.pt"
+        group = {"lr": 0.5, "params": [0]}
+        torch.save({"state": {}, "param_groups": [group]}, path)
+        self.refused(copy, "different runs")
+
+    def test_runs_of_other_sizes(self, copy: Path) -> None:
+        shutil.copy(copy / "model_world_size_4_rank_0.pt", copy / "model_world_size_8_rank_5.pt")
+        self.refused(copy, "runs of 4 and 8 ranks")
+
+    def test_the_file_of_one_rank(self, copy: Path) -> None:
+        self.refused(copy / "model_world_size_4_rank_0.pt", "file of one rank; pass the folder")
+
+    def test_a_gadget(self, copy: Path) -> None:
+        class Gadget:
+            def __reduce__(self) -> tuple[Any, ...]:
+                return print, ("executed",)
+
+        path = copy / "extra_state_world_size_4_rank_0.pt"
+        torch.save({"lr_scheduler": Gadget()}, path)
+        assert any("print" in note for note in ucp.inspect(copy).notes)
+
+    def test_a_tensor_that_is_no_part(self, copy: Path) -> None:
+        path = copy / "model_world_size_4_rank_3.pt"
+        names = ucp.inspect(copy).atoms
+        torch.save({name: torch.zeros(2) for name in names}, path)
+        self.refused(copy, "in parts on all ranks|one plain tensor")
+
+
+def test_a_whole_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+    torch.save({"config": 3}, tmp_path / "a.pt")
+    with pytest.raises(ucp.UcpError, match="expected tensors of a model"):
+        ucp.inspect(tmp_path / "a.pt")
+    (tmp_path / "a.pt").write_bytes(pickle.dumps({"w": 3}))
+    with pytest.raises(ucp.UcpError, match="magic number"):
+        ucp.inspect(tmp_path / "a.pt")
+
+
+def test_a_file_of_torch_before_1_6(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 3)
+    torch.save({"model": model.state_dict()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert torch.equal(ucp.open(tmp_path / "old.pt").read("weight", "weight"), model.weight)
+
+
+def test_numbers_that_shapes_do_not_tell_are_refused(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW([{"params": model[1].parameters()}, {"params": model[0].parameters(), "lr": 0.5}])
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ckpt.pt")
+    with pytest.raises(ucp.UcpError, match="shapes do not tell which parameter number 0 is"):
+        ucp.inspect(tmp_path / "ckpt.pt")
+
+
+def test_names_that_the_optimizer_keeps_are_taken(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    groups = [{"params": list(model[at].named_parameters(prefix=str(at)))} for at in (1, 0)]
+    optimizer = torch.optim.AdamW(groups)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ckpt.pt")
+    checkpoint = ucp.open(tmp_path / "ckpt.pt")
+    assert [group.params for group in checkpoint.index.groups] == [("1.weight", "1.bias"), ("0.weight", "0.bias")]
+    assert torch.equal(checkpoint.read("1.weight", "exp_avg"), optimizer.state[model[1].weight]["exp_avg"])
+
+
+class TestFlatModels:
+    """FSDP1's LOCAL_STATE_DICT, which says neither names nor shapes."""
+
+    SOURCE = ROOT / "fsdp1-local-dp4" / "checkpoint"
+
+    @pytest.fixture
+    def alone(self, tmp_path: Path) -> Path:
+        shutil.copytree(self.SOURCE, tmp_path / "alone", ignore=shutil.ignore_patterns("optimizer*"))
+        return tmp_path / "alone"
+
+    @pytest.fixture
+    def shapes(self, tmp_path: Path) -> Path:
+        atoms = ucp.inspect(ROOT / "verl-fsdp1-dp4" / "checkpoint").atoms.values()
+        (tmp_path / "shapes.json").write_text(json.dumps({atom.name: atom.global_shape for atom in atoms}))
+        return tmp_path / "shapes.json"
+
+    def check(self, checkpoint: ucp.Checkpoint, states: set[str]) -> None:
+        truth = {name: own for name, own in truth_of("fsdp1-local-dp4").items() if name.rpartition("/")[2] in states}
+        assert {f"{atom.name}/{state}" for atom, state, _ in checkpoint.index.states()} == truth.keys()
+        for name, wanted in truth.items():
+            param, _, state = name.rpartition("/")
+            assert torch.equal(checkpoint.read(param, state), wanted), name
+
+    def test_shapes_of_the_optimizer_are_enough(self) -> None:
+        self.check(ucp.open(self.SOURCE), {"weight", "step", "exp_avg", "exp_avg_sq"})
+
+    def test_shapes_of_a_document(self, alone: Path, shapes: Path) -> None:
+        self.check(ucp.open(alone, shapes_from=shapes), {"weight"})
+
+    def test_shapes_of_another_checkpoint(self, alone: Path, tmp_path: Path) -> None:
+        other = ROOT / "verl-fsdp2-dp2-tp2" / "checkpoint"
+        self.check(ucp.open(alone, shapes_from=other), {"weight"})
+        ucp.convert(alone, tmp_path / "out", to="torch", shapes_from=other, verify=True)
+        assert ucp.diff(alone, tmp_path / "out", shapes_from=other).equal
+
+    def test_none_are_refused(self, alone: Path) -> None:
+        with pytest.raises(ucp.UcpError, match="LOCAL_STATE_DICT, which has neither names nor shapes"):
+            ucp.inspect(alone)
+
+    @pytest.mark.parametrize(
+        ("change", "match"),
+        [
+            ({"block.q.weight": [8, 9]}, "block._flat_param has 872 elements, padded over 4 ranks"),
+            ({"emb.weight": [3]}, "_flat_param has 176 elements"),
+            ({"emb.weight": "8x8"}, "expected name to shape"),
+        ],
+    )
+    def test_shapes_of_another_model_are_refused(self, alone: Path, shapes: Path, change: Any, match: str) -> None:
+        shapes.write_text(json.dumps(json.loads(shapes.read_text()) | change))
+        with pytest.raises(ucp.UcpError, match=match):
+            ucp.inspect(alone, shapes_from=shapes)
+
+    def test_sorted_names_are_refused(self, alone: Path, tmp_path: Path) -> None:
+        (tmp_path / "model.safetensors").touch()
+        with pytest.raises(ucp.UcpError, match="keeps names sorted"):
+            ucp.inspect(alone, shapes_from=tmp_path / "model.safetensors")
+
+    @pytest.mark.parametrize("case", ["fsdp2-dp4", "verl-fsdp2-dp4"])
+    def test_shapes_that_nobody_needs_are_refused(self, case: str, shapes: Path) -> None:
+        with pytest.raises(ucp.errors.UsageError, match="drop --shapes-from"):
+            ucp.inspect(ROOT / case / "checkpoint", shapes_from=shapes)
