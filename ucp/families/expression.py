@@ -120,7 +120,7 @@ def _check(node: ast.AST, text: str) -> None:
     """Refuse what the module docstring does not list."""
     known = isinstance(node, _KNOWN)
     if isinstance(node, ast.Constant):
-        known = node.value is None or isinstance(node.value, int | float | str)
+        known = node.value is None or isinstance(node.value, int | str)
         if isinstance(node.value, int):
             _whole(node.value, "a number")
     elif isinstance(node, ast.Call) and not node.args:
