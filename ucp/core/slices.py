@@ -364,7 +364,7 @@ def in_file_order(piece: Piece) -> Piece:
 def runs_of(piece: Piece) -> tuple[int, int]:
     """How a piece in file order is best read: (leading dims whose every element is read alone, bytes of each read).
 
-    >>> from ucp.core.dtypes import DType
+    >>> from ucp.core.tensor import TensorRef
     >>> ref = TensorRef(path="a", offset=0, dtype=DType.FLOAT32, shape=(9, 8), strides=(5000, 2))
     >>> runs_of(Piece(ref=ref, sizes=(9, 8), src_offset=0, src_strides=(20000, 8), dst_offset=0, dst_strides=(8, 1)))
     (1, 60)

@@ -92,7 +92,7 @@ def test_every_parameter_is_on_the_page_or_tied(ucp: Run, mixed: Path, document:
 def test_json_has_the_keys_of_its_schema(document: dict) -> None:
     assert document["schema"] == "ucp.inspect/1"
     assert {key: type(value) for key, value in document.items()} == SCHEMA
-    assert set(document["topology"]) == {"dp", "tp", "pp", "ep", "cp", "zero", "vpp", "etp"}
+    assert set(document["topology"]) == {"dp", "tp", "pp", "ep", "cp", "zero", "vpp", "etp", "dp_replicate", "dp_shard"}
     assert set(document["kinds"]) == {"parameter", "frozen", "buffer"}
     assert {key for kind in document["kinds"].values() for key in kind} == {"tensors", "numel"}
     assert set(document["states"][0]) == {"state", "dtype", "tensors", "numel", "nbytes"}

@@ -65,7 +65,8 @@ def test_the_plan_is_what_convert_writes(ucp: Run, zero3: Path, tmp_path: Path) 
 
 def test_a_target_with_ranks(ucp: Run, zero3: Path) -> None:
     document = json.loads(ucp("plan", zero3, "--to", "deepspeed", "--topology", "dp=2,zero=1", "--json").stdout)
-    assert document["topology"] == {"dp": 2, "tp": 1, "pp": 1, "ep": 1, "cp": 1, "zero": 1, "vpp": 1, "etp": None}
+    degrees = {"dp": 2, "tp": 1, "pp": 1, "ep": 1, "cp": 1, "zero": 1, "vpp": 1, "etp": None}
+    assert document["topology"] == {**degrees, "dp_replicate": None, "dp_shard": None}
     names = [Path(file["path"]).name for file in document["files"]]
     assert "zero_pp_rank_1_mp_rank_00_optim_states.pt" in names
 

@@ -17,7 +17,7 @@ __all__ = ["python"]
 
 pytestmark = pytest.mark.integration
 
-WORKER = Path(__file__).with_name("accelerate_files.py")
+WORKER = Path(__file__).with_name("accelerate_files_worker.py")
 WAYS = ("ranks-2", "full-2", "local-1", "local-orig-1")
 
 

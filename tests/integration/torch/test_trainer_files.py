@@ -20,7 +20,7 @@ from ucp.contract.transformers_models import MODEL_TYPES, in_model_order
 
 pytestmark = pytest.mark.integration
 
-WORKER = Path(__file__).with_name("plain_trainer.py")
+WORKER = Path(__file__).with_name("plain_trainer_worker.py")
 NEEDED = ("deepspeed", "transformers", "accelerate")
 
 
