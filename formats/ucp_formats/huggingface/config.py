@@ -127,7 +127,7 @@ def _config(file: Extra, where: str, files: Sequence[Extra]) -> ModelConfig:
 
 
 def check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], family: Family | None) -> None:
-    """Raise MisfitError naming all sizes that are not those of the tensors. `family`: unbound, where one is known."""
+    """Raise MisfitError naming all sizes that are not those of the tensors. `family`: where one is known."""
     if config.get("quantization_config") is not None:
         raise MisfitError(
             f"{config.where} is of a quantised model (quantization_config), and what is written is not: "
@@ -170,7 +170,11 @@ def _of_family(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], famil
             and shape[0] != sizes[size] * sizes["head_dim"]
         ):
             yield f"{key} = {sizes[size]}, of {sizes['head_dim']} rows each: {name} is {list(shape)}"
-            return
+            break
+    key = "moe_intermediate_size" if "moe_intermediate_size" in config.values else "intermediate_size"
+    width, said = family.bind(shapes=shapes).values.get("expert_ffn"), config.get(key)
+    if width is not None and said != width:
+        yield f"{key} = {said}: experts have {width}"
     vocabulary = config.get("vocab_size")
     for name, shape in shapes.items():
         if any(rule.padded == 0 for rule in family.rules_of(name)) and shape[0] != vocabulary:

@@ -102,6 +102,7 @@ def test_deepseek_v3() -> None:
             {"moe_router_num_groups": 2, "moe_router_group_topk": 2},
             "// moe_router_group_topk",
         ),
+        ("deepseek-tp2-ep2-dp2-full", {"norm_epsilon": 1e-5}, "norm_epsilon == 1e-06: norm_epsilon = 1e-05"),
         ("mamba-tp2-dp2-full", {}, "no config.json can be made for a model of the family mcore-hybrid"),
     ],
 )

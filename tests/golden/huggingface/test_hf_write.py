@@ -190,3 +190,70 @@ def test_a_damaged_config(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UcpError, match=r"in .*config\.json"):
         ucp.plan(FSDP, to="huggingface", settings={"config": str(tmp_path)})
+
+
+MEGATRON = ROOT / "megatron"
+
+
+def test_a_megatron_run_is_published(tmp_path: Path) -> None:
+    """By what it recorded: names, padding and configuration; read back, and equal."""
+    source = MEGATRON / "mixtral-ep4-dp4-full" / "checkpoint"
+    ucp.convert(source, tmp_path / "out", to="huggingface", verify=True)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    truth = load_file(MEGATRON / "truth" / "mixtral.safetensors")
+    embedding = truth["embedding.word_embeddings.weight/model"]
+    assert same(found["model.embed_tokens.weight"], embedding[:51])
+    gate, up = truth["decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight/model"].chunk(2)
+    assert same(found["model.layers.1.block_sparse_moe.experts.2.w1.weight"], gate.contiguous())
+    assert same(found["model.layers.1.block_sparse_moe.experts.2.w3.weight"], up.contiguous())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["vocab_size"], config["dtype"], config["model_type"]) == (51, "bfloat16", "mixtral")
+
+
+def test_the_vocabulary_of_a_config_that_is_named(tmp_path: Path) -> None:
+    """Counts before that of the run; one that is larger than the embedding is of another model."""
+    source = MEGATRON / "mixtral-ep4-dp4-full" / "checkpoint"
+    ucp.convert(source, tmp_path / "derived", to="huggingface")
+    config = json.loads((tmp_path / "derived" / "config.json").read_text())
+    for rows, refused in ((60, ""), (65, "vocab_size = 65")):
+        folder = model_folder(tmp_path / f"model-{rows}", **{**config, "vocab_size": rows})
+        plan = {"to": "huggingface", "settings": {"config": str(folder)}}
+        if refused:
+            with pytest.raises(MisfitError, match=refused):
+                ucp.plan(source, **plan)
+        else:
+            assert any("4 rows of padding left out after the 60" in own for own in ucp.plan(source, **plan).notes)
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"head_dim": 8}, "num_key_value_heads = 2, of 8 rows each"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads = 8"),
+        ({"intermediate_size": 28}, "intermediate_size = 28: experts have 24"),
+        ({"num_local_experts": 8}, "num_local_experts = 8"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+    ],
+)
+def test_a_config_that_disagrees(changed: dict[str, Any], match: str, tmp_path: Path) -> None:
+    source = ROOT / "huggingface" / "mixtral" / "model"
+    config = json.loads((source / "config.json").read_text())
+    folder = model_folder(tmp_path / "model", **{**config, **changed})
+    with pytest.raises(MisfitError, match=match):
+        ucp.plan(source, to="huggingface", settings={"config": str(folder)})
+
+
+def test_names_of_a_megatron_model_of_no_known_family(tmp_path: Path) -> None:
+    with pytest.raises(MisfitError, match=r"mcore-hybrid|no name in"):
+        ucp.plan(MEGATRON / "mamba-tp2-dp2-full" / "checkpoint", to="huggingface")
+
+
+def test_a_tied_weight_that_the_source_holds_twice(tmp_path: Path) -> None:
+    """Both are compared while one is written."""
+    folder = model_folder(tmp_path / "model", tie_word_embeddings=True)
+    embedding = torch.arange(12.0).reshape(4, 3)
+    tensors = {"own.embed_tokens.weight": embedding, "lm_head.weight": embedding + 1, "own.other.weight": embedding}
+    source = saved(tensors, tmp_path / "src")
+    with pytest.raises(UcpError, match="cop"):
+        ucp.convert(source, tmp_path / "out", to="huggingface", settings={"config": str(folder)})
+    assert not (tmp_path / "out").exists()

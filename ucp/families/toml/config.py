@@ -3,6 +3,7 @@
     [[config.huggingface]]
     when = "use_rope_scaling"                         # the part holds; left out: always
     needs = ["not rotary_interleaved"]                # conditions without which the model is another
+    equals = { norm_epsilon = 1e-6 }                  # the same of one argument
     absent = { rotary_interleaved = false }           # arguments that older versions lack, and what these did
     fixed = { model_type = "llama" }
     keys = { num_attention_heads = "heads" }          # whole numbers, texts and lists, as they are; "None": null
@@ -25,7 +26,7 @@ from ucp.families.toml.fields import Place, expression_of, items_of, only, table
 __all__ = ["ConfigPart", "config_parts", "derived_config", "more_parts"]
 
 _KINDS = ("keys", "floats", "flags")
-_KEYS = frozenset({"when", "needs", "absent", "fixed", "must", *_KINDS})
+_KEYS = frozenset({"when", "needs", "equals", "absent", "fixed", "must", *_KINDS})
 _NULL = "None"
 
 
@@ -37,6 +38,8 @@ class ConfigPart:
     """Condition for it; None for always."""
     needs: tuple[Expression, ...] = ()
     """Conditions without which the other framework has no such model."""
+    equals: Mapping[str, object] = field(default_factory=dict)
+    """Argument to the only value for which the other framework has such a model."""
     absent: Mapping[str, object] = field(default_factory=dict)
     """Argument to what runs did of versions that do not know it."""
     fixed: Mapping[str, object] = field(default_factory=dict)
@@ -70,6 +73,7 @@ def _part(value: object, place: Place, family: str) -> ConfigPart:
     return ConfigPart(
         when=_condition(table["when"], place.at("when")) if "when" in table else None,
         needs=tuple(_condition(own, place.at("needs").at(at)) for at, own in enumerate(needs)),
+        equals=dict(table_of(table.get("equals", {}), place.at("equals"))),
         absent=dict(table_of(table.get("absent", {}), place.at("absent"))),
         fixed=dict(table_of(table.get("fixed", {}), place.at("fixed"))),
         keys=keys,
@@ -110,6 +114,11 @@ def derived_config(
     for part in parts:
         if part.when is None or _holds(part.when, known):
             lines += (f"{_plain(own)}: {_told(own, known)}" for own in part.needs if not _holds(own, known))
+            lines += (
+                f"{name} == {own!r}: {_told(Expression(name), known)}"
+                for name, own in part.equals.items()
+                if known.get(name) != own
+            )
             flat |= part.fixed
             lines += _filled(part, known, flat)
     missing = dict.fromkeys(key for part in parts for key in part.must if key not in flat)
