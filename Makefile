@@ -8,6 +8,7 @@ TORCH := torch==2.13.0
 DEEPSPEED := deepspeed==0.19.8
 TRANSFORMERS := transformers==5.23.0
 ACCELERATE := accelerate==1.15.0
+LIGHTNING := lightning==2.6.6
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test lint check registry fuzz integration bench mcore clean
@@ -35,7 +36,7 @@ $(VENV)/.installed-deepspeed: $(VENV)/.installed-dev
 # Of its own: the tests of DeepSpeed run without transformers, those of the Trainer with both. megatron-core needs einops and psutil.
 $(VENV)-transformers/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-transformers
-	$(VENV)-transformers/bin/pip install --quiet --disable-pip-version-check "$(TORCH)" "$(TRANSFORMERS)" einops psutil
+	$(VENV)-transformers/bin/pip install --quiet --disable-pip-version-check "$(TORCH)" "$(TRANSFORMERS)" "$(LIGHTNING)" einops psutil
 	DS_BUILD_OPS=0 $(VENV)-transformers/bin/pip install --quiet --disable-pip-version-check "$(DEEPSPEED)" "$(ACCELERATE)"
 	$(VENV)-transformers/bin/pip install --quiet --disable-pip-version-check --editable .
 	touch $@

@@ -70,9 +70,9 @@ __all__ = [
 
 ARGUMENTS = {
     **{f"--{name}": f"{name}=..." for name in ("to", "topology", "layout", "include", "exclude", "family", "patterns")},
-    "--shapes-from": "shapes_from=...",
     **{f"--{name}": f"{name}=..." for name in ("names", "rename", "drift", "tag", "companions", "workers", "memory")},
     "--against": "against=...",
+    "--shapes-from": "shapes_from=...",
     **{f"--{name}": f"{name}=True" for name in ("virtual", "compress", "resume", "overwrite", "verify")},
     "--dtype": "dtypes={...}",
     "--set": "settings={...}",

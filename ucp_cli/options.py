@@ -112,7 +112,8 @@ def setting(text: str) -> tuple[str, str]:
     """
     name, equals, value = (part.strip() for part in text.partition("="))
     if not (name.isidentifier() and equals):
-        raise click.BadParameter(f"expected NAME=VALUE such as num_attention_heads=32; got {text!r}")
+        shown = f"{name}=VALUE" if name.isidentifier() else "NAME=VALUE such as num_attention_heads=32"
+        raise click.BadParameter(f"expected {shown}; got {text!r}")
     return name, value
 
 
@@ -184,14 +185,16 @@ _CONVERT_OPTIONS = (
         shell_complete=completed(_targets),
         default="ucp",
         show_default=True,
-        help="What to write: ucp (atoms), dcp, deepspeed, deepspeed-universal, megatron, or any installed target.",
+        help="What to write: ucp (atoms), dcp, deepspeed, deepspeed-universal, huggingface, megatron, torch, or any "
+        "installed target.",
     ),
     click.option(
         "--topology",
         type=topology_of,
         metavar="T",
-        help="Layout of the run that will load it, such as dp=4,zero=3. Axes left out are 1; deepspeed requires zero. "
-        "Without the option: a run like the source. deepspeed-universal fits any run and takes tp and pp only.",
+        help="Layout of the run that will load it, such as dp=4,zero=3. Axes left out are 1; deepspeed requires zero; "
+        "dcp takes dp_replicate=2,dp_shard=4 for HSDP. Without the option: a run like the source. deepspeed-universal "
+        "fits any run and takes tp and pp only.",
     ),
     click.option(
         "--layout",

@@ -1,10 +1,10 @@
-"""`make bench`: convert real checkpoints beside `cp -r` and DeepSpeed's own converter; write the table.
+"""`make bench`: convert real checkpoints beside `cp -r`, and the tools of their own projects; write the table.
 
-Sources (`tests.bench.sources`) are at least 2.5 GB of what real DeepSpeed and Megatron wrote on 4 ranks, made once and
-kept under .bench/. Every command is a whole process, started anew. The commands of a round run one after another, in
-another order every round, so that neither a noisy moment nor what ran before (memory that was just freed is quick to
-get) favours one of them; medians are reported. Written files are removed between runs; sources are read from the page
-cache. A first round is not counted.
+Sources (`tests.bench.sources`) are at least 2.5 GB of what real DeepSpeed, Megatron and FSDP wrote on 4 ranks, and
+20,000 small tensors of torch, made once and kept under .bench/. Every command is a whole process, started anew. The
+commands of a round run one after another, in another order every round, so that neither a noisy moment nor what ran
+before (memory that was just freed is quick to get) favours one of them; medians are reported. Written files are removed
+between runs; sources are read from the page cache. A first round is not counted.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ class Contestant:
     name: str
     """Label in the table."""
     command: tuple[str, ...]
-    """Argument vector; its last element is the destination, if it writes one."""
+    """Argument vector."""
 
 
 def main() -> None:
     """Run everything and write docs/benchmarks/."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--without-deepspeed", action="store_true", help="leave DeepSpeed's own converter out")
+    parser.add_argument("--without-others", action="store_true", help="leave the tools of other projects out")
     parser.add_argument("--case", action="append", choices=tuple(SOURCES), help="only this source")
     parser.add_argument("--medium", action="append", choices=("RAM", "disk"), help="only there (RAM or disk)")
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="where the report goes")
     asked = parser.parse_args()
     root = Path.cwd()
     rows = []
@@ -55,7 +56,7 @@ def main() -> None:
         for medium, place in _places(root):
             if not asked.medium or medium in asked.medium:
                 rows.extend(_contest(case, checkpoint, medium, place, asked))
-    write_report(root / "docs" / "benchmarks", rows, machine=_machine(), sources=_titles(rows))
+    write_report(asked.out, rows, machine=_machine(), sources=_titles(rows))
 
 
 def _places(root: Path) -> Iterator[tuple[str, Path]]:
@@ -72,7 +73,7 @@ def _contest(case: str, checkpoint: Path, medium: str, place: Path, asked: argpa
         src, dst = place / "src", place / "dst"
         shutil.copytree(checkpoint, src)
         nbytes = sum(path.stat().st_size for path in src.rglob("*") if path.is_file())
-        contestants = _ours(source, src, dst)
+        contestants = [*_ours(source, src, dst), *([] if asked.without_others else _rivals(source, src, dst))]
         samples: dict[str, list[Sample]] = {c.name: [] for c in contestants}
         for contestant in contestants:
             _timed(contestant, dst)
@@ -80,7 +81,7 @@ def _contest(case: str, checkpoint: Path, medium: str, place: Path, asked: argpa
         for _ in range(asked.repeats):
             for contestant in order.sample(contestants, len(contestants)):
                 samples[contestant.name].append(_timed(contestant, dst))
-        if source.by_deepspeed and not asked.without_deepspeed:
+        if source.by_deepspeed and not asked.without_others:
             samples.update(_deepspeed(src, dst))
         rows = [_row(case, medium, name, nbytes, own) for name, own in samples.items()]
     finally:
@@ -103,7 +104,16 @@ def _ours(source: Source, src: Path, dst: Path) -> list[Contestant]:
         "ucp convert": (ucp, "convert", "-q", *places),
         "ucp convert --no-fsync": (ucp, "convert", "-q", "--no-fsync", *places),
     }
+    writing |= {name: (ucp, "convert", "-q", *places, *options) for name, options in source.targets.items()}
     return [*(Contestant(name, command) for name, command in writing.items()), virtual, inspect]
+
+
+def _rivals(source: Source, src: Path, dst: Path) -> list[Contestant]:
+    """Commands of others for the same job."""
+    return [
+        Contestant(name, tuple(word.format(src=src, dst=dst) for word in words))
+        for name, words in source.rivals.items()
+    ]
 
 
 def _deepspeed(src: Path, dst: Path) -> dict[str, list[Sample]]:
@@ -145,6 +155,7 @@ def _row(case: str, medium: str, name: str, nbytes: int, samples: list[Sample]) 
         seconds=median(sample.seconds for sample in samples),
         fastest=min(sample.seconds for sample in samples),
         slowest=max(sample.seconds for sample in samples),
+        cpu_seconds=median(sample.cpu_seconds for sample in samples),
         peak_bytes=max(sample.peak_bytes for sample in samples),
     )
 

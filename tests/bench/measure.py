@@ -1,8 +1,9 @@
-"""Run a command and measure it from outside: wall time, and the memory of it and all its children."""
+"""Run a command and measure it from outside: wall and CPU time, and the memory of it and all its children."""
 
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import threading
 import time
@@ -16,19 +17,21 @@ _PERIOD = 0.02
 """Seconds between two looks at memory."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One run of one command."""
 
     seconds: float
     """Wall time of the whole process, its start included."""
+    cpu_seconds: float
+    """User and system time of it and its children, which a busy machine disturbs less."""
     peak_bytes: int
     """Largest sum of proportional set sizes (memory of its own, plus its share of what is shared) over the tree."""
 
 
 def run(command: Sequence[str], *, env: Mapping[str, str] | None = None, watch: bool = True) -> Sample:
     """Time `command`; raise CalledProcessError when it fails. `watch`: sample its memory (costs a little time)."""
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), _cpu_of_children()
     process = subprocess.Popen(
         command, env={**os.environ, **(env or {})}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
@@ -42,7 +45,13 @@ def run(command: Sequence[str], *, env: Mapping[str, str] | None = None, watch: 
         watcher.join()
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command, stderr=talk.decode(errors="replace"))
-    return Sample(seconds, peak[0])
+    return Sample(seconds=seconds, cpu_seconds=_cpu_of_children() - busy, peak_bytes=peak[0])
+
+
+def _cpu_of_children() -> float:
+    """Seconds that children took which have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _watch(process: subprocess.Popen[bytes], peak: list[int]) -> None:

@@ -29,6 +29,8 @@ class Row:
     """Shortest."""
     slowest: float
     """Longest."""
+    cpu_seconds: float
+    """Median user and system time."""
     peak_bytes: int
     """Largest memory of the process tree, over all runs."""
 
@@ -43,7 +45,8 @@ def write_report(folder: Path, rows: Sequence[Row], *, machine: str, sources: Ma
     titles = "; ".join(f"{label} = {title}" for label, title in sources.items())
     print(table)
     (folder / "convert.md").write_text(
-        f"# Converting beside `cp -r` and DeepSpeed's converter\n\nMeasured by `make bench` on {day} ({machine}); "
+        f"# Converting beside `cp -r`, and the tools of DeepSpeed, torch and accelerate\n\n"
+        f"Measured by `make bench` on {day} ({machine}); "
         "medians over the runs, whole processes, page cache warm. Memory is the largest sum of proportional set sizes "
         "over the process tree. `ucp convert` waits until everything is on the disk, which `cp -r` does not: on a disk "
         "`cp -r; sync` is what it compares with, and `--no-fsync` is what compares with `cp -r`. In RAM both "
@@ -55,15 +58,16 @@ def write_report(folder: Path, rows: Sequence[Row], *, machine: str, sources: Ma
 
 def _table(rows: Sequence[Row]) -> str:
     lines = [
-        "| source | in | command | GB | seconds | range | vs `cp -r` | peak MB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| source | in | command | GB | seconds | range | vs `cp -r` | CPU s | peak MB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         copied = [r.seconds for r in rows if (r.source, r.medium, r.command) == (row.source, row.medium, "cp -r")]
         ratio = f"{row.seconds / copied[0]:.2f}x" if copied else ""
         lines.append(
             f"| {row.source} | {row.medium} | `{row.command}` | {row.source_bytes / 1e9:.2f} | {row.seconds:.2f} | "
-            f"{row.fastest:.2f}-{row.slowest:.2f} | {ratio} | {row.peak_bytes / 1e6:.0f} |"
+            f"{row.fastest:.2f}-{row.slowest:.2f} | {ratio} | {row.cpu_seconds:.2f} | "
+            f"{row.peak_bytes / 1e6:.0f} |"
         )
     return "\n".join(lines) + "\n"
 

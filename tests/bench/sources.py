@@ -10,11 +10,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from tests.bench.synthetic import write_many_tensors
+from ucp.contract import registry
 
 __all__ = ["SOURCES", "Source"]
 
@@ -39,6 +40,10 @@ class Source:
     """Whether DeepSpeed's own converter reads it."""
     only_index: bool = False
     """Whether the index is all that is measured."""
+    targets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Other commands of ours: label to what follows `ucp convert SRC DST`."""
+    rivals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Commands of others: label to words, with {src} and {dst} in them."""
 
     def ready(self, folder: Path) -> Path:
         """The checkpoint, made if it is not in `folder` yet."""
@@ -60,6 +65,27 @@ def _deepspeed(case: str, folder: Path) -> None:
 
 def _megatron(case: str, folder: Path) -> None:
     _run([str(_MAKE / "megatron" / "make_megatron.py"), "--out", str(folder), "--no-truth", "--steps", "1", case], {})
+
+
+def _fsdp(folder: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    _run([*launcher, str(Path(__file__).with_name("fsdp_worker.py")), str(folder)], {})
+
+
+def _small(folder: Path) -> None:
+    _run(["-m", "tests.bench.torch_ways", "small", str(folder)], {})
+
+
+def _by_torch(way: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "tests.bench.torch_ways", way, "{src}", "{dst}")
+
+
+def _by_accelerate() -> Mapping[str, tuple[str, ...]]:
+    """`accelerate merge-weights`, of weights alone; nothing where accelerate is not installed."""
+    python = os.environ.get("UCP_TRANSFORMERS", sys.executable)
+    program = Path(python).parent / "accelerate"
+    folder = "{src}/pytorch_model_fsdp_0"
+    return {"accelerate merge-weights": (str(program), "merge-weights", folder, "{dst}")} if program.exists() else {}
 
 
 def _run(command: Iterable[str], env: Mapping[str, str]) -> None:
@@ -84,6 +110,31 @@ SOURCES: Mapping[str, Source] = {
         title="megatron-core 0.16.1, TP 2 PP 2, torch_dist dp_reshardable",
         make=partial(_megatron, "bench-tp2-pp2-dp"),
         checkpoint="bench-tp2-pp2-dp/checkpoint",
+    ),
+    "fsdp2": Source(
+        title="FSDP2, DP 4, fp32, saved as accelerate does",
+        make=_fsdp,
+        checkpoint="checkpoint-1",
+        targets={
+            "ucp convert --to dcp": ("--to", "dcp", "--topology", "dp=8", "--set", "style=accelerate"),
+            **(
+                {"ucp convert --to huggingface": ("--to", "huggingface")}
+                if "huggingface" in registry.names("ucp.targets")
+                else {}
+            ),
+        },
+        rivals={
+            "dcp_to_torch": _by_torch("merge"),
+            "HuggingFaceStorageWriter": _by_torch("huggingface"),
+            **_by_accelerate(),
+        },
+    ),
+    "small": Source(
+        title="20,000 tensors, most of 16 KiB, and an optimizer step each, torch.distributed.checkpoint",
+        make=_small,
+        checkpoint="checkpoint",
+        targets={"ucp convert --to dcp": ("--to", "dcp")},
+        rivals={"dcp.load and dcp.save": _by_torch("copy")},
     ),
     "many": Source(
         title=f"torch_dist metadata of over {TENSORS:,} tensors, synthetic",

@@ -25,7 +25,14 @@ def complete(*words: str) -> list[str]:
         (("patterns", "show", "lla"), {"llama"}),
         (
             ("patterns", "show", "llama", "--style", "tor"),
-            {"torch_dist", "torch_dist_keys", "torch_dist_layers", "torch_dist_singleton"},
+            {
+                "torch_dist",
+                "torch_dist_keys",
+                "torch_dist_layers",
+                "torch_dist_singleton",
+                "torchtitan",
+                "torchtitan_0_2",
+            },
         ),
         (("patterns", "i"), {"infer"}),
     ],

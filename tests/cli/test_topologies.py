@@ -42,7 +42,11 @@ def test_what_no_run_can_have(ucp: Run, target: str, topology: str) -> None:
         ("deepspeed/z1-tp2-dp2", ["deepspeed", "tp=3,zero=1"], "choose a degree that divides them"),
         (EXPERTS, ["deepspeed", "dp=3,ep=3,zero=1"], "expected ep to divide"),
         (EXPERTS, ["deepspeed", "dp=2,ep=2,zero=3"], "no native experts with ZeRO 3"),
-        (ZERO3, ["deepspeed-universal", "tp=2"], "expected universal_checkpoint_info"),
+        (
+            ZERO3,
+            ["deepspeed-universal", "tp=2"],
+            "expected a model family that says how 16 tensors are cut over 2 tensor-parallel ranks",
+        ),
         (ZERO3, ["deepspeed-universal", "pp=2"], "expected a source that was a pipeline of DeepSpeed for pp=2"),
         (
             "deepspeed/z1-tp2-dp2",

@@ -54,11 +54,14 @@ def test_torch_dist_was_saved_to_a_relative_folder(path):
     assert recorded == f"checkpoint/{path.parent.name}"
 
 
-@pytest.mark.parametrize("path", sorted((FIXTURES / "torch").rglob(".metadata")), ids=lambda path: path.parents[1].name)
+@pytest.mark.parametrize(
+    "path", sorted((FIXTURES / "torch").rglob("*.metadata")), ids=lambda path: path.parents[1].name
+)
 def test_torch_saved_to_a_relative_folder(path):
-    recorded = read_metadata(str(path)).facts["storage_meta"].state["checkpoint_id"]
+    recorded = read_metadata(str(path)).facts.get("storage_meta")
 
-    assert recorded.args == ("checkpoint",)
+    assert recorded is not None or path.parents[1].name < "2.4"  # where torch recorded none
+    assert recorded is None or recorded.state["checkpoint_id"].args == ("checkpoint",)
 
 
 @pytest.mark.parametrize("content", ["/home/me/run/iter_1", PurePosixPath("/data/run"), ["x", {"args": "/root/x"}]])

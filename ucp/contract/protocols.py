@@ -105,10 +105,10 @@ class Format(Protocol):
     """Name on the command line, e.g. "deepspeed"."""
     pickles: Collection[str] = ()
     """Classes ("module.name") that its framework pickles: unpickling them surprises nobody."""
-    takes_shapes: bool = False
-    """Whether it has a use for `SourceOptions.shapes_from`."""
     gives_way: bool = False
     """Whether such files also lie beside checkpoints of other formats: a path that one of these knows is of that."""
+    takes_shapes: bool = False
+    """Whether it has a use for `SourceOptions.shapes_from`."""
 
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is such a checkpoint, from names alone; None if not."""
@@ -141,6 +141,9 @@ class Target(Protocol):
     """Whether it writes models of no known family, too, under the names that they have."""
     takes_parts: bool = False
     """Whether a part of a model is of use: no warning of one."""
+
+    takes_replicas: bool = False
+    """Whether its runs may hold replicas of shards: `dp_replicate` and `dp_shard` of a topology (HSDP)."""
 
     def takes_family(self, topology: Topology | None) -> bool:
         """Whether it goes by the rules of a model family: --family and --patterns are for it if not for the source."""

@@ -24,31 +24,20 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 
+from ucp.contract import registry
+
 __all__ = ["MODEL_TYPES", "by_number", "in_model_order", "tied_output"]
 
-_LLAMA = (
-    "model lm_head embed_tokens layers norm self_attn mlp input_layernorm post_attention_layernorm "
-    "pre_feedforward_layernorm post_feedforward_layernorm q_proj k_proj "
-    "v_proj o_proj qkv_proj q_norm k_norm gate_proj up_proj gate_up_proj down_proj weight bias"
-)
-_GPT2 = "transformer lm_head wte wpe h ln_f ln_1 attn ln_2 mlp c_attn c_fc c_proj weight bias"
-_BLOOM = (
-    "transformer lm_head word_embeddings word_embeddings_layernorm h ln_f input_layernorm self_attention "
-    "post_attention_layernorm mlp query_key_value dense dense_h_to_4h dense_4h_to_h weight bias"
-)
-_NEOX = (
-    "gpt_neox lm_head embed_out embed_in layers final_layer_norm input_layernorm post_attention_layernorm attention "
-    "mlp query_key_value dense dense_h_to_4h dense_4h_to_h weight bias"
-)
-_MODULES = {
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "llama", "mistral"), _LLAMA),
-    **dict.fromkeys(("olmo2", "phi3", "qwen2", "qwen3", "smollm3"), _LLAMA),
-    "gpt2": _GPT2,
-    "bloom": _BLOOM,
-    "gpt_neox": _NEOX,
+_FAMILIES = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "smollm3"), "llama"),
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gpt2": "gpt",
+    "bloom": "bloom",
+    "gpt_neox": "gpt-neox",
 }
-"""`model_type` of a config.json to the modules of such a model, those of one module in their order."""
-MODEL_TYPES = tuple(sorted(_MODULES))
+"""`model_type` of a config.json to the family whose modules in transformers have the order of such a model."""
+MODEL_TYPES = tuple(sorted(_FAMILIES))
 """Those whose order is known."""
 _OUTPUTS = ("lm_head.weight", "embed_out.weight")
 _INPUTS = (".embed_tokens.weight", ".wte.weight", ".word_embeddings.weight", ".embed_in.weight")
@@ -60,17 +49,8 @@ _NUMBER = re.compile(r"(\d+)")
 
 def in_model_order(names: Iterable[str], model_type: object) -> list[str] | None:
     """Names of parameters in the order of a model of that type; None where it is not known of all of them."""
-    modules = _MODULES.get(model_type) if isinstance(model_type, str) else None
-    if modules is None:
-        return None
-    places = {module: place for place, module in enumerate(modules.split())}
-    keys: dict[str, list[int]] = {}
-    for name in names:
-        parts = name.split(".")
-        if not all(part in places or part.isdecimal() for part in parts):
-            return None
-        keys[name] = [int(part) if part.isdecimal() else places[part] for part in parts]
-    return sorted(keys, key=keys.__getitem__)
+    family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    return None if family is None else registry.family(family).in_order(names, "huggingface")
 
 
 def by_number(names: Iterable[str]) -> list[str]:

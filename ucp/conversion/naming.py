@@ -15,7 +15,8 @@ from ucp.core.index import Index, check_weights
 from ucp.core.patches import Made, arranged
 from ucp.errors import FamilyError, UnknownFamilyError, UnsupportedError, UsageError, listed
 from ucp.families.family import CANONICAL, Family
-from ucp.families.rename import renames_of
+from ucp.families.library import rules_text
+from ucp.families.toml.rename import renames_of
 from ucp.families.translate import translated
 from ucp.transfer.probe import Prober
 
@@ -136,8 +137,14 @@ def _translated(index: Index, made: Mapping[str, Made], family: Family, style: s
     aliases = {
         new: names[to] for old, to in index.aliases.items() if to in names and (new := _alias(old, family, style))
     }
+    order = family.in_order(found.atoms, style)
+    places = {name: place for place, name in enumerate(order or found.atoms)}
+    groups = (replace(own, params=tuple(sorted(own.params, key=places.__getitem__))) for own in found.groups)
     return replace(
         found,
+        atoms={name: found.atoms[name] for name in places},
+        groups=tuple(groups),
+        unordered=order is None,
         aliases={new: to for new, to in aliases.items() if new not in found.atoms},
         notes=(*found.notes, f"under names of {style}, by the family {family.name}"),
         dropped=(*found.dropped, *dropped),
@@ -153,7 +160,8 @@ def _alias(name: str, family: Family, style: str) -> str:
 
 def _by_rules(index: Index, path: Path) -> Index:
     """The source under the names that the user's own rules give; names without a rule stay."""
-    made, kept = renames_of(path, {atom.name: atom.global_shape for atom in index.atoms.values()})
+    shapes = {atom.name: atom.global_shape for atom in index.atoms.values()}
+    made, kept = renames_of(rules_text(path), str(path), shapes)
     _check_counts(index, made)
     names = {own.sources[0]: name for name, own in made.items() if own.renames}
     found = arranged(index, made)

@@ -35,6 +35,7 @@ from ucp.core.names import WEIGHT, NameFilter
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import FamilyError, IdleOptionError, MisfitError, UnsupportedError, UsageError, listed
+from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.identity import producer
 from ucp.transfer.tasks import BLOCK, Job, fit_workers, make_job
 
@@ -191,6 +192,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     """
     chosen = target(options.to)
     _check_layout(chosen, options.target.layout)
+    _check_split(chosen, options.topology)
     by_name = bool(options.naming.style or chosen.names)
     read = index_as_told if by_name or chosen.takes_family(options.topology) else index_of
     whole = read(src, source=options.source)
@@ -213,6 +215,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         settings = without_hyper(settings, known)
     _check_settings(chosen, known, settings, by_family=by_name)
     index, settings, family = _named(index, chosen, options, settings)
+    _check_settings(chosen, known, settings, by_family=False)  # sizes that are none of this family's
     index = chosen_companions(_tagged(index, options.target.tag), options.companions)
     own = replace(
         options.target,
@@ -254,9 +257,18 @@ def _named(
 def _planned(chosen: Target, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
     """The plan of the target. Raises MisfitError where this model is none for it."""
     try:
-        return chosen.plan(index, topology, options)
+        with no_cycle_collection():
+            return chosen.plan(index, topology, options)
     except (UnsupportedError, FamilyError) as error:
         raise MisfitError(str(error)) from error
+
+
+def _check_split(chosen: Target, topology: Topology | None) -> None:
+    if topology is not None and topology.is_split and not chosen.takes_replicas:
+        raise UsageError(
+            f"replicas of shards (HSDP) are torch's: --to {chosen.name} does not know them. Write dp={topology.dp} in "
+            f"place of dp_replicate={topology.dp_replicate},dp_shard={topology.dp_shard}"
+        )
 
 
 def _check_layout(chosen: Target, layout: str) -> None:

@@ -185,7 +185,7 @@ def casts(index: Index, slices: Iterable[Slice], *, names_rounded: bool = False)
     for own in slices:
         stored = index.atoms[own.param].states[own.state].dtype
         beside = own.state == WEIGHT and (own.param, stored) in weights and own.dtype.itemsize <= stored.itemsize
-        if stored is not own.dtype and (names_rounded or not beside):
+        if stored is not own.dtype and own.stop > own.start and (names_rounded or not beside):
             line = f"{own.state}: {stored} -> {own.dtype}{' beside the masters' if beside else ''}"
             changed.setdefault(line, set()).add(own.param)
     return tuple(f"{line} in {counted(len(params), 'parameter')}" for line, params in changed.items())

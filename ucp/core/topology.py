@@ -1,9 +1,11 @@
 """The shape of a training run: how many ranks along each axis of the device mesh.
 
 >>> Topology.parse("dp=4,zero=3")
-Topology(dp=4, tp=1, pp=1, ep=1, cp=1, zero=3, vpp=1, etp=None)
+Topology(dp=4, tp=1, pp=1, ep=1, cp=1, zero=3, vpp=1, etp=None, dp_replicate=None, dp_shard=None)
 >>> str(Topology(dp=2, tp=4, ep=2, etp=1))
 'dp=2,tp=4,ep=2,etp=1'
+>>> Topology.parse("dp_replicate=2,dp_shard=4").dp
+8
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ __all__ = ["AXES", "Topology"]
 AXES = ("dp", "tp", "pp", "ep", "cp")
 """Axes of the device mesh: data, tensor, pipeline, expert and context parallel."""
 
+
+_SPLIT = ("dp_replicate", "dp_shard")
 
 MOST_RANKS = 100_000
 """Ranks along one axis; more is a slip of the finger."""
@@ -42,11 +46,15 @@ class Topology:
     """Runs of layers that every pipeline stage holds (Megatron's virtual pipeline)."""
     etp: int | None = None
     """Ranks an expert's tensor is cut over (Megatron's expert tensor parallel); None: as many as `tp`."""
+    dp_replicate: int | None = None
+    """Of `dp`, ranks that hold the same (HSDP); None where `dp` is not split."""
+    dp_shard: int | None = None
+    """Of `dp`, ranks that partition the states of one replica; None where `dp` is not split."""
 
     def __post_init__(self) -> None:
-        for axis in (*AXES, "vpp", "etp"):
+        for axis in (*AXES, "vpp", "etp", *_SPLIT):
             degree = getattr(self, axis)
-            if axis == "etp" and degree is None:
+            if axis in ("etp", *_SPLIT) and degree is None:
                 continue
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
                 raise TopologyError(f"expected a whole number >= 1 for {axis}; got {degree!r}")
@@ -56,6 +64,21 @@ class Topology:
             raise TopologyError(f"expected a ZeRO stage of 0, 1, 2 or 3; got zero={self.zero!r}")
         if self.vpp > 1 and self.pp == 1:
             raise TopologyError(f"expected pp above 1 with a virtual pipeline; got vpp={self.vpp}, pp=1")
+        if self.is_split:
+            self._split()
+
+    def _split(self) -> None:
+        """Make `dp` the product of its two parts, of which one may be left out."""
+        one = self.dp_replicate or self.dp_shard or 1
+        other = 1 if self.dp == 1 else self.dp // one
+        replicas, shards = self.dp_replicate or other, self.dp_shard or other
+        if self.dp not in (1, replicas * shards):
+            raise TopologyError(
+                f"expected dp to be dp_replicate x dp_shard; got dp={self.dp} and "
+                f"{self.dp_replicate or '?'} x {self.dp_shard or '?'}. Leave dp out"
+            )
+        for name, value in (("dp", replicas * shards), ("dp_replicate", replicas), ("dp_shard", shards)):
+            object.__setattr__(self, name, value)
 
     @classmethod
     def parse(cls, text: str) -> Topology:
@@ -77,6 +100,21 @@ class Topology:
         return cls(**degrees)
 
     @property
+    def is_split(self) -> bool:
+        """Whether `dp` is said to be replicas of shards."""
+        return self.dp_replicate is not None or self.dp_shard is not None
+
+    @property
+    def replicas(self) -> int:
+        """Ranks along `dp` that hold the same, as FSDP has it: one set of shards where `dp` is not split."""
+        return self.dp_replicate or 1
+
+    @property
+    def shards(self) -> int:
+        """Ranks along `dp` that FSDP partitions over."""
+        return self.dp_shard or self.dp
+
+    @property
     def expert_tp(self) -> int:
         """Ranks an expert's tensor is cut over."""
         return self.tp if self.etp is None else self.etp
@@ -87,8 +125,8 @@ class Topology:
         return self.dp * self.tp * self.pp * self.cp
 
     def __str__(self) -> str:
-        """Written as it is parsed: `dp` always, the other axes where they are not what leaving them out means."""
-        parts = [f"dp={self.dp}"]
+        """Written as it is parsed: `dp` or its parts always, others where they are not what leaving them out means."""
+        parts = [f"{axis}={getattr(self, axis)}" for axis in (_SPLIT if self.is_split else ("dp",))]
         parts += [f"{axis}={getattr(self, axis)}" for axis in (*AXES[1:], "vpp") if getattr(self, axis) > 1]
         if self.etp is not None:
             parts.append(f"etp={self.etp}")

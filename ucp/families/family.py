@@ -365,6 +365,10 @@ class Family:
         positions = positions_of((*self.order, *(rule.name.text for rule in self.rules)))
         return tuple(sorted(self.rules, key=lambda own: order_key(own.name.text, "", positions)))
 
+    def in_order(self, names: Iterable[str], style: str) -> list[str] | None:
+        """Names of a style in the order in which the model registers its parameters; None where that is not known."""
+        return self.sorted(names) if style == CANONICAL else self.styles[style].in_order(names)
+
     def sorted(self, names: Iterable[str]) -> list[str]:
         """Canonical names in the order in which the model registers them; those without a rule last, by name."""
         positions = positions_of((*self.order, *(rule.name.text for rule in self.rules)))

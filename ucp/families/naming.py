@@ -38,6 +38,19 @@ class Style:
     """Style whose name is taken where a rule has none in this one; None: such a rule has no name here."""
     rewrite: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Part of a template to what stands in its place; the first is the one written."""
+    modules: tuple[str, ...] = ()
+    """Segments of its names, those of one module in the order in which it registers them; empty where not known."""
+
+    def in_order(self, names: Iterable[str]) -> list[str] | None:
+        """Names in the order in which the model registers its parameters; None where that is not known of all."""
+        places = {module: place for place, module in enumerate(self.modules)}
+        keys: dict[str, list[int]] = {}
+        for name in names:
+            parts = name.split(".")
+            if not all(part in places or part.isdecimal() for part in parts):
+                return None
+            keys[name] = [int(part) if part.isdecimal() else places[part] for part in parts]
+        return sorted(keys, key=keys.__getitem__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,7 +105,11 @@ def decide(
 
 def check_topology(topology: Topology, ranks: Ranks) -> None:
     """Raise UnsupportedError for sharded targets, UsageError where it is not that of the process group."""
-    cut = [f"{axis}={getattr(topology, axis)}" for axis in ("tp", "pp", "ep") if getattr(topology, axis) > 1]
+    cut = [
+        f"{axis}={getattr(topology, axis)}"
+        for axis in ("tp", "pp", "ep", "dp_shard")
+        if (getattr(topology, axis) or 1) > 1
+    ]
     cut += [f"zero={topology.zero}"] if topology.zero else []
     if cut:
         raise UnsupportedError(

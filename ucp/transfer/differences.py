@@ -86,6 +86,7 @@ def casts_between(a: Index, b: Index) -> tuple[str, ...]:
         if atom.name in b.atoms
         and name in b.atoms[atom.name].states
         and b.atoms[atom.name].states[name].dtype is not state.dtype
+        and state.numel
     )
     return tuple(f"{change} in {counted(count, 'parameter')}" for change, count in changed.items())
 

@@ -135,7 +135,11 @@ def infer_command(*, path: Path, everything: bool, as_json: bool) -> None:
         write_json(proposal_document(found))
         return
     if not found.toml:
-        click.echo("nothing is cut: one tensor-parallel rank wrote the model, so there is nothing to infer", err=True)
+        click.echo(
+            "nothing is cut: one tensor-parallel rank wrote the model, so there is nothing to infer, and no family is "
+            "needed to read it. To write it for several such ranks, pass rules of your own with --patterns",
+            err=True,
+        )
         return
     click.echo(found.toml, nl=False)
     counts = Counter(own.certainty.value for own in found.proposals)

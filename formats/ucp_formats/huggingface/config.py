@@ -21,10 +21,10 @@ from ucp.families.family import Family
 from ucp.families.library import contradictions
 from ucp.io.json_text import NotJson, parsed
 from ucp.transfer.probe import Prober
+from ucp_formats.huggingface.names import CONFIG
 
-__all__ = ["CONFIG", "NONE", "ModelConfig", "carried_config", "check_sizes", "given_config", "is_published"]
+__all__ = ["NONE", "ModelConfig", "carried_config", "check_sizes", "given_config", "is_published"]
 
-CONFIG = "config.json"
 NONE = "none"
 """`--set config=none`: weights without a config.json."""
 
@@ -57,11 +57,6 @@ class ModelConfig:
         inner = self.values.get("text_config")
         tables = (self.values, inner) if isinstance(inner, dict) else (self.values,)
         return next((own[key] for own in tables for key in keys if own.get(key) is not None), None)
-
-    @property
-    def ties(self) -> bool:
-        """Whether it says that transformers makes one embedding of the other."""
-        return self.get("tie_word_embeddings") is True
 
     def rendered(self, dtype: DType | None) -> bytes:
         """The file, with the type that the weights are written in; as it was where it says that, or no type."""
@@ -133,6 +128,11 @@ def _config(file: Extra, where: str, files: Sequence[Extra]) -> ModelConfig:
 
 def check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], family: Family | None) -> None:
     """Raise MisfitError naming all sizes that are not those of the tensors. `family`: unbound, where one is known."""
+    if config.get("quantization_config") is not None:
+        raise MisfitError(
+            f"{config.where} is of a quantised model (quantization_config), and what is written is not: "
+            "name a folder with a config.json without it (--set config=DIR)"
+        )
     lines = [*_general(config, shapes), *(_of_family(config, shapes, family) if family else ())]
     if lines:
         raise MisfitError(

@@ -30,7 +30,7 @@ from ucp_formats.huggingface.names import CONFIG
 from ucp_formats.huggingface.ties import second_names
 from ucp_formats.huggingface.weights import SavedTensor, Weights, read_json, read_weights
 
-__all__ = ["HuggingFaceFormat"]
+__all__ = ["HuggingFaceFormat", "buffers_of"]
 
 _TRAINER_STATE = "trainer_state.json"
 _STEP = re.compile(r"checkpoint-(\d+)")
@@ -92,7 +92,7 @@ class _Reading:
         root = os.path.abspath(self.located.root)
         tensors = self._untied()
         order = self._order(tensors)
-        buffers = _buffers(tensors, self.config)
+        buffers = buffers_of({name: (_dtype(own), own.shape) for name, own in tensors.items()}, self.config)
         path = os.path.join(root, self.located.files[0]) if self.located.alone else root
         return Index(
             path=path,
@@ -193,10 +193,13 @@ def _beside(index: Index, located: Located) -> Index:
     return with_companions(index, SaveFolder(Path(index.path)), is_own=is_own)
 
 
-def _buffers(tensors: Mapping[str, SavedTensor], config: Mapping[str, object]) -> set[str]:
-    """Names of tensors that are never trained: of whole numbers, or buffers by the rules of a model family."""
-    found = {name for name, own in tensors.items() if not _dtype(own).is_floating}
-    shapes = {name: own.shape for name, own in tensors.items()}
+def buffers_of(tensors: Mapping[str, tuple[DType, tuple[int, ...]]], config: Mapping[str, object]) -> set[str]:
+    """Names of tensors that are never trained: of whole numbers, or buffers by the rules of a model family.
+
+    `tensors`: name to type and shape.
+    """
+    found = {name for name, (dtype, _) in tensors.items() if not dtype.is_floating}
+    shapes = {name: shape for name, (_, shape) in tensors.items()}
     try:
         family, _ = choose_family(names=shapes, shapes=shapes, arguments=config)
     except FamilyError:

@@ -22,16 +22,16 @@ from ucp.contract.companions import companions_of, is_companion, left_text, plac
 from ucp.contract.model_arguments import recorded_arguments, run_arguments, said_values
 from ucp.contract.protocols import SourceOptions, Target
 from ucp.contract.registry import choose_family
+from ucp.contract.transformers_models import tied_output
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, check_weights
 from ucp.core.names import WEIGHT
 from ucp.core.slices import whole_slice
 from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan, casts
 from ucp.core.topology import Topology
-from ucp.errors import UnknownFamilyError, UnsupportedError, UsageError, counted, listed
+from ucp.errors import MisfitError, UnknownFamilyError, UnsupportedError, UsageError, counted, listed
 from ucp.families.family import Family
 from ucp_formats.huggingface.config import (
-    CONFIG,
     NONE,
     ModelConfig,
     carried_config,
@@ -40,11 +40,14 @@ from ucp_formats.huggingface.config import (
     is_published,
 )
 from ucp_formats.huggingface.derived import derived
+from ucp_formats.huggingface.names import CONFIG
 from ucp_formats.huggingface.shards import MAX_SHARD_SIZE, NewTensor, Shard, laid_out, nbytes_of_shard
+from ucp_formats.huggingface.source import buffers_of
 from ucp_formats.huggingface.vocabulary import without_padding
 
 __all__ = ["HuggingFaceTarget"]
 
+_TIES = "tie_word_embeddings"
 _INDEX = "model.safetensors.index.json"
 _SETTINGS = {
     "max_shard_size": f"bytes of tensors in a file, such as 500MB; {MAX_SHARD_SIZE} by default",
@@ -142,18 +145,34 @@ def _derived(index: Index, family: Family | None) -> ModelConfig:
 
 
 def _written(index: Index, config: ModelConfig | None) -> Index:
-    """What is written of `index`: weights, each under all of its names but those that transformers ties itself.
+    """What is written of `index`, as it reads back: weights, under all of their names but those that transformers ties.
 
-    Safetensors do not say what is trained, so that everything reads back as a parameter.
+    Where the source holds a tied weight twice, both are compared while one is written.
     """
-    ties = config is not None and config.ties
-    names = {name: name for name in index.atoms} | ({} if ties else dict(index.aliases))
+    values = config.values if config is not None else {}
+    names = {name: name for name in index.atoms} | ({} if values.get(_TIES) is True else dict(index.aliases))
     atoms = {
-        name: replace(atom, name=name, kind=Kind.PARAMETER, states={WEIGHT: atom.states[WEIGHT]})
+        name: replace(index.atoms[own], name=name, states={WEIGHT: index.atoms[own].states[WEIGHT]})
         for name, own in names.items()
-        for atom in (index.atoms[own],)
     }
-    return replace(index, atoms=atoms, groups=(), aliases=index.aliases if ties else {}, lost={})
+    tied = tied_output(atoms, values)
+    if tied is not None and tied[0] in atoms:
+        atoms[tied[1]] = _with_copy(atoms[tied[1]], atoms.pop(tied[0]))
+    buffers = buffers_of({name: (own.states[WEIGHT].dtype, own.global_shape) for name, own in atoms.items()}, values)
+    atoms = {name: replace(own, kind=Kind.BUFFER if name in buffers else Kind.PARAMETER) for name, own in atoms.items()}
+    return replace(index, atoms=atoms, groups=(), aliases=dict([tied] if tied is not None else []), lost={})
+
+
+def _with_copy(atom: AtomIndex, second: AtomIndex) -> AtomIndex:
+    """A weight, and the second one that it is tied to as a copy. Raises MisfitError where they cannot be equal."""
+    own, copy = atom.states[WEIGHT], second.states[WEIGHT]
+    if (own.dtype, own.global_shape) != (copy.dtype, copy.global_shape):
+        raise MisfitError(
+            f"config.json ties {second.name} to {atom.name}, which have the shapes {list(copy.global_shape)} and "
+            f"{list(own.global_shape)} or other types: say {_TIES}: false in it"
+        )
+    copies = (replace(piece, replica=piece.replica + len(own.fragments)) for piece in copy.fragments)
+    return replace(atom, states={WEIGHT: replace(own, fragments=(*own.fragments, *copies))})
 
 
 def _tensors(index: Index, written: Index, asked: str | None) -> Iterator[NewTensor]:
@@ -162,7 +181,7 @@ def _tensors(index: Index, written: Index, asked: str | None) -> Iterator[NewTen
     if alien:
         raise UnsupportedError(f"safetensors have no type complex128, which these are of:\n{listed(alien)}")
     for name, atom in written.atoms.items():
-        own = index.atoms[index.aliases.get(name, name)]
+        own = index.atoms.get(name) or index.atoms[index.aliases[name]]
         yield NewTensor(name=name, slice=whole_slice(name, WEIGHT, atom.states[WEIGHT], dtype=_dtype(own, asked)))
 
 
@@ -216,9 +235,10 @@ def _notes(index: Index, written: Index, tensors: list[NewTensor], limit: int, *
         yield f"larger than max_shard_size, and in a file alone, as huggingface_hub does it: {', '.join(large[:8])}"
     if written.aliases:
         pairs = (f"{alias} = {name}" for alias, name in written.aliases.items())
-        yield f"left out, as transformers ties them (tie_word_embeddings): {', '.join(pairs)}"
-    elif index.aliases:
-        yield f"tied in the source and not said to be in config.json, so written twice: {', '.join(index.aliases)}"
+        yield f"left out, as transformers ties them ({_TIES}): {', '.join(pairs)}"
+    twice = [name for name in index.aliases if name in written.atoms]
+    if twice:
+        yield f"tied in the source and not said to be in config.json, so written twice: {', '.join(twice)}"
 
 
 def _left_out(index: Index) -> Iterator[str]:

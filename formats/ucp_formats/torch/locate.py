@@ -6,6 +6,7 @@ transformers write: model and optimizer in folders of their own beside plain fil
     step-10/.metadata                                        torchtitan, and most scripts
     checkpoint-10/pytorch_model_fsdp_0/.metadata             accelerate, Trainer
                   optimizer_0/.metadata
+    step-10/__0.metadata                                     each rank for itself (use_collectives=False)
     epoch=0.ckpt/.metadata, meta.pt                          Lightning
 """
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ucp.errors import MissingFileError, UnknownFormatError, UsageError, counted, listed
+from ucp.io.dcp.local import local_files
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.folder import names_in
 
@@ -70,7 +72,8 @@ def _seen(path: Path) -> Located | None:
     if os.path.lexists(path / _MEGATRON):
         return None
     if METADATA in names or files:
-        reasons = [METADATA] * (METADATA in names) + ["__*_*.distcp"] * bool(files)
+        kinds = {METADATA: METADATA in names, "__*.metadata": local_files(names), "__*_*.distcp": files}
+        reasons = [kind for kind, seen in kinds.items() if seen]
         return Located(root=path, reasons=tuple(reasons))
     parts = tuple(name for name in (MODEL, OPTIMIZER) if (path / name / METADATA).is_file())
     return Located(root=path, parts=parts, reasons=tuple(f"{name}/{METADATA}" for name in parts)) if parts else None
@@ -88,7 +91,11 @@ def the_folder(located: Located | None, path: Path) -> Located:
             f"{path} holds {counted(len(located.choices), 'checkpoint')}; pass one of them:\n"
             f"{listed(str(path / name) for name in located.choices)}"
         )
-    if located.parts == ("",) and not (located.root / METADATA).is_file():
+    if (
+        located.parts == ("",)
+        and not os.path.lexists(located.root / METADATA)
+        and not local_files(names_in(located.root))
+    ):
         raise MissingFileError(
             f"expected a file at {located.root / METADATA}; there are only the items. torch writes it last, so that "
             "the checkpoint was not finished: take an earlier one, or copy it again"
@@ -98,7 +105,7 @@ def the_folder(located: Located | None, path: Path) -> Located:
 
 def is_of_the_format(path: Path) -> bool:
     """Whether an entry of a checkpoint's folder is part of the checkpoint itself."""
-    return path.name in (METADATA, MODEL, OPTIMIZER) or rank_of(path.name) is not None
+    return path.name in (METADATA, MODEL, OPTIMIZER) or rank_of(path.name) is not None or bool(local_files([path.name]))
 
 
 def rank_of(file: str) -> int | None:

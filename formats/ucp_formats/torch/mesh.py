@@ -74,8 +74,9 @@ def mesh_of(tensors: Mapping[str, Boxes], holders: Mapping[str, set[int]], *, ra
         for name, own in tensors.items()
         if (layout := _layout(own, best, stage_of.get(min(holders[name], default=0), 0))) is not None
     }
-    dp = best.replicate * best.shard
-    return MeshLayouts(topology=Topology(dp=dp, tp=best.tp, pp=best.pp), layouts=found)
+    is_split = best.replicate > 1 and best.shard > 1
+    dp = {"dp_replicate": best.replicate, "dp_shard": best.shard} if is_split else {"dp": best.replicate * best.shard}
+    return MeshLayouts(topology=Topology(**dp, tp=best.tp, pp=best.pp), layouts=found)
 
 
 def _all_whole(tensors: Mapping[str, Boxes], ranks: int) -> dict[str, Layout]:

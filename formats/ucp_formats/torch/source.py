@@ -8,19 +8,22 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ucp.contract.companion_files import SaveFolder, with_companions
 from ucp.contract.protocols import Evidence, Format
+from ucp.contract.scalars import scalar_state
+from ucp.contract.value_diff import differing_values
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.names import WEIGHT
 from ucp.core.region import Box
 from ucp.core.tensor import Record
-from ucp.errors import counted, listed
+from ucp.errors import UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, read_dcp
 from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.folder import names_in
@@ -82,16 +85,27 @@ class _Part:
 
     def files(self) -> Iterator[SourceFile]:
         """All files that were read or are referred to."""
-        for name in (METADATA, *self.dcp.files):
+        for name in (*self.dcp.parts, *self.dcp.files):
             path = self.dcp.path(name)
-            yield source_file(path, "index of all items" if name == METADATA else f"items of rank {rank_of(name)}")
+            yield source_file(path, "index of items" if name in self.dcp.parts else f"items of rank {rank_of(name)}")
 
-    def strays(self) -> list[str]:
-        """Files of items that `.metadata` does not refer to."""
-        known = set(self.dcp.files)
-        return sorted(
-            name for name in names_in(Path(self.dcp.folder)) if rank_of(name) is not None and name not in known
-        )
+    def unequal(self) -> Iterator[str]:
+        """Keys of objects that ranks saved each for itself, and that differ."""
+        for part in list(self.dcp.parts.values())[1:]:
+            for key, own in self.dcp.objects(part.objects).items():
+                if any(True for _ in differing_values(self.objects[key].value, own.value)):
+                    yield key
+
+    def strays(self) -> dict[str, int]:
+        """Files of items that are not referred to, with their bytes: 0 where a rank had nothing to save."""
+        folder = Path(self.dcp.folder)
+        names = (name for name in names_in(folder) if rank_of(name) is not None and name not in self.dcp.files)
+        return {name: (folder / name).stat().st_size for name in sorted(names)}
+
+    def ranks(self) -> Iterator[int]:
+        """Ranks that saved a file."""
+        empty = [name for name, nbytes in self.strays().items() if not nbytes]
+        yield from (rank for name in (*self.dcp.files, *empty) if (rank := rank_of(name)) is not None)
 
 
 class _Reading:
@@ -102,7 +116,7 @@ class _Reading:
         self._root = os.path.abspath(located.root)
         self._parts = [_Part.at(os.path.join(self._root, name) if name else self._root) for name in located.parts]
         self._saved: Parts = sorted_out((leaf for part in self._parts for leaf in part.leaves()), self._root)
-        ranks = [rank for part in self._parts for name in part.dcp.files if (rank := rank_of(name)) is not None]
+        ranks = [rank for part in self._parts for rank in part.ranks()]
         tensors = {name: _boxes(leaf) for name, leaf in self._saved.model.items()}
         holders = {name: self._holders(name, leaf) for name, leaf in self._saved.model.items()}
         self._mesh: MeshLayouts = mesh_of(tensors, holders, ranks=max(ranks, default=0) + 1)
@@ -128,17 +142,20 @@ class _Reading:
             step=self._step(),
             atoms=atoms,
             groups=saved.groups,
+            lost=saved.lost,
             aliases=aliases,
             extras=tuple(others),
             files=tuple(own for part in self._parts for own in part.files()),
             records=tuple(own for part in self._parts for own in part.records()),
             notes=(*saved.notes, *self._notes(atoms, aliases)),
-            dropped=tensors_dropped,
+            recorded_in={"every axis": ".metadata, which has boxes of whole tensors"},
+            dropped=(*tensors_dropped, *self._unequal(), *self._lost()),
         )
 
     def _atom(self, name: str, leaf: Leaf, in_groups: set[str]) -> AtomIndex:
         weight = _state(leaf)
-        states = {key: _state(own) for key, own in sorted(self._saved.states.get(name, {}).items())}
+        saved = sorted(self._saved.states.get(name, {}).items())
+        states = {key: _state(own) for key, own in saved if own.shape is not None or own.value is not None}
         return AtomIndex(
             name=name,
             global_shape=weight.global_shape,
@@ -149,7 +166,9 @@ class _Reading:
 
     def _untrained(self, weight: StateIndex) -> Kind:
         """Kind of a tensor that is in no group of the optimizer: FSDP cuts parameters, and no buffers."""
-        is_whole = len(weight.fragments) == 1 and (not weight.global_shape or weight.global_shape[0] > 1)
+        is_whole = sum(not own.replica for own in weight.fragments) == 1 and (
+            not weight.global_shape or weight.global_shape[0] > 1
+        )
         return Kind.BUFFER if (self._is_cut and is_whole) or not weight.dtype.is_floating else Kind.FROZEN
 
     @property
@@ -169,6 +188,15 @@ class _Reading:
                     return found
         return step_in(Path(self._root).name)
 
+    def _unequal(self) -> Iterator[str]:
+        keys = sorted({key for part in self._parts for key in part.unequal()})
+        if keys:
+            yield f"other values than those of the first rank, which are kept, of:\n{listed(keys)}"
+
+    def _lost(self) -> Iterator[str]:
+        for why in dict.fromkeys(own.why for own in self._saved.lost.values()):
+            yield f"{why}:\n{listed(name for name, own in self._saved.lost.items() if own.why == why)}"
+
     def _notes(self, atoms: Mapping[str, AtomIndex], aliases: Mapping[str, str]) -> Iterator[str]:
         if not self._saved.groups:
             yield "saved without an optimizer: every parameter counts as trained"
@@ -182,14 +210,14 @@ class _Reading:
         if aliases:
             shown = listed(f"{alias} = {name}" for alias, name in aliases.items())
             yield f"taken for tied, as all elements are equal:\n{shown}"
-        strays = [name for part in self._parts for name in part.strays()]
+        strays = [name for part in self._parts for name, nbytes in part.strays().items() if nbytes]
         if strays:
             yield f"not referred to by {METADATA}, left alone (of an earlier save into this folder?):\n{listed(strays)}"
 
 
 def _boxes(leaf: Leaf) -> Boxes:
     saved = _stored(leaf).saved
-    return saved.shape, [Box(own.offsets, own.sizes) for own in saved.chunks]
+    return saved.shape, list(dict.fromkeys(Box(own.offsets, own.sizes) for own in saved.chunks))
 
 
 def _stored(leaf: Leaf) -> StoredTensor:
@@ -198,9 +226,22 @@ def _stored(leaf: Leaf) -> StoredTensor:
 
 
 def _state(leaf: Leaf) -> StateIndex:
+    if leaf.shape is None:
+        number = scalar_state(leaf.value)
+        if number is None:
+            raise UnsupportedError(
+                f"expected tensors and numbers as states of the optimizer; {'/'.join(map(str, leaf.path))} is a "
+                f"{type(leaf.value).__name__}. Save without it"
+            )
+        return number
     tensor = _stored(leaf)
-    pieces = tuple(Fragment(box=Box(own.offsets, own.sizes), ref=own.ref) for own in tensor.chunks)
-    return StateIndex(dtype=tensor.saved.dtype, global_shape=tensor.saved.shape, fragments=pieces)
+    seen: Counter[Box] = Counter()
+    pieces = []
+    for own in tensor.chunks:
+        box = Box(own.offsets, own.sizes)
+        pieces.append(Fragment(box=box, ref=own.ref, replica=seen[box]))
+        seen[box] += 1
+    return StateIndex(dtype=tensor.saved.dtype, global_shape=tensor.saved.shape, fragments=tuple(pieces))
 
 
 def _pieces(atom: AtomIndex) -> tuple[Fragment, ...]:

@@ -19,10 +19,10 @@ Sources: torch 2.13, `torch/distributed/checkpoint/state_dict.py`, `_nested_dict
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ucp.core.index import ParamGroup
+from ucp.core.index import Loss, ParamGroup
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp_formats.torch.numbered import named_by_number
 
@@ -35,6 +35,13 @@ _GROUPS, _STATE = "param_groups", "state"
 _PARAMS, _NAMES = "params", "param_names"
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Modules that torch.compile, activation checkpointing and FSDP1 put around others; no parts of a name."""
+_FUSED = {"wqkv": ("wq", "wk", "wv")}
+"""What torchtitan (0.3, `fuse_qkv`) trains as one parameter and saves apart, as the model's but not the optimizer's."""
+_FUSED_WHY = (
+    "torchtitan saved the optimizer's states of these as one tensor, wqkv, whose rows go by head, and records nowhere "
+    "how many heads there are: their states are left out. Start the optimizer anew, or save from a run with "
+    "fuse_qkv = False"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,8 @@ class Parts:
     """Second name of a parameter to its first: a matrix with the same elements, that no group has."""
     others: dict[str, object] = field(default_factory=dict)
     """Everything else, nested as it was saved."""
+    lost: dict[str, Loss] = field(default_factory=dict)
+    """Name of a parameter to why its states are not known."""
     notes: list[str] = field(default_factory=list)
     """What was inferred."""
 
@@ -76,7 +85,7 @@ def sorted_out(leaves: Iterable[Leaf], where: str, *, in_order: bool = True) -> 
 
     Raises MalformedError where they contradict one another, UnsupportedError where states are of no known parameter.
     """
-    leaves = list(leaves)
+    leaves = [own for leaf in leaves for own in _opened(leaf)]
     roots = sorted({root for leaf in leaves if (root := _optimizer_root(leaf.path)) is not None}, key=len)
     inside: list[_Optimizer] = [_Optimizer(root) for root in roots]
     outside = [leaf for leaf in leaves if not any(own.take(leaf) for own in inside)]
@@ -93,6 +102,21 @@ def sorted_out(leaves: Iterable[Leaf], where: str, *, in_order: bool = True) -> 
     _check_known(parts, where)
     _tie(parts)
     return parts
+
+
+def _opened(leaf: Leaf) -> Iterator[Leaf]:
+    """Entries of what torch kept as one object: until 2.3 groups, and an optimizer without tensors."""
+    value, is_groups = leaf.value, bool(leaf.path) and leaf.path[-1] == _GROUPS
+    if isinstance(value, list) and is_groups:
+        below: Iterable[tuple[object, object]] = enumerate(value)
+    elif isinstance(value, dict) and (_GROUPS in leaf.path[-2:] or any(str(key).startswith(_GROUPS) for key in value)):
+        below = value.items()
+    else:
+        yield leaf
+        return
+    for key, own in below:
+        if own != {}:
+            yield from _opened(Leaf((*leaf.path, key), None, own))
 
 
 def _optimizer_root(path: Path) -> Path | None:
@@ -193,14 +217,18 @@ class _Optimizer:
         for key, leaf in self._flat:
             kind, _, rest = key.partition(".")
             name = _longest_name(bare_name(rest), parts.model)
-            if name is None:
-                strays.append(key)
-                continue
-            last = bare_name(rest)[len(name) + 1 :]
-            if kind == _STATE:
-                parts.states.setdefault(name, {})[last] = leaf
+            names, last = _taken_apart(bare_name(rest), parts.model)
+            if name is not None:
+                names, last = (name,), bare_name(rest)[len(name) + 1 :]
+            elif names:
+                parts.lost.update(dict.fromkeys(names, Loss(why=_FUSED_WHY)))
             else:
-                hyper.setdefault(name, {})[last] = leaf.value
+                strays.append(key)
+            for own in names:
+                if kind != _STATE:
+                    hyper.setdefault(own, {})[last] = leaf.value
+                elif own not in parts.lost:
+                    parts.states.setdefault(own, {})[last] = leaf
         if strays:
             raise MalformedError(
                 f"{where}: the optimizer has {counted(len(strays), 'entry', 'entries')} of no parameter of the model:\n"
@@ -216,6 +244,17 @@ def _grouped(hyper: Mapping[str, Mapping[str, object]]) -> Iterable[ParamGroup]:
         groups.setdefault(repr(sorted(own.items())), []).append(name)
     for names in groups.values():
         yield ParamGroup(params=tuple(names), hyper=dict(hyper[names[0]]))
+
+
+def _taken_apart(text: str, names: Mapping[str, Leaf]) -> tuple[tuple[str, ...], str]:
+    """The parameters that the model has for a fused one at the start of `text`, and what follows it; none: no such."""
+    for fused, parts in _FUSED.items():
+        module, _, rest = text.partition(f".{fused}.")
+        kind, _, last = rest.partition(".")
+        apart = tuple(f"{module}.{part}.{kind}" for part in parts)
+        if all(name in names for name in apart):
+            return apart, last
+    return (), ""
 
 
 def _longest_name(text: str, names: Mapping[str, Leaf]) -> str | None:

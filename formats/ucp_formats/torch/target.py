@@ -5,8 +5,8 @@
 
 Keys are those of `get_state_dict`: `model.<name>`, `optimizer.state.<name>.exp_avg`, and the groups either by number
 (`--set style=nested`, the default) or by parameter (`flattened`, for pipelines; `torchtitan` has no `model.` before
-names besides); `accelerate` has model and optimizer in folders of their own. A script asks for the keys that it knows;
-what else is there does no harm.
+names besides); `accelerate` has model and optimizer in folders of their own, and `lightning` other names for both. A
+script asks for the keys that it knows; what else is there does no harm.
 
 torch asks for every setting that its optimizer has, so that those which another framework lacks are written as torch
 has them by default (torch 2.13, `torch/optim/adamw.py`).
@@ -18,12 +18,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ucp.contract.companions import is_companion, place_companions
+from ucp.contract.companions import companions_of, is_companion, place_companions
 from ucp.contract.protocols import Target
-from ucp.contract.registry import pattern
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex, check_weights
-from ucp.core.layout import AxisLayout, Layout, place
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
@@ -34,6 +32,7 @@ from ucp.errors import UnsupportedError, UsageError, counted
 from ucp.io.dcp.emit import DcpDraft, NewChunk
 from ucp.io.torch_file.draft import Drafted, Part, target_plan
 from ucp.transfer.probe import Prober
+from ucp_formats.torch.cuts import Cuts
 from ucp_formats.torch.locate import MODEL, OPTIMIZER
 from ucp_formats.torch.settings import (
     DECOUPLED,
@@ -47,7 +46,13 @@ from ucp_formats.torch.settings import (
 
 __all__ = ["DcpTarget"]
 
-_STYLES = ("nested", "flattened", "torchtitan", "accelerate")
+_STYLES = ("nested", "flattened", "torchtitan", "accelerate", "lightning")
+
+_ROOTS = {"torchtitan": ((), "optimizer"), "lightning": (("state_dict",), "optimizer_0")}
+"""Path of the model and key of the optimizer, where they are not `model` and `optimizer`."""
+
+_OF_CLIENTS = frozenset({"trainer_state.json", "scheduler.bin"})
+"""Files of the Trainer and of accelerate, which lie beside a checkpoint of theirs."""
 
 _SETTINGS = {
     "style": f"keys of the state dict: {', '.join(_STYLES)}",
@@ -60,18 +65,23 @@ class DcpTarget(Target):
 
     name = "dcp"
     settings = _SETTINGS
+    takes_replicas = True
+
+    def takes_family(self, topology: Topology | None) -> bool:
+        """For the cuts of tensor parallelism."""
+        return topology is not None and topology.tp > 1
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files for the ranks of `topology`; by default those of the source. Raises UsageError, MissingStateError."""
         style = _checked_style(options)
         check_weights(index)
-        ranks = _ranks(index, topology)
+        wanted = _checked_topology(index, topology)
         with Prober() as prober:
-            draft = _Drafting(index, options, style, ranks, prober)
+            draft = _Drafting(index, options, style, Cuts(index, wanted, options), prober)
             draft.model()
             draft.optimizer()
             draft.others()
-        plan = target_plan(index, draft.finish(), notes=draft.notes, topology=Topology(dp=ranks))
+        plan = target_plan(index, draft.finish(), notes=draft.notes, topology=wanted)
         counts = (f"{change} in {counted(count, 'parameter')}" for change, count in draft.casts.items())
         plan = replace(plan, casts=(*plan.casts, *counts))
         return place_companions(index, plan, own=())
@@ -81,17 +91,19 @@ class DcpTarget(Target):
         return ()
 
 
-def _ranks(index: Index, topology: Topology | None) -> int:
+def _checked_topology(index: Index, topology: Topology | None) -> Topology:
     """Ranks that tensors are cut over. Raises UsageError for axes that mean nothing here."""
     if topology is None:
-        return index.topology.ranks
+        saved = index.topology
+        split = {"dp_replicate": saved.replicas, "dp_shard": saved.shards * saved.cp} if saved.is_split else {}
+        return Topology(**(split or {"dp": saved.dp * saved.cp}), tp=saved.tp, pp=saved.pp)
     idle = [own for own in ("ep", "cp", "vpp") if getattr(topology, own) > 1]
     idle += [own for own in ("zero", "etp") if getattr(topology, own) is not None]
     if idle:
         raise UsageError(
-            f"expected dp, tp and pp in --topology for dcp, of which the product counts; got {', '.join(idle)}"
+            "expected dp (or dp_replicate and dp_shard), tp and pp in --topology for dcp; got " + ", ".join(idle)
         )
-    return topology.ranks
+    return topology
 
 
 def _checked_style(options: TargetOptions) -> str:
@@ -111,18 +123,17 @@ def _checked_style(options: TargetOptions) -> str:
 class _Drafting:
     """A checkpoint in the making."""
 
-    def __init__(self, index: Index, options: TargetOptions, style: str, ranks: int, prober: Prober) -> None:
+    def __init__(self, index: Index, options: TargetOptions, style: str, cuts: Cuts, prober: Prober) -> None:
         self._index = index
         self._dtypes = {state: DType(name) for state, name in options.dtypes.items()}
         self._style = style
+        self._prefix, self._root = _ROOTS.get(style, (("model",), "optimizer"))
         self._decoupled = checked_decoupled(index, options)
-        self._ranks = ranks
-        self._layout = Layout((AxisLayout("dp_shard", ranks, pattern("chunk", dim=0)),) if ranks > 1 else ())
+        self._cuts = cuts
         self._prober = prober
-        self._turn = 0
         folders = (MODEL, OPTIMIZER) if style == "accelerate" else ("",)
         self._drafts = [DcpDraft(folder) for folder in folders]
-        self.notes: list[str] = []
+        self.notes: list[str] = [*cuts.notes]
         self.casts: Counter[str] = Counter()
 
     def finish(self) -> list[Drafted]:
@@ -131,14 +142,13 @@ class _Drafting:
 
     def _out(self, path: tuple[object, ...]) -> DcpDraft:
         """The checkpoint that an entry is of: accelerate has the optimizer in one of its own."""
-        return self._drafts[-1 if path[0] == "optimizer" else 0]
+        return self._drafts[-1 if path[0] == self._root else 0]
 
     def model(self) -> None:
         """Parameters and buffers, under every name they have."""
         names = {name: name for name in self._index.atoms} | dict(self._index.aliases)
-        prefix = () if self._style == "torchtitan" else ("model",)
         for name, first in names.items():
-            self._state((*prefix, name), self._index.atoms[first], WEIGHT)
+            self._state((*self._prefix, name), self._index.atoms[first], WEIGHT)
 
     def optimizer(self) -> None:
         """States and groups."""
@@ -147,7 +157,7 @@ class _Drafting:
             for state in atom.states:
                 if state != WEIGHT:
                     path = (f"state.{atom.name}.{state}",) if is_flat else ("state", atom.name, state)
-                    self._state(("optimizer", *path), atom, state)
+                    self._state((self._root, *path), atom, state)
         for number, group in enumerate(self._index.groups):
             self._group(number, group, is_flat=is_flat)
         self.notes += _group_notes(self._index)
@@ -157,16 +167,16 @@ class _Drafting:
         settings = settings_of(group, is_decoupled=self._decoupled != "false")
         if not is_flat:
             for key, value in (*settings.items(), ("params", list(group.params))):
-                self._value(("optimizer", "param_groups", number, key), value)
+                self._value((self._root, "param_groups", number, key), value)
             return
         for name in group.params:
             for key, value in settings.items():
-                self._value(("optimizer", f"param_groups.{name}.{key}"), value)
+                self._value((self._root, f"param_groups.{name}.{key}"), value)
 
     def others(self) -> None:
         """What is neither, as far as it is no other framework's."""
         is_ours = (self._index.origin or self._index.format) == DcpTarget.name
-        has_room = self._style != "accelerate"  # which keeps all of them in files of its own
+        has_room = self._style not in ("accelerate", "lightning")  # which keep all of them in files of their own
         left = []
         for extra in (own for own in self._index.extras if not is_companion(own)):
             is_scheduler = extra.name == "lr_scheduler" and isinstance(extra.value, dict)
@@ -179,6 +189,10 @@ class _Drafting:
         if left:
             names = ", ".join(sorted(set(left)))
             self.notes.append(f"no place for these extras in keys of the style {self._style}, left out: {names}")
+        clients = {own.name for own in companions_of(self._index)} & _OF_CLIENTS
+        if clients and self._style != "accelerate":
+            names = ", ".join(sorted(clients))
+            self.notes.append(f"{names} beside: the Trainer and accelerate load what --set style=accelerate writes")
         if self._style == "torchtitan" and "train_state" not in {own.name for own in self._index.extras}:
             self.notes.append(
                 "no train_state and dataloader in the source: a run of torchtitan asks for them; name them in "
@@ -191,7 +205,7 @@ class _Drafting:
             for key, own in value.items():
                 self._nested((*path, key), own)
         elif isinstance(value, TensorRef):
-            chunk = NewChunk(offsets=(0,) * len(value.shape), sizes=value.shape, ref=value, rank=self._next_rank())
+            chunk = NewChunk(offsets=(0,) * len(value.shape), sizes=value.shape, ref=value, rank=self._cuts.rank())
             self._put(path, value.dtype, value.shape, [chunk])
         else:
             self._value(path, value)
@@ -207,13 +221,13 @@ class _Drafting:
     def _state(self, path: tuple[object, ...], atom: AtomIndex, name: str) -> None:
         state = atom.states[name]
         if atom.is_count(name):
-            self._count(path, name, state)
+            self._count(path, atom.name, name, state)
             return
         kept = atom.kind is Kind.BUFFER or not state.dtype.is_floating
         dtype = state.dtype if kept else self._dtypes.get(name, state.dtype)
-        self._put(path, dtype, state.global_shape, list(self._chunks(atom.name, name, state, dtype)))
+        self._put(path, dtype, state.global_shape, list(self._chunks(atom, name, state, dtype)))
 
-    def _count(self, path: tuple[object, ...], name: str, state: StateIndex) -> None:
+    def _count(self, path: tuple[object, ...], param: str, name: str, state: StateIndex) -> None:
         """A number of the whole parameter: 0-d, and float32 where it is `step`, as torch keeps it."""
         if state.global_shape:
             raise UnsupportedError(
@@ -224,28 +238,12 @@ class _Drafting:
         data = number_as(self._prober, state, dtype)
         if dtype is not state.dtype:
             self.casts[f"{name}: {state.dtype} -> {dtype}"] += 1
-        self._put(path, dtype, (), [NewChunk(offsets=(), sizes=(), data=data, rank=self._next_rank())])
+        self._put(path, dtype, (), [NewChunk(offsets=(), sizes=(), data=data, rank=self._cuts.rank(param))])
 
-    def _chunks(self, param: str, name: str, state: StateIndex, dtype: DType) -> Iterator[NewChunk]:
-        """One chunk per rank that holds elements; of what FSDP does not cut, one in any file."""
-        shape = state.global_shape
-        is_cut = shape and self._index.atoms[param].kind is not Kind.BUFFER  # FSDP cuts parameters alone
-        layout = self._layout if is_cut else Layout()
-        for coords in layout.ranks():
-            for own in place(layout, shape, coords=coords):
-                if own.box.numel or not shape:
-                    rank = coords.get("dp_shard", -1)
-                    yield NewChunk(
-                        offsets=own.box.offsets,
-                        sizes=own.box.sizes,
-                        parts=(Part(offset=0, slice=_slice(param, name, dtype, own.box)),),
-                        rank=rank if rank >= 0 else self._next_rank(),
-                    )
-
-    def _next_rank(self) -> int:
-        """Rank whose file the next small item lies in: each in turn."""
-        self._turn += 1
-        return (self._turn - 1) % self._ranks
+    def _chunks(self, atom: AtomIndex, name: str, state: StateIndex, dtype: DType) -> Iterator[NewChunk]:
+        for box, rank in self._cuts.chunks(atom, state.global_shape):
+            part = Part(offset=0, slice=_slice(atom.name, name, dtype, box))
+            yield NewChunk(offsets=box.offsets, sizes=box.sizes, parts=(part,), rank=rank)
 
 
 def _slice(param: str, state: str, dtype: DType, box: Box) -> Slice:

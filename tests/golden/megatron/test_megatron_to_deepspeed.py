@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ucp
-from ucp.errors import MissingStateError, TopologyError, UsageError
+from ucp.errors import MisfitError, MissingStateError, TopologyError, UsageError
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "megatron"
 LLAMA = FIXTURES / "llama-tp2-pp2-dp2-full" / "checkpoint"
@@ -95,6 +95,22 @@ def test_tensor_and_pipeline_parallel_runs_go_across_and_come_back(
     sizes = {"num_layers": 4, "num_attention_heads": 8, "num_query_groups": 4}
     ucp.convert(tmp_path / "to", tmp_path / "back", to="megatron", topology="tp=2,pp=2", settings=sizes, verify=True)
     assert ucp.diff(LLAMA, tmp_path / "back").equal
+
+
+def test_an_optimizer_without_names_has_the_order_of_the_model_that_loads_it(tmp_path: Path) -> None:
+    """Of transformers' LlamaForCausalLM.named_parameters(), each group by itself."""
+    ucp.convert(LLAMA, tmp_path / "to", to="deepspeed", names="huggingface", topology="dp=2,zero=1", workers=1)
+    decayed, others = (group.params for group in ucp.inspect(tmp_path / "to").groups)
+    layer = [f"self_attn.{own}_proj.weight" for own in "qkvo"] + [
+        f"mlp.{own}_proj.weight" for own in ("gate", "up", "down")
+    ]
+    layers = [f"model.layers.{number}.{own}" for number in range(4) for own in layer]
+    assert list(decayed) == ["model.embed_tokens.weight", *layers, "lm_head.weight"]
+    norms = [f"model.layers.{n}.{own}_layernorm.weight" for n in range(4) for own in ("input", "post_attention")]
+    assert list(others) == [*norms, "model.norm.weight"]
+    mixtral = FIXTURES / "mixtral-ep4-dp4-full" / "checkpoint"
+    with pytest.raises(MisfitError, match=r"in the order of the model.*deepspeed-universal"):
+        ucp.plan(mixtral, to="deepspeed", names="huggingface", topology="dp=2,zero=1")
 
 
 def test_stages_of_a_pipeline_that_was_none_have_to_be_said(tmp_path: Path) -> None:

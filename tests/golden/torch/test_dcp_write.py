@@ -77,6 +77,8 @@ def test_accelerate_has_model_and_optimizer_in_folders_of_their_own(tmp_path: Pa
     assert same(by_torch(tmp_path / "out" / "optimizer_0"), {"optimizer": wanted["optimizer"]})
     assert (tmp_path / "out" / "trainer_state.json").read_text() == "{}"
     assert ucp.diff(source, tmp_path / "out").equal
+    told = [ucp.plan(source, to="dcp", settings=own).notes for own in ({}, {"style": "accelerate"})]
+    assert [any("load what --set style=accelerate writes" in note for note in own) for own in told] == [True, False]
 
 
 def test_buffers_are_whole_and_stay_buffers(tmp_path: Path) -> None:
@@ -112,6 +114,26 @@ def test_every_rank_has_one_chunk_of_what_it_loads(tmp_path: Path) -> None:
         if index.fqn == "model.l1.weight"
     }
     assert files == {(4 * rank, 0): f"__{rank}_0.distcp" for rank in range(4)}
+
+
+@pytest.mark.parametrize("case", TORCH)
+def test_the_degrees_of_the_source_are_kept(case: str, tmp_path: Path) -> None:
+    source = ROOT / "torch" / case / "checkpoint"
+    ucp.convert(source, tmp_path / "out", to="dcp")
+    before, after = ucp.inspect(source), ucp.inspect(tmp_path / "out")
+    assert after.topology == before.topology
+    cut = {name for name, atom in before.atoms.items() if len(atom.states["weight"].fragments) > 1}
+    for name in cut:
+        boxes = [{own.box for own in index.atoms[name].states["weight"].fragments} for index in (before, after)]
+        assert boxes[0] == boxes[1], name
+
+
+def test_replicas_of_shards_are_found_again(tmp_path: Path) -> None:
+    source = ROOT / "deepspeed" / "z3-dp4-fp32" / "checkpoint"
+    ucp.convert(source, tmp_path / "out", to="dcp", topology="dp_replicate=2,dp_shard=2")
+    assert str(ucp.inspect(tmp_path / "out").topology) == "dp_replicate=2,dp_shard=2"
+    with pytest.raises(UsageError, match="--to deepspeed does not know them"):
+        ucp.convert(tmp_path / "out", tmp_path / "z", to="deepspeed", topology="dp_replicate=2,dp_shard=2,zero=1")
 
 
 @pytest.mark.parametrize(

@@ -91,14 +91,13 @@ def unordered(theirs: nn.Module, other: nn.Module, own: Run) -> Tensor:
     """torchtitan's logits with queries and keys as they are in Hugging Face; latent attention has none."""
     params, kept = dict(other.named_parameters()), {}
     for name, tensor in theirs.named_parameters():
-        for kind in "qk":
-            if name.endswith(f"self_attn.{kind}_proj.weight"):
-                target = params[f"layers.{name.split('.')[2]}.attention.qkv_linear.w{kind}.weight"]
-                kept[target] = target.clone()
-                target.copy_(tensor)
+        ours = name.removeprefix("model.").replace("self_attn.", "attention.qkv_linear.w").replace("_proj", "")
+        if name.endswith(("q_proj.weight", "k_proj.weight")) and ours in params:
+            kept[ours] = params[ours].clone()
+            params[ours].copy_(tensor)
     found = own.logits()
-    for target, tensor in kept.items():
-        target.copy_(tensor)
+    for ours, tensor in kept.items():
+        params[ours].copy_(tensor)
     return found
 
 

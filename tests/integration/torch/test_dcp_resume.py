@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,20 @@ def test_a_torch_run_goes_on_in_deepspeed(source: str, case: str, topology: str,
     trained = {name: own for name, own in found.items() if not name.endswith(("/module", "/step"))}
     assert trained
     check(trained, truth)
+
+
+def test_ranks_of_fsdp_and_tensor_parallelism_read_only_what_is_theirs(tmp_path: Path) -> None:
+    written, out = tmp_path / "written", tmp_path / "out"
+    source, rules = FIXTURES / "torch" / "fsdp2-pp2-dp2" / "checkpoint", FIXTURES / "deepspeed" / "autotp.toml"
+    ucp.convert(source, written, to="dcp", topology="dp=2,tp=2", patterns=rules)
+    assert str(ucp.inspect(written).topology) == "dp=2,tp=2"
+    worker = Path(__file__).with_name("reads_worker.py")
+    case = ["--case", "fsdp2-dp2-tp2", "--checkpoint", str(written), "--out", str(out)]
+    run([*ranks(4), str(worker), *case])
+    for rank in range(4):
+        report = json.loads((out / f"{rank}.json").read_text())
+        assert len(report["read"]) == 3 * report["tensors"]  # weight and two moments, one chunk of each
+        assert all(own["whole"] for own in report["read"])
+        peers = Counter(own["file"] for own in report["read"])
+        assert set(peers) <= {f"__{rank}_0.distcp", f"__{rank ^ 1}_0.distcp"}
+        assert peers[f"__{rank}_0.distcp"] >= 3 * report["two_dims"]  # what tensor parallelism cuts, nobody else has

@@ -13,6 +13,7 @@ from ucp.core.index import ParamGroup
 from ucp.errors import FamilyError, MisfitError, UsageError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
+KEPT = Path(__file__).parents[3] / "fixtures" / "megatron"
 HIDDEN = 8
 MODEL = {
     "emb.weight": (16, HIDDEN),
@@ -138,3 +139,11 @@ def test_styles_that_are_none(store: Path) -> None:
             plan(store, names=text)
     with pytest.raises(UsageError, match=r"has names of its own, mcore: drop --names huggingface"):
         plan(store, names="huggingface", to="megatron", topology="tp=1")
+
+
+@pytest.mark.parametrize("setting", ["num_query_groups", "num_heads"])
+def test_a_size_that_is_none_of_the_family_is_refused(setting: str) -> None:
+    """Latent attention has no query groups; other families have."""
+    source = KEPT / "deepseek-tp2-ep2-dp2-full" / "checkpoint"
+    with pytest.raises(UsageError, match=rf"dcp has no such setting[^\n]*\n  {setting}"):
+        plan(source, to="dcp", names="torchtitan", settings={setting: 3})

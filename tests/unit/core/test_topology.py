@@ -8,12 +8,16 @@ from ucp.core.topology import AXES, Topology
 from ucp.errors import UsageError
 
 DEGREES = st.integers(1, 64)
-TOPOLOGIES = st.builds(
-    Topology,
-    **dict.fromkeys(AXES, DEGREES),
-    zero=st.none() | st.integers(0, 3),
-    etp=st.none() | DEGREES,
-) | st.builds(Topology, pp=st.integers(2, 64), vpp=DEGREES)
+TOPOLOGIES = (
+    st.builds(
+        Topology,
+        **dict.fromkeys(AXES, DEGREES),
+        zero=st.none() | st.integers(0, 3),
+        etp=st.none() | DEGREES,
+    )
+    | st.builds(Topology, pp=st.integers(2, 64), vpp=DEGREES)
+    | st.builds(Topology, dp_replicate=DEGREES, dp_shard=DEGREES)
+)
 
 
 @given(TOPOLOGIES)
@@ -29,6 +33,9 @@ def test_parsing_undoes_printing(topology):
         ("zero=3,tp=2,pp=2,ep=2,cp=2", Topology(tp=2, pp=2, ep=2, cp=2, zero=3)),
         ("pp=2,vpp=3", Topology(pp=2, vpp=3)),
         ("tp=4,ep=2,etp=1", Topology(tp=4, ep=2, etp=1)),
+        ("dp_replicate=2,dp_shard=4,tp=2", Topology(dp=8, dp_replicate=2, dp_shard=4, tp=2)),
+        ("dp=8,dp_shard=4", Topology(dp=8, dp_replicate=2, dp_shard=4)),
+        ("dp_replicate=2", Topology(dp=2, dp_replicate=2, dp_shard=1)),
     ],
 )
 def test_pairs_in_any_order(text, wanted):
@@ -52,6 +59,9 @@ def test_pairs_in_any_order(text, wanted):
         ("zero=4", "ZeRO stage"),
         ("etp=0", ">= 1 for etp"),
         ("vpp=2", "expected pp above 1"),
+        ("dp=4,dp_replicate=2,dp_shard=4", "dp_replicate x dp_shard"),
+        ("dp=4,dp_replicate=3", "dp_replicate x dp_shard"),
+        ("dp_shard=0", ">= 1 for dp_shard"),
     ],
 )
 def test_what_means_nothing_is_refused(text, message):
@@ -70,3 +80,11 @@ def test_an_invalid_topology_cannot_exist(degrees):
 @pytest.mark.parametrize(("etp", "degree"), [(None, 4), (1, 1), (8, 8)])
 def test_experts_are_cut_over_tp_unless_said_otherwise(etp, degree):
     assert Topology(tp=4, etp=etp).expert_tp == degree
+
+
+def test_a_split_of_dp_counts_its_ranks():
+    split = Topology(dp_replicate=2, dp_shard=4, tp=2)
+    assert (split.dp, split.replicas, split.shards, split.ranks) == (8, 2, 4, 16)
+    assert str(split) == "dp_replicate=2,dp_shard=4,tp=2"
+    whole = Topology(dp=8)
+    assert (whole.is_split, whole.replicas, whole.shards) == (False, 1, 8)

@@ -325,13 +325,18 @@ def _styles(value: object, place: Place) -> dict[str, Style]:
     for name, own in table_of(value, place).items():
         here = place.at(name)
         table = table_of(own, here)
-        only(table, frozenset({"like", "rewrite"}), here)
+        only(table, frozenset({"like", "rewrite", "modules"}), here)
         like = table.get("like")
         rewrite = {
             part: texts_of(others if isinstance(others, list) else [others], here.at("rewrite").at(part))
             for part, others in table_of(table.get("rewrite", {}), here.at("rewrite")).items()
         }
-        found[name] = Style(name=name, like=None if like is None else text_of(like, here.at("like")), rewrite=rewrite)
+        found[name] = Style(
+            name=name,
+            like=None if like is None else text_of(like, here.at("like")),
+            rewrite=rewrite,
+            modules=tuple(text_of(table.get("modules", ""), here.at("modules")).split()),
+        )
     return found
 
 

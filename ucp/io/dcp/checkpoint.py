@@ -19,9 +19,10 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from ucp.core.tensor import Record, TensorRef, contiguous_strides
-from ucp.errors import MalformedError, counted, listed
-from ucp.io.dcp.items import Item, check_files, read_items
-from ucp.io.dcp.metadata import METADATA, DcpMetadata, SavedTensor, read_metadata
+from ucp.errors import counted
+from ucp.io.dcp.items import Item, check_files, of_other_saves, read_items
+from ucp.io.dcp.local import local_files, merged, read_local
+from ucp.io.dcp.metadata import METADATA, DcpMetadata, ItemPlace, SavedTensor, read_metadata
 
 __all__ = ["METADATA", "Dcp", "StoredChunk", "StoredObject", "StoredTensor", "read_dcp"]
 
@@ -68,6 +69,8 @@ class Dcp:
     """What `.metadata` says."""
     files: Mapping[str, int]
     """Files that it refers to: relative name to bytes."""
+    parts: Mapping[str, DcpMetadata]
+    """Files that say it, by name: `.metadata`, or those that ranks wrote each for itself."""
 
     def path(self, file: str) -> str:
         """Absolute path of one of `files`."""
@@ -85,20 +88,22 @@ class Dcp:
         places = [chunk.place for tensor in saved for chunk in tensor.chunks]
         kinds = [(tensor.dtype.value, chunk.sizes) for tensor in saved for chunk in tensor.chunks]
         items = iter(read_items(self.folder, places, kinds))
-        wrong: list[str] = []
+        wrong: dict[str, list[str]] = {}
         found = {tensor.key: _stored(tensor, [*islice(items, len(tensor.chunks))], wrong) for tensor in saved}
         if wrong:
-            raise MalformedError(
-                f"{counted(len(wrong), 'item')} of {self.folder} not as .metadata announces:\n{listed(wrong)}\n"
-                "The files are of different runs; copy the checkpoint again"
+            raise of_other_saves(
+                self.folder,
+                {
+                    file: f"{counted(len(own), 'item')} not as announced, such as {own[0]}"
+                    for file, own in wrong.items()
+                },
             )
         return found
 
-    def objects(self, keys: Iterable[str]) -> dict[str, StoredObject]:
-        """The objects named `keys`. Raises MalformedError naming all that cannot be read."""
-        names = list(keys)
-        items = read_items(self.folder, [self.metadata.objects[key] for key in names])
-        return {key: StoredObject(item.root, item.records) for key, item in zip(names, items, strict=True)}
+    def objects(self, places: Mapping[str, ItemPlace]) -> dict[str, StoredObject]:
+        """The objects at `places`, by key. Raises MalformedError naming all that cannot be read."""
+        items = read_items(self.folder, list(places.values()))
+        return {key: StoredObject(item.root, item.records) for key, item in zip(places, items, strict=True)}
 
 
 def read_dcp(folder: str) -> Dcp:
@@ -107,26 +112,37 @@ def read_dcp(folder: str) -> Dcp:
     Raises
     ------
     MissingFileError
-        `.metadata` or files that it refers to are not there; all are named.
+        `.metadata`, that of a rank, or files that they refer to are not there; all are named.
     MalformedError
         The metadata cannot be read, or files are truncated.
     UnsupportedError
         Items are transformed, or of an element type that is not known.
     """
-    metadata = read_metadata(os.path.join(folder, METADATA))
-    return Dcp(folder=folder, metadata=metadata, files=check_files(folder, metadata.places()))
+    if (
+        not os.path.lexists(os.path.join(folder, METADATA))
+        and os.path.isdir(folder)
+        and local_files(os.listdir(folder))
+    ):
+        parts = read_local(folder)
+        metadata = merged(folder, parts)
+    else:
+        metadata = read_metadata(os.path.join(folder, METADATA))
+        parts = {METADATA: metadata}
+    places = (place for part in parts.values() for place in part.places())
+    return Dcp(folder=folder, metadata=metadata, files=check_files(folder, places), parts=parts)
 
 
-def _stored(saved: SavedTensor, items: Sequence[Item], wrong: list[str]) -> StoredTensor:
+def _stored(saved: SavedTensor, items: Sequence[Item], wrong: dict[str, list[str]]) -> StoredTensor:
     chunks = []
-    for (offsets, sizes, _), (ref, _) in zip(saved.chunks, items, strict=True):
+    for (offsets, sizes, at), (ref, _) in zip(saved.chunks, items, strict=True):
         if type(ref) is TensorRef and ref.dtype is saved.dtype:
             fitted = ref if ref.shape == sizes else _fitted(ref, sizes)
             if fitted is not None:
                 chunks.append(StoredChunk(offsets, sizes, fitted))
                 continue
         announced = f"{saved.dtype} {list(sizes)}"
-        wrong.append(f"{saved.key} at {list(offsets)}: expected {announced}; got {_described(ref)}")
+        text = f"{saved.key} at {list(offsets)}: expected {announced}; got {_described(ref)}"
+        wrong.setdefault(at.file, []).append(text)
     if len(items) == 1:
         return StoredTensor(saved, tuple(chunks), items[0].records)
     return StoredTensor(saved, tuple(chunks), tuple(chain.from_iterable([item.records for item in items])))

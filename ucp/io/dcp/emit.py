@@ -4,7 +4,7 @@ Every item is a file of torch.save of its own at a recorded place: a chunk of a 
 come later, as everywhere in a target; where every item lies is known before. Items start at multiples of 64 bytes, so
 that elements are aligned in the file as torch aligns them in an item (torch itself does not). No random ids are
 written: the same content gives the same bytes. Layout of torch 2.13 (torch/distributed/checkpoint/filesystem.py,
-metadata.py); what readers of any version 2.1 to 2.14 need is there and nothing else.
+metadata.py); what readers of the versions 2.3 to 2.14 need is there and nothing else.
 
 >>> draft = DcpDraft()
 >>> draft.value("note/shard_0_1", None)
@@ -79,19 +79,20 @@ class DcpDraft:
         self._stored: dict[object, object] = {}
         self._templates: dict[tuple[DType, tuple[int, ...]], _Item] = {}
         self._properties: dict[DType, Stub] = {}
+        self._sizes: dict[tuple[int, ...], TorchSize] = {}
 
     def tensor(self, key: str, dtype: DType, shape: tuple[int, ...], chunks: Iterable[NewChunk]) -> None:
         """A tensor of `shape`, made of chunks that tile it. Given again, it gains the chunks."""
         entry = self._saved.get(key)
         if entry is None:
-            state = {"properties": self._typed(dtype), "size": TorchSize(shape), "chunks": []}
+            state = {"properties": self._typed(dtype), "size": self._size(shape), "chunks": []}
             entry = self._saved[key] = _object("TensorStorageMetadata", state)
         assert isinstance(entry, Stub)
         listed = entry.attribute("chunks")
         assert isinstance(listed, list)
         for chunk in chunks:
-            offsets = TorchSize(chunk.offsets)
-            listed.append(_object("ChunkStorageMetadata", {"offsets": offsets, "sizes": TorchSize(chunk.sizes)}))
+            offsets, sizes = self._size(chunk.offsets), self._size(chunk.sizes)
+            listed.append(_object("ChunkStorageMetadata", {"offsets": offsets, "sizes": sizes}))
             self._place(key, offsets, self._template(dtype, chunk.sizes), chunk)
 
     def value(self, key: str, value: object, *, rank: int | None = None) -> None:
@@ -146,6 +147,10 @@ class DcpDraft:
             self._newest[rank] = file
             self._files.append(file)
         return file
+
+    def _size(self, sizes: tuple[int, ...]) -> TorchSize:
+        """One object for all equal sizes, of which a model has few: it is written once."""
+        return self._sizes.setdefault(sizes, TorchSize(sizes))
 
     def _template(self, dtype: DType, sizes: tuple[int, ...]) -> _Item:
         """Layout of an item, which depends on element type and shape alone."""

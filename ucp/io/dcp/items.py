@@ -10,24 +10,26 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
 from ucp.core.tensor import Record, TensorRef
-from ucp.errors import MalformedError, MissingFileError, SourceError, UcpError, counted, listed
+from ucp.errors import MalformedError, MissingFileError, SourceError, UcpError, UnsupportedError, counted, listed
 from ucp.io.dcp.metadata import ItemPlace
 from ucp.io.dcp.template import ITEM_END, ObjectTemplate, TensorTemplate, object_template, tensor_template
 from ucp.io.files import SourceFile, open_source
 from ucp.io.torch_file.archive import read_embedded
 from ucp.io.torch_file.zipdir import Window
 
-__all__ = ["Item", "check_files", "read_items"]
+__all__ = ["Item", "check_files", "of_other_saves", "read_items"]
 
 _GAP = 64 << 10
 """Bytes that are read in vain rather than by a request of their own."""
 _SPAN = 4 << 20
 """Most bytes of one read."""
+_END_RECORD = 22
+"""Bytes of the end record of a zip archive."""
 _MOST_TEMPLATES = 64
 """Most templates of one kind; a checkpoint of more of one kind is parsed item by item."""
 
@@ -55,8 +57,8 @@ def check_files(folder: str, places: Iterable[ItemPlace]) -> dict[str, int]:
     for file, offset, nbytes in places:
         if stops.get(file, -1) < offset + nbytes:
             stops[file] = offset + nbytes
-    missing, short, sizes = [], [], {}
-    for file, stop in sorted(stops.items()):
+    missing, sizes = [], {}
+    for file in sorted(stops):
         try:
             sizes[file] = os.stat(os.path.join(folder, file)).st_size
         except FileNotFoundError:
@@ -68,19 +70,42 @@ def check_files(folder: str, places: Iterable[ItemPlace]) -> dict[str, int]:
             raise MalformedError(
                 f"{folder}/.metadata: expected the name of a file; got {file!r}. It is damaged: copy it again"
             ) from error
-        if sizes[file] < stop:
-            short.append(f"{file}: {sizes[file]} bytes; the metadata refers to {stop}")
     if missing:
         raise MissingFileError(
             f"{len(missing)} of {counted(len(stops), 'file')} "
             f"that .metadata refers to not found in {folder}; copy what is missing:\n"
             f"{listed(missing, most=100)}"
         )
+    short = {file: stop for file, stop in stops.items() if sizes[file] < stop}
+    if short and all(_is_whole(os.path.join(folder, file)) for file in short):
+        other = {file: f"{sizes[file]} bytes; .metadata refers to {n}" for file, n in stops.items() if sizes[file] != n}
+        raise of_other_saves(folder, other)
     if short:
+        lines = (f"{file}: {sizes[file]} bytes; the metadata refers to {stop}" for file, stop in sorted(short.items()))
         raise MalformedError(
-            f"{counted(len(short), 'truncated file')} in {folder}; copy again:\n{listed(short, most=100)}"
+            f"{counted(len(short), 'truncated file', 'truncated files')} in {folder}; copy again:\n"
+            f"{listed(lines, most=100)}"
         )
     return sizes
+
+
+def _is_whole(path: str) -> bool:
+    """Whether a file of items begins and ends as one that was written to its end."""
+    with open_source(path) as file:
+        return (
+            file.nbytes > _END_RECORD
+            and file.read(0, 4) == b"PK\x03\x04"
+            and file.read(file.nbytes - _END_RECORD, 4) == b"PK\x05\x06"
+        )
+
+
+def of_other_saves(folder: str, files: Mapping[str, str]) -> MalformedError:
+    """The error for files that are sound and not what `.metadata` describes. `files`: name to what is wrong."""
+    lines = (f"{file}: {what}" for file, what in sorted(files.items()))
+    return MalformedError(
+        f"{folder}: .metadata and {counted(len(files), 'file is', 'files are')} of different saves, or files have one "
+        f"another's names:\n{listed(lines, most=8)}\nEach is whole in itself: copy .metadata and all files of one save"
+    )
 
 
 _Templates = dict[tuple[int, object], list[TensorTemplate | ObjectTemplate]]
@@ -94,6 +119,7 @@ def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[obj
     """
     items: list[Item | None] = [None] * len(places)
     wrong: list[str] = []
+    foreign: dict[str, str] = {}
     templates: _Templates = {}
     by_file: dict[str, list[int]] = {}
     for i, place in enumerate(places):
@@ -102,6 +128,7 @@ def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[obj
         numbers.sort(key=lambda i: places[i][1:])
         with open_source(os.path.join(folder, name)) as file:
             ends = _Ends(file, [places[i][1:] for i in numbers])
+            failed = []
             for i in numbers:
                 _, offset, nbytes = places[i]
                 known = templates.setdefault((nbytes, announced[i] if announced else None), [])
@@ -109,11 +136,32 @@ def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[obj
                     items[i] = _known(known, ends, offset, nbytes) or _parsed(known, file, offset, nbytes)
                 except UcpError as error:
                     wrong.append(str(error))
+                    _refuse_safetensors(file, folder)
+                    failed.append(offset)
+            if any(_is_inside(file, offset) for offset in failed) and _is_whole(file.path):
+                foreign[name] = f"{len(failed)} of {counted(len(numbers), 'item')} not where .metadata says"
+    if foreign:
+        raise of_other_saves(folder, foreign)
     if wrong:
         raise MalformedError(
             f"{counted(len(wrong), 'item')} in {folder} cannot be read:\n{listed(wrong)}\nCopy the files again"
         )
     return [item for item in items if item is not None]
+
+
+def _refuse_safetensors(file: SourceFile, folder: str) -> None:
+    """Torch 2.13 to 2.14 can write such files and not read them: every item is recorded at byte 0."""
+    if file.nbytes > 10 and file.read(8, 2) == b'{"':
+        raise UnsupportedError(
+            f"{folder}: the items are safetensors, which FileSystemWriter writes for SerializationFormat.SAFETENSORS; "
+            ".metadata does not say where they lie, and torch cannot load them either. Save with its default, "
+            "or with HuggingFaceStorageWriter"
+        )
+
+
+def _is_inside(file: SourceFile, offset: int) -> bool:
+    """Whether other bytes than those that an item begins with, or that damage leaves (zeros), stand at `offset`."""
+    return file.read(offset, 4) not in (b"PK\x03\x04", bytes(4))
 
 
 def _known(known: list[TensorTemplate | ObjectTemplate], ends: _Ends, start: int, nbytes: int) -> Item | None:

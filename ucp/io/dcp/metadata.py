@@ -107,6 +107,12 @@ def read_metadata(path: str) -> DcpMetadata:
     """
     root = _read_root(path)
     attributes = _attributes(root, f"{path}")
+    if isinstance(root, Stub) and root.made_by.module.partition(".")[0] == "bytecheckpoint":
+        raise UnsupportedError(
+            f"{path} was written by ByteCheckpoint, whose files have bare elements where torch has items; they are not "
+            "read. Load it with ByteCheckpoint and save it with torch.distributed.checkpoint, or merge it by its "
+            "scripts/merge_bcp.py"
+        )
     saved = attributes.get("state_dict_metadata")
     if not isinstance(root, Stub) or root.made_by.qualname.rpartition(".")[2] not in _ROOTS or type(saved) is not dict:
         raise MalformedError(

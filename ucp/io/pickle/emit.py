@@ -320,11 +320,14 @@ def _batches(
     while batch := tuple(islice(rest, _BATCH)):
         marked = several or len(batch) > 1
         if marked:
-            yield w.opcode(b"(")
-        for group in batch:
-            for value in group:
+            w.out += b"("
+        for value in chain.from_iterable(batch):
+            leaf = _LEAVES.get(type(value))
+            if leaf is None:
                 yield w.saving(value)
-        yield w.opcode(many if marked else one)
+            else:  # is written without steps: all before it are done
+                leaf(w, value)
+        w.out += many if marked else one
 
 
 def _stub(w: _Writer, value: Stub) -> None:
@@ -333,8 +336,15 @@ def _stub(w: _Writer, value: Stub) -> None:
         return
     if value.has_state:
         w.then(w.saving(value.state), w.opcode(b"b"))
-    w.each(_batches(w, value.entries, one=b"s", many=b"u"))
-    w.each(_batches(w, ((item,) for item in value.items), one=b"a", many=b"e"))
+    if value.entries:
+        w.each(_batches(w, value.entries, one=b"s", many=b"u"))
+    if value.items:
+        w.each(_batches(w, ((item,) for item in value.items), one=b"a", many=b"e"))
+    if not value.args and not value.kwargs and "." not in value.made_by.qualname:  # no steps: the commonest
+        _global(w, value.made_by)
+        w.out += b")\x81" if value.new else b")R"
+        w.memoize(key)
+        return
     w.enter(key, len(value.args))
     w.then(*_made(w, value), lambda: w.leave(key))
 
@@ -370,12 +380,16 @@ def _storage(w: _Writer, value: NewStorage) -> None:
 
 _PYTHON2_MODULES = {"builtins": "__builtin__", "copyreg": "copy_reg"}
 """Module names of protocol 2 (CPython 3.11 Lib/_compat_pickle.py)."""
-_WRITERS: dict[type, Callable[..., None]] = {
+_LEAVES: dict[type, Callable[..., None]] = {
     type(None): _none,
     bool: _bool,
     int: _int,
     float: _float,
     str: _str,
+}
+"""Writers that take no steps."""
+_WRITERS: dict[type, Callable[..., None]] = {
+    **_LEAVES,
     bytes: _bytes,
     bytearray: _bytearray,
     complex: _complex,

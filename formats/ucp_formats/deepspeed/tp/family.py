@@ -13,7 +13,7 @@ from ucp.contract.protocols import SourceOptions
 from ucp.core.layout import Layout, whole_shape
 from ucp.core.pickle_values import Stub
 from ucp.errors import MalformedError, UnknownFamilyError, UnsupportedError, counted, listed
-from ucp.families.rule import DIM
+from ucp.families.cuts import cut_dim
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.tp.layout import MisfitError, TensorLayout, cut_layout, equal_layout, even_parts
 from ucp_formats.deepspeed.tp.universal_info import TensorShapes
@@ -56,7 +56,7 @@ class FamilyRules:
         Raises UnknownFamilyError, FamilyError, TopologyError and MalformedError, each with all names concerned.
         """
         family = self._chosen({name: shape for name, (shape, _) in wholes.items()}, 1, over=parts)
-        dims = {name: (shape, _cut_dim(family, name)) for name, (shape, _) in wholes.items()}
+        dims = {name: (shape, cut_dim(family, name)) for name, (shape, _) in wholes.items()}
         local = even_parts(dims, parts)
         shapes = {name: TensorShapes(local=own, declared=wholes[name][1]) for name, own in local.items()}
         return self._layouts(family, shapes)
@@ -72,10 +72,15 @@ class FamilyRules:
                 options=self._options,
             )
         except UnknownFamilyError as error:
+            if over:
+                raise UnknownFamilyError(
+                    f"expected a model family that says how {counted(len(shapes), 'tensor is', 'tensors are')} cut "
+                    f"over {over} tensor-parallel ranks; {error}"
+                ) from None
             raise UnknownFamilyError(
                 f"expected universal_checkpoint_info in the model-states files of {self._where}, which says how "
                 f"{counted(len(shapes), 'tensor lies', 'tensors lie')} "
-                f"over {over or parts} tensor-parallel ranks; there is none, and {error}"
+                f"over {parts} tensor-parallel ranks; there is none, and {error}"
             ) from None
         self.notes.append(f"laid out over tensor-parallel ranks by the family {family.name}: {', '.join(why)}")
         self.known_from = {"tp": f"family {family.name}"}
@@ -106,13 +111,6 @@ class FamilyRules:
     def padded_vocabulary(self, name: str, global_shape: Shape) -> int | None:
         """None: a family does not know how large the vocabulary is."""
         return None
-
-
-def _cut_dim(family: Family, name: str) -> int | None:
-    """Dim along which the rule of a stored name cuts it; None where it is whole on all ranks, or has no rule."""
-    named = family.read(name)
-    axes = [] if named is None else family.match([named.canonical])[named.canonical].rule.axes
-    return next((axis.dim for axis in axes if axis.axis == "tp" and DIM in axis.options), None)
 
 
 def _layout(family: Family, named: Named, shapes: Sequence[Shape]) -> TensorLayout:

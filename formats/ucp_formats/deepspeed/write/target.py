@@ -94,9 +94,9 @@ def _check_order(index: Index, groups: Sequence[Group]) -> None:
     """Raise UnsupportedError where parameters would lie in an order that need not be the model's."""
     if groups and index.unordered:
         raise UnsupportedError(
-            f"expected parameters in the order of the model, since DeepSpeed's optimizer files hold no names; "
-            f"{index.path} lists them by name. Write --to deepspeed-universal, which is loaded by name (load_universal "
-            "in the configuration of the run)"
+            "expected parameters in the order of the model, since DeepSpeed's optimizer files hold no names; for "
+            f"{index.path} it is not known. Write --to deepspeed-universal, which is loaded by name (load_universal in "
+            "the configuration of the run)"
         )
 
 

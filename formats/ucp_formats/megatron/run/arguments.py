@@ -5,7 +5,7 @@ what the expressions of a model family are evaluated over.
 
 >>> arguments = read_arguments(Stub(GlobalName("argparse", "Namespace"), state={"model_parallel_size": 2}), "a.pt")
 >>> arguments.tp, arguments.pp, arguments.topology()
-(2, None, Topology(dp=1, tp=2, pp=1, ep=1, cp=1, zero=None, vpp=1, etp=None))
+(2, None, Topology(dp=1, tp=2, pp=1, ep=1, cp=1, zero=None, vpp=1, etp=None, dp_replicate=None, dp_shard=None))
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ def test_values_are_stored_as_they_are(tmp_path):
     draft.value("empty/shard_0_1", None)
     draft.value("rng/shard_0_1", {"state": ref, "numbers": (1, 2.5, "x")})
     write(tmp_path, draft.finish(), {}, raw)
-    found = read_dcp(str(tmp_path)).objects(["empty/shard_0_1", "rng/shard_0_1"])
+    read = read_dcp(str(tmp_path))
+    found = read.objects({key: read.metadata.objects[key] for key in ("empty/shard_0_1", "rng/shard_0_1")})
     assert found["empty/shard_0_1"].value is None
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     place = next(own for index, own in metadata.storage_data.items() if index.fqn.startswith("rng"))

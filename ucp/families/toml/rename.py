@@ -15,12 +15,10 @@ that is alone is looked at, as in the aliases of a family. Either is done by ref
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from ucp.core.patches import Made
 from ucp.errors import FamilyError, UsageError, listed
 from ucp.families.family import Family, Style
-from ucp.families.library import rules_text
 from ucp.families.rule import Rule
 from ucp.families.template import Template
 from ucp.families.toml.alias import alias_of
@@ -34,12 +32,14 @@ _JOINING = ("dim", "groups", "blocks", "lengths")
 _KEYS = frozenset({_FROM, _TO, *_JOINING, "view", "order", "views", "orders"})
 
 
-def renames_of(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Made], list[str]]:
+def renames_of(text: str, path: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Made], list[str]]:
     """New name to what it is made of, for all tensors, and the names that no rule is for, which stay.
+
+    `text`: of the rules file `path`.
 
     Raises UsageError for a file with mistakes, rules that fit no name, or two tensors under one name.
     """
-    family = _family(path)
+    family = _family(text, path)
     read = {name: family.read(name, _FROM) for name in shapes}
     used = {own.rule.name for own in read.values() if own is not None}
     idle = [rule.meaning for rule in family.rules if rule.name not in used]
@@ -59,17 +59,17 @@ def renames_of(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[
     return dict(sorted(every.items(), key=lambda own: order[own[1].sources[0]])), kept
 
 
-def _family(path: Path) -> Family:
+def _family(text: str, path: str) -> Family:
     """The rules as those of a family of its own, whose canonical names nobody sees."""
-    place = Place(str(path))
-    document = document_of(rules_text(path), str(path))
+    place = Place(path)
+    document = document_of(text, path)
     only(document, frozenset({"rename", "sizes"}), place)
     rules = tuple(_rule(at, own, place.at("rename").at(at)) for at, own in tables_of(document, "rename", place))
     if not rules:
         raise place.wrong("rules, as [[rename]] tables with from and to", document)
     styles = {name: Style(name=name) for name in (_FROM, _TO)}
     values = numbers_of(document.get("sizes", {}), place.at("sizes"))
-    return Family(name=str(path), rules=rules, styles=styles, values=values)
+    return Family(name=path, rules=rules, styles=styles, values=values)
 
 
 def _rule(at: int, value: object, place: Place) -> Rule:

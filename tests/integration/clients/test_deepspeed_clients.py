@@ -7,10 +7,6 @@ script, the random states of as many ranks) comes from the files beside the tag 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +14,11 @@ from typing import Any
 import pytest
 
 import ucp
+from tests.integration.clients.client_runs import CHECKPOINT, LATER, TOLERANCE, python_with, run
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1500)]
 
-WORKER = Path(__file__).with_name("trainer_worker.py")
 NEEDED = ("deepspeed", "transformers", "accelerate")
-SAVED = {"trainer": "checkpoint-3", "accelerate": ""}
-"""Script to the folder of its checkpoint below the one it saves to."""
-LATER = ("4", "5", "6")
-"""Steps after the checkpoint."""
-TOLERANCE = 1e-6
-"""Largest relative difference of a loss in fp32, whose sums over ranks go in another order."""
 
 
 @dataclass(frozen=True)
@@ -49,32 +39,14 @@ class Case:
 
 CASES = [
     Case(script, to, ranks, stage)
-    for script in SAVED
+    for script in CHECKPOINT
     for to, ranks, stage in (("deepspeed", 1, 3), ("deepspeed", 2, 1), ("deepspeed-universal", 1, 1))
 ]
 
 
 @pytest.fixture(scope="module")
 def python() -> str:
-    """Python with everything in it; `make integration` makes one."""
-    found = os.environ.get("UCP_TRANSFORMERS", sys.executable)
-    missing = f"import sys, importlib.util as u; sys.exit(not all(map(u.find_spec, {NEEDED})))"
-    if subprocess.run([found, "-c", missing], check=False).returncode:
-        pytest.skip(f"needs {', '.join(NEEDED)}, here or where UCP_TRANSFORMERS says; `make integration` installs them")
-    return found
-
-
-def run(python: str, out: Path, script: str, *asked: object, ranks: int) -> dict[str, Any]:
-    """What the worker told."""
-    # torch builds operators by name: one folder for all releases of DeepSpeed would mix them.
-    builds = Path.home() / ".cache" / "torch_extensions" / "trainer"
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment.setdefault("TORCH_EXTENSIONS_DIR", str(builds))
-    launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, WORKER]
-    command = [str(word) for word in (*launch, script, out, *asked)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1200)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(out.read_text())
+    return python_with(NEEDED)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +58,7 @@ def saved(python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tu
             root / script / name,
             run(python, root / f"{script}.json", script, "--stage", 2, "--save", root / script, ranks=2),
         )
-        for script, name in SAVED.items()
+        for script, name in CHECKPOINT.items()
     }
 
 

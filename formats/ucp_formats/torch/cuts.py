@@ -1,0 +1,123 @@
+"""Which boxes of a tensor the ranks of the run to come hold, and in whose file each of them lies.
+
+Ranks are numbered as torch's meshes are written: pipeline stages outermost, then replicas, shards and tensor-parallel
+ranks. Tensor parallelism cuts a dim first, and FSDP the dim 0 of what that leaves, which is `_StridedShard` where both
+cut dim 0. What several ranks hold lies in the file of any one of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+
+from ucp.contract.protocols import SourceOptions
+from ucp.contract.registry import choose_family, pattern
+from ucp.core.index import AtomIndex, Index, Kind
+from ucp.core.layout import AxisLayout, Layout, place
+from ucp.core.region import Box
+from ucp.core.target import TargetOptions
+from ucp.core.topology import Topology
+from ucp.errors import UnknownFamilyError
+from ucp.families.cuts import cut_dim
+
+__all__ = ["Cuts"]
+
+_LAYER = re.compile(r"(.*?\.\d+)(?:\.|$)")
+"""`layers.3`: what stays together on one stage of a pipeline."""
+
+
+class Cuts:
+    """Boxes and ranks for the run of `topology`."""
+
+    def __init__(self, index: Index, topology: Topology, options: TargetOptions) -> None:
+        self.notes: list[str] = []
+        """How tensor-parallel ranks cut, and from where that is known."""
+        self.ranks = topology.ranks
+        dims = self._dims(index, topology.tp, options) if topology.tp > 1 else {}
+        tp = topology.tp if dims is not None else 1
+        self._axes = {"dp_replicate": topology.replicas, "dp_shard": topology.shards * (topology.tp // tp), "tp": tp}
+        self._dim = dims or {}
+        self._stage = _stages(index, topology.pp)
+        self._turns: Counter[tuple[object, ...]] = Counter()
+
+    def _dims(self, index: Index, tp: int, options: TargetOptions) -> Mapping[str, int | None] | None:
+        """Dim that tensor-parallel ranks cut, by name; None where nobody says."""
+        recorded = {
+            atom.name: getattr(axis.pattern, "dim", None)
+            for atom in index.atoms.values()
+            for axis in atom.layout.axes
+            if axis.axis == "tp" and axis.parts > 1
+        }
+        if recorded:
+            return recorded
+        shapes = {name: atom.global_shape for name, atom in index.atoms.items()}
+        given = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
+        try:
+            family, why = choose_family(names=list(shapes), shapes=shapes, options=given)
+        except UnknownFamilyError:
+            self.notes.append(
+                f"no rule says which dim tp={tp} cuts: every tensor is in chunks of dim 0 over all ranks of a stage. "
+                "That loads, but a tensor-parallel rank reads more than its own. Name a family (--family), or bring "
+                "rules (--patterns)"
+            )
+            return None
+        self.notes.append(f"cut over tensor-parallel ranks by the family {family.name}: {', '.join(why)}")
+        return {name: cut_dim(family, name) for name in shapes}
+
+    def chunks(self, atom: AtomIndex, shape: tuple[int, ...]) -> Iterator[tuple[Box, int]]:
+        """Boxes of a state of `shape`, each with a rank that has it."""
+        layout = Layout()
+        if shape and atom.kind is not Kind.BUFFER:  # FSDP cuts parameters alone
+            dim = self._dim.get(atom.name) if shape == atom.global_shape else None
+            layout = _layout(self._axes["dp_shard"], self._axes["tp"], dim)
+        for box, coords in _boxes(layout, shape):
+            yield box, self.rank(atom.name, coords)
+
+    def rank(self, param: str = "", coords: Mapping[str, int] | None = None) -> int:
+        """A rank at `coords`, and of the stage of a parameter; ranks that have the same take turns."""
+        known, at = coords or {}, self._stage.get(param, 0)
+        place = (at, *known.items())
+        turn = self._turns[place]
+        self._turns[place] += 1
+        for axis, parts in self._axes.items():
+            turn, own = (turn, known[axis]) if axis in known else divmod(turn, parts)
+            at = at * parts + own
+        return at
+
+
+@lru_cache(maxsize=4096)
+def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[Box, Mapping[str, int]], ...]:
+    """Boxes that hold elements, and the coordinates of who has them."""
+    return tuple(
+        (own.box, coords)
+        for coords in layout.ranks()
+        for own in place(layout, shape, coords=coords)
+        if own.box.numel or not shape
+    )
+
+
+@cache
+def _layout(shards: int, tp: int, dim: int | None) -> Layout:
+    cut = () if dim is None else (AxisLayout("tp", tp, pattern("chunk", dim=dim)),)
+    axes = (*cut, AxisLayout("dp_shard", shards, pattern("chunk", dim=0)))
+    return Layout(tuple(axis for axis in axes if axis.parts > 1))
+
+
+def _stages(index: Index, pp: int) -> dict[str, int]:
+    """Stage of every parameter: the one recorded, or layers in the order of the model, as many for each."""
+    if pp == 1:
+        return {}
+    owners = {
+        atom.name: getattr(axis.pattern, "owner", 0)
+        for atom in index.atoms.values()
+        for axis in atom.layout.axes
+        if axis.axis == "pp" and axis.parts == pp
+    }
+    if len(owners) == len(index.atoms):
+        return owners
+    layer_of = {name: found[1] if (found := _LAYER.match(name)) else name for name in index.atoms}
+    number = {layer: at for at, layer in enumerate(dict.fromkeys(layer_of.values()))}
+    return {name: number[layer] * pp // len(number) for name, layer in layer_of.items()}

@@ -1,0 +1,91 @@
+"""Train with Lightning over FSDP2 and save a distributed checkpoint; or go on from one.
+
+Losses of the second epoch go to a file per rank.
+
+python lightning_worker.py --ranks 2 --save ckpt --out OUT
+python lightning_worker.py --ranks 1 --resume ckpt --out OUT
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+ROWS = 12
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, seed: int, ranks: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = nn.Sequential(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.rows = ROWS // ranks
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for own in (self.net[0], self.net):
+            fully_shard(own, mesh=mesh)
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        loss = self.net(batch).square().mean()
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        data = torch.randn(4 * ROWS, 7, generator=torch.Generator().manual_seed(0))
+        return DataLoader(data, batch_size=self.rows, shuffle=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    module = Module(seed=1 if options.resume else 0, ranks=options.ranks)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=options.ranks,
+        strategy=ModelParallelStrategy(data_parallel_size=options.ranks, tensor_parallel_size=1),
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Saver(options.save)] if options.save else [],
+    )
+    trainer.fit(module, ckpt_path=options.resume)
+    options.out.mkdir(parents=True, exist_ok=True)
+    report = {"losses": module.losses, "lr": trainer.optimizers[0].param_groups[0]["lr"], "step": trainer.global_step}
+    (options.out / f"{trainer.global_rank}.json").write_text(json.dumps(report))
+
+
+class Saver(lightning.Callback):
+    """Saves after the first epoch, as Lightning's own ModelCheckpoint does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, module: Module) -> None:  # type: ignore[override]
+        if trainer.current_epoch == 0:
+            module.losses.clear()
+            trainer.save_checkpoint(self.folder)
+
+
+if __name__ == "__main__":
+    main()

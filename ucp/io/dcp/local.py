@@ -1,0 +1,62 @@
+"""Metadata that every rank of a run wrote for itself (`use_collectives=False`), as those of one checkpoint.
+
+    __0.metadata      what rank 0 saved: its own parts, and copies of what other ranks have too
+    __0_0.distcp      its items
+
+>>> local_files(["__1.metadata", "__0_0.distcp", ".metadata"])
+{1: '__1.metadata'}
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from ucp.errors import MissingFileError, listed
+from ucp.io.dcp.items import of_other_saves
+from ucp.io.dcp.metadata import DcpMetadata, ItemPlace, SavedTensor, read_metadata
+
+__all__ = ["local_files", "merged", "read_local"]
+
+_LOCAL = re.compile(r"__(\d+)\.metadata")
+"""`__3.metadata`: of rank 3."""
+_ITEMS = re.compile(r"__(\d+)_\d+\.distcp")
+
+
+def local_files(names: Iterable[str]) -> dict[int, str]:
+    """Rank to the name of its metadata, in the order of the ranks."""
+    return dict(sorted((int(found[1]), name) for name in names if (found := _LOCAL.fullmatch(name))))
+
+
+def read_local(folder: str) -> dict[str, DcpMetadata]:
+    """Name of each rank's metadata to what it says. Raises MissingFileError with all that are not there."""
+    names = os.listdir(folder)
+    files = local_files(names)
+    saved = {int(found[1]) for name in names if (found := _ITEMS.fullmatch(name))}
+    missing = sorted((saved | set(range(max(files) + 1))) - files.keys())
+    if missing:
+        raise MissingFileError(
+            f"expected the metadata of every rank in {folder}, as each wrote its own; copy what is missing:\n"
+            f"{listed((f'__{rank}.metadata' for rank in missing), most=100)}"
+        )
+    return {name: read_metadata(os.path.join(folder, name)) for name in files.values()}
+
+
+def merged(folder: str, parts: Mapping[str, DcpMetadata]) -> DcpMetadata:
+    """One for all: chunks of all ranks, and of objects that several have the first."""
+    tensors: dict[str, SavedTensor] = {}
+    objects: dict[str, ItemPlace] = {}
+    paths: dict[str, tuple[object, ...]] = {}
+    for name, part in parts.items():
+        for key, own in part.tensors.items():
+            known = tensors.setdefault(key, own)
+            if (known.shape, known.dtype) != (own.shape, own.dtype):
+                forms = f"{known.dtype} {list(known.shape)} by other ranks, {own.dtype} {list(own.shape)}"
+                raise of_other_saves(folder, {name: f"{key} is {forms} here"})
+            if known is not own:
+                tensors[key] = known._replace(chunks=known.chunks + own.chunks)
+        objects = {**part.objects, **objects}
+        paths.update(part.paths)
+    return replace(next(iter(parts.values())), tensors=tensors, objects=objects, paths=paths)
