@@ -230,6 +230,15 @@ def test_names_that_the_optimizer_keeps_are_taken(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.read("1.weight", "exp_avg"), optimizer.state[model[1].weight]["exp_avg"])
 
 
+@pytest.mark.parametrize("case", sorted(path.name for path in ROOT.glob("ranks-torch-*")))
+def test_meshes_of_older_versions_of_torch(case: str) -> None:
+    checkpoint, truth = ucp.open(ROOT / case / "checkpoint"), truth_of(case)
+    assert {f"{name}/weight" for name in checkpoint.index.atoms} == truth.keys()
+    assert (checkpoint.index.topology.dp, checkpoint.index.topology.tp) == (2, 2)
+    for name, wanted in truth.items():
+        assert torch.equal(checkpoint.read(name.removesuffix("/weight"), "weight"), wanted)
+
+
 class TestFlatModels:
     """FSDP1's LOCAL_STATE_DICT, which says neither names nor shapes."""
 
