@@ -24,7 +24,7 @@ from ucp.core.slices import starts_of
 from ucp.core.tensor import InlineTensor, Tensor, TensorRef, contiguous_strides
 from ucp.errors import MissingStateError, UnsupportedError
 
-__all__ = ["Made", "Patch", "arranged", "rearranged", "whole_patch"]
+__all__ = ["Made", "Patch", "arranged", "rearranged", "whole_patch", "with_copy"]
 
 
 class Patch(NamedTuple):
@@ -200,6 +200,21 @@ def arranged(index: Index, made: Mapping[str, Made]) -> Index:
     )
     lost = {new: loss for old, loss in index.lost.items() for new in names.get(old, ())}
     return replace(index, atoms=atoms, groups=groups, aliases={}, lost=lost)
+
+
+def with_copy(atom: AtomIndex, other: AtomIndex) -> AtomIndex:
+    """An atom and another that has to be equal to it, as a further replica. Raises UnsupportedError."""
+    states = {}
+    for name, state in atom.states.items():
+        copy = other.states.get(name)
+        if copy is None or (copy.global_shape, copy.dtype) != (state.global_shape, state.dtype):
+            raise UnsupportedError(
+                f"{atom.name} and {other.name} are the same tensor under two names; they differ in shape or type"
+            )
+        number = 1 + max(piece.replica for piece in state.fragments)
+        replicas = (replace(piece, replica=piece.replica + number) for piece in copy.fragments)
+        states[name] = replace(state, fragments=(*state.fragments, *replicas))
+    return replace(atom, states=states)
 
 
 def _check_groups(index: Index, made: Mapping[str, Made]) -> None:
