@@ -73,6 +73,15 @@ MEGATRON: tuple[Words, ...] = (
     ("--to", "megatron", "--topology", "tp=2", "--layout", "torch", "--set", "transformer_impl=local"),
     ("--to", "deepspeed-universal"),
 )
+TORCH: tuple[Words, ...] = (
+    ("--to", "dcp", "--topology", "dp=3"),
+    ("--to", "torch"),
+)
+HUGGINGFACE: tuple[Words, ...] = (
+    ("--to", "dcp", "--topology", "dp=2"),
+    ("--to", "huggingface"),
+    ("--to", "deepspeed-universal", "--optimizer", "zero"),
+)
 WRITTEN: tuple[tuple[str, dict[str, object]], ...] = (
     ("deepspeed/z2-dp4-bf16", {"layout": "packed"}),
     ("deepspeed/z2-dp2-client-state", {"layout": "packed"}),
@@ -90,6 +99,9 @@ WRITTEN: tuple[tuple[str, dict[str, object]], ...] = (
     ("deepspeed/z1-tp2-dp2", {"to": "deepspeed-universal"}),
     ("megatron/llama-tp2-dp2-dp", {"to": "megatron", "topology": "tp=2,pp=2,dp=2", "layout": "torch_dist"}),
     ("megatron/mixtral-ep2-dp2-torch", {"to": "megatron", "topology": "ep=2,dp=2", "layout": "torch"}),
+    ("torch/fsdp2-dp2-tp2", {"to": "dcp", "topology": "dp=2,tp=2"}),
+    ("torch/fsdp2-dp4", {"to": "torch"}),
+    ("huggingface/llama", {"to": "huggingface"}),
 )
 """Fixture, and how it is written."""
 
@@ -105,9 +117,9 @@ def _case(path: Path) -> str:
 
 
 def _bases() -> tuple[Base, ...]:
-    wholes = ("*/checkpoint", "*/checkpoint-*", "*/universal")
-    paths = sorted(path for kind in ("deepspeed", "megatron") for own in wholes for path in (FIXTURES / kind).glob(own))
-    targets = {"deepspeed": DEEPSPEED, "megatron": MEGATRON}
+    wholes = ("*/checkpoint", "*/checkpoint-*", "*/universal", "*/model")
+    targets = {"deepspeed": DEEPSPEED, "huggingface": HUGGINGFACE, "megatron": MEGATRON, "torch": TORCH}
+    paths = sorted(path for kind in targets for own in wholes for path in (FIXTURES / kind).glob(own))
     kept = {f"{path.parents[1].name}/{_case(path)}": path for path in paths}
     fixtures = [Base(name=_case(path), fixture=path, targets=targets[path.parents[1].name]) for path in kept.values()]
     written = [

@@ -170,8 +170,9 @@ class _Reading:
             yield self.tie
         if not is_ordered:
             yield "the order in which the model registers its parameters is not recorded; they are listed by name"
-        if not self.config:
-            yield f"without {CONFIG}: what the model is, is not known"
+        if not self.config.get("model_type"):
+            how = "says not" if self.config else "is not there to say"
+            yield f"{CONFIG} {how} what kind of model it is: whether lm_head.weight is its embedding is not known"
         if self.located.form is Form.NUMBERED:
             yield f"without an index: taken for whole, as all {len(self.weights.files):,} files are there by number"
         if self.located.form is Form.OF_RANKS:
