@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
-from ucp.contract.model_arguments import recorded_arguments, said_values
+from ucp.contract.model.arguments import recorded_arguments, said_values
 from ucp.core.index import Index
 from ucp.core.layout import Pattern
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan

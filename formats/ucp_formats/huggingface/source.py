@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ucp.contract.companion_files import SaveFolder, with_companions
+from ucp.contract.model.transformers import by_number, in_model_order, tied_output
 from ucp.contract.protocols import Evidence, Format
 from ucp.contract.registry import choose_family
-from ucp.contract.transformers_models import by_number, in_model_order, tied_output
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
 from ucp.core.names import WEIGHT

@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ucp.contract.companions import companions_of, is_companion, left_text, place_companions
-from ucp.contract.model_arguments import recorded_arguments, run_arguments, said_values
+from ucp.contract.model.arguments import recorded_arguments, run_arguments, said_values
+from ucp.contract.model.transformers import tied_output
 from ucp.contract.protocols import SourceOptions, Target
 from ucp.contract.registry import choose_family
-from ucp.contract.transformers_models import tied_output
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, check_weights
 from ucp.core.names import WEIGHT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ucp.contract.model_arguments import run_arguments
+from ucp.contract.model.arguments import run_arguments
 from ucp.core.index import AtomIndex, Index
 from ucp.core.names import WEIGHT
 from ucp.core.patches import whole_patch

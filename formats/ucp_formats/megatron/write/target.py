@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ucp.contract.companions import place_companions
-from ucp.contract.model_arguments import recorded_arguments, run_arguments, said_values
+from ucp.contract.model.arguments import recorded_arguments, run_arguments, said_values
 from ucp.contract.protocols import SourceOptions, Target
 from ucp.contract.registry import choose_family
 from ucp.core.dtypes import DType

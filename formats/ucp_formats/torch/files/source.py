@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import cast
 
 from ucp.contract.companion_files import SaveFolder, with_companions
+from ucp.contract.model.transformers import in_model_order, tied_output
 from ucp.contract.protocols import Evidence, Format, SourceOptions
 from ucp.contract.rank_extras import Checksums
-from ucp.contract.transformers_models import in_model_order, tied_output
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import Record

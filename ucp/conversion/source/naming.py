@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ucp.contract.model_arguments import run_arguments
+from ucp.contract.model.arguments import run_arguments
 from ucp.contract.protocols import SourceOptions, Target
 from ucp.contract.registry import choose_family, library
 from ucp.conversion.options import Naming

@@ -13,7 +13,7 @@ from ucp.core.index import ParamGroup
 from ucp.errors import FamilyError, MisfitError, UsageError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
-KEPT = Path(__file__).parents[3] / "fixtures" / "megatron"
+KEPT = Path(__file__).parents[4] / "fixtures" / "megatron"
 HIDDEN = 8
 MODEL = {
     "emb.weight": (16, HIDDEN),
