@@ -21,8 +21,8 @@ from pathlib import Path
 from ucp.contract.companions import companions_of, is_companion, left_text, place_companions
 from ucp.contract.model.arguments import recorded_arguments, run_arguments, said_values
 from ucp.contract.model.transformers import tied_output
-from ucp.contract.protocols import SourceOptions, Target
-from ucp.contract.registry import choose_family
+from ucp.contract.protocols import Target
+from ucp.contract.registry import target_family
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, check_weights
 from ucp.core.names import WEIGHT
@@ -81,7 +81,7 @@ class HuggingFaceTarget(Target):
             config = _derived(index, family)
         written = _written(index, config)
         if config is not None:
-            check_sizes(config, _shapes(written), family)
+            check_sizes(config, written.shapes, family)
         tensors = list(_tensors(index, written, options.dtypes.get(WEIGHT)))
         shards = laid_out(tensors, limit=limit)
         plan = TargetPlan(
@@ -111,16 +111,10 @@ def _check_options(topology: Topology | None, options: TargetOptions) -> None:
         raise UsageError(f"weights alone are written; drop --dtype {others[0]}=...")
 
 
-def _shapes(index: Index) -> dict[str, tuple[int, ...]]:
-    return {name: own.global_shape for name, own in index.atoms.items()}
-
-
 def _family(index: Index, options: TargetOptions) -> Family | None:
     """The family of the model, bound to it, if it is one that is known."""
-    asked = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
-    shapes, arguments = _shapes(index), recorded_arguments(index)
     try:
-        return choose_family(names=shapes, shapes=shapes, arguments=arguments, options=asked)[0]
+        return target_family(index, options, recorded_arguments(index))[0]
     except UnknownFamilyError:
         return None
 
@@ -136,7 +130,7 @@ def _derived(index: Index, family: Family | None) -> ModelConfig:
     """The configuration of a model that none came with. Raises UsageError where none can be made."""
     arguments = run_arguments(index)
     if family is not None and arguments:
-        return derived(family, _shapes(index), arguments, index.path)
+        return derived(family, index.shapes, arguments, index.path)
     raise UsageError(
         f"transformers loads a model by its config.json, and none came with {index.path}: name a folder that has it "
         "(--set config=DIR, such as that of the model that training started from), or write the weights alone "
