@@ -1,7 +1,7 @@
 """Format `huggingface`: models as save_pretrained of transformers writes them, and as torch writes them for it.
 
 1. Find the files (`locate`); read their indexes and headers (`weights`).
-2. Tell tied weights (`ties`), buffers, and the order of the model (`order`).
+2. Tell tied weights (`ties`), buffers, and the order of the model.
 3. config.json is the extra `config`; tokenizer and generation files are carried along.
 
 There are weights only: no optimizer states, and no groups.
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ucp.contract.companion_files import SaveFolder, with_companions
+from ucp.contract.model.arguments import CONFIG_EXTRA, config_in
 from ucp.contract.model.transformers import by_number, in_model_order, tied_output
 from ucp.contract.protocols import Evidence, Format
 from ucp.contract.registry import choose_family
@@ -28,7 +29,7 @@ from ucp.io.identity import source_file
 from ucp_formats.huggingface.locate import Form, Located, is_weights, locate, the_model
 from ucp_formats.huggingface.names import CONFIG
 from ucp_formats.huggingface.ties import second_names
-from ucp_formats.huggingface.weights import SavedTensor, Weights, read_json, read_weights
+from ucp_formats.huggingface.weights import SavedTensor, Weights, read_weights
 
 __all__ = ["HuggingFaceFormat", "buffers_of"]
 
@@ -51,16 +52,10 @@ class HuggingFaceFormat(Format):
     def read(self, path: Path) -> Index:
         """Index of the model at `path`."""
         located = the_model(locate(path), path)
-        config = _config(located)
+        config = config_in(os.path.abspath(located.root))
         _check_plain(config, located.root)
         index = _Reading(located, config, read_weights(located)).index(self.name)
         return index if located.alone else _beside(index)
-
-
-def _config(located: Located) -> dict[str, object]:
-    """What config.json says; nothing where there is none."""
-    path = os.path.join(os.path.abspath(located.root), CONFIG)
-    return dict(read_json(path)) if os.path.lexists(path) else {}
 
 
 def _check_plain(config: Mapping[str, object], root: Path) -> None:
@@ -103,7 +98,7 @@ class _Reading:
             step=self._step(),
             atoms={own: _atom(own, tensors[own], is_buffer=own in buffers) for own in order or by_number(tensors)},
             aliases=self.aliases,
-            extras=(Extra(name="config", value=self.config),) if self.config else (),
+            extras=(Extra(name=CONFIG_EXTRA, value=self.config),) if self.config else (),
             files=tuple(self._files(root)),
             records=tuple(self.weights.records),
             unordered=order is None,

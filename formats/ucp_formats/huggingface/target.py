@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ucp.contract.companions import companions_of, is_companion, left_text, place_companions
-from ucp.contract.model.arguments import recorded_arguments, run_arguments, said_values
+from ucp.contract.model.arguments import CONFIG_EXTRA, recorded_arguments, run_arguments, said_values
 from ucp.contract.model.transformers import tied_output
 from ucp.contract.protocols import Target
 from ucp.contract.registry import target_family
@@ -240,7 +240,7 @@ def _left_out(index: Index) -> Iterator[str]:
     states = dict.fromkeys(name for _, name, _ in index.states() if name != WEIGHT)
     kinds = [f"the states {', '.join(states)}"] if states else []
     kinds += [counted(len(index.groups), "parameter group", "parameter groups")] if index.groups else []
-    extras = dict.fromkeys(own.name for own in index.extras if not is_companion(own) and own.name != "config")
+    extras = dict.fromkeys(own.name for own in index.extras if not is_companion(own) and own.name != CONFIG_EXTRA)
     kinds += [f"the extras {', '.join(sorted(extras))}"] if extras else []
     if kinds:
         yield f"a model of transformers is weights alone, without {'; '.join(kinds)}"

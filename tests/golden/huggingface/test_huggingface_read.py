@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from ucp_formats.huggingface.order import in_model_order
 
 import ucp
+from ucp.contract.model.transformers import in_model_order
 from ucp.core.index import Index, Kind, check_cover
 
 ROOT = Path(__file__).parents[3] / "fixtures" / "huggingface"
