@@ -102,7 +102,7 @@ class _Reading:
             files=tuple(self._files(root)),
             records=tuple(self.weights.records),
             unordered=order is None,
-            notes=tuple(self._notes(tensors, is_ordered=order is not None)),
+            notes=tuple(self._notes(is_ordered=order is not None)),
         )
 
     def _untied(self) -> dict[str, SavedTensor]:
@@ -133,7 +133,7 @@ class _Reading:
 
     def _order(self, tensors: Mapping[str, SavedTensor]) -> list[str] | None:
         """Names in the order of the model, where that is known."""
-        if self.located.files[0].endswith(".bin") or self.located.files[0].endswith(".bin.index.json"):
+        if self.located.files[0].endswith((".bin", ".bin.index.json")):
             return list(tensors)
         return in_model_order(tensors, self.config.get("model_type"))
 
@@ -156,7 +156,7 @@ class _Reading:
         if self.config:
             yield source_file(os.path.join(root, CONFIG), "configuration of the model")
 
-    def _notes(self, tensors: Mapping[str, SavedTensor], *, is_ordered: bool) -> Iterator[str]:
+    def _notes(self, *, is_ordered: bool) -> Iterator[str]:
         yield (
             "weights only, without optimizer states; every floating-point tensor counts as trained, since the files do "
             "not tell buffers, but for those that a model family knows"

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from struct import pack, unpack
 
 from ucp.core.dtypes import DType
 from ucp.core.index import Index
 from ucp.core.names import STEP
 from ucp.core.target import TargetPlan
-from ucp.core.tensor import InlineTensor
 from ucp.errors import UnsupportedError, counted
 from ucp.transfer.probe import Prober
 
 __all__ = ["Counts"]
-
-_FORMS = {DType.INT64: "<q", DType.INT32: "<i", DType.FLOAT64: "<d", DType.FLOAT32: "<f"}
 
 
 class Counts:
@@ -36,11 +32,10 @@ class Counts:
                 "as one without dims. Leave the optimizer out (--include '*/weight'), or take another target"
             )
         ref = state.fragments[0].ref
-        data = ref.data if isinstance(ref, InlineTensor) else self._prober.window(ref, 0, 1)
         if name != STEP or state.dtype is DType.FLOAT32:
-            return state.dtype, bytes(data)
+            return state.dtype, self._prober.window(ref, 0, 1)
         self._casts[f"{name}: {state.dtype} -> {DType.FLOAT32}"] += 1
-        return DType.FLOAT32, pack("<f", unpack(_FORMS[state.dtype], data)[0])
+        return DType.FLOAT32, self._prober.window(ref, 0, 1, dtype=DType.FLOAT32)
 
     def told(self, plan: TargetPlan) -> TargetPlan:
         """`plan`, which names their casts, too."""

@@ -26,9 +26,10 @@ from ucp.core.tensor import Record
 from ucp.errors import UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, read_dcp
 from ucp.io.dcp.collection import no_cycle_collection
+from ucp.io.dcp.local import rank_of
 from ucp.io.folder import names_in
 from ucp.io.identity import source_file
-from ucp_formats.torch.locate import Located, is_of_the_format, locate, rank_of, step_in, the_folder
+from ucp_formats.torch.locate import Located, is_of_the_format, locate, step_in, the_folder
 from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of
 from ucp_formats.torch.state_dict import Leaf, Parts, sorted_out
 
