@@ -1,1 +1,1 @@
-"""What is done to the index of the source before a target plans: what is taken, under which names, and is it sound."""
+"""What happens to the index of the source before a target plans: selection, names, replicas, checks, a new optimizer."""

@@ -155,8 +155,8 @@ class _Reading:
         )
 
     def _atom(self, name: str, leaf: Leaf, in_groups: set[str]) -> AtomIndex:
-        weight = _joined(leaf)
-        states = {key: _joined(own) for key, own in sorted(self._saved.states.get(name, {}).items())}
+        weight = Joined.of(leaf)
+        states = {key: Joined.of(own) for key, own in sorted(self._saved.states.get(name, {}).items())}
         flat = (own.layout for own in states.values() if own.layout.flat)
         return AtomIndex(
             name=name,
@@ -168,7 +168,7 @@ class _Reading:
 
     def _untrained(self, weight: Joined) -> Kind:
         """Kind of a tensor that is in no group of the optimizer: ranks share parameters, and no buffers."""
-        is_shared = any(_joined(own).is_shared for own in self._saved.model.values())
+        is_shared = any(Joined.of(own).is_shared for own in self._saved.model.values())
         return Kind.BUFFER if not weight.dtype.is_floating or (is_shared and not weight.is_shared) else Kind.FROZEN
 
     def _producer(self) -> str:
@@ -189,7 +189,7 @@ class _Reading:
         if not self._saved.groups:
             yield "saved without an optimizer: every parameter counts as trained"
         frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN]
-        if frozen and not any(_joined(own).is_shared for own in self._saved.model.values()):
+        if frozen and not any(Joined.of(own).is_shared for own in self._saved.model.values()):
             yield f"in no group of the optimizer, so frozen parameters or buffers:\n{listed(frozen)}"
         if self._saved.tied:
             shown = listed(f"{alias} = {name}" for alias, name in self._saved.tied.items())
@@ -199,11 +199,6 @@ class _Reading:
                 f"{counted(len(self._tree.aside), 'more dict', 'more dicts')} of tensors beside the model, kept as "
                 f"extras:\n{listed(self._tree.aside)}"
             )
-
-
-def _joined(leaf: Leaf) -> Joined:
-    assert isinstance(leaf.value, Joined)
-    return leaf.value
 
 
 def _topology(atoms: Mapping[str, AtomIndex], ranks: int) -> Topology:
