@@ -1,1 +1,1 @@
-"""What happens to the index of the source before a target plans: selection, names, replicas, checks, a new optimizer."""
+"""What happens to the source's index before a target plans: selection, names, replicas, checks, a new optimizer."""
