@@ -21,6 +21,7 @@ from ucp.contract.model.transformers import by_number, in_model_order, tied_outp
 from ucp.contract.protocols import Evidence, Format
 from ucp.contract.registry import choose_family
 from ucp.core.dtypes import DType
+from ucp.core.fragments import with_copies
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
 from ucp.core.names import WEIGHT
 from ucp.core.topology import Topology
@@ -124,8 +125,7 @@ class _Reading:
                     f"{CONFIG} in {self.located.root} ties {output} to {embedding}, which have the shapes "
                     f"{list(copy.shape)} and {list(first.shape)} or other types: one of these files is of another model"
                 )
-            copies = tuple(replace(own, replica=own.replica + len(first.fragments)) for own in copy.fragments)
-            tensors[embedding] = replace(first, fragments=(*first.fragments, *copies))
+            tensors[embedding] = replace(first, fragments=with_copies(first.fragments, copy.fragments))
             del tensors[output]
             self.tie += "; its copy on disk is compared with that"
         self.aliases[output] = embedding

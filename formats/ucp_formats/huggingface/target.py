@@ -24,10 +24,11 @@ from ucp.contract.model.transformers import tied_output
 from ucp.contract.protocols import Target
 from ucp.contract.registry import target_family
 from ucp.core.dtypes import DType
+from ucp.core.fragments import with_copies
 from ucp.core.index import AtomIndex, Index, Kind, check_weights
 from ucp.core.names import WEIGHT
 from ucp.core.slices import whole_slice
-from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan, casts
+from ucp.core.target import Literal, OutputFile, TargetOptions, TargetPlan, casts
 from ucp.core.topology import Topology
 from ucp.errors import MisfitError, UnknownFamilyError, UnsupportedError, UsageError, counted, listed
 from ucp.families.family import Family
@@ -93,10 +94,6 @@ class HuggingFaceTarget(Target):
         )
         texts = _texts(index, config, shards)
         return _with_published(replace(plan, files=(*texts, *plan.files)), written, config)
-
-    def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
-        """Nothing more: the folder is renamed into place as a whole."""
-        return ()
 
 
 def _check_options(topology: Topology | None, options: TargetOptions) -> None:
@@ -165,8 +162,7 @@ def _with_copy(atom: AtomIndex, second: AtomIndex) -> AtomIndex:
             f"config.json ties {second.name} to {atom.name}, which have the shapes {list(copy.global_shape)} and "
             f"{list(own.global_shape)} or other types: say {_TIES}: false in it"
         )
-    copies = (replace(piece, replica=piece.replica + len(own.fragments)) for piece in copy.fragments)
-    return replace(atom, states={WEIGHT: replace(own, fragments=(*own.fragments, *copies))})
+    return replace(atom, states={WEIGHT: replace(own, fragments=with_copies(own.fragments, copy.fragments))})
 
 
 def _tensors(index: Index, written: Index, asked: str | None) -> Iterator[NewTensor]:
@@ -255,6 +251,6 @@ def _with_published(plan: TargetPlan, written: Index, config: ModelConfig | None
     taken = {own.name: own for own in beside.values() if own.name.partition("/")[2] in {each.name for each in kept}}
     taken |= {own.name: own for own in given}
     written = replace(written, extras=tuple(taken.values()))
-    plan = place_companions(written, plan, own=())
+    plan = place_companions(written, plan)
     dropped = (left_text(left, "of the training, not of the model"),) if left else ()
     return replace(plan, dropped=(*plan.dropped, *dropped), written=written)

@@ -23,7 +23,7 @@ from ucp.core.index import AtomIndex, Index, ParamGroup, StateIndex, check_weigh
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
-from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
+from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import UsageError, counted
@@ -82,11 +82,7 @@ class DcpTarget(Target):
             draft.optimizer()
             draft.others()
         plan = target_plan(index, draft.finish(), notes=draft.notes, topology=wanted)
-        return place_companions(index, draft.counts.told(plan), own=())
-
-    def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
-        """Nothing more: the folder is renamed into place as a whole."""
-        return ()
+        return place_companions(index, draft.counts.told(plan))
 
 
 def _checked_topology(index: Index, topology: Topology | None) -> Topology:

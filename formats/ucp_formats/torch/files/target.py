@@ -18,7 +18,7 @@ from ucp.core.index import AtomIndex, Extra, Index, check_weights
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.slices import whole_slice
-from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
+from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
 from ucp.io.torch_file.draft import FileDraft, target_plan
@@ -56,11 +56,7 @@ class TorchTarget(Target):
             draft = _Drafting(index, options, prober)
             root = draft.root()
         plan = target_plan(index, [draft.file.finish(root)], notes=draft.notes)
-        return place_companions(index, draft.counts.told(plan), own=())
-
-    def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
-        """Nothing more: the folder is renamed into place as a whole."""
-        return ()
+        return place_companions(index, draft.counts.told(plan))
 
 
 def _check(topology: Topology | None, options: TargetOptions) -> None:
