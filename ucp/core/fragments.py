@@ -75,7 +75,8 @@ def fragments(layout: Layout, global_shape: Sequence[int], stored: Iterable[Stor
 
 def with_copies(first: Sequence[Fragment], second: Iterable[Fragment]) -> tuple[Fragment, ...]:
     """The pieces of a tensor, and those of a second one as copies of it."""
-    return (*first, *(replace(own, replica=own.replica + len(first)) for own in second))
+    number = 1 + max((own.replica for own in first), default=-1)
+    return (*first, *(replace(own, replica=own.replica + number) for own in second))
 
 
 def cut_out(pair: RegionPair, box: Box, ref: TensorRef, *, replica: int = 0, term: int = 0) -> Fragment | None:

@@ -16,7 +16,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ucp.core.fragments import Fragment
+from ucp.core.fragments import Fragment, with_copies
 from ucp.core.index import AtomIndex, Index, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.region import Box
@@ -24,7 +24,7 @@ from ucp.core.slices import starts_of
 from ucp.core.tensor import InlineTensor, Tensor
 from ucp.errors import MissingStateError, UnsupportedError
 
-__all__ = ["Made", "Patch", "arranged", "patched", "rearranged"]
+__all__ = ["Made", "Patch", "arranged", "patched", "rearranged", "with_copy"]
 
 
 class Patch(NamedTuple):
@@ -203,6 +203,19 @@ def arranged(index: Index, made: Mapping[str, Made]) -> Index:
     )
     lost = {new: loss for old, loss in index.lost.items() for new in names.get(old, ())}
     return replace(index, atoms=atoms, groups=groups, aliases={}, lost=lost)
+
+
+def with_copy(atom: AtomIndex, other: AtomIndex) -> AtomIndex:
+    """An atom and another that has to be equal to it, as a further replica. Raises UnsupportedError."""
+    states = {}
+    for name, state in atom.states.items():
+        copy = other.states.get(name)
+        if copy is None or (copy.global_shape, copy.dtype) != (state.global_shape, state.dtype):
+            raise UnsupportedError(
+                f"{atom.name} and {other.name} are the same tensor under two names; they differ in shape or type"
+            )
+        states[name] = replace(state, fragments=with_copies(state.fragments, copy.fragments))
+    return replace(atom, states=states)
 
 
 def _check_groups(index: Index, made: Mapping[str, Made]) -> None:

@@ -60,35 +60,60 @@ def translated(
     UnsupportedError
         Tensors of which parts are missing, or that do not have the shapes that the family expects.
     """
-    whole = _canonical(family, shapes, source)
+    units = _units(family, shapes, source)
     if style == CANONICAL:
+        whole = _canonical(family, units, shapes)
         return {name: whole[name].made for name in family.sorted(whole)}
-    return _styled(family, whole, shapes, style)
+    kept = {unit: None for named, unit in units if _is_written_so(family, named, unit, style)}
+    whole = _canonical(family, [own for own in units if own[1] not in kept], shapes)
+    found = {name: Made.whole(name, shapes[name]) for unit in kept for name in unit.names}
+    return found | _styled(family, whole, shapes, style)
 
 
-def _canonical(family: Family, shapes: Mapping[str, tuple[int, ...]], source: str | None) -> dict[str, _Canonical]:
-    units: dict[tuple[str, Alias], list[tuple[Named, str]]] = {}
+def _units(family: Family, shapes: Mapping[str, tuple[int, ...]], source: str | None) -> list[tuple[Named, _Unit]]:
+    """Tensors of the source that join, none of which is missing; each with what its first one stands for."""
+    found: dict[tuple[str, Alias], list[tuple[Named, str]]] = {}
     for name, named in _read(family, shapes, source):
         alias = named.alias or Alias(names=(named.rule.name.text,))
-        units.setdefault((named.canonical, alias), []).append((named, name))
-    found: dict[str, _Canonical] = {}
-    problems: list[str] = []
-    for (canonical, alias), parts in units.items():
-        unit = _Unit(alias, tuple(name for _, name in sorted(parts, key=lambda own: own[0].part)))
-        named = parts[0][0]
-        if sorted(own.part for own, _ in parts) != list(range(len(alias.names))):
+        found.setdefault((named.canonical, alias), []).append((named, name))
+    units = []
+    problems = []
+    for (canonical, alias), parts in found.items():
+        parts.sort(key=lambda own: own[0].part)
+        unit = _Unit(alias, tuple(name for _, name in parts))
+        units.append((parts[0][0], unit))
+        if [named.part for named, _ in parts] != list(range(len(alias.names))):
             problems.append(f"{canonical}: {', '.join(unit.names)} of {', '.join(alias.names)}")
-            continue
+    if problems:
+        raise _misparted(family, problems)
+    return units
+
+
+def _is_written_so(family: Family, named: Named, unit: _Unit, style: str) -> bool:
+    """Whether a style writes a parameter as the source has it."""
+    ways = () if named.stacked else family.spellings(named.canonical, style)
+    return bool(ways) and _Unit(*ways[0]) == unit
+
+
+def _canonical(
+    family: Family, units: Iterable[tuple[Named, _Unit]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, _Canonical]:
+    found: dict[str, _Canonical] = {}
+    problems = []
+    for named, unit in units:
         for name, made in _joined(family, unit, named, shapes):
             if name in found:
                 problems.append(f"{name}: {', '.join((*found[name].unit.names, *unit.names))}")
             found[name] = _Canonical(made, unit)
     if problems:
-        raise UnsupportedError(
-            f"expected every tensor that makes up a parameter of {family.name!r}, once; got\n{listed(problems)}\n"
-            f"{_WHOLE}"
-        )
+        raise _misparted(family, problems)
     return found
+
+
+def _misparted(family: Family, problems: Sequence[str]) -> UnsupportedError:
+    return UnsupportedError(
+        f"expected every tensor that makes up a parameter of {family.name!r}, once; got\n{listed(problems)}\n{_WHOLE}"
+    )
 
 
 def _read(family: Family, names: Iterable[str], source: str | None) -> Iterator[tuple[str, Named]]:
@@ -162,7 +187,7 @@ def _styled(
         )
     found: dict[str, Made] = {}
     for unit, members in units.items():
-        if all(whole[name].unit == unit for name in members.values()):  # as it stands in the source
+        if all(whole[name].unit == unit for name in members.values()):  # a stack, as it stands in the source
             found |= {own: Made.whole(own, shapes[own]) for own in unit.names}
         else:
             found |= _stored(family, unit, members, {name: whole[name].made for name in members.values()})
@@ -218,7 +243,9 @@ def _under(index: tuple[int, ...], box: Box) -> Box:
 
 def _misfit(family: Family, tensors: Sequence[str], error: Exception) -> FamilyError:
     if isinstance(error, UnknownNameError):
-        why = f"how many {error} the model has is not recorded. Say its sizes, as in --set num_attention_heads=32"
+        ways = " or ".join(dict.fromkeys(name for way in family.sizes.get(str(error), ()) for name in way.names))
+        why = f"nothing records how many {error} the model has. Say it, as in --set {ways.split(' or ')[0] or error}=8"
+        why += f" (it is found by {ways})" if " or " in ways else ""
     else:
         why = f"{error}. Check --family, and sizes that were said with --set"
     return FamilyError(f"{', '.join(tensors)} cannot be brought to other names in the family {family.name!r}: {why}")

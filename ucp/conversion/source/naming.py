@@ -12,7 +12,7 @@ from ucp.contract.registry import choose_family, library
 from ucp.conversion.options import Naming
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, check_weights
-from ucp.core.patches import Made, arranged
+from ucp.core.patches import Made, arranged, with_copy
 from ucp.errors import FamilyError, UnknownFamilyError, UnsupportedError, UsageError, listed
 from ucp.families.family import CANONICAL, Family
 from ucp.families.library import rules_text
@@ -58,6 +58,7 @@ def under_names(
     if family is None:
         note = f"of no family that is known, so that all names are written as they are, for {style}'s"
         return Renamed(index=replace(index, notes=(*index.notes, note)))
+    index = _without_copies(index, family, naming.source or None)
     shapes = index.shapes
     made = translated(family, shapes, style, source=naming.source or None)
     used = frozenset(name for name in settings if name not in target.settings and name in _sizes_of(family))
@@ -125,6 +126,25 @@ def _refusal(index: Index, unread: Sequence[str], whose: str, target: Target, na
         "[alias.huggingface], and pass it with --patterns my.toml; --family says which where several could be. Any "
         "model can be written under its own names --to deepspeed, deepspeed-universal, dcp or ucp"
     )
+
+
+def _without_copies(index: Index, family: Family, style: str | None) -> Index:
+    """The source with one of the tensors that a style stores twice (DeepSeek-V3), the other as its copy."""
+    read = {name: family.read(name, style) for name in index.atoms}
+    first: dict[str, str] = {}
+    copies: dict[str, str] = {}
+    for name, named in read.items():
+        if named is not None and not named.stacked and (named.alias is None or named.alias.is_plain):
+            kept = first.setdefault(named.canonical, name)
+            if kept != name:
+                copies[name] = kept
+    if not copies:
+        return index
+    atoms = {name: atom for name, atom in index.atoms.items() if name not in copies}
+    for name, kept in copies.items():
+        atoms[kept] = with_copy(atoms[kept], index.atoms[name])
+    groups = tuple(replace(own, params=tuple(p for p in own.params if p not in copies)) for own in index.groups)
+    return replace(index, atoms=atoms, groups=groups, aliases={**index.aliases, **copies})
 
 
 def _translated(index: Index, made: Mapping[str, Made], family: Family, style: str) -> Index:

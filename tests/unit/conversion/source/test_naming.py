@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 import ucp
 from ucp.api import convert, diff, plan
 from ucp.core.index import ParamGroup
-from ucp.errors import FamilyError, MisfitError, UsageError
+from ucp.errors import FamilyError, MisfitError, ReplicaError, UsageError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 KEPT = Path(__file__).parents[4] / "fixtures" / "megatron"
+FIXTURES = Path(__file__).parents[4] / "fixtures"
 HIDDEN = 8
 MODEL = {
     "emb.weight": (16, HIDDEN),
@@ -147,3 +149,30 @@ def test_a_size_that_is_none_of_the_family_is_refused(setting: str) -> None:
     source = KEPT / "deepseek-tp2-ep2-dp2-full" / "checkpoint"
     with pytest.raises(UsageError, match=rf"dcp has no such setting[^\n]*\n  {setting}"):
         plan(source, to="dcp", names="torchtitan", settings={setting: 3})
+
+
+def of_deepseek(folder: Path, *, differ: bool) -> Path:
+    """DeepSeek-V3 with its extra layer, which repeats the embedding and the output matrix."""
+    made = json.loads((FIXTURES / "huggingface" / "names-5.23.0.json").read_text())["models"]["deepseek-v3-mtp"]
+    generator = torch.Generator().manual_seed(1)
+    values = {name: torch.randn(shape, generator=generator) for name, shape in made["tensors"].items()}
+    copies = {name for name in values if name.endswith(("embed_tokens.weight", "shared_head.head.weight"))}
+    for name in copies - {"model.embed_tokens.weight"}:
+        first = "model.embed_tokens.weight" if "embed" in name else "lm_head.weight"
+        values[name] = values[first] + float(differ)
+    shards = Shards(folder)
+    write_checkpoint(make_index(folder, {(name, "weight"): shards.whole(own.numpy()) for name, own in values.items()}))
+    return folder
+
+
+def test_tensors_stored_twice_are_one_and_compared(tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 4, "num_layers": 2}
+    source = of_deepseek(tmp_path / "a", differ=False)
+    convert(source, tmp_path / "b", names="mcore", settings=sizes, workers=1)
+    found = ucp.open(tmp_path / "b")
+    assert torch.equal(
+        found.read("embedding.word_embeddings.weight", "weight"),
+        ucp.open(source).read("model.embed_tokens.weight", "weight"),
+    )
+    with pytest.raises(ReplicaError, match=r"embedding\.word_embeddings\.weight"):
+        convert(of_deepseek(tmp_path / "c", differ=True), tmp_path / "d", names="mcore", settings=sizes, workers=1)
