@@ -28,7 +28,7 @@ from ucp.conversion.options import (
 )
 from ucp.conversion.plan_report import PlanReport, preview
 from ucp.conversion.prepare import Silent, Survey, index_of, judged, survey
-from ucp.conversion.zero_moments import moments_note
+from ucp.conversion.source.zero_moments import moments_note
 from ucp.core.index import Index
 from ucp.io.staging import Staging
 

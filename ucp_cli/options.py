@@ -11,10 +11,10 @@ from typing import TypedDict, TypeVar
 import click
 
 from ucp.contract.companions import Companions
-from ucp.conversion.new_optimizer import NewOptimizer
 from ucp.conversion.options import nbytes_of
-from ucp.conversion.replica_policy import Drift
-from ucp.conversion.zero_moments import ZeroMoments
+from ucp.conversion.source.new_optimizer import NewOptimizer
+from ucp.conversion.source.replica_policy import Drift
+from ucp.conversion.source.zero_moments import ZeroMoments
 from ucp.core.index import DoubtKind
 from ucp.core.topology import Topology
 from ucp.errors import UsageError

@@ -95,10 +95,9 @@ def explain(path: Path, options: SourceOptions | None = None) -> FamilyReport:
 
 def explain_index(index: Index, options: SourceOptions | None = None) -> FamilyReport:
     """What a family says about the parameters of `index`; see `explain`."""
-    shapes = {name: atom.global_shape for name, atom in index.atoms.items()}
-    arguments = recorded_arguments(index)
+    shapes, arguments = index.shapes, recorded_arguments(index)
     try:
-        family, reasons = choose_family(names=list(shapes), shapes=shapes, arguments=arguments, options=options)
+        family, reasons = choose_family(names=shapes, shapes=shapes, arguments=arguments, options=options)
     except UnknownFamilyError:
         if not index.recorded_in:
             raise

@@ -123,7 +123,7 @@ def chosen_companions(index: Index, policy: Companions) -> Index:
     )
 
 
-def place_companions(index: Index, plan: TargetPlan, *, own: Iterable[str]) -> TargetPlan:
+def place_companions(index: Index, plan: TargetPlan, *, own: Iterable[str] = ()) -> TargetPlan:
     """`plan`, with the companion files of `index` beside its files.
 
     Those that a rank saved for itself go only to a run of as many ranks. `own`: names of the files that the target

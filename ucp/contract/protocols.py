@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
-from ucp.contract.model_arguments import recorded_arguments, said_values
+from ucp.contract.model.arguments import recorded_arguments, said_values
 from ucp.core.index import Index
 from ucp.core.layout import Pattern
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
@@ -163,7 +163,9 @@ class Target(Protocol):
         """Files, and which slice of which state goes where. Writes nothing. Raises UsageError, MissingStateError."""
 
     def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
-        """Files to write last, in order, once all bytes are down: the presence of the last is the commit."""
+        """Files to write last, in order, once all bytes are down: the presence of the last is the commit. Here none."""
+        del index, plan, receipts
+        return ()
 
 
 class Observer(Protocol):

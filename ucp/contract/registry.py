@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from ucp.contract.protocols import Engine, Evidence, Format, Pattern, SourceOptions, Target
 from ucp.core.index import Index
+from ucp.core.target import TargetOptions
 from ucp.errors import (
     IdleOptionError,
     MisfitError,
@@ -46,6 +47,7 @@ __all__ = [
     "pattern",
     "recognise",
     "target",
+    "target_family",
     "with_callables",
 ]
 
@@ -166,6 +168,14 @@ def choose_family(
         return choice(found.likely(arguments or {}))
     except UnknownFamilyError:
         return choice(found.concrete())  # the message tells what speaks against each of all
+
+
+def target_family(
+    index: Index, options: TargetOptions, arguments: Mapping[str, object] | None = None
+) -> tuple[Family, tuple[str, ...]]:
+    """The family of what a target is to write, and the reasons: see `choose_family`."""
+    said = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
+    return choose_family(names=index.atoms, shapes=index.shapes, arguments=arguments, options=said)
 
 
 def with_callables(index: Index) -> Index:

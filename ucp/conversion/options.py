@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict, TypeVar
 
 from ucp.contract.companions import Companions
 from ucp.contract.protocols import SourceOptions
-from ucp.conversion.new_optimizer import NewOptimizer
-from ucp.conversion.replica_policy import Drift
-from ucp.conversion.zero_moments import ZeroMoments
+from ucp.conversion.source.new_optimizer import NewOptimizer
+from ucp.conversion.source.replica_policy import Drift
+from ucp.conversion.source.zero_moments import ZeroMoments
 from ucp.core.dtypes import DType
 from ucp.core.index import DoubtKind
 from ucp.core.names import NameFilter

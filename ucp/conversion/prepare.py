@@ -15,12 +15,12 @@ from ucp.contract.companions import Companions, chosen_companions
 from ucp.contract.protocols import Observer, SourceOptions, Target
 from ucp.contract.registry import names, recognise, target, with_callables
 from ucp.contract.state_gaps import gap_text, state_gaps, with_gaps
-from ucp.conversion.copied_ranks import copied_ranks
-from ucp.conversion.new_optimizer import with_optimizer, without_hyper
 from ucp.conversion.options import ConvertOptions, cores
-from ucp.conversion.replica_policy import Drift, resolve_drift
-from ucp.conversion.selection import DROP, part_warnings, selected, without_extras
-from ucp.conversion.zero_moments import ZeroMoments, check_moments
+from ucp.conversion.source.copied_ranks import copied_ranks
+from ucp.conversion.source.new_optimizer import with_optimizer, without_hyper
+from ucp.conversion.source.replica_policy import Drift, resolve_drift
+from ucp.conversion.source.selection import DROP, part_warnings, selected, without_extras
+from ucp.conversion.source.zero_moments import ZeroMoments, check_moments
 from ucp.core.index import (
     TAG,
     AtomIndex,
@@ -245,7 +245,7 @@ def _named(
     """The source under the names that are wanted, the settings that are for the target, and the family, if any."""
     if not (options.naming.style or options.naming.rules or chosen.names):
         return index, settings, ""
-    from ucp.conversion.naming import under_names  # families are read only where they are needed
+    from ucp.conversion.source.naming import under_names  # families are read only where they are needed
 
     try:
         found = under_names(index, chosen, options.naming, options.source, settings)
@@ -317,7 +317,7 @@ def _check_settings(chosen: Target, known: Collection[str], settings: Mapping[st
     """
     unknown = [name for name in settings if name not in known]
     if unknown and by_family:
-        from ucp.conversion.naming import family_sizes
+        from ucp.conversion.source.naming import family_sizes
 
         sizes = family_sizes()
         unknown = [name for name in unknown if name not in sizes]

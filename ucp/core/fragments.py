@@ -11,14 +11,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ucp.core.layout import Layout, Placed, place
 from ucp.core.region import Box, RegionPair, intersect
 from ucp.core.tensor import Tensor, TensorRef
 
-__all__ = ["Fragment", "Stored", "cut_out", "fragments"]
+__all__ = ["Fragment", "Stored", "cut_out", "fragments", "with_copies"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +71,12 @@ def fragments(layout: Layout, global_shape: Sequence[int], stored: Iterable[Stor
     return tuple(
         own.piece(placed, layout) for own in stored for placed in place(layout, global_shape, coords=own.coords)
     )
+
+
+def with_copies(first: Sequence[Fragment], second: Iterable[Fragment]) -> tuple[Fragment, ...]:
+    """The pieces of a tensor, and those of a second one as copies of it."""
+    number = 1 + max((own.replica for own in first), default=-1)
+    return (*first, *(replace(own, replica=own.replica + number) for own in second))
 
 
 def cut_out(pair: RegionPair, box: Box, ref: TensorRef, *, replica: int = 0, term: int = 0) -> Fragment | None:

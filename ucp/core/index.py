@@ -116,6 +116,12 @@ class AtomIndex:
         own = self.states[state]
         return state == STEP or (own.numel == 1 and own.global_shape != self.global_shape)
 
+    def dtype_of(self, state: str, asked: Mapping[str, str]) -> DType:
+        """Type to write a state in: the one `asked` for by its name; its own in buffers and for whole numbers."""
+        own = self.states[state].dtype
+        is_cast = state in asked and self.kind is not Kind.BUFFER and own.is_floating
+        return DType(asked[state]) if is_cast else own
+
     @property
     def nbytes(self) -> int:
         """Bytes of all states."""
@@ -251,6 +257,11 @@ class Index:
         for atom in self.atoms.values():
             for name, state in atom.states.items():
                 yield atom, name, state
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name of every atom to its shape."""
+        return {name: atom.global_shape for name, atom in self.atoms.items()}
 
     def reasons(self, params: Iterable[str]) -> tuple[str, ...]:
         """Why those of `params` that `lost` has lack states: each reason once, with the names it holds for."""

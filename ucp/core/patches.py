@@ -10,21 +10,21 @@ Patch(box=Box(offsets=(1, 0), sizes=(2, 2)), source='columns', start=(0, 0), dim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ucp.core.fragments import Fragment
+from ucp.core.fragments import Fragment, with_copies
 from ucp.core.index import AtomIndex, Index, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.region import Box
 from ucp.core.slices import starts_of
-from ucp.core.tensor import InlineTensor, Tensor, TensorRef, contiguous_strides
+from ucp.core.tensor import InlineTensor, Tensor
 from ucp.errors import MissingStateError, UnsupportedError
 
-__all__ = ["Made", "Patch", "arranged", "rearranged", "whole_patch", "with_copy"]
+__all__ = ["Made", "Patch", "arranged", "patched", "rearranged", "with_copy"]
 
 
 class Patch(NamedTuple):
@@ -87,9 +87,12 @@ class Patch(NamedTuple):
         if own is None:
             return None
         ref = fragment.ref
-        strides = ref.strides if isinstance(ref, TensorRef) else contiguous_strides(ref.shape)
-        first = sum((at - low) * step for at, low, step in zip(own.start, fragment.box.offsets, strides, strict=True))
-        steps = tuple(0 if dim is None else strides[dim] * step for dim, step in zip(own.dims, own.steps, strict=True))
+        first = sum(
+            (at - low) * step for at, low, step in zip(own.start, fragment.box.offsets, ref.strides, strict=True)
+        )
+        steps = tuple(
+            0 if dim is None else ref.strides[dim] * step for dim, step in zip(own.dims, own.steps, strict=True)
+        )
         return replace(fragment, box=own.box, ref=_picked(ref, first, own.box.sizes, steps))
 
 
@@ -104,7 +107,7 @@ class Made(NamedTuple):
     @classmethod
     def whole(cls, source: str, shape: tuple[int, ...]) -> Made:
         """A tensor as it is."""
-        return cls(shape, (whole_patch(source, shape),))
+        return cls(shape, (_whole_patch(source, shape),))
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -114,10 +117,10 @@ class Made(NamedTuple):
     @property
     def renames(self) -> bool:
         """Whether it is one other tensor as it is, under another name at most, as far as patches tell."""
-        return len(self.patches) == 1 and self.patches[0] == whole_patch(self.patches[0].source, self.shape)
+        return len(self.patches) == 1 and self.patches[0] == _whole_patch(self.patches[0].source, self.shape)
 
 
-def whole_patch(source: str, shape: tuple[int, ...]) -> Patch:
+def _whole_patch(source: str, shape: tuple[int, ...]) -> Patch:
     """All of a tensor, as it is."""
     return Patch(Box.whole(shape), source, (0,) * len(shape), tuple(range(len(shape))), (1,) * len(shape))
 
@@ -211,9 +214,7 @@ def with_copy(atom: AtomIndex, other: AtomIndex) -> AtomIndex:
             raise UnsupportedError(
                 f"{atom.name} and {other.name} are the same tensor under two names; they differ in shape or type"
             )
-        number = 1 + max(piece.replica for piece in state.fragments)
-        replicas = (replace(piece, replica=piece.replica + number) for piece in copy.fragments)
-        states[name] = replace(state, fragments=(*state.fragments, *replicas))
+        states[name] = replace(state, fragments=with_copies(state.fragments, copy.fragments))
     return replace(atom, states=states)
 
 
@@ -268,15 +269,14 @@ def _state(param: str, name: str, made: Made, sources: Sequence[AtomIndex]) -> S
             f"be joined or split with it. Leave it out (--exclude '*/{name}')"
         )
     by_name = {own.name: own.states[name].fragments for own in sources}
-    pieces = tuple(piece for patch in made.patches for piece in _pieces(patch, by_name[patch.source]))
-    return replace(state, global_shape=made.shape, fragments=pieces, digests=(), digest_nbytes=0)
+    return patched(state, made, by_name)
 
 
-def _pieces(patch: Patch, fragments: Sequence[Fragment]) -> Iterator[Fragment]:
-    for fragment in fragments:
-        piece = patch.of(fragment)
-        if piece is not None:
-            yield piece
+def patched(state: StateIndex, made: Made, sources: Mapping[str, Sequence[Fragment]]) -> StateIndex:
+    """`state`, made of the fragments of `sources`, by name."""
+    pieces = (patch.of(own) for patch in made.patches for own in sources[patch.source])
+    kept = tuple(piece for piece in pieces if piece is not None)
+    return replace(state, global_shape=made.shape, fragments=kept, digests=(), digest_nbytes=0)
 
 
 def _picked(ref: Tensor, first: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:

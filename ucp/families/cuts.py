@@ -1,8 +1,4 @@
-"""Along which dim tensor-parallel ranks cut a tensor, by the rules of a model family.
-
->>> cut_dim.__name__
-'cut_dim'
-"""
+"""Along which dim tensor-parallel ranks cut a tensor, by the rules of a model family."""
 
 from __future__ import annotations
 

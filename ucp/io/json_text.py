@@ -12,13 +12,34 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-__all__ = ["NotJson", "parsed"]
+from ucp.errors import MalformedError
+from ucp.io.files import open_source
+
+__all__ = ["NotJson", "parsed", "read_object"]
+
+_MOST = 256 << 20
+"""Bytes of the largest document that is read from a file of its own."""
 
 Pairs = Callable[[list[tuple[str, object]]], object]
 
 
 class NotJson(ValueError):  # noqa: N818  # a word of the message, never shown to a user by name
     """Text is not JSON; the message says where it goes wrong."""
+
+
+def read_object(path: str) -> dict[str, object]:
+    """The JSON object in a file. Raises MalformedError."""
+    with open_source(path) as file:
+        if file.nbytes > _MOST:
+            raise MalformedError(f"expected a JSON document of at most {_MOST:,} bytes in {path}. Copy the file again")
+        data = file.read(0, file.nbytes)
+    try:
+        document = parsed(data)
+    except NotJson as error:
+        raise MalformedError(f"expected JSON in {path}; {error}. Copy the file again") from error
+    if not isinstance(document, dict):
+        raise MalformedError(f"expected a JSON object in {path}; got a {type(document).__name__}. Copy the file again")
+    return document
 
 
 def parsed(text: bytes, *, pairs: Pairs | None = None) -> object:

@@ -8,6 +8,7 @@ before anything is believed.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from ucp.core.dtypes import DType
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.files import SourceFile, open_source
-from ucp.io.json_text import parsed
+from ucp.io.json_text import parsed, read_object
+from ucp.io.pickle.fields import described
 
-__all__ = ["SafetensorsHeader", "SafetensorsLayout", "layout_safetensors", "read_header"]
+__all__ = ["SafetensorsHeader", "SafetensorsLayout", "layout_safetensors", "read_header", "read_weight_map"]
 
 _MOST_HEADER_NBYTES = 100_000_000
 """Bound of the reference implementation."""
@@ -66,6 +68,20 @@ def read_header(path: str) -> SafetensorsHeader:
     tensors = {name: _tensor(path, name, entry, start) for name, entry in entries.items()}
     _check_tiling(path, tensors, start=start, stop=nbytes)
     return SafetensorsHeader(tensors=tensors, metadata=metadata)
+
+
+def read_weight_map(path: str) -> dict[str, str]:
+    """Name of a tensor to its file, as the index of several files says (`model.safetensors.index.json`).
+
+    Raises MalformedError.
+    """
+    places = read_object(path).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise MalformedError(f"expected weight_map, tensor to file, in {path}; got {described(places)}")
+    odd = [own for own in places.values() if not (own and isinstance(own, str) and os.path.basename(own) == own)]
+    if odd:
+        raise MalformedError(f"expected names of files beside {path} in its weight_map; got {odd[:1]}")
+    return places
 
 
 def layout_safetensors(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ucp.contract.protocols import SourceOptions
 from ucp.conversion.options import TopologyLike, policy_of, topology_of
-from ucp.conversion.zero_moments import ZeroMoments
+from ucp.conversion.source.zero_moments import ZeroMoments
 from ucp.core.index import DoubtKind
 from ucp.core.names import WEIGHT
 from ucp.errors import UcpError, UsageError

@@ -12,7 +12,7 @@ import xxhash
 
 from ucp.contract.protocols import SourceOptions
 from ucp.conversion.prepare import index_of
-from ucp.conversion.zero_moments import ZeroMoments, check_moments
+from ucp.conversion.source.zero_moments import ZeroMoments, check_moments
 from ucp.core.index import DoubtKind, Index, ParamGroup, check_doubts
 from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.core.topology import Topology

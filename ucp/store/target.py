@@ -16,8 +16,7 @@ from urllib.parse import quote
 
 from ucp.contract.output_names import check_named, is_text
 from ucp.contract.protocols import Target
-from ucp.core.dtypes import DType
-from ucp.core.index import Extra, Index, Kind
+from ucp.core.index import Extra, Index
 from ucp.core.slices import Slice, whole_slice
 from ucp.core.target import Literal, OutputFile, Placement, RawCopy, Receipt, Receipts, TargetOptions, TargetPlan, casts
 from ucp.core.topology import Topology
@@ -135,10 +134,8 @@ def _check_groups(index: Index) -> None:
 
 
 def _slices(index: Index, options: TargetOptions) -> Iterator[Slice]:
-    wanted = {state: DType(name) for state, name in options.dtypes.items()}
     for atom, name, state in index.states():
-        kept = atom.kind is Kind.BUFFER or not state.dtype.is_floating
-        dtype = state.dtype if kept else wanted.get(name, state.dtype)
+        dtype = atom.dtype_of(name, options.dtypes)
         if dtype is not state.dtype or not is_inline(state):
             yield whole_slice(atom.name, name, state, dtype=dtype)
 

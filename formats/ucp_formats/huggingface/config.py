@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ucp.contract.companions import Companion, companion_extra, companions_of
+from ucp.contract.model.arguments import CONFIG_EXTRA
 from ucp.core.dtypes import DType
 from ucp.core.index import Extra, Index
 from ucp.core.tensor import TensorRef
@@ -95,7 +96,7 @@ def carried_config(index: Index) -> ModelConfig | None:
         if own.name == CONFIG:
             return _config(own_extra(own), own.ref.path, [])
     for extra in index.extras:
-        if extra.name == "config" and isinstance(extra.value, dict) and "model_type" in extra.value:
+        if extra.name == CONFIG_EXTRA and isinstance(extra.value, dict) and "model_type" in extra.value:
             return ModelConfig(values=extra.value, where=f"the config.json of {index.path}")
     return None
 

@@ -1,7 +1,7 @@
 """Format `huggingface`: models as save_pretrained of transformers writes them, and as torch writes them for it.
 
 1. Find the files (`locate`); read their indexes and headers (`weights`).
-2. Tell tied weights (`ties`), buffers, and the order of the model (`order`).
+2. Tell tied weights (`ties`), buffers, and the order of the model.
 3. config.json is the extra `config`; tokenizer and generation files are carried along.
 
 There are weights only: no optimizer states, and no groups.
@@ -16,10 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ucp.contract.companion_files import SaveFolder, with_companions
+from ucp.contract.model.arguments import CONFIG_EXTRA, config_in
+from ucp.contract.model.transformers import by_number, in_model_order, tied_output
 from ucp.contract.protocols import Evidence, Format
 from ucp.contract.registry import choose_family
-from ucp.contract.transformers_models import by_number, in_model_order, tied_output
 from ucp.core.dtypes import DType
+from ucp.core.fragments import with_copies
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
 from ucp.core.names import WEIGHT
 from ucp.core.topology import Topology
@@ -28,7 +30,7 @@ from ucp.io.identity import source_file
 from ucp_formats.huggingface.locate import Form, Located, is_weights, locate, the_model
 from ucp_formats.huggingface.names import CONFIG
 from ucp_formats.huggingface.ties import second_names
-from ucp_formats.huggingface.weights import SavedTensor, Weights, read_json, read_weights
+from ucp_formats.huggingface.weights import SavedTensor, Weights, read_weights
 
 __all__ = ["HuggingFaceFormat", "buffers_of"]
 
@@ -51,16 +53,10 @@ class HuggingFaceFormat(Format):
     def read(self, path: Path) -> Index:
         """Index of the model at `path`."""
         located = the_model(locate(path), path)
-        config = _config(located)
+        config = config_in(os.path.abspath(located.root))
         _check_plain(config, located.root)
         index = _Reading(located, config, read_weights(located)).index(self.name)
         return index if located.alone else _beside(index)
-
-
-def _config(located: Located) -> dict[str, object]:
-    """What config.json says; nothing where there is none."""
-    path = os.path.join(os.path.abspath(located.root), CONFIG)
-    return dict(read_json(path)) if os.path.lexists(path) else {}
 
 
 def _check_plain(config: Mapping[str, object], root: Path) -> None:
@@ -103,11 +99,11 @@ class _Reading:
             step=self._step(),
             atoms={own: _atom(own, tensors[own], is_buffer=own in buffers) for own in order or by_number(tensors)},
             aliases=self.aliases,
-            extras=(Extra(name="config", value=self.config),) if self.config else (),
+            extras=(Extra(name=CONFIG_EXTRA, value=self.config),) if self.config else (),
             files=tuple(self._files(root)),
             records=tuple(self.weights.records),
             unordered=order is None,
-            notes=tuple(self._notes(tensors, is_ordered=order is not None)),
+            notes=tuple(self._notes(is_ordered=order is not None)),
         )
 
     def _untied(self) -> dict[str, SavedTensor]:
@@ -129,8 +125,7 @@ class _Reading:
                     f"{CONFIG} in {self.located.root} ties {output} to {embedding}, which have the shapes "
                     f"{list(copy.shape)} and {list(first.shape)} or other types: one of these files is of another model"
                 )
-            copies = tuple(replace(own, replica=own.replica + len(first.fragments)) for own in copy.fragments)
-            tensors[embedding] = replace(first, fragments=(*first.fragments, *copies))
+            tensors[embedding] = replace(first, fragments=with_copies(first.fragments, copy.fragments))
             del tensors[output]
             self.tie += "; its copy on disk is compared with that"
         self.aliases[output] = embedding
@@ -138,7 +133,7 @@ class _Reading:
 
     def _order(self, tensors: Mapping[str, SavedTensor]) -> list[str] | None:
         """Names in the order of the model, where that is known."""
-        if self.located.files[0].endswith(".bin") or self.located.files[0].endswith(".bin.index.json"):
+        if self.located.files[0].endswith((".bin", ".bin.index.json")):
             return list(tensors)
         return in_model_order(tensors, self.config.get("model_type"))
 
@@ -161,7 +156,7 @@ class _Reading:
         if self.config:
             yield source_file(os.path.join(root, CONFIG), "configuration of the model")
 
-    def _notes(self, tensors: Mapping[str, SavedTensor], *, is_ordered: bool) -> Iterator[str]:
+    def _notes(self, *, is_ordered: bool) -> Iterator[str]:
         yield (
             "weights only, without optimizer states; every floating-point tensor counts as trained, since the files do "
             "not tell buffers, but for those that a model family knows"

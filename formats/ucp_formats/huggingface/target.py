@@ -19,15 +19,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from ucp.contract.companions import companions_of, is_companion, left_text, place_companions
-from ucp.contract.model_arguments import recorded_arguments, run_arguments, said_values
-from ucp.contract.protocols import SourceOptions, Target
-from ucp.contract.registry import choose_family
-from ucp.contract.transformers_models import tied_output
+from ucp.contract.model.arguments import CONFIG_EXTRA, recorded_arguments, run_arguments, said_values
+from ucp.contract.model.transformers import tied_output
+from ucp.contract.protocols import Target
+from ucp.contract.registry import target_family
 from ucp.core.dtypes import DType
+from ucp.core.fragments import with_copies
 from ucp.core.index import AtomIndex, Index, Kind, check_weights
 from ucp.core.names import WEIGHT
 from ucp.core.slices import whole_slice
-from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan, casts
+from ucp.core.target import Literal, OutputFile, TargetOptions, TargetPlan, casts
 from ucp.core.topology import Topology
 from ucp.errors import MisfitError, UnknownFamilyError, UnsupportedError, UsageError, counted, listed
 from ucp.families.family import Family
@@ -81,7 +82,7 @@ class HuggingFaceTarget(Target):
             config = _derived(index, family)
         written = _written(index, config)
         if config is not None:
-            check_sizes(config, _shapes(written), family)
+            check_sizes(config, written.shapes, family)
         tensors = list(_tensors(index, written, options.dtypes.get(WEIGHT)))
         shards = laid_out(tensors, limit=limit)
         plan = TargetPlan(
@@ -93,10 +94,6 @@ class HuggingFaceTarget(Target):
         )
         texts = _texts(index, config, shards)
         return _with_published(replace(plan, files=(*texts, *plan.files)), written, config)
-
-    def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
-        """Nothing more: the folder is renamed into place as a whole."""
-        return ()
 
 
 def _check_options(topology: Topology | None, options: TargetOptions) -> None:
@@ -111,16 +108,10 @@ def _check_options(topology: Topology | None, options: TargetOptions) -> None:
         raise UsageError(f"weights alone are written; drop --dtype {others[0]}=...")
 
 
-def _shapes(index: Index) -> dict[str, tuple[int, ...]]:
-    return {name: own.global_shape for name, own in index.atoms.items()}
-
-
 def _family(index: Index, options: TargetOptions) -> Family | None:
     """The family of the model, bound to it, if it is one that is known."""
-    asked = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
-    shapes, arguments = _shapes(index), recorded_arguments(index)
     try:
-        return choose_family(names=shapes, shapes=shapes, arguments=arguments, options=asked)[0]
+        return target_family(index, options, recorded_arguments(index))[0]
     except UnknownFamilyError:
         return None
 
@@ -136,7 +127,7 @@ def _derived(index: Index, family: Family | None) -> ModelConfig:
     """The configuration of a model that none came with. Raises UsageError where none can be made."""
     arguments = run_arguments(index)
     if family is not None and arguments:
-        return derived(family, _shapes(index), arguments, index.path)
+        return derived(family, index.shapes, arguments, index.path)
     raise UsageError(
         f"transformers loads a model by its config.json, and none came with {index.path}: name a folder that has it "
         "(--set config=DIR, such as that of the model that training started from), or write the weights alone "
@@ -171,8 +162,7 @@ def _with_copy(atom: AtomIndex, second: AtomIndex) -> AtomIndex:
             f"config.json ties {second.name} to {atom.name}, which have the shapes {list(copy.global_shape)} and "
             f"{list(own.global_shape)} or other types: say {_TIES}: false in it"
         )
-    copies = (replace(piece, replica=piece.replica + len(own.fragments)) for piece in copy.fragments)
-    return replace(atom, states={WEIGHT: replace(own, fragments=(*own.fragments, *copies))})
+    return replace(atom, states={WEIGHT: replace(own, fragments=with_copies(own.fragments, copy.fragments))})
 
 
 def _tensors(index: Index, written: Index, asked: str | None) -> Iterator[NewTensor]:
@@ -246,7 +236,7 @@ def _left_out(index: Index) -> Iterator[str]:
     states = dict.fromkeys(name for _, name, _ in index.states() if name != WEIGHT)
     kinds = [f"the states {', '.join(states)}"] if states else []
     kinds += [counted(len(index.groups), "parameter group", "parameter groups")] if index.groups else []
-    extras = dict.fromkeys(own.name for own in index.extras if not is_companion(own) and own.name != "config")
+    extras = dict.fromkeys(own.name for own in index.extras if not is_companion(own) and own.name != CONFIG_EXTRA)
     kinds += [f"the extras {', '.join(sorted(extras))}"] if extras else []
     if kinds:
         yield f"a model of transformers is weights alone, without {'; '.join(kinds)}"
@@ -261,6 +251,6 @@ def _with_published(plan: TargetPlan, written: Index, config: ModelConfig | None
     taken = {own.name: own for own in beside.values() if own.name.partition("/")[2] in {each.name for each in kept}}
     taken |= {own.name: own for own in given}
     written = replace(written, extras=tuple(taken.values()))
-    plan = place_companions(written, plan, own=())
+    plan = place_companions(written, plan)
     dropped = (left_text(left, "of the training, not of the model"),) if left else ()
     return replace(plan, dropped=(*plan.dropped, *dropped), written=written)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ucp.contract.model_arguments import run_arguments
+from ucp.contract.model.arguments import run_arguments
 from ucp.core.index import AtomIndex, Index
 from ucp.core.names import WEIGHT
-from ucp.core.patches import whole_patch
+from ucp.core.patches import Made, patched
 from ucp.errors import counted
 from ucp.families.family import Family
 from ucp_formats.huggingface.config import ModelConfig
@@ -45,7 +45,6 @@ def without_padding(index: Index, family: Family | None, config: ModelConfig | N
 def _cut(atom: AtomIndex, rows: int) -> AtomIndex:
     """The first `rows` rows of the weight."""
     shape = (rows, *atom.global_shape[1:])
-    state, patch = atom.states[WEIGHT], whole_patch(atom.name, shape)
-    pieces = tuple(piece for own in state.fragments if (piece := patch.of(own)) is not None)
-    held = replace(state, global_shape=shape, fragments=pieces, digests=(), digest_nbytes=0)
+    state = atom.states[WEIGHT]
+    held = patched(state, Made.whole(atom.name, shape), {atom.name: state.fragments})
     return replace(atom, global_shape=shape, states={WEIGHT: held})

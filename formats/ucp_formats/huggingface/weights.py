@@ -22,19 +22,16 @@ from ucp.core.fragments import Fragment
 from ucp.core.region import Box
 from ucp.core.tensor import Record, TensorRef
 from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError, listed
-from ucp.io.files import open_source
-from ucp.io.json_text import NotJson, parsed
+from ucp.io.json_text import parsed
 from ucp.io.pickle.fields import described
-from ucp.io.safetensors import read_header
+from ucp.io.safetensors import read_header, read_weight_map
 from ucp.io.torch_file.archive import read_archive
 from ucp_formats.huggingface.locate import Form, Located
 from ucp_formats.huggingface.names import BIN, parse_weights
 
-__all__ = ["SavedTensor", "Weights", "read_json", "read_weights"]
+__all__ = ["SavedTensor", "Weights", "read_weights"]
 
 _OFFSETS = "DCP_SHARDING_INFO"
-_MOST_JSON = 256 << 20
-"""Bytes of the largest index that is read; the largest model there is has one of 10 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +74,7 @@ def read_weights(located: Located) -> Weights:
     """
     problems = Problems()
     root = os.path.abspath(located.root)
-    places = _places(os.path.join(root, located.files[0])) if located.form is Form.INDEXED else None
+    places = read_weight_map(os.path.join(root, located.files[0])) if located.form is Form.INDEXED else None
     names = _file_names(located, places, problems)
     found = {name: own for name in names if (own := _try(os.path.join(root, name), name, problems)) is not None}
     if places is not None:
@@ -90,32 +87,6 @@ def read_weights(located: Located) -> Weights:
         weights.tensors = _whole(found, problems)
     problems.raise_any(root, f"a Hugging Face model, {located.form}")
     return weights
-
-
-def read_json(path: str) -> Mapping[str, object]:
-    """The JSON object in a file. Raises MalformedError."""
-    with open_source(path) as file:
-        if file.nbytes > _MOST_JSON:
-            raise MalformedError(f"expected a JSON document of at most {_MOST_JSON:,} bytes in {path}; copy it again")
-        data = file.read(0, file.nbytes)
-    try:
-        document = parsed(data)
-    except NotJson as error:
-        raise MalformedError(f"expected JSON in {path}; {error}. Copy the file again") from error
-    if not isinstance(document, dict):
-        raise MalformedError(f"expected a JSON object in {path}; got a {type(document).__name__}. Copy the file again")
-    return document
-
-
-def _places(path: str) -> dict[str, str]:
-    """Name of a tensor to its file, as an index says. Raises MalformedError."""
-    places = read_json(path).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise MalformedError(f"expected weight_map, tensor to file, in {path}; got {described(places)}")
-    odd = [str(file) for file in places.values() if not (isinstance(file, str) and os.path.basename(file) == file)]
-    if odd or "" in places.values():
-        raise MalformedError(f"expected names of files beside {path} in its weight_map; got {odd[:1]}")
-    return places
 
 
 def _file_names(located: Located, places: Mapping[str, str] | None, problems: Problems) -> list[str]:

@@ -11,10 +11,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
-from pathlib import Path
 
-from ucp.contract.protocols import SourceOptions
-from ucp.contract.registry import choose_family, pattern
+from ucp.contract.registry import pattern, target_family
 from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.layout import AxisLayout, Layout, place
 from ucp.core.region import Box
@@ -53,10 +51,8 @@ class Cuts:
         }
         if recorded:
             return recorded
-        shapes = {name: atom.global_shape for name, atom in index.atoms.items()}
-        given = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
         try:
-            family, why = choose_family(names=list(shapes), shapes=shapes, options=given)
+            family, why = target_family(index, options)
         except UnknownFamilyError:
             self.notes.append(
                 f"no rule says which dim tp={tp} cuts: every tensor is in chunks of dim 0 over all ranks of a stage. "
@@ -65,7 +61,7 @@ class Cuts:
             )
             return None
         self.notes.append(f"cut over tensor-parallel ranks by the family {family.name}: {', '.join(why)}")
-        return {name: cut_dim(family, name) for name in shapes}
+        return {name: cut_dim(family, name) for name in index.atoms}
 
     def chunks(self, atom: AtomIndex, shape: tuple[int, ...]) -> Iterator[tuple[Box, int]]:
         """Boxes of a state of `shape`, each with a rank that has it."""

@@ -18,14 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ucp.errors import MissingFileError, UnknownFormatError, UsageError, counted, listed
-from ucp.io.dcp.local import local_files
+from ucp.io.dcp.local import local_files, rank_of
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.folder import names_in
 
-__all__ = ["MODEL", "OPTIMIZER", "Located", "is_of_the_format", "locate", "rank_of", "step_in", "the_folder"]
-
-_ITEM_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
-"""`__3_0.distcp`: the first file of rank 3."""
+__all__ = ["MODEL", "OPTIMIZER", "Located", "is_of_the_format", "locate", "step_in", "the_folder"]
 
 _STEP = re.compile(r"(?:^|[-_=])(\d+)(?:\.ckpt)?$")
 """`step-10`, `checkpoint_10`, `epoch=0-step=10.ckpt`: the number at the end."""
@@ -68,7 +65,7 @@ def locate(path: Path) -> Located | None:
 def _seen(path: Path) -> Located | None:
     """The checkpoint that `path` itself is."""
     names = set(names_in(path))
-    files = [name for name in names if _ITEM_FILE.fullmatch(name)]
+    files = [name for name in names if rank_of(name) is not None]
     if os.path.lexists(path / _MEGATRON):
         return None
     if METADATA in names or files:
@@ -106,16 +103,6 @@ def the_folder(located: Located | None, path: Path) -> Located:
 def is_of_the_format(path: Path) -> bool:
     """Whether an entry of a checkpoint's folder is part of the checkpoint itself."""
     return path.name in (METADATA, MODEL, OPTIMIZER) or rank_of(path.name) is not None or bool(local_files([path.name]))
-
-
-def rank_of(file: str) -> int | None:
-    """Rank that wrote a file of items.
-
-    >>> rank_of("__3_0.distcp"), rank_of("other.distcp")
-    (3, None)
-    """
-    found = _ITEM_FILE.fullmatch(file)
-    return None if found is None else int(found[1])
 
 
 def step_in(name: str) -> int | None:

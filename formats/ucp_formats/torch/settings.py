@@ -9,17 +9,23 @@ default (torch 2.13, `torch/optim/adamw.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from struct import pack, unpack
+from collections.abc import Iterator, Mapping, Sequence
 
-from ucp.core.dtypes import DType
-from ucp.core.index import Index, ParamGroup, StateIndex
+from ucp.core.index import Index, ParamGroup
+from ucp.core.names import STEP
 from ucp.core.target import TargetOptions
-from ucp.core.tensor import InlineTensor
 from ucp.errors import UsageError
-from ucp.transfer.probe import Prober
 
-__all__ = ["DECOUPLED", "checked_decoupled", "decay_notes", "is_adam", "number_as", "rate_notes", "settings_of"]
+__all__ = [
+    "DECOUPLED",
+    "DECOUPLED_MEANING",
+    "check_options",
+    "checked_decoupled",
+    "decay_notes",
+    "is_adam",
+    "rate_notes",
+    "settings_of",
+]
 
 _ADAMW: Mapping[str, object] = {
     "amsgrad": False,
@@ -33,6 +39,20 @@ _ADAMW: Mapping[str, object] = {
 
 DECOUPLED = "decoupled_weight_decay"
 """The one of them that tells AdamW from Adam."""
+DECOUPLED_MEANING = "true for AdamW, false for Adam, where the source does not say"
+
+
+def check_options(options: TargetOptions, choices: Mapping[str, Sequence[str]]) -> None:
+    """Raise UsageError for what torch has no place for. `choices`: further settings, to the values they take."""
+    if options.compress:
+        raise UsageError("torch reads no compressed tensors; drop --compress")
+    if options.tag:
+        raise UsageError("torch's checkpoints have no tag: their path is their name. Drop --tag")
+    if STEP in options.dtypes:
+        raise UsageError(f"torch keeps {STEP} in float32; drop --dtype {STEP}=...")
+    for key, values in {**choices, DECOUPLED: ("true", "false")}.items():
+        if (said := options.settings.get(key, values[0])) not in values:
+            raise UsageError(f"expected --set {key}={'|'.join(values)}; got {said}")
 
 
 def checked_decoupled(index: Index, options: TargetOptions) -> str | None:
@@ -75,13 +95,3 @@ def decay_notes(index: Index, said: str | None) -> Iterator[str]:
             f"the source does not say whether weight decay is decoupled: written as AdamW has it. For Adam pass "
             f"--set {DECOUPLED}=false"
         )
-
-
-def number_as(prober: Prober, state: StateIndex, dtype: DType) -> bytes:
-    """The one element of a state, in another type where it is another."""
-    ref = state.fragments[0].ref
-    data = ref.data if isinstance(ref, InlineTensor) else prober.window(ref, 0, 1)
-    if state.dtype is dtype:
-        return bytes(data)
-    form = {DType.INT64: "<q", DType.INT32: "<i", DType.FLOAT64: "<d", DType.FLOAT32: "<f"}[state.dtype]
-    return pack("<f", unpack(form, data)[0])

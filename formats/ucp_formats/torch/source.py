@@ -26,9 +26,10 @@ from ucp.core.tensor import Record
 from ucp.errors import UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, read_dcp
 from ucp.io.dcp.collection import no_cycle_collection
+from ucp.io.dcp.local import rank_of
 from ucp.io.folder import names_in
 from ucp.io.identity import source_file
-from ucp_formats.torch.locate import Located, is_of_the_format, locate, rank_of, step_in, the_folder
+from ucp_formats.torch.locate import Located, is_of_the_format, locate, step_in, the_folder
 from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of
 from ucp_formats.torch.state_dict import Leaf, Parts, sorted_out
 
@@ -130,8 +131,7 @@ class _Reading:
         """The index."""
         saved = self._saved
         aliases = saved.tied
-        in_groups = {own for group in saved.groups for own in group.params}
-        atoms = {own: self._atom(own, leaf, in_groups) for own, leaf in saved.model.items() if own not in aliases}
+        atoms = {own: self._atom(own, leaf) for own, leaf in saved.model.items() if own not in aliases}
         others, tensors_dropped = _extras(saved.others)
         return Index(
             path=self._root,
@@ -152,14 +152,14 @@ class _Reading:
             dropped=(*tensors_dropped, *self._unequal(), *self._lost()),
         )
 
-    def _atom(self, name: str, leaf: Leaf, in_groups: set[str]) -> AtomIndex:
+    def _atom(self, name: str, leaf: Leaf) -> AtomIndex:
         weight = _state(leaf)
         saved = sorted(self._saved.states.get(name, {}).items())
         states = {key: _state(own) for key, own in saved if own.shape is not None or own.value is not None}
         return AtomIndex(
             name=name,
             global_shape=weight.global_shape,
-            kind=Kind.PARAMETER if name in in_groups or not self._saved.groups else self._untrained(weight),
+            kind=Kind.PARAMETER if name in self._saved.trained else self._untrained(weight),
             states={WEIGHT: weight, **states},
             layout=self._mesh.layouts.get(name, Layout()),
         )
@@ -198,8 +198,6 @@ class _Reading:
             yield f"{why}:\n{listed(name for name, own in self._saved.lost.items() if own.why == why)}"
 
     def _notes(self, atoms: Mapping[str, AtomIndex], aliases: Mapping[str, str]) -> Iterator[str]:
-        if not self._saved.groups:
-            yield "saved without an optimizer: every parameter counts as trained"
         unplaced = [name for name in atoms if name not in self._mesh.layouts and len(_pieces(atoms[name])) > 1]
         if unplaced:
             names = listed(unplaced)

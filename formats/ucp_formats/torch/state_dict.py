@@ -70,6 +70,8 @@ class Parts:
     """Name of a parameter to its optimizer states."""
     groups: tuple[ParamGroup, ...] = ()
     """The optimizer's groups."""
+    trained: frozenset[str] = frozenset()
+    """Parameters in a group; all, where there is no optimizer."""
     tied: dict[str, str] = field(default_factory=dict)
     """Second name of a parameter to its first: a matrix with the same elements, that no group has."""
     others: dict[str, object] = field(default_factory=dict)
@@ -100,7 +102,7 @@ def sorted_out(leaves: Iterable[Leaf], where: str, *, in_order: bool = True) -> 
     for own in inside:
         own.give(parts, where, in_order=in_order)
     _check_known(parts, where)
-    _tie(parts)
+    _set_trained(parts)
     return parts
 
 
@@ -278,11 +280,16 @@ def _is_matrix(leaf: Leaf) -> bool:
     return leaf.content is not None and leaf.shape is not None and len(leaf.shape) > 1
 
 
-def _tie(parts: Parts) -> None:
-    in_groups = {name for group in parts.groups for name in group.params}
-    trained = {parts.model[name].content: name for name in in_groups if _is_matrix(parts.model[name])}
+def _set_trained(parts: Parts) -> None:
+    """Say what is trained, and which matrices are so under a second name."""
+    if not parts.groups:
+        parts.trained = frozenset(parts.model)
+        parts.notes.append("saved without an optimizer: every parameter counts as trained")
+        return
+    parts.trained = frozenset(name for group in parts.groups for name in group.params)
+    trained = {parts.model[name].content: name for name in parts.trained if _is_matrix(parts.model[name])}
     for name, leaf in parts.model.items():
-        if name not in in_groups and _is_matrix(leaf) and leaf.content in trained:
+        if name not in parts.trained and _is_matrix(leaf) and leaf.content in trained:
             parts.tied[name] = trained[leaf.content]
 
 

@@ -14,32 +14,32 @@ has them by default (torch 2.13, `torch/optim/adamw.py`).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ucp.contract.companions import companions_of, is_companion, place_companions
 from ucp.contract.protocols import Target
 from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex, check_weights
+from ucp.core.index import AtomIndex, Index, ParamGroup, StateIndex, check_weights
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
-from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
+from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
-from ucp.errors import UnsupportedError, UsageError, counted
+from ucp.errors import UsageError, counted
 from ucp.io.dcp.emit import DcpDraft, NewChunk
 from ucp.io.torch_file.draft import Drafted, Part, target_plan
 from ucp.transfer.probe import Prober
+from ucp_formats.torch.counts import Counts
 from ucp_formats.torch.cuts import Cuts
 from ucp_formats.torch.locate import MODEL, OPTIMIZER
 from ucp_formats.torch.settings import (
     DECOUPLED,
+    DECOUPLED_MEANING,
+    check_options,
     checked_decoupled,
     decay_notes,
     is_adam,
-    number_as,
     rate_notes,
     settings_of,
 )
@@ -56,7 +56,7 @@ _OF_CLIENTS = frozenset({"trainer_state.json", "scheduler.bin"})
 
 _SETTINGS = {
     "style": f"keys of the state dict: {', '.join(_STYLES)}",
-    DECOUPLED: "true for AdamW, false for Adam, where the source does not say",
+    DECOUPLED: DECOUPLED_MEANING,
 }
 
 
@@ -82,13 +82,7 @@ class DcpTarget(Target):
             draft.optimizer()
             draft.others()
         plan = target_plan(index, draft.finish(), notes=draft.notes, topology=wanted)
-        counts = (f"{change} in {counted(count, 'parameter')}" for change, count in draft.casts.items())
-        plan = replace(plan, casts=(*plan.casts, *counts))
-        return place_companions(index, plan, own=())
-
-    def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
-        """Nothing more: the folder is renamed into place as a whole."""
-        return ()
+        return place_companions(index, draft.counts.told(plan))
 
 
 def _checked_topology(index: Index, topology: Topology | None) -> Topology:
@@ -107,16 +101,7 @@ def _checked_topology(index: Index, topology: Topology | None) -> Topology:
 
 
 def _checked_style(options: TargetOptions) -> str:
-    if options.compress:
-        raise UsageError("torch reads no compressed items; drop --compress")
-    if options.tag:
-        raise UsageError("torch's checkpoints have no tag: the folder is the name. Drop --tag")
-    if STEP in options.dtypes:
-        raise UsageError(f"torch keeps {STEP} in float32; drop --dtype {STEP}=...")
-    choices = {"style": _STYLES, DECOUPLED: ("true", "false")}
-    for key, value in options.settings.items():
-        if value not in choices[key]:
-            raise UsageError(f"expected --set {key}={'|'.join(choices[key])}; got {value}")
+    check_options(options, {"style": _STYLES})
     return options.settings.get("style", _STYLES[0])
 
 
@@ -125,16 +110,15 @@ class _Drafting:
 
     def __init__(self, index: Index, options: TargetOptions, style: str, cuts: Cuts, prober: Prober) -> None:
         self._index = index
-        self._dtypes = {state: DType(name) for state, name in options.dtypes.items()}
+        self._dtypes = options.dtypes
         self._style = style
         self._prefix, self._root = _ROOTS.get(style, (("model",), "optimizer"))
         self._decoupled = checked_decoupled(index, options)
         self._cuts = cuts
-        self._prober = prober
+        self.counts = Counts(index, prober)
         folders = (MODEL, OPTIMIZER) if style == "accelerate" else ("",)
         self._drafts = [DcpDraft(folder) for folder in folders]
         self.notes: list[str] = [*cuts.notes]
-        self.casts: Counter[str] = Counter()
 
     def finish(self) -> list[Drafted]:
         """All files."""
@@ -221,24 +205,11 @@ class _Drafting:
     def _state(self, path: tuple[object, ...], atom: AtomIndex, name: str) -> None:
         state = atom.states[name]
         if atom.is_count(name):
-            self._count(path, atom.name, name, state)
+            dtype, data = self.counts.of(atom.name, name)
+            self._put(path, dtype, (), [NewChunk(offsets=(), sizes=(), data=data, rank=self._cuts.rank(atom.name))])
             return
-        kept = atom.kind is Kind.BUFFER or not state.dtype.is_floating
-        dtype = state.dtype if kept else self._dtypes.get(name, state.dtype)
+        dtype = atom.dtype_of(name, self._dtypes)
         self._put(path, dtype, state.global_shape, list(self._chunks(atom, name, state, dtype)))
-
-    def _count(self, path: tuple[object, ...], param: str, name: str, state: StateIndex) -> None:
-        """A number of the whole parameter: 0-d, and float32 where it is `step`, as torch keeps it."""
-        if state.global_shape:
-            raise UnsupportedError(
-                f"{self._index.path} keeps {name} as a tensor of shape {list(state.global_shape)}, torch's optimizers "
-                "as one without dims. Leave the optimizer out (--include '*/weight'), or take another target"
-            )
-        dtype = DType.FLOAT32 if name == STEP else state.dtype
-        data = number_as(self._prober, state, dtype)
-        if dtype is not state.dtype:
-            self.casts[f"{name}: {state.dtype} -> {dtype}"] += 1
-        self._put(path, dtype, (), [NewChunk(offsets=(), sizes=(), data=data, rank=self._cuts.rank(param))])
 
     def _chunks(self, atom: AtomIndex, name: str, state: StateIndex, dtype: DType) -> Iterator[NewChunk]:
         for box, rank in self._cuts.chunks(atom, state.global_shape):

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ucp
-from ucp.contract.transformers_models import in_model_order
+from ucp.contract.model.transformers import in_model_order
 from ucp.core.index import Index, Kind, check_cover
 
 ROOT = Path(__file__).parents[3] / "fixtures" / "huggingface"
@@ -193,9 +193,11 @@ class TestBesideOthers:
         assert ucp.inspect(tmp_path / "atoms").format == "ucp"
 
     def test_an_adapter_is_none(self, tmp_path: Path) -> None:
-        (tmp_path / "adapter_config.json").write_text("{}")
-        save_file({"a": torch.zeros(2)}, tmp_path / "adapter_model.safetensors")
-        for path in (tmp_path, tmp_path / "adapter_model.safetensors"):
+        folder = tmp_path / "lora" / "adapter"  # above which no other test leaves a checkpoint, to be meant instead
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").write_text("{}")
+        save_file({"a": torch.zeros(2)}, folder / "adapter_model.safetensors")
+        for path in (folder, folder / "adapter_model.safetensors"):
             with pytest.raises(ucp.UcpError, match="LoRA adapter"):
                 ucp.inspect(path)
 

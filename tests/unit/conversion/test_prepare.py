@@ -10,7 +10,7 @@ import pytest
 import ucp
 from ucp.conversion.options import ConvertOptions, make_options
 from ucp.conversion.prepare import Silent, index_of, prepare
-from ucp.conversion.replica_policy import Drift, resolve_drift
+from ucp.conversion.source.replica_policy import Drift, resolve_drift
 from ucp.core.index import Loss
 from ucp.core.names import NameFilter
 from ucp.core.target import TargetOptions

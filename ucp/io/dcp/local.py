@@ -18,11 +18,12 @@ from ucp.errors import MissingFileError, listed
 from ucp.io.dcp.items import of_other_saves
 from ucp.io.dcp.metadata import DcpMetadata, ItemPlace, SavedTensor, read_metadata
 
-__all__ = ["local_files", "merged", "read_local"]
+__all__ = ["local_files", "merged", "rank_of", "read_local"]
 
 _LOCAL = re.compile(r"__(\d+)\.metadata")
 """`__3.metadata`: of rank 3."""
 _ITEMS = re.compile(r"__(\d+)_\d+\.distcp")
+"""`__3_0.distcp`: the first file of rank 3."""
 
 
 def local_files(names: Iterable[str]) -> dict[int, str]:
@@ -30,11 +31,21 @@ def local_files(names: Iterable[str]) -> dict[int, str]:
     return dict(sorted((int(found[1]), name) for name in names if (found := _LOCAL.fullmatch(name))))
 
 
+def rank_of(name: str) -> int | None:
+    """Rank that wrote a file of items; None for another name.
+
+    >>> rank_of("__3_0.distcp"), rank_of("other.distcp")
+    (3, None)
+    """
+    found = _ITEMS.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
 def read_local(folder: str) -> dict[str, DcpMetadata]:
     """Name of each rank's metadata to what it says. Raises MissingFileError with all that are not there."""
     names = os.listdir(folder)
     files = local_files(names)
-    saved = {int(found[1]) for name in names if (found := _ITEMS.fullmatch(name))}
+    saved = {rank for name in names if (rank := rank_of(name)) is not None}
     missing = sorted((saved | set(range(max(files) + 1))) - files.keys())
     if missing:
         raise MissingFileError(

@@ -106,7 +106,7 @@ def read_metadata(path: str) -> DcpMetadata:
         Items are transformed (compressed), or of an element type that is not known.
     """
     root = _read_root(path)
-    attributes = _attributes(root, f"{path}")
+    attributes = _state(root)
     if isinstance(root, Stub) and root.made_by.module.partition(".")[0] == "bytecheckpoint":
         raise UnsupportedError(
             f"{path} was written by ByteCheckpoint, whose files have bare elements where torch has items; they are not "
@@ -287,10 +287,6 @@ def _checked_name(file: str, path: str) -> str:
     if not parts or file.startswith("/") or ".." in parts or "\0" in file:
         raise MalformedError(f"{path}: expected the name of a file beside it; got {file!r}. It is damaged, or hostile")
     return file
-
-
-def _attributes(value: object, where: str) -> Mapping[object, object]:
-    return _state(value) if type(value) is Stub else {}
 
 
 def _state(value: object) -> Mapping[object, object]:

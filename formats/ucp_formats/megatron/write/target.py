@@ -12,19 +12,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from ucp.contract.companions import place_companions
-from ucp.contract.model_arguments import recorded_arguments, run_arguments, said_values
-from ucp.contract.protocols import SourceOptions, Target
-from ucp.contract.registry import choose_family
+from ucp.contract.model.arguments import recorded_arguments, run_arguments, said_values
+from ucp.contract.protocols import Target
+from ucp.contract.registry import target_family
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, check_weights
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, UsageError, counted, listed
-from ucp.families.family import CANONICAL, Family
+from ucp.families.family import CANONICAL
 from ucp.io.torch_file.draft import target_plan
 from ucp_formats.megatron.names import RELEASE, TRACKER
 from ucp_formats.megatron.param_groups.rules import is_by_named_optimizer
@@ -136,7 +135,7 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
     modules = chosen_modules(index, native, asked)
     said = {**modules.settings, **asked}
     weights = DType(options.dtypes[WEIGHT]) if WEIGHT in options.dtypes else None
-    model = target_model(index, _family(index, {**native, **said}, options), weights=weights)
+    model = target_model(index, target_family(index, options, {**native, **said})[0], weights=weights)
     arguments = {**native, **said}
     if not native:
         known = {**configured(recorded_arguments(index)), **said}
@@ -175,13 +174,6 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
     )
     same = layout == _LAYOUTS[0] and not modules.known_from and _same_keys(model, arguments)
     return run, (*notes, modules.note(same_keys=same))
-
-
-def _family(index: Index, arguments: Mapping[str, object], options: TargetOptions) -> Family:
-    """The family that the names were brought into Megatron's by, fitted to the arguments."""
-    shapes = {atom.name: atom.global_shape for atom in index.atoms.values()}
-    said = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
-    return choose_family(names=shapes, shapes=shapes, arguments=arguments, options=said)[0]
 
 
 def _same_keys(model: Model, arguments: Mapping[str, object]) -> bool:

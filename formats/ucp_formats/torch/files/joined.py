@@ -28,6 +28,7 @@ from ucp.core.region import Box
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError
 from ucp_formats.torch.files.parts import Part, part_of
+from ucp_formats.torch.state_dict import Leaf
 
 __all__ = ["COPIES", "Joined", "is_tensor", "join"]
 
@@ -51,6 +52,12 @@ class Joined:
     """How ranks hold it"""
     is_shared: bool = False
     """Whether ranks say that it is a tensor they share (a DTensor), cut or not"""
+
+    @classmethod
+    def of(cls, leaf: Leaf) -> Joined:
+        """The value of an entry that is a tensor."""
+        assert isinstance(leaf.value, cls)
+        return leaf.value
 
     @property
     def form(self) -> Hashable:

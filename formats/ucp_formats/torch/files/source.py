@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import cast
 
 from ucp.contract.companion_files import SaveFolder, with_companions
+from ucp.contract.model.transformers import in_model_order, tied_output
 from ucp.contract.protocols import Evidence, Format, SourceOptions
 from ucp.contract.rank_extras import Checksums
-from ucp.contract.transformers_models import in_model_order, tied_output
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import Record
@@ -103,6 +103,7 @@ class _Reading:
         self._tree: Tree = with_parameters(tree, None if is_ordered_by_it else shapes, str(located.root))
         optimizer = states_by_name(self._tree, str(located.root))
         self._saved: Parts = sorted_out((*self._tree.model, *optimizer), str(located.root), in_order=self._in_order)
+        self._is_shared = any(Joined.of(own).is_shared for own in self._saved.model.values())
         tied = tied_output(self._saved.model, self._config)
         if tied is not None and tied[0] not in self._saved.model:
             self._saved.tied[tied[0]] = tied[1]
@@ -135,8 +136,7 @@ class _Reading:
                 f"expected tensors of a model in {self._located.root}; there are none under names. Pass a file that "
                 "holds a state dict, or the folder with it"
             )
-        in_groups = {own for group in saved.groups for own in group.params}
-        atoms = {own: self._atom(own, leaf, in_groups) for own, leaf in saved.model.items() if own not in saved.tied}
+        atoms = {own: self._atom(own, leaf) for own, leaf in saved.model.items() if own not in saved.tied}
         return Index(
             path=os.path.abspath(self._located.root),
             format=name,
@@ -154,22 +154,22 @@ class _Reading:
             notes=(*saved.notes, *self._notes(atoms)),
         )
 
-    def _atom(self, name: str, leaf: Leaf, in_groups: set[str]) -> AtomIndex:
-        weight = _joined(leaf)
-        states = {key: _joined(own) for key, own in sorted(self._saved.states.get(name, {}).items())}
+    def _atom(self, name: str, leaf: Leaf) -> AtomIndex:
+        weight = Joined.of(leaf)
+        states = {key: Joined.of(own) for key, own in sorted(self._saved.states.get(name, {}).items())}
         flat = (own.layout for own in states.values() if own.layout.flat)
         return AtomIndex(
             name=name,
             global_shape=weight.shape,
-            kind=Kind.PARAMETER if name in in_groups or not self._saved.groups else self._untrained(weight),
+            kind=Kind.PARAMETER if name in self._saved.trained else self._untrained(weight),
             states={WEIGHT: weight.state(), **{key: own.state() for key, own in states.items()}},
             layout=next(flat, weight.layout),  # FSDP1 keeps parameters flat, and cuts them by rows only to save them
         )
 
     def _untrained(self, weight: Joined) -> Kind:
         """Kind of a tensor that is in no group of the optimizer: ranks share parameters, and no buffers."""
-        is_shared = any(_joined(own).is_shared for own in self._saved.model.values())
-        return Kind.BUFFER if not weight.dtype.is_floating or (is_shared and not weight.is_shared) else Kind.FROZEN
+        is_buffer = not weight.dtype.is_floating or (self._is_shared and not weight.is_shared)
+        return Kind.BUFFER if is_buffer else Kind.FROZEN
 
     def _producer(self) -> str:
         extras = {own.name: own.value for own in self._tree.extras}
@@ -186,10 +186,8 @@ class _Reading:
         return next((step for own in named if (step := step_in(own.name)) is not None), None)
 
     def _notes(self, atoms: Mapping[str, AtomIndex]) -> Iterator[str]:
-        if not self._saved.groups:
-            yield "saved without an optimizer: every parameter counts as trained"
         frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN]
-        if frozen and not any(_joined(own).is_shared for own in self._saved.model.values()):
+        if frozen and not self._is_shared:
             yield f"in no group of the optimizer, so frozen parameters or buffers:\n{listed(frozen)}"
         if self._saved.tied:
             shown = listed(f"{alias} = {name}" for alias, name in self._saved.tied.items())
@@ -199,11 +197,6 @@ class _Reading:
                 f"{counted(len(self._tree.aside), 'more dict', 'more dicts')} of tensors beside the model, kept as "
                 f"extras:\n{listed(self._tree.aside)}"
             )
-
-
-def _joined(leaf: Leaf) -> Joined:
-    assert isinstance(leaf.value, Joined)
-    return leaf.value
 
 
 def _topology(atoms: Mapping[str, AtomIndex], ranks: int) -> Topology:

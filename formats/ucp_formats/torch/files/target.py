@@ -10,27 +10,27 @@ names; others ignore it). Names that are tied are views of one storage.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 
 from ucp.contract.companions import is_companion, place_companions
 from ucp.contract.protocols import Target
-from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Extra, Index, Kind, check_weights
+from ucp.core.index import AtomIndex, Extra, Index, check_weights
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.pickle_values import GlobalName, Stub
-from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Slice
-from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
+from ucp.core.slices import whole_slice
+from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
-from ucp.errors import UnsupportedError, UsageError, counted
+from ucp.errors import UsageError
 from ucp.io.torch_file.draft import FileDraft, target_plan
 from ucp.io.torch_file.tensors import NewTensor
 from ucp.transfer.probe import Prober
+from ucp_formats.torch.counts import Counts
 from ucp_formats.torch.settings import (
     DECOUPLED,
+    DECOUPLED_MEANING,
+    check_options,
     checked_decoupled,
     decay_notes,
-    number_as,
     rate_notes,
     settings_of,
 )
@@ -39,7 +39,7 @@ __all__ = ["TorchTarget"]
 
 FILE = "checkpoint.pt"
 
-_SETTINGS = {DECOUPLED: "true for AdamW, false for Adam, where the source does not say"}
+_SETTINGS = {DECOUPLED: DECOUPLED_MEANING}
 
 
 class TorchTarget(Target):
@@ -56,22 +56,13 @@ class TorchTarget(Target):
             draft = _Drafting(index, options, prober)
             root = draft.root()
         plan = target_plan(index, [draft.file.finish(root)], notes=draft.notes)
-        return place_companions(index, draft.with_casts(plan), own=())
-
-    def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
-        """Nothing more: the folder is renamed into place as a whole."""
-        return ()
+        return place_companions(index, draft.counts.told(plan))
 
 
 def _check(topology: Topology | None, options: TargetOptions) -> None:
     if topology is not None and topology.ranks > 1:
         raise UsageError(f"one file holds the whole checkpoint for any number of ranks: drop --topology {topology}")
-    if options.compress or options.tag:
-        raise UsageError("a file of torch.save is neither compressed nor tagged; drop --compress and --tag")
-    if STEP in options.dtypes:
-        raise UsageError(f"torch keeps {STEP} in float32; drop --dtype {STEP}=...")
-    if (said := options.settings.get(DECOUPLED, "true")) not in ("true", "false"):
-        raise UsageError(f"expected --set {DECOUPLED}=true|false; got {said}")
+    check_options(options, {})
 
 
 class _Drafting:
@@ -79,19 +70,11 @@ class _Drafting:
 
     def __init__(self, index: Index, options: TargetOptions, prober: Prober) -> None:
         self._index = index
-        self._dtypes = {state: DType(name) for state, name in options.dtypes.items()}
+        self._dtypes = options.dtypes
         self._decoupled = checked_decoupled(index, options)
-        self._prober = prober
-        self._casts: Counter[str] = Counter()
+        self.counts = Counts(index, prober)
         self.file = FileDraft(FILE)
         self.notes: list[str] = []
-
-    def with_casts(self, plan: TargetPlan) -> TargetPlan:
-        """`plan`, with the casts of counts."""
-        counts = (f"{change} in {counted(count, 'parameter')}" for change, count in self._casts.items())
-        return TargetPlan(
-            files=plan.files, placements=plan.placements, raw=plan.raw, notes=plan.notes, casts=(*plan.casts, *counts)
-        )
 
     def root(self) -> dict[object, object]:
         """What the file holds."""
@@ -130,26 +113,10 @@ class _Drafting:
     def _tensor(self, atom: AtomIndex, name: str) -> NewTensor:
         state = atom.states[name]
         if atom.is_count(name) and name != WEIGHT:
-            return self._count(name, atom)
-        kept = atom.kind is Kind.BUFFER or not state.dtype.is_floating
-        shape, whole = state.global_shape, Box.whole(state.global_shape)
-        dtype = state.dtype if kept else self._dtypes.get(name, state.dtype)
-        pairs = (RegionPair(whole, whole),)
-        own = Slice(param=atom.name, state=name, dtype=dtype, pairs=pairs, local_shape=shape, start=0, stop=state.numel)
-        return self.file.tensor(own)
-
-    def _count(self, name: str, atom: AtomIndex) -> NewTensor:
-        """A number of the whole parameter: 0-d, and float32 where it is `step`, as torch keeps it."""
-        state = atom.states[name]
-        if state.global_shape:
-            raise UnsupportedError(
-                f"{self._index.path} keeps {name} as a tensor of shape {list(state.global_shape)}, torch's optimizers "
-                "as one without dims. Leave the optimizer out (--include '*/weight'), or take another target"
-            )
-        dtype = DType.FLOAT32 if name == STEP else state.dtype
-        if dtype is not state.dtype:
-            self._casts[f"{name}: {state.dtype} -> {dtype}"] += 1
-        return self.file.known(dtype, (), number_as(self._prober, state, dtype))
+            dtype, data = self.counts.of(atom.name, name)
+            return self.file.known(dtype, (), data)
+        dtype = atom.dtype_of(name, self._dtypes)
+        return self.file.tensor(whole_slice(atom.name, name, state, dtype=dtype))
 
     def _add_extras(self, root: dict[object, object]) -> None:
         """Extras of torch's own checkpoints; of others the scheduler, where it is plain values."""

@@ -38,7 +38,7 @@ def with_parameters(tree: Tree, shapes: Shapes | None, where: str) -> Tree:
     root = next(iter(flat.values())).path[:-1]
     found: dict[str, Leaf] = {}
     for prefix, names in units.items():
-        whole = _joined(flat[prefix])
+        whole = Joined.of(flat[prefix])
         own = {name: known[name] for name in names}
         parts = unflattened(own, _shards(whole), numel=whole.shape[0], where=f"{where}: {prefix}{FLAT}")
         found |= {name: Leaf((*root, name), value.shape, value, value.form) for name, value in parts.items()}
@@ -102,11 +102,6 @@ def _shards(whole: Joined) -> list[list[TensorRef | None]]:
         shards = copies.setdefault(own.replica, [None] * axis.parts)
         shards[own.box.offsets[0] // share] = own.ref if isinstance(own.ref, TensorRef) else None
     return [copies[copy] for copy in sorted(copies)]
-
-
-def _joined(leaf: Leaf) -> Joined:
-    assert isinstance(leaf.value, Joined)
-    return leaf.value
 
 
 def _copies(leaf: Leaf) -> Leaf:

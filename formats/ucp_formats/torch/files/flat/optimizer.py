@@ -85,8 +85,7 @@ class _Saved:
 
 def _cuts(leaf: Leaf) -> int:
     """Ranks among which a parameter is cut."""
-    assert isinstance(leaf.value, Joined)
-    return prod(axis.parts for axis in leaf.value.layout.axes if axis.pattern.overlap is Overlap.EXCLUSIVE)
+    return prod(axis.parts for axis in Joined.of(leaf).layout.axes if axis.pattern.overlap is Overlap.EXCLUSIVE)
 
 
 def _shards(values: Ranked, ranks: int) -> _Shards:

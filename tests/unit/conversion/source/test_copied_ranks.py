@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ucp
-from ucp.conversion.copied_ranks import copied_ranks
+from ucp.conversion.source.copied_ranks import copied_ranks
 from ucp.core.fragments import Fragment
 from ucp.core.index import Doubt, StateIndex
 from ucp.core.region import Box
@@ -18,7 +18,7 @@ from ucp.errors import MalformedError, UsageError
 from ucp.io.torch_file.archive import read_archive
 from ucp.testing.handmade import make_index
 
-FIXTURES = Path(__file__).parents[3] / "fixtures"
+FIXTURES = Path(__file__).parents[4] / "fixtures"
 EXPERTS = (
     "megatron",
     "mixtral-ep2-dp2-torch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,10 +11,11 @@ from ucp.contract.companions import companions_of
 from ucp.core.index import Index
 from ucp.core.pickle_values import Stub
 from ucp.errors import MalformedError
+from ucp.io.json_text import read_object
 
-__all__ = ["CONFIG", "recorded_arguments", "run_arguments", "said_values"]
+__all__ = ["CONFIG_EXTRA", "config_in", "recorded_arguments", "run_arguments", "said_values"]
 
-CONFIG = "config"
+CONFIG_EXTRA = "config"
 """Name of the extra that is a parsed config.json."""
 _CONFIG_FILE = "config.json"
 _MOST_BYTES = 4 << 20
@@ -34,6 +36,12 @@ def run_arguments(index: Index) -> Mapping[str, object]:
         if extra.name in ("args", "client_state/args") and extra.rank in (None, 0):
             return _by_name(extra.value.state if isinstance(extra.value, Stub) else extra.value)
     return {}
+
+
+def config_in(folder: str) -> dict[str, object]:
+    """What `config.json` in a folder says; nothing where there is none. Raises MalformedError."""
+    path = os.path.join(folder, _CONFIG_FILE)
+    return read_object(path) if os.path.lexists(path) else {}
 
 
 def said_values(texts: Mapping[str, str]) -> dict[str, object]:
@@ -59,7 +67,7 @@ def _value_of(text: str) -> object:
 
 def _configuration(index: Index) -> Mapping[str, object]:
     for extra in index.extras:
-        if extra.name == CONFIG and extra.rank is None:
+        if extra.name == CONFIG_EXTRA and extra.rank is None:
             return _by_name(extra.value)
     file = next((own.ref for own in companions_of(index) if own.name == _CONFIG_FILE), None)
     if file is None or file.codec or file.nbytes > _MOST_BYTES:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ucp.contract.model_arguments import run_arguments
+from ucp.contract.model.arguments import run_arguments
 from ucp.contract.protocols import SourceOptions, Target
 from ucp.contract.registry import choose_family, library
 from ucp.conversion.options import Naming
@@ -59,7 +59,7 @@ def under_names(
         note = f"of no family that is known, so that all names are written as they are, for {style}'s"
         return Renamed(index=replace(index, notes=(*index.notes, note)))
     index = _without_copies(index, family, naming.source or None)
-    shapes = {atom.name: atom.global_shape for atom in index.atoms.values()}
+    shapes = index.shapes
     made = translated(family, shapes, style, source=naming.source or None)
     used = frozenset(name for name in settings if name not in target.settings and name in _sizes_of(family))
     is_same = made.keys() == shapes.keys() and all(own.renames and own.sources == (name,) for name, own in made.items())
@@ -88,8 +88,7 @@ def _family(
     Raises UnknownFamilyError or FamilyError, with names that were found and what is needed, where no family, or not the
     one that is named, knows all names of the source.
     """
-    shapes = {atom.name: atom.global_shape for atom in index.atoms.values()}
-    arguments = target.model_arguments(index, settings)
+    shapes, arguments = index.shapes, target.model_arguments(index, settings)
     try:
         family, _ = choose_family(names=shapes, shapes=shapes, arguments=arguments, options=said)
     except UnknownFamilyError as error:
@@ -180,8 +179,7 @@ def _alias(name: str, family: Family, style: str) -> str:
 
 def _by_rules(index: Index, path: Path) -> Index:
     """The source under the names that the user's own rules give; names without a rule stay."""
-    shapes = {atom.name: atom.global_shape for atom in index.atoms.values()}
-    made, kept = renames_of(rules_text(path), str(path), shapes)
+    made, kept = renames_of(rules_text(path), str(path), index.shapes)
     _check_counts(index, made)
     names = {own.sources[0]: name for name, own in made.items() if own.renames}
     found = arranged(index, made)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ucp.contract.scalars import number_state
-from ucp.conversion.zero_moments import ZeroMoments, check_moments, moments_note
+from ucp.conversion.source.zero_moments import ZeroMoments, check_moments, moments_note
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, ParamGroup
 from ucp.errors import MalformedError
