@@ -175,6 +175,24 @@ class Alias:
             raise ValueError(f"{', '.join(self.names)} are not {shape[self.dim]} long together")
         return [(*shape[: self.dim], length, *shape[self.dim + 1 :]) for length in lengths]
 
+    def check_lengths(self, shapes: Sequence[tuple[int, ...]], values: Mapping[str, object]) -> None:
+        """Prove that tensors of these shapes are as long as the sizes of the model say. Raises ValueError.
+
+        Where a factor of all lengths is not known (`head_dim`), their proportions are compared.
+        """
+        named = [set(own.names) if isinstance(own, Expression) else set() for own in self.lengths]
+        factors = set.intersection(*named) - values.keys()
+        known = [at for at, names in enumerate(named) if names - factors <= values.keys()]
+        wanted = self._sizes([self.lengths[at] for at in known], 0, {**dict.fromkeys(factors, 1), **values})
+        found = [shapes[at][self.dim] for at in known]
+        in_proportion = all(a * wanted[0] == b * found[0] for a, b in zip(found, wanted, strict=True))
+        if not in_proportion or (not factors and [*wanted] != found):
+            sizes = ", ".join(f"{name}={values[name]}" for name in sorted(set.union(*named) & values.keys()))
+            raise ValueError(
+                f"they are {', '.join(map(str, found))} long, not {', '.join(str(self.lengths[at]) for at in known)} "
+                f"with {sizes}"
+            )
+
     def _view(self, part: int) -> tuple[OptionValue, ...]:
         return self.views[part] if self.views else self.view
 

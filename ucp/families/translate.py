@@ -142,7 +142,10 @@ def _joined(
         stacks = {own.shape[:depth] for own in seen}
         if len(stacks) > 1 or any(len(own) < depth for own in stacks):
             raise ValueError(f"expected {', '.join(named.stacked)} as leading dims, of equal lengths")
-        pairs = _pairs(alias, [own.shape[depth:] for own in seen], family.values)
+        inner = [own.shape[depth:] for own in seen]
+        if alias.lengths:
+            alias.check_lengths(inner, family.values)
+        pairs = _pairs(alias, inner, family.values)
     except (ValueError, ExpressionError) as error:
         raise _misfit(family, [f"{name} {list(shapes[name])}" for name in unit.names], error) from error
     shape = tuple(map(max, zip(*(pair.whole.stops for pair in pairs), strict=True)))
@@ -243,9 +246,12 @@ def _under(index: tuple[int, ...], box: Box) -> Box:
 
 def _misfit(family: Family, tensors: Sequence[str], error: Exception) -> FamilyError:
     if isinstance(error, UnknownNameError):
-        ways = " or ".join(dict.fromkeys(name for way in family.sizes.get(str(error), ()) for name in way.names))
-        why = f"nothing records how many {error} the model has. Say it, as in --set {ways.split(' or ')[0] or error}=8"
-        why += f" (it is found by {ways})" if " or " in ways else ""
+        ways = [str(way) for way in family.sizes.get(str(error), ()) if str(way).isidentifier()] or [str(error)]
+        why = f"nothing records how many {error} the model has. Say it: --set {ways[0]}=8"
+        why += f" (or {', '.join(ways[1:])})" if ways[1:] else ""
     else:
-        why = f"{error}. Check --family, and sizes that were said with --set"
+        why = (
+            f"{error}. Say with --set what is otherwise (num_query_groups, ...); if the names are those of another "
+            "style, say which (--names nanogpt:huggingface); or choose another family (--family)"
+        )
     return FamilyError(f"{', '.join(tensors)} cannot be brought to other names in the family {family.name!r}: {why}")
