@@ -10,6 +10,7 @@ Patch(box=Box(offsets=(1, 0), sizes=(2, 2)), source='columns', start=(0, 0), dim
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -22,7 +23,7 @@ from ucp.core.layout import Layout
 from ucp.core.region import Box
 from ucp.core.slices import starts_of
 from ucp.core.tensor import InlineTensor, Tensor
-from ucp.errors import MissingStateError, UnsupportedError
+from ucp.errors import MissingStateError, UnsupportedError, listed
 
 __all__ = ["Made", "Patch", "arranged", "patched", "rearranged", "with_copy"]
 
@@ -134,6 +135,8 @@ def rearranged(source: str, shape: Sequence[int], view: Sequence[int], order: Se
     >>> made.shape, [(str(patch.box), patch.start, patch.steps) for patch in made.patches]
     ((4, 8), [('[0:2, 0:8]', (0, 0), (2, 1)), ('[2:4, 0:8]', (1, 0), (2, 1))])
     """
+    if not view:
+        return Made.whole(source, ())
     parents = _parents(shape, view)
     lead = len(view) - rank + 1
     groups = [list(order[:lead]), *([dim] for dim in order[lead:])]
@@ -191,6 +194,7 @@ def arranged(index: Index, made: Mapping[str, Made]) -> Index:
     Raises UnsupportedError for a tensor whose sources differ in type, kind or parameter group, MissingStateError for
     one whose sources have not the same states.
     """
+    _check_once(index, made)
     atoms = {name: _atom(name, own, [index.atoms[source] for source in own.sources]) for name, own in made.items()}
     names: dict[str, list[str]] = {}
     for name, own in made.items():
@@ -203,6 +207,26 @@ def arranged(index: Index, made: Mapping[str, Made]) -> Index:
     )
     lost = {new: loss for old, loss in index.lost.items() for new in names.get(old, ())}
     return replace(index, atoms=atoms, groups=groups, aliases={}, lost=lost)
+
+
+def _check_once(index: Index, made: Mapping[str, Made]) -> None:
+    """Prove that patches fill what is made, and take every element of what they take from once, and once only."""
+    taken: Counter[str] = Counter()
+    problems = []
+    for name, own in made.items():
+        if sum(patch.box.numel for patch in own.patches) != prod(own.shape) or not own.patches:
+            problems.append(f"{name} {list(own.shape)}: {', '.join(own.sources) or 'nothing'} does not fill it")
+        for patch in own.patches:
+            taken[patch.source] += patch.box.numel
+    for source, count in taken.items():
+        numel = prod(index.atoms[source].global_shape)
+        if count != numel:
+            problems.append(f"{source}: {count:,} of its {numel:,} elements would be taken")
+    if problems:
+        raise UnsupportedError(
+            f"expected names and shapes under which every element is kept, and kept once; got\n{listed(problems)}\n"
+            "Correct the rules that tensors are joined and split by"
+        )
 
 
 def with_copy(atom: AtomIndex, other: AtomIndex) -> AtomIndex:

@@ -8,6 +8,7 @@ Pure values: shapes and patches.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -142,6 +143,8 @@ def _joined(
         stacks = {own.shape[:depth] for own in seen}
         if len(stacks) > 1 or any(len(own) < depth for own in stacks):
             raise ValueError(f"expected {', '.join(named.stacked)} as leading dims, of equal lengths")
+        if any(0 in own for own in stacks):
+            raise ValueError("there is none in the stack")
         inner = [own.shape[depth:] for own in seen]
         if alias.lengths:
             alias.check_lengths(inner, family.values)
@@ -166,6 +169,9 @@ def _pairs(alias: Alias, shapes: Sequence[tuple[int, ...]], values: Mapping[str,
     """Where the tensors of an alias lie in the one that they join to."""
     if len(shapes) == 1 and alias.groups is None and not alias.blocks:
         return (RegionPair(Box.whole(shapes[0]), Box.whole(shapes[0])),)
+    others = {(*own[: alias.dim], *own[alias.dim + 1 :]) for own in shapes}
+    if len(others) > 1 or any(len(own) <= alias.dim or not own[alias.dim] for own in shapes):
+        raise ValueError(f"expected shapes that agree but for dim {alias.dim}, where none is empty")
     return alias.pieces(shapes, values)
 
 
@@ -173,7 +179,8 @@ def _styled(
     family: Family, whole: Mapping[str, _Canonical], shapes: Mapping[str, tuple[int, ...]], style: str
 ) -> dict[str, Made]:
     units: dict[_Unit, dict[tuple[int, ...], str]] = {}
-    without = []
+    without: list[str] = []
+    twice: list[str] = []
     for name, match in family.match(family.sorted(whole)).items():
         ways = family.spellings(name, style)
         if not ways:
@@ -181,13 +188,19 @@ def _styled(
             continue
         alias, names = ways[0]
         stacked = [own for own in match.rules[0].name.fields if own not in Template(alias.names[0]).fields]
-        units.setdefault(_Unit(alias, names), {})[tuple(match.fields[own] for own in stacked)] = name
+        members = units.setdefault(_Unit(alias, names), {})
+        if members.setdefault(tuple(match.fields[own] for own in stacked), name) != name:
+            twice += names
     if without:
         raise FamilyError(
             f"the family {family.name!r} has no name in the style {style!r} for\n{listed(without)}\n"
             f"give them one in a rules file of your own ([alias.{style}], --patterns my.toml), or leave them out "
             "(--exclude)"
         )
+    counts = Counter(name for unit in units for name in unit.names)
+    twice += [name for name, count in counts.items() if count > 1]
+    if twice:
+        raise FamilyError(f"several tensors would have these names in the style {style!r}:\n{listed(twice)}")
     found: dict[str, Made] = {}
     for unit, members in units.items():
         if all(whole[name].unit == unit for name in members.values()):  # a stack, as it stands in the source
@@ -215,7 +228,9 @@ def _stored(
         pairs = _pairs(alias, parts, family.values)
         stored = [alias.stored(n, (*counts, *own), len(counts), family.values) for n, own in enumerate(parts)]
     except (ValueError, ExpressionError) as error:
-        raise _misfit(family, [f"{name} {list(own.shape)}" for name, own in whole.items()], error) from error
+        raise _misfit(
+            family, [f"{' and '.join(own.sources)}, {list(own.shape)}," for own in whole.values()], error
+        ) from error
     dims, steps = (*(None for _ in counts), *range(len(shape))), (1,) * (len(counts) + len(shape))
     found = {}
     for number, (name, own) in enumerate(zip(unit.names, stored, strict=True)):
@@ -249,9 +264,11 @@ def _misfit(family: Family, tensors: Sequence[str], error: Exception) -> FamilyE
         ways = [str(way) for way in family.sizes.get(str(error), ()) if str(way).isidentifier()] or [str(error)]
         why = f"nothing records how many {error} the model has. Say it: --set {ways[0]}=8"
         why += f" (or {', '.join(ways[1:])})" if ways[1:] else ""
+    elif not family.source:  # rules of the user's own
+        why = f"{error}. Correct the rule (dim, groups, blocks, lengths, view, order)"
     else:
         why = (
             f"{error}. Say with --set what is otherwise (num_query_groups, ...); if the names are those of another "
             "style, say which (--names nanogpt:huggingface); or choose another family (--family)"
         )
-    return FamilyError(f"{', '.join(tensors)} cannot be brought to other names in the family {family.name!r}: {why}")
+    return FamilyError(f"{', '.join(tensors)} cannot be brought to other names by {family.name}: {why}")

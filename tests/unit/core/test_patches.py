@@ -98,9 +98,11 @@ def test_a_matrix_is_transposed_and_its_rows_are_permuted(tmp_path: Path, how: s
     index = make_index(tmp_path, {("q", "weight"): cut(shards, Q, how)})
     turned = rearranged("q", (8, 4), (8, 4), (1, 0), 2)
     pairs = rearranged("q", (8, 4), (2, 2, 2, 4), (0, 2, 1, 3), 2)
-    found = arranged(index, {"turned": turned, "pairs": pairs})
+    found = arranged(index, {"turned": turned})
     check_cover(found)
     assert np.array_equal(read(found.atoms["turned"].states["weight"]), Q.T)
+    found = arranged(index, {"pairs": pairs})
+    check_cover(found)
     wanted = Q.reshape(2, 2, 2, 4).transpose(0, 2, 1, 3).reshape(8, 4)
     assert np.array_equal(read(found.atoms["pairs"].states["weight"]), wanted)
 
@@ -176,6 +178,15 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     flat = make_index(tmp_path, {("q", "weight"): q, ("q", "row"): cut(shards, Q[:, :3], "rows")})
     with pytest.raises(UnsupportedError, match="row has not the shape of the parameter"):
         arranged(flat, {"turned": rearranged("q", (8, 4), (8, 4), (1, 0), 2)})
+
+
+def test_no_element_is_lost_or_taken_twice(tmp_path: Path) -> None:
+    shards = Shards(tmp_path)
+    index = make_index(tmp_path, {("q", "weight"): cut(shards, Q, "rows"), ("k", "weight"): cut(shards, K, "rows")})
+    half = Made((4, 4), (Patch(Box((0, 0), (4, 4)), "q", (0, 0), (0, 1), (1, 1)),))
+    for made in ({"a": half}, {"a": half, "b": half, "c": half}, {"a": Made((12, 4), joined().patches[:3])}):
+        with pytest.raises(UnsupportedError, match="every element is kept, and kept once"):
+            arranged(index, made)
 
 
 def test_a_hole_stays_one(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -151,11 +151,12 @@ def _translated(index: Index, made: Mapping[str, Made], family: Family, style: s
     found = arranged(index, made)
     used = {source for own in made.values() for source in own.sources}
     left = [name for name in index.atoms if name not in used]
-    dropped = (f"no parameters of {family.name}, and of no name in {style}:\n{listed(left)}",) if left else ()
+    dropped = [f"no parameters of {family.name}, and of no name in {style}:\n{listed(left)}"] if left else []
     names = {own.sources[0]: name for name, own in made.items() if own.renames}
     aliases = {
         new: names[to] for old, to in index.aliases.items() if to in names and (new := _alias(old, family, style))
     }
+    dropped += _untied(index, {old for old, to in index.aliases.items() if to in names and _alias(old, family, style)})
     order = family.in_order(found.atoms, style)
     places = {name: place for place, name in enumerate(order or found.atoms)}
     groups = (replace(own, params=tuple(sorted(own.params, key=places.__getitem__))) for own in found.groups)
@@ -185,7 +186,18 @@ def _by_rules(index: Index, path: Path) -> Index:
     found = arranged(index, made)
     note = f"no rule in {path} for, and so left under their names:\n{listed(kept)}"
     aliases = {alias: names[to] for alias, to in index.aliases.items() if to in names and alias not in made}
-    return replace(found, aliases=aliases, notes=(*found.notes, *([note] if kept else [])))
+    return replace(
+        found,
+        aliases=aliases,
+        notes=(*found.notes, *([note] if kept else [])),
+        dropped=(*found.dropped, *_untied(index, aliases)),
+    )
+
+
+def _untied(index: Index, kept: Collection[str]) -> list[str]:
+    """A line for second names that are not carried over: that of a tensor joined or split, or taken by another."""
+    lost = [f"{alias} = {name}" for alias, name in index.aliases.items() if alias not in kept]
+    return [f"second names of tied tensors, which have none under other names:\n{listed(lost)}"] if lost else []
 
 
 def _check_counts(index: Index, made: Mapping[str, Made]) -> None:

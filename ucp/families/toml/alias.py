@@ -66,7 +66,10 @@ def alias_of(value: object, place: Place) -> Alias:
 
 
 def _options(value: object, place: Place) -> tuple[OptionValue, ...]:
-    return tuple(one_option_of(own, place) for own in items_of(value, place))
+    options = tuple(one_option_of(own, place) for own in items_of(value, place))
+    if any(isinstance(own, int) and own < -1 for own in options):
+        raise place.wrong("lengths, or -1 for what is left", value)
+    return options
 
 
 def _order(value: object, place: Place) -> tuple[int, ...]:

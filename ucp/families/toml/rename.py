@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ucp.core.patches import Made
-from ucp.errors import FamilyError, UsageError, listed
+from ucp.errors import FamilyError, UnsupportedError, UsageError, listed
 from ucp.families.family import Family, Style
 from ucp.families.rule import Rule
 from ucp.families.template import Template
 from ucp.families.toml.alias import alias_of
-from ucp.families.toml.fields import Place, document_of, numbers_of, only, table_of, tables_of
+from ucp.families.toml.fields import Place, document_of, numbers_of, only, table_of, tables_of, template_of
 from ucp.families.translate import translated
 
 __all__ = ["renames_of"]
@@ -48,7 +48,7 @@ def renames_of(text: str, path: str, shapes: Mapping[str, tuple[int, ...]]) -> t
     given = {name: shape for name, shape in shapes.items() if read[name] is not None}
     try:
         made = translated(family, given, _TO, source=_FROM)
-    except FamilyError as error:
+    except (FamilyError, UnsupportedError) as error:
         raise UsageError(f"{path}: {error}") from error
     kept = [name for name, own in read.items() if own is None]
     twice = [name for name in kept if name in made]
@@ -83,7 +83,10 @@ def _rule(at: int, value: object, place: Place) -> Rule:
     aliases = {
         key: alias_of({"names": own, **(how if key == several else {})}, place.at(key)) for key, own in sides.items()
     }
-    fields = {Template(name).fields for own in aliases.values() for name in own.names}
+    names = [template_of(name, place) for own in aliases.values() for name in own.names]
+    if len({name.text for name in names[-len(aliases[_TO].names) :]}) < len(aliases[_TO].names):
+        raise place.at(_TO).wrong("names that differ", table[_TO])
+    fields = {name.fields for name in names}
     longest = max(fields, key=len)
     if any(set(own) - set(longest) for own in fields):
         raise place.wrong("the same fields on both sides; one may lack some, where it holds several in one", table)

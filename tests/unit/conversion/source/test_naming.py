@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,16 @@ def test_a_name_without_a_rule_stays_and_is_told(store: Path, tmp_path: Path) ->
         ('[[rename]]\nfrom = "head.weight"\nto = ["a", "b"]\nlengths = [1, 2]', "a, b are not 8 long together"),
         ('[[rename]]\nfrom = "head.weight"\nto = ["a", "b", "c"]', "a, b, c are not 8 long together"),
         ('[[rename]]\nfrom = "head.weight"', r"rename\[0\]: to"),
+        (
+            '[[rename]]\nfrom = "head.weight"\nto = "x"\n[[rename]]\nfrom = "emb.weight"\nto = "x"',
+            r"several tensors would have these names.*\n  x",
+        ),
+        ('[[rename]]\nfrom = "head.weight"\nto = ["x", "x"]', "names that differ"),
+        ('[[rename]]\nfrom = "head.weight"\nto = ["a", "b"]\nlengths = [0, 8]', "none is empty"),
+        ('[[rename]]\nfrom = ["head.weight", "emb.weight"]\nto = "x"', "agree but for dim 0"),
+        ('[[rename]]\nfrom = "head.weight"\nto = "{=1+2}.x"', "rename"),
+        ('[[rename]]\nfrom = "head.weight"\nview = [-2, 16]\nto = "x"', "-1 for what is left"),
+        ('[[rename]]\nfrom = "head.weight"\nview = [4, 4]\nto = "x"', "with its dims taken apart"),
         ("[rename]\na = 1", "tables under"),
         ("a = 1", "a"),
         ("", r"rules, as \[\[rename\]\] tables"),
@@ -176,3 +187,53 @@ def test_tensors_stored_twice_are_one_and_compared(tmp_path: Path) -> None:
     )
     with pytest.raises(ReplicaError, match=r"embedding\.word_embeddings\.weight"):
         convert(of_deepseek(tmp_path / "c", differ=True), tmp_path / "d", names="mcore", settings=sizes, workers=1)
+
+
+def test_a_scalar_is_renamed_stacked_and_taken_apart(tmp_path: Path) -> None:
+    shards = Shards(tmp_path / "a")
+    states = {(f"scale.{n}", "weight"): shards.whole(torch.tensor(float(n)).numpy()) for n in range(3)}
+    write_checkpoint(make_index(tmp_path / "a", states))
+    text = '[[rename]]\nfrom = "scale.{n}"\nto = "scales"'
+    convert(tmp_path / "a", tmp_path / "b", rename=rules(tmp_path, text), verify=True, workers=1)
+    assert torch.equal(ucp.open(tmp_path / "b").read("scales", "weight"), torch.arange(3.0))
+    back = '[[rename]]\nfrom = "scales"\nto = "scale.{n}"'
+    convert(tmp_path / "b", tmp_path / "c", rename=rules(tmp_path, back), verify=True, workers=1)
+    assert diff(tmp_path / "a", tmp_path / "c").equal
+
+
+def test_a_second_name_that_has_no_place_is_told(tmp_path: Path) -> None:
+    shards = Shards(tmp_path / "a")
+    states = {("emb.weight", "weight"): shards.whole(torch.randn(4, 3).numpy())}
+    index = replace(make_index(tmp_path / "a", states), aliases={"head.weight": "emb.weight"})
+    write_checkpoint(index)
+    plain = '[[rename]]\nfrom = "emb.weight"\nto = "e.weight"'
+    report = plan(tmp_path / "a", rename=rules(tmp_path, plain))
+    assert (report.source.aliases, report.dropped) == ({"head.weight": "e.weight"}, ())
+    turned = plan(tmp_path / "a", rename=rules(tmp_path, plain + "\norder = [1, 0]"))
+    assert turned.source.aliases == {}
+    assert any("head.weight = emb.weight" in line for line in turned.dropped)
+    taken = plan(tmp_path / "a", rename=rules(tmp_path, '[[rename]]\nfrom = "emb.weight"\nto = "head.weight"'))
+    assert taken.source.aliases == {}
+
+
+def test_query_groups_that_the_shapes_contradict_are_refused(tmp_path: Path) -> None:
+    """By default there are as many groups as heads, which would join other rows."""
+    shards = Shards(tmp_path / "a")
+    layer = {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 32)}
+    model = {f"model.layers.0.self_attn.{name}.weight": shape for name, shape in layer.items()}
+    mlp = {"gate_proj": (48, 32), "up_proj": (48, 32), "down_proj": (32, 48)}
+    model |= {f"model.layers.0.mlp.{name}.weight": shape for name, shape in mlp.items()}
+    model |= {f"model.layers.0.{name}_layernorm.weight": (32,) for name in ("input", "post_attention")}
+    model |= {"model.embed_tokens.weight": (64, 32), "model.norm.weight": (32,), "lm_head.weight": (64, 32)}
+    values = {name: torch.randn(shape) for name, shape in model.items()}
+    states = {(name, "weight"): shards.whole(value.numpy()) for name, value in values.items()}
+    write_checkpoint(make_index(tmp_path / "a", states))
+    for wrong in ({}, {"num_query_groups": 4}, {"num_query_groups": 1}, {"num_query_groups": 2, "kv_channels": 4}):
+        with pytest.raises(MisfitError, match="32, 16, 16 long, not heads"):
+            plan(tmp_path / "a", names="mcore", settings={"num_attention_heads": 4, **wrong})
+    sizes = {"num_attention_heads": 4, "num_query_groups": 2}
+    convert(tmp_path / "a", tmp_path / "b", names="mcore", settings=sizes, workers=1)
+    q, k, v = (values[f"model.layers.0.self_attn.{own}_proj.weight"] for own in "qkv")
+    joined = torch.cat([q[:16], k[:8], v[:8], q[16:], k[8:], v[8:]])
+    found = ucp.open(tmp_path / "b").read("decoder.layers.0.self_attention.linear_qkv.weight", "weight")
+    assert torch.equal(found, joined)
