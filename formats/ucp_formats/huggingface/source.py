@@ -158,26 +158,26 @@ class _Reading:
 
     def _notes(self, *, is_ordered: bool) -> Iterator[str]:
         yield (
-            "weights only, without optimizer states; every floating-point tensor counts as trained, since the files do "
-            "not tell buffers, but for those that a model family knows"
+            "weights only, no optimizer states; every floating-point tensor counts as trained, but for buffers that a "
+            "model family knows: the files do not mark them"
         )
         if self.tie:
             yield self.tie
         if not is_ordered:
             yield "the order in which the model registers its parameters is not recorded; they are listed by name"
         if not self.config.get("model_type"):
-            how = "says not" if self.config else "is not there to say"
-            yield f"{CONFIG} {how} what kind of model it is: whether lm_head.weight is its embedding is not known"
+            lacks = f"{CONFIG} does not name the kind of model" if self.config else f"no {CONFIG}"
+            yield f"{lacks}: whether lm_head.weight is tied to the embedding is not known"
         if self.located.form is Form.NUMBERED:
-            yield f"without an index: taken for whole, as all {len(self.weights.files):,} files are there by number"
+            yield f"without an index: taken as complete: all {len(self.weights.files):,} numbered files are there"
         if self.located.form is Form.OF_RANKS:
             yield (
-                "shapes are those of the parts there, by the offsets that ranks recorded: nothing tells if those of "
-                "the last ranks are missing"
+                "global shapes follow from the parts that are there, by the offsets that ranks recorded: lost files "
+                "of the last ranks cannot be detected"
             )
         if self.located.others:
             others = ", ".join(self.located.others)
-            yield f"files with weights that are left alone, as {self.located.files[0]} comes first: {others}"
+            yield f"{self.located.files[0]} is preferred to other files with weights, which are not read: {others}"
 
 
 def _beside(index: Index) -> Index:

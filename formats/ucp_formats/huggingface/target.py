@@ -98,11 +98,11 @@ class HuggingFaceTarget(Target):
 
 def _check_options(topology: Topology | None, options: TargetOptions) -> None:
     if topology is not None:
-        raise UsageError("a model of transformers is of no number of ranks; drop --topology")
+        raise UsageError("a model of transformers does not depend on the number of ranks; drop --topology")
     if options.compress:
-        raise UsageError("transformers reads no compressed tensors; drop --compress")
+        raise UsageError("transformers cannot read compressed tensors; drop --compress")
     if options.tag:
-        raise UsageError("a model of transformers has no tag: the folder is the name. Drop --tag")
+        raise UsageError("a model of transformers has no tag: its folder names it. Drop --tag")
     others = [state for state in options.dtypes if state != WEIGHT]
     if others:
         raise UsageError(f"weights alone are written; drop --dtype {others[0]}=...")
@@ -129,7 +129,7 @@ def _derived(index: Index, family: Family | None) -> ModelConfig:
     if family is not None and arguments:
         return derived(family, index.shapes, arguments, index.path)
     raise UsageError(
-        f"transformers loads a model by its config.json, and none came with {index.path}: name a folder that has it "
+        f"transformers needs a config.json to load a model, and {index.path} has none: name a folder that has it "
         "(--set config=DIR, such as that of the model that training started from), or write the weights alone "
         f"(--set config={NONE})"
     )
@@ -217,18 +217,18 @@ def _notes(index: Index, written: Index, tensors: list[NewTensor], limit: int, *
     )
     for (dtype, stored), count in () if is_asked else cast.items():
         yield (
-            f"{counted(count, 'weight')} of {stored} as {dtype}, in which the model computed: --dtype weight={stored} "
+            f"{counted(count, 'weight')} of {stored} written in {dtype}, which the model used: --dtype weight={stored} "
             "keeps them as they are"
         )
     large = [own.name for own in tensors if own.slice.nbytes > limit]
     if large:
-        yield f"larger than max_shard_size, and in a file alone, as huggingface_hub does it: {', '.join(large[:8])}"
+        yield f"larger than max_shard_size, each in its own file, as huggingface_hub does it: {', '.join(large[:8])}"
     if written.aliases:
         pairs = (f"{alias} = {name}" for alias, name in written.aliases.items())
         yield f"left out, as transformers ties them ({_TIES}): {', '.join(pairs)}"
     twice = [name for name in index.aliases if name in written.atoms]
     if twice:
-        yield f"tied in the source and not said to be in config.json, so written twice: {', '.join(twice)}"
+        yield f"tied in the source but not in config.json, so written twice: {', '.join(twice)}"
 
 
 def _left_out(index: Index) -> Iterator[str]:
@@ -239,7 +239,7 @@ def _left_out(index: Index) -> Iterator[str]:
     extras = dict.fromkeys(own.name for own in index.extras if not is_companion(own) and own.name != CONFIG_EXTRA)
     kinds += [f"the extras {', '.join(sorted(extras))}"] if extras else []
     if kinds:
-        yield f"a model of transformers is weights alone, without {'; '.join(kinds)}"
+        yield f"a model of transformers holds weights only; left out: {'; '.join(kinds)}"
 
 
 def _with_published(plan: TargetPlan, written: Index, config: ModelConfig | None) -> TargetPlan:

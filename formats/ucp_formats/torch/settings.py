@@ -45,7 +45,7 @@ DECOUPLED_MEANING = "true for AdamW, false for Adam, where the source does not s
 def check_options(options: TargetOptions, choices: Mapping[str, Sequence[str]]) -> None:
     """Raise UsageError for what torch has no place for. `choices`: further settings, to the values they take."""
     if options.compress:
-        raise UsageError("torch reads no compressed tensors; drop --compress")
+        raise UsageError("torch cannot read compressed tensors; drop --compress")
     if options.tag:
         raise UsageError("torch's checkpoints have no tag: their path is their name. Drop --tag")
     if STEP in options.dtypes:

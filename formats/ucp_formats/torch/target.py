@@ -172,7 +172,7 @@ class _Drafting:
             self._value((STEP,), self._index.step)
         if left:
             names = ", ".join(sorted(set(left)))
-            self.notes.append(f"no place for these extras in keys of the style {self._style}, left out: {names}")
+            self.notes.append(f"extras that the style {self._style} has no keys for, left out: {names}")
         clients = {own.name for own in companions_of(self._index)} & _OF_CLIENTS
         if clients and self._style != "accelerate":
             names = ", ".join(sorted(clients))

@@ -56,7 +56,7 @@ def under_names(
         raise UsageError(f"the target {target.name} has names of its own, {target.names}: drop --names {style}")
     family = _family(index, target, said, settings, naming)
     if family is None:
-        note = f"of no family that is known, so that all names are written as they are, for {style}'s"
+        note = f"no known model family: all names are written unchanged, taken to be {style}'s"
         return Renamed(index=replace(index, notes=(*index.notes, note)))
     index = _without_copies(index, family, naming.source or None)
     shapes = index.shapes
