@@ -46,6 +46,9 @@ def main() -> None:
     told = with_torch(asked, model, optimizer) if asked.stage is None else with_deepspeed(asked, model, optimizer)
     if os.environ["RANK"] == "0":
         asked.out.write_text(json.dumps(told))
+    if dist.is_initialized():
+        dist.barrier()
+    os._exit(0)  # at times torch's own threads abort the process while Python takes it down (torch 2.13, on CPUs)
 
 
 def batches() -> torch.Tensor:

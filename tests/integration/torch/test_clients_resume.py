@@ -25,7 +25,7 @@ TITAN = Path(__file__).with_name("titan_worker.py")
 
 def python_with(package: str) -> str:
     """Python with a package in it; `make integration` makes one with all."""
-    found = os.environ.get("UCP_TRANSFORMERS", sys.executable)
+    found = os.path.abspath(os.environ.get("UCP_TRANSFORMERS", sys.executable))
     if subprocess.run([found, "-c", f"import {package}"], capture_output=True, check=False).returncode:
         pytest.skip(f"{found} has no {package}; run `make integration`")
     return found
