@@ -30,7 +30,7 @@ from ucp.errors import MalformedError, UnsupportedError
 from ucp_formats.torch.files.parts import Part, part_of
 from ucp_formats.torch.state_dict import Leaf
 
-__all__ = ["COPIES", "Joined", "is_tensor", "join"]
+__all__ = ["COPIES", "Joined", "is_tensor", "join", "shape_of"]
 
 COPIES = "dp_replicate"
 """Axis of ranks that hold the same."""
@@ -89,6 +89,13 @@ class Joined:
 def is_tensor(value: object) -> bool:
     """Whether a value of a rank's file is a tensor, whole or in parts."""
     return isinstance(value, TensorRef) or part_of(value, "") is not None
+
+
+def shape_of(value: object) -> tuple[int, ...]:
+    """Shape of the whole of a tensor of a rank's file."""
+    whole = value if isinstance(value, TensorRef) else part_of(value, "")
+    assert whole is not None
+    return whole.shape
 
 
 def join(values: Mapping[int, object], name: str) -> Joined:

@@ -4,22 +4,25 @@ What ranks saved is walked side by side. Only dicts and lists on the way to a mo
 everything else stays the value it was, an extra.
 
 1. An optimizer is a dict with `param_groups`.
-2. The model is the dict with the most tensors under names, outside of optimizers; of equal ones the first.
+2. The model is the dict of tensors that the optimizers train (`model_dict`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 from ucp.contract.rank_extras import Checksums, per_rank_extras
 from ucp.core.index import Extra
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError
 from ucp.io.pickle.fields import described
-from ucp_formats.torch.files.joined import is_tensor, join
+from ucp_formats.torch.files.joined import is_tensor, join, shape_of
 from ucp_formats.torch.files.parts import part_of
-from ucp_formats.torch.state_dict import Leaf, Path
+from ucp_formats.torch.model_dict import Path, Wanted, model_path
+from ucp_formats.torch.state_dict import Leaf
 
 __all__ = ["FLAT", "Ranked", "Tree", "leaves_of"]
 
@@ -48,14 +51,16 @@ class Tree:
     """Places in the extras of dicts of tensors, such as further models"""
 
 
-def leaves_of(items: Mapping[Path, Ranked], checksums: Checksums) -> Tree:
-    """Entries of several files. `items`: path below which the value of a file stands, to the value by rank.
+def leaves_of(items: Mapping[Path, Ranked], checksums: Checksums, where: str) -> Tree:
+    """Entries of several files.
 
-    Raises MalformedError where ranks contradict one another.
+    `items`: path below which the value of a file stands, to the value by rank. `where`: for messages.
+
+    Raises MalformedError where ranks contradict one another, UnsupportedError where nothing tells the model.
     """
     firsts = {path: next(iter(values.values())) for path, values in items.items()}
-    optimizers = [at for path, own in firsts.items() for at, value in _dicts(own, path) if _is_optimizer(value)]
-    walk = _Walk(_model_path(firsts), optimizers, checksums)
+    optimizers = {at: value for path, own in firsts.items() for at, value in _dicts(own, path) if _is_optimizer(value)}
+    walk = _Walk(_model_path(firsts, optimizers.values(), where), [*optimizers], checksums)
     for path, values in items.items():
         walk.go(path, values)
     return walk.tree()
@@ -79,15 +84,28 @@ def _dicts(value: object, path: Path) -> Iterator[tuple[Path, dict[object, objec
             rest += [((*at, key), inner) for key, inner in _entries(own) if isinstance(inner, dict | list)]
 
 
-def _model_path(firsts: Mapping[Path, object]) -> Path:
-    most = 0
-    found: Path = ("model",)
+def _model_path(firsts: Mapping[Path, object], optimizers: Iterable[dict[object, object]], where: str) -> Path:
+    dicts: dict[Path, dict[str, tuple[int, ...]]] = {}
     for path, own in firsts.items():
         for at, value in _dicts(own, path):
-            count = sum(isinstance(key, str) and is_tensor(inner) for key, inner in value.items())
-            if count > most and path != ("optimizer",):
-                most, found = count, at
-    return found
+            tensors = {
+                key: shape_of(inner) for key, inner in value.items() if isinstance(key, str) and is_tensor(inner)
+            }
+            if tensors and not _is_optimizer(value):
+                dicts[at] = tensors
+    return model_path(dicts, reduce(or_, map(_wanted, optimizers), Wanted()), where) if dicts else ("model",)
+
+
+def _wanted(optimizer: dict[object, object]) -> Wanted:
+    """What an optimizer trains. The last state with dims has the shape of its parameter."""
+    groups, states = optimizer[_GROUPS], optimizer.get("state")
+    shapes = {
+        str(number): shape_of(value)
+        for number, own in (states.items() if isinstance(states, dict) else ())
+        for _, value in _entries(own)
+        if is_tensor(value) and shape_of(value)
+    }
+    return Wanted.of(groups if isinstance(groups, list) else (), shapes)
 
 
 class _Walk:

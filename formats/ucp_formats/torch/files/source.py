@@ -21,7 +21,7 @@ from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import Record
 from ucp.core.topology import Topology
-from ucp.errors import MalformedError, counted, listed
+from ucp.errors import MalformedError, listed
 from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.identity import source_file
 from ucp.io.torch_file.archive import read_archive
@@ -35,8 +35,9 @@ from ucp_formats.torch.files.names import Item
 from ucp_formats.torch.files.shapes import shapes_from
 from ucp_formats.torch.files.weights import Weights, read_weights
 from ucp_formats.torch.locate import step_in
+from ucp_formats.torch.model_dict import Path as TreePath
+from ucp_formats.torch.model_dict import aside_text
 from ucp_formats.torch.state_dict import Leaf, Parts, sorted_out
-from ucp_formats.torch.state_dict import Path as TreePath
 
 __all__ = ["TorchFormat"]
 
@@ -98,7 +99,7 @@ class _Reading:
             for item, files in located.files.items()
         }
         self._checksums = Checksums(self._records)
-        tree = leaves_of({_PATHS[item]: own for item, own in values.items()}, self._checksums)
+        tree = leaves_of({_PATHS[item]: own for item, own in values.items()}, self._checksums, str(located.root))
         is_ordered_by_it = shapes is not None and "safetensors" in located.files.get("model", {}).get(0, "")
         self._tree: Tree = with_parameters(tree, None if is_ordered_by_it else shapes, str(located.root))
         optimizer = states_by_name(self._tree, str(located.root))
@@ -193,10 +194,7 @@ class _Reading:
             shown = listed(f"{alias} = {name}" for alias, name in self._saved.tied.items())
             yield f"taken for tied, as all elements are equal, or as config.json says:\n{shown}"
         if self._tree.aside:
-            yield (
-                f"{counted(len(self._tree.aside), 'more dict', 'more dicts')} of tensors beside the model, kept as "
-                f"extras:\n{listed(self._tree.aside)}"
-            )
+            yield aside_text(self._tree.aside)
 
 
 def _topology(atoms: Mapping[str, AtomIndex], ranks: int) -> Topology:
