@@ -55,6 +55,8 @@ class Leaf:
     """Shape and cuts: those of a parameter are those of its states."""
     content: Hashable = None
     """Equal for tensors with the same elements, as far as that is known without reading them; None elsewhere."""
+    is_place: bool = False
+    """Whether that is the place where the elements lie: tensors are then one, and not equal by chance."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -264,8 +266,11 @@ def _taken_apart(text: str, names: Mapping[str, Leaf]) -> tuple[tuple[str, ...],
 
 
 def _distinct(model: Mapping[str, Leaf]) -> dict[str, Hashable]:
-    """Forms of the model's tensors, each under the first of its names."""
-    firsts = {leaf.content if _is_matrix(leaf) else name: name for name, leaf in reversed(list(model.items()))}
+    """Forms of the model's tensors, each under the first of its names: of two that are only equal one may be frozen."""
+    firsts = {
+        leaf.content if leaf.is_place and _is_matrix(leaf) else name: name
+        for name, leaf in reversed(list(model.items()))
+    }
     return {name: leaf.form for name, leaf in model.items() if name in set(firsts.values())}
 
 

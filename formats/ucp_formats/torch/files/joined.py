@@ -18,7 +18,6 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from ucp.contract.rank_extras import Checksums
 from ucp.contract.registry import pattern
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
@@ -64,15 +63,14 @@ class Joined:
         """Shape and cuts, which a parameter and its states have in common."""
         return self.shape, tuple((own.box.offsets, own.box.sizes) for own in self.fragments)
 
-    def content(self, checksums: Checksums) -> Hashable:
-        """What equal tensors have in common: the same place in storages of the same checksum, or the same bytes."""
-        pieces = []
-        for own in self.fragments:
-            if isinstance(own.ref, TensorRef) and not own.replica:
-                record = checksums.storage(own.ref)
-                where = (own.ref.path, 0) if record is None else (record.nbytes, record.crc32)
-                start = own.ref.offset - (0 if record is None else record.offset)
-                pieces.append((own.box.offsets, own.box.sizes, where, start, own.ref.strides))
+    @property
+    def storage(self) -> Hashable:
+        """Where its elements lie: the same place for a parameter that was saved under a second name."""
+        pieces = (
+            (own.box, own.ref.path, own.ref.offset, own.ref.strides)
+            for own in self.fragments
+            if isinstance(own.ref, TensorRef) and not own.replica
+        )
         return (self.dtype, self.shape, *pieces)
 
     def state(self) -> StateIndex:

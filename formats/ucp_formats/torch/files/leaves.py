@@ -153,7 +153,7 @@ class _Walk:
 
     def _tensor(self, path: Path, values: Ranked) -> Leaf:
         joined = join(values, "/".join(map(str, path)))
-        return Leaf(path, joined.shape, joined, joined.form, joined.content(self._checksums))
+        return Leaf(path, joined.shape, joined, joined.form, joined.storage, is_place=True)
 
     def _common(self, path: Path, values: Ranked) -> object:
         """The value that all ranks have."""

@@ -192,7 +192,7 @@ class _Reading:
             yield f"in no group of the optimizer, so frozen parameters or buffers:\n{listed(frozen)}"
         if self._saved.tied:
             shown = listed(f"{alias} = {name}" for alias, name in self._saved.tied.items())
-            yield f"taken for tied, as all elements are equal, or as config.json says:\n{shown}"
+            yield f"taken for tied, as they are stored once, or as config.json says:\n{shown}"
         if self._tree.aside:
             yield aside_text(self._tree.aside)
 
