@@ -23,12 +23,15 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 
-from ucp.core.index import Loss, ParamGroup
+from ucp.contract.scalars import scalar_state
+from ucp.core.index import Loss, ParamGroup, StateIndex
+from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
+from ucp.io.pickle.fields import described
 from ucp_formats.torch.model_dict import Path, Wanted, aside_text, bare_name, longest_name, model_path
 from ucp_formats.torch.numbered import named_by_number
 
-__all__ = ["Leaf", "Parts", "sorted_out"]
+__all__ = ["Leaf", "Parts", "number_of", "sorted_out"]
 
 _GROUPS, _STATE = "param_groups", "state"
 _PARAMS, _NAMES = "params", "param_names"
@@ -109,6 +112,17 @@ def sorted_out(leaves: Iterable[Leaf], where: str, *, in_order: bool = True) -> 
     return parts
 
 
+def number_of(leaf: Leaf) -> StateIndex:
+    """A state that is no tensor, such as a `step` of older torch. Raises UnsupportedError for what is no number."""
+    number = None if isinstance(leaf.value, TensorRef) else scalar_state(leaf.value)
+    if number is None:
+        raise UnsupportedError(
+            f"expected tensors and numbers as states of the optimizer; {_shown(leaf.path)} is {described(leaf.value)}. "
+            "Save without it"
+        )
+    return number
+
+
 def _opened(leaf: Leaf) -> Iterator[Leaf]:
     """Entries of what torch kept as one object: until 2.3 groups, and an optimizer without tensors."""
     value, is_groups = leaf.value, bool(leaf.path) and leaf.path[-1] == _GROUPS
@@ -152,6 +166,8 @@ class _Optimizer:
         match leaf.path[depth:]:
             case ("state", _, str(), *_):
                 self._states.append((leaf.path[depth + 1 :], leaf))
+            case ("state", _, _, *_):
+                raise UnsupportedError(f"expected states of the optimizer under names; got {_shown(leaf.path)}")
             case ("param_groups", int() | str() as number, str(key)):
                 group = self._groups.setdefault(int(number), {})
                 group[key] = leaf.value
@@ -191,7 +207,8 @@ class _Optimizer:
             name = by_text.get(str(path[0]))
             if name is None:
                 raise MalformedError(f"{where}: {_shown(leaf.path)} is of a parameter that is in no group")
-            parts.states.setdefault(name, {})[".".join(map(str, path[1:]))] = leaf
+            if leaf.shape is not None or leaf.value is not None:
+                parts.states.setdefault(name, {})[".".join(map(str, path[1:]))] = leaf
         parts.groups += tuple(
             ParamGroup(
                 params=tuple(naming[name] for name in params[number]),
@@ -235,7 +252,7 @@ class _Optimizer:
             for own in names:
                 if kind != _STATE:
                     hyper.setdefault(own, {})[last] = leaf.value
-                elif own not in parts.lost:
+                elif own not in parts.lost and (leaf.shape is not None or leaf.value is not None):
                     parts.states.setdefault(own, {})[last] = leaf
         if strays:
             raise MalformedError(

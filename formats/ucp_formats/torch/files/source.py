@@ -37,7 +37,7 @@ from ucp_formats.torch.files.weights import Weights, read_weights
 from ucp_formats.torch.locate import step_in
 from ucp_formats.torch.model_dict import Path as TreePath
 from ucp_formats.torch.model_dict import aside_text
-from ucp_formats.torch.state_dict import Leaf, Parts, sorted_out
+from ucp_formats.torch.state_dict import Leaf, Parts, number_of, sorted_out
 
 __all__ = ["TorchFormat"]
 
@@ -157,13 +157,14 @@ class _Reading:
 
     def _atom(self, name: str, leaf: Leaf) -> AtomIndex:
         weight = Joined.of(leaf)
-        states = {key: Joined.of(own) for key, own in sorted(self._saved.states.get(name, {}).items())}
-        flat = (own.layout for own in states.values() if own.layout.flat)
+        saved = dict(sorted(self._saved.states.get(name, {}).items()))
+        states = {key: number_of(own) if own.shape is None else Joined.of(own).state() for key, own in saved.items()}
+        flat = (own.layout for leaf in saved.values() if isinstance(own := leaf.value, Joined) and own.layout.flat)
         return AtomIndex(
             name=name,
             global_shape=weight.shape,
             kind=Kind.PARAMETER if name in self._saved.trained else self._untrained(weight),
-            states={WEIGHT: weight.state(), **{key: own.state() for key, own in states.items()}},
+            states={WEIGHT: weight.state(), **states},
             layout=next(flat, weight.layout),  # FSDP1 keeps parameters flat, and cuts them by rows only to save them
         )
 

@@ -1,0 +1,60 @@
+"""States of optimizers that are no tensors, in files of torch.save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ucp
+from ucp.core.dtypes import DType
+from ucp.errors import UnsupportedError
+
+
+class Subclass(torch.Tensor):
+    """A tensor of a class of the user's own."""
+
+
+def _saved(folder: Path, **states: Any) -> Path:
+    """A run whose optimizer has these states of every parameter."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for own in saved["state"].values():
+        own.update(states)
+    torch.save({"model": model.state_dict(), "optimizer": saved}, folder / "checkpoint.pt")
+    return folder
+
+
+@pytest.mark.parametrize(("step", "dtype"), [(3, DType.INT64), (3.0, DType.FLOAT64)])
+def test_a_step_of_older_torch_is_a_state(step: float, dtype: DType, tmp_path: Path) -> None:
+    checkpoint = ucp.open(_saved(tmp_path, step=step))
+    assert checkpoint.index.atoms["weight"].states["step"].dtype is dtype
+    assert checkpoint.read("weight", "step").item() == step
+
+
+def test_a_state_that_is_none_is_none(tmp_path: Path) -> None:
+    assert "momentum_buffer" not in ucp.inspect(_saved(tmp_path, momentum_buffer=None)).atoms["weight"].states
+
+
+@pytest.mark.parametrize(
+    "value", [[torch.ones(2)], torch.eye(2).to_sparse(), torch.ones(2, 3).as_subclass(Subclass), "text"]
+)
+def test_what_cannot_be_a_state_is_refused_by_name(value: object, tmp_path: Path) -> None:
+    path = _saved(tmp_path, history=value)
+    with pytest.raises(UnsupportedError, match="optimizer/state/0/history is "):
+        ucp.inspect(path)
+
+
+def test_a_state_without_a_name_is_refused(tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    saved = torch.load(path / "checkpoint.pt")
+    saved["optimizer"]["state"][0][5] = torch.ones(2)
+    torch.save(saved, path / "checkpoint.pt")
+    with pytest.raises(UnsupportedError, match="optimizer/state/0/5"):
+        ucp.inspect(path)
