@@ -17,9 +17,9 @@ from operator import or_
 from ucp.contract.rank_extras import Checksums, per_rank_extras
 from ucp.core.index import Extra
 from ucp.core.tensor import TensorRef
-from ucp.errors import MalformedError
+from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.io.pickle.fields import described
-from ucp_formats.torch.files.joined import is_tensor, join, shape_of
+from ucp_formats.torch.files.joined import is_tensor, join, shape_of, unread_kind
 from ucp_formats.torch.files.parts import part_of
 from ucp_formats.torch.model_dict import Path, Wanted, model_path
 from ucp_formats.torch.state_dict import Leaf
@@ -121,6 +121,7 @@ class _Walk:
         self._values: list[Leaf] = []
         self._extras: list[Extra] = []
         self._aside: list[str] = []
+        self._unread: list[str] = []
 
     def go(self, path: Path, values: Ranked) -> None:
         """Take the values at `path`: apart where an entry of model or optimizer lies below, else as they are."""
@@ -133,6 +134,8 @@ class _Walk:
         elif any(root[: len(path)] == path for root in (self._model_path, *self._optimizer_paths)):
             self._below(path, values)
         else:
+            kind = unread_kind(next(iter(values.values()))) if path[:-1] == self._model_path else None
+            self._unread += [f"{path[-1]}: {kind}"] if kind else []
             self._other(path, values)
 
     def _below(self, path: Path, values: Ranked) -> None:
@@ -152,7 +155,7 @@ class _Walk:
             self._values.append(Leaf(path, None, self._common(path, values)))
 
     def _tensor(self, path: Path, values: Ranked) -> Leaf:
-        joined = join(values, "/".join(map(str, path)))
+        joined = join(values, _shown(path))
         return Leaf(path, joined.shape, joined, joined.form, joined.storage, is_place=True)
 
     def _common(self, path: Path, values: Ranked) -> object:
@@ -162,14 +165,14 @@ class _Walk:
         if other is not None:
             ranks = list(values)
             raise MalformedError(
-                f"expected one value of {'/'.join(map(str, path))} on all ranks; rank {ranks[0]} has "
+                f"expected one value of {_shown(path)} on all ranks; rank {ranks[0]} has "
                 f"{described(values[ranks[0]])}, rank {ranks[other]} {described(values[ranks[other]])}. The files are "
                 "of different runs, or of different steps"
             )
         return next(iter(values.values()))
 
     def _other(self, path: Path, values: Ranked) -> None:
-        name = "/".join(map(str, path))
+        name = _shown(path)
         self._extras += per_rank_extras(name, values, self._checksums)
         first = next(iter(values.values()))
         if isinstance(first, dict) and sum(map(is_tensor, first.values())) > 1:
@@ -178,8 +181,15 @@ class _Walk:
     def tree(self) -> Tree:
         """What was collected.
 
-        The own `state_dict` of an optimizer of FSDP1 is told by its plain tensors beside a model in parts.
+        The own `state_dict` of an optimizer of FSDP1 is told by its plain tensors beside a model in parts. Raises
+        UnsupportedError for tensors of the model that are not plain.
         """
+        if self._unread:
+            raise UnsupportedError(
+                f"expected plain tensors in {_shown(self._model_path) or 'the model'}; got others, whose elements are "
+                f"not known here:\n{listed(self._unread)}\nSave them as plain tensors (own.dequantize(), "
+                "own.to_dense(), own.resolve_conj(), own.as_subclass(torch.Tensor)), or leave them out"
+            )
         has_parts = any(getattr(own.value, "is_shared", False) for own in self._model)
         in_parts = any(part_of(own, "") for _, values in self._states for own in values.values())
         is_flat = has_parts and not in_parts
@@ -193,6 +203,10 @@ class _Walk:
             extras=tuple(self._extras),
             aside=tuple(self._aside),
         )
+
+
+def _shown(path: Path) -> str:
+    return "/".join(map(str, path))
 
 
 def _has_dims(values: Ranked) -> bool:

@@ -1,7 +1,8 @@
-"""States of optimizers that are no tensors, in files of torch.save."""
+"""States of optimizers that are no tensors, and tensors that are not plain, in files of torch.save."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +59,26 @@ def test_a_state_without_a_name_is_refused(tmp_path: Path) -> None:
     torch.save(saved, path / "checkpoint.pt")
     with pytest.raises(UnsupportedError, match="optimizer/state/0/5"):
         ucp.inspect(path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: torch.ones(3).as_subclass(Subclass), "Subclass"),
+        (lambda: torch.nn.Parameter(torch.ones(3).as_subclass(Subclass)), "Subclass"),
+        (lambda: torch.ones(3, dtype=torch.complex64).conj(), "_rebuild_tensor_v2"),
+        (lambda: torch.ones(3, dtype=torch.complex64).conj().imag, "_rebuild_tensor_v2"),
+        (lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), "_rebuild_qtensor"),
+        (lambda: torch.eye(3).to_sparse(), "_rebuild_sparse_tensor"),
+        (lambda: torch.ones(3, device="meta"), "_rebuild_meta_tensor_no_storage"),
+        (lambda: torch.zeros(4, dtype=torch.uint8).view(torch.float8_e8m0fnu), "_rebuild_tensor_v3"),
+        (lambda: torch.ones(3, dtype=torch.complex32), "_rebuild_tensor"),
+    ],
+)
+def test_a_tensor_of_the_model_that_cannot_be_read_is_refused(
+    make: Callable[[], torch.Tensor], kind: str, tmp_path: Path
+) -> None:
+    torch.save({"model": {"odd": make(), "plain": torch.ones(1)}}, tmp_path / "checkpoint.pt")
+    with pytest.raises(UnsupportedError, match=f"plain tensors in model; (.|\n)* odd: .*{kind}"):
+        ucp.inspect(tmp_path)
