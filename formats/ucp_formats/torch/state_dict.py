@@ -109,6 +109,12 @@ def sorted_out(leaves: Iterable[Leaf], where: str, *, in_order: bool = True) -> 
         own.give(parts, where, in_order=in_order)
     _check_known(parts, where)
     _set_trained(parts)
+    unstepped = sorted(parts.trained - parts.states.keys() - parts.lost.keys())
+    if parts.states and unstepped:
+        parts.notes.append(
+            f"{counted(len(unstepped), 'parameter')} in a group of the optimizer without states, which others have: "
+            f"not stepped, or the states are lost:\n{listed(unstepped)}"
+        )
     return parts
 
 

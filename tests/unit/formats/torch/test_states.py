@@ -22,12 +22,13 @@ class Subclass(torch.Tensor):
 def _saved(folder: Path, **states: Any) -> Path:
     """A run whose optimizer has these states of every parameter."""
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.named_parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     saved = optimizer.state_dict()
     for own in saved["state"].values():
         own.update(states)
+    folder.mkdir(exist_ok=True)
     torch.save({"model": model.state_dict(), "optimizer": saved}, folder / "checkpoint.pt")
     return folder
 
@@ -82,3 +83,21 @@ def test_a_tensor_of_the_model_that_cannot_be_read_is_refused(
     torch.save({"model": {"odd": make(), "plain": torch.ones(1)}}, tmp_path / "checkpoint.pt")
     with pytest.raises(UnsupportedError, match=f"plain tensors in model; (.|\n)* odd: .*{kind}"):
         ucp.inspect(tmp_path)
+
+
+@pytest.mark.parametrize("to", ["ucp", "torch"])
+def test_lost_states_of_one_parameter_are_told(to: str, tmp_path: Path) -> None:
+    path = _saved(tmp_path / "run")
+    saved = torch.load(path / "checkpoint.pt")
+    whole = saved["optimizer"]["state"].pop(1)
+    torch.save(saved, path / "checkpoint.pt")
+    done = ucp.convert(path, tmp_path / "all", to=to)
+    assert any("without states, which others have" in note and "bias" in note for note in done.notes)
+
+    weight = saved["optimizer"]["state"][0]
+    saved["model"]["bias2"] = torch.ones(2)
+    saved["optimizer"]["param_groups"][0] |= {"params": [0, 1, 2], "param_names": ["weight", "bias", "bias2"]}
+    saved["optimizer"]["state"] = {0: weight, 1: whole, 2: {key: whole[key] for key in ("step", "exp_avg")}}
+    torch.save(saved, path / "checkpoint.pt")
+    done = ucp.convert(path, tmp_path / "one", to=to)
+    assert any("1 parameter lacks states" in text and "bias2: exp_avg_sq" in text for text in done.warnings)
