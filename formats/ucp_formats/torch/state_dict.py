@@ -35,6 +35,8 @@ __all__ = ["Leaf", "Parts", "number_of", "sorted_out"]
 
 _GROUPS, _STATE = "param_groups", "state"
 _PARAMS, _NAMES = "params", "param_names"
+_MOMENTS = ("exp_avg", "momentum_buffer")
+"""States of the shape of their parameter, where an optimizer has one."""
 _FUSED = {"wqkv": ("wq", "wk", "wv")}
 """What torchtitan (0.3, `fuse_qkv`) trains as one parameter and saves apart, as the model's but not the optimizer's."""
 _FUSED_WHY = (
@@ -108,6 +110,7 @@ def sorted_out(leaves: Iterable[Leaf], where: str, *, in_order: bool = True) -> 
     for own in inside:
         own.give(parts, where, in_order=in_order)
     _check_known(parts, where)
+    _check_shapes(parts, where)
     _set_trained(parts)
     unstepped = sorted(parts.trained - parts.states.keys() - parts.lost.keys())
     if parts.states and unstepped:
@@ -176,7 +179,7 @@ class _Optimizer:
                 raise UnsupportedError(f"expected states of the optimizer under names; got {_shown(leaf.path)}")
             case ("param_groups", int() | str() as number, str(key)):
                 group = self._groups.setdefault(int(number), {})
-                group[key] = leaf.value
+                group[key] = _setting(leaf)
             case (str(key),) if key.startswith((f"{_GROUPS}.", f"{_STATE}.")):
                 self._flat.append((key, leaf))
             case _ if not self._root:
@@ -257,7 +260,7 @@ class _Optimizer:
                 strays.append(key)
             for own in names:
                 if kind != _STATE:
-                    hyper.setdefault(own, {})[last] = leaf.value
+                    hyper.setdefault(own, {})[last] = _setting(leaf)
                 elif own not in parts.lost and (leaf.shape is not None or leaf.value is not None):
                     parts.states.setdefault(own, {})[last] = leaf
         if strays:
@@ -266,6 +269,15 @@ class _Optimizer:
                 f"{listed(strays)}"
             )
         parts.groups += tuple(_grouped({name: hyper[name] for name in parts.model if name in hyper}))
+
+
+def _setting(leaf: Leaf) -> object:
+    if leaf.shape is not None:
+        raise UnsupportedError(
+            f"expected settings of the optimizer that are no tensors; {_shown(leaf.path)} is one of shape "
+            f"{list(leaf.shape)}. Save it as a number (group['lr'] = group['lr'].item())"
+        )
+    return leaf.value
 
 
 def _grouped(hyper: Mapping[str, Mapping[str, object]]) -> Iterable[ParamGroup]:
@@ -341,6 +353,23 @@ def _nest(others: dict[str, object], leaf: Leaf) -> None:
             return
         place = below
     place[leaf.path[-1]] = leaf.value
+
+
+def _check_shapes(parts: Parts, where: str) -> None:
+    """Raise MalformedError where names of parameters were exchanged: moments have the shapes of one another's."""
+    own: dict[str, tuple[int, ...] | None] = {}
+    moments: dict[str, tuple[int, ...] | None] = {}
+    for name, states in parts.states.items():
+        moment = next((states[key] for key in _MOMENTS if key in states), None)
+        if moment is not None and moment.shape != parts.model[name].shape:
+            own[name], moments[name] = parts.model[name].shape, moment.shape
+    if own and Counter(own.values()) == Counter(moments.values()):
+        lines = (f"{name}: {own[name]}, its moments {moments[name]}" for name in own)
+        raise MalformedError(
+            f"{where}: expected moments in the shapes of their parameters; got those of others, as if the optimizer "
+            f"had their names in another order:\n{listed(lines)}\nSave both with "
+            "torch.distributed.checkpoint.state_dict.get_state_dict, which gives them the same names"
+        )
 
 
 def _check_known(parts: Parts, where: str) -> None:

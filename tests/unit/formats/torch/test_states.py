@@ -12,7 +12,7 @@ from torch import nn
 
 import ucp
 from ucp.core.dtypes import DType
-from ucp.errors import UnsupportedError
+from ucp.errors import MalformedError, UnsupportedError
 
 
 class Subclass(torch.Tensor):
@@ -101,3 +101,21 @@ def test_lost_states_of_one_parameter_are_told(to: str, tmp_path: Path) -> None:
     torch.save(saved, path / "checkpoint.pt")
     done = ucp.convert(path, tmp_path / "one", to=to)
     assert any("1 parameter lacks states" in text and "bias2: exp_avg_sq" in text for text in done.warnings)
+
+
+def test_a_setting_that_is_a_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    saved = torch.load(path / "checkpoint.pt")
+    saved["optimizer"]["param_groups"][0]["lr"] = torch.tensor(0.1)
+    torch.save(saved, path / "checkpoint.pt")
+    with pytest.raises(UnsupportedError, match="optimizer/param_groups/0/lr is one of shape"):
+        ucp.inspect(path)
+
+
+def test_names_in_another_order_than_the_states_are_refused(tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    saved = torch.load(path / "checkpoint.pt")
+    saved["optimizer"]["param_groups"][0]["param_names"].reverse()
+    torch.save(saved, path / "checkpoint.pt")
+    with pytest.raises(MalformedError, match="moments in the shapes of their parameters"):
+        ucp.inspect(path)
