@@ -100,7 +100,7 @@ def sorted_out(leaves: Iterable[Leaf], where: str, *, in_order: bool = True) -> 
     parts = Parts()
     aside = [path for path, own in dicts.items() if root and path[: len(root)] != root and len(own) > 1]
     if aside:
-        parts.notes.append(aside_text(map(_shown, aside)))
+        parts.notes.append(aside_text(_shown(path) or "." for path in aside))
     for leaf in outside:
         name = _name_below(leaf, root)
         if name is None:

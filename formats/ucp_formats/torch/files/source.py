@@ -31,7 +31,7 @@ from ucp_formats.torch.files.flat.optimizer import states_by_name
 from ucp_formats.torch.files.joined import Joined
 from ucp_formats.torch.files.leaves import Tree, leaves_of
 from ucp_formats.torch.files.locate import Located, is_of_the_format, locate, the_files
-from ucp_formats.torch.files.names import Item
+from ucp_formats.torch.files.names import Item, item_of_rank
 from ucp_formats.torch.files.shapes import shapes_from
 from ucp_formats.torch.files.weights import Weights, read_weights
 from ucp_formats.torch.locate import step_in
@@ -118,6 +118,7 @@ class _Reading:
             self._files += [source_file(own, "weights") for own in weights.files]
             return weights.tensors
         archive = read_archive(path)
+        _check_rank(archive.saved_as, path)
         self._records += archive.records
         of_rank = f" of rank {rank}" if self._located.ranks > 1 else ""
         self._files.append(source_file(path, f"{'checkpoint' if item == 'all' else item}{of_rank}"))
@@ -196,6 +197,17 @@ class _Reading:
             yield f"taken for tied, as they are stored once, or as config.json says:\n{shown}"
         if self._tree.aside:
             yield aside_text(self._tree.aside)
+
+
+def _check_rank(saved_as: str, path: str) -> None:
+    """Raise MalformedError for a file of one rank that lies under the name of another's, as its zip records it."""
+    name, suffix = os.path.splitext(os.path.basename(path))
+    saved, found = item_of_rank(saved_as + suffix), item_of_rank(name + suffix)
+    if saved is not None and found is not None and saved != found:
+        raise MalformedError(
+            f"expected the file that was saved as {name}{suffix}; {path} was saved as {saved_as}{suffix}: it was "
+            "copied or renamed. Copy the files of all ranks again"
+        )
 
 
 def _topology(atoms: Mapping[str, AtomIndex], ranks: int) -> Topology:
