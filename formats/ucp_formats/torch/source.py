@@ -15,7 +15,6 @@ from pathlib import Path
 
 from ucp.contract.companion_files import SaveFolder, with_companions
 from ucp.contract.protocols import Evidence, Format
-from ucp.contract.scalars import scalar_state
 from ucp.contract.value_diff import differing_values
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
@@ -23,7 +22,7 @@ from ucp.core.layout import Layout
 from ucp.core.names import WEIGHT
 from ucp.core.region import Box
 from ucp.core.tensor import Record
-from ucp.errors import UnsupportedError, counted, listed
+from ucp.errors import counted, listed
 from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, read_dcp
 from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.dcp.local import rank_of
@@ -31,7 +30,7 @@ from ucp.io.folder import names_in
 from ucp.io.identity import source_file
 from ucp_formats.torch.locate import Located, is_of_the_format, locate, step_in, the_folder
 from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of
-from ucp_formats.torch.state_dict import Leaf, Parts, sorted_out
+from ucp_formats.torch.state_dict import Leaf, Parts, number_of, sorted_out
 
 __all__ = ["DcpFormat"]
 
@@ -155,7 +154,7 @@ class _Reading:
     def _atom(self, name: str, leaf: Leaf) -> AtomIndex:
         weight = _state(leaf)
         saved = sorted(self._saved.states.get(name, {}).items())
-        states = {key: _state(own) for key, own in saved if own.shape is not None or own.value is not None}
+        states = {key: _state(own) for key, own in saved}
         return AtomIndex(
             name=name,
             global_shape=weight.global_shape,
@@ -225,13 +224,7 @@ def _stored(leaf: Leaf) -> StoredTensor:
 
 def _state(leaf: Leaf) -> StateIndex:
     if leaf.shape is None:
-        number = scalar_state(leaf.value)
-        if number is None:
-            raise UnsupportedError(
-                f"expected tensors and numbers as states of the optimizer; {'/'.join(map(str, leaf.path))} is a "
-                f"{type(leaf.value).__name__}. Save without it"
-            )
-        return number
+        return number_of(leaf)
     tensor = _stored(leaf)
     seen: Counter[Box] = Counter()
     pieces = []

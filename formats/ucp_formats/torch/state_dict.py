@@ -4,8 +4,7 @@ A script may nest and name them as it likes, so that they are told by their path
 
 1. An optimizer is where `param_groups` stands: as torch has it (`param_groups`, `state`), or with the parts of a path
    joined to one key (`state.<name>.exp_avg`), as `flatten_optimizer_state_dict` does.
-2. The model is the dict of tensors under whose names the optimizer keeps its states; without an optimizer, the dict
-   with the most tensors.
+2. The model is the dict of tensors that the optimizer trains (`model_dict`).
 3. Everything else is an extra under its own path.
 
 Sources: torch 2.13, `torch/distributed/checkpoint/state_dict.py`, `_nested_dict.py`.
@@ -21,20 +20,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 
-from ucp.core.index import Loss, ParamGroup
+from ucp.contract.scalars import scalar_state
+from ucp.core.index import Loss, ParamGroup, StateIndex
+from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
+from ucp.io.pickle.fields import described
+from ucp_formats.torch.model_dict import Path, Wanted, aside_text, bare_name, longest_name, model_path
 from ucp_formats.torch.numbered import named_by_number
 
-__all__ = ["Leaf", "Parts", "Path", "bare_name", "sorted_out"]
-
-Path = tuple[object, ...]
-"""Keys of nested dicts (texts) and lists (numbers)."""
+__all__ = ["Leaf", "Parts", "number_of", "sorted_out"]
 
 _GROUPS, _STATE = "param_groups", "state"
 _PARAMS, _NAMES = "params", "param_names"
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Modules that torch.compile, activation checkpointing and FSDP1 put around others; no parts of a name."""
+_MOMENTS = ("exp_avg", "momentum_buffer")
+"""States of the shape of their parameter, where an optimizer has one."""
 _FUSED = {"wqkv": ("wq", "wk", "wv")}
 """What torchtitan (0.3, `fuse_qkv`) trains as one parameter and saves apart, as the model's but not the optimizer's."""
 _FUSED_WHY = (
@@ -58,6 +60,8 @@ class Leaf:
     """Shape and cuts: those of a parameter are those of its states."""
     content: Hashable = None
     """Equal for tensors with the same elements, as far as that is known without reading them; None elsewhere."""
+    is_place: bool = False
+    """Whether that is the place where the elements lie: tensors are then one, and not equal by chance."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,8 +95,12 @@ def sorted_out(leaves: Iterable[Leaf], where: str, *, in_order: bool = True) -> 
     roots = sorted({root for leaf in leaves if (root := _optimizer_root(leaf.path)) is not None}, key=len)
     inside: list[_Optimizer] = [_Optimizer(root) for root in roots]
     outside = [leaf for leaf in leaves if not any(own.take(leaf) for own in inside)]
-    root = _model_root(outside, {bare_name(name) for own in inside for name in own.names})
+    dicts = _dicts_of(outside)
+    root = model_path(dicts, reduce(or_, (own.wanted for own in inside), Wanted()), where)
     parts = Parts()
+    aside = [path for path, own in dicts.items() if root and path[: len(root)] != root and len(own) > 1]
+    if aside:
+        parts.notes.append(aside_text(_shown(path) or "." for path in aside))
     for leaf in outside:
         name = _name_below(leaf, root)
         if name is None:
@@ -102,8 +110,26 @@ def sorted_out(leaves: Iterable[Leaf], where: str, *, in_order: bool = True) -> 
     for own in inside:
         own.give(parts, where, in_order=in_order)
     _check_known(parts, where)
+    _check_shapes(parts, where)
     _set_trained(parts)
+    unstepped = sorted(parts.trained - parts.states.keys() - parts.lost.keys())
+    if parts.states and unstepped:
+        parts.notes.append(
+            f"{counted(len(unstepped), 'parameter')} in a group of the optimizer without states, which others have: "
+            f"not stepped, or the states are lost:\n{listed(unstepped)}"
+        )
     return parts
+
+
+def number_of(leaf: Leaf) -> StateIndex:
+    """A state that is no tensor, such as a `step` of older torch. Raises UnsupportedError for what is no number."""
+    number = None if isinstance(leaf.value, TensorRef) else scalar_state(leaf.value)
+    if number is None:
+        raise UnsupportedError(
+            f"expected tensors and numbers as states of the optimizer; {_shown(leaf.path)} is {described(leaf.value)}. "
+            "Save without it"
+        )
+    return number
 
 
 def _opened(leaf: Leaf) -> Iterator[Leaf]:
@@ -140,7 +166,6 @@ class _Optimizer:
         self._groups: dict[int, dict[str, object]] = {}
         self._flat: list[tuple[str, Leaf]] = []
         self._others: list[Leaf] = []
-        self.names: set[str] = set()
 
     def take(self, leaf: Leaf) -> bool:
         """Take an entry that lies below the optimizer's path; whether it does."""
@@ -148,14 +173,13 @@ class _Optimizer:
         if leaf.path[:depth] != self._root or len(leaf.path) == depth:
             return False
         match leaf.path[depth:]:
-            case ("state", name, str(), *_):
+            case ("state", _, str(), *_):
                 self._states.append((leaf.path[depth + 1 :], leaf))
-                self.names.add(str(name))
+            case ("state", _, _, *_):
+                raise UnsupportedError(f"expected states of the optimizer under names; got {_shown(leaf.path)}")
             case ("param_groups", int() | str() as number, str(key)):
                 group = self._groups.setdefault(int(number), {})
-                group[key] = leaf.value
-                if key == _PARAMS and isinstance(leaf.value, list | tuple):
-                    self.names.update(map(str, leaf.value))
+                group[key] = _setting(leaf)
             case (str(key),) if key.startswith((f"{_GROUPS}.", f"{_STATE}.")):
                 self._flat.append((key, leaf))
             case _ if not self._root:
@@ -163,6 +187,13 @@ class _Optimizer:
             case _:
                 self._others.append(leaf)
         return True
+
+    @property
+    def wanted(self) -> Wanted:
+        """What it trains, as far as that tells the model."""
+        shapes = {str(path[0]): leaf.shape for path, leaf in self._states if leaf.shape}
+        keys = (key.removeprefix(f"{_STATE}.") for key, _ in self._flat if key.startswith(f"{_STATE}."))
+        return Wanted.of(self._groups.values(), shapes, keys)
 
     def give(self, parts: Parts, where: str, *, in_order: bool) -> None:
         """Give states and groups to `parts`, by the names of its model."""
@@ -185,7 +216,8 @@ class _Optimizer:
             name = by_text.get(str(path[0]))
             if name is None:
                 raise MalformedError(f"{where}: {_shown(leaf.path)} is of a parameter that is in no group")
-            parts.states.setdefault(name, {})[".".join(map(str, path[1:]))] = leaf
+            if leaf.shape is not None or leaf.value is not None:
+                parts.states.setdefault(name, {})[".".join(map(str, path[1:]))] = leaf
         parts.groups += tuple(
             ParamGroup(
                 params=tuple(naming[name] for name in params[number]),
@@ -218,7 +250,7 @@ class _Optimizer:
         strays = []
         for key, leaf in self._flat:
             kind, _, rest = key.partition(".")
-            name = _longest_name(bare_name(rest), parts.model)
+            name = longest_name(bare_name(rest), parts.model)
             names, last = _taken_apart(bare_name(rest), parts.model)
             if name is not None:
                 names, last = (name,), bare_name(rest)[len(name) + 1 :]
@@ -228,8 +260,8 @@ class _Optimizer:
                 strays.append(key)
             for own in names:
                 if kind != _STATE:
-                    hyper.setdefault(own, {})[last] = leaf.value
-                elif own not in parts.lost:
+                    hyper.setdefault(own, {})[last] = _setting(leaf)
+                elif own not in parts.lost and (leaf.shape is not None or leaf.value is not None):
                     parts.states.setdefault(own, {})[last] = leaf
         if strays:
             raise MalformedError(
@@ -237,6 +269,15 @@ class _Optimizer:
                 f"{listed(strays)}"
             )
         parts.groups += tuple(_grouped({name: hyper[name] for name in parts.model if name in hyper}))
+
+
+def _setting(leaf: Leaf) -> object:
+    if leaf.shape is not None:
+        raise UnsupportedError(
+            f"expected settings of the optimizer that are no tensors; {_shown(leaf.path)} is one of shape "
+            f"{list(leaf.shape)}. Save it as a number (group['lr'] = group['lr'].item())"
+        )
+    return leaf.value
 
 
 def _grouped(hyper: Mapping[str, Mapping[str, object]]) -> Iterable[ParamGroup]:
@@ -259,19 +300,12 @@ def _taken_apart(text: str, names: Mapping[str, Leaf]) -> tuple[tuple[str, ...],
     return (), ""
 
 
-def _longest_name(text: str, names: Mapping[str, Leaf]) -> str | None:
-    """The longest of `names` that `text` goes on from with a dot."""
-    at = text.rfind(".")
-    while at > 0:
-        if text[:at] in names:
-            return text[:at]
-        at = text.rfind(".", 0, at)
-    return None
-
-
 def _distinct(model: Mapping[str, Leaf]) -> dict[str, Hashable]:
-    """Forms of the model's tensors, each under the first of its names."""
-    firsts = {leaf.content if _is_matrix(leaf) else name: name for name, leaf in reversed(list(model.items()))}
+    """Forms of the model's tensors, each under the first of its names: of two that are only equal one may be frozen."""
+    firsts = {
+        leaf.content if leaf.is_place and _is_matrix(leaf) else name: name
+        for name, leaf in reversed(list(model.items()))
+    }
     return {name: leaf.form for name, leaf in model.items() if name in set(firsts.values())}
 
 
@@ -293,15 +327,13 @@ def _set_trained(parts: Parts) -> None:
             parts.tied[name] = trained[leaf.content]
 
 
-def _model_root(leaves: Iterable[Leaf], wanted: set[str]) -> Path:
-    """Path of the dict of the model's tensors."""
-    found: Counter[Path] = Counter()
-    named: Counter[Path] = Counter()
+def _dicts_of(leaves: Iterable[Leaf]) -> dict[Path, dict[str, tuple[int, ...]]]:
+    """Every dict of tensors, with their shapes."""
+    found: dict[Path, dict[str, tuple[int, ...]]] = {}
     for leaf in leaves:
         if leaf.shape is not None and isinstance(leaf.path[-1], str):
-            found[leaf.path[:-1]] += 1
-            named[leaf.path[:-1]] += bare_name(leaf.path[-1]) in wanted
-    return max(found, key=lambda root: (named[root], found[root], -len(root)), default=())
+            found.setdefault(leaf.path[:-1], {})[leaf.path[-1]] = leaf.shape
+    return found
 
 
 def _name_below(leaf: Leaf, root: Path) -> str | None:
@@ -310,16 +342,6 @@ def _name_below(leaf: Leaf, root: Path) -> str | None:
     if leaf.shape is None or leaf.path[: len(root)] != root or not below or (not root and len(below) > 1):
         return None
     return bare_name(".".join(map(str, below)))
-
-
-def bare_name(name: str) -> str:
-    """The name without the modules that only wrap others, and without the `module.` of DDP.
-
-    >>> bare_name("module.layers.0._checkpoint_wrapped_module.w")
-    'layers.0.w'
-    """
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
-    return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
 
 
 def _nest(others: dict[str, object], leaf: Leaf) -> None:
@@ -333,6 +355,23 @@ def _nest(others: dict[str, object], leaf: Leaf) -> None:
     place[leaf.path[-1]] = leaf.value
 
 
+def _check_shapes(parts: Parts, where: str) -> None:
+    """Raise MalformedError where names of parameters were exchanged: moments have the shapes of one another's."""
+    own: dict[str, tuple[int, ...] | None] = {}
+    moments: dict[str, tuple[int, ...] | None] = {}
+    for name, states in parts.states.items():
+        moment = next((states[key] for key in _MOMENTS if key in states), None)
+        if moment is not None and moment.shape != parts.model[name].shape:
+            own[name], moments[name] = parts.model[name].shape, moment.shape
+    if own and Counter(own.values()) == Counter(moments.values()):
+        lines = (f"{name}: {own[name]}, its moments {moments[name]}" for name in own)
+        raise MalformedError(
+            f"{where}: expected moments in the shapes of their parameters; got those of others, as if the optimizer "
+            f"had their names in another order:\n{listed(lines)}\nSave both with "
+            "torch.distributed.checkpoint.state_dict.get_state_dict, which gives them the same names"
+        )
+
+
 def _check_known(parts: Parts, where: str) -> None:
     unknown = sorted({*parts.states, *(own for group in parts.groups for own in group.params)} - parts.model.keys())
     if unknown:
@@ -340,6 +379,13 @@ def _check_known(parts: Parts, where: str) -> None:
             f"{where}: the optimizer has {counted(len(unknown), 'parameter')} that the model lacks:\n"
             f"{listed(unknown)}\nSave both with torch.distributed.checkpoint.state_dict.get_state_dict, which gives "
             "them the same names"
+        )
+    seen = Counter(name for group in parts.groups for name in group.params)
+    twice = sorted(name for name, number in seen.items() if number > 1)
+    if twice:
+        raise UnsupportedError(
+            f"{where}: expected one optimizer of each parameter; more than one trains\n{listed(twice)}\nThey are of "
+            "several models: save each model with its optimizer in a file of its own"
         )
 
 

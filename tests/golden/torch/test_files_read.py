@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 import ucp
 from ucp.core.index import Index, Kind, check_cover
+from ucp.errors import MalformedError
 
 ROOT = Path(__file__).parents[3] / "fixtures" / "torch"
 REPORTS: dict[str, Any] = {path.parent.name: json.loads(path.read_text()) for path in ROOT.glob("*/truth.json")}
@@ -300,3 +301,11 @@ class TestFlatModels:
     def test_shapes_that_nobody_needs_are_refused(self, case: str, shapes: Path) -> None:
         with pytest.raises(ucp.errors.UsageError, match="drop --shapes-from"):
             ucp.inspect(ROOT / case / "checkpoint", shapes_from=shapes)
+
+
+def test_what_one_rank_saved_is_refused_under_the_name_of_another(tmp_path: Path) -> None:
+    copy = shutil.copytree(ROOT / "verl-fsdp2-dp4" / "checkpoint", tmp_path / "checkpoint")
+    name = "extra_state_world_size_4_rank_{}.pt"
+    shutil.copy(copy / name.format(0), copy / name.format(1))
+    with pytest.raises(MalformedError, match=r"rank_1\.pt was saved as extra_state_world_size_4_rank_0\.pt"):
+        ucp.inspect(copy)

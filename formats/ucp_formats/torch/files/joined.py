@@ -18,22 +18,24 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from ucp.contract.rank_extras import Checksums
 from ucp.contract.registry import pattern
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
 from ucp.core.layout import AxisLayout, Layout, Overlap, local_shape, place
+from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError
 from ucp_formats.torch.files.parts import Part, part_of
 from ucp_formats.torch.state_dict import Leaf
 
-__all__ = ["COPIES", "Joined", "is_tensor", "join"]
+__all__ = ["COPIES", "Joined", "is_tensor", "join", "shape_of", "unread_kind"]
 
 COPIES = "dp_replicate"
 """Axis of ranks that hold the same."""
+_TORCH = ("torch._utils", "torch._tensor")
+"""Modules whose functions make tensors again."""
 COPY = "copy"
 """Number of a copy, until it is known along which axis."""
 
@@ -64,15 +66,14 @@ class Joined:
         """Shape and cuts, which a parameter and its states have in common."""
         return self.shape, tuple((own.box.offsets, own.box.sizes) for own in self.fragments)
 
-    def content(self, checksums: Checksums) -> Hashable:
-        """What equal tensors have in common: the same place in storages of the same checksum, or the same bytes."""
-        pieces = []
-        for own in self.fragments:
-            if isinstance(own.ref, TensorRef) and not own.replica:
-                record = checksums.storage(own.ref)
-                where = (own.ref.path, 0) if record is None else (record.nbytes, record.crc32)
-                start = own.ref.offset - (0 if record is None else record.offset)
-                pieces.append((own.box.offsets, own.box.sizes, where, start, own.ref.strides))
+    @property
+    def storage(self) -> Hashable:
+        """Where its elements lie: the same place for a parameter that was saved under a second name."""
+        pieces = (
+            (own.box, own.ref.path, own.ref.offset, own.ref.strides)
+            for own in self.fragments
+            if isinstance(own.ref, TensorRef) and not own.replica
+        )
         return (self.dtype, self.shape, *pieces)
 
     def state(self) -> StateIndex:
@@ -89,6 +90,24 @@ class Joined:
 def is_tensor(value: object) -> bool:
     """Whether a value of a rank's file is a tensor, whole or in parts."""
     return isinstance(value, TensorRef) or part_of(value, "") is not None
+
+
+def unread_kind(value: object) -> str | None:
+    """What a tensor is that is none here (quantised, sparse, conjugate, of a class of its own); None for all else."""
+    if not isinstance(value, Stub) or value.made_by.module not in _TORCH or is_tensor(value):
+        return None
+    inner = next((own for own in value.args if isinstance(own, Stub)), None)
+    if value.made_by.qualname.startswith("_rebuild_parameter") and inner is not None:
+        return unread_kind(inner)
+    classes = [str(own) for own in value.args[1:2] if isinstance(own, GlobalName)]
+    return (classes or [str(value.made_by)])[0] if value.made_by.qualname.startswith("_rebuild") else None
+
+
+def shape_of(value: object) -> tuple[int, ...]:
+    """Shape of the whole of a tensor of a rank's file."""
+    whole = value if isinstance(value, TensorRef) else part_of(value, "")
+    assert whole is not None
+    return whole.shape
 
 
 def join(values: Mapping[int, object], name: str) -> Joined:

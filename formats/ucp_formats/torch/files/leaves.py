@@ -4,22 +4,25 @@ What ranks saved is walked side by side. Only dicts and lists on the way to a mo
 everything else stays the value it was, an extra.
 
 1. An optimizer is a dict with `param_groups`.
-2. The model is the dict with the most tensors under names, outside of optimizers; of equal ones the first.
+2. The model is the dict of tensors that the optimizers train (`model_dict`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 from ucp.contract.rank_extras import Checksums, per_rank_extras
 from ucp.core.index import Extra
 from ucp.core.tensor import TensorRef
-from ucp.errors import MalformedError
+from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.io.pickle.fields import described
-from ucp_formats.torch.files.joined import is_tensor, join
+from ucp_formats.torch.files.joined import is_tensor, join, shape_of, unread_kind
 from ucp_formats.torch.files.parts import part_of
-from ucp_formats.torch.state_dict import Leaf, Path
+from ucp_formats.torch.model_dict import Path, Wanted, model_path
+from ucp_formats.torch.state_dict import Leaf
 
 __all__ = ["FLAT", "Ranked", "Tree", "leaves_of"]
 
@@ -48,14 +51,16 @@ class Tree:
     """Places in the extras of dicts of tensors, such as further models"""
 
 
-def leaves_of(items: Mapping[Path, Ranked], checksums: Checksums) -> Tree:
-    """Entries of several files. `items`: path below which the value of a file stands, to the value by rank.
+def leaves_of(items: Mapping[Path, Ranked], checksums: Checksums, where: str) -> Tree:
+    """Entries of several files.
 
-    Raises MalformedError where ranks contradict one another.
+    `items`: path below which the value of a file stands, to the value by rank. `where`: for messages.
+
+    Raises MalformedError where ranks contradict one another, UnsupportedError where nothing tells the model.
     """
     firsts = {path: next(iter(values.values())) for path, values in items.items()}
-    optimizers = [at for path, own in firsts.items() for at, value in _dicts(own, path) if _is_optimizer(value)]
-    walk = _Walk(_model_path(firsts), optimizers, checksums)
+    optimizers = {at: value for path, own in firsts.items() for at, value in _dicts(own, path) if _is_optimizer(value)}
+    walk = _Walk(_model_path(firsts, optimizers.values(), where), [*optimizers], checksums)
     for path, values in items.items():
         walk.go(path, values)
     return walk.tree()
@@ -79,15 +84,28 @@ def _dicts(value: object, path: Path) -> Iterator[tuple[Path, dict[object, objec
             rest += [((*at, key), inner) for key, inner in _entries(own) if isinstance(inner, dict | list)]
 
 
-def _model_path(firsts: Mapping[Path, object]) -> Path:
-    most = 0
-    found: Path = ("model",)
+def _model_path(firsts: Mapping[Path, object], optimizers: Iterable[dict[object, object]], where: str) -> Path:
+    dicts: dict[Path, dict[str, tuple[int, ...]]] = {}
     for path, own in firsts.items():
         for at, value in _dicts(own, path):
-            count = sum(isinstance(key, str) and is_tensor(inner) for key, inner in value.items())
-            if count > most and path != ("optimizer",):
-                most, found = count, at
-    return found
+            tensors = {
+                key: shape_of(inner) for key, inner in value.items() if isinstance(key, str) and is_tensor(inner)
+            }
+            if tensors and not _is_optimizer(value):
+                dicts[at] = tensors
+    return model_path(dicts, reduce(or_, map(_wanted, optimizers), Wanted()), where) if dicts else ("model",)
+
+
+def _wanted(optimizer: dict[object, object]) -> Wanted:
+    """What an optimizer trains. The last state with dims has the shape of its parameter."""
+    groups, states = optimizer[_GROUPS], optimizer.get("state")
+    shapes = {
+        str(number): shape_of(value)
+        for number, own in (states.items() if isinstance(states, dict) else ())
+        for _, value in _entries(own)
+        if is_tensor(value) and shape_of(value)
+    }
+    return Wanted.of(groups if isinstance(groups, list) else (), shapes)
 
 
 class _Walk:
@@ -103,6 +121,7 @@ class _Walk:
         self._values: list[Leaf] = []
         self._extras: list[Extra] = []
         self._aside: list[str] = []
+        self._unread: list[str] = []
 
     def go(self, path: Path, values: Ranked) -> None:
         """Take the values at `path`: apart where an entry of model or optimizer lies below, else as they are."""
@@ -115,6 +134,8 @@ class _Walk:
         elif any(root[: len(path)] == path for root in (self._model_path, *self._optimizer_paths)):
             self._below(path, values)
         else:
+            kind = unread_kind(next(iter(values.values()))) if path[:-1] == self._model_path else None
+            self._unread += [f"{path[-1]}: {kind}"] if kind else []
             self._other(path, values)
 
     def _below(self, path: Path, values: Ranked) -> None:
@@ -134,8 +155,8 @@ class _Walk:
             self._values.append(Leaf(path, None, self._common(path, values)))
 
     def _tensor(self, path: Path, values: Ranked) -> Leaf:
-        joined = join(values, "/".join(map(str, path)))
-        return Leaf(path, joined.shape, joined, joined.form, joined.content(self._checksums))
+        joined = join(values, _shown(path))
+        return Leaf(path, joined.shape, joined, joined.form, joined.storage, is_place=True)
 
     def _common(self, path: Path, values: Ranked) -> object:
         """The value that all ranks have."""
@@ -144,14 +165,14 @@ class _Walk:
         if other is not None:
             ranks = list(values)
             raise MalformedError(
-                f"expected one value of {'/'.join(map(str, path))} on all ranks; rank {ranks[0]} has "
+                f"expected one value of {_shown(path)} on all ranks; rank {ranks[0]} has "
                 f"{described(values[ranks[0]])}, rank {ranks[other]} {described(values[ranks[other]])}. The files are "
                 "of different runs, or of different steps"
             )
         return next(iter(values.values()))
 
     def _other(self, path: Path, values: Ranked) -> None:
-        name = "/".join(map(str, path))
+        name = _shown(path)
         self._extras += per_rank_extras(name, values, self._checksums)
         first = next(iter(values.values()))
         if isinstance(first, dict) and sum(map(is_tensor, first.values())) > 1:
@@ -160,8 +181,15 @@ class _Walk:
     def tree(self) -> Tree:
         """What was collected.
 
-        The own `state_dict` of an optimizer of FSDP1 is told by its plain tensors beside a model in parts.
+        The own `state_dict` of an optimizer of FSDP1 is told by its plain tensors beside a model in parts. Raises
+        UnsupportedError for tensors of the model that are not plain.
         """
+        if self._unread:
+            raise UnsupportedError(
+                f"expected plain tensors in {_shown(self._model_path) or 'the model'}; got others, whose elements are "
+                f"not known here:\n{listed(self._unread)}\nSave them as plain tensors (own.dequantize(), "
+                "own.to_dense(), own.resolve_conj(), own.as_subclass(torch.Tensor)), or leave them out"
+            )
         has_parts = any(getattr(own.value, "is_shared", False) for own in self._model)
         in_parts = any(part_of(own, "") for _, values in self._states for own in values.values())
         is_flat = has_parts and not in_parts
@@ -175,6 +203,10 @@ class _Walk:
             extras=tuple(self._extras),
             aside=tuple(self._aside),
         )
+
+
+def _shown(path: Path) -> str:
+    return "/".join(map(str, path))
 
 
 def _has_dims(values: Ranked) -> bool:

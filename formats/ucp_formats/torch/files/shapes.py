@@ -9,11 +9,12 @@ Safetensors keeps names sorted: a flat parameter cannot be taken apart by it.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeGuard
 
 from ucp.contract.registry import recognise
 from ucp.core.index import Kind
-from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed
-from ucp.io.json_text import NotJson, parsed
+from ucp.errors import MalformedError, UnsupportedError, listed
+from ucp.io.json_text import read_object
 from ucp_formats.torch.files.flat.lengths import Shapes
 
 __all__ = ["shapes_from"]
@@ -31,21 +32,15 @@ def shapes_from(path: Path) -> Shapes:
         fmt, _ = recognise(path)
         atoms = fmt.read(path).atoms.values()
         return {atom.name: atom.global_shape for atom in atoms if atom.kind is not Kind.BUFFER}
-    try:
-        said = parsed(path.read_bytes())
-    except FileNotFoundError:
-        raise MissingFileError(f"expected a file at {path}; nothing is there. Check --shapes-from") from None
-    except NotJson as error:
-        raise MalformedError(f"{path}: expected JSON of name to shape; {error}") from error
-    entries = said.items() if isinstance(said, dict) else ()
-    wrong = [name for name, own in entries if not _is_shape(own)]
-    if not entries or wrong:
+    said = read_object(str(path))
+    wrong = [name for name, own in said.items() if not _is_shape(own)]
+    if not said or wrong:
         raise MalformedError(
             f'{path}: expected name to shape, such as {{"emb.weight": [11, 8]}}; got another for\n'
             f"{listed(wrong or ['the document'])}"
         )
-    return {name: tuple(own) for name, own in entries}
+    return {name: tuple(own) for name, own in said.items() if _is_shape(own)}
 
 
-def _is_shape(value: object) -> bool:
+def _is_shape(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(own) is int and own >= 0 for own in value)

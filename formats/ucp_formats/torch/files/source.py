@@ -21,7 +21,7 @@ from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import Record
 from ucp.core.topology import Topology
-from ucp.errors import MalformedError, counted, listed
+from ucp.errors import MalformedError, listed
 from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.identity import source_file
 from ucp.io.torch_file.archive import read_archive
@@ -31,12 +31,13 @@ from ucp_formats.torch.files.flat.optimizer import states_by_name
 from ucp_formats.torch.files.joined import Joined
 from ucp_formats.torch.files.leaves import Tree, leaves_of
 from ucp_formats.torch.files.locate import Located, is_of_the_format, locate, the_files
-from ucp_formats.torch.files.names import Item
+from ucp_formats.torch.files.names import Item, item_of_rank
 from ucp_formats.torch.files.shapes import shapes_from
 from ucp_formats.torch.files.weights import Weights, read_weights
 from ucp_formats.torch.locate import step_in
-from ucp_formats.torch.state_dict import Leaf, Parts, sorted_out
-from ucp_formats.torch.state_dict import Path as TreePath
+from ucp_formats.torch.model_dict import Path as TreePath
+from ucp_formats.torch.model_dict import aside_text
+from ucp_formats.torch.state_dict import Leaf, Parts, number_of, sorted_out
 
 __all__ = ["TorchFormat"]
 
@@ -98,7 +99,7 @@ class _Reading:
             for item, files in located.files.items()
         }
         self._checksums = Checksums(self._records)
-        tree = leaves_of({_PATHS[item]: own for item, own in values.items()}, self._checksums)
+        tree = leaves_of({_PATHS[item]: own for item, own in values.items()}, self._checksums, str(located.root))
         is_ordered_by_it = shapes is not None and "safetensors" in located.files.get("model", {}).get(0, "")
         self._tree: Tree = with_parameters(tree, None if is_ordered_by_it else shapes, str(located.root))
         optimizer = states_by_name(self._tree, str(located.root))
@@ -117,6 +118,7 @@ class _Reading:
             self._files += [source_file(own, "weights") for own in weights.files]
             return weights.tensors
         archive = read_archive(path)
+        _check_rank(archive.saved_as, path)
         self._records += archive.records
         of_rank = f" of rank {rank}" if self._located.ranks > 1 else ""
         self._files.append(source_file(path, f"{'checkpoint' if item == 'all' else item}{of_rank}"))
@@ -156,13 +158,14 @@ class _Reading:
 
     def _atom(self, name: str, leaf: Leaf) -> AtomIndex:
         weight = Joined.of(leaf)
-        states = {key: Joined.of(own) for key, own in sorted(self._saved.states.get(name, {}).items())}
-        flat = (own.layout for own in states.values() if own.layout.flat)
+        saved = dict(sorted(self._saved.states.get(name, {}).items()))
+        states = {key: number_of(own) if own.shape is None else Joined.of(own).state() for key, own in saved.items()}
+        flat = (own.layout for leaf in saved.values() if isinstance(own := leaf.value, Joined) and own.layout.flat)
         return AtomIndex(
             name=name,
             global_shape=weight.shape,
             kind=Kind.PARAMETER if name in self._saved.trained else self._untrained(weight),
-            states={WEIGHT: weight.state(), **{key: own.state() for key, own in states.items()}},
+            states={WEIGHT: weight.state(), **states},
             layout=next(flat, weight.layout),  # FSDP1 keeps parameters flat, and cuts them by rows only to save them
         )
 
@@ -191,12 +194,20 @@ class _Reading:
             yield f"in no group of the optimizer, so frozen parameters or buffers:\n{listed(frozen)}"
         if self._saved.tied:
             shown = listed(f"{alias} = {name}" for alias, name in self._saved.tied.items())
-            yield f"taken for tied, as all elements are equal, or as config.json says:\n{shown}"
+            yield f"taken for tied, as they are stored once, or as config.json says:\n{shown}"
         if self._tree.aside:
-            yield (
-                f"{counted(len(self._tree.aside), 'more dict', 'more dicts')} of tensors beside the model, kept as "
-                f"extras:\n{listed(self._tree.aside)}"
-            )
+            yield aside_text(self._tree.aside)
+
+
+def _check_rank(saved_as: str, path: str) -> None:
+    """Raise MalformedError for a file of one rank that lies under the name of another's, as its zip records it."""
+    name, suffix = os.path.splitext(os.path.basename(path))
+    saved, found = item_of_rank(saved_as + suffix), item_of_rank(name + suffix)
+    if saved is not None and found is not None and saved != found:
+        raise MalformedError(
+            f"expected the file that was saved as {name}{suffix}; {path} was saved as {saved_as}{suffix}: it was "
+            "copied or renamed. Copy the files of all ranks again"
+        )
 
 
 def _topology(atoms: Mapping[str, AtomIndex], ranks: int) -> Topology:

@@ -17,7 +17,8 @@ from ucp.errors import IdleOptionError, UnsupportedError, UsageError, listed
 from ucp_formats.torch.files.flat.lengths import Shapes, unflattened
 from ucp_formats.torch.files.joined import Joined, join
 from ucp_formats.torch.files.leaves import FLAT, Tree
-from ucp_formats.torch.state_dict import Leaf, bare_name
+from ucp_formats.torch.model_dict import bare_name
+from ucp_formats.torch.state_dict import Leaf
 
 __all__ = ["with_parameters"]
 

@@ -17,8 +17,9 @@ from ucp.errors import UnsupportedError
 from ucp_formats.torch.files.flat.lengths import Shapes, pieces_joined, unflattened, units_of
 from ucp_formats.torch.files.joined import Joined
 from ucp_formats.torch.files.leaves import Ranked, Tree
+from ucp_formats.torch.model_dict import Path
 from ucp_formats.torch.numbered import named_by_number
-from ucp_formats.torch.state_dict import Leaf, Path
+from ucp_formats.torch.state_dict import Leaf
 
 __all__ = ["states_by_name"]
 

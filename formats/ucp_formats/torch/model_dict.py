@@ -1,0 +1,133 @@
+"""Which dict of tensors is the model: averages of weights, teachers and further models have the same names and shapes.
+
+1. Those that hold what the optimizer trains: its names or, where it numbers them, its shapes. Without an optimizer the
+   dict with the most tensors, and those with the same names.
+2. Of several the only one that is called as models are (`model`, `state_dict`), or is just what the optimizer trains.
+
+>>> shapes = {"w": (2,), "b": (3,)}
+>>> averaged = {"module.w": (2,), "module.b": (3,), "n_averaged": ()}
+>>> model_path({("ema",): averaged, ("model",): shapes}, Wanted(names=frozenset({"w", "b"})), "somewhere")
+('model',)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ucp.errors import UnsupportedError, counted, listed
+
+__all__ = ["Dicts", "Path", "Wanted", "aside_text", "bare_name", "longest_name", "model_path"]
+
+Path = tuple[object, ...]
+"""Keys of nested dicts (texts) and lists (numbers)."""
+
+Shape = tuple[int, ...]
+
+Dicts = Mapping[Path, Mapping[str, Shape]]
+"""Path of a dict to the shapes of its tensors."""
+
+_CALLED = frozenset({"model", "model_state", "model_state_dict", "module", "net", "network", "state_dict"})
+"""What scripts call the dict of the model."""
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Modules that torch.compile, activation checkpointing and FSDP1 put around others; no parts of a name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What optimizers train."""
+
+    names: frozenset[str] = frozenset()
+    """Names of parameters, wrappers left out"""
+    shapes: Sequence[Shape | None] = ()
+    """Shapes of those that are numbered; None where one has no states"""
+    keys: frozenset[str] = frozenset()
+    """Names of parameters with those of states or settings behind a dot, wrappers left out"""
+
+    @classmethod
+    def of(cls, groups: Iterable[object], states: Mapping[str, Shape], keys: Iterable[str] = ()) -> Wanted:
+        """From groups as torch has them, the shapes of states by name or number, and joined keys."""
+        names: set[str] = set()
+        shapes: list[Shape | None] = []
+        for group in groups:
+            own = group if isinstance(group, dict) else {}
+            params, said = own.get("params"), own.get("param_names")
+            listed_names = said if isinstance(said, list) else params if isinstance(params, list | tuple) else ()
+            names |= {bare_name(name) for name in listed_names if isinstance(name, str)}
+            shapes += [states.get(str(number)) for number in listed_names if isinstance(number, int)]
+        return cls(names=frozenset(names), shapes=shapes, keys=frozenset(map(bare_name, keys)))
+
+    def __or__(self, other: Wanted) -> Wanted:
+        return Wanted(names=self.names | other.names, shapes=[*self.shapes, *other.shapes], keys=self.keys | other.keys)
+
+    def fits(self, tensors: Mapping[str, Shape]) -> bool:
+        """Whether a dict of tensors (bare name to shape) holds all of it; False where there is nothing."""
+        numbered = Counter(own for own in self.shapes if own is not None)
+        return (
+            self.count(tensors) > 0
+            and self.names <= tensors.keys()
+            and numbered <= Counter(tensors.values())
+            and len(self.shapes) <= len(tensors)
+            and all(longest_name(key, tensors) for key in self.keys)
+        )
+
+    def count(self, tensors: Mapping[str, Shape]) -> int:
+        """How many of the tensors it names, or numbers."""
+        by_key = {name for key in self.keys if (name := longest_name(key, tensors))}
+        return len(self.names & tensors.keys() | by_key) + len(self.shapes)
+
+
+def model_path(dicts: Dicts, wanted: Wanted, where: str) -> Path:
+    """Path of the model's dict; `()` where there are none. Raises UnsupportedError where nothing tells which it is."""
+    bare = {path: {bare_name(name): shape for name, shape in own.items()} for path, own in dicts.items()}
+    found = [path for path, own in bare.items() if wanted.fits(own)] or _largest(bare, wanted)
+    if len(found) < 2:
+        return found[0] if found else ()
+    called = [path for path in found if not path or path[-1] in _CALLED]
+    exact = [path for path in found if wanted.count(bare[path]) == len(bare[path])]
+    if len(called) == 1 and all(bare[path].keys() <= bare[called[0]].keys() for path in exact):
+        return called[0]
+    if not called and len(exact) == 1:
+        return exact[0]
+    raise UnsupportedError(
+        f"{where}: expected one dict of tensors that can be the model; got {len(found)}, and nothing tells the model "
+        f"from an average of it or from another model:\n{listed('/'.join(map(str, path)) or '.' for path in found)}\n"
+        "Save the one that the optimizer trains under the name model, or the others into files of their own"
+    )
+
+
+def aside_text(names: Iterable[str]) -> str:
+    """What to tell of dicts of tensors beside the model."""
+    known = sorted(names)
+    return f"{counted(len(known), 'more dict')} of tensors beside the model, kept as extras:\n{listed(known)}"
+
+
+def _largest(bare: Dicts, wanted: Wanted) -> list[Path]:
+    """The dict with the most of what is wanted and, of equal ones, the most tensors; then those with its names."""
+    most = max(bare, key=lambda path: (wanted.count(bare[path]), len(bare[path]), -len(path)), default=None)
+    if most is None:
+        return []
+    names = bare[most].keys()
+    alike = [path for path, own in bare.items() if own.keys() <= names or own.keys() >= names]
+    return [path for path in alike if path == most or 2 * len(bare[path]) > len(names)]
+
+
+def longest_name(text: str, names: Container[str]) -> str | None:
+    """The longest of `names` that `text` goes on from with a dot."""
+    at = text.rfind(".")
+    while at > 0:
+        if text[:at] in names:
+            return text[:at]
+        at = text.rfind(".", 0, at)
+    return None
+
+
+def bare_name(name: str) -> str:
+    """The name without the modules that only wrap others, and without the `module.` of DDP.
+
+    >>> bare_name("module.layers.0._checkpoint_wrapped_module.w")
+    'layers.0.w'
+    """
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
