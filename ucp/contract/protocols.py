@@ -49,6 +49,8 @@ class Evidence:
     """The directory or file that the format would read: what `latest`, a tag or a parent folder resolves to."""
     reasons: tuple[str, ...]
     """What was seen, e.g. "zero_pp_rank_*_optim_states.pt"."""
+    is_named: bool = False
+    """Whether a file of the framework names `root` (`latest`, a tracker), so that it is no choice among folders."""
 
 
 @dataclass(frozen=True, slots=True)
