@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import cache, partial, reduce
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +25,7 @@ from ucp.errors import (
     UnknownFormatError,
     UsageError,
     listed,
+    nearest,
 )
 from ucp.io.folder import url_scheme
 from ucp.io.identity import entry_points
@@ -65,8 +65,8 @@ def _loaded(group: str, name: str) -> object:
     points = _found(group)
     if name not in points:
         known = ", ".join(sorted(points)) or "none: is universal-checkpoint installed?"
-        near = get_close_matches(name, points, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = nearest(name, points)
+        hint = f"; did you mean {near!r}?" if near else ""
         raise UsageError(f"expected one of the {group.removeprefix('ucp.')} {known}; got {name!r}{hint}")
     module, _, attributes = points[name].partition(":")
     return reduce(getattr, filter(None, attributes.split(".")), import_module(module))

@@ -300,3 +300,14 @@ class TestFlatModels:
     def test_shapes_that_nobody_needs_are_refused(self, case: str, shapes: Path) -> None:
         with pytest.raises(ucp.errors.UsageError, match="drop --shapes-from"):
             ucp.inspect(ROOT / case / "checkpoint", shapes_from=shapes)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "optim_world_size_1_rank_0.pt", "last.pt"])
+def test_an_optimizer_alone_is_no_model(name: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / name)
+    with pytest.raises(ucp.errors.MalformedError, match=f"there is no model in it, .* names in {name}"):
+        ucp.open(tmp_path)

@@ -36,6 +36,13 @@ def test_nothing_there(tmp_path):
         recognise(tmp_path / "nope")
 
 
+def test_a_checkpoint_above_is_named_whole(source, monkeypatch):
+    (source / "junk").write_text("x")
+    monkeypatch.chdir(source)
+    with pytest.raises(UnknownFormatError, match=f"Did you mean {source}\\?"):
+        recognise(Path("junk"))
+
+
 def test_something_else_there(tmp_path):
     with pytest.raises(UnknownFormatError, match="it holds nothing"):
         recognise(tmp_path)
