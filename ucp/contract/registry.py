@@ -229,7 +229,7 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
 
 def _check_only(path: Path, fmt: Format, evidence: Evidence, formats: Sequence[Format]) -> None:
     """Raise UnknownFormatError where a folder in `path` was taken, and another in it is of another format."""
-    if evidence.is_named or evidence.root.parent != path:
+    if evidence.is_saved_in or evidence.root.parent != path:
         return
     others = [own for own in formats if own is not fmt]
     beside = [folder for folder in _folders(path) if folder != evidence.root and _is_one(folder, others)]

@@ -39,8 +39,6 @@ class Located:
     """File that is there to name the tag, and names none that is; else empty."""
     saved_in: SaveFolder | None = None
     """Folder that the tag folder was saved in; None where that is not known."""
-    is_named: bool = False
-    """Whether `latest` names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +176,7 @@ def _parent(path: Path, pointers: Sequence[str]) -> SaveFolder | None:
 
 def _pointed(path: Path, pointer: str, folder: Path) -> Located:
     reasons = (f"{pointer} -> {folder.relative_to(path)}", _sample(folder))
-    return Located(root=folder, reasons=reasons, saved_in=SaveFolder(path), is_named=True)
+    return Located(root=folder, reasons=reasons, saved_in=SaveFolder(path))
 
 
 def _only_tag(path: Path, is_tag: Callable[[Path], bool]) -> Located | None:

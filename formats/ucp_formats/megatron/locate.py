@@ -89,8 +89,6 @@ class Located:
     """What was assumed on the way."""
     saved_in: SaveFolder | None = None
     """Folder that the iteration was saved in; None where that is not known."""
-    is_named: bool = False
-    """Whether the tracker names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +189,7 @@ def _follow_tracker(path: Path) -> Located | None:
     seen = _seen(path / name, named=True)
     if seen:
         reasons = (f"{TRACKER} -> {name}", seen[1])
-        return Located(root=path / name, saved_as=seen[0], reasons=reasons, saved_in=SaveFolder(path), is_named=True)
+        return Located(root=path / name, saved_as=seen[0], reasons=reasons, saved_in=SaveFolder(path))
     there = _iterations(path)
     if not there:
         return None

@@ -28,7 +28,7 @@ class DeepSpeedUniversalFormat(Format):
         located = locate_universal(path)
         if located is None:
             return None
-        return Evidence(root=located.root, reasons=located.reasons, is_named=located.is_named)
+        return Evidence(root=located.root, reasons=located.reasons, is_saved_in=located.saved_in is not None)
 
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
