@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 __all__ = [
     "ARGUMENTS",
@@ -65,6 +66,7 @@ __all__ = [
     "WorkerDiedError",
     "counted",
     "listed",
+    "nearest",
 ]
 
 
@@ -229,3 +231,25 @@ def counted(count: int, what: str, several: str = "") -> str:
         return f"{count:,} {what if count == 1 else several}"
     word, space, rest = what.partition(" ")
     return f"{count:,} {word}{'' if count == 1 else 's'}{space}{rest}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that was likely meant: of which `name` leaves out words or letters, or that is spelt alike.
+
+    >>> nearest("num_heads", ["mamba_num_heads", "num_attention_heads"]), nearest("hf", ["dcp", "huggingface"])
+    ('num_attention_heads', 'huggingface')
+    >>> nearest("num_layer", ["num_layers"]), nearest("lama", ["gpt", "llama"]), nearest("nope", ["llama"])
+    ('num_layers', 'llama', None)
+    """
+    names = list(known)
+    first, *rest = name.split("_")
+    shortened = [own for own in names if own.split("_")[0] == first and _leaves_out(rest, own.split("_")[1:])]
+    near = get_close_matches(name, names, 1)
+    initials = [own for own in names if len(name) in (2, 3) and own[:1] == name[0] and _leaves_out(name, own)]
+    return next(iter((shortened if rest else []) + near + initials), None)
+
+
+def _leaves_out(some: Iterable[str], every: Iterable[str]) -> bool:
+    """Whether `some` are `every` in their order, with others between."""
+    left = iter(every)
+    return all(own in left for own in some)

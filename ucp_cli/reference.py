@@ -42,7 +42,10 @@ _SETTINGS = """\
 ## Settings
 
 What `--set NAME=VALUE` takes, by target. Every target takes `drop=EXTRA,...`, which leaves extras of the source out,
-and megatron also what the source records among its arguments; any other name is refused."""
+and megatron also what the source records among its arguments; any other name is refused. With `--names`, and to
+megatron and huggingface, sizes of the model are taken by the names of Megatron's arguments or of config.json
+(`num_attention_heads`, `num_query_groups` or `num_key_value_heads`, `head_dim`, ...), where names are translated and
+the source does not record them. With `--optimizer zero`: `lr`, `beta1`, `beta2`, `eps`, `weight_decay`."""
 
 
 def page() -> str:

@@ -10,6 +10,7 @@ from tests.cli.conftest import Run
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 ZERO3 = FIXTURES / "deepspeed/z3-dp4-fp32/checkpoint"
+HF = FIXTURES / "huggingface/llama/model"
 LLAMA = FIXTURES / "megatron/llama-tp2-pp2-dp2-full/checkpoint"
 
 
@@ -20,7 +21,15 @@ LLAMA = FIXTURES / "megatron/llama-tp2-pp2-dp2-full/checkpoint"
         ([ZERO3, "--to", "deepspeed"], "It takes stages, partition, layers, tied, norm, drop"),
         ([ZERO3, "--to", "deepspeed-universal"], "It takes optimizer, drop"),
         ([ZERO3, "--to", "megatron", "--topology", "tp=1"], "hidden_size"),
-        ([LLAMA, "--to", "megatron"], "drop, and any argument that the source records"),
+        ([LLAMA, "--to", "megatron"], "drop; any argument that the source records; sizes of the model by the names of"),
+        (
+            [ZERO3, "--to", "dcp", "--names", "huggingface"],
+            "sizes of the model by the names of Megatron or",
+        ),
+        (
+            [HF, "--to", "dcp", "--optimizer", "zero"],
+            "It takes style, decoupled_weight_decay, lr, beta1, beta2, eps, weight_decay, drop",
+        ),
     ],
 )
 def test_an_unknown_name(ucp: Run, words: list[object], known: str) -> None:
@@ -29,7 +38,10 @@ def test_an_unknown_name(ucp: Run, words: list[object], known: str) -> None:
     assert known in said
 
 
-@pytest.mark.parametrize(("name", "near"), [("num_layer=2", "num_layers"), ("drap=x", "drop")])
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("num_layer=2", "num_layers"), ("drap=x", "drop"), ("num_heads=4", "num_attention_heads")],
+)
 def test_a_slip_of_the_pen(ucp: Run, name: str, near: str) -> None:
     said = ucp("plan", LLAMA, "--to", "megatron", "--set", name, code=2).stderr
     assert f"{name.partition('=')[0]}: did you mean {near}?" in said
@@ -37,3 +49,13 @@ def test_a_slip_of_the_pen(ucp: Run, name: str, near: str) -> None:
 
 def test_an_argument_that_the_source_records(ucp: Run) -> None:
     ucp("plan", LLAMA, "--to", "megatron", "--set", "eval_interval=7")
+
+
+def test_a_target_by_its_initials(ucp: Run) -> None:
+    assert "did you mean 'huggingface'?" in ucp("plan", HF, "--to", "hf", code=2).stderr
+
+
+def test_a_config_is_named_by_its_folder_or_itself(ucp: Run) -> None:
+    words = ("plan", HF, "--to", "huggingface", "--set")
+    folder, file = (ucp(*words, f"config={own}") for own in (HF, HF / "config.json"))
+    assert folder.stdout == file.stdout

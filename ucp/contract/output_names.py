@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from ucp.errors import DestinationError, counted, listed
 
-__all__ = ["check_fits", "check_named", "is_text"]
+__all__ = ["check_fits", "check_named", "is_text", "shorter"]
 
 _MOST_COMPONENT = 255
 """Bytes of one part of a path that file systems of POSIX allow (NAME_MAX of Linux)."""
@@ -133,6 +133,10 @@ def _is_there(path: Path) -> bool:
         return False
 
 
+def shorter(name: str) -> str:
+    """A name for a message, long ones cut."""
+    return name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..."
+
+
 def _shown(name: str) -> str:
-    """A name between quotes, long ones cut."""
-    return repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}...")
+    return repr(shorter(name))

@@ -49,6 +49,8 @@ class Evidence:
     """The directory or file that the format would read: what `latest`, a tag or a parent folder resolves to."""
     reasons: tuple[str, ...]
     """What was seen, e.g. "zero_pp_rank_*_optim_states.pt"."""
+    is_saved_in: bool = False
+    """Whether `root` was found as a run saves it in the folder passed: what else lies there is not asked about."""
 
 
 @dataclass(frozen=True, slots=True)

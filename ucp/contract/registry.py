@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import cache, partial, reduce
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +25,7 @@ from ucp.errors import (
     UnknownFormatError,
     UsageError,
     listed,
+    nearest,
 )
 from ucp.io.folder import url_scheme
 from ucp.io.identity import entry_points
@@ -65,8 +65,8 @@ def _loaded(group: str, name: str) -> object:
     points = _found(group)
     if name not in points:
         known = ", ".join(sorted(points)) or "none: is universal-checkpoint installed?"
-        near = get_close_matches(name, points, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = nearest(name, points)
+        hint = f"; did you mean {near!r}?" if near else ""
         raise UsageError(f"expected one of the {group.removeprefix('ucp.')} {known}; got {name!r}{hint}")
     module, _, attributes = points[name].partition(":")
     return reduce(getattr, filter(None, attributes.split(".")), import_module(module))
@@ -209,6 +209,7 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
     found = [own for own in found if not own[0].gives_way] or found
     if len(found) == 1:
         ((fmt, evidence),) = found
+        _check_only(path, fmt, evidence, formats)
         return _configured(fmt, options), evidence
     if found:
         claims = "; ".join(f"{fmt.name} because of {', '.join(evidence.reasons)}" for fmt, evidence in found)
@@ -224,6 +225,30 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
         f"expected a checkpoint of {', '.join(names('ucp.formats'))}; {path} is none of them ({_contents(path)}). "
         f"{advice}"
     )
+
+
+def _check_only(path: Path, fmt: Format, evidence: Evidence, formats: Sequence[Format]) -> None:
+    """Raise UnknownFormatError where a folder in `path` was taken, and another in it is of another format."""
+    if evidence.is_saved_in or evidence.root.parent != path:
+        return
+    others = [own for own in formats if own is not fmt]
+    beside = [folder for folder in _folders(path) if folder != evidence.root and _is_one(folder, others)]
+    if beside:
+        lines = listed(map(str, sorted([evidence.root, *beside])))
+        raise UnknownFormatError(
+            f"{path} holds {len(beside) + 1} checkpoints, of several formats, and nothing says which is meant; pass "
+            f"one of them:\n{lines}"
+        )
+
+
+def _is_one(path: Path, formats: Iterable[Format]) -> bool:
+    """Whether `path` itself, not a folder in it, is a checkpoint of one of `formats`."""
+    return any(found is not None and found.root == path for found in (own.detect(path) for own in formats))
+
+
+def _folders(path: Path) -> list[Path]:
+    """Folders one level down, as many as are looked into."""
+    return sorted(entry for entry in path.iterdir() if entry.is_dir())[:_MOST_TRIED] if path.is_dir() else []
 
 
 def _absent(path: Path) -> str:
@@ -243,8 +268,7 @@ def _remedy(path: Path) -> str | None:
 
 def _nearby(path: Path, formats: Sequence[Format]) -> list[str]:
     """Checkpoints one level down, or else the one up, if there are any."""
-    below = sorted(entry for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else []
-    for candidates in (below[:_MOST_TRIED], [path.parent]):
+    for candidates in (_folders(path), [path.absolute().parent]):
         near = [str(candidate) for candidate in candidates if any(fmt.detect(candidate) for fmt in formats)]
         if near:
             return near

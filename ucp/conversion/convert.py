@@ -25,7 +25,7 @@ from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import Prepared, prepare
 from ucp.conversion.verify import verify_written
 from ucp.core.topology import Topology
-from ucp.errors import CorruptError, DestinationError, ReplicaError, counted
+from ucp.errors import CorruptError, DestinationError, ReplicaError, UsageError, counted
 from ucp.io.staging import Making, Staging, check_apart, check_destination
 from ucp.transfer.compare import fit_threads
 from ucp.transfer.tasks import Job
@@ -99,6 +99,9 @@ class ConvertReport:
 
 def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer) -> ConvertReport:
     """Convert `src` to `dst`. Raises UcpError; then `dst` is as it was."""
+    nul = next((own for own in (src, dst) if "\0" in str(own)), None)
+    if nul is not None:
+        raise UsageError(f"expected paths without the character NUL, which ends one; got {str(nul)!r}")
     staging = Staging(dst.resolve())
     check_fits(staging.data, ())
     check_destination(src, dst)

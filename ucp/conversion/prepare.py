@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 
 import xxhash
@@ -17,7 +16,7 @@ from ucp.contract.registry import names, recognise, target, with_callables
 from ucp.contract.state_gaps import gap_text, state_gaps, with_gaps
 from ucp.conversion.options import ConvertOptions, cores
 from ucp.conversion.source.copied_ranks import copied_ranks
-from ucp.conversion.source.new_optimizer import with_optimizer, without_hyper
+from ucp.conversion.source.new_optimizer import HYPER, with_optimizer, without_hyper
 from ucp.conversion.source.replica_policy import Drift, resolve_drift
 from ucp.conversion.source.selection import DROP, part_warnings, selected, without_extras
 from ucp.conversion.source.zero_moments import ZeroMoments, check_moments
@@ -34,7 +33,7 @@ from ucp.core.index import (
 from ucp.core.names import WEIGHT, NameFilter
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
-from ucp.errors import FamilyError, IdleOptionError, MisfitError, UnsupportedError, UsageError, listed
+from ucp.errors import FamilyError, IdleOptionError, MisfitError, UnsupportedError, UsageError, listed, nearest
 from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.identity import producer
 from ucp.transfer.tasks import BLOCK, Job, fit_workers, make_job
@@ -211,11 +210,12 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     index, settings = without_extras(index, options.target.settings)
     index = with_callables(index)
     known = [*chosen.settings, *chosen.source_settings(index)]
-    if options.optimizer is not None:
+    made = HYPER if options.optimizer is not None else ()
+    if made:
         settings = without_hyper(settings, known)
-    _check_settings(chosen, known, settings, by_family=by_name)
+    _check_settings(chosen, known, settings, by_family=by_name, also=made)
     index, settings, family = _named(index, chosen, options, settings)
-    _check_settings(chosen, known, settings, by_family=False)  # sizes that are none of this family's
+    _check_settings(chosen, known, settings, also=made)  # sizes that are none of this family's
     index = chosen_companions(_tagged(index, options.target.tag), options.companions)
     own = replace(
         options.target,
@@ -310,10 +310,18 @@ def _check_dtypes(index: Index, dtypes: Mapping[str, str]) -> None:
         raise UsageError(f"no parameter has a state {', '.join(unknown)} to cast; there are {', '.join(known)}")
 
 
-def _check_settings(chosen: Target, known: Collection[str], settings: Mapping[str, str], *, by_family: bool) -> None:
+def _check_settings(
+    chosen: Target,
+    known: Collection[str],
+    settings: Mapping[str, str],
+    *,
+    by_family: bool = False,
+    also: Collection[str] = (),
+) -> None:
     """Raise UsageError naming settings that the target does not take, and those that it does.
 
-    `by_family`: sizes of the model may be said as well, for the family that names are translated by.
+    `by_family`: sizes of the model may be said as well, for the family that names are translated by. `also`: settings
+    that are taken, and not by the target.
     """
     unknown = [name for name in settings if name not in known]
     if unknown and by_family:
@@ -323,11 +331,12 @@ def _check_settings(chosen: Target, known: Collection[str], settings: Mapping[st
         unknown = [name for name in unknown if name not in sizes]
     if not unknown:
         return
-    near = {name: get_close_matches(name, [*known, DROP], 1) for name in unknown}
-    lines = listed(f"{name}{f': did you mean {own[0]}?' if own else ''}" for name, own in near.items())
-    takes = ", ".join([*chosen.settings, DROP])
-    recorded = ", and any argument that the source records" if len(known) > len(chosen.settings) else ""
-    raise UsageError(f"the target {chosen.name} has no such setting (--set):\n{lines}\nIt takes {takes}{recorded}")
+    near = {name: nearest(name, [*known, *also, DROP]) for name in unknown}
+    lines = listed(f"{name}{f': did you mean {own}?' if own else ''}" for name, own in near.items())
+    takes = ", ".join([*chosen.settings, *also, DROP])
+    more = "; any argument that the source records" if len(known) > len(chosen.settings) else ""
+    more += "; sizes of the model by the names of Megatron or config.json (num_attention_heads)" if by_family else ""
+    raise UsageError(f"the target {chosen.name} has no such setting (--set):\n{lines}\nIt takes {takes}{more}")
 
 
 def _facts(job: Job, options: ConvertOptions) -> dict[str, str]:

@@ -79,7 +79,8 @@ def is_published(name: str) -> bool:
 
 
 def given_config(folder: Path) -> ModelConfig:
-    """The config.json in a folder that the user names, and what is published with it. Raises UsageError."""
+    """The config.json that the user names, or its folder, and what is published with it. Raises UsageError."""
+    folder = folder.parent if folder.name == CONFIG and folder.is_file() else folder
     path = folder / CONFIG
     if not path.is_file():
         raise UsageError(

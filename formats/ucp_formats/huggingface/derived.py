@@ -9,10 +9,13 @@ from ucp.families.family import Family
 from ucp.families.toml.config import derived_config
 from ucp_formats.huggingface.config import NONE, ModelConfig
 
-__all__ = ["derived"]
+__all__ = ["derived", "refused_note"]
 
 _STYLE = "huggingface"
 _ROUTER, _DENSE = "decoder.layers.{layer}.mlp.router.weight", "decoder.layers.{layer}.mlp.linear_fc2.weight"
+
+_EVEN = ("llama", "deepseek_v2")
+"""Models whose hidden size must be a multiple of their heads (transformers 5.23, `validate_architecture`)."""
 
 
 def derived(
@@ -36,6 +39,18 @@ def derived(
             f"the weights alone (--set config={NONE})"
         )
     return ModelConfig(values=values, where=f"the arguments that {where} records")
+
+
+def refused_note(config: ModelConfig) -> str | None:
+    """What keeps transformers from loading a model by `config`, where something does."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if config.get("model_type") in _EVEN and isinstance(hidden, int) and isinstance(heads, int) and hidden % heads:
+        return (
+            f"transformers 5 loads no {config.get('model_type')} whose hidden_size is no multiple of "
+            f"num_attention_heads, and by {config.where} these are {hidden} and {heads}: from_pretrained refuses the "
+            "config.json that is written, and the weights alone can be read"
+        )
+    return None
 
 
 def _seen(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:

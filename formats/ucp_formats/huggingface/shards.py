@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ucp.contract.output_names import shorter
 from ucp.core.dtypes import DType
 from ucp.core.slices import Slice
 from ucp.core.target import Literal, OutputFile, Placement
@@ -20,7 +21,7 @@ __all__ = ["MAX_SHARD_SIZE", "NewTensor", "Shard", "laid_out", "nbytes_of_shard"
 MAX_SHARD_SIZE = "5GB"
 """Default of huggingface_hub; transformers 5 has 50GB."""
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]B)?", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]B)?", re.IGNORECASE | re.ASCII)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _ORDER = (
     *(DType.BOOL, DType.UINT8, DType.INT8, DType.FLOAT8_E5M2, DType.FLOAT8_E4M3FN, DType.FLOAT8_E4M3FNUZ),
@@ -65,7 +66,7 @@ def nbytes_of_shard(size: str) -> int:
     if nbytes < 1:
         raise UsageError(
             "expected --set max_shard_size= a size above 0, such as 5GB or 500MB (KB, MB, GB, TB are powers of 1000); "
-            f"got {size!r}"
+            f"got {shorter(size)!r}"
         )
     return nbytes
 

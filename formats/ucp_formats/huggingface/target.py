@@ -40,7 +40,7 @@ from ucp_formats.huggingface.config import (
     given_config,
     is_published,
 )
-from ucp_formats.huggingface.derived import derived
+from ucp_formats.huggingface.derived import derived, refused_note
 from ucp_formats.huggingface.names import CONFIG
 from ucp_formats.huggingface.shards import MAX_SHARD_SIZE, NewTensor, Shard, laid_out, nbytes_of_shard
 from ucp_formats.huggingface.source import buffers_of
@@ -66,7 +66,10 @@ class HuggingFaceTarget(Target):
 
     def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:
         """What is known of the model: what the configuration says that the user names, too."""
-        config = _found(index, settings.get("config"))
+        asked = settings.get("config")
+        config = _found(index, asked)
+        if config is None and asked is None and not run_arguments(index):
+            raise _no_config(index)  # before sizes are asked for, which it may tell
         return {**recorded_arguments(index), **(config.values if config else {}), **said_values(settings)}
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
@@ -89,7 +92,10 @@ class HuggingFaceTarget(Target):
             files=tuple(own.file for own in shards),
             placements=tuple(place for own in shards for place in own.placements),
             casts=casts(written, (own.slice for own in tensors)),
-            notes=tuple(_notes(index, written, tensors, limit, is_asked=WEIGHT in options.dtypes)),
+            notes=(
+                *_notes(index, written, tensors, limit, is_asked=WEIGHT in options.dtypes),
+                *filter(None, [refused_note(config) if config is not None else None]),
+            ),
             dropped=tuple(_left_out(index)),
         )
         texts = _texts(index, config, shards)
@@ -128,7 +134,11 @@ def _derived(index: Index, family: Family | None) -> ModelConfig:
     arguments = run_arguments(index)
     if family is not None and arguments:
         return derived(family, index.shapes, arguments, index.path)
-    raise UsageError(
+    raise _no_config(index)
+
+
+def _no_config(index: Index) -> UsageError:
+    return UsageError(
         f"transformers needs a config.json to load a model, and {index.path} has none: name a folder that has it "
         "(--set config=DIR, such as that of the model that training started from), or write the weights alone "
         f"(--set config={NONE})"

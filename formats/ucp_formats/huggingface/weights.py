@@ -17,11 +17,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ucp.contract.output_names import shorter
 from ucp.contract.problems import Problems
 from ucp.core.fragments import Fragment
 from ucp.core.region import Box
 from ucp.core.tensor import Record, TensorRef
 from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError, listed
+from ucp.io.folder import names_in
 from ucp.io.json_text import parsed
 from ucp.io.pickle.fields import described
 from ucp.io.safetensors import read_header, read_weight_map
@@ -94,9 +96,10 @@ def _file_names(located: Located, places: Mapping[str, str] | None, problems: Pr
     if places is not None:
         every = sorted(set(places.values()))
         counts = Counter(places.values())
-        there = [name for name in every if (located.root / name).exists()]
+        beside = set(names_in(located.root))
+        there = [name for name in every if name in beside]
         for name in sorted(set(every) - set(there)):
-            problems.missing.append(f"{name}, which {located.files[0]} names for {counts[name]:,} tensors")
+            problems.missing.append(f"{shorter(name)}, which {located.files[0]} names for {counts[name]:,} tensors")
         return there
     if located.form in (Form.NUMBERED, Form.OF_RANKS):
         problems.missing.extend(_missing(located.files))

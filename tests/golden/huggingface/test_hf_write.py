@@ -173,6 +173,8 @@ def test_a_config_of_another_model(config: dict[str, Any], match: str, tmp_path:
         ({"settings": {**ALONE, "max_shard_size": "5GiB"}}, "max_shard_size"),
         ({"settings": {**ALONE, "max_shard_size": "0GB"}}, "above 0"),
         ({"settings": {**ALONE, "max_shard_size": "-1"}}, "above 0"),
+        ({"settings": {**ALONE, "max_shard_size": "9" * 400}}, r"max_shard_size.*9\.\.\."),
+        ({"settings": {**ALONE, "max_shard_size": "١GB"}}, "max_shard_size"),
         ({"settings": {**ALONE, "shards": "3"}}, "no such setting"),
         ({"settings": ALONE, "topology": "dp=2"}, "drop --topology"),
         ({"settings": ALONE, "compress": True}, "compress"),
@@ -208,6 +210,34 @@ def test_a_megatron_run_is_published(tmp_path: Path) -> None:
     assert same(found["model.layers.1.block_sparse_moe.experts.2.w3.weight"], up.contiguous())
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["vocab_size"], config["dtype"], config["model_type"]) == (51, "bfloat16", "mixtral")
+
+
+def test_a_config_that_transformers_refuses_is_told(tmp_path: Path) -> None:
+    """LlamaConfig of transformers 5 wants hidden_size a multiple of num_attention_heads; the kept run has 20 and 8."""
+    notes = ucp.plan(MEGATRON / "llama-tp2-pp2-dp2-full" / "checkpoint", to="huggingface").notes
+    assert [own for own in notes if "from_pretrained refuses" in own and "these are 20 and 8" in own]
+    notes = ucp.plan(MEGATRON / "mixtral-ep4-dp4-full" / "checkpoint", to="huggingface").notes
+    assert not [own for own in notes if "from_pretrained refuses" in own]
+
+
+def test_a_config_is_asked_for_before_sizes(tmp_path: Path) -> None:
+    """Names of Meta need the number of heads, which config.json tells."""
+    names = [f"layers.0.attention.w{part}.weight" for part in "qkvo"] + ["layers.0.attention_norm.weight"]
+    names += [f"layers.0.feed_forward.w{part}.weight" for part in "123"] + ["layers.0.ffn_norm.weight"]
+    names += ["tok_embeddings.weight", "norm.weight", "output.weight"]
+    torch.save({name: torch.ones(8 if "norm" in name else (8, 8)) for name in names}, tmp_path / "a.pt")
+    with pytest.raises(UsageError, match=r"none came with .*--set config=DIR"):
+        ucp.plan(tmp_path / "a.pt", to="huggingface")
+    with pytest.raises(UcpError, match="how many heads"):
+        ucp.plan(tmp_path / "a.pt", to="huggingface", settings=ALONE)
+
+
+@pytest.mark.parametrize("options", [{"to": "huggingface", "settings": ALONE}, {"to": "dcp", "names": "huggingface"}])
+def test_names_that_stay_need_no_sizes(options: dict[str, Any], tmp_path: Path) -> None:
+    tensors = load_file(ROOT / "huggingface" / "llama" / "model" / "model.safetensors")
+    torch.save(tensors, tmp_path / "nano.pt")
+    ucp.convert(tmp_path / "nano.pt", tmp_path / "out", workers=1, **options)
+    assert ucp.open(tmp_path / "out").index.atoms.keys() == tensors.keys()
 
 
 def test_the_vocabulary_of_a_config_that_is_named(tmp_path: Path) -> None:

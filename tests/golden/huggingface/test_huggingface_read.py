@@ -226,6 +226,10 @@ class TestDamage:
         (copy / "model-00002-of-00002.safetensors").unlink()
         self.refused(copy, r"missing: model-00002-of-00002\.safetensors, which .* names for \d+ tensors")
 
+    def test_a_name_that_no_file_can_have(self, copy: Path) -> None:
+        self.index_json(copy, **{"model.norm.weight": f"{'m' * 5000}.safetensors"})
+        self.refused(copy, r"missing: m{80}\.\.\., which model\.safetensors\.index\.json names for 1 tensor")
+
     def test_a_missing_file_without_an_index(self, copy: Path) -> None:
         (copy / "model-00001-of-00002.safetensors").unlink()
         (copy / "model.safetensors.index.json").unlink()

@@ -309,3 +309,14 @@ def test_what_one_rank_saved_is_refused_under_the_name_of_another(tmp_path: Path
     shutil.copy(copy / name.format(0), copy / name.format(1))
     with pytest.raises(MalformedError, match=r"rank_1\.pt was saved as extra_state_world_size_4_rank_0\.pt"):
         ucp.inspect(copy)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "optim_world_size_1_rank_0.pt", "last.pt"])
+def test_an_optimizer_alone_is_no_model(name: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / name)
+    with pytest.raises(ucp.errors.MalformedError, match=f"there is no model in it, .* names in {name}"):
+        ucp.open(tmp_path)

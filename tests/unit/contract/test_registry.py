@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import shutil
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +36,13 @@ def test_nothing_there(tmp_path):
         recognise(tmp_path / "nope")
 
 
+def test_a_checkpoint_above_is_named_whole(source, monkeypatch):
+    (source / "junk").write_text("x")
+    monkeypatch.chdir(source)
+    with pytest.raises(UnknownFormatError, match=f"Did you mean {source}\\?"):
+        recognise(Path("junk"))
+
+
 def test_something_else_there(tmp_path):
     with pytest.raises(UnknownFormatError, match="it holds nothing"):
         recognise(tmp_path)
@@ -55,3 +64,39 @@ def test_two_claims_are_not_decided_here(source, monkeypatch):
         recognise(source)
     twin.gives_way = True
     assert recognise(source)[0].name == "ucp"
+
+
+FIXTURES = Path(__file__).parents[3] / "fixtures"
+KEPT = {
+    "dcp": FIXTURES / "torch" / "fsdp2-dp4" / "checkpoint",
+    "hf": FIXTURES / "huggingface" / "llama" / "model",
+    "nano": FIXTURES / "torch" / "ddp-dp2-nanogpt" / "checkpoint",
+    "deepspeed": FIXTURES / "deepspeed" / "z3-dp4-fp32" / "checkpoint",
+}
+
+
+@pytest.mark.parametrize("held", [("dcp", "hf", "nano"), ("dcp", "hf"), ("dcp", "nano")])
+def test_folders_of_several_formats_are_not_decided_here(held, tmp_path):
+    for name in held:
+        shutil.copytree(KEPT[name], tmp_path / "runs" / name)
+    with pytest.raises(UnknownFormatError, match=f"holds {len(held)} checkpoints, of several formats") as caught:
+        recognise(tmp_path / "runs")
+    assert [str(tmp_path / "runs" / name) in str(caught.value) for name in KEPT] == [name in held for name in KEPT]
+    assert [recognise(tmp_path / "runs" / name)[1].root for name in held]
+
+
+def test_one_checkpoint_among_what_a_run_leaves(tmp_path):
+    shutil.copytree(KEPT["dcp"], tmp_path / "checkpoint-2")
+    for name in ("runs/Nov22", "logs/checkpoint-2", "wandb", "empty"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "events.out.tfevents.1").touch()
+    (tmp_path / "config.json").write_text("{}")
+    assert recognise(tmp_path)[1].root == tmp_path / "checkpoint-2"
+
+
+def test_what_lies_beside_the_tags_of_a_run_is_not_asked_about(tmp_path):
+    shutil.copytree(KEPT["deepspeed"], tmp_path / "run")
+    shutil.copytree(KEPT["hf"], tmp_path / "run" / "final")
+    assert recognise(tmp_path / "run")[0].name == "deepspeed"
+    (tmp_path / "run" / "latest").unlink()
+    assert recognise(tmp_path / "run")[0].name == "deepspeed"

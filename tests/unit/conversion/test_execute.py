@@ -630,3 +630,9 @@ class TestFsync:
         """What was begun with it may be continued without, and the other way round."""
         ucp.convert(source, tmp_path / "out", fsync=False)
         assert ucp.convert(source, tmp_path / "out", resume=True).already_complete
+
+
+def test_a_path_with_nul_is_refused(source, tmp_path):
+    for src, dst in ((source, tmp_path / "a\0b"), (f"{source}\0", tmp_path / "out")):
+        with pytest.raises(UsageError, match=r"NUL.*got '.*\\x00"):
+            ucp.convert(src, dst)

@@ -44,7 +44,9 @@ class DeepSpeedFormat(Format):
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is, or leads to, a native tag folder."""
         located = locate_native(path)
-        return None if located is None else Evidence(root=located.root, reasons=located.reasons)
+        if located is None:
+            return None
+        return Evidence(root=located.root, reasons=located.reasons, is_saved_in=located.saved_in is not None)
 
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""

@@ -29,7 +29,7 @@ from ucp_formats.megatron.names import RELEASE, TRACKER
 from ucp_formats.megatron.param_groups.rules import is_by_named_optimizer
 from ucp_formats.megatron.run.modules import chosen_modules
 from ucp_formats.megatron.write.arguments.carried import relaid_arguments
-from ucp_formats.megatron.write.arguments.configured import configured
+from ucp_formats.megatron.write.arguments.configured import configured, scaling_note
 from ucp_formats.megatron.write.arguments.derived import derived_arguments
 from ucp_formats.megatron.write.arguments.settings import SETTINGS, check_asked, check_settings
 from ucp_formats.megatron.write.dist.files import dist_places, plan_dist
@@ -136,10 +136,7 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
     said = {**modules.settings, **asked}
     weights = DType(options.dtypes[WEIGHT]) if WEIGHT in options.dtypes else None
     model = target_model(index, target_family(index, options, {**native, **said})[0], weights=weights)
-    arguments = {**native, **said}
-    if not native:
-        known = {**configured(recorded_arguments(index)), **said}
-        arguments = derived_arguments(model.shapes, model.dtypes, asked=known, source=index.path)
+    arguments, told = ({**native, **said}, ()) if native else _made_arguments(index, model, said)
     check_layers(model, alike=key_style(arguments).stacked)
     chain, notes = optimizer_chain(index, model.expert_atoms, split=experts_apart(model, topology))
     if chain and _is_without_moments(model, arguments):
@@ -173,7 +170,19 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
         dtypes=options.dtypes,
     )
     same = layout == _LAYOUTS[0] and not modules.known_from and _same_keys(model, arguments)
-    return run, (*notes, modules.note(same_keys=same))
+    return run, (*told, *notes, modules.note(same_keys=same))
+
+
+def _made_arguments(
+    index: Index, model: Model, said: Mapping[str, object]
+) -> tuple[dict[str, object], tuple[str, ...]]:
+    """Arguments for a model that no run of Megatron trained, and what a user may not expect of them."""
+    recorded = recorded_arguments(index)
+    stated = configured(recorded)
+    arguments = derived_arguments(model.shapes, model.dtypes, asked={**stated, **said}, source=index.path)
+    others = {name: own for name, own in stated.items() if name in said and said[name] != own}
+    notes = [f"--set {name}={said[name]}, where config.json says {own}" for name, own in others.items()]
+    return arguments, tuple(filter(None, [scaling_note(recorded), *notes]))
 
 
 def _same_keys(model: Model, arguments: Mapping[str, object]) -> bool:

@@ -100,6 +100,8 @@ class _Reading:
         }
         self._checksums = Checksums(self._records)
         tree = leaves_of({_PATHS[item]: own for item, own in values.items()}, self._checksums, str(located.root))
+        if not tree.model:
+            raise self._no_model()
         is_ordered_by_it = shapes is not None and "safetensors" in located.files.get("model", {}).get(0, "")
         self._tree: Tree = with_parameters(tree, None if is_ordered_by_it else shapes, str(located.root))
         optimizer = states_by_name(self._tree, str(located.root))
@@ -134,10 +136,7 @@ class _Reading:
         """The index."""
         saved = self._saved
         if not saved.model:
-            raise MalformedError(
-                f"expected tensors of a model in {self._located.root}; there are none under names. Pass a file that "
-                "holds a state dict, or the folder with it"
-            )
+            raise self._no_model()
         atoms = {own: self._atom(own, leaf) for own, leaf in saved.model.items() if own not in saved.tied}
         return Index(
             path=os.path.abspath(self._located.root),
@@ -154,6 +153,13 @@ class _Reading:
             files=tuple(self._files),
             records=tuple(self._records),
             notes=(*saved.notes, *self._notes(atoms)),
+        )
+
+    def _no_model(self) -> MalformedError:
+        return MalformedError(
+            f"expected tensors of a model in {self._located.root}; there is no model in it, as no tensors are under "
+            f"names in {', '.join(os.path.basename(own.path) for own in self._files)}. Pass a file that holds a state "
+            "dict, or the folder with it beside the optimizer"
         )
 
     def _atom(self, name: str, leaf: Leaf) -> AtomIndex:

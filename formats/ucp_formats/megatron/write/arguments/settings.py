@@ -32,7 +32,7 @@ _NAMES = {
     ),
     "positions": (
         "position_embedding_type add_position_embedding use_rotary_position_embeddings rotary_base rotary_percent "
-        "rotary_interleaved"
+        "rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor"
     ),
     "layers": (
         "normalization norm_epsilon apply_layernorm_1p add_bias_linear add_qkv_bias swiglu gated_linear_unit "
