@@ -226,7 +226,7 @@ def test_a_config_is_asked_for_before_sizes(tmp_path: Path) -> None:
     names += [f"layers.0.feed_forward.w{part}.weight" for part in "123"] + ["layers.0.ffn_norm.weight"]
     names += ["tok_embeddings.weight", "norm.weight", "output.weight"]
     torch.save({name: torch.ones(8 if "norm" in name else (8, 8)) for name in names}, tmp_path / "a.pt")
-    with pytest.raises(UsageError, match=r"none came with .*--set config=DIR"):
+    with pytest.raises(UsageError, match=r"needs a config.json.*--set config=DIR"):
         ucp.plan(tmp_path / "a.pt", to="huggingface")
     with pytest.raises(UcpError, match="how many heads"):
         ucp.plan(tmp_path / "a.pt", to="huggingface", settings=ALONE)
