@@ -18,7 +18,7 @@ from ucp_cli.stopping import Terminated, heed_termination
 from ucp_cli.verbs import cli
 
 PROGRAM = """
-import os, sys, threading
+import os, signal, sys, threading
 from importlib import import_module
 from ucp.io.staging import Staging
 from ucp.transfer.worker import Worker
@@ -37,6 +37,7 @@ for name in (
         module.BLOCK = 64
 import_module("ucp.transfer.tasks").TASK = 128
 carry_out, note = Worker.carry_out, Staging.note
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup of whoever runs the tests would keep it away
 
 def stuck(worker, task):
     if task.number >= 6:
