@@ -269,9 +269,10 @@ def _check_alike(name: str, first: AtomIndex, own: AtomIndex) -> None:
             f"{name} is made of {first.name} with the states {', '.join(first.states)} and of {own.name} with "
             f"{', '.join(own.states)}: expected the same of both. Take the weights alone (--include '*/weight')"
         )
-    types = [(each.kind, each.model_dtype, *(state.dtype for state in each.states.values())) for each in (first, own)]
-    ordered = (own.kind, own.model_dtype, *(own.states[state].dtype for state in first.states))
-    if ordered != types[0]:
+    types = [
+        (each.kind, each.model_dtype, *(each.states[state].dtype for state in first.states)) for each in (first, own)
+    ]
+    if types[0] != types[1]:
         raise UnsupportedError(
             f"{name} is made of {first.name} and {own.name}, which differ in kind or type "
             f"({_told(first)}; {_told(own)})"

@@ -5,34 +5,19 @@ Every state is compared with the truth that was gathered from the live ranks (fi
 
 from __future__ import annotations
 
-import json
 import pickle
 import shutil
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 import ucp
-from ucp.core.index import Index, Kind, check_cover
+from tests.golden.torch.truth import REPORTS, ROOT, check_states, index_of
+from ucp.core.index import Kind
 
-ROOT = Path(__file__).parents[3] / "fixtures" / "torch"
-REPORTS: dict[str, Any] = {path.parent.name: json.loads(path.read_text()) for path in ROOT.glob("*/truth.json")}
 CASES = sorted(name for name, own in REPORTS.items() if own["case"]["saved"] == "dcp")
 TIED = [name for name in CASES if REPORTS[name]["case"]["model"] == "tiny"]
-
-
-@cache
-def index_of(case: str) -> Index:
-    return ucp.inspect(ROOT / case / "checkpoint")
-
-
-@cache
-def truth_of(case: str) -> dict[str, torch.Tensor]:
-    return load_file(ROOT / case / "truth.safetensors")
 
 
 def test_all_ways_of_saving_are_there() -> None:
@@ -42,17 +27,7 @@ def test_all_ways_of_saving_are_there() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_state_is_the_truth_bit_for_bit(case: str) -> None:
-    check_cover(index_of(case))
-    checkpoint = ucp.open(ROOT / case / "checkpoint")
-    index, truth = checkpoint.index, dict(truth_of(case))
-    for second, first in index.aliases.items():
-        assert torch.equal(truth.pop(f"{second}/weight"), truth[f"{first}/weight"])
-    assert {f"{atom.name}/{state}" for atom, state, _ in index.states()} == set(truth)
-    for name, wanted in truth.items():
-        param, _, state = name.rpartition("/")
-        found = checkpoint.read(param, state)
-        assert found.dtype == wanted.dtype
-        assert torch.equal(found, wanted), name
+    check_states(case)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -153,10 +153,9 @@ def _translated(index: Index, made: Mapping[str, Made], family: Family, style: s
     left = [name for name in index.atoms if name not in used]
     dropped = [f"no parameters of {family.name}, and of no name in {style}:\n{listed(left)}"] if left else []
     names = {own.sources[0]: name for name, own in made.items() if own.renames}
-    aliases = {
-        new: names[to] for old, to in index.aliases.items() if to in names and (new := _alias(old, family, style))
-    }
-    dropped += _untied(index, {old for old, to in index.aliases.items() if to in names and _alias(old, family, style)})
+    second = {old: _alias(old, family, style) for old, to in index.aliases.items() if to in names}
+    aliases = {new: names[index.aliases[old]] for old, new in second.items() if new}
+    dropped += _untied(index, {old for old, new in second.items() if new})
     order = family.in_order(found.atoms, style)
     places = {name: place for place, name in enumerate(order or found.atoms)}
     groups = (replace(own, params=tuple(sorted(own.params, key=places.__getitem__))) for own in found.groups)
