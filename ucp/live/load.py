@@ -23,14 +23,14 @@ from ucp.conversion.source.zero_moments import ZeroMoments
 from ucp.core.index import DoubtKind
 from ucp.core.names import WEIGHT
 from ucp.errors import UcpError, UsageError
-from ucp.live.checksums import check_records
+from ucp.live.exchange.checksums import check_records
+from ucp.live.exchange.read_shares import Bucket, share_out
+from ucp.live.exchange.transfer import Reader, bring
 from ucp.live.load_plan import Decision, check_agreement, check_topology, decide
 from ucp.live.match import LoadItem
 from ucp.live.optimizer import State, formed, put_hyper, put_states
-from ucp.live.ranks import Ranks, ranks_of, together
-from ucp.live.read_shares import Bucket, share_out
 from ucp.live.report import LoadReport, Traffic, report_of
-from ucp.live.transfer import Reader, bring
+from ucp.live.run.ranks import Ranks, ranks_of, together
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ def load_into(
         From a name in the model to the name in the checkpoint.
     group
         Ranks that hold the same model; by default all. A process group of torch.distributed, or anything that
-        exchanges values as `ucp.live.ranks.Ranks` says.
+        exchanges values as `ucp.live.run.ranks.Ranks` says.
     check
         Compare what is read with the checksums that the checkpoint records.
     zero_moments

@@ -23,7 +23,7 @@ from ucp.live.groups import match_groups
 from ucp.live.match import Findings, LoadItem, match_states, match_tensors, want_weights
 from ucp.live.model import LiveModel, describe_model
 from ucp.live.optimizer import Forms, LiveOptimizer, describe_optimizer, forms_of, live_params
-from ucp.live.ranks import Ranks
+from ucp.live.run.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch import nn
