@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,13 +24,12 @@ from ucp.conversion.source.zero_moments import ZeroMoments
 from ucp.core.index import DoubtKind
 from ucp.core.names import WEIGHT
 from ucp.errors import UcpError, UsageError
-from ucp.live.exchange.checksums import check_records
-from ucp.live.exchange.read_shares import Bucket, share_out
-from ucp.live.exchange.transfer import Reader, bring
+from ucp.live.exchange.carry import carry
+from ucp.live.exchange.traffic import CarryOptions, Exchange
 from ucp.live.load_plan import Decision, check_agreement, check_topology, decide
 from ucp.live.match import LoadItem
 from ucp.live.optimizer import State, formed, put_hyper, put_states
-from ucp.live.report import LoadReport, Traffic, report_of
+from ucp.live.report import LoadReport, report_of
 from ucp.live.run.ranks import Ranks, ranks_of, together
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def load_into(
     shapes_from
         What says the shapes of parameters that the checkpoint keeps flat. See `ucp.convert`.
     bucket_nbytes
-        Bytes gathered at once; a rank needs about this and twice its share of it.
+        Bytes gathered at once; a rank needs up to four times as many for what is under way.
 
     Raises
     ------
@@ -134,24 +134,16 @@ def load_into(
     decision = together(ranks, decided)
     check_agreement(ranks, decision, (strict, check, bucket_nbytes))
     landing = together(ranks, lambda: [_landing(want, decision) for want in decision.wants])
-    tracked = frozenset(record.path for record in decision.index.records if check)
-    reader = Reader(decision.wants, tracked=tracked)
+    options = CarryOptions(
+        exchange=Exchange.ALWAYS, memory=4 * bucket_nbytes, records=decision.index.records if check else ()
+    )
     try:
-        together(ranks, lambda: bring(_buckets(decision, ranks, bucket_nbytes), reader, ranks, landing))
-        checked = check_records(decision.index, reader, ranks) if check else frozenset()
+        traffic = carry(decision.wants, landing, ranks, options)
     except UcpError as error:
         error.add_note("It was found under way: the model may be partly overwritten, do not use it")
         raise
-    finally:
-        reader.close()
     together(ranks, lambda: _restore(decision, landing))
-    traffic = Traffic(
-        nbytes=tuple(ranks.share(reader.nbytes)),
-        rank=ranks.rank,
-        checked=checked,
-        seconds=time.perf_counter() - started,
-    )
-    return report_of(decision, traffic)
+    return report_of(decision, replace(traffic, seconds=time.perf_counter() - started))
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -167,15 +159,6 @@ def _path_of(checkpoint: str | PathLike[str] | None) -> Path:
             f"expected a checkpoint; pass checkpoint=PATH (after the model comes the topology), or set {ENVIRONMENT}"
         )
     return Path(path)
-
-
-def _buckets(decision: Decision, ranks: Ranks, bucket_nbytes: int) -> tuple[Bucket, ...]:
-    return share_out(
-        [want.slice for want in decision.wants],
-        costs=[want.cost for want in decision.wants],
-        readers=ranks.count,
-        bucket_nbytes=bucket_nbytes,
-    )
 
 
 def _landing(want: LoadItem, decision: Decision) -> torch.Tensor:
