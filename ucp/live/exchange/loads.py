@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 
 from ucp.core.index import StateIndex
 from ucp.core.region import Box, RegionPair
@@ -53,7 +52,7 @@ def own_load(number: int, item: LoadItem) -> Load:
 
 def shared_load(own: Load) -> Load:
     """The same as ranks carry it that exchange what they read; raises nothing, reads nothing."""
-    if own.dims or not _is_whole(own.slice) or not _is_spread(own):
+    if own.dims or not own.slice.is_whole or not _is_spread(own):
         return own
     whole = whole_slice(own.slice.param, own.slice.state, own.source, dtype=own.slice.dtype)
     if whole.nbytes > _MOST_WIDENED * own.slice.nbytes:
@@ -65,16 +64,11 @@ def _is_spread(own: Load) -> bool:
     return is_crosswise(own.slice, own.source, nbytes=BLOCK)
 
 
-def _is_whole(own: Slice) -> bool:
-    """Whether it is all of a local tensor, not a flat range of one."""
-    return own.start == 0 and own.stop == prod(own.local_shape)
-
-
 def _turned(own: Load) -> Load:
     """The same with the dims in the order of the source, where that is another one and can be told of all pieces."""
     order = source_order(own.source)
     refs = [fragment.ref for fragment in own.source.fragments]
-    if order == tuple(sorted(order)) or not _is_whole(own.slice):
+    if order == tuple(sorted(order)) or not own.slice.is_whole:
         return own
     if not all(isinstance(ref, TensorRef) and not ref.codec for ref in refs):
         return own
