@@ -43,6 +43,7 @@ __all__ = [
     "families",
     "family",
     "library",
+    "live_adapters",
     "names",
     "pattern",
     "recognise",
@@ -94,6 +95,11 @@ def target(name: str) -> Target:
 def engine(name: str) -> Engine:
     """The engine of that name. Raises UsageError naming those there are."""
     return cast("Engine", _made("ucp.engines", name))  # what the group promises
+
+
+def live_adapters() -> list[LiveAdapter]:
+    """What describes the live runs of frameworks."""
+    return [cast("LiveAdapter", _made("ucp.live", name)) for name in names("ucp.live")]  # what the group promises
 
 
 def pattern(name: str, **fields: object) -> Pattern:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ucp.core.region import local_flat_pairs
 from ucp.core.slices import Locator, Slice, block_ranges, resolve
-from ucp.live.match import LoadItem
+from ucp.live.match.tensors import LoadItem
 from ucp.live.ranks import Ranks
 from ucp.live.read_shares import ALIGNMENT, Bucket, Segment
 from ucp.transfer.gather import Gatherer, Sources, Span

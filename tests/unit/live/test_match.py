@@ -4,7 +4,7 @@ from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex
 from ucp.core.topology import Topology
 from ucp.errors import LoadError
-from ucp.live.match import Findings, LiveParam, LiveTensor, match_states, match_tensors, want_weights
+from ucp.live.match.tensors import Findings, LiveParam, LiveTensor, match_states, match_tensors, want_weights
 
 FLOAT = DType.FLOAT32
 

@@ -4,8 +4,8 @@ from torch import nn
 
 from ucp.core.dtypes import DType
 from ucp.errors import LoadError, UnsupportedError
-from ucp.live.match import LiveTensor
-from ucp.live.model import describe_model
+from ucp.live.match.tensors import LiveTensor
+from ucp.live.model.module import describe_model
 
 
 class Net(nn.Module):

@@ -1,0 +1,20 @@
+"""Which adapter describes a live run: that of its framework, or torch's own."""
+
+from __future__ import annotations
+
+from ucp.contract.registry import live_adapters
+from ucp.live.adapters import LiveRequest, LiveRun
+from ucp.live.model.module import describe_model
+from ucp.live.optimizer.torch_optimizer import describe_optimizer
+
+__all__ = ["described"]
+
+
+def described(request: LiveRequest) -> LiveRun:
+    """The rank's parts, by the adapter that claims them, or as a torch module with a torch optimizer."""
+    for adapter in live_adapters():
+        if adapter.claims(request):
+            return adapter.describe(request)
+    model = describe_model(request.model)
+    optimizer = None if request.optimizer is None else describe_optimizer(request.optimizer, model)
+    return LiveRun(model=model, optimizer=optimizer)
