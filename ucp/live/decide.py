@@ -86,7 +86,7 @@ class Decision:
 
 
 def match(run: LiveRun, index: Index, options: LoadOptions) -> Matching:
-    """The tensors of this rank by names and shapes. Raises MalformedError, ZeroMomentsError for a doubtful checkpoint."""
+    """The tensors of this rank by names and shapes. Raises SourceError for a doubtful checkpoint."""
     check_doubts(index, options.accept)
     if run.optimizer is not None:
         check_moments(index, options.zero_moments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ucp.contract.registry import live_adapters
+from ucp.errors import UsageError
 from ucp.live.adapters import LiveRequest, LiveRun
 from ucp.live.model.module import describe_model
 from ucp.live.optimizer.torch_optimizer import describe_optimizer
@@ -15,6 +16,11 @@ def described(request: LiveRequest) -> LiveRun:
     for adapter in live_adapters():
         if adapter.claims(request):
             return adapter.describe(request)
+    from torch import nn, optim
+
+    if not isinstance(request.model, nn.Module) or not isinstance(request.optimizer, optim.Optimizer | None):
+        named = " and ".join(type(own).__name__ for own in (request.model, request.optimizer) if own is not None)
+        raise UsageError(f"expected a torch module, and a torch optimizer or none; got {named}")
     model = describe_model(request.model)
     optimizer = None if request.optimizer is None else describe_optimizer(request.optimizer, model)
     return LiveRun(model=model, optimizer=optimizer)

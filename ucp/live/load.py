@@ -18,6 +18,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
+import xxhash
+
 from ucp.contract.protocols import SourceOptions
 from ucp.conversion.options import TopologyLike, policy_of, topology_of
 from ucp.conversion.prepare import index_of
@@ -34,7 +36,7 @@ from ucp.live.exchange.transfer import Reader, bring
 from ucp.live.parts import LoadItem
 from ucp.live.report import LoadReport, Traffic, report_of
 from ucp.live.run.mesh import RunMesh
-from ucp.live.run.ranks import Ranks, ranks_of, together
+from ucp.live.run.ranks import Alone, Ranks, ranks_of, together
 
 if TYPE_CHECKING:
     import torch
@@ -133,7 +135,8 @@ def load_into(
     tracked = frozenset(record.path for record in decision.index.records)
     reader = Reader(decision.wants, tracked=tracked)
     try:
-        together(ranks, lambda: bring(_buckets(decision, ranks, bucket_nbytes), reader, ranks, landing))
+        holders = _holders(decision, ranks)
+        together(ranks, lambda: bring(_buckets(decision, holders, bucket_nbytes), reader, holders, landing))
         checked = check_records(decision.index, reader, ranks)
     except UcpError as error:
         error.add_note("It was found under way: the model may be partly overwritten, do not use it")
@@ -181,6 +184,13 @@ def _is_path(topology: object) -> TypeGuard[str | PathLike[str]]:
     """Whether what stands for a topology is a path."""
     is_text = isinstance(topology, str) and "=" not in topology.partition("/")[0]
     return isinstance(topology, PathLike) or is_text or (isinstance(topology, str) and os.path.exists(topology))
+
+
+def _holders(decision: Decision, ranks: Ranks) -> Ranks:
+    """The ranks that share the reading: all, where all hold the same."""
+    digest = xxhash.xxh3_64_hexdigest(repr([(want.name, want.slice) for want in decision.wants]).encode())
+    same = ranks.share(digest)
+    return ranks if len(set(same)) == 1 else Alone()
 
 
 def _buckets(decision: Decision, ranks: Ranks, bucket_nbytes: int) -> tuple[Bucket, ...]:

@@ -55,10 +55,11 @@ class LivePart:
         if self.global_shape not in (None, shape):
             raise ValueError(f"has shape {list(self.global_shape or ())} in the model and {list(shape)}")
         part = part_of(self.layout, shape, coords=self.coords)
-        if part.local_shape != self.local_shape and (prod(part.local_shape) or prod(self.local_shape)):
-            cut = ", ".join(f"{axis.axis}={axis.parts} {axis.pattern.name}" for axis in self.layout.axes) or "no cut"
+        if part.local_shape != self.local_shape and (part.numel or prod(self.local_shape)):
+            cut = ", ".join(f"{axis.axis}={axis.parts} {axis.pattern.name}" for axis in self.layout.axes)
             raise ValueError(
-                f"has shape {list(self.local_shape)} on this rank; {cut} leaves {list(part.local_shape)} of {list(shape)}"
+                f"has shape {list(self.local_shape)} on this rank; {cut or 'no cut'} leaves {list(part.local_shape)} "
+                f"of {list(shape)}"
             )
         start, stop = 0, prod(part.local_shape) if part.held else 0
         if part.flat is not None:

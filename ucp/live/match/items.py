@@ -16,9 +16,7 @@ def castable(stored: DType, wanted: DType) -> bool:
     return stored is wanted or (stored.is_floating and wanted.is_floating)
 
 
-def item_of(
-    name: str, atom: AtomIndex, state: str, dtype: DType, part: LivePart, *, stepped: bool = False
-) -> LoadItem:
+def item_of(name: str, atom: AtomIndex, state: str, dtype: DType, part: LivePart, *, stepped: bool = False) -> LoadItem:
     """What `part` is of a state; a state of another shape than its parameter is whole on every rank."""
     source = atom.states[state]
     is_whole = part.is_whole or source.global_shape != atom.global_shape

@@ -24,8 +24,8 @@ def match_states(
 ) -> tuple[list[LoadItem], list[str]]:
     """Optimizer states to bring, and the parameters that the saved optimizer had never stepped.
 
-    `parts`: what the model holds of each tensor. `stepped`: atoms that the optimizer of any rank steps. A count is brought in the type it is
-    stored in, whatever number the optimizer then makes of it.
+    `parts`: what the model holds of each tensor. `stepped`: atoms that the optimizer of any rank steps. A count is
+    brought in the type it is stored in, whatever number the optimizer then makes of it.
     """
     known = {name for group in index.groups for name in group.params}
     lost = [matched[own.name] for own in params if own.name in matched]
@@ -80,9 +80,7 @@ def _states(param: LiveParam, part: LivePart, atom: AtomIndex, findings: Finding
     return wanted
 
 
-def _check_left_over(
-    stepped: Collection[str], matched: Mapping[str, str], index: Index, findings: Findings
-) -> None:
+def _check_left_over(stepped: Collection[str], matched: Mapping[str, str], index: Index, findings: Findings) -> None:
     """Find states that no parameter of the optimizer takes, on any rank."""
     present = set(matched.values())
     for atom in index.atoms.values():
