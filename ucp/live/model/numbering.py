@@ -27,7 +27,7 @@ from ucp.live.model.experts import ExpertMap
 from ucp.live.parts import LiveTensor
 from ucp.live.run.mesh import RunMesh
 
-__all__ = ["Numbering", "Survey", "layer_in", "survey"]
+__all__ = ["Numbering", "Survey", "expert_in", "layer_in", "survey"]
 
 _EXPERT = re.compile(r"(.*?(?:^|\.)(?:local_)?experts\.)((?:[\w.]*(?:weight|bias))?)(\d+)(?=\.|$)")
 """`mlp.experts.3.w1`, `mlp.experts.local_experts.3.linear_fc1`, and `mlp.experts.linear_fc1.weight3`."""
@@ -65,7 +65,7 @@ def survey(model: LiveModel) -> Survey:
         chunk, path = _of_chunk(name, model.chunks)
         if (layer := layer_in(path)) is not None:
             layers.setdefault((chunk, layer[0]), set()).add(layer[1])
-        if (expert := _expert_in(path)) is not None:
+        if (expert := expert_in(path)) is not None:
             experts.setdefault((chunk, expert[0]), set()).add(expert[1])
     said: dict[tuple[int, str], tuple[int, ...]] = {}
     for (chunk, path), numbers in layers.items():
@@ -147,6 +147,16 @@ def layer_in(path: str) -> tuple[str, int] | None:
     return None
 
 
+def expert_in(path: str) -> tuple[str, int] | None:
+    """The number of an expert in a name, and the path in front of it.
+
+    >>> expert_in("mlp.experts.local_experts.5.w1"), expert_in("mlp.experts.w1")
+    (('mlp.experts.local_experts.', 5), None)
+    """
+    found = _EXPERT.match(path)
+    return (found[1], int(found[3])) if found else None
+
+
 def _of_chunk(name: str, chunks: int) -> tuple[int, str]:
     if chunks == 1:
         return 0, name
@@ -167,11 +177,11 @@ class _Counts:
     def __init__(self, stored: Iterable[str], rename: Callable[[str], str], model: LiveModel) -> None:
         self._rename = rename
         self._layers = _numbers(stored, layer_in)
-        self._experts = _numbers(stored, _expert_in)
+        self._experts = _numbers(stored, expert_in)
         self._named: dict[str, str] = {}
         """Path that numbers follow, as ranks call it, to a name under it."""
         for path in (_of_chunk(name, model.chunks)[1] for own in model.tensors for name in own.names):
-            for found in filter(None, (layer_in(path), _expert_in(path))):
+            for found in filter(None, (layer_in(path), expert_in(path))):
                 self._named.setdefault(found[0], path)
 
     def layers(self, path: str) -> int | None:
@@ -182,7 +192,7 @@ class _Counts:
     def experts(self, path: str, whole: str) -> int | None:
         """Experts under a path, `whole` in the whole model; None where the checkpoint has none of that name."""
         name = whole + self._named[path].removeprefix(path) if path in self._named else whole
-        own = _expert_in(self._rename(name))
+        own = expert_in(self._rename(name))
         return len(self._experts.get(own[0], ())) or None if own else None
 
 
@@ -191,11 +201,6 @@ def _numbers(names: Iterable[str], number_in: Callable[[str], tuple[str, int] | 
     for own in filter(None, map(number_in, names)):
         found.setdefault(own[0], set()).add(own[1])
     return found
-
-
-def _expert_in(path: str) -> tuple[str, int] | None:
-    found = _EXPERT.match(path)
-    return (found[1], int(found[3])) if found else None
 
 
 def _layers(run: Numbering, counts: _Counts) -> Numbers:

@@ -24,15 +24,13 @@ from ucp.live.adapters import LiveModel
 from ucp.live.match.tensors import atoms_of
 from ucp.live.model.attributes import Attributes
 from ucp.live.model.experts import ExpertMap
-from ucp.live.model.numbering import layer_in
+from ucp.live.model.numbering import expert_in, layer_in
 from ucp.live.model.rules import Ruled, Rules, cuts
 from ucp.live.parts import LivePart, LiveTensor
 from ucp.live.run.mesh import RunMesh
 
 __all__ = ["Finder", "Padding", "Ways", "placed"]
 
-_STACKED = re.compile(r"(^|\.)(local_)?experts\.(?!\d)(?!.*\d+$)")
-"""A tensor of all experts of a layer."""
 _EXPERTS = re.compile(r"(^|\.)(local_)?experts\.")
 _MULTIPLE = "make_vocab_size_divisible_by"
 _MULTIPLES = tuple(1 << power for power in range(12))
@@ -169,7 +167,7 @@ class Finder:
     def _stacked(self, name: str, shape: tuple[int, ...]) -> tuple[AxisLayout, ...]:
         """The axis of a tensor of all experts of a layer, over expert-parallel ranks."""
         parts = self._degrees["ep"]
-        if not _STACKED.search(name) or not shape:
+        if expert_in(name) is not None or not shape:
             return ()
         layer = layer_in(name)
         dealt = self._experts.pattern(shape, layer=layer[1] if layer else None, ep=parts)
@@ -251,7 +249,7 @@ def placed(
             continue
         layout = _agreed(found, [keys[name] for keys in told if (name := own.whole_names[0]) in keys])
         if layout is None:
-            hint = found.hint or "its ranks hold shapes that no one cut gives"
+            hint = "ranks hold shapes of it that no one cut gives" if found.layouts else found.hint
             tensors.append(replace(own, part=replace(own.part, hint=hint)))
             continue
         local = own.part.local_shape
