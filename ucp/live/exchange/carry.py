@@ -25,7 +25,7 @@ from ucp.live.exchange.reading import THREAD_NBYTES, Reader, Reading
 from ucp.live.exchange.stages import STATUS, Stage, plan_stages
 from ucp.live.exchange.traffic import CarryOptions, Exchange, Traffic
 from ucp.live.exchange.verify import verify
-from ucp.live.match import LoadItem
+from ucp.live.parts import LoadItem
 from ucp.live.run.ranks import Ranks, together
 
 if TYPE_CHECKING:

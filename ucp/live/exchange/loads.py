@@ -13,7 +13,7 @@ from ucp.core.index import StateIndex
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice, whole_slice
 from ucp.core.tensor import TensorRef
-from ucp.live.match import LoadItem
+from ucp.live.parts import LoadItem
 from ucp.transfer.tasks import BLOCK
 from ucp.transfer.tiles import is_crosswise, source_order
 

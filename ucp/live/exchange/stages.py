@@ -15,7 +15,7 @@ from ucp.live.exchange.holders import digests, holders
 from ucp.live.exchange.loads import Load, own_load, shared_load
 from ucp.live.exchange.read_shares import ALIGNMENT, Window, share_out
 from ucp.live.exchange.traffic import Exchange
-from ucp.live.match import LoadItem
+from ucp.live.parts import LoadItem
 from ucp.live.run.ranks import Ranks, together
 
 __all__ = ["STATUS", "Room", "Stage", "plan_stages"]

@@ -11,7 +11,7 @@ from ucp.live.exchange.loads import Load, own_load
 from ucp.live.exchange.places import Places, bytes_of
 from ucp.live.exchange.read_shares import Window, share_out
 from ucp.live.exchange.reading import Reader
-from ucp.live.match import LoadItem
+from ucp.live.parts import LoadItem
 from ucp.live.run.ranks import Ranks, together
 
 if TYPE_CHECKING:

@@ -6,19 +6,20 @@ checkpointing) is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ucp.core.dtypes import DType
 from ucp.errors import LoadError, UnsupportedError, listed
-from ucp.live.match import LiveTensor
+from ucp.live.adapters import LiveModel
+from ucp.live.parts import LivePart, LiveTensor
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["LiveModel", "describe_model", "dtype_of"]
+__all__ = ["describe_model", "describe_modules", "dtype_of"]
 
 _WRAPPERS = {
     "DistributedDataParallel": "module",
@@ -34,20 +35,6 @@ _SHARDING = {
     "PipelineModule": "its layers are cut over pipeline ranks",
 }
 """Class of a module that cannot be loaded to the reason."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveModel:
-    """Everything of a module that a checkpoint of it holds."""
-
-    tensors: tuple[LiveTensor, ...]
-    """Parameters, then persistent buffers, in the order of the module."""
-    handles: Mapping[str, torch.Tensor]
-    """Name to the tensor itself."""
-    owners: Mapping[int, str]
-    """`id` of every parameter and buffer to its own name."""
-    notes: tuple[str, ...]
-    """What a checkpoint does not hold."""
 
 
 def describe_model(model: nn.Module) -> LiveModel:
@@ -67,7 +54,8 @@ def describe_model(model: nn.Module) -> LiveModel:
         names.setdefault(_place(own), []).append(name)
         handles.setdefault(_place(own), own)
     tensors = tuple(
-        LiveTensor(names=tuple(names[key]), shape=tuple(own.shape), dtype=dtype_of(own)) for key, own in handles.items()
+        LiveTensor(names=tuple(names[key]), dtype=dtype_of(own), part=LivePart.whole(tuple(own.shape)))
+        for key, own in handles.items()
     )
     odd = [_plain(name, hidden) for name in state if name.endswith("_extra_state")]
     notes = (f"restore yourself what modules keep beside tensors: {', '.join(odd)}",) if odd else ()
@@ -76,7 +64,17 @@ def describe_model(model: nn.Module) -> LiveModel:
         handles={own.name: handle for own, handle in zip(tensors, handles.values(), strict=True)},
         owners={id(own): names[_place(own)][0] for _, own in named},
         notes=notes,
+        layer_numbers=_layer_numbers(model, hidden),
     )
+
+
+def describe_modules(modules: Sequence[nn.Module]) -> LiveModel:
+    """One module, or the chunks of a virtual pipeline as one; see `describe_model`."""
+    from torch import nn
+
+    if len(modules) == 1:
+        return describe_model(modules[0])
+    return replace(describe_model(nn.ModuleList(modules)), chunks=len(modules))
 
 
 def dtype_of(tensor: torch.Tensor) -> DType:
@@ -97,6 +95,12 @@ def _hidden(model: nn.Module) -> frozenset[str]:
     if refused:
         raise UnsupportedError(f"expected a module with whole parameters on every rank; got\n{listed(refused)}")
     return frozenset(found)
+
+
+def _layer_numbers(model: nn.Module, hidden: frozenset[str]) -> dict[str, int]:
+    """Path of every module that says its layer's number, as Megatron's do."""
+    said = {_plain(path, hidden): getattr(own, "layer_number", None) for path, own in model.named_modules()}
+    return {path: number for path, number in said.items() if isinstance(number, int)}
 
 
 def _plain(name: str, hidden: frozenset[str]) -> str:
