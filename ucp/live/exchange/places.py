@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs
 from ucp.live.exchange.loads import Load
 from ucp.live.exchange.read_shares import Segment
-from ucp.live.match import LoadItem
+from ucp.live.parts import LoadItem
 
 if TYPE_CHECKING:
     import torch
