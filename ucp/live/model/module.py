@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ucp.core.dtypes import DType
 from ucp.errors import LoadError, UnsupportedError, listed
 from ucp.live.adapters import LiveModel
+from ucp.live.model.dtensor import dtensor_part, is_dtensor, local_of
 from ucp.live.parts import LivePart, LiveTensor
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _SHARDING = {
 
 
 def describe_model(model: nn.Module) -> LiveModel:
-    """The parameters and persistent buffers of `model`. Raises UnsupportedError where they are not whole."""
+    """The parameters and persistent buffers of `model`. Raises UnsupportedError for parts that are not known."""
     hidden = _hidden(model)
     state = model.state_dict(keep_vars=True)
     persistent = {_plain(name, hidden) for name in state}
@@ -46,21 +47,21 @@ def describe_model(model: nn.Module) -> LiveModel:
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if _plain(name, hidden) in persistent:
             named.append((_plain(name, hidden), buffer))
-    _check_whole(named)
+    _check(named)
     names: dict[tuple[object, ...], list[str]] = {}
     handles: dict[tuple[object, ...], torch.Tensor] = {}
     for name, own in named:
         names.setdefault(_place(own), []).append(name)
         handles.setdefault(_place(own), own)
     tensors = tuple(
-        LiveTensor(names=tuple(names[key]), dtype=dtype_of(own), part=LivePart.whole(tuple(own.shape)))
+        LiveTensor(names=tuple(names[key]), dtype=dtype_of(own), part=_part_of(own, names[key][0]))
         for key, own in handles.items()
     )
     odd = [_plain(name, hidden) for name in state if name.endswith("_extra_state")]
     notes = (f"restore yourself what modules keep beside tensors: {', '.join(odd)}",) if odd else ()
     return LiveModel(
         tensors=tensors,
-        handles={own.name: handle for own, handle in zip(tensors, handles.values(), strict=True)},
+        handles={own.name: local_of(handle) for own, handle in zip(tensors, handles.values(), strict=True)},
         owners={id(own): names[_place(own)][0] for _, own in named},
         notes=notes,
     )
@@ -93,33 +94,31 @@ def _plain(name: str, hidden: frozenset[str]) -> str:
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     """The same for tensors that are the same elements."""
-    if not tensor.numel():
+    local = local_of(tensor)
+    if not local.numel():
         return (id(tensor),)
     return (
-        tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset(),
-        tensor.dtype,
-        tuple(tensor.shape),
-        tensor.stride(),
+        local.untyped_storage().data_ptr(),
+        local.storage_offset(),
+        local.dtype,
+        tuple(local.shape),
+        local.stride(),
     )
 
 
-def _check_whole(named: list[tuple[str, torch.Tensor]]) -> None:
-    sharded = [f"{name}: {why}" for name, own in named for why in _sharding(own)]
+def _part_of(tensor: torch.Tensor, name: str) -> LivePart:
+    return dtensor_part(tensor, name) if is_dtensor(tensor) else LivePart.whole(tuple(tensor.shape))
+
+
+def _check(named: list[tuple[str, torch.Tensor]]) -> None:
+    sharded = [
+        f"{name}: a parameter that DeepSpeed ZeRO-3 has partitioned" for name, own in named if hasattr(own, "ds_id")
+    ]
     if sharded:
-        raise UnsupportedError(
-            f"expected whole parameters on every rank; got\n{listed(sharded)}\nsharded models are not loaded yet"
-        )
+        raise UnsupportedError(f"expected parameters that torch alone lays out; got\n{listed(sharded)}")
     absent = [f"{name}: {why}" for name, own in named for why in _absence(own)]
     if absent:
         raise LoadError(f"expected parameters that have memory to load into; got\n{listed(absent)}")
-
-
-def _sharding(tensor: torch.Tensor) -> Iterator[str]:
-    if hasattr(tensor, "device_mesh") and hasattr(tensor, "placements"):
-        yield "a DTensor, which FSDP2 or tensor parallelism made"
-    elif hasattr(tensor, "ds_id"):
-        yield "a parameter that DeepSpeed ZeRO-3 has partitioned"
 
 
 def _absence(tensor: torch.Tensor) -> Iterator[str]:

@@ -16,6 +16,7 @@ from ucp.core.dtypes import DType
 from ucp.errors import LoadError, UnsupportedError, listed
 from ucp.live.adapters import LiveModel, State
 from ucp.live.match.groups import LiveGroup
+from ucp.live.model.dtensor import is_dtensor, local_of
 from ucp.live.model.module import dtype_of
 from ucp.live.parts import LiveParam
 
@@ -39,10 +40,10 @@ class TorchOptimizer:
     """Names of the parameters of each group, as the model calls them."""
     live: Mapping[str, torch.Tensor]
     """Name to the parameter itself."""
-    memory: Mapping[str, torch.Tensor]
-    """Name to the memory of this rank's part of it."""
     forms: dict[str, Forms]
     """Parameter to the form of the states that the optimizer keeps of it, where known: see `params`."""
+    made: dict[tuple[str, str], torch.Tensor]
+    """Parameter and state to the tensor that `landing` gave memory of."""
 
     def groups(self) -> list[LiveGroup]:
         """Its groups with their hyper-parameters."""
@@ -67,12 +68,11 @@ class TorchOptimizer:
         taken: torch.dtype = getattr(torch, dtype.value)
         if counts:
             return torch.empty(shape, dtype=taken)
-        beside, held = self.memory[name], self.held(name).get(state)
-        if isinstance(held, torch.Tensor) and (held.dtype, held.device, held.shape) == (taken, beside.device, shape):
-            return held
-        if beside.shape == shape:
-            return torch.empty_like(beside, dtype=taken, requires_grad=False)
-        return torch.empty(shape, dtype=taken, device=beside.device)
+        beside, held = self.live[name], self.held(name).get(state)
+        if not isinstance(held, torch.Tensor) or not _is_alike(held, beside, taken, shape):
+            held = _new(beside, taken, shape)
+        self.made[name, state] = held
+        return local_of(held)
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
         """Give parameters exactly these states; an empty mapping makes a parameter one that was never stepped."""
@@ -80,7 +80,9 @@ class TorchOptimizer:
             param, forms = self.live[name], self.forms.get(name, {})
             if own:
                 self.handle.state[param] = {
-                    state: _formed(value, forms.get(state)) if state in counts.get(name, ()) else value
+                    state: _formed(value, forms.get(state))
+                    if state in counts.get(name, ())
+                    else self.made.pop((name, state))
                     for state, value in own.items()
                 }
             elif param.numel():
@@ -101,6 +103,26 @@ class TorchOptimizer:
         """What the optimizer holds for a parameter now."""
         held: Mapping[str, State] = self.handle.state.get(self.live[name], {})
         return held
+
+
+def _is_alike(held: torch.Tensor, beside: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    """Whether a state has that type and shape on this rank, and lies over the ranks as its parameter does."""
+    own, near = local_of(held), local_of(beside)
+    is_as_cut = (
+        (held.device_mesh, held.placements) == (beside.device_mesh, beside.placements)
+        if (is_dtensor(held) and is_dtensor(beside))
+        else is_dtensor(held) == is_dtensor(beside)
+    )
+    return is_as_cut and (own.dtype, own.device, own.shape) == (dtype, near.device, shape)
+
+
+def _new(beside: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Memory for a state: cut over the ranks as the parameter is where it has its shape, else whole on each."""
+    import torch
+
+    if local_of(beside).shape == shape:
+        return torch.empty_like(beside, dtype=dtype, requires_grad=False)
+    return beside.new_empty(shape, dtype=dtype, requires_grad=False)
 
 
 def _plain(value: object) -> object:
@@ -130,8 +152,7 @@ def describe_optimizer(optimizer: Optimizer, model: LiveModel) -> TorchOptimizer
     names = tuple(tuple(model.owners[id(p)] for p in group["params"]) for group in optimizer.param_groups)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     live = {model.owners[id(p)]: p for p in params}
-    memory = {name: model.handles.get(name, param) for name, param in live.items()}
-    return TorchOptimizer(handle=optimizer, names=names, live=live, memory=memory, forms={})
+    return TorchOptimizer(handle=optimizer, names=names, live=live, forms={}, made={})
 
 
 def _forms_of(live: TorchOptimizer, hyper: Sequence[Mapping[str, object]]) -> dict[str, Forms]:
