@@ -103,13 +103,6 @@ def test_sharded_parameters_are_refused():
         describe_model(net)
 
 
-def test_dtensors_are_refused():
-    net = nn.Linear(2, 2)
-    net.bias.device_mesh, net.bias.placements = None, ()
-    with pytest.raises(UnsupportedError, match="bias: a DTensor"):
-        describe_model(net)
-
-
 def test_a_sharding_wrapper_is_refused():
     wrapper = type("FullyShardedDataParallel", (nn.Module,), {})()
     wrapper.inner = nn.Linear(2, 2)

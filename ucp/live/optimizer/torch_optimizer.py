@@ -82,7 +82,7 @@ class TorchOptimizer:
                 self.handle.state[param] = {
                     state: _formed(value, forms.get(state))
                     if state in counts.get(name, ())
-                    else self.made.pop((name, state))
+                    else self.made.pop((name, state), value)
                     for state, value in own.items()
                 }
             elif param.numel():

@@ -1,0 +1,102 @@
+"""One rank of `test_load_sharded.py`: loads checkpoints into models that torch shards, and goes on training.
+
+torchrun --nproc-per-node 4 sharded_worker.py JOBS OUT     (JOBS: a JSON list of {source, case, ...}; OUT: a folder)
+
+What every rank holds after a load is gathered by torch itself (`full_tensor`) and compared with the fixture's truth.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "fixtures" / "make" / "torch"))
+
+import torch
+import torch.distributed as dist
+import torch_train
+from safetensors.torch import load_file
+from torch_cases import CASES, Case
+
+from ucp.live.load import load_into
+
+FIXTURES = Path(__file__).parents[3] / "fixtures"
+
+
+def main() -> None:
+    jobs, out = json.loads(sys.argv[1]), Path(sys.argv[2])
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    found = [done(job) for job in jobs]
+    (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def done(job: dict[str, Any]) -> dict[str, Any]:
+    """Load one checkpoint into one layout; what differs from the truth, and the next losses."""
+    folder = FIXTURES / job["source"]
+    is_foreign = job["source"].startswith("deepspeed")
+    fields = {name: getattr(CASES[job["case"]], name) for name in Case.__dataclass_fields__} if "case" in job else {}
+    case = Case(**{"name": "own", **fields, **job.get("fields", {})})
+    if is_foreign:  # whose fixtures have a parameter without elements too
+        plain = torch_train._model
+        torch_train._model = lambda _: torch_train.TinyModel(omit=frozenset({"scalar"}))
+    run = torch_train.Run(case, seed=1, foreign=is_foreign)
+    if is_foreign:
+        torch_train._model = plain
+    for name in job.get("forms", {}):
+        run.optimizer.defaults[name] = run.optimizer.param_groups[0][name] = True
+        run.optimizer.param_groups[-1][name] = True
+    if job.get("stepped"):
+        run.step(99)  # states are there, and are reused; a root that FSDP2 has left whole is sharded again
+    held = {id(state["exp_avg"]) for state in run.optimizer.state.values() if state}
+    report = load_into(run.model, job.get("topology"), checkpoint=folder / "checkpoint", optimizer=run.optimizer)
+    kept = {id(state["exp_avg"]) for state in run.optimizer.state.values()}
+    truth = load_file(folder / "truth.safetensors")
+    wrong, compared = differing(run, truth)
+    run.scheduler.last_epoch = case.steps
+    after = [run.step(at) for at in range(case.steps, case.steps + 5)]
+    facts = json.loads((folder / "truth.json").read_text())
+    return {
+        "wrong": wrong,
+        "compared": compared,
+        "states": len(report.states),
+        "losses": after,
+        "wanted": facts["losses_after"],
+        "reused": held <= kept if held else None,
+        "read": report.nbytes_read,
+        "total": report.nbytes_total,
+    }
+
+
+def differing(run: torch_train.Run, truth: dict[str, torch.Tensor]) -> tuple[list[str], int]:
+    """Entries of the truth that are not what the ranks hold together, and how many were compared."""
+    named = {torch_train._bare(name).removeprefix("module."): own for name, own in run.model.named_parameters()}
+    named |= {name.removeprefix("module."): own for name, own in run.model.named_buffers()}
+    wrong, compared = [], 0
+    for key, wanted in truth.items():
+        name, _, state = key.rpartition("/")
+        if name not in named:
+            assert name == "head.weight", name
+            continue
+        live = named[name]
+        own = live.detach() if state in ("weight", "module") else run.optimizer.state[live][state]
+        if state not in ("weight", "module", "step"):
+            assert type(own) is type(live.detach())
+            assert getattr(own, "placements", None) == getattr(live, "placements", None)
+        whole = own.full_tensor() if hasattr(own, "full_tensor") else own
+        compared += 1
+        is_alike = whole.dtype == wanted.dtype or state == "step"  # DeepSpeed counts in whole numbers
+        if not is_alike or not torch.equal(whole, wanted.to(whole.dtype).reshape(whole.shape)):
+            wrong.append(key)
+    return wrong, compared
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)
