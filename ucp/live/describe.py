@@ -5,7 +5,9 @@ from __future__ import annotations
 from ucp.contract.registry import live_adapters
 from ucp.errors import UsageError
 from ucp.live.adapters import LiveRequest, LiveRun
+from ucp.live.model.fsdp1 import flat_units
 from ucp.live.model.module import describe_model
+from ucp.live.optimizer.flat_optimizer import describe_flat_optimizer
 from ucp.live.optimizer.torch_optimizer import describe_optimizer
 
 __all__ = ["described"]
@@ -21,6 +23,10 @@ def described(request: LiveRequest) -> LiveRun:
     if not isinstance(request.model, nn.Module) or not isinstance(request.optimizer, optim.Optimizer | None):
         named = " and ".join(type(own).__name__ for own in (request.model, request.optimizer) if own is not None)
         raise UsageError(f"expected a torch module, and a torch optimizer or none; got {named}")
-    model = describe_model(request.model)
-    optimizer = None if request.optimizer is None else describe_optimizer(request.optimizer, model)
-    return LiveRun(model=model, optimizer=optimizer)
+    units = flat_units(request.model)
+    model = describe_model(request.model, units)
+    if request.optimizer is None:
+        return LiveRun(model=model)
+    if units:
+        return LiveRun(model=model, optimizer=describe_flat_optimizer(request.optimizer, model, units))
+    return LiveRun(model=model, optimizer=describe_optimizer(request.optimizer, model))

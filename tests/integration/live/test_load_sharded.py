@@ -30,6 +30,22 @@ TWO = [
     {"source": "torch/fsdp2-dp2-tp2", "fields": {"tp": 2, "model": "parallel"}},
     {"source": "deepspeed/z3-dp4-fp32", "fields": {"shard": 2}},
 ]
+FSDP1 = [
+    {
+        "source": source,
+        "fields": {"wrap": "fsdp1", "shard": 4, **({"saved": "local"} if source.endswith("raw") else {})},
+        "fsdp1": {"strategy": strategy, "use_orig_params": not source.endswith("raw"), "nested": nested},
+        **others,
+    }
+    for source, strategy, nested, others in (
+        ("torch/fsdp2-dp4", "FULL_SHARD", True, {"stepped": True}),
+        ("torch/ddp-dp2", "HYBRID_SHARD", True, {"stepped": True}),
+        ("torch/ddp-dp2", "NO_SHARD", False, {}),
+        ("torch/hsdp-dp2x2", "SHARD_GRAD_OP", True, {"stepped": True}),
+        ("torch/fsdp2-dp2-raw", "SHARD_GRAD_OP", True, {}),
+        ("torch/fsdp2-dp2-raw", "FULL_SHARD", False, {"stepped": True}),
+    )
+]
 
 
 def told(jobs, ranks, out):
@@ -53,6 +69,11 @@ def check(job, ranks):
 
 def test_four_ranks_hold_the_truth_and_go_on(tmp_path):
     for job, ranks in zip(FOUR, told(FOUR, 4, tmp_path), strict=True):
+        check(job, ranks)
+
+
+def test_flat_parameters_hold_the_truth_and_go_on(tmp_path):
+    for job, ranks in zip(FSDP1, told(FSDP1, 4, tmp_path), strict=True):
         check(job, ranks)
 
 

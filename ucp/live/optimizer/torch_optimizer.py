@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from ucp.core.dtypes import DType
@@ -42,7 +42,7 @@ class TorchOptimizer:
     """Name to the parameter itself."""
     forms: dict[str, Forms]
     """Parameter to the form of the states that the optimizer keeps of it, where known: see `params`."""
-    made: dict[tuple[str, str], torch.Tensor]
+    made: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     """Parameter and state to the tensor that `landing` gave memory of."""
 
     def groups(self) -> list[LiveGroup]:
@@ -152,7 +152,7 @@ def describe_optimizer(optimizer: Optimizer, model: LiveModel) -> TorchOptimizer
     names = tuple(tuple(model.owners[id(p)] for p in group["params"]) for group in optimizer.param_groups)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     live = {model.owners[id(p)]: p for p in params}
-    return TorchOptimizer(handle=optimizer, names=names, live=live, forms={}, made={})
+    return TorchOptimizer(handle=optimizer, names=names, live=live, forms={})
 
 
 def _forms_of(live: TorchOptimizer, hyper: Sequence[Mapping[str, object]]) -> dict[str, Forms]:
