@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
 from ucp.contract.registry import live_adapters
 from ucp.errors import UsageError
-from ucp.live.adapters import LiveRequest, LiveRun
-from ucp.live.model.fsdp1 import flat_units
+from ucp.live.adapters import LiveModel, LiveOptimizer, LiveRequest, LiveRun
+from ucp.live.model.fsdp1 import FlatUnit, flat_units
 from ucp.live.model.module import describe_model
 from ucp.live.optimizer.flat_optimizer import describe_flat_optimizer
 from ucp.live.optimizer.torch_optimizer import describe_optimizer
+from ucp.live.optimizer.zero_redundancy import describe_zero_redundancy
+
+if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.optim import Optimizer
 
 __all__ = ["described"]
 
@@ -25,8 +33,13 @@ def described(request: LiveRequest) -> LiveRun:
         raise UsageError(f"expected a torch module, and a torch optimizer or none; got {named}")
     units = flat_units(request.model)
     model = describe_model(request.model, units)
-    if request.optimizer is None:
-        return LiveRun(model=model)
+    optimizer = None if request.optimizer is None else _optimizer(request.optimizer, model, units)
+    return LiveRun(model=model, optimizer=optimizer)
+
+
+def _optimizer(optimizer: Optimizer, model: LiveModel, units: Sequence[FlatUnit]) -> LiveOptimizer:
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        return describe_zero_redundancy(cast("ZeroRedundancyOptimizer", optimizer), model)  # its module may be absent
     if units:
-        return LiveRun(model=model, optimizer=describe_flat_optimizer(request.optimizer, model, units))
-    return LiveRun(model=model, optimizer=describe_optimizer(request.optimizer, model))
+        return describe_flat_optimizer(optimizer, model, units)
+    return describe_optimizer(optimizer, model)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ucp.core.dtypes import DType
 from ucp.errors import LoadError, UnsupportedError, listed
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
 
-__all__ = ["TorchOptimizer", "describe_optimizer"]
+__all__ = ["TorchOptimizer", "describe_optimizer", "set_hyper"]
 
 Forms: TypeAlias = Mapping[str, State]
 """State name to a value of the same form: type and device count, the value does not."""
@@ -89,20 +89,25 @@ class TorchOptimizer:
                 self.handle.state.pop(param, None)
 
     def put_hyper(self, hyper: Sequence[Mapping[str, object]]) -> None:
-        """Set hyper-parameters; one that is a tensor is filled in place."""
-        import torch
-
-        for group, restored in zip(self.handle.param_groups, hyper, strict=True):
-            for key, value in restored.items():
-                if isinstance(group.get(key), torch.Tensor) and isinstance(value, int | float):
-                    group[key].fill_(value)
-                else:
-                    group[key] = value
+        """Set hyper-parameters of every group."""
+        set_hyper(self.handle.param_groups, hyper)
 
     def held(self, name: str) -> Mapping[str, State]:
         """What the optimizer holds for a parameter now."""
         held: Mapping[str, State] = self.handle.state.get(self.live[name], {})
         return held
+
+
+def set_hyper(groups: Sequence[dict[str, Any]], hyper: Sequence[Mapping[str, object]]) -> None:
+    """Set hyper-parameters; one that is a tensor is filled in place."""
+    import torch
+
+    for group, restored in zip(groups, hyper, strict=True):
+        for key, value in restored.items():
+            if isinstance(group.get(key), torch.Tensor) and isinstance(value, int | float):
+                group[key].fill_(value)
+            else:
+                group[key] = value
 
 
 def _is_alike(held: torch.Tensor, beside: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
@@ -135,8 +140,8 @@ def describe_optimizer(optimizer: Optimizer, model: LiveModel) -> TorchOptimizer
     """The optimizer by names. Raises LoadError for parameters that are not of the model, UnsupportedError."""
     if type(optimizer).__module__.startswith(("torch.distributed", "deepspeed")):
         raise UnsupportedError(
-            f"expected an optimizer with whole states on every rank; got {type(optimizer).__name__}, "
-            "which shards them. Sharded targets are not loaded yet"
+            f"expected an optimizer of torch, or one of another library; got {type(optimizer).__name__}, which wraps "
+            "one in a way that is not known. Pass the one inside (optimizer.optim)"
         )
     strangers = [
         f"parameter {at} of group {number}, of shape {list(param.shape)}"
