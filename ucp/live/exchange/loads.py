@@ -19,6 +19,9 @@ from ucp.transfer.tiles import is_crosswise, source_order
 
 __all__ = ["Load", "own_load", "shared_load"]
 
+_COSTLY = 1.5
+"""Times its bytes that reading some columns may cost before whole rows are carried."""
+
 _MOST_WIDENED = 4
 """Times the bytes that a rank holds, at most, that it receives where whole rows are carried."""
 
@@ -47,21 +50,19 @@ class Load:
 def own_load(number: int, item: LoadItem) -> Load:
     """An item, number `number` of this rank, as one rank alone carries it."""
     own = Load(item=number, slice=item.slice, source=item.source)
-    return _turned(own) if _is_spread(own) else own
+    return _turned(own) if is_crosswise(own.slice, own.source, nbytes=BLOCK) else own
 
 
 def shared_load(own: Load) -> Load:
     """The same as ranks carry it that exchange what they read; raises nothing, reads nothing."""
-    if own.dims or not own.slice.is_whole or not _is_spread(own):
+    if own.dims or not own.slice.is_whole:
+        return own
+    if not is_crosswise(own.slice, own.source, nbytes=BLOCK, times=_COSTLY):
         return own
     whole = whole_slice(own.slice.param, own.slice.state, own.source, dtype=own.slice.dtype)
     if whole.nbytes > _MOST_WIDENED * own.slice.nbytes:
         return own
     return replace(own, slice=whole, pairs=own.slice.pairs)
-
-
-def _is_spread(own: Load) -> bool:
-    return is_crosswise(own.slice, own.source, nbytes=BLOCK)
 
 
 def _turned(own: Load) -> Load:
