@@ -10,33 +10,28 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from os import PathLike
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import xxhash
 
-from ucp.contract.protocols import SourceOptions
-from ucp.conversion.options import TopologyLike, policy_of, topology_of
+from ucp.contract.protocols import Observer
+from ucp.conversion.options import AcceptName, DtypeLike, TopologyLike, ZeroMomentsName, type_path
 from ucp.conversion.prepare import index_of
-from ucp.conversion.source.zero_moments import ZeroMoments
-from ucp.core.index import DoubtKind
-from ucp.core.topology import Topology
-from ucp.errors import UcpError, UsageError
+from ucp.errors import UcpError
 from ucp.live.adapters import LiveRequest
-from ucp.live.decide import Decision, LoadOptions, check_agreement, decide, match, used_anywhere
+from ucp.live.asked import ENVIRONMENT, LoadAsked
+from ucp.live.decide import Decision, check_agreement, decide, match, used_anywhere
 from ucp.live.describe import described
 from ucp.live.exchange.checksums import check_records
 from ucp.live.exchange.read_shares import Bucket, share_out
 from ucp.live.exchange.transfer import Reader, bring
+from ucp.live.match.names import under_live_names
 from ucp.live.parts import LoadItem
-from ucp.live.report import LoadReport, Traffic, report_of
+from ucp.live.report import Clock, LoadReport, Traffic, report_of
 from ucp.live.run.mesh import RunMesh
 from ucp.live.run.ranks import Alone, Ranks, ranks_of, together
+from ucp.live.run.resume import RunObjects, resume_of
 
 if TYPE_CHECKING:
     import torch
@@ -46,27 +41,33 @@ if TYPE_CHECKING:
 
 __all__ = ["ENVIRONMENT", "LoadReport", "load_into"]
 
-ENVIRONMENT = "UCP_CHECKPOINT"
-"""Environment variable that names the checkpoint when the call does not."""
+RankPolicyName = Literal["drop", "carry", "replicate"]
 
 
 def load_into(
     model: nn.Module | Sequence[nn.Module],
-    topology: TopologyLike | None = None,
-    checkpoint: str | PathLike[str] | None = None,
+    topology: TopologyLike | type_path | None = None,
+    checkpoint: type_path | None = None,
     *,
     optimizer: Optimizer | None = None,
+    scheduler: object = None,
+    scaler: object = None,
     strict: bool = True,
-    rename: Callable[[str], str] | None = None,
+    dtype: DtypeLike | None = None,
+    names: str | None = None,
+    rename: Callable[[str], str] | type_path | None = None,
+    settings: Mapping[str, str | int | float] | None = None,
+    rank_extras: RankPolicyName = "drop",
     process_group: ProcessGroup | Ranks | None = None,
-    zero_moments: str = ZeroMoments.ERROR,
-    accept: Iterable[str] = (),
+    progress: bool | Observer = False,
+    zero_moments: ZeroMomentsName = "error",
+    accept: Iterable[AcceptName] = (),
     family: str | None = None,
-    patterns: str | PathLike[str] | None = None,
-    shapes_from: str | PathLike[str] | None = None,
+    patterns: type_path | None = None,
+    shapes_from: type_path | None = None,
     bucket_nbytes: int = 64 << 20,
 ) -> LoadReport:
-    """Load a checkpoint into `model`, and its optimizer states and hyper-parameters into `optimizer`.
+    """Load a checkpoint into `model`, and what a run goes on with into `optimizer`, `scheduler` and `scaler`.
 
     With torch.distributed initialised every rank of `process_group` must call this. Nothing is written into the model
     before everything is known to fit.
@@ -76,18 +77,37 @@ def load_into(
     model
         Module on any device; wrappers (DistributedDataParallel, torch.compile) are seen through.
     topology
-        Layout of this run, e.g. "dp=4". A path to a checkpoint is taken for one.
+        Layout of this run, e.g. "dp=4", {"dp": 4} or ucp.Topology(dp=4). A path to a checkpoint is taken for one.
     checkpoint
         Anything `ucp inspect` reads; by default what the environment variable UCP_CHECKPOINT names.
     optimizer
         Optimizer over parameters of `model`. Without it, optimizer states are left out.
+    scheduler
+        Learning rate scheduler of the class that was saved, of any framework: it has `load_state_dict`.
+    scaler
+        `torch.amp.GradScaler`, or Megatron's: gets the scale of the loss, from whichever framework counted it.
     strict
         Whether everything must fit. If not, what does not is left as it is, and reported.
+    dtype
+        Type of the floating weights of the model: that in which a model on the meta device is made, and that which
+        another has to have.
+    names
+        Naming style of the model, such as "huggingface", where the checkpoint has names of another style;
+        "nanogpt:huggingface" says the checkpoint's too. Without it, the one style that gives all names of the model
+        on all ranks is taken.
     rename
-        From a name in the model to the name in the checkpoint.
+        From a name in the model to the name in the checkpoint; or a TOML file with rules for names (see `ucp.convert`).
+    settings
+        Sizes of the model that `names` needs and nothing records, e.g. {"num_attention_heads": 32}.
+    rank_extras
+        What each rank of the saved run kept for itself (random states, places of data loaders): "drop" leaves it,
+        "carry" gives it to the rank of the same number in a run of as many, "replicate" gives that of rank 0 to all.
+        Random states are set; all of it is in `LoadReport.carried`.
     process_group
         Ranks of the run; by default all. A process group of torch.distributed, or anything that
         exchanges values as `ucp.live.run.ranks.Ranks` says.
+    progress
+        True for lines on rank 0's standard error, or an observer (`ucp.contract.protocols.Observer`).
     zero_moments
         Moments that are all zero although steps were taken: "error", or "keep" to load them. See `ucp.convert`.
     accept
@@ -115,43 +135,68 @@ def load_into(
 
     Whatever is raised is raised on all ranks.
     """
-    started = time.perf_counter()
+    clock = Clock()
     ranks = ranks_of(process_group, _device(model))
-    wanted, path = together(ranks, lambda: _told(topology, checkpoint, ranks))
-    request = LiveRequest(model=model, optimizer=optimizer, mesh=RunMesh.of(wanted, rank=ranks.rank), ranks=ranks)
-    options = LoadOptions(
-        strict=strict,
-        rename=rename,
-        zero_moments=policy_of(zero_moments, ZeroMoments, "a policy for moments that are zero"),
-        accept=DoubtKind.accepted(accept),
+    asked = together(
+        ranks,
+        lambda: LoadAsked.of(
+            topology,
+            checkpoint,
+            rank=ranks.rank,
+            ranks=ranks.count,
+            strict=strict,
+            dtype=dtype,
+            names=names,
+            rename=rename,
+            settings=settings,
+            rank_extras=rank_extras,
+            progress=progress,
+            zero_moments=zero_moments,
+            accept=accept,
+            family=family,
+            patterns=patterns,
+            shapes_from=shapes_from,
+            bucket_nbytes=bucket_nbytes,
+        ),
     )
-    index = together(ranks, lambda: index_of(path, source=SourceOptions.of(family, patterns, shapes_from)))
-    check_agreement(ranks, index, (replace(options, rename=None), bucket_nbytes, wanted))
+    beside = RunObjects(scheduler=scheduler, scaler=scaler, policy=asked.rank_extras)
+    index = together(ranks, lambda: index_of(asked.path, source=asked.names.source))
+    check_agreement(ranks, index, asked.agreed)
+    clock.lap("index")
+    mesh = RunMesh.of(asked.topology, rank=ranks.rank)
+    request = LiveRequest(model=model, optimizer=optimizer, mesh=mesh, ranks=ranks, dtype=asked.dtype)
     run = together(ranks, lambda: described(request))
-    matching = together(ranks, lambda: match(run, index, options))
+    index, hints = under_live_names(index, run.model.tensors, asked.names, ranks)
+    matching = together(ranks, lambda: match(run, index, asked.options, dtype=asked.dtype))
+    matching.findings.hints.extend(hints)
     used = used_anywhere(matching, ranks)
-    decision = together(ranks, lambda: decide(matching, used, options))
+    resume = together(ranks, lambda: resume_of(index, matching.findings, ranks, beside))
+    decision = together(ranks, lambda: decide(matching, used, asked.options))
     landing = together(ranks, lambda: [_landing(want, decision) for want in decision.wants])
+    clock.lap("plan")
+    traffic = _carried(decision, landing, ranks, asked)
+    clock.lap("read")
+    together(ranks, lambda: _restore(decision, landing))
+    together(ranks, run.finish)
+    together(ranks, lambda: [step() for step in resume.steps])
+    clock.lap("restore")
+    return report_of(decision, resume, traffic, clock.seconds)
+
+
+def _carried(decision: Decision, landing: Sequence[torch.Tensor], ranks: Ranks, asked: LoadAsked) -> Traffic:
+    """Bring everything that was decided to where it lands."""
     tracked = frozenset(record.path for record in decision.index.records)
     reader = Reader(decision.wants, tracked=tracked)
     try:
         holders = _holders(decision, ranks)
-        together(ranks, lambda: bring(_buckets(decision, holders, bucket_nbytes), reader, holders, landing))
+        together(ranks, lambda: bring(_buckets(decision, holders, asked.bucket_nbytes), reader, holders, landing))
         checked = check_records(decision.index, reader, ranks)
     except UcpError as error:
         error.add_note("It was found under way: the model may be partly overwritten, do not use it")
         raise
     finally:
         reader.close()
-    together(ranks, lambda: _restore(decision, landing))
-    together(ranks, run.finish)
-    traffic = Traffic(
-        nbytes=tuple(ranks.share(reader.nbytes)),
-        rank=ranks.rank,
-        checked=checked,
-        seconds=time.perf_counter() - started,
-    )
-    return report_of(decision, traffic)
+    return Traffic(nbytes=tuple(ranks.share(reader.nbytes)), rank=ranks.rank, checked=checked)
 
 
 def _device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
@@ -160,30 +205,6 @@ def _device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
 
     modules = [model] if isinstance(model, nn.Module) else [own for own in model if isinstance(own, nn.Module)]
     return next((param.device for own in modules for param in own.parameters()), torch.device("cpu"))
-
-
-def _told(
-    topology: TopologyLike | None, checkpoint: str | PathLike[str] | None, ranks: Ranks
-) -> tuple[Topology | None, Path]:
-    """The topology and the path, which may stand in its place. Raises UsageError."""
-    if checkpoint is None and _is_path(topology):
-        topology, checkpoint = None, topology
-    wanted = None if topology is None else topology_of(topology)
-    if wanted is not None and wanted.ranks != ranks.count:
-        raise UsageError(
-            f"expected a topology of {ranks.count} ranks, as the process group has; got {wanted}. "
-            "Leave it out, or initialise torch.distributed first"
-        )
-    path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)
-    if path is None or not str(path):
-        raise UsageError(f"expected a checkpoint: pass checkpoint=PATH, or set {ENVIRONMENT}")
-    return wanted, Path(path)
-
-
-def _is_path(topology: object) -> TypeGuard[str | PathLike[str]]:
-    """Whether what stands for a topology is a path."""
-    is_text = isinstance(topology, str) and "=" not in topology.partition("/")[0]
-    return isinstance(topology, PathLike) or is_text or (isinstance(topology, str) and os.path.exists(topology))
 
 
 def _holders(decision: Decision, ranks: Ranks) -> Ranks:

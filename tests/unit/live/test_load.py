@@ -495,15 +495,3 @@ def test_ranks_that_are_called_otherwise_are_told_apart(saved):
     assert {str(error) for error in found} == {
         "expected the same on every rank; these are not those of rank 0:\n  options of rank 1"
     }
-
-
-def test_extras_are_named(tmp_path):
-    own = Saved(tmp_path)
-    from ucp.live.decide import Decision
-    from ucp.live.report import Traffic, report_of
-
-    index = replace(own.index, extras=(Extra(name="lr_scheduler", value={}), Extra(name="rng", value={}, rank=1)))
-    traffic = Traffic(nbytes=(5, 6), rank=1, checked=frozenset(), seconds=1.0)
-    report = report_of(Decision(index=index, run=LiveRun(model=describe_model(Net())), wants=()), traffic)
-    assert report.extras == ("lr_scheduler", "rng")
-    assert "11 bytes read (6 by this one of 2 ranks) in 1.00 s" in str(report)
