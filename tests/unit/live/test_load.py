@@ -12,14 +12,12 @@ from torch import nn, optim
 from tests.unit.live.threads import run
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
-from ucp.core.index import Extra, Kind, ParamGroup, StateIndex
+from ucp.core.index import Kind, ParamGroup, StateIndex
 from ucp.core.region import Box
 from ucp.core.tensor import InlineTensor, Record
 from ucp.errors import CorruptError, LoadError, MissingFileError, UsageError
 from ucp.io.identity import size_and_time
-from ucp.live.adapters import LiveRun
 from ucp.live.load import ENVIRONMENT, LoadReport, load_into
-from ucp.live.model.module import describe_model
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 RANDOM = np.random.default_rng(5)
