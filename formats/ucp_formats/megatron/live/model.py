@@ -66,7 +66,7 @@ def describe_chunks(chunks: Sequence[nn.Module], ranks: Ranks) -> LiveModel:
         tensors=tuple(tensors),
         handles={live.name: own.tensor for live, own in zip(tensors, found, strict=True)},
         owners=owners,
-        notes=names.notes,
+        notes=() if names.family else names.notes,
     )
 
 
