@@ -2,6 +2,7 @@
 
 Groups: `ucp.formats`, `ucp.targets`, `ucp.engines`, `ucp.patterns`: the name of the entry point is the name users type.
 `ucp.families`: a package with a TOML file per model family (see `ucp.families`).
+`ucp.live`: what describes the live runs of frameworks (`ucp.live.adapters`).
 `ucp.unread`: functions that say what a path is that no format reads, and what to do about it.
 """
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from ucp.families.family import Family
     from ucp.families.library import Library
     from ucp.families.rule import PatternFactory
+    from ucp.live.adapters import LiveAdapter
 
 __all__ = [
     "choose_family",
@@ -43,6 +45,7 @@ __all__ = [
     "families",
     "family",
     "library",
+    "live_adapters",
     "names",
     "pattern",
     "recognise",
@@ -94,6 +97,11 @@ def target(name: str) -> Target:
 def engine(name: str) -> Engine:
     """The engine of that name. Raises UsageError naming those there are."""
     return cast("Engine", _made("ucp.engines", name))  # what the group promises
+
+
+def live_adapters() -> list[LiveAdapter]:
+    """What describes the live runs of frameworks."""
+    return [cast("LiveAdapter", _made("ucp.live", name)) for name in names("ucp.live")]  # what the group promises
 
 
 def pattern(name: str, **fields: object) -> Pattern:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import TensorRef
 from ucp.errors import counted
-from ucp.live.load_plan import Decision
+from ucp.live.decide import Decision
 
 __all__ = ["LoadReport", "Traffic", "report_of"]
 
@@ -94,12 +94,12 @@ class Traffic:
 def report_of(decision: Decision, traffic: Traffic) -> LoadReport:
     """The report of a load that is done."""
     index, findings = decision.index, decision.findings
-    states = dict.fromkeys(want.state for want in decision.wants if want.state != WEIGHT)
+    states = dict.fromkeys(want.state for want in decision.wants if want.stepped)
     return LoadReport(
         path=index.path,
         format=index.format,
         step=index.step,
-        names=tuple(want.name for want in decision.wants if want.state == WEIGHT),
+        names=tuple(want.name for want in decision.wants if not want.stepped),
         states=tuple(states),
         fresh=decision.fresh,
         nbytes_read=traffic.nbytes[traffic.rank],
@@ -125,6 +125,6 @@ def _bare(decision: Decision) -> set[str]:
 
 def _left_out(decision: Decision) -> list[str]:
     states = {state for _, state, _ in decision.index.states()} - {WEIGHT}
-    if decision.optimizer is not None or not states:
+    if decision.run.optimizer is not None or not states:
         return []
     return [f"optimizer states {', '.join(sorted(states))}: no optimizer was given"]

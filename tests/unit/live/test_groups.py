@@ -1,6 +1,6 @@
 from ucp.core.index import ParamGroup
-from ucp.live.groups import LiveGroup, match_groups
-from ucp.live.match import Findings
+from ucp.live.match.findings import Findings
+from ucp.live.match.groups import LiveGroup, match_groups
 
 
 def restored(live, saved):

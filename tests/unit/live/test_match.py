@@ -4,7 +4,10 @@ from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex
 from ucp.core.topology import Topology
 from ucp.errors import LoadError
-from ucp.live.match import Findings, LiveParam, LiveTensor, match_states, match_tensors, want_weights
+from ucp.live.match.findings import Findings
+from ucp.live.match.states import match_states
+from ucp.live.match.tensors import match_tensors, want_weights
+from ucp.live.parts import LiveParam, LivePart, LiveTensor
 
 FLOAT = DType.FLOAT32
 
@@ -33,7 +36,7 @@ def index(*atoms, aliases=None, groups=()):
 
 
 def live(*names, shape=(2, 3), dtype=FLOAT):
-    return LiveTensor(names=names, shape=shape, dtype=dtype)
+    return LiveTensor(names=names, dtype=dtype, part=LivePart.whole(shape))
 
 
 def matched(tensors, source, rename=None):

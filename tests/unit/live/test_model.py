@@ -4,8 +4,8 @@ from torch import nn
 
 from ucp.core.dtypes import DType
 from ucp.errors import LoadError, UnsupportedError
-from ucp.live.match import LiveTensor
-from ucp.live.model import describe_model
+from ucp.live.model.module import describe_model
+from ucp.live.parts import LivePart, LiveTensor
 
 
 class Net(nn.Module):
@@ -20,9 +20,9 @@ class Net(nn.Module):
 
 
 PLAIN = (
-    LiveTensor(names=("scale",), shape=(), dtype=DType.BFLOAT16),
-    LiveTensor(names=("emb.weight", "head.weight"), shape=(4, 3), dtype=DType.FLOAT32),
-    LiveTensor(names=("seen",), shape=(), dtype=DType.INT64),
+    LiveTensor(names=("scale",), dtype=DType.BFLOAT16, part=LivePart.whole(())),
+    LiveTensor(names=("emb.weight", "head.weight"), dtype=DType.FLOAT32, part=LivePart.whole((4, 3))),
+    LiveTensor(names=("seen",), dtype=DType.INT64, part=LivePart.whole(())),
 )
 
 

@@ -4,8 +4,8 @@ from torch import nn, optim
 
 from ucp.core.dtypes import DType
 from ucp.errors import LoadError, UnsupportedError
-from ucp.live.model import describe_model
-from ucp.live.optimizer import describe_optimizer, formed, forms_of, live_params, put_hyper, put_states
+from ucp.live.model.module import describe_model
+from ucp.live.optimizer.torch_optimizer import describe_optimizer, formed, forms_of, live_params, put_hyper, put_states
 
 FLOAT, HALF = DType.FLOAT32, DType.BFLOAT16
 ADAM = {"step": FLOAT, "exp_avg": FLOAT, "exp_avg_sq": FLOAT}

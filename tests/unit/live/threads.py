@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: the in-memory adapter of the port `ucp.live.ranks.Ranks`."""
+"""Ranks that are threads of one process: the in-memory adapter of the port `ucp.live.run.ranks.Ranks`."""
 
 from __future__ import annotations
 

@@ -52,7 +52,13 @@ def small(monkeypatch):
     }
     bounds |= {
         name: {"BLOCK": BLOCK}
-        for name in ("transfer.compare", "conversion.execute", "conversion.prepare", "store.target", "live.transfer")
+        for name in (
+            "transfer.compare",
+            "conversion.execute",
+            "conversion.prepare",
+            "store.target",
+            "live.exchange.transfer",
+        )
     }
     for name, values in bounds.items():
         for bound, value in values.items():

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from ucp.core.region import local_flat_pairs
 from ucp.core.slices import Locator, Slice, block_ranges, resolve
-from ucp.live.match import LoadItem
-from ucp.live.ranks import Ranks
-from ucp.live.read_shares import ALIGNMENT, Bucket, Segment
+from ucp.live.exchange.read_shares import ALIGNMENT, Bucket, Segment
+from ucp.live.parts import LoadItem
+from ucp.live.run.ranks import Ranks
 from ucp.transfer.gather import Gatherer, Sources, Span
 from ucp.transfer.tasks import BLOCK
 from ucp.transfer.tiles import is_crosswise

@@ -3,7 +3,7 @@ import torch
 
 from tests.unit.live.threads import run
 from ucp.errors import LoadError, MissingFileError, UcpError, UsageError
-from ucp.live.ranks import Alone, Ranks, ranks_of, together
+from ucp.live.run.ranks import Alone, Ranks, ranks_of, together
 
 
 def failing(errors):

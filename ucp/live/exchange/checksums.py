@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from ucp.core.index import Index
 from ucp.core.tensor import Record
 from ucp.errors import CorruptError, counted, listed
-from ucp.live.ranks import Ranks, together
-from ucp.live.transfer import Reader
+from ucp.live.exchange.transfer import Reader
+from ucp.live.run.ranks import Ranks, together
 from ucp.transfer.checksums import gaps, mismatches
 from ucp.transfer.gather import Span
 from ucp.transfer.tasks import BLOCK

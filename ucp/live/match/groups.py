@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ucp.core.index import ParamGroup
 from ucp.io.pickle.fields import shown
-from ucp.live.match import Findings
+from ucp.live.match.findings import Findings
 from ucp.store.values import is_plain
 
 __all__ = ["LiveGroup", "match_groups"]

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from ucp.core.dtypes import DType
 from ucp.core.slices import Slice
-from ucp.live.read_shares import ALIGNMENT, Bucket, share_out
+from ucp.live.exchange.read_shares import ALIGNMENT, Bucket, share_out
 
 DTYPES = st.sampled_from([DType.FLOAT32, DType.BFLOAT16, DType.UINT8, DType.INT64, DType.COMPLEX128])
 

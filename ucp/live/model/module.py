@@ -6,19 +6,19 @@ checkpointing) is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ucp.core.dtypes import DType
 from ucp.errors import LoadError, UnsupportedError, listed
-from ucp.live.match import LiveTensor
+from ucp.live.adapters import LiveModel
+from ucp.live.parts import LivePart, LiveTensor
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["LiveModel", "describe_model", "dtype_of"]
+__all__ = ["describe_model", "dtype_of"]
 
 _WRAPPERS = {
     "DistributedDataParallel": "module",
@@ -34,20 +34,6 @@ _SHARDING = {
     "PipelineModule": "its layers are cut over pipeline ranks",
 }
 """Class of a module that cannot be loaded to the reason."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveModel:
-    """Everything of a module that a checkpoint of it holds."""
-
-    tensors: tuple[LiveTensor, ...]
-    """Parameters, then persistent buffers, in the order of the module."""
-    handles: Mapping[str, torch.Tensor]
-    """Name to the tensor itself."""
-    owners: Mapping[int, str]
-    """`id` of every parameter and buffer to its own name."""
-    notes: tuple[str, ...]
-    """What a checkpoint does not hold."""
 
 
 def describe_model(model: nn.Module) -> LiveModel:
@@ -67,7 +53,8 @@ def describe_model(model: nn.Module) -> LiveModel:
         names.setdefault(_place(own), []).append(name)
         handles.setdefault(_place(own), own)
     tensors = tuple(
-        LiveTensor(names=tuple(names[key]), shape=tuple(own.shape), dtype=dtype_of(own)) for key, own in handles.items()
+        LiveTensor(names=tuple(names[key]), dtype=dtype_of(own), part=LivePart.whole(tuple(own.shape)))
+        for key, own in handles.items()
     )
     odd = [_plain(name, hidden) for name in state if name.endswith("_extra_state")]
     notes = (f"restore yourself what modules keep beside tensors: {', '.join(odd)}",) if odd else ()

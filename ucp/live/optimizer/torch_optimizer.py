@@ -14,58 +14,93 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ucp.core.dtypes import DType
 from ucp.errors import LoadError, UnsupportedError, listed
-from ucp.live.groups import LiveGroup
-from ucp.live.match import LiveParam
-from ucp.live.model import LiveModel, dtype_of
+from ucp.live.adapters import LiveModel, State
+from ucp.live.match.groups import LiveGroup
+from ucp.live.model.module import dtype_of
+from ucp.live.parts import LiveParam
 
 if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
 
-__all__ = [
-    "Forms",
-    "LiveOptimizer",
-    "State",
-    "describe_optimizer",
-    "formed",
-    "forms_of",
-    "live_params",
-    "put_hyper",
-    "put_states",
-]
-
-State: TypeAlias = "torch.Tensor | bool | int | float | None"
-"""A value that an optimizer keeps for a parameter."""
+__all__ = ["TorchOptimizer", "describe_optimizer"]
 
 Forms: TypeAlias = Mapping[str, State]
 """State name to a value of the same form: type and device count, the value does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LiveOptimizer:
-    """An optimizer whose parameters all belong to the model."""
+class TorchOptimizer:
+    """An optimizer of torch whose parameters all belong to the model."""
 
     handle: Optimizer
     """The optimizer itself."""
-    groups: tuple[tuple[str, ...], ...]
+    names: tuple[tuple[str, ...], ...]
     """Names of the parameters of each group, as the model calls them."""
-    params: Mapping[str, torch.Tensor]
+    live: Mapping[str, torch.Tensor]
     """Name to the parameter itself."""
+    memory: Mapping[str, torch.Tensor]
+    """Name to the memory of this rank's part of it."""
+    forms: dict[str, Forms]
+    """Parameter to the form of the states that the optimizer keeps of it, where known: see `params`."""
 
-    def state_of(self, name: str) -> Mapping[str, State]:
-        """What the optimizer holds for a parameter now."""
-        held: Mapping[str, State] = self.handle.state.get(self.params[name], {})
-        return held
-
-    def hyper(self, atoms: Mapping[str, str]) -> list[LiveGroup]:
-        """Its groups with their hyper-parameters; `atoms`: name in the model to name in the checkpoint."""
+    def groups(self) -> list[LiveGroup]:
+        """Its groups with their hyper-parameters."""
         return [
-            LiveGroup(
-                params=tuple(atoms[name] for name in names if name in atoms),
-                hyper={key: _plain(value) for key, value in group.items() if key != "params"},
-            )
-            for names, group in zip(self.groups, self.handle.param_groups, strict=True)
+            LiveGroup(params=names, hyper={key: _plain(value) for key, value in group.items() if key != "params"})
+            for names, group in zip(self.names, self.handle.param_groups, strict=True)
         ]
+
+    def params(self, hyper: Sequence[Mapping[str, object]]) -> list[LiveParam]:
+        """What it keeps, as names and types; a momentum in `hyper` may make a state."""
+        self.forms.update(_forms_of(self, hyper))
+        return [
+            LiveParam(name=name, keeps=_types(self.forms[name]) if name in self.forms else None)
+            for names in self.names
+            for name in names
+        ]
+
+    def landing(self, name: str, state: str, dtype: DType, shape: tuple[int, ...], *, counts: bool) -> torch.Tensor:
+        """The state that is held, where it is of that form; else a new tensor beside the parameter."""
+        import torch
+
+        taken: torch.dtype = getattr(torch, dtype.value)
+        if counts:
+            return torch.empty(shape, dtype=taken)
+        beside, held = self.memory[name], self.held(name).get(state)
+        if isinstance(held, torch.Tensor) and (held.dtype, held.device, held.shape) == (taken, beside.device, shape):
+            return held
+        if beside.shape == shape:
+            return torch.empty_like(beside, dtype=taken, requires_grad=False)
+        return torch.empty(shape, dtype=taken, device=beside.device)
+
+    def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
+        """Give parameters exactly these states; an empty mapping makes a parameter one that was never stepped."""
+        for name, own in states.items():
+            param, forms = self.live[name], self.forms.get(name, {})
+            if own:
+                self.handle.state[param] = {
+                    state: _formed(value, forms.get(state)) if state in counts.get(name, ()) else value
+                    for state, value in own.items()
+                }
+            elif param.numel():
+                self.handle.state.pop(param, None)
+
+    def put_hyper(self, hyper: Sequence[Mapping[str, object]]) -> None:
+        """Set hyper-parameters; one that is a tensor is filled in place."""
+        import torch
+
+        for group, restored in zip(self.handle.param_groups, hyper, strict=True):
+            for key, value in restored.items():
+                if isinstance(group.get(key), torch.Tensor) and isinstance(value, int | float):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+
+    def held(self, name: str) -> Mapping[str, State]:
+        """What the optimizer holds for a parameter now."""
+        held: Mapping[str, State] = self.handle.state.get(self.live[name], {})
+        return held
 
 
 def _plain(value: object) -> object:
@@ -74,7 +109,7 @@ def _plain(value: object) -> object:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def describe_optimizer(optimizer: Optimizer, model: LiveModel) -> LiveOptimizer:
+def describe_optimizer(optimizer: Optimizer, model: LiveModel) -> TorchOptimizer:
     """The optimizer by names. Raises LoadError for parameters that are not of the model, UnsupportedError."""
     if type(optimizer).__module__.startswith(("torch.distributed", "deepspeed")):
         raise UnsupportedError(
@@ -94,27 +129,29 @@ def describe_optimizer(optimizer: Optimizer, model: LiveModel) -> LiveOptimizer:
         )
     names = tuple(tuple(model.owners[id(p)] for p in group["params"]) for group in optimizer.param_groups)
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    return LiveOptimizer(handle=optimizer, groups=names, params={model.owners[id(p)]: p for p in params})
+    live = {model.owners[id(p)]: p for p in params}
+    memory = {name: model.handles.get(name, param) for name, param in live.items()}
+    return TorchOptimizer(handle=optimizer, names=names, live=live, memory=memory, forms={})
 
 
-def forms_of(live: LiveOptimizer, hyper: Sequence[Mapping[str, object]]) -> dict[str, Forms]:
+def _forms_of(live: TorchOptimizer, hyper: Sequence[Mapping[str, object]]) -> dict[str, Forms]:
     """The states that the optimizer keeps of each parameter, where that can be known.
 
     `hyper`: what each group is going to be given; a momentum may make a state.
     """
     base = _torch_class(live.handle)
     found: dict[str, Forms] = {}
-    for number, names in enumerate(live.groups):
+    for number, names in enumerate(live.names):
         group = {**live.handle.param_groups[number], **hyper[number]}
-        held = next((state for name in names if (state := live.state_of(name))), None)
+        held = next((state for name in names if (state := live.held(name))), None)
         probed: dict[tuple[object, ...], Forms | None] = {}
         for name in names:
-            param = live.params[name]
+            param = live.live[name]
             kind = (param.ndim, param.dtype, param.device)
             if kind not in probed:
                 probed[kind] = None if base is None else _probed(live.handle, base, group, param)
             forms = probed[kind]
-            forms = forms if forms is not None else live.state_of(name) or held
+            forms = forms if forms is not None else live.held(name) or held
             if forms is not None:
                 found[name] = forms
     return found
@@ -150,13 +187,8 @@ def _probed(
     return dict(probe.state[tiny])
 
 
-def live_params(live: LiveOptimizer, forms: Mapping[str, Forms]) -> list[LiveParam]:
-    """What the optimizer keeps, as names and types."""
-    return [
-        LiveParam(name=name, keeps=None if name not in forms else {k: _dtype(v) for k, v in forms[name].items()})
-        for names in live.groups
-        for name in names
-    ]
+def _types(forms: Forms) -> dict[str, DType | None]:
+    return {state: _dtype(value) for state, value in forms.items()}
 
 
 def _dtype(value: State) -> DType | None:
@@ -165,7 +197,7 @@ def _dtype(value: State) -> DType | None:
     return dtype_of(value) if isinstance(value, torch.Tensor) else None
 
 
-def formed(value: torch.Tensor, form: State) -> State:
+def _formed(value: torch.Tensor, form: State) -> State:
     """A count in the form that the optimizer keeps it in; as it is, where that is not known."""
     import torch
 
@@ -175,25 +207,3 @@ def formed(value: torch.Tensor, form: State) -> State:
         case bool() | int() | float():
             return type(form)(value.item())
     return value
-
-
-def put_states(live: LiveOptimizer, states: Mapping[str, Mapping[str, State]]) -> None:
-    """Give parameters exactly these states; an empty mapping makes a parameter one that was never stepped."""
-    for name, own in states.items():
-        param = live.params[name]
-        if own:
-            live.handle.state[param] = dict(own)
-        elif param.numel():
-            live.handle.state.pop(param, None)
-
-
-def put_hyper(live: LiveOptimizer, hyper: Sequence[Mapping[str, object]]) -> None:
-    """Set hyper-parameters; one that is a tensor is filled in place."""
-    import torch
-
-    for group, restored in zip(live.handle.param_groups, hyper, strict=True):
-        for key, value in restored.items():
-            if isinstance(group.get(key), torch.Tensor) and isinstance(value, int | float):
-                group[key].fill_(value)
-            else:
-                group[key] = value

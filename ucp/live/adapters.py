@@ -1,0 +1,107 @@
+"""What a live run is made of, and how frameworks describe theirs.
+
+A plain torch module with a torch optimizer is described here in the core. What a framework wraps them in (DeepSpeed's
+engine, Megatron's optimizers) is described by an adapter, found by entry point (group `ucp.live`), which alone knows
+the framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from ucp.core.dtypes import DType
+from ucp.live.match.groups import LiveGroup
+from ucp.live.parts import LiveParam, LiveTensor
+
+if TYPE_CHECKING:
+    import torch
+
+    from ucp.live.run.mesh import RunMesh
+    from ucp.live.run.ranks import Ranks
+
+__all__ = ["LiveAdapter", "LiveModel", "LiveOptimizer", "LiveRequest", "LiveRun", "State"]
+
+State: TypeAlias = "torch.Tensor | bool | int | float | None"
+"""A value that an optimizer keeps for a parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveModel:
+    """Everything of a rank's module that a checkpoint of it holds."""
+
+    tensors: tuple[LiveTensor, ...]
+    """Parameters, then persistent buffers, in the order of the module."""
+    handles: Mapping[str, torch.Tensor]
+    """Name to the memory of the rank's part, in the local shape."""
+    owners: Mapping[int, str]
+    """`id` of every parameter and buffer, as an optimizer holds it, to its own name."""
+    derived: frozenset[str] = frozenset()
+    """Tensors that are not brought: `LiveRun.finish` makes them, from masters that the optimizer keeps."""
+    notes: tuple[str, ...] = ()
+    """What a checkpoint does not hold."""
+
+
+class LiveOptimizer(Protocol):
+    """An optimizer of this rank, whose parameters all belong to the model."""
+
+    def groups(self) -> Sequence[LiveGroup]:
+        """Its groups: names in the whole model, with hyper-parameters as plain values."""
+
+    def params(self, hyper: Sequence[Mapping[str, object]]) -> Sequence[LiveParam]:
+        """What it keeps of each parameter, once its groups are given `hyper`."""
+
+    def landing(self, name: str, state: str, dtype: DType, shape: tuple[int, ...], *, counts: bool) -> torch.Tensor:
+        """Memory to bring a state into: the live one where that can be, else new; `shape`: elements of this rank.
+
+        `counts`: the state is a count, which `put` is given in the type it is stored in.
+        """
+
+    def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
+        """Take what was brought, by name and state; no states make a parameter one that was never stepped.
+
+        `counts`: which of the states of each parameter are counts.
+        """
+
+    def put_hyper(self, hyper: Sequence[Mapping[str, object]]) -> None:
+        """Set hyper-parameters of every group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveRun:
+    """A rank's model and optimizer, described."""
+
+    model: LiveModel
+    """The model."""
+    optimizer: LiveOptimizer | None = None
+    """The optimizer, where one is loaded into."""
+    finish: Callable[[], None] = field(default=lambda: None)
+    """Make what follows from what was brought (16-bit copies of masters). Collective."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveRequest:
+    """What the user passed."""
+
+    model: object
+    """A module, several (chunks of a virtual pipeline), or what a framework wraps them in."""
+    optimizer: object | None
+    """An optimizer, or what a framework wraps it in."""
+    mesh: RunMesh
+    """Where this rank stands among all."""
+    ranks: Ranks
+    """All ranks of the run, for what has to be agreed on."""
+
+
+class LiveAdapter(Protocol):
+    """Describes the live runs of one framework."""
+
+    name: str
+    """Name, e.g. "deepspeed"."""
+
+    def claims(self, request: LiveRequest) -> bool:
+        """Whether the model or the optimizer is of this framework; without importing it."""
+
+    def describe(self, request: LiveRequest) -> LiveRun:
+        """The rank's parts. Collective where it must. Raises UnsupportedError, LoadError; changes nothing."""

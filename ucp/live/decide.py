@@ -1,0 +1,175 @@
+"""Decide a load: match what is live on this rank with a checkpoint. No tensor is read or written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
+
+import xxhash
+
+from ucp.conversion.source.zero_moments import ZeroMoments, check_moments
+from ucp.core.index import DoubtKind, Index, ParamGroup, check_doubts
+from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.errors import LoadError, listed
+from ucp.io.elements import viewed
+from ucp.io.files import open_source
+from ucp.live.adapters import LiveRun
+from ucp.live.match.findings import Findings
+from ucp.live.match.groups import LiveGroup, match_groups
+from ucp.live.match.states import match_states
+from ucp.live.match.tensors import find_unexpected, match_tensors, want_weights
+from ucp.live.parts import LoadItem
+from ucp.live.run.ranks import Ranks
+
+__all__ = ["Decision", "LoadOptions", "Matching", "Used", "check_agreement", "decide", "match", "used_anywhere"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What the user asked of a load, the same on every rank."""
+
+    strict: bool = True
+    """Whether everything must fit."""
+    rename: Callable[[str], str] | None = None
+    """From a name in the model to the name in the checkpoint."""
+    zero_moments: ZeroMoments = ZeroMoments.ERROR
+    """What to do with moments that are all zero."""
+    accept: frozenset[DoubtKind] = frozenset()
+    """Doubts of the checkpoint to be passed over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matching:
+    """What of this rank's tensors the checkpoint has."""
+
+    index: Index
+    """The checkpoint."""
+    run: LiveRun
+    """What to load into."""
+    matched: Mapping[str, str]
+    """Tensor of the model to its atom."""
+    groups: tuple[LiveGroup, ...]
+    """Groups of the optimizer, by the names of atoms."""
+    findings: Findings
+    """What did not fit so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Used:
+    """Atoms that some rank loads."""
+
+    present: Collection[str]
+    """Those that a model has."""
+    stepped: Collection[str]
+    """Those that an optimizer steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Everything that is to be done on this rank."""
+
+    index: Index
+    """The checkpoint."""
+    run: LiveRun
+    """What to load into."""
+    wants: tuple[LoadItem, ...]
+    """What to bring, in the order of the model."""
+    fresh: tuple[str, ...] = ()
+    """Parameters to be left without a state."""
+    hyper: tuple[Mapping[str, object], ...] = ()
+    """Hyper-parameters to set in each group of the optimizer."""
+    findings: Findings = field(default_factory=Findings)
+    """What did not fit, and what is worth knowing."""
+
+
+def match(run: LiveRun, index: Index, options: LoadOptions) -> Matching:
+    """The tensors of this rank by names and shapes. Raises SourceError for a doubtful checkpoint."""
+    check_doubts(index, options.accept)
+    if run.optimizer is not None:
+        check_moments(index, options.zero_moments)
+    findings = Findings(notes=[*run.model.notes, *(f"--accept {doubt.kind}: {doubt.text}" for doubt in index.doubts)])
+    matched = match_tensors(run.model.tensors, index, rename=options.rename, findings=findings)
+    groups = () if run.optimizer is None else run.optimizer.groups()
+    named = (replace(own, params=tuple(matched[name] for name in own.params if name in matched)) for own in groups)
+    return Matching(index=index, run=run, matched=matched, groups=tuple(named), findings=findings)
+
+
+def used_anywhere(matching: Matching, ranks: Ranks) -> Used:
+    """Atoms that any rank loads. Collective: a bit for every atom is shared."""
+    number = {name: at for at, name in enumerate(matching.index.atoms)}
+    stepped = {name for group in matching.groups for name in group.params}
+    told = ranks.share((_bits(matching.matched.values(), number), _bits(stepped, number)))
+    present, steps = (_names(each, number) for each in zip(*told, strict=True))
+    return Used(present=present, stepped=steps)
+
+
+def _bits(names: Collection[str], number: Mapping[str, int]) -> bytes:
+    held = bytearray(len(number) // 8 + 1)
+    for name in names:
+        at = number[name]
+        held[at // 8] |= 1 << at % 8
+    return bytes(held)
+
+
+def _names(told: Iterable[bytes], number: Mapping[str, int]) -> frozenset[str]:
+    held = reduce(or_, (int.from_bytes(own, "little") for own in told)).to_bytes(len(number) // 8 + 1, "little")
+    return frozenset(name for name, at in number.items() if held[at // 8] >> at % 8 & 1)
+
+
+def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
+    """What this rank loads. Writes nothing. Raises LoadError with everything that does not fit."""
+    index, run, matched, findings = matching.index, matching.run, matching.matched, matching.findings
+    tensors = run.model.tensors
+    find_unexpected(tensors, used.present, index, findings)
+    brought = [own for own in tensors if own.name not in run.model.derived]
+    wants = want_weights(brought, matched, index, findings=findings)
+    fresh: list[str] = []
+    hyper: list[dict[str, object]] = []
+    if run.optimizer is not None:
+        hyper = match_groups(matching.groups, _plain_groups(index), findings=findings)
+        params = run.optimizer.params(hyper)
+        parts = {own.name: own.part for own in tensors}
+        states, fresh = match_states(params, parts, matched, index, stepped=used.stepped, findings=findings)
+        wants += states
+    if options.strict:
+        findings.check(index.path)
+    if not used.present and tensors:
+        raise findings.nothing(index.path)
+    return Decision(
+        index=index,
+        run=run,
+        wants=tuple(wants),
+        fresh=tuple(fresh),
+        hyper=tuple(hyper),
+        findings=findings,
+    )
+
+
+def check_agreement(ranks: Ranks, index: Index, options: object) -> None:
+    """Raise LoadError, on all ranks, when they read other checkpoints or were called with other options."""
+    files = [(os.path.relpath(file.path, index.path), file.nbytes) for file in index.files]
+    marks = {"checkpoint": [index.step, files], "options": options}
+    digests = {what: xxhash.xxh3_128_hexdigest(repr(value).encode()) for what, value in marks.items()}
+    told = ranks.share(digests)
+    differing = [
+        f"{what} of rank {rank}" for what in digests for rank, own in enumerate(told) if own[what] != told[0][what]
+    ]
+    if differing:
+        raise LoadError(f"expected the same on every rank; these are not those of rank 0:\n{listed(differing)}")
+
+
+def _plain_groups(index: Index) -> Sequence[ParamGroup]:
+    """Parameter groups in which hyper-parameters that were stored as tensors are numbers."""
+    return [replace(group, hyper={key: _number(value) for key, value in group.hyper.items()}) for group in index.groups]
+
+
+def _number(value: object) -> object:
+    if isinstance(value, InlineTensor) and value.numel == 1:
+        return viewed(memoryview(value.data), value.dtype)[0].item()
+    if isinstance(value, TensorRef) and value.numel == 1:
+        with open_source(value.path) as file:
+            return viewed(memoryview(file.read(value.offset, value.nbytes)), value.dtype)[0].item()
+    return value

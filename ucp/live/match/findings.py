@@ -1,0 +1,55 @@
+"""What was found while a live run was matched with a checkpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ucp.errors import LoadError, counted, listed
+
+__all__ = ["Findings"]
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was found while matching; each list is one kind of thing, one line each."""
+
+    missing: list[str] = field(default_factory=list)
+    """Tensors of the model that the checkpoint lacks."""
+    unexpected: list[str] = field(default_factory=list)
+    """Atoms of the checkpoint that the model lacks."""
+    problems: list[str] = field(default_factory=list)
+    """Whatever else does not fit."""
+    hints: list[str] = field(default_factory=list)
+    """What may cure it."""
+    notes: list[str] = field(default_factory=list)
+    """What is right, and worth knowing."""
+    casts: Counter[str] = field(default_factory=Counter)
+    """Changes of dtype, and how many tensors each concerns."""
+
+    def check(self, path: str) -> None:
+        """Raise one LoadError that lists everything that does not fit."""
+        found = self._told()
+        if found:
+            cure = "; ".join([*self.hints, "strict=False loads what fits and reports the rest"])
+            raise LoadError(f"the model and the checkpoint {path} do not fit, nothing was loaded:\n{found}\n{cure}")
+
+    def nothing(self, path: str) -> LoadError:
+        """The error for a checkpoint of which not one tensor goes into the model."""
+        what = "fits the model" if self.problems else "has a name of the model"
+        cure = self.hints or ["`ucp inspect` lists the names and shapes there"]
+        return LoadError(f"nothing in {path} {what}, nothing was loaded:\n{self._told()}\n{'; '.join(cure)}")
+
+    def _told(self) -> str:
+        """Everything that does not fit, kind by kind."""
+        lists = {
+            ("tensor of the model is not", "tensors of the model are not", "in the checkpoint"): self.missing,
+            ("tensor of the checkpoint is not", "tensors of the checkpoint are not", "in the model"): self.unexpected,
+            ("thing does not fit", "things do not fit", ""): self.problems,
+        }
+        found = [
+            f"{counted(len(lines), one, several)} {where}".rstrip() + f":\n{listed(lines)}"
+            for (one, several, where), lines in lists.items()
+            if lines
+        ]
+        return "\n".join(found)

@@ -1,0 +1,90 @@
+"""Which optimizer states a checkpoint has for what an optimizer keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from ucp.core.index import AtomIndex, Index
+from ucp.core.names import STEP, WEIGHT
+from ucp.live.match.findings import Findings
+from ucp.live.match.items import castable, item_of, note_cast
+from ucp.live.parts import LiveParam, LivePart, LoadItem
+
+__all__ = ["match_states"]
+
+
+def match_states(
+    params: Sequence[LiveParam],
+    parts: Mapping[str, LivePart],
+    matched: Mapping[str, str],
+    index: Index,
+    *,
+    stepped: Collection[str],
+    findings: Findings,
+) -> tuple[list[LoadItem], list[str]]:
+    """Optimizer states to bring, and the parameters that the saved optimizer had never stepped.
+
+    `parts`: what the model holds of each tensor. `stepped`: atoms that the optimizer of any rank steps. A count is
+    brought in the type it is stored in, whatever number the optimizer then makes of it.
+    """
+    known = {name for group in index.groups for name in group.params}
+    lost = [matched[own.name] for own in params if own.name in matched]
+    findings.problems.extend(index.reasons(name for name in lost if name in index.lost and not index.lost[name].chosen))
+    wanted: list[LoadItem] = []
+    fresh: list[str] = []
+    for param in params:
+        if param.name not in matched:
+            continue
+        atom = index.atoms[matched[param.name]]
+        if not _held(atom):
+            if atom.name not in known and 0 not in atom.global_shape:
+                findings.problems.append(f"{param.name} is optimised, and was not when the checkpoint was saved")
+            fresh.append(param.name)
+        else:
+            wanted.extend(_states(param, param.part or parts[param.name], atom, findings))
+    started = [name for name in fresh if matched[name] in known and 0 not in index.atoms[matched[name]].global_shape]
+    if started and not wanted and index.step != 0:
+        findings.problems.append(
+            "the checkpoint holds no optimizer states: the optimizer would start afresh. Load without optimizer="
+        )
+    _check_left_over(stepped, matched, index, findings)
+    return wanted, fresh
+
+
+def _held(atom: AtomIndex) -> list[str]:
+    return [state for state in atom.states if state != WEIGHT]
+
+
+def _states(param: LiveParam, part: LivePart, atom: AtomIndex, findings: Findings) -> list[LoadItem]:
+    held = _held(atom)
+    keeps = dict.fromkeys(held) if param.keeps is None else dict(param.keeps)
+    lacking = [state for state in keeps if state not in held and state != WEIGHT]
+    surplus = [state for state in held if state not in keeps and state != STEP]
+    if lacking or surplus:
+        findings.problems.append(
+            f"{param.name}: the optimizer keeps {', '.join(keeps) or 'no states'}; the checkpoint has {', '.join(held)}"
+        )
+        return []
+    if STEP not in keeps and STEP in held:
+        note = "step counts are left out: the optimizer keeps none"
+        findings.notes.extend([note] if note not in findings.notes else [])
+    wanted = []
+    for state, dtype in keeps.items():
+        stored = atom.states[state].dtype
+        taken = stored if dtype is None or atom.is_count(state) else dtype
+        if castable(stored, taken):
+            note_cast(atom, state, taken, findings)
+            wanted.append(item_of(param.name, atom, state, taken, part, stepped=True))
+        else:
+            findings.problems.append(f"{param.name}/{state} is {taken} in the optimizer, {stored} in the checkpoint")
+    return wanted
+
+
+def _check_left_over(stepped: Collection[str], matched: Mapping[str, str], index: Index, findings: Findings) -> None:
+    """Find states that no parameter of the optimizer takes, on any rank."""
+    present = set(matched.values())
+    for atom in index.atoms.values():
+        if atom.name in present and atom.name not in stepped and _held(atom):
+            findings.problems.append(
+                f"{atom.name}: the checkpoint has {', '.join(_held(atom))}, and the optimizer does not step it"
+            )

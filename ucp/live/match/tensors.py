@@ -1,0 +1,132 @@
+"""What a live model wants of a checkpoint, and everything in which the two do not fit. Names and shapes only.
+
+>>> from ucp.core.dtypes import DType
+>>> from ucp.core.topology import Topology
+>>> from ucp.live.parts import LivePart
+>>> live = LiveTensor(names=("w",), dtype=DType.FLOAT32, part=LivePart.whole((2,)))
+>>> index = Index(path="ckpt", format="ucp", evidence=(), producer="", topology=Topology(), step=None, atoms={})
+>>> findings = Findings()
+>>> match_tensors([live], index, findings=findings), findings.missing
+({}, ['w'])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from ucp.core.index import Index
+from ucp.core.names import WEIGHT
+from ucp.live.match.findings import Findings
+from ucp.live.match.items import castable, item_of, note_cast
+from ucp.live.parts import LiveTensor, LoadItem
+
+__all__ = ["find_unexpected", "match_tensors", "want_weights"]
+
+_MOST_WAYS = 3
+"""Ways to rename that are named."""
+
+
+def match_tensors(
+    tensors: Sequence[LiveTensor],
+    index: Index,
+    *,
+    rename: Callable[[str], str] | None = None,
+    findings: Findings,
+) -> dict[str, str]:
+    """Atom of every tensor of the model that has one of its shape and a type that can be cast to its own.
+
+    `rename`: from a name in the model to the name in the checkpoint.
+    """
+    called = {name: rename(name) if rename else name for own in tensors for name in own.names}
+    matched: dict[str, str] = {}
+    for own in tensors:
+        held = [name for name in _atoms_of(own, called, index) if name in index.atoms]
+        if not held and 0 in own.part.local_shape:
+            findings.notes.append(f"{own.name} has no elements, and is not in the checkpoint")
+            continue
+        if not held:
+            findings.missing.append(_told(own.name, called[own.name]))
+            continue
+        if len(held) > 1:
+            findings.problems.append(
+                f"{' and '.join(own.names)} are one tensor in the model, and {len(held)} in the checkpoint: "
+                f"{' and '.join(held)}. Untie them, or load from a checkpoint where they are tied"
+            )
+        matched[own.name] = held[0]
+    _note_untied(matched, findings)
+    fitting = [own for own in tensors if own.name in matched and _fits(own, matched, index, findings)]
+    return {own.name: matched[own.name] for own in fitting}
+
+
+def find_unexpected(tensors: Sequence[LiveTensor], used: Collection[str], index: Index, findings: Findings) -> None:
+    """Find atoms that no rank has in its model, and the ways to rename that would cure it. `used`: by all ranks."""
+    findings.unexpected.extend(name for name in index.atoms if name not in used)
+    if findings.missing and findings.unexpected:
+        _hint_names([own.name for own in tensors], index, findings, is_any_held=bool(used))
+
+
+def _atoms_of(own: LiveTensor, called: Mapping[str, str], index: Index) -> list[str]:
+    names = (called[name] for name in own.names)
+    return list(dict.fromkeys(index.aliases.get(name, name) for name in names))
+
+
+def _told(name: str, called: str) -> str:
+    return name if name == called else f"{name} (renamed {called})"
+
+
+def _hint_names(names: Sequence[str], index: Index, findings: Findings, *, is_any_held: bool) -> None:
+    """Name the prefixes by which all names may differ, if there are any; else say how to map them where none agrees."""
+    held = {*index.atoms, *index.aliases}
+    ways: list[str] = []
+    first = names[0]
+    longer = [name.removesuffix(first) for name in held if name.endswith(f".{first}")]
+    for prefix in sorted(longer):
+        if all(f"{prefix}{name}" in held for name in names):
+            ways.append(f"rename=lambda name: {prefix!r} + name")
+    shorter = [first.removesuffix(name) for name in held if first.endswith(f".{name}")]
+    for prefix in sorted(shorter):
+        if all(name.startswith(prefix) and name.removeprefix(prefix) in held for name in names):
+            ways.append(f"rename=lambda name: name.removeprefix({prefix!r})")
+    if not ways and not is_any_held:
+        ways.append("rename=FUNCTION, from a name in the model to the name in the checkpoint")
+    if ways:
+        findings.hints.append(f"pass {', or '.join(ways[:_MOST_WAYS])}")
+
+
+def _note_untied(matched: Mapping[str, str], findings: Findings) -> None:
+    takers: dict[str, list[str]] = {}
+    for name, atom in matched.items():
+        takers.setdefault(atom, []).append(name)
+    for atom, names in takers.items():
+        if len(names) > 1:
+            findings.notes.append(f"{' and '.join(names)} are loaded from one atom, {atom}: they were tied when saved")
+
+
+def _fits(own: LiveTensor, matched: Mapping[str, str], index: Index, findings: Findings) -> bool:
+    atom = index.atoms[matched[own.name]]
+    if WEIGHT not in atom.states:
+        findings.missing.append(f"{own.name}: the checkpoint has only {', '.join(atom.states)} of it")
+        return False
+    try:
+        own.part.slice_of(atom.name, WEIGHT, atom.global_shape, own.dtype)
+    except ValueError as error:
+        findings.problems.append(f"{own.name} {error} in the checkpoint")
+        return False
+    stored = atom.states[WEIGHT].dtype
+    if not castable(stored, own.dtype):
+        findings.problems.append(f"{own.name} is {own.dtype} in the model and {stored} in the checkpoint")
+        return False
+    return True
+
+
+def want_weights(
+    tensors: Sequence[LiveTensor], matched: Mapping[str, str], index: Index, *, findings: Findings
+) -> list[LoadItem]:
+    """The weight of every matched tensor, in the type that the model has it in."""
+    wanted = []
+    for own in tensors:
+        if own.name in matched:
+            atom = index.atoms[matched[own.name]]
+            note_cast(atom, WEIGHT, own.dtype, findings)
+            wanted.append(item_of(own.name, atom, WEIGHT, own.dtype, own.part))
+    return wanted

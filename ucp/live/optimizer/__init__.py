@@ -1,0 +1,1 @@
+"""Live optimizers: what they keep of each parameter, and putting it there."""

@@ -1,0 +1,130 @@
+"""The seam between a live run and a checkpoint: which part of which tensor a rank holds.
+
+Whatever a framework does, a rank holds parts of tensors of the whole model. A part is said by a `Layout` of declared
+patterns and the rank's place in it, and comes to a slice as a part of a file does; nothing else computes regions.
+
+>>> from ucp_patterns.chunk import Chunk
+>>> from ucp.core.layout import AxisLayout
+>>> half = LivePart(local_shape=(2, 4), layout=Layout((AxisLayout("tp", 2, Chunk(0)),)), coords={"tp": 1})
+>>> str(half.slice_of("w", "weight", (4, 4), DType.FLOAT32).pairs[0].whole)
+'[2:4, 0:4]'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from ucp.core.dtypes import DType
+from ucp.core.index import StateIndex
+from ucp.core.layout import Layout, part_of
+from ucp.core.slices import Slice
+
+__all__ = ["LiveParam", "LivePart", "LiveTensor", "LoadItem"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LivePart:
+    """What a rank holds of a tensor of the whole model."""
+
+    local_shape: tuple[int, ...]
+    """Elements per dim of the rank's tensor, before a flat cut."""
+    layout: Layout = field(default_factory=Layout)
+    """How the tensor lies over the ranks."""
+    coords: Mapping[str, int] = field(default_factory=dict)
+    """Where the rank is, along every axis of `layout`."""
+    global_shape: tuple[int, ...] | None = None
+    """Elements per dim of the whole; None where the live side does not know it, and the checkpoint's is cut."""
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> LivePart:
+        """All of a tensor."""
+        return cls(local_shape=shape, global_shape=shape)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all of it."""
+        return not self.layout.every
+
+    def slice_of(self, param: str, state: str, shape: tuple[int, ...], dtype: DType) -> Slice:
+        """The slice of a state of `shape` that the rank holds, in its own order.
+
+        Raises ValueError, with what was expected, where the layout does not cut such a tensor to `local_shape`.
+        """
+        if self.global_shape not in (None, shape):
+            raise ValueError(f"has shape {list(self.global_shape or ())} in the model and {list(shape)}")
+        part = part_of(self.layout, shape, coords=self.coords)
+        if part.local_shape != self.local_shape and (part.numel or prod(self.local_shape)):
+            cut = ", ".join(f"{axis.axis}={axis.parts} {axis.pattern.name}" for axis in self.layout.axes)
+            raise ValueError(
+                f"has shape {list(self.local_shape)} on this rank; {cut or 'no cut'} leaves {list(part.local_shape)} "
+                f"of {list(shape)}"
+            )
+        start, stop = 0, prod(part.local_shape) if part.held else 0
+        if part.flat is not None:
+            runs = [run.pair.whole for run in part.flat]
+            start = runs[0].offsets[0] if runs else 0
+            stop = start + sum(run.sizes[0] for run in runs)
+            if runs and runs[-1].stops[0] != stop:
+                raise ValueError("is held in several stretches, and one was expected")
+        pairs = tuple(own.pair for own in part.held)
+        return Slice(
+            param=param, state=state, dtype=dtype, pairs=pairs, local_shape=part.local_shape, start=start, stop=stop
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveTensor:
+    """A parameter or buffer of the model, as far as this rank holds it."""
+
+    names: tuple[str, ...]
+    """Names it goes by in the whole model, the first of them its own; several when it is tied."""
+    dtype: DType
+    """Element type."""
+    part: LivePart
+    """What of it this rank holds."""
+
+    @property
+    def name(self) -> str:
+        """Its own name."""
+        return self.names[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveParam:
+    """A parameter that the optimizer of this rank steps, or a part of one."""
+
+    name: str
+    """Name in the whole model."""
+    keeps: Mapping[str, DType | None] | None
+    """States that the optimizer keeps of it, None where it is a Python number; None when that is not known.
+
+    With `weight` among them it keeps a master of its own, from which the model's weight is made.
+    """
+    part: LivePart | None = None
+    """What of it this rank steps; None for what the model holds of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadItem:
+    """A state to bring into the model or its optimizer."""
+
+    name: str
+    """Parameter or buffer, as the whole model calls it."""
+    slice: Slice
+    """What of it this rank holds, as the checkpoint calls it."""
+    source: StateIndex
+    """Where it lies."""
+    stepped: bool = False
+    """Whether the optimizer keeps it: every state, and masters."""
+
+    @property
+    def state(self) -> str:
+        """Name of the state."""
+        return self.slice.state
+
+    @property
+    def cost(self) -> float:
+        """Source bytes to read for a byte of the slice."""
+        return self.source.dtype.itemsize / self.slice.dtype.itemsize
