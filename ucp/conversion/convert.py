@@ -137,6 +137,7 @@ def _taken(staging: Staging, prepared: Prepared, options: ConvertOptions) -> lis
         raise _unwritable(staging.folder, error) from error
     except DestinationError:
         if options.resume and staging.is_complete(prepared.fingerprint):  # by another run, which this one waited for
+            staging.sweep()
             return None
         raise
 

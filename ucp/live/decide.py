@@ -20,7 +20,7 @@ from ucp.live.adapters import LiveRun
 from ucp.live.match.findings import Findings
 from ucp.live.match.groups import LiveGroup, match_groups
 from ucp.live.match.states import match_states
-from ucp.live.match.tensors import find_unexpected, match_tensors, want_weights
+from ucp.live.match.tensors import find_unexpected, fitting, match_tensors, want_weights
 from ucp.live.parts import LoadItem
 from ucp.live.run.ranks import Ranks
 
@@ -49,8 +49,10 @@ class Matching:
     """The checkpoint."""
     run: LiveRun
     """What to load into."""
+    present: frozenset[str]
+    """Atoms that the model has by name."""
     matched: Mapping[str, str]
-    """Tensor of the model to its atom."""
+    """Tensor of the model to its atom, where that fits."""
     groups: tuple[LiveGroup, ...]
     """Groups of the optimizer, by the names of atoms."""
     findings: Findings
@@ -91,17 +93,19 @@ def match(run: LiveRun, index: Index, options: LoadOptions) -> Matching:
     if run.optimizer is not None:
         check_moments(index, options.zero_moments)
     findings = Findings(notes=[*run.model.notes, *(f"--accept {doubt.kind}: {doubt.text}" for doubt in index.doubts)])
-    matched = match_tensors(run.model.tensors, index, rename=options.rename, findings=findings)
+    named = match_tensors(run.model.tensors, index, rename=options.rename, findings=findings)
+    matched = fitting(run.model.tensors, named, index, findings)
     groups = () if run.optimizer is None else run.optimizer.groups()
-    named = (replace(own, params=tuple(matched[name] for name in own.params if name in matched)) for own in groups)
-    return Matching(index=index, run=run, matched=matched, groups=tuple(named), findings=findings)
+    own_groups = (replace(own, params=tuple(matched[name] for name in own.params if name in matched)) for own in groups)
+    present = frozenset(named.values())
+    return Matching(index=index, run=run, present=present, matched=matched, groups=tuple(own_groups), findings=findings)
 
 
 def used_anywhere(matching: Matching, ranks: Ranks) -> Used:
     """Atoms that any rank loads. Collective: a bit for every atom is shared."""
     number = {name: at for at, name in enumerate(matching.index.atoms)}
     stepped = {name for group in matching.groups for name in group.params}
-    told = ranks.share((_bits(matching.matched.values(), number), _bits(stepped, number)))
+    told = ranks.share((_bits(matching.present, number), _bits(stepped, number)))
     present, steps = (_names(each, number) for each in zip(*told, strict=True))
     return Used(present=present, stepped=steps)
 
@@ -136,7 +140,7 @@ def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
         wants += states
     if options.strict:
         findings.check(index.path)
-    if not used.present and tensors:
+    if not matched and tensors:
         raise findings.nothing(index.path)
     return Decision(
         index=index,

@@ -15,10 +15,11 @@ from ucp.core.fragments import Fragment
 from ucp.core.index import Extra, Kind, ParamGroup, StateIndex
 from ucp.core.region import Box
 from ucp.core.tensor import InlineTensor, Record
-from ucp.core.topology import Topology
-from ucp.errors import CorruptError, LoadError, MissingFileError, UnsupportedError, UsageError
+from ucp.errors import CorruptError, LoadError, MissingFileError, UsageError
 from ucp.io.identity import size_and_time
+from ucp.live.adapters import LiveRun
 from ucp.live.load import ENVIRONMENT, LoadReport, load_into
+from ucp.live.model.module import describe_model
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 RANDOM = np.random.default_rng(5)
@@ -159,7 +160,12 @@ def test_ranks_share_the_reading_and_hold_the_same(saved, count, bucket_nbytes):
         net = Net()
         optimizer = adam(net)
         report = load_into(
-            net, f"dp={count}", checkpoint=saved.path, optimizer=optimizer, group=ranks, bucket_nbytes=bucket_nbytes
+            net,
+            f"dp={count}",
+            checkpoint=saved.path,
+            optimizer=optimizer,
+            process_group=ranks,
+            bucket_nbytes=bucket_nbytes,
         )
         saved.check(net, optimizer)
         return report, ranks.gatherings
@@ -252,12 +258,6 @@ def test_a_checkpoint_must_be_named(monkeypatch):
     monkeypatch.setenv(ENVIRONMENT, "")
     with pytest.raises(UsageError, match="expected a checkpoint"):
         load_into(Net())
-
-
-@pytest.mark.parametrize("topology", ["tp=2", "dp=2,pp=2", "ep=4", "zero=3", Topology(dp=1, zero=1)])
-def test_sharded_targets_are_refused_by_name(saved, topology):
-    with pytest.raises(UnsupportedError, match="expected a topology with whole parameters"):
-        load_into(Net(), topology, checkpoint=saved.path)
 
 
 def test_the_topology_must_be_that_of_the_group(saved):
@@ -366,17 +366,11 @@ def spoiled(folder):
 @pytest.mark.parametrize("count", [1, 3])
 def test_damage_is_found_on_all_ranks(tmp_path, count):
     path = spoiled(tmp_path)
-    found = run(count, lambda ranks: load_into(Net(), checkpoint=path, group=ranks))
+    found = run(count, lambda ranks: load_into(Net(), checkpoint=path, process_group=ranks))
     assert [type(error) for error in found] == [CorruptError] * count
     assert len({str(error) for error in found}) == 1
     assert "1.bin" in str(found[0])
     assert all("partly overwritten" in error.__notes__[0] for error in found)
-
-
-def test_checking_can_be_left_out(tmp_path):
-    path = spoiled(tmp_path)
-    report = load_into(Net(), checkpoint=path, check=False)
-    assert len(report.unchecked) == 3
 
 
 def one_record(folder, *, moment: int):
@@ -400,7 +394,7 @@ def test_what_lies_beside_is_read_for_the_checksum_if_it_is_little(tmp_path, cou
     weight, index = one_record(tmp_path, moment=100)
     path = write_checkpoint(index)
     nets = [Flat() for _ in range(count)]
-    found = run(count, lambda ranks: load_into(nets[ranks.rank], checkpoint=path, group=ranks))
+    found = run(count, lambda ranks: load_into(nets[ranks.rank], checkpoint=path, process_group=ranks))
     assert [report.unchecked for report in found] == [()] * count
     assert found[0].nbytes_total == 4 * 700_100
     assert all(torch.equal(net.w.detach(), torch.from_numpy(weight)) for net in nets)
@@ -409,7 +403,7 @@ def test_what_lies_beside_is_read_for_the_checksum_if_it_is_little(tmp_path, cou
     (tmp_path / "shard.bin").write_bytes(damaged)
     files = tuple(replace(file, mtime_ns=size_and_time(file.path)[1]) for file in index.files)
     path = write_checkpoint(replace(index, files=files))
-    found = run(count, lambda ranks: load_into(nets[ranks.rank], checkpoint=path, group=ranks))
+    found = run(count, lambda ranks: load_into(nets[ranks.rank], checkpoint=path, process_group=ranks))
     assert [type(error) for error in found] == [CorruptError] * count
 
 
@@ -427,7 +421,9 @@ def test_a_tensor_of_many_blocks_and_buckets(tmp_path):
     nets = [nn.Module() for _ in range(2)]
     for net in nets:
         net.w = nn.Parameter(torch.zeros(6 << 20))
-    reports = run(2, lambda ranks: load_into(nets[ranks.rank], checkpoint=path, group=ranks, bucket_nbytes=20 << 20))
+    reports = run(
+        2, lambda ranks: load_into(nets[ranks.rank], checkpoint=path, process_group=ranks, bucket_nbytes=20 << 20)
+    )
     assert [report.nbytes_read for report in reports] == [12 << 20, 12 << 20]
     assert all(torch.equal(net.w.detach(), torch.from_numpy(array)) for net in nets)
 
@@ -437,7 +433,9 @@ def test_a_tensor_that_cannot_be_written_stops_all_ranks(saved):
         frozen = Net()
 
     def load(ranks):
-        return load_into(frozen if ranks.rank == 0 else Net(), checkpoint=saved.path, group=ranks, bucket_nbytes=64)
+        return load_into(
+            frozen if ranks.rank == 0 else Net(), checkpoint=saved.path, process_group=ranks, bucket_nbytes=64
+        )
 
     found = run(2, load)
     assert {type(error) for error in found} == {LoadError}
@@ -451,8 +449,8 @@ def test_a_file_that_one_rank_cannot_read_stops_all_of_them(tmp_path):
 
     def load(ranks):
         if ranks.rank != 1:
-            return load_into(Net(), checkpoint=own.path, group=ranks, bucket_nbytes=64)
-        return load_into(Net(), checkpoint=tmp_path / "nowhere", group=ranks, bucket_nbytes=64)
+            return load_into(Net(), checkpoint=own.path, process_group=ranks, bucket_nbytes=64)
+        return load_into(Net(), checkpoint=tmp_path / "nowhere", process_group=ranks, bucket_nbytes=64)
 
     found = run(3, load)
     assert len({(type(error), str(error)) for error in found}) == 1
@@ -477,31 +475,35 @@ def test_a_file_that_goes_away_under_way_stops_all_of_them(tmp_path):
         def gather(self, part):
             return self._ranks.gather(part)
 
-    found = run(2, lambda ranks: load_into(Net(), checkpoint=own.path, group=Vanishing(ranks), bucket_nbytes=64))
+    found = run(
+        2, lambda ranks: load_into(Net(), checkpoint=own.path, process_group=Vanishing(ranks), bucket_nbytes=64)
+    )
     assert [type(error) for error in found] == [MissingFileError] * 2
     assert len({str(error) for error in found}) == 1
     assert "2.bin" in str(found[0])
 
 
-def test_ranks_with_different_models_are_told_apart(saved):
-    def load(ranks):
-        net = Net(torch.float64 if ranks.rank else torch.float32)
-        return load_into(net, checkpoint=saved.path, group=ranks)
+def test_each_rank_loads_what_its_own_model_has(saved):
+    nets = [Net(torch.float32), Net(torch.float64)]
+    run(2, lambda ranks: load_into(nets[ranks.rank], checkpoint=saved.path, process_group=ranks))
+    for net in nets:
+        saved.check(net)
 
-    found = run(2, load)
+
+def test_ranks_that_are_called_otherwise_are_told_apart(saved):
+    found = run(2, lambda ranks: load_into(Net(), checkpoint=saved.path, process_group=ranks, strict=bool(ranks.rank)))
     assert {str(error) for error in found} == {
-        "expected the same on every rank; these are not those of rank 0:\n  model of rank 1\n  plan of rank 1"
+        "expected the same on every rank; these are not those of rank 0:\n  options of rank 1"
     }
 
 
 def test_extras_are_named(tmp_path):
     own = Saved(tmp_path)
-    from ucp.live.decide import decide
+    from ucp.live.decide import Decision
     from ucp.live.report import Traffic, report_of
 
-    decision = decide(Net(), None, own.path, strict=True, rename=None)
-    index = replace(decision.index, extras=(Extra(name="lr_scheduler", value={}), Extra(name="rng", value={}, rank=1)))
+    index = replace(own.index, extras=(Extra(name="lr_scheduler", value={}), Extra(name="rng", value={}, rank=1)))
     traffic = Traffic(nbytes=(5, 6), rank=1, checked=frozenset(), seconds=1.0)
-    report = report_of(replace(decision, index=index), traffic)
+    report = report_of(Decision(index=index, run=LiveRun(model=describe_model(Net())), wants=()), traffic)
     assert report.extras == ("lr_scheduler", "rng")
     assert "11 bytes read (6 by this one of 2 ranks) in 1.00 s" in str(report)

@@ -6,7 +6,7 @@ from ucp.core.topology import Topology
 from ucp.errors import LoadError
 from ucp.live.match.findings import Findings
 from ucp.live.match.states import match_states
-from ucp.live.match.tensors import match_tensors, want_weights
+from ucp.live.match.tensors import find_unexpected, fitting, match_tensors, want_weights
 from ucp.live.parts import LiveParam, LivePart, LiveTensor
 
 FLOAT = DType.FLOAT32
@@ -41,7 +41,10 @@ def live(*names, shape=(2, 3), dtype=FLOAT):
 
 def matched(tensors, source, rename=None):
     findings = Findings()
-    return match_tensors(tensors, source, rename=rename, findings=findings), findings
+    named = match_tensors(tensors, source, rename=rename, findings=findings)
+    found = fitting(tensors, named, source, findings)
+    find_unexpected(tensors, set(named.values()), source, findings)
+    return found, findings
 
 
 def test_names_that_agree_match():
@@ -166,7 +169,9 @@ def adam_atom(name, **changed):
 def states_of(params, source):
     findings = Findings()
     names = {name: name for name in source.atoms}
-    wants, fresh = match_states(params, names, source, findings=findings)
+    parts = {name: LivePart.whole(own.global_shape) for name, own in source.atoms.items()}
+    stepped = {param.name for param in params}
+    wants, fresh = match_states(params, parts, names, source, stepped=stepped, findings=findings)
     return [(want.name, want.state, want.slice.dtype) for want in wants], fresh, findings
 
 

@@ -20,7 +20,7 @@ from ucp.live.match.findings import Findings
 from ucp.live.match.items import castable, item_of, note_cast
 from ucp.live.parts import LiveTensor, LoadItem
 
-__all__ = ["find_unexpected", "match_tensors", "want_weights"]
+__all__ = ["find_unexpected", "fitting", "match_tensors", "want_weights"]
 
 _MOST_WAYS = 3
 """Ways to rename that are named."""
@@ -33,7 +33,7 @@ def match_tensors(
     rename: Callable[[str], str] | None = None,
     findings: Findings,
 ) -> dict[str, str]:
-    """Atom of every tensor of the model that has one of its shape and a type that can be cast to its own.
+    """Atom of every tensor of the model that has one by name.
 
     `rename`: from a name in the model to the name in the checkpoint.
     """
@@ -54,8 +54,16 @@ def match_tensors(
             )
         matched[own.name] = held[0]
     _note_untied(matched, findings)
-    fitting = [own for own in tensors if own.name in matched and _fits(own, matched, index, findings)]
-    return {own.name: matched[own.name] for own in fitting}
+    return matched
+
+
+def fitting(
+    tensors: Sequence[LiveTensor], matched: Mapping[str, str], index: Index, findings: Findings
+) -> dict[str, str]:
+    """Those whose atoms have their shape, and a type that can be cast to their own."""
+    return {
+        own.name: matched[own.name] for own in tensors if own.name in matched and _fits(own, matched, index, findings)
+    }
 
 
 def find_unexpected(tensors: Sequence[LiveTensor], used: Collection[str], index: Index, findings: Findings) -> None:
