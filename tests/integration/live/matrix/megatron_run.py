@@ -46,7 +46,7 @@ def prepare() -> None:
 
 
 def _mark_norms_under_sequence_parallelism() -> None:
-    """Torch's norms lack the mark that those of Transformer Engine set, by which gradients are summed over tensor ranks."""
+    """Torch's norms lack a mark that those of Transformer Engine have: sum gradients over tensor ranks."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     def make(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) -> nn.Module:
@@ -60,11 +60,11 @@ def _mark_norms_under_sequence_parallelism() -> None:
 class MegatronRun:
     """A job of megatron-core on this rank. Collective."""
 
-    def __init__(self, sizes: Sizes, grid: Grid, kind: str, *, seed: str = "", lr: float = ADAM["lr"]) -> None:
+    def __init__(self, sizes: Sizes, grid: Grid, kind: str, *, seed: str = "", lr: float | None = None) -> None:
         self.sizes, self.grid, self.kind = sizes, grid, kind
         self.at = grid.at(dist.get_rank())
-        self.args = _arguments(sizes, grid, kind, lr)
-        initialize_parallel(self.args)
+        self.args = _arguments(sizes, grid, kind, lr or sizes.lr)
+        _initialize_once(self.args)
         self.job = build(self.args, functools.partial(self._initialize, initial(sizes, seed=seed)))
         self.config = self.job.modules[0].config
         self._train_as_megatron()
@@ -154,6 +154,13 @@ class MegatronRun:
         """The part of whole tensors, by state and name of Hugging Face, that `states` should give."""
         of = whole["weight" if state == "model" else state]
         return local_tensor(name, of.__getitem__, self.sizes, self.grid, rank=self.at.tp)
+
+
+def _initialize_once(args: Any) -> None:
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        initialize_parallel(args)
 
 
 _SHARDING = {"full": "fully_reshardable", "dp": "dp_reshardable"}

@@ -2,8 +2,8 @@
 
     built = Chunk(DENSE, [0, 1], Share(), first=True, last=False)
 
-Names are those of Hugging Face. Layers and experts go by their number in the whole model, or (`Style.local`) are counted
-from 0 on every rank; parameters carry the attributes that Megatron's do (`Style.marked`), or none.
+Names are those of Hugging Face. Layers and experts go by their number in the whole model, or (`Style.local`) are
+counted from 0 on every rank; parameters carry the attributes that Megatron's do (`Style.marked`), or none.
 """
 
 from __future__ import annotations
@@ -63,7 +63,14 @@ class Chunk(nn.Module):
     """A run of layers; the first has the embedding, the last the head. Hidden states are [rows, sequence, hidden]."""
 
     def __init__(
-        self, sizes: Sizes, layers: Sequence[int], share: Share, *, first: bool = True, last: bool = True, style: Style | None = None
+        self,
+        sizes: Sizes,
+        layers: Sequence[int],
+        share: Share,
+        *,
+        first: bool = True,
+        last: bool = True,
+        style: Style | None = None,
     ) -> None:
         super().__init__()
         self.model = _Body(sizes, layers, share, first=first, last=last, style=style or Style())
@@ -83,7 +90,9 @@ class Chunk(nn.Module):
 
 
 class _Body(nn.Module):
-    def __init__(self, sizes: Sizes, layers: Sequence[int], share: Share, *, first: bool, last: bool, style: Style) -> None:
+    def __init__(
+        self, sizes: Sizes, layers: Sequence[int], share: Share, *, first: bool, last: bool, style: Style
+    ) -> None:
         super().__init__()
         if first:
             self.embed_tokens = _Embedding(sizes, share)
@@ -148,7 +157,8 @@ class _Attention(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = self.share.spread(hidden)
         q, k, v = (
-            own(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for own in (self.q_proj, self.k_proj, self.v_proj)
+            own(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for own in (self.q_proj, self.k_proj, self.v_proj)
         )
         mixed = scaled_dot_product_attention(_rotated(q), _rotated(k), v, is_causal=True, enable_gqa=True)
         found: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
@@ -208,7 +218,8 @@ class _Experts(nn.Module):
         if self.share.ep is not None:
             rows, shares = gathered(rows, self.share.ep), gathered(shares, self.share.ep)
         parts = [
-            shares[:, number, None] * own(rows) for number, own in zip(self.numbers, self.experts.children(), strict=True)
+            shares[:, number, None] * own(rows)
+            for number, own in zip(self.numbers, self.experts.children(), strict=True)
         ]
         found = torch.stack(parts).sum(0)
         if self.share.ep is not None:

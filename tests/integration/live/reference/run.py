@@ -8,8 +8,9 @@ Whatever the grid, weights start alike, the global batch is the same, and gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -25,10 +26,10 @@ from tests.integration.live.reference.pipeline import train
 from tests.integration.live.reference.sizes import ROWS, SEQUENCE, Sizes, initial, is_decayed, tokens
 from tests.integration.live.reference.zero import FlatAdamW
 
-__all__ = ["ADAM", "Groups", "Held", "Run", "named_groups"]
+__all__ = ["ADAM", "Run", "named_groups"]
 
-ADAM = {"lr": 5e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-"""Hyper-parameters of every run; norms are not decayed."""
+ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+"""Hyper-parameters of every run, beside its sizes' `lr`; norms are not decayed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +44,12 @@ class Groups:
     pp: Group | None
 
     @classmethod
+    @cache
     def of(cls, grid: Grid) -> Groups:
-        """Make the groups of the grid. Collective."""
+        """The groups of the grid, made once. Collective."""
         axes = {"pp": grid.pp, "edp": grid.dp // grid.ep, "ep": grid.ep, "tp": grid.tp}
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-        data = mesh["edp", "ep"]._flatten("dp")  # noqa: SLF001  # no public name for it in torch 2.13
+        data = mesh["edp", "ep"]._flatten("dp")  # no public name for it in torch 2.13
         groups = {name: mesh.get_group(name) for name in axes} | {"dp": data.get_group()}
         return cls(**{name: own if own.size() > 1 else None for name, own in groups.items()})
 
@@ -60,16 +62,19 @@ class Held:
     """With the layer's and the expert's number in the whole model."""
     param: nn.Parameter
 
-    def cut(self, whole: Tensor, grid: Grid) -> Tensor:
-        """The part of a whole tensor that this rank holds."""
-        return cut(whole, self.name, rank=grid.at(dist.get_rank()).tp, ranks=grid.tp)
-
 
 class Run:
     """A model on this rank, its optimizer, and the next step. Collective."""
 
     def __init__(
-        self, sizes: Sizes, grid: Grid, *, style: Style | None = None, zero: bool = False, seed: str = "", lr: float = ADAM["lr"]
+        self,
+        sizes: Sizes,
+        grid: Grid,
+        *,
+        style: Style | None = None,
+        zero: bool = False,
+        seed: str = "",
+        lr: float | None = None,
     ) -> None:
         self.sizes, self.grid, self.style = sizes, grid, style or Style()
         self.groups = Groups.of(grid)
@@ -81,10 +86,10 @@ class Run:
             for layers, (first, last) in zip(self.numbers, ends, strict=True)
         ]
         self.held = list(self._held())
-        whole = initial(sizes, seed=seed)
+        whole = {"weight": initial(sizes, seed=seed)}
         with torch.no_grad():
             for own in self.held:
-                own.param.copy_(own.cut(whole[own.name], grid))
+                own.param.copy_(self.expected(own.name, "weight", whole))
         self.optimizer = self._optimizer(lr, zero=zero)
 
     @property
@@ -104,9 +109,9 @@ class Run:
                     words[5] = str(int(words[5]) + self.at.dp % self.grid.ep * each)
                 yield Held(name=".".join(words), param=param)
 
-    def _optimizer(self, lr: float, *, zero: bool) -> torch.optim.Optimizer:
+    def _optimizer(self, lr: float | None, *, zero: bool) -> torch.optim.Optimizer:
         groups = named_groups([(own.name, own.param) for own in self.held])
-        options = ADAM | {"lr": lr}
+        options = ADAM | {"lr": lr or self.sizes.lr}
         if not zero:
             return torch.optim.AdamW(groups, **options)
         names = {own.param: own.name for own in self.held}
@@ -145,13 +150,21 @@ class Run:
         yield from own.chunk(min(len(own), self.grid.pp))
 
     def states(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Name in the whole model, state, and what this rank holds of it: weights, moments and steps."""
+        """Name in the whole model, state, and what this rank holds of it, or its data-parallel peers together."""
+        own_states = self.optimizer.states() if isinstance(self.optimizer, FlatAdamW) else self.optimizer.state
         for own in self.held:
             yield own.name, "weight", own.param.detach()
-            if isinstance(self.optimizer, FlatAdamW):
-                continue
-            for state, tensor in self.optimizer.state[own.param].items():
-                yield own.name, state, tensor
+            for state, tensor in own_states[own.param].items():
+                yield own.name, "master" if state == "weight" else state, tensor
+
+    def steps(self) -> set[float]:
+        """What the optimizer counts."""
+        held = self.optimizer.inner if isinstance(self.optimizer, FlatAdamW) else self.optimizer
+        return {float(own["step"]) for own in held.state.values()}
+
+    def expected(self, name: str, state: str, whole: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
+        """The part of whole tensors, by state and name, that `states` should give."""
+        return cut(whole["weight" if state == "master" else state][name], name, rank=self.at.tp, ranks=self.grid.tp)
 
 
 def named_groups(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, object]]:
@@ -165,6 +178,3 @@ def named_groups(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, object
 def _loss(logits: Tensor, rows: Tensor) -> Tensor:
     """A part of the mean over the global batch."""
     return cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum") / (ROWS * SEQUENCE)
-
-
-Loss = Callable[[Tensor, Tensor], Tensor]

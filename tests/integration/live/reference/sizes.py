@@ -29,6 +29,8 @@ class Sizes:
     """Rows of a feed-forward layer, or of one expert."""
     experts: int = 0
     """0: none"""
+    lr: float = 5e-3
+    """Of every run."""
     hidden: int = 32
     heads: int = 8
     groups: int = 4
@@ -43,7 +45,7 @@ class Sizes:
 
 
 DENSE = Sizes(layers=8, ffn=48)
-MOE = Sizes(layers=4, ffn=24, experts=8)
+MOE = Sizes(layers=4, ffn=24, experts=8, lr=2e-3)
 
 
 def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
@@ -52,7 +54,11 @@ def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (sizes.vocabulary, hidden)}
     for layer in range(sizes.layers):
         own = {"input_layernorm": (hidden,), "self_attn.q_proj": (hidden, hidden)}
-        own |= {"self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, hidden)}
+        own |= {
+            "self_attn.k_proj": (kv, hidden),
+            "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+        }
         own |= {"post_attention_layernorm": (hidden,)} | _feed_forward(sizes)
         found |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
     return found | {"model.norm.weight": (hidden,), "lm_head.weight": (sizes.vocabulary, hidden)}
@@ -64,7 +70,9 @@ def _feed_forward(sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {"mlp.gate_proj": up, "mlp.up_proj": up, "mlp.down_proj": down}
     found: dict[str, tuple[int, ...]] = {"block_sparse_moe.gate": (sizes.experts, sizes.hidden)}
     for expert in range(sizes.experts):
-        found |= {f"block_sparse_moe.experts.{expert}.{name}": shape for name, shape in (("w1", up), ("w2", down), ("w3", up))}
+        found |= {
+            f"block_sparse_moe.experts.{expert}.{name}": shape for name, shape in (("w1", up), ("w2", down), ("w3", up))
+        }
     return found
 
 

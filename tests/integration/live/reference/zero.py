@@ -1,4 +1,4 @@
-"""ZeRO-1 by hand: each rank steps its range of all parameters laid end to end, and ranks gather what the others stepped."""
+"""ZeRO-1 by hand: each rank steps its range of all parameters laid end to end, and gathers what the others stepped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 from tests.integration.live.reference.collectives import Group
 
@@ -16,7 +16,7 @@ __all__ = ["FlatAdamW"]
 
 
 class FlatAdamW(torch.optim.Optimizer):
-    """AdamW over flat fp32 masters. Gradients are whole and summed; `group_of`: ranks that hold the same of a parameter."""
+    """AdamW over flat fp32 masters, of gradients that are whole; `group_of`: ranks that hold the same of a parameter."""
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], *, group_of: Callable[[nn.Parameter], Group | None], **options: Any
@@ -39,6 +39,17 @@ class FlatAdamW(torch.optim.Optimizer):
         for part in self.parts:
             part.gather()
 
+    def states(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+        """Master (`weight`) and moments of every parameter, in its shape, gathered from the ranks. Collective."""
+        found: dict[nn.Parameter, dict[str, Tensor]] = {own: {} for part in self.parts for own in part.params}
+        for part in self.parts:
+            own = self.inner.state[part.master]
+            for state, tensor in {"weight": part.master.detach(), **own}.items():
+                if state != "step":
+                    for param, values in zip(part.params, part.whole(tensor), strict=True):
+                        found[param][state] = values
+        return found
+
 
 class Flat:
     """Parameters of one group that the same ranks hold, laid end to end and padded to equal ranges."""
@@ -60,11 +71,18 @@ class Flat:
         padded = torch.cat([flat, flat.new_zeros(self.count * self.numel - len(flat))])
         return padded[self.index * self.numel :][: self.numel].clone()
 
+    def whole(self, own: Tensor) -> list[Tensor]:
+        """Tensors in the shapes of the parameters, of the ranges of all ranks. Collective."""
+        parts = [torch.empty_like(own) for _ in range(self.count)]
+        if self.ranks is None:
+            parts = [own]
+        else:
+            dist.all_gather(parts, own, group=self.ranks)
+        flat = torch.cat(parts)[: sum(param.numel() for param in self.params)]
+        split = flat.split([param.numel() for param in self.params])
+        return [values.view_as(param) for values, param in zip(split, self.params, strict=True)]
+
     def gather(self) -> None:
         """Set the parameters from the ranges of all ranks."""
-        parts = [torch.empty_like(self.master) for _ in range(self.count)]
-        if self.ranks is None:
-            parts = [self.master.detach()]
-        else:
-            dist.all_gather(parts, self.master.detach(), group=self.ranks)
-        vector_to_parameters(torch.cat(parts), self.params)
+        for param, values in zip(self.params, self.whole(self.master.detach()), strict=True):
+            param.copy_(values)
