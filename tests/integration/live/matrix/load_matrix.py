@@ -38,7 +38,7 @@ class Way:
     grid: str
     """ranks along each axis, e.g. `tp2 pp2`"""
     kind: str
-    """what more the way has to know: Megatron's files, a ZeRO stage, a wrapper of torch, a style of the model by hand"""
+    """what more the way has to know: Megatron's files, a ZeRO stage, torch's wrapper, a style of the model by hand"""
 
     @property
     def name(self) -> str:

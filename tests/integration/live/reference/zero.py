@@ -16,7 +16,7 @@ __all__ = ["FlatAdamW"]
 
 
 class FlatAdamW(torch.optim.Optimizer):
-    """AdamW over flat fp32 masters, of gradients that are whole; `group_of`: ranks that hold the same of a parameter."""
+    """AdamW over flat fp32 masters; gradients are whole. `group_of`: ranks that hold the same of a parameter."""
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], *, group_of: Callable[[nn.Parameter], Group | None], **options: Any
