@@ -6,7 +6,8 @@ checkpointing) is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ucp.core.dtypes import DType
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["describe_model", "dtype_of"]
+__all__ = ["describe_model", "describe_modules", "dtype_of"]
 
 _WRAPPERS = {
     "DistributedDataParallel": "module",
@@ -63,7 +64,17 @@ def describe_model(model: nn.Module) -> LiveModel:
         handles={own.name: handle for own, handle in zip(tensors, handles.values(), strict=True)},
         owners={id(own): names[_place(own)][0] for _, own in named},
         notes=notes,
+        layer_numbers=_layer_numbers(model, hidden),
     )
+
+
+def describe_modules(modules: Sequence[nn.Module]) -> LiveModel:
+    """One module, or the chunks of a virtual pipeline as one; see `describe_model`."""
+    from torch import nn
+
+    if len(modules) == 1:
+        return describe_model(modules[0])
+    return replace(describe_model(nn.ModuleList(modules)), chunks=len(modules))
 
 
 def dtype_of(tensor: torch.Tensor) -> DType:
@@ -84,6 +95,12 @@ def _hidden(model: nn.Module) -> frozenset[str]:
     if refused:
         raise UnsupportedError(f"expected a module with whole parameters on every rank; got\n{listed(refused)}")
     return frozenset(found)
+
+
+def _layer_numbers(model: nn.Module, hidden: frozenset[str]) -> dict[str, int]:
+    """Path of every module that says its layer's number, as Megatron's do."""
+    said = {_plain(path, hidden): getattr(own, "layer_number", None) for path, own in model.named_modules()}
+    return {path: number for path, number in said.items() if isinstance(number, int)}
 
 
 def _plain(name: str, hidden: frozenset[str]) -> str:
