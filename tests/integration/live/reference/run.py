@@ -20,10 +20,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from tests.integration.live.reference.collectives import Group
-from tests.integration.live.reference.grid import Grid, cut
-from tests.integration.live.reference.model import Chunk, Share, Style
+from tests.integration.live.reference.grid import Grid
+from tests.integration.live.reference.model import Share, Style
 from tests.integration.live.reference.pipeline import train
-from tests.integration.live.reference.sizes import ROWS, SEQUENCE, Sizes, initial, is_decayed, tokens
+from tests.integration.live.reference.rank_model import RankModel
+from tests.integration.live.reference.sizes import ROWS, SEQUENCE, Sizes, is_decayed, tokens
 from tests.integration.live.reference.zero import FlatAdamW
 
 __all__ = ["ADAM", "Run", "named_groups"]
@@ -54,15 +55,6 @@ class Groups:
         return cls(**{name: own if own.size() > 1 else None for name, own in groups.items()})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """A parameter of this rank, and which of the whole model it is part of."""
-
-    name: str
-    """With the layer's and the expert's number in the whole model."""
-    param: nn.Parameter
-
-
 class Run:
     """A model on this rank, its optimizer, and the next step. Collective."""
 
@@ -76,38 +68,11 @@ class Run:
         seed: str = "",
         lr: float | None = None,
     ) -> None:
-        self.sizes, self.grid, self.style = sizes, grid, style or Style()
-        self.groups = Groups.of(grid)
-        at, share = grid.at(dist.get_rank()), Share(tp=self.groups.tp, ep=self.groups.ep)
-        self.at, self.numbers = at, grid.layers(sizes.layers, stage=at.pp)
-        ends = [(at.pp == run == 0, at.pp == grid.pp - 1 and run == grid.vpp - 1) for run in range(grid.vpp)]
-        self.chunks = [
-            Chunk(sizes, layers, share, first=first, last=last, style=self.style)
-            for layers, (first, last) in zip(self.numbers, ends, strict=True)
-        ]
-        self.held = list(self._held())
-        whole = {"weight": initial(sizes, seed=seed)}
-        with torch.no_grad():
-            for own in self.held:
-                own.param.copy_(self.expected(own.name, "weight", whole))
+        self.sizes, self.grid, self.groups = sizes, grid, Groups.of(grid)
+        share = Share(tp=self.groups.tp, ep=self.groups.ep)
+        self.part = RankModel(sizes, grid, dist.get_rank(), share, style=style or Style(), seed=seed)
+        self.held, self.at, self.model = self.part.held, self.part.at, self.part.model
         self.optimizer = self._optimizer(lr, zero=zero)
-
-    @property
-    def model(self) -> nn.Module | list[nn.Module]:
-        """What is loaded into."""
-        return list(self.chunks) if len(self.chunks) > 1 else self.chunks[0]
-
-    def _held(self) -> Iterator[Held]:
-        """Every parameter, under the name that it has in the whole model."""
-        each = self.sizes.experts // self.grid.ep
-        for chunk, layers in zip(self.chunks, self.numbers, strict=True):
-            for name, param in chunk.named_parameters():
-                words = name.split(".")
-                if self.style.local and words[1] == "layers":
-                    words[2] = str(layers[int(words[2])])
-                if self.style.local and "experts" in words:
-                    words[5] = str(int(words[5]) + self.at.dp % self.grid.ep * each)
-                yield Held(name=".".join(words), param=param)
 
     def _optimizer(self, lr: float | None, *, zero: bool) -> torch.optim.Optimizer:
         groups = named_groups([(own.name, own.param) for own in self.held])
@@ -125,7 +90,7 @@ class Run:
         """Take a step; the mean loss of the global batch before it."""
         for own in self.held:
             own.param.grad = torch.zeros_like(own.param)
-        total = train(self.chunks, list(self._batches(at)), _loss, self.groups.pp)
+        total = train(self.part.chunks, list(self._batches(at)), _loss, self.groups.pp)
         self._sum_gradients()
         self.optimizer.step()
         if self.at.tp:
@@ -164,7 +129,7 @@ class Run:
 
     def expected(self, name: str, state: str, whole: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
         """The part of whole tensors, by state and name, that `states` should give."""
-        return cut(whole["weight" if state == "master" else state][name], name, rank=self.at.tp, ranks=self.grid.tp)
+        return self.part.cut(name, whole["weight" if state == "master" else state])
 
 
 def named_groups(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, object]]:

@@ -35,13 +35,9 @@ class Sizes:
     heads: int = 8
     groups: int = 4
     """Heads of keys and values."""
+    head_dim: int = 4
     vocabulary: int = 128
     """Megatron pads none of them up to four tensor-parallel ranks, so losses can be compared."""
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a head."""
-        return self.hidden // self.heads
 
 
 DENSE = Sizes(layers=8, ffn=48)
@@ -50,14 +46,14 @@ MOE = Sizes(layers=4, ffn=24, experts=8, lr=2e-3)
 
 def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter, under the names of Hugging Face."""
-    hidden, kv = sizes.hidden, sizes.groups * sizes.head_dim
+    hidden, q, kv = sizes.hidden, sizes.heads * sizes.head_dim, sizes.groups * sizes.head_dim
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (sizes.vocabulary, hidden)}
     for layer in range(sizes.layers):
-        own = {"input_layernorm": (hidden,), "self_attn.q_proj": (hidden, hidden)}
+        own = {"input_layernorm": (hidden,), "self_attn.q_proj": (q, hidden)}
         own |= {
             "self_attn.k_proj": (kv, hidden),
             "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, hidden),
+            "self_attn.o_proj": (hidden, q),
         }
         own |= {"post_attention_layernorm": (hidden,)} | _feed_forward(sizes)
         found |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
