@@ -65,7 +65,7 @@ def main() -> None:
 
 def work(group: dict[str, Any], layout: Layout) -> None:
     patch_mcore(fused_adam=group["fused_adam"])
-    jobs._collect_results_without_another_interpreter()
+    jobs.collect_results_without_another_interpreter()
     initialize_parallel(jobs._local(Case(model="gpt", layout=layout, proves="process groups")))
     for item in group["items"]:
         if "make" in item:
