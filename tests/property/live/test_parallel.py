@@ -1,4 +1,4 @@
-"""Law of plain modules: on every rank of every topology each tensor and each state is the slice that hands would cut."""
+"""Law of plain modules: on every rank of every topology, each tensor and state is the slice that hands would cut."""
 
 from __future__ import annotations
 
