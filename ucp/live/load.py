@@ -18,8 +18,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
-import xxhash
-
 from ucp.contract.protocols import SourceOptions
 from ucp.conversion.options import TopologyLike, policy_of, topology_of
 from ucp.conversion.prepare import index_of
@@ -30,13 +28,12 @@ from ucp.errors import UcpError, UsageError
 from ucp.live.adapters import LiveRequest
 from ucp.live.decide import Decision, LoadOptions, check_agreement, decide, match, used_anywhere
 from ucp.live.describe import described
-from ucp.live.exchange.checksums import check_records
-from ucp.live.exchange.read_shares import Bucket, share_out
-from ucp.live.exchange.transfer import Reader, bring
+from ucp.live.exchange.carry import carry
+from ucp.live.exchange.traffic import CarryOptions, Exchange
 from ucp.live.parts import LoadItem
-from ucp.live.report import LoadReport, Traffic, report_of
+from ucp.live.report import LoadReport, report_of
 from ucp.live.run.mesh import RunMesh
-from ucp.live.run.ranks import Alone, Ranks, ranks_of, together
+from ucp.live.run.ranks import Ranks, ranks_of, together
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +96,7 @@ def load_into(
     shapes_from
         What says the shapes of parameters that the checkpoint keeps flat. See `ucp.convert`.
     bucket_nbytes
-        Bytes gathered at once; a rank needs about this and twice its share of it.
+        Bytes gathered at once; a rank needs up to four times as many for what is under way.
 
     Raises
     ------
@@ -132,26 +129,15 @@ def load_into(
     used = used_anywhere(matching, ranks)
     decision = together(ranks, lambda: decide(matching, used, options))
     landing = together(ranks, lambda: [_landing(want, decision) for want in decision.wants])
-    tracked = frozenset(record.path for record in decision.index.records)
-    reader = Reader(decision.wants, tracked=tracked)
+    carried = CarryOptions(exchange=Exchange.ALWAYS, memory=4 * bucket_nbytes, records=decision.index.records)
     try:
-        holders = _holders(decision, ranks)
-        together(ranks, lambda: bring(_buckets(decision, holders, bucket_nbytes), reader, holders, landing))
-        checked = check_records(decision.index, reader, ranks)
+        traffic = carry(decision.wants, landing, ranks, carried)
     except UcpError as error:
         error.add_note("It was found under way: the model may be partly overwritten, do not use it")
         raise
-    finally:
-        reader.close()
     together(ranks, lambda: _restore(decision, landing))
     together(ranks, run.finish)
-    traffic = Traffic(
-        nbytes=tuple(ranks.share(reader.nbytes)),
-        rank=ranks.rank,
-        checked=checked,
-        seconds=time.perf_counter() - started,
-    )
-    return report_of(decision, traffic)
+    return report_of(decision, replace(traffic, seconds=time.perf_counter() - started))
 
 
 def _device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
@@ -184,22 +170,6 @@ def _is_path(topology: object) -> TypeGuard[str | PathLike[str]]:
     """Whether what stands for a topology is a path."""
     is_text = isinstance(topology, str) and "=" not in topology.partition("/")[0]
     return isinstance(topology, PathLike) or is_text or (isinstance(topology, str) and os.path.exists(topology))
-
-
-def _holders(decision: Decision, ranks: Ranks) -> Ranks:
-    """The ranks that share the reading: all, where all hold the same."""
-    digest = xxhash.xxh3_64_hexdigest(repr([(want.name, want.slice) for want in decision.wants]).encode())
-    same = ranks.share(digest)
-    return ranks if len(set(same)) == 1 else Alone()
-
-
-def _buckets(decision: Decision, ranks: Ranks, bucket_nbytes: int) -> tuple[Bucket, ...]:
-    return share_out(
-        [want.slice for want in decision.wants],
-        costs=[want.cost for want in decision.wants],
-        readers=ranks.count,
-        bucket_nbytes=bucket_nbytes,
-    )
 
 
 def _landing(want: LoadItem, decision: Decision) -> torch.Tensor:

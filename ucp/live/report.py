@@ -8,8 +8,9 @@ from ucp.core.names import WEIGHT
 from ucp.core.tensor import TensorRef
 from ucp.errors import counted
 from ucp.live.decide import Decision
+from ucp.live.exchange.traffic import Traffic
 
-__all__ = ["LoadReport", "Traffic", "report_of"]
+__all__ = ["LoadReport", "report_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,20 +76,6 @@ class LoadReport:
             )
         text += [f"{kind}: {line}" for kind, lines in told.items() for line in lines]
         return "\n".join(text)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """What was read, and what it cost."""
-
-    nbytes: tuple[int, ...]
-    """Bytes that each rank read."""
-    rank: int
-    """Which of them this is."""
-    checked: frozenset[str]
-    """Files all of whose stretches that were read have been compared with their checksums."""
-    seconds: float
-    """Time it took."""
 
 
 def report_of(decision: Decision, traffic: Traffic) -> LoadReport:

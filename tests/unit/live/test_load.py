@@ -168,7 +168,7 @@ def test_ranks_share_the_reading_and_hold_the_same(saved, count, bucket_nbytes):
             bucket_nbytes=bucket_nbytes,
         )
         saved.check(net, optimizer)
-        return report, ranks.gatherings
+        return report, ranks.gathered
 
     found = run(count, load)
     for result in found:
@@ -177,8 +177,8 @@ def test_ranks_share_the_reading_and_hold_the_same(saved, count, bucket_nbytes):
     reports = [report for report, _ in found]
     assert {report.ranks for report in reports} == {count}
     assert {report.nbytes_total for report in reports} == {sum(report.nbytes_read for report in reports)}
-    assert len({gatherings for _, gatherings in found}) == 1
-    assert (found[0][1] > 1) == (bucket_nbytes == 64)
+    assert len({tuple(gathered) for _, gathered in found}) == 1
+    assert (len(found[0][1]) > 2) == (bucket_nbytes == 64)
 
 
 def test_weights_alone(saved):
@@ -472,8 +472,11 @@ def test_a_file_that_goes_away_under_way_stops_all_of_them(tmp_path):
             (tmp_path / "2.bin").unlink(missing_ok=True)
             return told
 
-        def gather(self, part):
-            return self._ranks.gather(part)
+        def swap(self, parts):
+            return self._ranks.swap(parts)
+
+        def gather(self, part, whole, members):
+            self._ranks.gather(part, whole, members)
 
     found = run(
         2, lambda ranks: load_into(Net(), checkpoint=own.path, process_group=Vanishing(ranks), bucket_nbytes=64)
@@ -500,10 +503,12 @@ def test_ranks_that_are_called_otherwise_are_told_apart(saved):
 def test_extras_are_named(tmp_path):
     own = Saved(tmp_path)
     from ucp.live.decide import Decision
-    from ucp.live.report import Traffic, report_of
+    from ucp.live.exchange.traffic import Traffic
+    from ucp.live.report import report_of
 
     index = replace(own.index, extras=(Extra(name="lr_scheduler", value={}), Extra(name="rng", value={}, rank=1)))
-    traffic = Traffic(nbytes=(5, 6), rank=1, checked=frozenset(), seconds=1.0)
+    cost = {"wanted_nbytes": 11, "exchanged_nbytes": 5, "landed_nbytes": 11, "peak_nbytes": 0}
+    traffic = Traffic(nbytes=(5, 6), rank=1, seconds=1.0, **cost)
     report = report_of(Decision(index=index, run=LiveRun(model=describe_model(Net())), wants=()), traffic)
     assert report.extras == ("lr_scheduler", "rng")
     assert "11 bytes read (6 by this one of 2 ranks) in 1.00 s" in str(report)
