@@ -7,7 +7,7 @@ the framework.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -41,6 +41,8 @@ class LiveModel:
     """Tensors that are not brought: `LiveRun.finish` makes them, from masters that the optimizer keeps."""
     notes: tuple[str, ...] = ()
     """What a checkpoint does not hold."""
+    place: torch.device | None = None
+    """Where tensors are going to be made that are on the meta device."""
 
 
 class LiveOptimizer(Protocol):
@@ -76,6 +78,8 @@ class LiveRun:
     """The model."""
     optimizer: LiveOptimizer | None = None
     """The optimizer, where one is loaded into."""
+    prepare: Callable[[Collection[str]], None] = field(default=lambda _: None)
+    """Give memory to what has none, once all is known to fit; it is given the names of tensors that are brought."""
     finish: Callable[[], None] = field(default=lambda: None)
     """Make what follows from what was brought (16-bit copies of masters). Collective."""
 

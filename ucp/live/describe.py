@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from ucp.contract.registry import live_adapters
 from ucp.errors import UsageError
 from ucp.live.adapters import LiveModel, LiveOptimizer, LiveRequest, LiveRun
 from ucp.live.model.fsdp1 import FlatUnit, flat_units
+from ucp.live.model.meta import give_memory, place_of
 from ucp.live.model.module import describe_model
 from ucp.live.optimizer.flat_optimizer import describe_flat_optimizer
 from ucp.live.optimizer.torch_optimizer import describe_optimizer
 from ucp.live.optimizer.zero_redundancy import describe_zero_redundancy
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.optim import Optimizer
 
@@ -33,8 +36,23 @@ def described(request: LiveRequest) -> LiveRun:
         raise UsageError(f"expected a torch module, and a torch optimizer or none; got {named}")
     units = flat_units(request.model)
     model = describe_model(request.model, units)
+    prepare = None
+    if any(own.is_meta for own in model.handles.values()):
+        model, prepare = _blank(request.model, model)
     optimizer = None if request.optimizer is None else _optimizer(request.optimizer, model, units)
-    return LiveRun(model=model, optimizer=optimizer)
+    run = LiveRun(model=model, optimizer=optimizer)
+    return run if prepare is None else replace(run, prepare=prepare)
+
+
+def _blank(module: nn.Module, model: LiveModel) -> tuple[LiveModel, Callable[[Collection[str]], None]]:
+    """A model some of which has no memory, and what gives it memory."""
+    place, handles = place_of(module), dict(model.handles)
+
+    def prepare(brought: Collection[str]) -> None:
+        give_memory(module, {number for number, name in model.owners.items() if name in brought}, place, None)
+        handles.update(describe_model(module).handles)
+
+    return replace(model, handles=handles, place=place), prepare
 
 
 def _optimizer(optimizer: Optimizer, model: LiveModel, units: Sequence[FlatUnit]) -> LiveOptimizer:

@@ -30,6 +30,7 @@ from ucp.live.decide import Decision, LoadOptions, check_agreement, decide, matc
 from ucp.live.describe import described
 from ucp.live.exchange.carry import carry
 from ucp.live.exchange.traffic import CarryOptions, Exchange
+from ucp.live.model.meta import place_of
 from ucp.live.parts import LoadItem
 from ucp.live.report import LoadReport, report_of
 from ucp.live.run.mesh import RunMesh
@@ -128,6 +129,7 @@ def load_into(
     matching = together(ranks, lambda: match(run, index, options))
     used = used_anywhere(matching, ranks)
     decision = together(ranks, lambda: decide(matching, used, options))
+    together(ranks, lambda: run.prepare(_brought(decision)))
     landing = together(ranks, lambda: [_landing(want, decision) for want in decision.wants])
     carried = CarryOptions(exchange=Exchange.ALWAYS, memory=4 * bucket_nbytes, records=decision.index.records)
     try:
@@ -145,7 +147,7 @@ def _device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
     from torch import nn
 
     modules = [model] if isinstance(model, nn.Module) else [own for own in model if isinstance(own, nn.Module)]
-    return next((param.device for own in modules for param in own.parameters()), torch.device("cpu"))
+    return next((place_of(own) for own in modules), torch.device("cpu"))
 
 
 def _told(
@@ -170,6 +172,11 @@ def _is_path(topology: object) -> TypeGuard[str | PathLike[str]]:
     """Whether what stands for a topology is a path."""
     is_text = isinstance(topology, str) and "=" not in topology.partition("/")[0]
     return isinstance(topology, PathLike) or is_text or (isinstance(topology, str) and os.path.exists(topology))
+
+
+def _brought(decision: Decision) -> set[str]:
+    """Tensors of the model that are filled, from the checkpoint or from masters."""
+    return {want.name for want in decision.wants if not want.stepped} | decision.run.model.derived
 
 
 def _landing(want: LoadItem, decision: Decision) -> torch.Tensor:
