@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from ucp.core.dtypes import DType
 from ucp.live.match.groups import LiveGroup
@@ -43,8 +43,13 @@ class LiveModel:
     """What a checkpoint does not hold."""
     place: torch.device | None = None
     """Where tensors are going to be made that are on the meta device."""
+    chunks: int = 1
+    """Modules it is made of (a virtual pipeline's); above 1 the names of tensors begin with a module's number."""
+    layer_numbers: Mapping[str, int] = field(default_factory=dict)
+    """Path of a layer's module to the number that it says it has in the whole model, from 1."""
 
 
+@runtime_checkable
 class LiveOptimizer(Protocol):
     """An optimizer of this rank, whose parameters all belong to the model."""
 
@@ -78,10 +83,13 @@ class LiveRun:
     """The model."""
     optimizer: LiveOptimizer | None = None
     """The optimizer, where one is loaded into."""
-    prepare: Callable[[Collection[str]], None] = field(default=lambda _: None)
-    """Give memory to what has none, once all is known to fit; it is given the names of tensors that are brought."""
+    prepare: Callable[[LiveModel, Collection[str]], LiveModel] = field(default=lambda model, _: model)
+    """The model with memory for what has none, once all is known to fit; given the names that are brought."""
     finish: Callable[[], None] = field(default=lambda: None)
     """Make what follows from what was brought (16-bit copies of masters). Collective."""
+    is_placed: bool = True
+    """Whether names and parts are those of the whole model. If not, the core numbers layers and experts, and finds how
+    tensors are cut from their attributes and by rules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,26 +20,28 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from ucp.contract.protocols import SourceOptions
 from ucp.conversion.options import TopologyLike, policy_of, topology_of
-from ucp.conversion.prepare import index_of
+from ucp.conversion.prepare import index_as_told, index_of
 from ucp.conversion.source.zero_moments import ZeroMoments
 from ucp.core.index import DoubtKind
-from ucp.core.topology import Topology
 from ucp.errors import UcpError, UsageError
 from ucp.live.adapters import LiveRequest
 from ucp.live.decide import Decision, LoadOptions, check_agreement, decide, match, used_anywhere
 from ucp.live.describe import described
 from ucp.live.exchange.carry import carry
 from ucp.live.exchange.traffic import CarryOptions, Exchange
+from ucp.live.model.experts import Experts
 from ucp.live.model.meta import place_of
 from ucp.live.parts import LoadItem
+from ucp.live.place import Placing, place
 from ucp.live.report import LoadReport, report_of
-from ucp.live.run.mesh import RunMesh
+from ucp.live.run.mesh import RunMesh, is_device_mesh
 from ucp.live.run.ranks import Ranks, ranks_of, together
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
 __all__ = ["ENVIRONMENT", "LoadReport", "load_into"]
@@ -50,7 +52,7 @@ ENVIRONMENT = "UCP_CHECKPOINT"
 
 def load_into(
     model: nn.Module | Sequence[nn.Module],
-    topology: TopologyLike | None = None,
+    topology: TopologyLike | DeviceMesh | None = None,
     checkpoint: str | PathLike[str] | None = None,
     *,
     optimizer: Optimizer | None = None,
@@ -62,6 +64,7 @@ def load_into(
     family: str | None = None,
     patterns: str | PathLike[str] | None = None,
     shapes_from: str | PathLike[str] | None = None,
+    experts: Experts | None = None,
     bucket_nbytes: int = 64 << 20,
 ) -> LoadReport:
     """Load a checkpoint into `model`, and its optimizer states and hyper-parameters into `optimizer`.
@@ -72,9 +75,12 @@ def load_into(
     Parameters
     ----------
     model
-        Module on any device; wrappers (DistributedDataParallel, torch.compile) are seen through.
+        Module on any device, whole or with what this rank has of it; wrappers (DistributedDataParallel,
+        torch.compile) are seen through. A list of modules is the chunks of a virtual pipeline.
     topology
-        Layout of this run, e.g. "dp=4". A path to a checkpoint is taken for one.
+        Layout of this run, e.g. "dp=2,tp=2,pp=2": ranks are numbered as Megatron does (tp, cp, ep, dp, pp, the first
+        fastest). Another order is said by a torch DeviceMesh over all ranks with dims named dp, dp_replicate,
+        dp_shard, fsdp, tp, pp, ep, etp, cp. A path to a checkpoint is taken for one.
     checkpoint
         Anything `ucp inspect` reads; by default what the environment variable UCP_CHECKPOINT names.
     optimizer
@@ -91,11 +97,15 @@ def load_into(
     accept
         What speaks against the files of the checkpoint and is to be passed over. See `ucp.convert`.
     family
-        Model family whose rules say how the checkpoint is sharded, instead of the one chosen by evidence.
+        Model family whose rules say how the checkpoint is sharded and how ranks cut it, instead of the one chosen by
+        evidence.
     patterns
         TOML file with a family of your own. See `ucp.convert`.
     shapes_from
         What says the shapes of parameters that the checkpoint keeps flat. See `ucp.convert`.
+    experts
+        Who holds which experts, where they are not dealt out in order: {expert: expert-parallel ranks}, or that by
+        layer. A rank that is named twice holds two replicas; a rank has its experts in the order of the map.
     bucket_nbytes
         Bytes gathered at once; a rank needs up to four times as many for what is under way.
 
@@ -115,21 +125,24 @@ def load_into(
     """
     started = time.perf_counter()
     ranks = ranks_of(process_group, _device(model))
-    wanted, path = together(ranks, lambda: _told(topology, checkpoint, ranks))
-    request = LiveRequest(model=model, optimizer=optimizer, mesh=RunMesh.of(wanted, rank=ranks.rank), ranks=ranks)
+    mesh, path = together(ranks, lambda: _told(topology, checkpoint, ranks))
+    request = LiveRequest(model=model, optimizer=optimizer, mesh=mesh, ranks=ranks)
     options = LoadOptions(
         strict=strict,
         rename=rename,
         zero_moments=policy_of(zero_moments, ZeroMoments, "a policy for moments that are zero"),
         accept=DoubtKind.accepted(accept),
     )
-    index = together(ranks, lambda: index_of(path, source=SourceOptions.of(family, patterns, shapes_from)))
-    check_agreement(ranks, index, (replace(options, rename=None), bucket_nbytes, wanted))
+    said = together(ranks, lambda: SourceOptions.of(family, patterns, shapes_from))
+    read = index_of if mesh.topology is None else index_as_told  # rules may be for this run alone
+    index = together(ranks, lambda: read(path, source=said))
+    check_agreement(ranks, index, (replace(options, rename=None), bucket_nbytes, mesh.topology, experts))
     run = together(ranks, lambda: described(request))
+    run = place(run, index, mesh, ranks, Placing(family=said, rename=rename, experts=experts))
     matching = together(ranks, lambda: match(run, index, options))
     used = used_anywhere(matching, ranks)
     decision = together(ranks, lambda: decide(matching, used, options))
-    together(ranks, lambda: run.prepare(_brought(decision)))
+    decision = together(ranks, lambda: _prepared(decision))
     landing = together(ranks, lambda: [_landing(want, decision) for want in decision.wants])
     carried = CarryOptions(exchange=Exchange.ALWAYS, memory=4 * bucket_nbytes, records=decision.index.records)
     try:
@@ -143,29 +156,34 @@ def load_into(
 
 
 def _device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
-    import torch
     from torch import nn
 
     modules = [model] if isinstance(model, nn.Module) else [own for own in model if isinstance(own, nn.Module)]
-    return next((place_of(own) for own in modules), torch.device("cpu"))
+    return place_of(modules)
 
 
 def _told(
-    topology: TopologyLike | None, checkpoint: str | PathLike[str] | None, ranks: Ranks
-) -> tuple[Topology | None, Path]:
-    """The topology and the path, which may stand in its place. Raises UsageError."""
+    topology: TopologyLike | DeviceMesh | None, checkpoint: str | PathLike[str] | None, ranks: Ranks
+) -> tuple[RunMesh, Path]:
+    """The mesh and the path, which may stand in its place. Raises UsageError."""
     if checkpoint is None and _is_path(topology):
         topology, checkpoint = None, topology
+    if is_device_mesh(topology):
+        return RunMesh.of_device_mesh(topology, rank=ranks.rank, count=ranks.count), _path(checkpoint)
     wanted = None if topology is None else topology_of(topology)
     if wanted is not None and wanted.ranks != ranks.count:
         raise UsageError(
             f"expected a topology of {ranks.count} ranks, as the process group has; got {wanted}. "
             "Leave it out, or initialise torch.distributed first"
         )
+    return RunMesh.of(wanted, rank=ranks.rank), _path(checkpoint)
+
+
+def _path(checkpoint: str | PathLike[str] | None) -> Path:
     path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)
     if path is None or not str(path):
         raise UsageError(f"expected a checkpoint: pass checkpoint=PATH, or set {ENVIRONMENT}")
-    return wanted, Path(path)
+    return Path(path)
 
 
 def _is_path(topology: object) -> TypeGuard[str | PathLike[str]]:
@@ -174,9 +192,11 @@ def _is_path(topology: object) -> TypeGuard[str | PathLike[str]]:
     return isinstance(topology, PathLike) or is_text or (isinstance(topology, str) and os.path.exists(topology))
 
 
-def _brought(decision: Decision) -> set[str]:
-    """Tensors of the model that are filled, from the checkpoint or from masters."""
-    return {want.name for want in decision.wants if not want.stepped} | decision.run.model.derived
+def _prepared(decision: Decision) -> Decision:
+    """The same, with memory for everything of the model."""
+    run = decision.run
+    brought = {want.name for want in decision.wants if not want.stepped} | run.model.derived
+    return replace(decision, run=replace(run, model=run.prepare(run.model, brought)))
 
 
 def _landing(want: LoadItem, decision: Decision) -> torch.Tensor:

@@ -35,11 +35,11 @@ def blank_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype and isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype
 
 
-def place_of(model: nn.Module) -> torch.device:
+def place_of(modules: Sequence[nn.Module]) -> torch.device:
     """Where tensors without memory are made: beside others of the model, or on the device of this process."""
     import torch
 
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [own for module in modules for own in (*module.parameters(), *module.buffers())]
     beside = next((local_of(own).device for own in tensors if not is_blank(own)), None)
     if beside is not None:
         return beside
@@ -48,21 +48,23 @@ def place_of(model: nn.Module) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device(*kinds or {"cpu"})
 
 
-def give_memory(model: nn.Module, brought: Collection[int], device: torch.device, dtype: torch.dtype | None) -> None:
+def give_memory(
+    modules: Sequence[nn.Module], brought: Collection[int], device: torch.device, dtype: torch.dtype | None
+) -> None:
     """Make everything that has no memory on `device`, floating parameters in `dtype`, and compute what is not brought.
 
     `brought`: `id` of the tensors that a checkpoint fills. Raises LoadError for what nobody computes.
     """
-    blank = list(_owned(model))
+    blank = [own for module in modules for own in _owned(module)]
     left = [own for own in blank if id(own[2]) not in brought]
-    fillers = list(dict.fromkeys(_fillers(model, left)))
+    fillers = list(dict.fromkeys(_fillers(modules, left)))
     for tensor in {id(own): own for _, _, own in blank}.values():
         _fill_in(tensor, device, dtype)
     for _, _, tensor in left:
         local_of(tensor.detach()).fill_(_unset(tensor))
     for fill in fillers:
         fill()
-    _check_filled(model, left)
+    _check_filled(modules, left)
 
 
 def _owned(model: nn.Module) -> Iterator[Owned]:
@@ -72,9 +74,10 @@ def _owned(model: nn.Module) -> Iterator[Owned]:
                 yield module, name, own
 
 
-def _fillers(model: nn.Module, left: Sequence[Owned]) -> Iterator[Callable[[], object]]:
+def _fillers(modules: Sequence[nn.Module], left: Sequence[Owned]) -> Iterator[Callable[[], object]]:
     """What computes the values of `left`: functions of their modules, or one of the whole model."""
-    inner = next((module for module in model.modules() if callable(getattr(module, "init_weights", None))), None)
+    every = (module for model in modules for module in model.modules())
+    inner = next((module for module in every if callable(getattr(module, "init_weights", None))), None)
     lacking = []
     for module, name, _ in left:
         own = getattr(module, "reset_parameters", None)
@@ -83,7 +86,7 @@ def _fillers(model: nn.Module, left: Sequence[Owned]) -> Iterator[Callable[[], o
         elif inner is not None:
             yield cast("Callable[[], object]", inner.init_weights)  # a method, as was asked
         else:
-            lacking.append(_called(model, module, name))
+            lacking.append(_called(modules, module, name))
     if lacking:
         raise LoadError(_not_filled(lacking, "and no module has reset_parameters or init_weights to compute them"))
 
@@ -111,13 +114,13 @@ def _unset(tensor: torch.Tensor) -> float | bool:
     return False if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max
 
 
-def _check_filled(model: nn.Module, left: Sequence[Owned]) -> None:
+def _check_filled(modules: Sequence[nn.Module], left: Sequence[Owned]) -> None:
     lacking = []
     for module, name, _ in left:
         local = local_of(getattr(module, name))
         is_unset = local.isnan() if local.is_floating_point() or local.is_complex() else local == _unset(local)
         if local.numel() and bool(is_unset.all()):
-            lacking.append(_called(model, module, name))
+            lacking.append(_called(modules, module, name))
     if lacking:
         raise LoadError(
             _not_filled(lacking, "and the reset_parameters or init_weights of their modules leave them out")
@@ -132,6 +135,6 @@ def _not_filled(lacking: Sequence[str], why: str) -> str:
     )
 
 
-def _called(model: nn.Module, module: nn.Module, name: str) -> str:
-    path = next(path for path, own in model.named_modules() if own is module)
+def _called(modules: Sequence[nn.Module], module: nn.Module, name: str) -> str:
+    path = next(path for model in modules for path, own in model.named_modules() if own is module)
     return f"{path}.{name}" if path else name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ucp.core.dtypes import DType
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["describe_model", "dtype_of"]
+__all__ = ["describe_model", "describe_modules", "dtype_of"]
 
 
 def describe_model(model: nn.Module, units: Sequence[FlatUnit] = (), *, dtype: torch.dtype | None = None) -> LiveModel:
@@ -55,7 +56,13 @@ def describe_model(model: nn.Module, units: Sequence[FlatUnit] = (), *, dtype: t
         owners |= {id(own): flat[at].name for at, own in enumerate(unit.originals)}
     odd = [name for name in persistent if name.endswith("_extra_state")]
     notes = (f"restore yourself what modules keep beside tensors: {', '.join(odd)}",) if odd else ()
-    return LiveModel(tensors=tuple(tensors), handles=memory, owners=owners, notes=notes)
+    return LiveModel(
+        tensors=tuple(tensors),
+        handles=memory,
+        owners=owners,
+        notes=notes,
+        layer_numbers=_layer_numbers(model, hidden),
+    )
 
 
 def _persistent(model: nn.Module, *, is_flat: bool) -> list[str]:
@@ -70,9 +77,24 @@ def _persistent(model: nn.Module, *, is_flat: bool) -> list[str]:
     ]
 
 
+def describe_modules(modules: Sequence[nn.Module], units: Sequence[FlatUnit] = ()) -> LiveModel:
+    """One module, or the chunks of a virtual pipeline as one; see `describe_model`."""
+    from torch import nn
+
+    if len(modules) == 1:
+        return describe_model(modules[0], units)
+    return replace(describe_model(nn.ModuleList(modules), units), chunks=len(modules))
+
+
 def dtype_of(tensor: torch.Tensor) -> DType:
     """Element type. Raises ValueError for one that checkpoints do not have."""
     return DType(str(tensor.dtype).removeprefix("torch."))
+
+
+def _layer_numbers(model: nn.Module, hidden: frozenset[str]) -> dict[str, int]:
+    """Path of every module that says its layer's number, as Megatron's do."""
+    said = {plain_name(path, hidden): getattr(own, "layer_number", None) for path, own in model.named_modules()}
+    return {path: number for path, number in said.items() if isinstance(number, int)}
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -92,7 +114,12 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
 def _memory(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """Where the rank's elements go; without memory still, where the tensor has none."""
     local = local_of(tensor)
-    return local.to(blank_dtype(tensor, dtype)) if local.is_meta else local
+    wanted = blank_dtype(tensor, dtype) if local.is_meta else local.dtype
+    if wanted is local.dtype:
+        return local
+    made = local.detach().to(wanted)
+    vars(made).update(vars(tensor))
+    return made
 
 
 def _part_of(tensor: torch.Tensor, name: str) -> LivePart:
