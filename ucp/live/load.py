@@ -30,6 +30,7 @@ from ucp.live.describe import described
 from ucp.live.exchange.carry import carry
 from ucp.live.exchange.traffic import CarryOptions, Exchange
 from ucp.live.model.experts import Experts
+from ucp.live.model.padding import without_padding
 from ucp.live.parts import LoadItem
 from ucp.live.place import Placing, place
 from ucp.live.report import LoadReport, report_of
@@ -193,12 +194,13 @@ def _is_path(topology: object) -> TypeGuard[str | PathLike[str]]:
 
 def _landing(want: LoadItem, decision: Decision) -> torch.Tensor:
     """The memory to bring a state into."""
-    if not want.stepped:
-        return decision.run.model.handles[want.name]
-    assert decision.run.optimizer is not None
-    counts = decision.index.atoms[want.slice.param].is_count(want.state)
     own = want.slice
-    return decision.run.optimizer.landing(want.name, want.state, own.dtype, own.local_shape, counts=counts)
+    if not want.stepped:
+        return without_padding(decision.run.model.handles[want.name], own)
+    assert decision.run.optimizer is not None
+    counts = decision.index.atoms[own.param].is_count(want.state)
+    memory = decision.run.optimizer.landing(want.name, want.state, own.dtype, own.local_shape, counts=counts)
+    return without_padding(memory, own)
 
 
 def _restore(decision: Decision, landing: Sequence[torch.Tensor]) -> None:

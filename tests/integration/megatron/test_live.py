@@ -22,6 +22,7 @@ import pytest
 
 import ucp
 from tests.integration.megatron.megatron_jobs import FIXTURES, environment
+from tests.integration.megatron.test_megatron_load import padded
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -83,7 +84,8 @@ LOADS = [
     Load(src="qwen-tp4-torch-zero", job="tp2 dp2"),
     Load(src="qwen-tp4-torch-zero", job="tp4", release="0.19.2"),
     Load(src="mixtral-tp2-ep2-etp1-torch-zero", job="ep4 dp4", release="0.19.2"),
-    Load(src="mixtral-ep4-dp4-full", job="tp2 ep2 etp1", release="0.15.3"),
+    Load(src="mixtral-ep4-dp4-full", job="ep2 dp2", release="0.15.3"),
+    Load(src="mixtral-ep4-dp4-full", job="tp2 ep2 etp1"),
     Load(src="deepseek-tp2-ep2-dp2-torch-zero", job="tp2 ep2 etp1"),
     Load(src="deepseek-ep2-dp2-full-singleton", job="dp2", release="0.19.2"),
     Load(src="mamba-tp2-dp2-torch-zero", job="tp4"),
@@ -92,6 +94,10 @@ LOADS = [
     Load(src="qwen-tp2-dp2-dp-fused-buckets", job="tp2 dp2", fused_adam=True),
     Load(src="llama-tp2-torch-fused", job="dp2"),
     Load(src="llama-tp2-dp2-dp", job="tp2", settings=PLAIN, fused_adam=True),
+    # another padding of the vocabulary
+    Load(src="llama-tp2-dp2-dp", job="tp2 dp2", settings={"padded_vocab_size": 56}),
+    Load(src="llama-tp2-dp2-dp", job="tp2 dp2", settings={"padded_vocab_size": 96}),
+    Load(src="llama-tp2-dp2-dp", job="tp4", settings={"padded_vocab_size": 96} | FP32 | PLAIN, release="0.19.2"),
     # weights alone
     Load(src="llama-tp2-dp2-dp", job="tp2 dp2", arguments={"strict": False}, anew=True),
 ]
@@ -155,6 +161,8 @@ def described(load: Load, found: Outcome, own: Path) -> dict[str, Any]:
     truth, later = KEPT / "truth" / f"{load.src.partition('-')[0]}.safetensors", Path()
     if load.src in MADE:
         truth, later = folder.with_name("truth.safetensors"), folder.with_name("later.safetensors")
+    if rows := load.settings.get("padded_vocab_size"):
+        truth = padded(truth, rows, own.with_name(f"{own.name}.safetensors"))
     return {
         "folder": str(folder),
         "checkpoint": str(checkpoint),

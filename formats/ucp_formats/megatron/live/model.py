@@ -110,7 +110,13 @@ def _name(own: Sharded, names: DistNames) -> str:
 def _part(own: Sharded) -> LivePart:
     local = tuple(own.tensor.shape)
     whole = Box.whole(local)
-    if own.pairs == (RegionPair(whole, whole),) and own.global_shape == local:
+    if own.pairs == (RegionPair(whole, whole),) and own.global_shape == local and not own.is_padded:
         return LivePart.whole(local)
     held = AxisLayout(_PLACE, 1, pattern("pieces", held=(own.pairs,)), "sharded_state_dict of the module")
-    return LivePart(local_shape=local, layout=Layout((held,)), coords={_PLACE: 0}, global_shape=own.global_shape)
+    return LivePart(
+        local_shape=local,
+        layout=Layout((held,)),
+        coords={_PLACE: 0},
+        global_shape=own.global_shape,
+        is_padded=own.is_padded,
+    )
