@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 from ucp.contract.registry import live_adapters
 from ucp.errors import UsageError
 from ucp.live.adapters import LiveModel, LiveOptimizer, LiveRequest, LiveRun
+from ucp.live.model.fsdp1 import FlatUnit, flat_units
 from ucp.live.model.module import describe_modules
+from ucp.live.optimizer.flat_optimizer import describe_flat_optimizer
 from ucp.live.optimizer.torch_optimizer import describe_optimizer
+from ucp.live.optimizer.zero_redundancy import describe_zero_redundancy
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 __all__ = ["described"]
 
@@ -21,8 +26,11 @@ def described(request: LiveRequest) -> LiveRun:
     for adapter in live_adapters():
         if adapter.claims(request):
             return adapter.describe(request)
-    model = describe_modules(_modules(request.model))
-    return LiveRun(model=model, optimizer=_optimizer(request.optimizer, model), is_placed=False)
+    modules = _modules(request.model)
+    units = [unit for module in modules for unit in flat_units(module)]
+    model = describe_modules(modules, units)
+    is_placed = any(not own.part.is_whole for own in model.tensors)  # torch says itself how they lie
+    return LiveRun(model=model, optimizer=_optimizer(request.optimizer, model, units), is_placed=is_placed)
 
 
 def _modules(model: object) -> list[nn.Module]:
@@ -36,11 +44,15 @@ def _modules(model: object) -> list[nn.Module]:
     return modules
 
 
-def _optimizer(optimizer: object | None, model: LiveModel) -> LiveOptimizer | None:
+def _optimizer(optimizer: object | None, model: LiveModel, units: Sequence[FlatUnit]) -> LiveOptimizer | None:
     from torch import optim
 
-    if optimizer is None or isinstance(optimizer, optim.Optimizer):
-        return None if optimizer is None else describe_optimizer(optimizer, model)
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        return describe_zero_redundancy(cast("ZeroRedundancyOptimizer", optimizer), model)  # its module may be absent
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, optim.Optimizer):
+        return describe_flat_optimizer(optimizer, model, units) if units else describe_optimizer(optimizer, model)
     if isinstance(optimizer, LiveOptimizer):
         return optimizer
     raise UsageError(

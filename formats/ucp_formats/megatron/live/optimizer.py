@@ -14,7 +14,7 @@ group (Apex, Transformer Engine) are set there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -54,8 +54,6 @@ class Member:
     """Parameter to the range of it that this rank steps, where that is not all of the rank's."""
     everyone: tuple[tuple[str, ...], ...]
     """Parameters of each group that any rank of the data-parallel group steps."""
-    made: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
-    """Parameter and state to its memory, of which only a part is brought where a vocabulary is padded."""
 
     @property
     def counts_in_groups(self) -> bool:
@@ -76,11 +74,8 @@ class Member:
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
         """Take what was brought; masters are in place already. Raises LoadError where one group has several steps."""
-        own = {
-            name: {key: self.made.pop((name, key), value) for key, value in states[name].items() if key != WEIGHT}
-            for name in self.inner.live
-            if name in states
-        }
+        held = ((name, states[name].items()) for name in self.inner.live if name in states)
+        own = {name: {state: value for state, value in brought if state != WEIGHT} for name, brought in held}
         if self.counts_in_groups:
             steps = {name: brought.pop(STEP).item() for name, brought in own.items() if STEP in brought}
             for names, group in zip(self.everyone, self.inner.handle.param_groups, strict=True):
@@ -122,11 +117,8 @@ class MegatronLive:
         own = next(own for own in self.members if name in own.inner.live)
         if state == WEIGHT:
             return own.masters[name]
-        if counts:
-            return own.inner.landing(name, state, dtype, shape, counts=counts)
-        memory = own.inner.landing(name, state, dtype, tuple(own.inner.live[name].shape), counts=counts)
-        own.made[name, state] = memory
-        return memory
+        held = shape if counts else tuple(own.inner.live[name].shape)
+        return own.inner.landing(name, state, dtype, held, counts=counts)
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
         """Give every optimizer its own."""
@@ -198,7 +190,7 @@ def _member(outer: Any, model: LiveModel) -> Member:
     for param, _ in pairs if is_distributed else ():
         name = model.owners[id(param)]
         parts[name] = _range_of(outer, param, whole[name])
-    inner = TorchOptimizer(handle=outer.optimizer, names=names, live=live, memory=live, forms={})
+    inner = TorchOptimizer(handle=outer.optimizer, names=names, live=live, forms={})
     return Member(outer=outer, inner=inner, masters=masters, copied=copied, parts=parts, everyone=names)
 
 
