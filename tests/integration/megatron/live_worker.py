@@ -65,7 +65,7 @@ def main() -> None:
 
 def work(group: dict[str, Any], layout: Layout) -> None:
     patch_mcore(fused_adam=group["fused_adam"])
-    jobs._collect_results_without_another_interpreter()
+    jobs.collect_results_without_another_interpreter()
     initialize_parallel(jobs._local(Case(model="gpt", layout=layout, proves="process groups")))
     for item in group["items"]:
         if "make" in item:
@@ -111,7 +111,8 @@ def loaded(item: dict[str, Any], layout: Layout) -> dict[str, Any] | None:
     if not args.bf16:
         args.params_dtype = torch.float32
     job = build(args, functools.partial(initialize, seed="another "))
-    said = ucp.load_into(job.chunks, checkpoint=item["checkpoint"], optimizer=job.optimizer, **item["arguments"])
+    beside = {"optimizer": job.optimizer, "scheduler": None if item["anew"] else job.scheduler}
+    said = ucp.load_into(job.chunks, checkpoint=item["checkpoint"], **beside, **item["arguments"])
     if item["anew"]:
         _allocate_states_of_torch_adam(job)
     found, steps, unruled = gather(job), steps_of(job), _against_rules(job, args, folder)
@@ -120,7 +121,6 @@ def loaded(item: dict[str, Any], layout: Layout) -> dict[str, Any] | None:
         _save(job, item["saved"])
     later = None
     if item["later"]:
-        job.scheduler.load_state_dict(ucp.open(folder).extras["opt_param_scheduler"])
         train(job, MORE)
         later = gather(job)
     if found is None:
