@@ -74,9 +74,8 @@ class Member:
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
         """Take what was brought; masters are in place already. Raises LoadError where one group has several steps."""
-        own = {name: dict(states[name]) for name in self.inner.live if name in states}
-        for brought in own.values():
-            brought.pop(WEIGHT, None)
+        held = ((name, states[name].items()) for name in self.inner.live if name in states)
+        own = {name: {state: value for state, value in brought if state != WEIGHT} for name, brought in held}
         if self.counts_in_groups:
             steps = {name: brought.pop(STEP).item() for name, brought in own.items() if STEP in brought}
             for names, group in zip(self.everyone, self.inner.handle.param_groups, strict=True):
