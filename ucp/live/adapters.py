@@ -104,6 +104,8 @@ class LiveRequest:
     """Where this rank stands among all."""
     ranks: Ranks
     """All ranks of the run, for what has to be agreed on."""
+    dtype: DType | None = None
+    """Type of the floating weights of the model, in which a model without memory is made; None for its own."""
 
 
 class LiveAdapter(Protocol):

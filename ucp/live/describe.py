@@ -12,12 +12,13 @@ from ucp.errors import UsageError
 from ucp.live.adapters import LiveModel, LiveOptimizer, LiveRequest, LiveRun
 from ucp.live.model.fsdp1 import FlatUnit, flat_units
 from ucp.live.model.meta import give_memory, place_of
-from ucp.live.model.module import describe_modules
+from ucp.live.model.module import describe_modules, torch_type
 from ucp.live.optimizer.flat_optimizer import describe_flat_optimizer
 from ucp.live.optimizer.torch_optimizer import describe_optimizer
 from ucp.live.optimizer.zero_redundancy import describe_zero_redundancy
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -31,19 +32,22 @@ def described(request: LiveRequest) -> LiveRun:
             return adapter.describe(request)
     modules = _modules(request.model)
     units = [unit for module in modules for unit in flat_units(module)]
-    model = describe_modules(modules, units)
+    dtype = None if request.dtype is None else torch_type(request.dtype)
+    model = describe_modules(modules, units, dtype=dtype)
     if any(own.is_meta for own in model.handles.values()):
         model = replace(model, place=place_of(modules))
     is_placed = any(not own.part.is_whole for own in model.tensors)  # torch says itself how they lie
     optimizer = _optimizer(request.optimizer, model, units)
-    return LiveRun(model=model, optimizer=optimizer, prepare=partial(_prepared, modules), is_placed=is_placed)
+    return LiveRun(model=model, optimizer=optimizer, prepare=partial(_prepared, modules, dtype), is_placed=is_placed)
 
 
-def _prepared(modules: Sequence[nn.Module], model: LiveModel, brought: Collection[str]) -> LiveModel:
+def _prepared(
+    modules: Sequence[nn.Module], dtype: torch.dtype | None, model: LiveModel, brought: Collection[str]
+) -> LiveModel:
     """The model with memory for what has none."""
     if model.place is None:
         return model
-    give_memory(modules, {number for number, name in model.owners.items() if name in brought}, model.place, None)
+    give_memory(modules, {number for number, name in model.owners.items() if name in brought}, model.place, dtype)
     made = describe_modules(modules).handles
     handles = {
         name: made[name][tuple(slice(0, length) for length in own.shape)] if own.is_meta else own  # without padding

@@ -40,7 +40,7 @@ class TorchOptimizer:
     """Names of the parameters of each group, as the model calls them."""
     live: Mapping[str, torch.Tensor]
     """Name to the parameter itself."""
-    memory: Mapping[str, torch.Tensor]
+    memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Name to the memory of this rank's part of it, which may still be on the meta device."""
     forms: dict[str, Forms]
     """Parameter to the form of the states that the optimizer keeps of it, where known: see `params`."""
