@@ -156,7 +156,9 @@ def describe_optimizer(optimizer: Optimizer, model: LiveModel) -> TorchOptimizer
     if strangers:
         raise LoadError(
             f"expected an optimizer over the parameters of the model; it has others:\n{listed(strangers)}\n"
-            "make it from model.parameters(). Masters in another precision are yours to make after loading"
+            "make it from model.parameters(). Where they are masters of these in another precision, pass "
+            "masters={name of the parameter: master}: they are taken for masters by themselves only where their order, "
+            "shapes and values are those of the parameters"
         )
     names = tuple(tuple(model.owners[id(p)] for p in group["params"]) for group in optimizer.param_groups)
     params = [p for group in optimizer.param_groups for p in group["params"]]
