@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from ucp.contract.registry import live_adapters
 from ucp.errors import UsageError
 from ucp.live.adapters import LiveModel, LiveOptimizer, LiveRequest, LiveRun
+from ucp.live.model.dtensor import check_axes
 from ucp.live.model.fsdp1 import FlatUnit, flat_units
 from ucp.live.model.meta import give_memory, place_of
 from ucp.live.model.module import describe_modules, torch_type
@@ -39,6 +40,7 @@ def described(request: LiveRequest) -> LiveRun:
     model = describe_modules(modules, units, dtype=dtype)
     if any(own.is_meta for own in model.handles.values()):
         model = replace(model, place=place_of(modules))
+    check_axes(model.tensors, request.mesh.topology)
     is_placed = any(not own.part.is_whole for own in model.tensors)  # torch says itself how they lie
     run = LiveRun(model=model, prepare=partial(_prepared, modules, dtype), is_placed=is_placed)
     if isinstance(request.optimizer, optim.Optimizer) and not units and not _is_zero(request.optimizer):
