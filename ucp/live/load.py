@@ -28,6 +28,7 @@ from ucp.live.match.names import under_live_names
 from ucp.live.model.experts import Experts
 from ucp.live.model.meta import place_of
 from ucp.live.model.numbering import without_chunks
+from ucp.live.model.padding import without_padding
 from ucp.live.parts import LoadItem
 from ucp.live.place import Placing, place
 from ucp.live.report import Clock, LoadReport, report_of
@@ -241,12 +242,13 @@ def _prepared(decision: Decision) -> Decision:
 
 def _landing(want: LoadItem, decision: Decision) -> torch.Tensor:
     """The memory to bring a state into."""
-    if not want.stepped:
-        return decision.run.model.handles[want.name]
-    assert decision.run.optimizer is not None
-    counts = decision.index.atoms[want.slice.param].is_count(want.state)
     own = want.slice
-    return decision.run.optimizer.landing(want.name, want.state, own.dtype, own.local_shape, counts=counts)
+    if not want.stepped:
+        return without_padding(decision.run.model.handles[want.name], own)
+    assert decision.run.optimizer is not None
+    counts = decision.index.atoms[own.param].is_count(want.state)
+    memory = decision.run.optimizer.landing(want.name, want.state, own.dtype, own.local_shape, counts=counts)
+    return without_padding(memory, own)
 
 
 def _restore(decision: Decision, landing: Sequence[torch.Tensor]) -> None:
