@@ -106,6 +106,8 @@ class LiveRequest:
     """All ranks of the run, for what has to be agreed on."""
     dtype: DType | None = None
     """Type of the floating weights of the model, in which a model without memory is made; None for its own."""
+    masters: Mapping[str, torch.Tensor] | None = None
+    """Parameter to its master in another precision, as the optimizer steps it, where the user says."""
 
 
 class LiveAdapter(Protocol):

@@ -54,6 +54,7 @@ def load_into(
     checkpoint: type_path | None = None,
     *,
     optimizer: Optimizer | None = None,
+    masters: Mapping[str, torch.Tensor] | None = None,
     scheduler: object = None,
     scaler: object = None,
     strict: bool = True,
@@ -92,6 +93,10 @@ def load_into(
         Anything `ucp inspect` reads; by default what the environment variable UCP_CHECKPOINT names.
     optimizer
         Optimizer over parameters of `model`. Without it, optimizer states are left out.
+    masters
+        Name of a parameter to its master in another precision, where `optimizer` steps masters of your own. They are
+        brought, and the weights cast from them. Without it, masters are known by the order, shapes and values of the
+        parameters.
     scheduler
         Learning rate scheduler of the class that was saved, of any framework: it has `load_state_dict`.
     scaler
@@ -188,7 +193,9 @@ def load_into(
     index = together(ranks, lambda: read(asked.path, source=source))
     check_agreement(ranks, index, asked.agreed)
     clock.lap("index")
-    request = LiveRequest(model=model, optimizer=optimizer, mesh=asked.mesh, ranks=ranks, dtype=asked.dtype)
+    request = LiveRequest(
+        model=model, optimizer=optimizer, mesh=asked.mesh, ranks=ranks, dtype=asked.dtype, masters=masters
+    )
     run = together(ranks, lambda: described(request))
     index, hints = under_live_names(index, without_chunks(run.model), asked.names, ranks)
     placing = Placing(family=source, rename=asked.options.rename, experts=asked.experts)
