@@ -71,9 +71,8 @@ class LivePart:
             if runs and runs[-1].stops[0] != stop:
                 raise ValueError("is held in several stretches, and one was expected")
         pairs = tuple(own.pair for own in part.held)
-        return Slice(
-            param=param, state=state, dtype=dtype, pairs=pairs, local_shape=part.local_shape, start=start, stop=stop
-        )
+        local = part.local_shape if pairs else self.local_shape
+        return Slice(param=param, state=state, dtype=dtype, pairs=pairs, local_shape=local, start=start, stop=stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
