@@ -134,6 +134,11 @@ class Numbering:
         return dict(sorted(held.items()))
 
 
+def without_chunks(model: LiveModel) -> list[LiveTensor]:
+    """Its tensors by their names in their own chunk."""
+    return [replace(own, names=tuple(_of_chunk(name, model.chunks)[1] for name in own.names)) for own in model.tensors]
+
+
 def layer_in(path: str) -> tuple[str, int] | None:
     """The first number in a name that counts no experts, and the path in front of it.
 
