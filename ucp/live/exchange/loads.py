@@ -17,7 +17,7 @@ from ucp.live.parts import LoadItem
 from ucp.transfer.tasks import BLOCK
 from ucp.transfer.tiles import is_crosswise, source_order
 
-__all__ = ["Load", "own_load", "shared_load"]
+__all__ = ["Load", "loads_of", "own_load"]
 
 _COSTLY = 1.5
 """Times its bytes that reading some columns may cost before whole rows are carried."""
@@ -53,16 +53,16 @@ def own_load(number: int, item: LoadItem) -> Load:
     return _turned(own) if is_crosswise(own.slice, own.source, nbytes=BLOCK) else own
 
 
-def shared_load(own: Load) -> Load:
-    """The same as ranks carry it that exchange what they read; raises nothing, reads nothing."""
-    if own.dims or not own.slice.is_whole:
-        return own
+def loads_of(number: int, item: LoadItem) -> tuple[Load, Load]:
+    """An item as one rank alone carries it, and as ranks do that exchange what they read."""
+    own = Load(item=number, slice=item.slice, source=item.source)
     if not is_crosswise(own.slice, own.source, nbytes=BLOCK, times=_COSTLY):
-        return own
+        return own, own
+    alone = own_load(number, item)
     whole = whole_slice(own.slice.param, own.slice.state, own.source, dtype=own.slice.dtype)
-    if whole.nbytes > _MOST_WIDENED * own.slice.nbytes:
-        return own
-    return replace(own, slice=whole, pairs=own.slice.pairs)
+    if alone.dims or not own.slice.is_whole or whole.nbytes > _MOST_WIDENED * own.slice.nbytes:
+        return alone, alone
+    return alone, replace(own, slice=whole, pairs=own.slice.pairs)
 
 
 def _turned(own: Load) -> Load:
