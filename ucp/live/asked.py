@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import TypeGuard
 
-from ucp.contract.protocols import Observer, SourceOptions
+from ucp.contract.protocols import SourceOptions
 from ucp.conversion.options import (
     DtypeLike,
+    MemoryLike,
     Naming,
     TopologyLike,
+    nbytes_of,
     policy_of,
     settings_of,
     topology_of,
@@ -25,6 +27,7 @@ from ucp.core.index import DoubtKind
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
 from ucp.live.decide import LoadOptions
+from ucp.live.exchange.traffic import CarryOptions, Exchange
 from ucp.live.match.names import NamesAsked
 from ucp.live.progress import observer_of
 from ucp.live.run.rank_extras import RankPolicy
@@ -51,10 +54,8 @@ class LoadAsked:
     """Type of the floating weights of the model."""
     rank_extras: RankPolicy = RankPolicy.DROP
     """What to do with what each rank of the saved run kept for itself."""
-    observer: Observer | None = None
-    """Is told of the progress."""
-    bucket_nbytes: int = 64 << 20
-    """Bytes gathered at once."""
+    carry: CarryOptions = field(default_factory=CarryOptions)
+    """How to bring it in."""
 
     @classmethod
     def of(
@@ -70,13 +71,15 @@ class LoadAsked:
         rename: Callable[[str], str] | type_path | None = None,
         settings: Mapping[str, str | int | float] | None = None,
         rank_extras: str = RankPolicy.DROP,
+        memory: MemoryLike = 1 << 30,
+        verify: bool = False,
         progress: object = False,
+        exchange: str = Exchange.AUTO,
         zero_moments: str = ZeroMoments.ERROR,
         accept: Iterable[str] = (),
         family: str | None = None,
         patterns: type_path | None = None,
         shapes_from: type_path | None = None,
-        bucket_nbytes: int = 64 << 20,
     ) -> LoadAsked:
         """What a rank of a run of so many is asked. Raises UsageError."""
         wanted, path = _told(topology, checkpoint, ranks)
@@ -99,8 +102,12 @@ class LoadAsked:
             ),
             dtype=None if dtype is None else _dtype(dtype),
             rank_extras=policy_of(rank_extras, RankPolicy, "rank_extras as one"),
-            observer=observer_of(progress, rank=rank),
-            bucket_nbytes=bucket_nbytes,
+            carry=CarryOptions(
+                exchange=policy_of(exchange, Exchange, "exchange as one"),
+                memory=nbytes_of(memory),
+                verify=verify,
+                observer=observer_of(progress, rank=rank),
+            ),
         )
 
     @property
@@ -109,7 +116,7 @@ class LoadAsked:
         known = self.names
         naming = (known.naming, known.settings, known.source, self.options.rename is None)
         options = (self.options.strict, self.options.zero_moments, sorted(self.options.accept))
-        return (options, naming, self.topology, self.dtype, self.rank_extras, self.bucket_nbytes)
+        return (options, naming, self.topology, self.dtype, self.rank_extras, replace(self.carry, observer=None))
 
 
 def _told(

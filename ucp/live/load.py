@@ -11,26 +11,24 @@ Importing this module imports no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-import xxhash
-
 from ucp.contract.protocols import Observer
-from ucp.conversion.options import AcceptName, DtypeLike, TopologyLike, ZeroMomentsName, type_path
+from ucp.conversion.options import AcceptName, DtypeLike, MemoryLike, TopologyLike, ZeroMomentsName, type_path
 from ucp.conversion.prepare import index_of
 from ucp.errors import UcpError
 from ucp.live.adapters import LiveRequest
 from ucp.live.asked import ENVIRONMENT, LoadAsked
 from ucp.live.decide import Decision, check_agreement, decide, match, used_anywhere
 from ucp.live.describe import described
-from ucp.live.exchange.checksums import check_records
-from ucp.live.exchange.read_shares import Bucket, share_out
-from ucp.live.exchange.transfer import Reader, bring
+from ucp.live.exchange.carry import carry
+from ucp.live.exchange.traffic import CarryOptions, Traffic
 from ucp.live.match.names import under_live_names
 from ucp.live.parts import LoadItem
-from ucp.live.report import Clock, LoadReport, Traffic, report_of
+from ucp.live.report import Clock, LoadReport, report_of
 from ucp.live.run.mesh import RunMesh
-from ucp.live.run.ranks import Alone, Ranks, ranks_of, together
+from ucp.live.run.ranks import Ranks, ranks_of, together
 from ucp.live.run.resume import RunObjects, resume_of
 
 if TYPE_CHECKING:
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["ENVIRONMENT", "LoadReport", "load_into"]
 
 RankPolicyName = Literal["drop", "carry", "replicate"]
+ExchangeName = Literal["auto", "always", "never"]
 
 
 def load_into(
@@ -59,13 +58,15 @@ def load_into(
     settings: Mapping[str, str | int | float] | None = None,
     rank_extras: RankPolicyName = "drop",
     process_group: ProcessGroup | Ranks | None = None,
+    memory: MemoryLike = 1 << 30,
+    verify: bool = False,
     progress: bool | Observer = False,
+    exchange: ExchangeName = "auto",
     zero_moments: ZeroMomentsName = "error",
     accept: Iterable[AcceptName] = (),
     family: str | None = None,
     patterns: type_path | None = None,
     shapes_from: type_path | None = None,
-    bucket_nbytes: int = 64 << 20,
 ) -> LoadReport:
     """Load a checkpoint into `model`, and what a run goes on with into `optimizer`, `scheduler` and `scaler`.
 
@@ -106,8 +107,15 @@ def load_into(
     process_group
         Ranks of the run; by default all. A process group of torch.distributed, or anything that
         exchanges values as `ucp.live.run.ranks.Ranks` says.
+    memory
+        Main memory for what is under way on a rank, beside the model: "1GiB", or bytes.
+    verify
+        Whether to read everything again at the end, and compare it with what the model holds.
     progress
         True for lines on rank 0's standard error, or an observer (`ucp.contract.protocols.Observer`).
+    exchange
+        Whether ranks that hold the same read it once between them and exchange it: "auto" where that is faster, as
+        measured under way, "always", or "never".
     zero_moments
         Moments that are all zero although steps were taken: "error", or "keep" to load them. See `ucp.convert`.
     accept
@@ -118,8 +126,6 @@ def load_into(
         TOML file with a family of your own. See `ucp.convert`.
     shapes_from
         What says the shapes of parameters that the checkpoint keeps flat. See `ucp.convert`.
-    bucket_nbytes
-        Bytes gathered at once; a rank needs about this and twice its share of it.
 
     Raises
     ------
@@ -150,13 +156,15 @@ def load_into(
             rename=rename,
             settings=settings,
             rank_extras=rank_extras,
+            memory=memory,
+            verify=verify,
             progress=progress,
+            exchange=exchange,
             zero_moments=zero_moments,
             accept=accept,
             family=family,
             patterns=patterns,
             shapes_from=shapes_from,
-            bucket_nbytes=bucket_nbytes,
         ),
     )
     beside = RunObjects(scheduler=scheduler, scaler=scaler, policy=asked.rank_extras)
@@ -174,7 +182,7 @@ def load_into(
     decision = together(ranks, lambda: decide(matching, used, asked.options))
     landing = together(ranks, lambda: [_landing(want, decision) for want in decision.wants])
     clock.lap("plan")
-    traffic = _carried(decision, landing, ranks, asked)
+    traffic = _carried(decision, landing, ranks, asked.carry)
     clock.lap("read")
     together(ranks, lambda: _restore(decision, landing))
     together(ranks, run.finish)
@@ -183,20 +191,13 @@ def load_into(
     return report_of(decision, resume, traffic, clock.seconds)
 
 
-def _carried(decision: Decision, landing: Sequence[torch.Tensor], ranks: Ranks, asked: LoadAsked) -> Traffic:
+def _carried(decision: Decision, landing: Sequence[torch.Tensor], ranks: Ranks, options: CarryOptions) -> Traffic:
     """Bring everything that was decided to where it lands."""
-    tracked = frozenset(record.path for record in decision.index.records)
-    reader = Reader(decision.wants, tracked=tracked)
     try:
-        holders = _holders(decision, ranks)
-        together(ranks, lambda: bring(_buckets(decision, holders, asked.bucket_nbytes), reader, holders, landing))
-        checked = check_records(decision.index, reader, ranks)
+        return carry(decision.wants, landing, ranks, replace(options, records=decision.index.records))
     except UcpError as error:
         error.add_note("It was found under way: the model may be partly overwritten, do not use it")
         raise
-    finally:
-        reader.close()
-    return Traffic(nbytes=tuple(ranks.share(reader.nbytes)), rank=ranks.rank, checked=checked)
 
 
 def _device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
@@ -205,22 +206,6 @@ def _device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
 
     modules = [model] if isinstance(model, nn.Module) else [own for own in model if isinstance(own, nn.Module)]
     return next((param.device for own in modules for param in own.parameters()), torch.device("cpu"))
-
-
-def _holders(decision: Decision, ranks: Ranks) -> Ranks:
-    """The ranks that share the reading: all, where all hold the same."""
-    digest = xxhash.xxh3_64_hexdigest(repr([(want.name, want.slice) for want in decision.wants]).encode())
-    same = ranks.share(digest)
-    return ranks if len(set(same)) == 1 else Alone()
-
-
-def _buckets(decision: Decision, ranks: Ranks, bucket_nbytes: int) -> tuple[Bucket, ...]:
-    return share_out(
-        [want.slice for want in decision.wants],
-        costs=[want.cost for want in decision.wants],
-        readers=ranks.count,
-        bucket_nbytes=bucket_nbytes,
-    )
 
 
 def _landing(want: LoadItem, decision: Decision) -> torch.Tensor:

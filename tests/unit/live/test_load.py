@@ -20,6 +20,7 @@ from ucp.io.identity import size_and_time
 from ucp.live.load import ENVIRONMENT, LoadReport, load_into
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
+SHARED = {"exchange": "always"}
 RANDOM = np.random.default_rng(5)
 
 
@@ -163,10 +164,11 @@ def test_ranks_share_the_reading_and_hold_the_same(saved, count, bucket_nbytes):
             checkpoint=saved.path,
             optimizer=optimizer,
             process_group=ranks,
-            bucket_nbytes=bucket_nbytes,
+            memory=4 * bucket_nbytes,
+            **SHARED,
         )
         saved.check(net, optimizer)
-        return report, ranks.gatherings
+        return report, ranks.gathered
 
     found = run(count, load)
     for result in found:
@@ -175,8 +177,8 @@ def test_ranks_share_the_reading_and_hold_the_same(saved, count, bucket_nbytes):
     reports = [report for report, _ in found]
     assert {report.ranks for report in reports} == {count}
     assert {report.nbytes_total for report in reports} == {sum(report.nbytes_read for report in reports)}
-    assert len({gatherings for _, gatherings in found}) == 1
-    assert (found[0][1] > 1) == (bucket_nbytes == 64)
+    assert len({tuple(gathered) for _, gathered in found}) == 1
+    assert (len(found[0][1]) > 2) == (bucket_nbytes == 64)
 
 
 def test_weights_alone(saved):
@@ -420,7 +422,8 @@ def test_a_tensor_of_many_blocks_and_buckets(tmp_path):
     for net in nets:
         net.w = nn.Parameter(torch.zeros(6 << 20))
     reports = run(
-        2, lambda ranks: load_into(nets[ranks.rank], checkpoint=path, process_group=ranks, bucket_nbytes=20 << 20)
+        2,
+        lambda ranks: load_into(nets[ranks.rank], checkpoint=path, process_group=ranks, memory=80 << 20, **SHARED),
     )
     assert [report.nbytes_read for report in reports] == [12 << 20, 12 << 20]
     assert all(torch.equal(net.w.detach(), torch.from_numpy(array)) for net in nets)
@@ -432,7 +435,11 @@ def test_a_tensor_that_cannot_be_written_stops_all_ranks(saved):
 
     def load(ranks):
         return load_into(
-            frozen if ranks.rank == 0 else Net(), checkpoint=saved.path, process_group=ranks, bucket_nbytes=64
+            frozen if ranks.rank == 0 else Net(),
+            checkpoint=saved.path,
+            process_group=ranks,
+            memory=256,
+            **SHARED,
         )
 
     found = run(2, load)
@@ -447,8 +454,8 @@ def test_a_file_that_one_rank_cannot_read_stops_all_of_them(tmp_path):
 
     def load(ranks):
         if ranks.rank != 1:
-            return load_into(Net(), checkpoint=own.path, process_group=ranks, bucket_nbytes=64)
-        return load_into(Net(), checkpoint=tmp_path / "nowhere", process_group=ranks, bucket_nbytes=64)
+            return load_into(Net(), checkpoint=own.path, process_group=ranks, memory=256, **SHARED)
+        return load_into(Net(), checkpoint=tmp_path / "nowhere", process_group=ranks, memory=256, **SHARED)
 
     found = run(3, load)
     assert len({(type(error), str(error)) for error in found}) == 1
@@ -470,11 +477,15 @@ def test_a_file_that_goes_away_under_way_stops_all_of_them(tmp_path):
             (tmp_path / "2.bin").unlink(missing_ok=True)
             return told
 
-        def gather(self, part):
-            return self._ranks.gather(part)
+        def swap(self, parts):
+            return self._ranks.swap(parts)
+
+        def gather(self, part, whole, members):
+            self._ranks.gather(part, whole, members)
 
     found = run(
-        2, lambda ranks: load_into(Net(), checkpoint=own.path, process_group=Vanishing(ranks), bucket_nbytes=64)
+        2,
+        lambda ranks: load_into(Net(), checkpoint=own.path, process_group=Vanishing(ranks), memory=256, **SHARED),
     )
     assert [type(error) for error in found] == [MissingFileError] * 2
     assert len({str(error) for error in found}) == 1
