@@ -268,7 +268,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def topology_of(asked: TopologyLike) -> Topology:
+def topology_of(asked: object) -> Topology:
     """A topology. Raises UsageError for what is none."""
     if isinstance(asked, Topology):
         return asked

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from ucp.core.dtypes import DType
 from ucp.live.match.groups import LiveGroup
@@ -41,8 +41,13 @@ class LiveModel:
     """Tensors that are not brought: `LiveRun.finish` makes them, from masters that the optimizer keeps."""
     notes: tuple[str, ...] = ()
     """What a checkpoint does not hold."""
+    chunks: int = 1
+    """Modules it is made of (a virtual pipeline's); above 1 the names of tensors begin with a module's number."""
+    layer_numbers: Mapping[str, int] = field(default_factory=dict)
+    """Path of a layer's module to the number that it says it has in the whole model, from 1."""
 
 
+@runtime_checkable
 class LiveOptimizer(Protocol):
     """An optimizer of this rank, whose parameters all belong to the model."""
 
@@ -78,6 +83,9 @@ class LiveRun:
     """The optimizer, where one is loaded into."""
     finish: Callable[[], None] = field(default=lambda: None)
     """Make what follows from what was brought (16-bit copies of masters). Collective."""
+    is_placed: bool = True
+    """Whether names and parts are those of the whole model. If not, the core numbers layers and experts, and finds how
+    tensors are cut from their attributes and by rules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from ucp.contract.protocols import SourceOptions
 from ucp.conversion.options import (
@@ -24,13 +24,17 @@ from ucp.conversion.options import (
 from ucp.conversion.source.zero_moments import ZeroMoments
 from ucp.core.dtypes import DType
 from ucp.core.index import DoubtKind
-from ucp.core.topology import Topology
 from ucp.errors import UsageError
 from ucp.live.decide import LoadOptions
 from ucp.live.exchange.traffic import CarryOptions, Exchange
 from ucp.live.match.names import NamesAsked
+from ucp.live.model.experts import Experts
 from ucp.live.progress import observer_of
+from ucp.live.run.mesh import RunMesh, is_device_mesh
 from ucp.live.run.rank_extras import RankPolicy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["ENVIRONMENT", "LoadAsked"]
 
@@ -44,8 +48,8 @@ class LoadAsked:
 
     path: Path
     """The checkpoint."""
-    topology: Topology | None = None
-    """Layout of this run; None where the model alone says what is cut."""
+    mesh: RunMesh = field(default_factory=RunMesh)
+    """Where this rank stands in the layout of the run."""
     options: LoadOptions = field(default_factory=LoadOptions)
     """What has to fit."""
     names: NamesAsked = field(default_factory=NamesAsked)
@@ -55,12 +59,14 @@ class LoadAsked:
     rank_extras: RankPolicy = RankPolicy.DROP
     """What to do with what each rank of the saved run kept for itself."""
     carry: CarryOptions = field(default_factory=CarryOptions)
-    """How to bring it in."""
+    """How to bring the bytes."""
+    experts: Experts | None = None
+    """Who holds which experts."""
 
     @classmethod
     def of(
         cls,
-        topology: TopologyLike | type_path | None,
+        topology: TopologyLike | DeviceMesh | type_path | None,
         checkpoint: type_path | None,
         *,
         rank: int,
@@ -72,22 +78,23 @@ class LoadAsked:
         settings: Mapping[str, str | int | float] | None = None,
         rank_extras: str = RankPolicy.DROP,
         memory: MemoryLike = 1 << 30,
+        exchange: str = Exchange.AUTO,
         verify: bool = False,
         progress: object = False,
-        exchange: str = Exchange.AUTO,
         zero_moments: str = ZeroMoments.ERROR,
         accept: Iterable[str] = (),
         family: str | None = None,
         patterns: type_path | None = None,
         shapes_from: type_path | None = None,
+        experts: Experts | None = None,
     ) -> LoadAsked:
         """What a rank of a run of so many is asked. Raises UsageError."""
-        wanted, path = _told(topology, checkpoint, ranks)
+        mesh, path = _told(topology, checkpoint, rank, ranks)
         called = rename if callable(rename) else None
         rules = None if rename is None or callable(rename) else Path(_path(rename, "rename"))
         return cls(
             path=path,
-            topology=wanted,
+            mesh=mesh,
             options=LoadOptions(
                 strict=strict,
                 rename=called,
@@ -108,6 +115,7 @@ class LoadAsked:
                 verify=verify,
                 observer=observer_of(progress, rank=rank),
             ),
+            experts=experts,
         )
 
     @property
@@ -116,13 +124,14 @@ class LoadAsked:
         known = self.names
         naming = (known.naming, known.settings, known.source, self.options.rename is None)
         options = (self.options.strict, self.options.zero_moments, sorted(self.options.accept))
-        return (options, naming, self.topology, self.dtype, self.rank_extras, replace(self.carry, observer=None))
+        moved = (self.carry.exchange, self.carry.memory, self.carry.verify, self.experts)
+        return (options, naming, self.mesh.topology, self.dtype, self.rank_extras, moved)
 
 
 def _told(
-    topology: TopologyLike | type_path | None, checkpoint: type_path | None, ranks: int
-) -> tuple[Topology | None, Path]:
-    """The topology and the path, which may stand in its place. Raises UsageError."""
+    topology: TopologyLike | DeviceMesh | type_path | None, checkpoint: type_path | None, rank: int, ranks: int
+) -> tuple[RunMesh, Path]:
+    """The mesh and the path, which may stand in its place. Raises UsageError."""
     if _is_path(topology):
         if checkpoint is not None:
             raise UsageError(
@@ -130,16 +139,20 @@ def _told(
                 f"checkpoint={str(checkpoint)!r}, both of which are taken for checkpoints"
             )
         topology, checkpoint = None, topology
-    wanted = None if topology is None or isinstance(topology, PathLike) else topology_of(topology)
-    if wanted is not None and wanted.ranks != ranks:
-        raise UsageError(
-            f"expected a topology of {ranks} ranks, as the process group has; got {wanted}. "
-            "Leave it out, or initialise torch.distributed first"
-        )
+    if is_device_mesh(topology):
+        mesh = RunMesh.of_device_mesh(topology, rank=rank, count=ranks)
+    else:
+        wanted = None if topology is None or isinstance(topology, PathLike) else topology_of(topology)
+        if wanted is not None and wanted.ranks != ranks:
+            raise UsageError(
+                f"expected a topology of {ranks} ranks, as the process group has; got {wanted}. "
+                "Leave it out, or initialise torch.distributed first"
+            )
+        mesh = RunMesh.of(wanted, rank=rank)
     path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)
     if path is None or not str(path):
         raise UsageError(f"expected a checkpoint: pass checkpoint=PATH, or set {ENVIRONMENT}")
-    return wanted, Path(_path(path, "checkpoint"))
+    return mesh, Path(_path(path, "checkpoint"))
 
 
 def _is_path(topology: object) -> TypeGuard[type_path]:

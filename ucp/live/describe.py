@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
 from ucp.contract.registry import live_adapters
 from ucp.errors import UsageError
-from ucp.live.adapters import LiveRequest, LiveRun
-from ucp.live.model.module import describe_model
+from ucp.live.adapters import LiveModel, LiveOptimizer, LiveRequest, LiveRun
+from ucp.live.model.fsdp1 import FlatUnit, flat_units
+from ucp.live.model.module import describe_modules
+from ucp.live.optimizer.flat_optimizer import describe_flat_optimizer
 from ucp.live.optimizer.torch_optimizer import describe_optimizer
+from ucp.live.optimizer.zero_redundancy import describe_zero_redundancy
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 __all__ = ["described"]
 
@@ -16,11 +26,36 @@ def described(request: LiveRequest) -> LiveRun:
     for adapter in live_adapters():
         if adapter.claims(request):
             return adapter.describe(request)
-    from torch import nn, optim
+    modules = _modules(request.model)
+    units = [unit for module in modules for unit in flat_units(module)]
+    model = describe_modules(modules, units)
+    is_placed = any(not own.part.is_whole for own in model.tensors)  # torch says itself how they lie
+    return LiveRun(model=model, optimizer=_optimizer(request.optimizer, model, units), is_placed=is_placed)
 
-    if not isinstance(request.model, nn.Module) or not isinstance(request.optimizer, optim.Optimizer | None):
-        named = " and ".join(type(own).__name__ for own in (request.model, request.optimizer) if own is not None)
-        raise UsageError(f"expected a torch module, and a torch optimizer or none; got {named}")
-    model = describe_model(request.model)
-    optimizer = None if request.optimizer is None else describe_optimizer(request.optimizer, model)
-    return LiveRun(model=model, optimizer=optimizer)
+
+def _modules(model: object) -> list[nn.Module]:
+    from torch import nn
+
+    given = [*model] if isinstance(model, list | tuple) else [model]
+    modules = [own for own in given if isinstance(own, nn.Module)]
+    if not modules or len(modules) < len(given):
+        got = ", ".join(type(own).__name__ for own in given) or "none"
+        raise UsageError(f"expected a torch module, or a list of them (chunks of a virtual pipeline); got {got}")
+    return modules
+
+
+def _optimizer(optimizer: object | None, model: LiveModel, units: Sequence[FlatUnit]) -> LiveOptimizer | None:
+    from torch import optim
+
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        return describe_zero_redundancy(cast("ZeroRedundancyOptimizer", optimizer), model)  # its module may be absent
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, optim.Optimizer):
+        return describe_flat_optimizer(optimizer, model, units) if units else describe_optimizer(optimizer, model)
+    if isinstance(optimizer, LiveOptimizer):
+        return optimizer
+    raise UsageError(
+        f"expected a torch optimizer, what describes one (ucp.live.adapters.LiveOptimizer), or none; got "
+        f"{type(optimizer).__name__}"
+    )

@@ -16,18 +16,20 @@ from typing import TYPE_CHECKING, Literal
 
 from ucp.contract.protocols import Observer
 from ucp.conversion.options import AcceptName, DtypeLike, MemoryLike, TopologyLike, ZeroMomentsName, type_path
-from ucp.conversion.prepare import index_of
+from ucp.conversion.prepare import index_as_told, index_of
 from ucp.errors import UcpError
 from ucp.live.adapters import LiveRequest
 from ucp.live.asked import ENVIRONMENT, LoadAsked
 from ucp.live.decide import Decision, check_agreement, decide, match, used_anywhere
 from ucp.live.describe import described
 from ucp.live.exchange.carry import carry
-from ucp.live.exchange.traffic import CarryOptions, Traffic
+from ucp.live.exchange.traffic import Traffic
 from ucp.live.match.names import under_live_names
+from ucp.live.model.experts import Experts
+from ucp.live.model.numbering import without_chunks
 from ucp.live.parts import LoadItem
+from ucp.live.place import Placing, place
 from ucp.live.report import Clock, LoadReport, report_of
-from ucp.live.run.mesh import RunMesh
 from ucp.live.run.ranks import Ranks, ranks_of, together
 from ucp.live.run.resume import RunObjects, resume_of
 
@@ -35,17 +37,18 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
 __all__ = ["ENVIRONMENT", "LoadReport", "load_into"]
 
-RankPolicyName = Literal["drop", "carry", "replicate"]
 ExchangeName = Literal["auto", "always", "never"]
+RankPolicyName = Literal["drop", "carry", "replicate"]
 
 
 def load_into(
     model: nn.Module | Sequence[nn.Module],
-    topology: TopologyLike | type_path | None = None,
+    topology: TopologyLike | DeviceMesh | type_path | None = None,
     checkpoint: type_path | None = None,
     *,
     optimizer: Optimizer | None = None,
@@ -58,15 +61,16 @@ def load_into(
     settings: Mapping[str, str | int | float] | None = None,
     rank_extras: RankPolicyName = "drop",
     process_group: ProcessGroup | Ranks | None = None,
-    memory: MemoryLike = 1 << 30,
+    memory: MemoryLike = "1GiB",
+    exchange: ExchangeName = "auto",
     verify: bool = False,
     progress: bool | Observer = False,
-    exchange: ExchangeName = "auto",
     zero_moments: ZeroMomentsName = "error",
     accept: Iterable[AcceptName] = (),
     family: str | None = None,
     patterns: type_path | None = None,
     shapes_from: type_path | None = None,
+    experts: Experts | None = None,
 ) -> LoadReport:
     """Load a checkpoint into `model`, and what a run goes on with into `optimizer`, `scheduler` and `scaler`.
 
@@ -76,9 +80,12 @@ def load_into(
     Parameters
     ----------
     model
-        Module on any device; wrappers (DistributedDataParallel, torch.compile) are seen through.
+        Module on any device, whole or with what this rank has of it; wrappers (DistributedDataParallel,
+        torch.compile) are seen through. A list of modules is the chunks of a virtual pipeline.
     topology
-        Layout of this run, e.g. "dp=4", {"dp": 4} or ucp.Topology(dp=4). A path to a checkpoint is taken for one.
+        Layout of this run, e.g. "dp=2,tp=2,pp=2" or ucp.Topology(dp=4): ranks are numbered as Megatron does (tp, cp,
+        ep, dp, pp, the first fastest). Another order is said by a torch DeviceMesh over all ranks with dims named dp,
+        dp_replicate, dp_shard, fsdp, tp, pp, ep, etp, cp. A path to a checkpoint is taken for one.
     checkpoint
         Anything `ucp inspect` reads; by default what the environment variable UCP_CHECKPOINT names.
     optimizer
@@ -108,24 +115,29 @@ def load_into(
         Ranks of the run; by default all. A process group of torch.distributed, or anything that
         exchanges values as `ucp.live.run.ranks.Ranks` says.
     memory
-        Main memory for what is under way on a rank, beside the model: "1GiB", or bytes.
+        Main memory of each rank for what is under way, beside the tensors themselves: bytes, or text like "1GiB".
+    exchange
+        Whether ranks that hold the same read it once between them and gather it from one another: "always", "never",
+        or "auto", for whichever is faster as measured on the first of it.
     verify
-        Whether to read everything again at the end, and compare it with what the model holds.
+        Read everything again at the end and compare it with what the model and the optimizer now hold, bit for bit.
+        What checksums the checkpoint records of bytes that are read are compared in any case.
     progress
         True for lines on rank 0's standard error, or an observer (`ucp.contract.protocols.Observer`).
-    exchange
-        Whether ranks that hold the same read it once between them and exchange it: "auto" where that is faster, as
-        measured under way, "always", or "never".
     zero_moments
         Moments that are all zero although steps were taken: "error", or "keep" to load them. See `ucp.convert`.
     accept
         What speaks against the files of the checkpoint and is to be passed over. See `ucp.convert`.
     family
-        Model family whose rules say how the checkpoint is sharded, instead of the one chosen by evidence.
+        Model family whose rules say how the checkpoint is sharded and how ranks cut it, instead of the one chosen by
+        evidence.
     patterns
         TOML file with a family of your own. See `ucp.convert`.
     shapes_from
         What says the shapes of parameters that the checkpoint keeps flat. See `ucp.convert`.
+    experts
+        Who holds which experts, where they are not dealt out in order: {expert: expert-parallel ranks}, or that by
+        layer. A rank that is named twice holds two replicas; a rank has its experts in the order of the map.
 
     Raises
     ------
@@ -157,24 +169,28 @@ def load_into(
             settings=settings,
             rank_extras=rank_extras,
             memory=memory,
+            exchange=exchange,
             verify=verify,
             progress=progress,
-            exchange=exchange,
             zero_moments=zero_moments,
             accept=accept,
             family=family,
             patterns=patterns,
             shapes_from=shapes_from,
+            experts=experts,
         ),
     )
     beside = RunObjects(scheduler=scheduler, scaler=scaler, policy=asked.rank_extras)
-    index = together(ranks, lambda: index_of(asked.path, source=asked.names.source))
+    source = asked.names.source
+    read = index_of if asked.mesh.topology is None else index_as_told  # rules may be for this run alone
+    index = together(ranks, lambda: read(asked.path, source=source))
     check_agreement(ranks, index, asked.agreed)
     clock.lap("index")
-    mesh = RunMesh.of(asked.topology, rank=ranks.rank)
-    request = LiveRequest(model=model, optimizer=optimizer, mesh=mesh, ranks=ranks, dtype=asked.dtype)
+    request = LiveRequest(model=model, optimizer=optimizer, mesh=asked.mesh, ranks=ranks, dtype=asked.dtype)
     run = together(ranks, lambda: described(request))
-    index, hints = under_live_names(index, run.model.tensors, asked.names, ranks)
+    index, hints = under_live_names(index, without_chunks(run.model), asked.names, ranks)
+    placing = Placing(family=source, rename=asked.options.rename, experts=asked.experts)
+    run = place(run, index, asked.mesh, ranks, placing)
     matching = together(ranks, lambda: match(run, index, asked.options, dtype=asked.dtype))
     matching.findings.hints.extend(hints)
     used = used_anywhere(matching, ranks)
@@ -182,7 +198,7 @@ def load_into(
     decision = together(ranks, lambda: decide(matching, used, asked.options))
     landing = together(ranks, lambda: [_landing(want, decision) for want in decision.wants])
     clock.lap("plan")
-    traffic = _carried(decision, landing, ranks, asked.carry)
+    traffic = _carried(decision, landing, ranks, asked)
     clock.lap("read")
     together(ranks, lambda: _restore(decision, landing))
     together(ranks, run.finish)
@@ -191,10 +207,10 @@ def load_into(
     return report_of(decision, resume, traffic, clock.seconds)
 
 
-def _carried(decision: Decision, landing: Sequence[torch.Tensor], ranks: Ranks, options: CarryOptions) -> Traffic:
+def _carried(decision: Decision, landing: Sequence[torch.Tensor], ranks: Ranks, asked: LoadAsked) -> Traffic:
     """Bring everything that was decided to where it lands."""
     try:
-        return carry(decision.wants, landing, ranks, replace(options, records=decision.index.records))
+        return carry(decision.wants, landing, ranks, replace(asked.carry, records=decision.index.records))
     except UcpError as error:
         error.add_note("It was found under way: the model may be partly overwritten, do not use it")
         raise

@@ -36,6 +36,8 @@ class LivePart:
     """Where the rank is, along every axis of `layout`."""
     global_shape: tuple[int, ...] | None = None
     """Elements per dim of the whole; None where the live side does not know it, and the checkpoint's is cut."""
+    hint: str = ""
+    """What to do where its shape is not that of the checkpoint."""
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> LivePart:
@@ -69,9 +71,8 @@ class LivePart:
             if runs and runs[-1].stops[0] != stop:
                 raise ValueError("is held in several stretches, and one was expected")
         pairs = tuple(own.pair for own in part.held)
-        return Slice(
-            param=param, state=state, dtype=dtype, pairs=pairs, local_shape=part.local_shape, start=start, stop=stop
-        )
+        local = self.local_shape  # which says more than `part` of one without elements
+        return Slice(param=param, state=state, dtype=dtype, pairs=pairs, local_shape=local, start=start, stop=stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +80,18 @@ class LiveTensor:
     """A parameter or buffer of the model, as far as this rank holds it."""
 
     names: tuple[str, ...]
-    """Names it goes by in the whole model, the first of them its own; several when it is tied."""
+    """Names it goes by in the model of this rank, the first of them its own; several when it is tied."""
     dtype: DType
     """Element type."""
     part: LivePart
     """What of it this rank holds."""
+    called: tuple[str, ...] = ()
+    """Names it goes by in the whole model, where ranks number layers or experts otherwise; empty for `names`."""
+
+    @property
+    def whole_names(self) -> tuple[str, ...]:
+        """Names it goes by in the whole model."""
+        return self.called or self.names
 
     @property
     def name(self) -> str:

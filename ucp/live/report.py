@@ -138,7 +138,7 @@ def report_of(decision: Decision, resume: Resume, traffic: Traffic, stages: Mapp
         path=index.path,
         format=index.format,
         step=index.step,
-        names=tuple(want.name for want in decision.wants if not want.stepped),
+        names=tuple(dict.fromkeys(want.name for want in decision.wants if not want.stepped or want.state == WEIGHT)),
         states=tuple(states),
         fresh=decision.fresh,
         nbytes_read=traffic.nbytes[traffic.rank],

@@ -20,7 +20,6 @@ from ucp.io.identity import size_and_time
 from ucp.live.load import ENVIRONMENT, LoadReport, load_into
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
-SHARED = {"exchange": "always"}
 RANDOM = np.random.default_rng(5)
 
 
@@ -153,8 +152,8 @@ def test_a_single_process_gets_everything(saved):
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize("bucket_nbytes", [64, 1 << 20])
-def test_ranks_share_the_reading_and_hold_the_same(saved, count, bucket_nbytes):
+@pytest.mark.parametrize("memory", [256, 4 << 20])
+def test_ranks_share_the_reading_and_hold_the_same(saved, count, memory):
     def load(ranks):
         net = Net()
         optimizer = adam(net)
@@ -164,8 +163,8 @@ def test_ranks_share_the_reading_and_hold_the_same(saved, count, bucket_nbytes):
             checkpoint=saved.path,
             optimizer=optimizer,
             process_group=ranks,
-            memory=4 * bucket_nbytes,
-            **SHARED,
+            memory=memory,
+            exchange="always",
         )
         saved.check(net, optimizer)
         return report, ranks.gathered
@@ -178,7 +177,7 @@ def test_ranks_share_the_reading_and_hold_the_same(saved, count, bucket_nbytes):
     assert {report.ranks for report in reports} == {count}
     assert {report.nbytes_total for report in reports} == {sum(report.nbytes_read for report in reports)}
     assert len({tuple(gathered) for _, gathered in found}) == 1
-    assert (len(found[0][1]) > 2) == (bucket_nbytes == 64)
+    assert (len(found[0][1]) > 2) == (memory == 256)
 
 
 def test_weights_alone(saved):
@@ -423,7 +422,9 @@ def test_a_tensor_of_many_blocks_and_buckets(tmp_path):
         net.w = nn.Parameter(torch.zeros(6 << 20))
     reports = run(
         2,
-        lambda ranks: load_into(nets[ranks.rank], checkpoint=path, process_group=ranks, memory=80 << 20, **SHARED),
+        lambda ranks: load_into(
+            nets[ranks.rank], checkpoint=path, process_group=ranks, memory=80 << 20, exchange="always"
+        ),
     )
     assert [report.nbytes_read for report in reports] == [12 << 20, 12 << 20]
     assert all(torch.equal(net.w.detach(), torch.from_numpy(array)) for net in nets)
@@ -439,7 +440,7 @@ def test_a_tensor_that_cannot_be_written_stops_all_ranks(saved):
             checkpoint=saved.path,
             process_group=ranks,
             memory=256,
-            **SHARED,
+            exchange="always",
         )
 
     found = run(2, load)
@@ -454,8 +455,8 @@ def test_a_file_that_one_rank_cannot_read_stops_all_of_them(tmp_path):
 
     def load(ranks):
         if ranks.rank != 1:
-            return load_into(Net(), checkpoint=own.path, process_group=ranks, memory=256, **SHARED)
-        return load_into(Net(), checkpoint=tmp_path / "nowhere", process_group=ranks, memory=256, **SHARED)
+            return load_into(Net(), checkpoint=own.path, process_group=ranks, memory=256, exchange="always")
+        return load_into(Net(), checkpoint=tmp_path / "nowhere", process_group=ranks, memory=256, exchange="always")
 
     found = run(3, load)
     assert len({(type(error), str(error)) for error in found}) == 1
@@ -485,7 +486,9 @@ def test_a_file_that_goes_away_under_way_stops_all_of_them(tmp_path):
 
     found = run(
         2,
-        lambda ranks: load_into(Net(), checkpoint=own.path, process_group=Vanishing(ranks), memory=256, **SHARED),
+        lambda ranks: load_into(
+            Net(), checkpoint=own.path, process_group=Vanishing(ranks), memory=256, exchange="always"
+        ),
     )
     assert [type(error) for error in found] == [MissingFileError] * 2
     assert len({str(error) for error in found}) == 1

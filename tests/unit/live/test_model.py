@@ -103,15 +103,8 @@ def test_sharded_parameters_are_refused():
         describe_model(net)
 
 
-def test_dtensors_are_refused():
-    net = nn.Linear(2, 2)
-    net.bias.device_mesh, net.bias.placements = None, ()
-    with pytest.raises(UnsupportedError, match="bias: a DTensor"):
-        describe_model(net)
-
-
-def test_a_sharding_wrapper_is_refused():
-    wrapper = type("FullyShardedDataParallel", (nn.Module,), {})()
+def test_a_module_that_a_framework_cuts_is_refused():
+    wrapper = type("PipelineModule", (nn.Module,), {})()
     wrapper.inner = nn.Linear(2, 2)
-    with pytest.raises(UnsupportedError, match="FSDP shards its parameters"):
+    with pytest.raises(UnsupportedError, match="its layers are cut over pipeline ranks"):
         describe_model(nn.Sequential(wrapper))
