@@ -191,7 +191,7 @@ def _member(outer: Any, model: LiveModel) -> Member:
     for param, _ in pairs if is_distributed else ():
         name = model.owners[id(param)]
         parts[name] = _range_of(outer, param, whole[name])
-    inner = TorchOptimizer(handle=outer.optimizer, names=names, live=live, memory=live, forms={})
+    inner = TorchOptimizer(handle=outer.optimizer, names=names, live=live, forms={})
     return Member(outer=outer, inner=inner, masters=masters, copied=copied, parts=parts, everyone=names)
 
 
