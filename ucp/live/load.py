@@ -27,6 +27,7 @@ from ucp.live.exchange.traffic import Traffic
 from ucp.live.match.names import under_live_names
 from ucp.live.model.experts import Experts
 from ucp.live.model.numbering import without_chunks
+from ucp.live.optimizer.wrappers import innermost
 from ucp.live.parts import LoadItem
 from ucp.live.place import Placing, place
 from ucp.live.report import Clock, LoadReport, report_of
@@ -89,7 +90,8 @@ def load_into(
     checkpoint
         Anything `ucp inspect` reads; by default what the environment variable UCP_CHECKPOINT names.
     optimizer
-        Optimizer over parameters of `model`. Without it, optimizer states are left out.
+        Optimizer over parameters of `model`; wrappers of accelerate and Lightning are seen through. Without it,
+        optimizer states are left out.
     scheduler
         Learning rate scheduler of the class that was saved, of any framework: it has `load_state_dict`.
     scaler
@@ -186,7 +188,8 @@ def load_into(
     index = together(ranks, lambda: read(asked.path, source=source))
     check_agreement(ranks, index, asked.agreed)
     clock.lap("index")
-    request = LiveRequest(model=model, optimizer=optimizer, mesh=asked.mesh, ranks=ranks, dtype=asked.dtype)
+    stepped = innermost(optimizer)
+    request = LiveRequest(model=model, optimizer=stepped, mesh=asked.mesh, ranks=ranks, dtype=asked.dtype)
     run = together(ranks, lambda: described(request))
     index, hints = under_live_names(index, without_chunks(run.model), asked.names, ranks)
     placing = Placing(family=source, rename=asked.options.rename, experts=asked.experts)
