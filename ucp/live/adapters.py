@@ -7,7 +7,7 @@ the framework.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
@@ -41,6 +41,8 @@ class LiveModel:
     """Tensors that are not brought: `LiveRun.finish` makes them, from masters that the optimizer keeps."""
     notes: tuple[str, ...] = ()
     """What a checkpoint does not hold."""
+    place: torch.device | None = None
+    """Where tensors are going to be made that are on the meta device."""
     chunks: int = 1
     """Modules it is made of (a virtual pipeline's); above 1 the names of tensors begin with a module's number."""
     layer_numbers: Mapping[str, int] = field(default_factory=dict)
@@ -81,6 +83,8 @@ class LiveRun:
     """The model."""
     optimizer: LiveOptimizer | None = None
     """The optimizer, where one is loaded into."""
+    prepare: Callable[[LiveModel, Collection[str]], LiveModel] = field(default=lambda model, _: model)
+    """The model with memory for what has none, once all is known to fit; given the names that are brought."""
     finish: Callable[[], None] = field(default=lambda: None)
     """Make what follows from what was brought (16-bit copies of masters). Collective."""
     is_placed: bool = True

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from ucp.contract.registry import live_adapters
 from ucp.errors import UsageError
 from ucp.live.adapters import LiveModel, LiveOptimizer, LiveRequest, LiveRun
 from ucp.live.model.fsdp1 import FlatUnit, flat_units
+from ucp.live.model.meta import give_memory, place_of
 from ucp.live.model.module import describe_modules
 from ucp.live.optimizer.flat_optimizer import describe_flat_optimizer
 from ucp.live.optimizer.torch_optimizer import describe_optimizer
@@ -29,8 +32,24 @@ def described(request: LiveRequest) -> LiveRun:
     modules = _modules(request.model)
     units = [unit for module in modules for unit in flat_units(module)]
     model = describe_modules(modules, units)
+    if any(own.is_meta for own in model.handles.values()):
+        model = replace(model, place=place_of(modules))
     is_placed = any(not own.part.is_whole for own in model.tensors)  # torch says itself how they lie
-    return LiveRun(model=model, optimizer=_optimizer(request.optimizer, model, units), is_placed=is_placed)
+    optimizer = _optimizer(request.optimizer, model, units)
+    return LiveRun(model=model, optimizer=optimizer, prepare=partial(_prepared, modules), is_placed=is_placed)
+
+
+def _prepared(modules: Sequence[nn.Module], model: LiveModel, brought: Collection[str]) -> LiveModel:
+    """The model with memory for what has none."""
+    if model.place is None:
+        return model
+    give_memory(modules, {number for number, name in model.owners.items() if name in brought}, model.place, None)
+    made = describe_modules(modules).handles
+    handles = {
+        name: made[name][tuple(slice(0, length) for length in own.shape)] if own.is_meta else own  # without padding
+        for name, own in model.handles.items()
+    }
+    return replace(model, handles=handles)
 
 
 def _modules(model: object) -> list[nn.Module]:

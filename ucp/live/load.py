@@ -26,7 +26,9 @@ from ucp.live.exchange.carry import carry
 from ucp.live.exchange.traffic import Traffic
 from ucp.live.match.names import under_live_names
 from ucp.live.model.experts import Experts
+from ucp.live.model.meta import place_of
 from ucp.live.model.numbering import without_chunks
+from ucp.live.model.padding import without_padding
 from ucp.live.optimizer.wrappers import innermost
 from ucp.live.parts import LoadItem
 from ucp.live.place import Placing, place
@@ -199,6 +201,7 @@ def load_into(
     used = used_anywhere(matching, ranks)
     resume = together(ranks, lambda: resume_of(index, matching.findings, ranks, beside))
     decision = together(ranks, lambda: decide(matching, used, asked.options))
+    decision = together(ranks, lambda: _prepared(decision))
     landing = together(ranks, lambda: [_landing(want, decision) for want in decision.wants])
     clock.lap("plan")
     traffic = _carried(decision, landing, ranks, asked)
@@ -220,21 +223,28 @@ def _carried(decision: Decision, landing: Sequence[torch.Tensor], ranks: Ranks, 
 
 
 def _device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
-    import torch
     from torch import nn
 
     modules = [model] if isinstance(model, nn.Module) else [own for own in model if isinstance(own, nn.Module)]
-    return next((param.device for own in modules for param in own.parameters()), torch.device("cpu"))
+    return place_of(modules)
+
+
+def _prepared(decision: Decision) -> Decision:
+    """The same, with memory for everything of the model."""
+    run = decision.run
+    brought = {want.name for want in decision.wants if not want.stepped} | run.model.derived
+    return replace(decision, run=replace(run, model=run.prepare(run.model, brought)))
 
 
 def _landing(want: LoadItem, decision: Decision) -> torch.Tensor:
     """The memory to bring a state into."""
-    if not want.stepped:
-        return decision.run.model.handles[want.name]
-    assert decision.run.optimizer is not None
-    counts = decision.index.atoms[want.slice.param].is_count(want.state)
     own = want.slice
-    return decision.run.optimizer.landing(want.name, want.state, own.dtype, own.local_shape, counts=counts)
+    if not want.stepped:
+        return without_padding(decision.run.model.handles[want.name], own)
+    assert decision.run.optimizer is not None
+    counts = decision.index.atoms[own.param].is_count(want.state)
+    memory = decision.run.optimizer.landing(want.name, want.state, own.dtype, own.local_shape, counts=counts)
+    return without_padding(memory, own)
 
 
 def _restore(decision: Decision, landing: Sequence[torch.Tensor]) -> None:

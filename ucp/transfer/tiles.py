@@ -48,8 +48,8 @@ CALL = 32 << 10
 """Bytes that could be read in the time that a read of its own for a short run costs."""
 
 
-def is_crosswise(own: Slice, state: StateIndex, *, nbytes: int) -> bool:
-    """Whether filling a slice in its own order, `nbytes` at a time, would read twice its bytes, or in short runs.
+def is_crosswise(own: Slice, state: StateIndex, *, nbytes: int, times: float = 2) -> bool:
+    """Whether filling a slice in its own order, `nbytes` at a time, would cost `times` its bytes, or be in short runs.
 
     So would comparing it with the copies that the source holds.
     """
@@ -58,7 +58,7 @@ def is_crosswise(own: Slice, state: StateIndex, *, nbytes: int) -> bool:
     stop = min(own.stop, own.start + nbytes // own.dtype.itemsize)
     source = Locator(state)
     return any(
-        _cost(pieces) > 2 * sum(prod(piece.sizes) * piece.ref.dtype.itemsize for piece in pieces)
+        _cost(pieces) > times * sum(prod(piece.sizes) * piece.ref.dtype.itemsize for piece in pieces)
         for pieces in (resolve(own, source, own.start, stop), *resolve_copies(own, source, own.start, stop))
     )
 

@@ -23,6 +23,8 @@ FOUR = [
     {"source": "torch/ddp-dp2", "case": "fsdp2-dp4", "forms": ["foreach"]},
     {"source": "deepspeed/z1-dp4-fp32", "case": "fsdp2-dp4", "topology": "dp=4", "forms": ["fused"]},
     {"source": "deepspeed/z3-dp4-fp32", "case": "hsdp-dp2x2", "stepped": True},
+    {"source": "torch/ddp-dp2", "case": "fsdp2-dp4", "meta": True},
+    {"source": "torch/fsdp2-pp2-dp2", "case": "fsdp2-dp2-tp2", "meta": True},
 ]
 TWO = [
     {"source": "torch/fsdp2-dp4", "fields": {"shard": 2}},

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ucp.live.exchange.buffers import Buffers
 from ucp.live.exchange.checksums import check_records
 from ucp.live.exchange.pace import is_direct_faster, tell
-from ucp.live.exchange.places import Places, copy_in
+from ucp.live.exchange.places import Places, copy_in, landings
 from ucp.live.exchange.read_shares import Segment, Window
 from ucp.live.exchange.reading import THREAD_NBYTES, Reader, Reading
 from ucp.live.exchange.stages import STATUS, Stage, plan_stages
@@ -52,16 +52,19 @@ def carry(items: Sequence[LoadItem], into: Sequence[torch.Tensor], ranks: Ranks,
         On all ranks the same; the tensors may be partly filled.
     """
     started = time.perf_counter()
+    shaped = together(ranks, lambda: landings(items, into))
     threads = max(1, min(_THREADS, options.memory // 4 // THREAD_NBYTES))
     memory = max(options.memory - threads * THREAD_NBYTES, options.memory // 2)
     stages = plan_stages(items, ranks, exchange=options.exchange, memory=memory)
     reader = Reader(threads=threads, tracked=frozenset(record.path for record in options.records))
     with closing(reader):
-        work = together(ranks, lambda: _Work(stages, into, reader=reader, ranks=ranks, options=options, memory=memory))
+        work = together(
+            ranks, lambda: _Work(stages, shaped, reader=reader, ranks=ranks, options=options, memory=memory)
+        )
         together(ranks, work.run)
         checked = check_records(options.records, reader, ranks) if options.records else frozenset()
         if options.verify:
-            verify(items, into, ranks, memory=memory)
+            verify(items, shaped, ranks, memory=memory)
         told = ranks.share((reader.nbytes, work.wanted))
     return Traffic(
         nbytes=tuple(nbytes for nbytes, _ in told),

@@ -41,14 +41,16 @@ class Holders:
 
 def digests(slices: Sequence[Slice]) -> list[int]:
     """128 bits for each slice: the same on all ranks that hold it. What a rank holds twice has two."""
-    cuts: dict[int, str] = {}
+    cuts: dict[tuple[object, ...], str] = {}
     seen: Counter[int] = Counter()
     found = []
     for own in slices:
-        cut = cuts.get(id(own.pairs))
+        kind = id(own.pairs), own.dtype, own.local_shape, own.start, own.stop
+        cut = cuts.get(kind)
         if cut is None:
-            cut = cuts[id(own.pairs)] = repr([(p.whole.offsets, p.local.offsets, p.local.sizes) for p in own.pairs])
-        text = f"{own.param}\0{own.state}\0{own.dtype.value}\0{own.local_shape}\0{own.start}:{own.stop}\0{cut}"
+            boxes = [(pair.whole.offsets, pair.local.offsets, pair.local.sizes) for pair in own.pairs]
+            cut = cuts[kind] = repr((boxes, own.dtype.value, *kind[2:]))
+        text = f"{own.param}\0{own.state}\0{cut}"
         digest = xxhash.xxh3_128_intdigest(text.encode())
         seen[digest] += 1
         found.append(digest if seen[digest] == 1 else xxhash.xxh3_128_intdigest(f"{text}\0{seen[digest]}".encode()))
@@ -88,8 +90,10 @@ def _answers(told: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
     masks = np.zeros((int(is_first.sum()), -(-len(told) // _WORD)), dtype=np.uint64)
     bits = np.left_shift(np.uint64(1), (asker % _WORD).astype(np.uint64))
     np.bitwise_or.at(masks, (group, asker // _WORD), bits)
-    sets, number = np.unique(masks, axis=0, return_inverse=True)
-    number = number.reshape(-1)[group]
+    factors = 2 * np.random.default_rng(0).integers(1 << 63, size=masks.shape[1], dtype=np.uint64) + np.uint64(1)
+    hashes = (masks * factors).sum(axis=1)  # sorting 64 bits takes a tenth of the time of sorting 1,024
+    _, first, number = np.unique(hashes, return_index=True, return_inverse=True)
+    sets, number = masks[first], number.reshape(-1)[group]
     answers = []
     for own in np.split(number, np.cumsum(counts)[:-1]):
         used, short = np.unique(own, return_inverse=True)

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 
 from ucp.core.index import StateIndex
 from ucp.core.region import Box, RegionPair
@@ -18,7 +17,10 @@ from ucp.live.parts import LoadItem
 from ucp.transfer.tasks import BLOCK
 from ucp.transfer.tiles import is_crosswise, source_order
 
-__all__ = ["Load", "own_load", "shared_load"]
+__all__ = ["Load", "loads_of", "own_load"]
+
+_COSTLY = 1.5
+"""Times its bytes that reading some columns may cost before whole rows are carried."""
 
 _MOST_WIDENED = 4
 """Times the bytes that a rank holds, at most, that it receives where whole rows are carried."""
@@ -48,33 +50,26 @@ class Load:
 def own_load(number: int, item: LoadItem) -> Load:
     """An item, number `number` of this rank, as one rank alone carries it."""
     own = Load(item=number, slice=item.slice, source=item.source)
-    return _turned(own) if _is_spread(own) else own
+    return _turned(own) if is_crosswise(own.slice, own.source, nbytes=BLOCK) else own
 
 
-def shared_load(own: Load) -> Load:
-    """The same as ranks carry it that exchange what they read; raises nothing, reads nothing."""
-    if own.dims or not _is_whole(own.slice) or not _is_spread(own):
-        return own
+def loads_of(number: int, item: LoadItem) -> tuple[Load, Load]:
+    """An item as one rank alone carries it, and as ranks do that exchange what they read."""
+    own = Load(item=number, slice=item.slice, source=item.source)
+    if not is_crosswise(own.slice, own.source, nbytes=BLOCK, times=_COSTLY):
+        return own, own
+    alone = own_load(number, item)
     whole = whole_slice(own.slice.param, own.slice.state, own.source, dtype=own.slice.dtype)
-    if whole.nbytes > _MOST_WIDENED * own.slice.nbytes:
-        return own
-    return replace(own, slice=whole, pairs=own.slice.pairs)
-
-
-def _is_spread(own: Load) -> bool:
-    return is_crosswise(own.slice, own.source, nbytes=BLOCK)
-
-
-def _is_whole(own: Slice) -> bool:
-    """Whether it is all of a local tensor, not a flat range of one."""
-    return own.start == 0 and own.stop == prod(own.local_shape)
+    if alone.dims or not own.slice.is_whole or whole.nbytes > _MOST_WIDENED * own.slice.nbytes:
+        return alone, alone
+    return alone, replace(own, slice=whole, pairs=own.slice.pairs)
 
 
 def _turned(own: Load) -> Load:
     """The same with the dims in the order of the source, where that is another one and can be told of all pieces."""
     order = source_order(own.source)
     refs = [fragment.ref for fragment in own.source.fragments]
-    if order == tuple(sorted(order)) or not _is_whole(own.slice):
+    if order == tuple(sorted(order)) or not own.slice.is_whole:
         return own
     if not all(isinstance(ref, TensorRef) and not ref.codec for ref in refs):
         return own

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs
 from ucp.live.exchange.loads import Load
 from ucp.live.exchange.read_shares import Segment
+from ucp.live.parts import LoadItem
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Places", "copy_in"]
+__all__ = ["Places", "bytes_of", "copy_in", "landings"]
 
 
 class _Boxed(NamedTuple):
@@ -53,12 +54,10 @@ class Places:
 
     def _flat(self, load: Load) -> torch.Tensor | None:
         """The bytes of the landing tensor, where its elements lie in the order of the slice."""
-        import torch
-
         own = self._into[load.item].detach()
         if load.dims or load.pairs is not None or not own.is_contiguous():
             return None
-        return own.reshape(-1).view(torch.uint8)
+        return bytes_of(own)
 
     def _boxed(self, load: Load) -> _Boxed:
         own = self._into[load.item].detach()
@@ -67,6 +66,21 @@ class Places:
             return _Boxed(target, load.pairs)
         whole = Box.whole(load.slice.local_shape)
         return _Boxed(target, (RegionPair(whole, whole),))
+
+
+def landings(items: Sequence[LoadItem], into: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The landing tensors, those of whole local tensors in their shape."""
+    shapes = (own.slice.local_shape if own.slice.is_whole else None for own in items)
+    return [
+        tensor if shape is None else tensor.detach().view(shape) for shape, tensor in zip(shapes, into, strict=True)
+    ]
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor (whose strides may be anything where it has one element)."""
+    import torch
+
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def copy_in(pieces: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:

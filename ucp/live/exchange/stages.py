@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ucp.live.exchange.holders import digests, holders
-from ucp.live.exchange.loads import Load, own_load, shared_load
+from ucp.live.exchange.loads import Load, loads_of, own_load
 from ucp.live.exchange.read_shares import ALIGNMENT, Window, share_out
 from ucp.live.exchange.traffic import Exchange
 from ucp.live.parts import LoadItem
@@ -32,7 +32,10 @@ _SMALL = 1 << 20
 _PREFIX = re.compile(r"(.*\d)?")
 """A name up to its last number: layers.3.mlp.experts.7 of layers.3.mlp.experts.7.w1.weight."""
 
-_NUMBERS = re.compile(r"(\d+)")
+_NUMBER = re.compile(r"\d+")
+
+_DIGITS = 8
+"""Of a number that is compared as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +106,12 @@ class Stage:
 
 def plan_stages(items: Sequence[LoadItem], ranks: Ranks, *, exchange: Exchange, memory: int) -> list[Stage]:
     """The stages of this rank; the last is what it reads for itself. Collective."""
-    alone = together(ranks, lambda: [own_load(at, item) for at, item in enumerate(items) if item.slice.nbytes])
+    wanted = [(at, item) for at, item in enumerate(items) if item.slice.nbytes]
     if ranks.count == 1 or exchange is Exchange.NEVER:
-        return [_stage((ranks.rank,), alone, memory)]
-    shared, keys = together(ranks, lambda: _described(alone))
+        return [_stage((ranks.rank,), together(ranks, lambda: [own_load(*one) for one in wanted]), memory)]
+    loads = together(ranks, lambda: [loads_of(*one) for one in wanted])
+    alone, shared = [own for own, _ in loads], [both for _, both in loads]
+    keys = together(ranks, lambda: digests([own.slice for own in shared]))
     found = holders(keys, ranks)
     held: list[list[int]] = [[] for _ in found.sets]
     for at, number in enumerate(found.numbers):
@@ -122,26 +127,20 @@ def plan_stages(items: Sequence[LoadItem], ranks: Ranks, *, exchange: Exchange, 
     return [*stages, _stage((ranks.rank,), [alone[at] for at in sorted(own)], memory)]
 
 
-def _described(alone: Sequence[Load]) -> tuple[list[Load], list[int]]:
-    shared = [shared_load(own) for own in alone]
-    return shared, digests([own.slice for own in shared])
-
-
 def _stage(members: tuple[int, ...], loads: list[Load], memory: int) -> Stage:
     return Stage(members=members, loads=loads, room=Room.within(memory, len(members)))
 
 
 def _in_order(some: Sequence[int], loads: Sequence[Load], keys: Sequence[int]) -> list[int]:
     """Layer by layer; all members find the same order."""
-    places: dict[str, list[tuple[bool, int, str]]] = {}
+    places: dict[str, str] = {}
 
-    def key(at: int) -> tuple[object, ...]:
+    def key(at: int) -> str:
         own = loads[at].slice
         match = _PREFIX.match(own.param)
         prefix = match[0] if match else ""
         if prefix not in places:
-            parts = _NUMBERS.split(prefix)
-            places[prefix] = [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
-        return places[prefix], own.param, own.state, keys[at]
+            places[prefix] = _NUMBER.sub(lambda number: number[0].zfill(_DIGITS), prefix)
+        return f"{places[prefix]}\0{own.param}\0{own.state}\0{keys[at]:x}"
 
     return sorted(some, key=key)

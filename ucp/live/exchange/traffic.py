@@ -36,7 +36,7 @@ class CarryOptions:
     records: Sequence[Record] = ()
     """Stretches of files with their checksums, which are compared."""
     observer: Observer | None = None
-    """Is told of the bytes that have landed on this rank."""
+    """Is told of the bytes that have come to this rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

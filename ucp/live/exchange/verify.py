@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ucp.errors import CorruptError, counted, listed
 from ucp.live.exchange.loads import Load, own_load
-from ucp.live.exchange.places import Places
+from ucp.live.exchange.places import Places, bytes_of
 from ucp.live.exchange.read_shares import Window, share_out
 from ucp.live.exchange.reading import Reader
 from ucp.live.parts import LoadItem
@@ -32,9 +32,9 @@ def verify(items: Sequence[LoadItem], into: Sequence[torch.Tensor], ranks: Ranks
             differing = list(dict.fromkeys(at for at in _differing(loads, Places(into), reader, memory // 2)))
         if differing:
             names = (f"{items[at].name}/{items[at].state}" for at in differing)
+            many = counted(len(differing), "tensor in memory differs", "tensors in memory differ")
             raise CorruptError(
-                f"expected what the checkpoint holds; {counted(len(differing), 'tensor')} in memory differ when it is "
-                f"read again:\n{listed(names)}\n"
+                f"expected what the checkpoint holds; when it is read again, {many}:\n{listed(names)}\n"
                 "something else writes to the model or the files meanwhile, or memory or network are faulty: load again"
             )
 
@@ -66,5 +66,5 @@ def _same(spot: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether two tensors have the same bits."""
     import torch
 
-    held, wanted = (own.cpu().contiguous().reshape(-1).view(torch.uint8) for own in (spot, values))
+    held, wanted = (bytes_of(own.cpu().contiguous()) for own in (spot, values))
     return torch.equal(held, wanted)
