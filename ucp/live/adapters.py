@@ -18,6 +18,7 @@ from ucp.live.parts import LiveParam, LiveTensor
 if TYPE_CHECKING:
     import torch
 
+    from ucp.core.index import Index
     from ucp.live.run.mesh import RunMesh
     from ucp.live.run.ranks import Ranks
 
@@ -78,6 +79,8 @@ class LiveRun:
     """The optimizer, where one is loaded into."""
     finish: Callable[[], None] = field(default=lambda: None)
     """Make what follows from what was brought (16-bit copies of masters). Collective."""
+    resume: Callable[[Index], Sequence[str]] = field(default=lambda _index: ())
+    """Set what the framework keeps beside tensors (steps, schedule, loss scale) to the checkpoint's; notes of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +90,7 @@ class LiveRequest:
     model: object
     """A module, several (chunks of a virtual pipeline), or what a framework wraps them in."""
     optimizer: object | None
-    """An optimizer, or what a framework wraps it in."""
+    """An optimizer, or what a framework wraps it in; False for none, where the model has one of its own."""
     mesh: RunMesh
     """Where this rank stands among all."""
     ranks: Ranks

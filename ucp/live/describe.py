@@ -18,9 +18,10 @@ def described(request: LiveRequest) -> LiveRun:
             return adapter.describe(request)
     from torch import nn, optim
 
-    if not isinstance(request.model, nn.Module) or not isinstance(request.optimizer, optim.Optimizer | None):
-        named = " and ".join(type(own).__name__ for own in (request.model, request.optimizer) if own is not None)
+    handle = request.optimizer or None
+    if not isinstance(request.model, nn.Module) or not isinstance(handle, optim.Optimizer | None):
+        named = " and ".join(type(own).__name__ for own in (request.model, handle) if own is not None)
         raise UsageError(f"expected a torch module, and a torch optimizer or none; got {named}")
     model = describe_model(request.model)
-    optimizer = None if request.optimizer is None else describe_optimizer(request.optimizer, model)
+    optimizer = None if handle is None else describe_optimizer(handle, model)
     return LiveRun(model=model, optimizer=optimizer)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 import xxhash
 
@@ -55,7 +55,7 @@ def load_into(
     topology: TopologyLike | None = None,
     checkpoint: str | PathLike[str] | None = None,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Literal[False] | None = None,
     strict: bool = True,
     rename: Callable[[str], str] | None = None,
     process_group: ProcessGroup | Ranks | None = None,
@@ -80,7 +80,8 @@ def load_into(
     checkpoint
         Anything `ucp inspect` reads; by default what the environment variable UCP_CHECKPOINT names.
     optimizer
-        Optimizer over parameters of `model`. Without it, optimizer states are left out.
+        Optimizer over parameters of `model`. Without it, optimizer states are left out. A DeepSpeed engine brings its
+        own; False leaves out the states of that.
     strict
         Whether everything must fit. If not, what does not is left as it is, and reported.
     rename
@@ -145,6 +146,7 @@ def load_into(
         reader.close()
     together(ranks, lambda: _restore(decision, landing))
     together(ranks, run.finish)
+    decision.findings.notes.extend(together(ranks, lambda: run.resume(index)))
     traffic = Traffic(
         nbytes=tuple(ranks.share(reader.nbytes)),
         rank=ranks.rank,

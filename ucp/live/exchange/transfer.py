@@ -172,6 +172,9 @@ class _Places:
         own = self._slices[segment.item]
         nbytes = (segment.stop - segment.start) * own.dtype.itemsize
         values = part[segment.offset : segment.offset + nbytes].view(target.dtype)
+        if tuple(target.shape) != own.local_shape:  # a stretch of it, in row-major order
+            target[segment.start - own.start : segment.stop - own.start].copy_(values)
+            return
         for box, position in local_flat_pairs(own.local_shape, segment.start, segment.stop):
             spot = target[tuple(slice(low, high) for low, high in zip(box.offsets, box.stops, strict=True))]
             spot.copy_(values[position : position + box.numel].view(box.sizes))
