@@ -7,7 +7,7 @@ the framework.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
@@ -18,6 +18,7 @@ from ucp.live.parts import LiveParam, LiveTensor
 if TYPE_CHECKING:
     import torch
 
+    from ucp.core.index import Index
     from ucp.live.run.mesh import RunMesh
     from ucp.live.run.ranks import Ranks
 
@@ -41,6 +42,8 @@ class LiveModel:
     """Tensors that are not brought: `LiveRun.finish` makes them, from masters that the optimizer keeps."""
     notes: tuple[str, ...] = ()
     """What a checkpoint does not hold."""
+    place: torch.device | None = None
+    """Where tensors are going to be made that are on the meta device."""
     chunks: int = 1
     """Modules it is made of (a virtual pipeline's); above 1 the names of tensors begin with a module's number."""
     layer_numbers: Mapping[str, int] = field(default_factory=dict)
@@ -81,8 +84,12 @@ class LiveRun:
     """The model."""
     optimizer: LiveOptimizer | None = None
     """The optimizer, where one is loaded into."""
+    prepare: Callable[[LiveModel, Collection[str]], LiveModel] = field(default=lambda model, _: model)
+    """The model with memory for what has none, once all is known to fit; given the names that are brought."""
     finish: Callable[[], None] = field(default=lambda: None)
     """Make what follows from what was brought (16-bit copies of masters). Collective."""
+    resume: Callable[[Index], Sequence[str]] = field(default=lambda _index: ())
+    """Set what the framework keeps beside tensors (steps, schedule, loss scale) to the checkpoint's; notes of it."""
     is_placed: bool = True
     """Whether names and parts are those of the whole model. If not, the core numbers layers and experts, and finds how
     tensors are cut from their attributes and by rules."""
@@ -95,13 +102,15 @@ class LiveRequest:
     model: object
     """A module, several (chunks of a virtual pipeline), or what a framework wraps them in."""
     optimizer: object | None
-    """An optimizer, or what a framework wraps it in."""
+    """An optimizer, or what a framework wraps it in; False for none, where the model has one of its own."""
     mesh: RunMesh
     """Where this rank stands among all."""
     ranks: Ranks
     """All ranks of the run, for what has to be agreed on."""
     dtype: DType | None = None
     """Type of the floating weights of the model, in which a model without memory is made; None for its own."""
+    masters: Mapping[str, torch.Tensor] | None = None
+    """Parameter to its master in another precision, as the optimizer steps it, where the user says."""
 
 
 class LiveAdapter(Protocol):

@@ -26,7 +26,10 @@ from ucp.live.exchange.carry import carry
 from ucp.live.exchange.traffic import Traffic
 from ucp.live.match.names import under_live_names
 from ucp.live.model.experts import Experts
+from ucp.live.model.meta import place_of
 from ucp.live.model.numbering import without_chunks
+from ucp.live.model.padding import without_padding
+from ucp.live.optimizer.wrappers import innermost
 from ucp.live.parts import LoadItem
 from ucp.live.place import Placing, place
 from ucp.live.report import Clock, LoadReport, report_of
@@ -51,7 +54,8 @@ def load_into(
     topology: TopologyLike | DeviceMesh | type_path | None = None,
     checkpoint: type_path | None = None,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Literal[False] | None = None,
+    masters: Mapping[str, torch.Tensor] | None = None,
     scheduler: object = None,
     scaler: object = None,
     strict: bool = True,
@@ -89,7 +93,12 @@ def load_into(
     checkpoint
         Anything `ucp inspect` reads; by default what the environment variable UCP_CHECKPOINT names.
     optimizer
-        Optimizer over parameters of `model`. Without it, optimizer states are left out.
+        Optimizer over parameters of `model`; wrappers of accelerate and Lightning are seen through. Without it,
+        optimizer states are left out; but a DeepSpeed engine brings its own, unless this is False.
+    masters
+        Name of a parameter to its master in another precision, where `optimizer` steps masters of your own. They are
+        brought, and the weights cast from them. Without it, masters are known by the order, shapes and values of the
+        parameters.
     scheduler
         Learning rate scheduler of the class that was saved, of any framework: it has `load_state_dict`.
     scaler
@@ -186,7 +195,10 @@ def load_into(
     index = together(ranks, lambda: read(asked.path, source=source))
     check_agreement(ranks, index, asked.agreed)
     clock.lap("index")
-    request = LiveRequest(model=model, optimizer=optimizer, mesh=asked.mesh, ranks=ranks, dtype=asked.dtype)
+    stepped = innermost(optimizer)
+    request = LiveRequest(
+        model=model, optimizer=stepped, mesh=asked.mesh, ranks=ranks, dtype=asked.dtype, masters=masters
+    )
     run = together(ranks, lambda: described(request))
     index, hints = under_live_names(index, without_chunks(run.model), asked.names, ranks)
     placing = Placing(family=source, rename=asked.options.rename, experts=asked.experts)
@@ -196,12 +208,14 @@ def load_into(
     used = used_anywhere(matching, ranks)
     resume = together(ranks, lambda: resume_of(index, matching.findings, ranks, beside))
     decision = together(ranks, lambda: decide(matching, used, asked.options))
+    decision = together(ranks, lambda: _prepared(decision))
     landing = together(ranks, lambda: [_landing(want, decision) for want in decision.wants])
     clock.lap("plan")
     traffic = _carried(decision, landing, ranks, asked)
     clock.lap("read")
     together(ranks, lambda: _restore(decision, landing))
     together(ranks, run.finish)
+    decision.findings.notes.extend(together(ranks, lambda: run.resume(index)))
     together(ranks, lambda: [step() for step in resume.steps])
     clock.lap("restore")
     return report_of(decision, resume, traffic, clock.seconds)
@@ -217,21 +231,28 @@ def _carried(decision: Decision, landing: Sequence[torch.Tensor], ranks: Ranks, 
 
 
 def _device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
-    import torch
     from torch import nn
 
     modules = [model] if isinstance(model, nn.Module) else [own for own in model if isinstance(own, nn.Module)]
-    return next((param.device for own in modules for param in own.parameters()), torch.device("cpu"))
+    return place_of(modules)
+
+
+def _prepared(decision: Decision) -> Decision:
+    """The same, with memory for everything of the model."""
+    run = decision.run
+    brought = {want.name for want in decision.wants if not want.stepped} | run.model.derived
+    return replace(decision, run=replace(run, model=run.prepare(run.model, brought)))
 
 
 def _landing(want: LoadItem, decision: Decision) -> torch.Tensor:
     """The memory to bring a state into."""
-    if not want.stepped:
-        return decision.run.model.handles[want.name]
-    assert decision.run.optimizer is not None
-    counts = decision.index.atoms[want.slice.param].is_count(want.state)
     own = want.slice
-    return decision.run.optimizer.landing(want.name, want.state, own.dtype, own.local_shape, counts=counts)
+    if not want.stepped:
+        return without_padding(decision.run.model.handles[want.name], own)
+    assert decision.run.optimizer is not None
+    counts = decision.index.atoms[own.param].is_count(want.state)
+    memory = decision.run.optimizer.landing(want.name, want.state, own.dtype, own.local_shape, counts=counts)
+    return without_padding(memory, own)
 
 
 def _restore(decision: Decision, landing: Sequence[torch.Tensor]) -> None:

@@ -13,12 +13,13 @@ patterns and the rank's place in it, and comes to a slice as a part of a file do
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from ucp.core.dtypes import DType
 from ucp.core.index import StateIndex
 from ucp.core.layout import Layout, part_of
+from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
 
 __all__ = ["LiveParam", "LivePart", "LiveTensor", "LoadItem"]
@@ -38,6 +39,8 @@ class LivePart:
     """Elements per dim of the whole; None where the live side does not know it, and the checkpoint's is cut."""
     hint: str = ""
     """What to do where its shape is not that of the checkpoint."""
+    is_padded: bool = False
+    """Whether the whole may have other rows than the checkpoint's: more, which are padding, or less of such."""
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> LivePart:
@@ -54,8 +57,11 @@ class LivePart:
 
         Raises ValueError, with what was expected, where the layout does not cut such a tensor to `local_shape`.
         """
-        if self.global_shape not in (None, shape):
-            raise ValueError(f"has shape {list(self.global_shape or ())} in the model and {list(shape)}")
+        own = self.global_shape
+        if self.is_padded and own is not None and own != shape and own[1:] == shape[1:]:
+            return _kept(self.slice_of(param, state, own, dtype), shape[0])
+        if own not in (None, shape):
+            raise ValueError(f"has shape {list(own or ())} in the model and {list(shape)}")
         part = part_of(self.layout, shape, coords=self.coords)
         if part.local_shape != self.local_shape and (part.numel or prod(self.local_shape)):
             cut = ", ".join(f"{axis.axis}={axis.parts} {axis.pattern.name}" for axis in self.layout.axes)
@@ -73,6 +79,16 @@ class LivePart:
         pairs = tuple(own.pair for own in part.held)
         local = self.local_shape  # which says more than `part` of one without elements
         return Slice(param=param, state=state, dtype=dtype, pairs=pairs, local_shape=local, start=start, stop=stop)
+
+
+def _kept(own: Slice, rows: int) -> Slice:
+    """The first part of a slice of one stretch of rows, that of rows below `rows`."""
+    width = prod(own.local_shape[1:])
+    first = own.pairs[0].whole.offsets[0] if own.pairs else 0
+    local = (max(min(rows - first, own.local_shape[0]), 0), *own.local_shape[1:])
+    stop = min(own.stop, local[0] * width)
+    pairs = [RegionPair(Box(p.whole.offsets, local), Box(p.local.offsets, local)) for p in own.pairs if local[0]]
+    return replace(own, pairs=tuple(pairs), local_shape=local, start=min(own.start, stop), stop=stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +128,8 @@ class LiveParam:
     """
     part: LivePart | None = None
     """What of it this rank steps; None for what the model holds of it."""
+    apart: Mapping[str, LivePart] = field(default_factory=dict)
+    """States of which the rank keeps another part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

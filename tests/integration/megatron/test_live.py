@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import ucp
 from tests.integration.megatron.megatron_jobs import FIXTURES, environment
+from tests.integration.megatron.test_megatron_load import padded
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -33,6 +35,8 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
     MIXTRAL: ("mixtral", "tp2 ep2 dp2", {}),
 }
 """Source made here to its model, its layout and its settings; by megatron-core 0.16.1, with a distributed optimizer."""
+TOKENS = 51
+"""Rows of the vocabulary that are no padding."""
 RATE = 0.0009913533761814538
 """Learning rate after the steps that all sources took."""
 
@@ -49,12 +53,12 @@ class Load:
     fused_adam: bool = False
     saves: bool = False
     """Whether Megatron then writes what the ranks hold."""
-    anew: bool = False
-    """Weights alone, from a store of atoms that has no more."""
+    anew: str = ""
+    """Weights alone: from a store of atoms ("ucp"), or a model of transformers ("huggingface")."""
 
     def __str__(self) -> str:
         words = [f"{key}={value}" for key, value in {**self.settings, **self.arguments}.items()]
-        words += ["fused"] * self.fused_adam + ["anew"] * self.anew
+        words += ["fused"] * self.fused_adam + [self.anew] * bool(self.anew)
         return f"{self.src}>{self.release}:{','.join([self.job, *words])}".replace(" ", "-")
 
 
@@ -83,7 +87,8 @@ LOADS = [
     Load(src="qwen-tp4-torch-zero", job="tp2 dp2"),
     Load(src="qwen-tp4-torch-zero", job="tp4", release="0.19.2"),
     Load(src="mixtral-tp2-ep2-etp1-torch-zero", job="ep4 dp4", release="0.19.2"),
-    Load(src="mixtral-ep4-dp4-full", job="tp2 ep2 etp1", release="0.15.3"),
+    Load(src="mixtral-ep4-dp4-full", job="ep2 dp2", release="0.15.3"),
+    Load(src="mixtral-ep4-dp4-full", job="tp2 ep2 etp1"),
     Load(src="deepseek-tp2-ep2-dp2-torch-zero", job="tp2 ep2 etp1"),
     Load(src="deepseek-ep2-dp2-full-singleton", job="dp2", release="0.19.2"),
     Load(src="mamba-tp2-dp2-torch-zero", job="tp4"),
@@ -92,12 +97,17 @@ LOADS = [
     Load(src="qwen-tp2-dp2-dp-fused-buckets", job="tp2 dp2", fused_adam=True),
     Load(src="llama-tp2-torch-fused", job="dp2"),
     Load(src="llama-tp2-dp2-dp", job="tp2", settings=PLAIN, fused_adam=True),
+    # another padding of the vocabulary
+    Load(src="llama-tp2-dp2-dp", job="tp2 dp2", settings={"padded_vocab_size": 56}),
+    Load(src="llama-tp2-dp2-dp", job="tp2 dp2", settings={"padded_vocab_size": 96}),
+    Load(src="llama-tp2-dp2-dp", job="tp4", settings={"padded_vocab_size": 96} | FP32 | PLAIN, release="0.19.2"),
     # weights alone
-    Load(src="llama-tp2-dp2-dp", job="tp2 dp2", arguments={"strict": False}, anew=True),
+    Load(src="llama-tp2-dp2-dp", job="tp2 dp2", arguments={"strict": False}, anew="ucp"),
+    Load(src="llama-tp2-dp2-dp", job="tp2 pp2", arguments={"strict": False}, anew="huggingface"),
 ]
 REFUSED = {
     "topology": (Load(src="llama-tp2-dp2-dp", job="tp2", arguments={"topology": "dp=2"}), "tp is 2, and 1 was given"),
-    "no states": (Load(src="llama-tp2-dp2-dp", job="dp2", anew=True), "the checkpoint holds no optimizer states"),
+    "no states": (Load(src="llama-tp2-dp2-dp", job="dp2", anew="ucp"), "the checkpoint holds no optimizer states"),
     "another model": (
         Load(src="llama-tp2-dp2-dp", job="pp2", settings={"num_layers": 6}),
         "tensors of the model are not in the checkpoint",
@@ -150,11 +160,15 @@ def described(load: Load, found: Outcome, own: Path) -> dict[str, Any]:
     folder = found.folder(load.src)
     checkpoint = folder
     if load.anew:
-        checkpoint = own.with_name(f"{own.name}-atoms")
-        ucp.convert(folder, checkpoint, include=["*/weight"], workers=1)
+        checkpoint = own.with_name(f"{own.name}-weights")
+        ucp.convert(folder, checkpoint, to=load.anew, include=["*/weight"], workers=1)
     truth, later = KEPT / "truth" / f"{load.src.partition('-')[0]}.safetensors", Path()
     if load.src in MADE:
         truth, later = folder.with_name("truth.safetensors"), folder.with_name("later.safetensors")
+    if rows := load.settings.get("padded_vocab_size"):
+        truth = padded(truth, rows, own.with_name(f"{own.name}.safetensors"))
+    if load.anew == "huggingface":
+        truth = of_transformers(truth, own.with_name(f"{own.name}.safetensors"))
     return {
         "folder": str(folder),
         "checkpoint": str(checkpoint),
@@ -164,8 +178,20 @@ def described(load: Load, found: Outcome, own: Path) -> dict[str, Any]:
         "settings": load.settings,
         "arguments": load.arguments,
         "saved": str(own) if load.saves else "",
-        "anew": load.anew,
+        "anew": bool(load.anew),
     }
+
+
+def of_transformers(truth: Path, path: Path) -> Path:
+    """The truth, as far as a model of transformers holds it: weights as the model had them, without padding."""
+    found = load_file(truth)
+    for key, own in found.items():
+        weight = found[key.replace("/weight", "/model")].to(own.dtype) if key.endswith("/weight") else own.clone()
+        if key.startswith(("embedding.", "output_layer.")):
+            weight[TOKENS:] = 0
+        found[key] = weight
+    save_file(found, path)
+    return path
 
 
 def run(release: str, groups: Mapping[tuple[str, bool], list[dict[str, Any]]], root: Path) -> str:

@@ -82,6 +82,7 @@ def test_parameters_that_are_not_of_the_model_are_refused():
     assert "parameter 1 of group 0, of shape [2]" in str(error.value)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it is imported
 def test_an_optimizer_around_another_is_refused():
     from torch.distributed.optim import PostLocalSGDOptimizer
 

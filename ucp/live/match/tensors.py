@@ -127,11 +127,20 @@ def _fits(own: LiveTensor, matched: Mapping[str, str], index: Index, findings: F
     except ValueError as error:
         findings.problems.append(f"{own.name} {error} in the checkpoint{own.part.hint and f'; {own.part.hint}'}")
         return False
+    if own.part.global_shape not in (None, atom.global_shape):
+        findings.notes.append(_padded(own, atom.global_shape[0]))
     stored = atom.states[WEIGHT].dtype
     if not castable(stored, own.dtype):
         findings.problems.append(f"{own.name} is {own.dtype} in the model and {stored} in the checkpoint")
         return False
     return True
+
+
+def _padded(own: LiveTensor, stored: int) -> str:
+    """What becomes of rows that only one of both has."""
+    rows = (own.part.global_shape or (0,))[0]
+    what = f"rows {stored} to {rows - 1} are zeros" if rows > stored else f"rows {rows} to {stored - 1} are left out"
+    return f"{own.name} is padded to {rows} rows in the model and {stored} in the checkpoint: {what}, in every state"
 
 
 def want_weights(

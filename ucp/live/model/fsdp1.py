@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp.contract.registry import pattern
 from ucp.core.layout import AxisLayout, Layout
-from ucp.errors import UnsupportedError, listed
+from ucp.errors import LoadError, UnsupportedError, listed
 from ucp.live.model.wrappers import hidden_in, plain_name
 from ucp.live.parts import LivePart
 
@@ -82,6 +82,8 @@ def _unit(handle: Any, paths: Mapping[int, Sequence[str]], number: int) -> FlatU
     _check(flat, handle)
     _shard_again(handle)
     share = getattr(flat, "_local_shard", flat.data)
+    if share.is_meta:
+        raise LoadError("expected flat parameters of FSDP1 that have memory; got some on the meta device")
     rank, ranks = (handle.rank, handle.world_size) if handle.uses_sharded_strategy else (0, 1)
     kept = [not is_padding for is_padding in _field(flat, "_is_padding_mask")]
     starts = compress(accumulate(_field(flat, "_numels_with_padding"), initial=0), kept)

@@ -11,6 +11,7 @@ from ucp.errors import LoadError, UnsupportedError, listed
 from ucp.live.adapters import LiveModel
 from ucp.live.model.dtensor import dtensor_part, is_dtensor, local_of
 from ucp.live.model.fsdp1 import FlatUnit
+from ucp.live.model.meta import blank_dtype
 from ucp.live.model.wrappers import hidden_in, plain_name
 from ucp.live.parts import LivePart, LiveTensor
 
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["describe_model", "describe_modules", "dtype_of"]
+__all__ = ["describe_model", "describe_modules", "dtype_of", "torch_type"]
 
 
-def describe_model(model: nn.Module, units: Sequence[FlatUnit] = ()) -> LiveModel:
+def describe_model(model: nn.Module, units: Sequence[FlatUnit] = (), *, dtype: torch.dtype | None = None) -> LiveModel:
     """The parameters and persistent buffers of `model`. Raises UnsupportedError for parts that are not known.
 
-    `units`: flat parameters that FSDP1 made of some of them.
+    `units`: flat parameters that FSDP1 made of some of them. `dtype`: type to make floating parameters in that have no
+    memory yet.
     """
     hidden = hidden_in(model)
     persistent = [plain_name(name, hidden) for name in _persistent(model, is_flat=bool(units))]
@@ -41,11 +43,11 @@ def describe_model(model: nn.Module, units: Sequence[FlatUnit] = ()) -> LiveMode
     for name, own in named:
         names.setdefault(_place(own), []).append(name)
         handles.setdefault(_place(own), own)
+    memory = {names[key][0]: _memory(own, dtype) for key, own in handles.items()}
     tensors = [
-        LiveTensor(names=tuple(names[key]), dtype=dtype_of(own), part=_part_of(own, names[key][0]))
+        LiveTensor(names=tuple(names[key]), dtype=dtype_of(memory[names[key][0]]), part=_part_of(own, names[key][0]))
         for key, own in handles.items()
     ]
-    memory = {own.name: local_of(handle) for own, handle in zip(tensors, handles.values(), strict=True)}
     owners = {id(own): names[_place(own)][0] for _, own in named}
     for unit in units:
         flat = [LiveTensor(names=own.names, dtype=dtype_of(unit.share), part=own.part) for own in unit.stretches]
@@ -75,18 +77,28 @@ def _persistent(model: nn.Module, *, is_flat: bool) -> list[str]:
     ]
 
 
-def describe_modules(modules: Sequence[nn.Module], units: Sequence[FlatUnit] = ()) -> LiveModel:
+def describe_modules(
+    modules: Sequence[nn.Module], units: Sequence[FlatUnit] = (), *, dtype: torch.dtype | None = None
+) -> LiveModel:
     """One module, or the chunks of a virtual pipeline as one; see `describe_model`."""
     from torch import nn
 
     if len(modules) == 1:
-        return describe_model(modules[0], units)
-    return replace(describe_model(nn.ModuleList(modules), units), chunks=len(modules))
+        return describe_model(modules[0], units, dtype=dtype)
+    return replace(describe_model(nn.ModuleList(modules), units, dtype=dtype), chunks=len(modules))
 
 
 def dtype_of(tensor: torch.Tensor) -> DType:
     """Element type. Raises ValueError for one that checkpoints do not have."""
     return DType(str(tensor.dtype).removeprefix("torch."))
+
+
+def torch_type(dtype: DType) -> torch.dtype:
+    """The same, as torch has it."""
+    import torch
+
+    found: torch.dtype = getattr(torch, dtype.value)
+    return found
 
 
 def _layer_numbers(model: nn.Module, hidden: frozenset[str]) -> dict[str, int]:
@@ -98,7 +110,7 @@ def _layer_numbers(model: nn.Module, hidden: frozenset[str]) -> dict[str, int]:
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     """The same for tensors that are the same elements."""
     local = local_of(tensor)
-    if not local.numel():
+    if not local.numel() or local.is_meta:
         return (id(tensor),)
     return (
         local.untyped_storage().data_ptr(),
@@ -107,6 +119,17 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
         tuple(local.shape),
         local.stride(),
     )
+
+
+def _memory(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Where the rank's elements go; without memory still, where the tensor has none."""
+    local = local_of(tensor)
+    wanted = blank_dtype(tensor, dtype) if local.is_meta else local.dtype
+    if wanted is local.dtype:
+        return local
+    made = local.detach().to(wanted)
+    vars(made).update(vars(tensor))
+    return made
 
 
 def _part_of(tensor: torch.Tensor, name: str) -> LivePart:
@@ -129,7 +152,5 @@ def _absence(tensor: torch.Tensor) -> Iterator[str]:
 
     if is_lazy(tensor):
         yield "its shape is not known yet; run the model once"
-    elif tensor.is_meta:
-        yield "it is on the meta device; call model.to_empty(device=...) first"
     elif str(tensor.dtype).removeprefix("torch.") not in {dtype.value for dtype in DType}:
         yield f"no checkpoint has elements of type {tensor.dtype}"

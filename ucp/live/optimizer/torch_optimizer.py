@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ucp.core.dtypes import DType
 from ucp.errors import LoadError, UnsupportedError, listed
@@ -40,10 +40,14 @@ class TorchOptimizer:
     """Names of the parameters of each group, as the model calls them."""
     live: Mapping[str, torch.Tensor]
     """Name to the parameter itself."""
+    memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Name to the memory of this rank's part of it, which may still be on the meta device."""
     forms: dict[str, Forms]
     """Parameter to the form of the states that the optimizer keeps of it, where known: see `params`."""
     made: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     """Parameter and state to the tensor that `landing` gave memory of."""
+    place: torch.device | None = None
+    """Where parameters without memory are going to be made."""
 
     def groups(self) -> list[LiveGroup]:
         """Its groups with their hyper-parameters."""
@@ -152,12 +156,14 @@ def describe_optimizer(optimizer: Optimizer, model: LiveModel) -> TorchOptimizer
     if strangers:
         raise LoadError(
             f"expected an optimizer over the parameters of the model; it has others:\n{listed(strangers)}\n"
-            "make it from model.parameters(). Masters in another precision are yours to make after loading"
+            "make it from model.parameters(). Where they are masters of these in another precision, pass "
+            "masters={name of the parameter: master}: they are taken for masters by themselves only where their order, "
+            "shapes and values are those of the parameters"
         )
     names = tuple(tuple(model.owners[id(p)] for p in group["params"]) for group in optimizer.param_groups)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     live = {model.owners[id(p)]: p for p in params}
-    return TorchOptimizer(handle=optimizer, names=names, live=live, forms={})
+    return TorchOptimizer(handle=optimizer, names=names, live=live, memory=model.handles, forms={}, place=model.place)
 
 
 def _forms_of(live: TorchOptimizer, hyper: Sequence[Mapping[str, object]]) -> dict[str, Forms]:
@@ -170,17 +176,29 @@ def _forms_of(live: TorchOptimizer, hyper: Sequence[Mapping[str, object]]) -> di
     for number, names in enumerate(live.names):
         group = {**live.handle.param_groups[number], **hyper[number]}
         held = next((state for name in names if (state := live.held(name))), None)
-        probed: dict[tuple[object, ...], Forms | None] = {}
+        probed: dict[_Kind, Forms | None] = {}
         for name in names:
-            param = live.live[name]
-            kind = (param.ndim, param.dtype, param.device)
+            kind = _kind(live, name)
             if kind not in probed:
-                probed[kind] = None if base is None else _probed(live.handle, base, group, param)
+                probed[kind] = None if base is None else _probed(live.handle, base, group, kind)
             forms = probed[kind]
             forms = forms if forms is not None else live.held(name) or held
             if forms is not None:
                 found[name] = forms
     return found
+
+
+class _Kind(NamedTuple):
+    """What the form of a state follows from."""
+
+    ndim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _kind(live: TorchOptimizer, name: str) -> _Kind:
+    like = live.memory.get(name, live.live[name])
+    return _Kind(live.live[name].ndim, like.dtype, live.place if like.is_meta and live.place else like.device)
 
 
 def _torch_class(optimizer: Optimizer) -> type[Optimizer] | None:
@@ -191,16 +209,14 @@ def _torch_class(optimizer: Optimizer) -> type[Optimizer] | None:
     return None
 
 
-def _probed(
-    optimizer: Optimizer, base: type[Optimizer], group: Mapping[str, object], param: torch.Tensor
-) -> Forms | None:
+def _probed(optimizer: Optimizer, base: type[Optimizer], group: Mapping[str, object], kind: _Kind) -> Forms | None:
     """What one step makes of a parameter with one element, of the same dims; None for a class that cannot do that.
 
     The copy is made as unpickling makes one (`Optimizer.__setstate__`); the optimizer itself is not touched.
     """
     import torch
 
-    tiny = torch.zeros((1,) * param.ndim, dtype=param.dtype, device=param.device, requires_grad=True)
+    tiny = torch.zeros((1,) * kind.ndim, dtype=kind.dtype, device=kind.device, requires_grad=True)
     tiny.grad = torch.zeros_like(tiny)
     probe = base.__new__(base)
     groups = [{**group, "params": [tiny]}]

@@ -50,24 +50,27 @@ def unwrapped(chunk: nn.Module) -> nn.Module:
 
 def describe_chunks(chunks: Sequence[nn.Module], ranks: Ranks) -> LiveModel:
     """All tensors of this rank. Collective."""
-    models = [unwrapped(chunk) for chunk in chunks]
+    models = together(ranks, lambda: [unwrapped(chunk) for chunk in chunks])
     found = together(ranks, lambda: [own for model in models for own in sharded_tensors(model)])
     names = _names(found, models, ranks)
+    tensors = together(ranks, lambda: _live(found, names))
+    return LiveModel(
+        tensors=tensors,
+        handles={live.name: own.tensor for live, own in zip(tensors, found, strict=True)},
+        owners={id(own.tensor): live.name for live, own in zip(tensors, found, strict=True)},
+        notes=() if names.family else names.notes,
+    )
+
+
+def _live(found: Iterable[Sharded], names: DistNames) -> tuple[LiveTensor, ...]:
     held: Counter[str] = Counter()
-    tensors, owners = [], {}
+    tensors = []
     for own in found:
         name = _name(own, names)
         held[name] += 1
         again = (f"{name}#{held[name]}",) if held[name] > 1 else ()  # a tied copy in another chunk
-        live = LiveTensor(names=(*again, name), dtype=dtype_of(own.tensor), part=_part(own))
-        tensors.append(live)
-        owners[id(own.tensor)] = live.name
-    return LiveModel(
-        tensors=tuple(tensors),
-        handles={live.name: own.tensor for live, own in zip(tensors, found, strict=True)},
-        owners=owners,
-        notes=() if names.family else names.notes,
-    )
+        tensors.append(LiveTensor(names=(*again, name), dtype=dtype_of(own.tensor), part=_part(own)))
+    return tuple(tensors)
 
 
 def _names(found: Iterable[Sharded], models: Sequence[nn.Module], ranks: Ranks) -> DistNames:
@@ -110,7 +113,13 @@ def _name(own: Sharded, names: DistNames) -> str:
 def _part(own: Sharded) -> LivePart:
     local = tuple(own.tensor.shape)
     whole = Box.whole(local)
-    if own.pairs == (RegionPair(whole, whole),) and own.global_shape == local:
+    if own.pairs == (RegionPair(whole, whole),) and own.global_shape == local and not own.is_padded:
         return LivePart.whole(local)
     held = AxisLayout(_PLACE, 1, pattern("pieces", held=(own.pairs,)), "sharded_state_dict of the module")
-    return LivePart(local_shape=local, layout=Layout((held,)), coords={_PLACE: 0}, global_shape=own.global_shape)
+    return LivePart(
+        local_shape=local,
+        layout=Layout((held,)),
+        coords={_PLACE: 0},
+        global_shape=own.global_shape,
+        is_padded=own.is_padded,
+    )

@@ -74,9 +74,8 @@ class Member:
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
         """Take what was brought; masters are in place already. Raises LoadError where one group has several steps."""
-        own = {name: dict(states[name]) for name in self.inner.live if name in states}
-        for brought in own.values():
-            brought.pop(WEIGHT, None)
+        held = ((name, states[name].items()) for name in self.inner.live if name in states)
+        own = {name: {state: value for state, value in brought if state != WEIGHT} for name, brought in held}
         if self.counts_in_groups:
             steps = {name: brought.pop(STEP).item() for name, brought in own.items() if STEP in brought}
             for names, group in zip(self.everyone, self.inner.handle.param_groups, strict=True):
@@ -191,7 +190,7 @@ def _member(outer: Any, model: LiveModel) -> Member:
     for param, _ in pairs if is_distributed else ():
         name = model.owners[id(param)]
         parts[name] = _range_of(outer, param, whole[name])
-    inner = TorchOptimizer(handle=outer.optimizer, names=names, live=live, forms={})
+    inner = TorchOptimizer(handle=outer.optimizer, names=names, live=live, memory=live, forms={})
     return Member(outer=outer, inner=inner, masters=masters, copied=copied, parts=parts, everyone=names)
 
 
@@ -208,8 +207,8 @@ def _pairs(outer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 def _range_of(outer: Any, param: torch.Tensor, whole: LivePart) -> LivePart:
     """The range of a parameter that this rank steps: where it starts in its bucket, and how long shares of that are."""
-    told = outer._get_model_param_range_map(param)  # noqa: SLF001  # the ranges have no public name
-    buffer, _, bucket = outer.model_param_gbuf_map[param]
+    buffer, dtype, bucket = outer.model_param_gbuf_map[param]
+    told = outer.gbuf_ranges[buffer][dtype][bucket]["param_map"][param]
     parts = outer.data_parallel_group.size()
     share = outer.buffers[buffer].buckets[bucket].grad_data.numel() // parts
     start = told["gbuf_world_in_bucket"].start - told["param"].start

@@ -52,10 +52,11 @@ class Sharded:
 def sharded_tensors(module: torch.nn.Module) -> list[Sharded]:
     """Parameters and persistent buffers of a MegatronModule. Raises UnsupportedError for what has no one place."""
     by_tensor = {id(value.data): value for value in _sharded_values(module)}
-    found, problems = [], []
+    found, problems, seen = [], [], set()
     for name, own in module.state_dict(keep_vars=True).items():
-        if name.endswith(_NO_TENSOR) or own is None:
+        if name.endswith(_NO_TENSOR) or own is None or id(own) in seen:
             continue
+        seen.add(id(own))
         try:
             found.append(_placed(name, own, by_tensor.get(id(own))))
         except ValueError as error:
