@@ -29,6 +29,7 @@ from ucp.live.model.experts import Experts
 from ucp.live.model.meta import place_of
 from ucp.live.model.numbering import without_chunks
 from ucp.live.model.padding import without_padding
+from ucp.live.optimizer.wrappers import innermost
 from ucp.live.parts import LoadItem
 from ucp.live.place import Placing, place
 from ucp.live.report import Clock, LoadReport, report_of
@@ -92,7 +93,8 @@ def load_into(
     checkpoint
         Anything `ucp inspect` reads; by default what the environment variable UCP_CHECKPOINT names.
     optimizer
-        Optimizer over parameters of `model`. Without it, optimizer states are left out.
+        Optimizer over parameters of `model`; wrappers of accelerate and Lightning are seen through. Without it,
+        optimizer states are left out.
     masters
         Name of a parameter to its master in another precision, where `optimizer` steps masters of your own. They are
         brought, and the weights cast from them. Without it, masters are known by the order, shapes and values of the
@@ -193,8 +195,9 @@ def load_into(
     index = together(ranks, lambda: read(asked.path, source=source))
     check_agreement(ranks, index, asked.agreed)
     clock.lap("index")
+    stepped = innermost(optimizer)
     request = LiveRequest(
-        model=model, optimizer=optimizer, mesh=asked.mesh, ranks=ranks, dtype=asked.dtype, masters=masters
+        model=model, optimizer=stepped, mesh=asked.mesh, ranks=ranks, dtype=asked.dtype, masters=masters
     )
     run = together(ranks, lambda: described(request))
     index, hints = under_live_names(index, without_chunks(run.model), asked.names, ranks)
