@@ -96,7 +96,9 @@ def _optimizer(optimizer: object | None, model: LiveModel, units: Sequence[FlatU
         return describe_zero_redundancy(cast("ZeroRedundancyOptimizer", optimizer), model)  # its module may be absent
     if isinstance(optimizer, optim.Optimizer):
         return describe_flat_optimizer(optimizer, model, units)
-    if optimizer is None or isinstance(optimizer, LiveOptimizer):
+    if optimizer is None or optimizer is False:
+        return None
+    if isinstance(optimizer, LiveOptimizer):
         return optimizer
     raise UsageError(
         f"expected a torch optimizer, what describes one (ucp.live.adapters.LiveOptimizer), or none; got "

@@ -54,7 +54,7 @@ def load_into(
     topology: TopologyLike | DeviceMesh | type_path | None = None,
     checkpoint: type_path | None = None,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Literal[False] | None = None,
     masters: Mapping[str, torch.Tensor] | None = None,
     scheduler: object = None,
     scaler: object = None,
@@ -94,7 +94,7 @@ def load_into(
         Anything `ucp inspect` reads; by default what the environment variable UCP_CHECKPOINT names.
     optimizer
         Optimizer over parameters of `model`; wrappers of accelerate and Lightning are seen through. Without it,
-        optimizer states are left out.
+        optimizer states are left out; but a DeepSpeed engine brings its own, unless this is False.
     masters
         Name of a parameter to its master in another precision, where `optimizer` steps masters of your own. They are
         brought, and the weights cast from them. Without it, masters are known by the order, shapes and values of the
@@ -215,6 +215,7 @@ def load_into(
     clock.lap("read")
     together(ranks, lambda: _restore(decision, landing))
     together(ranks, run.finish)
+    decision.findings.notes.extend(together(ranks, lambda: run.resume(index)))
     together(ranks, lambda: [step() for step in resume.steps])
     clock.lap("restore")
     return report_of(decision, resume, traffic, clock.seconds)

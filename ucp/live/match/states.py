@@ -90,7 +90,7 @@ def _states(param: LiveParam, part: LivePart, atom: AtomIndex, findings: Finding
         taken = stored if dtype is None or atom.is_count(state) else dtype
         if castable(stored, taken):
             note_cast(atom, state, taken, findings)
-            wanted.append(item_of(param.name, atom, state, taken, part, stepped=True))
+            wanted.append(item_of(param.name, atom, state, taken, param.apart.get(state, part), stepped=True))
         else:
             findings.problems.append(f"{param.name}/{state} is {taken} in the optimizer, {stored} in the checkpoint")
     return wanted
@@ -100,7 +100,7 @@ def _check_left_over(stepped: Collection[str], matched: Mapping[str, str], index
     """Find states that no parameter of the optimizer takes, on any rank."""
     present = set(matched.values())
     for atom in index.atoms.values():
-        if atom.name in present and atom.name not in stepped and _held(atom):
+        if atom.name in present and atom.name not in stepped and _held(atom) and 0 not in atom.global_shape:
             findings.problems.append(
                 f"{atom.name}: the checkpoint has {', '.join(_held(atom))}, and the optimizer does not step it"
             )
