@@ -54,9 +54,4 @@ def place(run: LiveRun, index: Index, mesh: RunMesh, ranks: Ranks, options: Plac
     if run.optimizer is None or run.is_placed:
         return replace(run, model=model)
     parts = {own.name: own.part for own in model.tensors}
-    padded = {
-        own.name: own.part.local_shape
-        for own in run.model.tensors
-        if own.name in ways and ways[own.name].padding is not None
-    }
-    return replace(run, model=model, optimizer=PlacedOptimizer(own=run.optimizer, parts=parts, padded=padded))
+    return replace(run, model=model, optimizer=PlacedOptimizer(own=run.optimizer, parts=parts))
