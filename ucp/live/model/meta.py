@@ -39,7 +39,8 @@ def place_of(modules: Sequence[nn.Module]) -> torch.device:
     """Where tensors without memory are made: beside others of the model, or on the device of this process."""
     import torch
 
-    tensors = [own for module in modules for own in (*module.parameters(), *module.buffers())]
+    buffers = (own for module in modules for _, own in module.named_buffers())  # Megatron has other `buffers`
+    tensors = [*(own for module in modules for own in module.parameters()), *buffers]
     beside = next((local_of(own).device for own in tensors if not is_blank(own)), None)
     if beside is not None:
         return beside
