@@ -54,7 +54,8 @@ def load_into(
     topology: TopologyLike | DeviceMesh | type_path | None = None,
     checkpoint: type_path | None = None,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Literal[False] | None = None,
+    masters: Mapping[str, torch.Tensor] | None = None,
     scheduler: object = None,
     scaler: object = None,
     strict: bool = True,
@@ -93,7 +94,11 @@ def load_into(
         Anything `ucp inspect` reads; by default what the environment variable UCP_CHECKPOINT names.
     optimizer
         Optimizer over parameters of `model`; wrappers of accelerate and Lightning are seen through. Without it,
-        optimizer states are left out.
+        optimizer states are left out; but a DeepSpeed engine brings its own, unless this is False.
+    masters
+        Name of a parameter to its master in another precision, where `optimizer` steps masters of your own. They are
+        brought, and the weights cast from them. Without it, masters are known by the order, shapes and values of the
+        parameters.
     scheduler
         Learning rate scheduler of the class that was saved, of any framework: it has `load_state_dict`.
     scaler
@@ -191,7 +196,9 @@ def load_into(
     check_agreement(ranks, index, asked.agreed)
     clock.lap("index")
     stepped = innermost(optimizer)
-    request = LiveRequest(model=model, optimizer=stepped, mesh=asked.mesh, ranks=ranks, dtype=asked.dtype)
+    request = LiveRequest(
+        model=model, optimizer=stepped, mesh=asked.mesh, ranks=ranks, dtype=asked.dtype, masters=masters
+    )
     run = together(ranks, lambda: described(request))
     index, hints = under_live_names(index, without_chunks(run.model), asked.names, ranks)
     placing = Placing(family=source, rename=asked.options.rename, experts=asked.experts)
@@ -208,6 +215,7 @@ def load_into(
     clock.lap("read")
     together(ranks, lambda: _restore(decision, landing))
     together(ranks, run.finish)
+    decision.findings.notes.extend(together(ranks, lambda: run.resume(index)))
     together(ranks, lambda: [step() for step in resume.steps])
     clock.lap("restore")
     return report_of(decision, resume, traffic, clock.seconds)

@@ -128,6 +128,8 @@ class LiveParam:
     """
     part: LivePart | None = None
     """What of it this rank steps; None for what the model holds of it."""
+    apart: Mapping[str, LivePart] = field(default_factory=dict)
+    """States of which the rank keeps another part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

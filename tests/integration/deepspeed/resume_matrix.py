@@ -45,12 +45,14 @@ class Cell:
     source: Source
     target: Target
     universal: bool
+    live: bool = False
+    """Whether nothing is written, and `ucp.load_into` fills the engine from the source."""
     mended: bool = True
     """Whether what a universal load in stage 3 leaves wrong is put right after it, as the page tells users to do."""
 
     @property
     def name(self) -> str:
-        kind = "universal" if self.universal else "native"
+        kind = "live" if self.live else "universal" if self.universal else "native"
         as_loaded = "" if self.mended else "-as-loaded"
         return f"{self.source.name}-to-z{self.target.stage}-dp{self.target.ranks}-{kind}{as_loaded}"
 
@@ -121,7 +123,8 @@ def _job(cell: Cell, root: Path, results: Path) -> dict[str, object]:
     return {
         "base": cell.source.name,
         "case": case,
-        "checkpoint": str(root / cell.destination),
+        "checkpoint": str(cell.source.folder / "checkpoint" if cell.live else root / cell.destination),
+        "live": cell.live,
         "universal": cell.universal,
         "mended": cell.universal and cell.target.stage == 3 and cell.mended,
         "unmanaged_from": str(cell.source.folder / "truth.safetensors") if cell.unmanaged else None,

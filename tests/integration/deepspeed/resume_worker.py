@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 tests/integration/deepspeed/resume_worker.py JOBS.json
 
-A job is one fresh engine of another initial seed: it loads a checkpoint with `load_checkpoint`, gathers the truth of
-what it then holds, trains on, and writes `truth.json` and `truth.safetensors` as deepspeed_train.py does, or
-`error.json`. Starting Python, torch and DeepSpeed takes ten times as long as a job, hence many jobs in a process.
+A job is one fresh engine of another initial seed: it loads a checkpoint with `load_checkpoint`, or live with
+`ucp.load_into` (and then saves one), gathers the truth of what it then holds, trains on, and writes `truth.json` and
+`truth.safetensors` as deepspeed_train.py does, or `error.json`. Starting Python, torch and DeepSpeed takes ten times as
+long as a job, hence many jobs in a process.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ import torch  # noqa: E402
 from deepspeed_cases import CASES, case_from_json  # noqa: E402
 from deepspeed_run import start  # noqa: E402
 from deepspeed_truth import gather  # noqa: E402
+
+import ucp  # noqa: E402
 
 STEPS = 5
 SEED = 1
@@ -51,12 +55,12 @@ def _carry_out(job: dict[str, Any]) -> None:
     run = start(case, seed=SEED, universal=job["universal"])
     engine = run.engine
     try:
-        path, client_state = engine.load_checkpoint(job["checkpoint"], load_module_strict=not case.exclude_frozen)
-        if path is None:
-            raise FileNotFoundError(f"DeepSpeed found no checkpoint in {job['checkpoint']}")
+        client_state = (_load_live if job["live"] else _load)(engine, job["checkpoint"], strict=not case.exclude_frozen)
         truth = gather(engine)
         report = train._report(case, engine, truth)
         report["client_state_keys"] = sorted(client_state)
+        if job["live"]:
+            engine.save_checkpoint(Path(job["out"]) / "saved")
         if job["unmanaged_from"]:
             train._restore_unmanaged(engine.module, Path(job["unmanaged_from"]))
         if job["mended"]:
@@ -66,6 +70,20 @@ def _carry_out(job: dict[str, Any]) -> None:
         train._write(Path(job["out"]), engine, truth, report, after)
     finally:
         engine.destroy()
+
+
+def _load(engine: Any, path: str, *, strict: bool) -> Mapping[str, object]:
+    found, client_state = engine.load_checkpoint(path, load_module_strict=strict)
+    if found is None:
+        raise FileNotFoundError(f"DeepSpeed found no checkpoint in {path}")
+    return client_state
+
+
+def _load_live(engine: Any, path: str, *, strict: bool) -> Mapping[str, object]:
+    report = ucp.load_into(engine, checkpoint=path, strict=strict)
+    if deepspeed.comm.get_rank() == 0:
+        print(report)
+    return ucp.open(path).extras.get("client_state", {})
 
 
 def _mend(engine: Any) -> None:

@@ -66,6 +66,16 @@ def test_a_model_gets_memory_and_stays_what_it_is(saved):
     assert float(optimizer.state[weight]["step"]) == 5.0
 
 
+def test_parameters_are_made_in_the_type_that_is_asked_for(saved):
+    net = made(Computing)
+    optimizer = optim.AdamW(net.parameters())
+    report = load_into(net, checkpoint=saved, optimizer=optimizer, dtype="bfloat16")
+    assert torch.equal(net.emb.weight, WEIGHT.bfloat16())
+    assert optimizer.state[net.emb.weight]["exp_avg"].dtype is torch.bfloat16
+    assert net.ramp.dtype is torch.float32
+    assert "weight: float32 to bfloat16, 1 tensor" in report.casts
+
+
 def test_what_is_not_computed_is_named_and_nothing_is_changed(saved):
     net = made(Net)
     with pytest.raises(LoadError, match=r"(?s)does not bring\n.*ramp\n.*mask\n.*no module has reset_parameters"):

@@ -17,9 +17,9 @@ def castable(stored: DType, wanted: DType) -> bool:
 
 
 def item_of(name: str, atom: AtomIndex, state: str, dtype: DType, part: LivePart, *, stepped: bool = False) -> LoadItem:
-    """What `part` is of a state; a state of another shape than its parameter is whole on every rank."""
+    """What `part` is of a state; a count, or a state of another shape than its parameter, is whole on every rank."""
     source = atom.states[state]
-    is_whole = part.is_whole or source.global_shape != atom.global_shape
+    is_whole = part.is_whole or source.global_shape != atom.global_shape or atom.is_count(state)
     wanted = (
         whole_slice(atom.name, state, source, dtype=dtype)
         if is_whole

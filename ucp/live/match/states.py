@@ -6,11 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ucp.core.index import AtomIndex, Index
 from ucp.core.names import STEP, WEIGHT
+from ucp.errors import counted
 from ucp.live.match.findings import Findings
 from ucp.live.match.items import castable, item_of, note_cast
 from ucp.live.parts import LiveParam, LivePart, LoadItem
 
-__all__ = ["match_states"]
+__all__ = ["match_states", "note_rounded"]
 
 
 def match_states(
@@ -54,6 +55,17 @@ def match_states(
     return wanted, fresh
 
 
+def note_rounded(weights: Sequence[LoadItem], params: Sequence[LiveParam], findings: Findings) -> None:
+    """Say how many weights are stepped in a type that cannot hold what was saved; with masters none is."""
+    stepped = {own.name for own in params}
+    held = [own for own in weights if own.name in stepped and own.slice.dtype.itemsize < own.source.dtype.itemsize]
+    if held:
+        findings.notes.append(
+            f"{counted(len(held), 'weight is', 'weights are')} stepped in {held[0].slice.dtype}, and "
+            f"{held[0].source.dtype} in the checkpoint: no masters are kept, it goes on from what is rounded"
+        )
+
+
 def _held(atom: AtomIndex) -> list[str]:
     return [state for state in atom.states if state != WEIGHT]
 
@@ -78,7 +90,7 @@ def _states(param: LiveParam, part: LivePart, atom: AtomIndex, findings: Finding
         taken = stored if dtype is None or atom.is_count(state) else dtype
         if castable(stored, taken):
             note_cast(atom, state, taken, findings)
-            wanted.append(item_of(param.name, atom, state, taken, part, stepped=True))
+            wanted.append(item_of(param.name, atom, state, taken, param.apart.get(state, part), stepped=True))
         else:
             findings.problems.append(f"{param.name}/{state} is {taken} in the optimizer, {stored} in the checkpoint")
     return wanted
@@ -88,7 +100,7 @@ def _check_left_over(stepped: Collection[str], matched: Mapping[str, str], index
     """Find states that no parameter of the optimizer takes, on any rank."""
     present = set(matched.values())
     for atom in index.atoms.values():
-        if atom.name in present and atom.name not in stepped and _held(atom):
+        if atom.name in present and atom.name not in stepped and _held(atom) and 0 not in atom.global_shape:
             findings.problems.append(
                 f"{atom.name}: the checkpoint has {', '.join(_held(atom))}, and the optimizer does not step it"
             )

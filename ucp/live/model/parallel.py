@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 
 from ucp.contract.model.arguments import recorded_arguments
 from ucp.contract.protocols import SourceOptions
@@ -95,7 +96,8 @@ class Finder:
             if held and own.part.is_whole:
                 atom = self._index.atoms[held[0]]
                 said = Attributes.of(model.handles[own.name])
-                if own.part.local_shape != atom.global_shape or said.dim is not None:
+                is_dealt = bool(self._experts.layers) and _is_stacked(own.whole_names[0])
+                if own.part.local_shape != atom.global_shape or said.dim is not None or is_dealt:
                     found[own.name] = self._found(own, atom, said)
         return found
 
@@ -116,7 +118,7 @@ class Finder:
             part = part_of(way, shape, coords=self._mesh.coords)
         except ValueError:
             return False
-        return part.local_shape == local
+        return part.local_shape == local or (part.numel == prod(local) == 0)
 
     def _tried(self, own: LiveTensor, atom: AtomIndex, said: Attributes, ruled: Ruled | None) -> Iterator[Layout]:
         """Layouts by evidence, whatever shape they leave."""
@@ -167,7 +169,7 @@ class Finder:
     def _stacked(self, name: str, shape: tuple[int, ...]) -> tuple[AxisLayout, ...]:
         """The axis of a tensor of all experts of a layer, over expert-parallel ranks."""
         parts = self._degrees["ep"]
-        if expert_in(name) is not None or not shape:
+        if not _is_stacked(name) or not shape:
             return ()
         layer = layer_in(name)
         dealt = self._experts.pattern(shape, layer=layer[1] if layer else None, ep=parts)
@@ -223,7 +225,9 @@ class Finder:
         return Rules(family=family, degrees=self._degrees)
 
     def _hint(self, ways: Sequence[Layout]) -> str:
-        degrees = ", ".join(f"{axis}={own}" for axis, own in self._degrees.items() if own > 1)
+        cuts_alike = self._degrees["etp"] == self._degrees["tp"]
+        said = {axis: own for axis, own in self._degrees.items() if own > 1 and not (axis == "etp" and cuts_alike)}
+        degrees = ", ".join(f"{axis}={own}" for axis, own in said.items())
         if not degrees:
             is_one = self._mesh.topology is not None or self._count == 1
             return "" if is_one else "pass the topology of the run where ranks hold parts of tensors"
@@ -267,6 +271,10 @@ def placed(
 
 def _agreed(found: Ways, told: Sequence[frozenset[str]]) -> Layout | None:
     return next((way for way in found.layouts if all(_key(way) in keys for keys in told)), None)
+
+
+def _is_stacked(name: str) -> bool:
+    return _EXPERTS.search(name) is not None and expert_in(name) is None
 
 
 def _key(way: Layout) -> str:

@@ -1,0 +1,87 @@
+"""What an engine keeps beside tensors: steps, samples, the schedule of rates, the loss scale.
+
+A checkpoint of DeepSpeed has all of it, and it is set as `engine.load_checkpoint` sets it. Of other frameworks only the
+step is known; what then stays at its initial value is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+from ucp.core.index import Index
+from ucp_formats.deepspeed.config import RunConfig
+from ucp_formats.deepspeed.live.handles import Engine, LossScaleConfig
+from ucp_formats.deepspeed.write.optimizer.loss_scale import LossScale, read_loss_scale
+
+__all__ = ["resume"]
+
+
+def resume(engine: Engine, index: Index) -> tuple[str, ...]:
+    """Set what is not a tensor of a parameter; what was not there to be set, one line each."""
+    extras = {extra.name: extra.value for extra in reversed(index.extras)}
+    return (*_counts(engine, index, extras), *_schedule(engine, extras), *_loss_scale(engine, extras))
+
+
+def _counts(engine: Engine, index: Index, extras: Mapping[str, object]) -> Iterator[str]:
+    saved = extras.get("engine")
+    if isinstance(saved, Mapping) and isinstance(saved.get("global_steps"), int):
+        engine.global_steps = saved["global_steps"]
+        engine.global_samples = saved.get("global_samples", saved["global_steps"] * engine.train_batch_size())
+        engine.skipped_steps = saved.get("skipped_steps", 0)
+    elif index.step is not None:
+        engine.global_steps = index.step
+        engine.global_samples = index.step * engine.train_batch_size()
+        yield (
+            f"engine.global_steps is {index.step}, the step of the checkpoint; engine.global_samples was made of it "
+            "and the batch size of this run"
+        )
+    else:
+        yield f"engine.global_steps stays {engine.global_steps}: the checkpoint does not say its step"
+
+
+def _schedule(engine: Engine, extras: Mapping[str, object]) -> Iterator[str]:
+    if engine.lr_scheduler is None:
+        return
+    saved = extras.get("lr_scheduler")
+    if "engine" in extras and isinstance(saved, Mapping):
+        engine.lr_scheduler.load_state_dict(saved)
+    else:
+        yield "engine.lr_scheduler stays where it is: the checkpoint has no state of a scheduler of DeepSpeed"
+
+
+def _loss_scale(engine: Engine, extras: Mapping[str, object]) -> Iterator[str]:
+    scaler = _scaler(engine.optimizer)
+    if scaler is None:
+        return
+    saved = extras.get("loss_scaler")
+    found = read_loss_scale(saved, RunConfig(raw={})) if saved is not None else None
+    if found is None or found.dynamic != getattr(scaler, "dynamic_loss_scale", getattr(scaler, "dynamic", None)):
+        yield "the loss scale stays as configured: the checkpoint has none of that kind"
+        return
+    for name, value in _fields(found).items():
+        if hasattr(scaler, name):
+            setattr(scaler, name, value)
+
+
+def _scaler(optimizer: object) -> object | None:
+    """What keeps the loss scale of an fp16 run."""
+    config = getattr(optimizer, "loss_scale_config", None)
+    if config is not None:
+        # the class has no common base with the other; both keep the same names
+        return config if cast("LossScaleConfig", config).use_grad_scaling else None
+    if str(getattr(optimizer, "dtype", "")) == "torch.float16":
+        own: object = getattr(optimizer, "loss_scaler", None)
+        return own
+    return None
+
+
+def _fields(scale: LossScale) -> dict[str, object]:
+    """Names that scalers of DeepSpeed have, to values; those that do not adapt have a scale only."""
+    if not scale.dynamic:
+        return {"cur_scale": scale.cur_scale}
+    own: dict[str, object] = {}
+    if scale.source is not None and isinstance(scale.source.state, Mapping):
+        own = {str(key): value for key, value in scale.source.state.items() if isinstance(value, int | float)}
+    names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+    return {**own, **{name: getattr(scale, name) for name in names}}
