@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recipe import recipe  # beside this file
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -75,7 +76,7 @@ def with_trainer(asked: argparse.Namespace) -> dict[str, object]:
         _take_for_gpus()
     trainer = Trainer(model=_model(asked), args=training, train_dataset=_dataset())
     if asked.hook:
-        trainer.add_callback(recipe("ResumeFrom", "transformers")(trainer, asked.resume))
+        trainer.add_callback(recipe("ResumeFrom", "Trainer")(trainer, asked.resume))
     trainer.add_callback(_Watch(trainer, asked))
     trainer.train(resume_from_checkpoint=None if asked.hook or asked.resume is None else str(asked.resume))
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -186,16 +187,6 @@ def _held_by_deepspeed(engine: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: own for name, own in gather(engine).tensors.items() if not name.endswith("/module")}
 
 
-def recipe(name: str, client: str) -> Any:
-    """What the page on clients defines as `name` for one of them."""
-    page = (_FIXTURES.parent / "docs" / "how-to" / "resume-in-a-client.md").read_text()
-    section = next(own for own in page.split("\n## ") if client in own.split("\n", 1)[0])
-    code = section.split("```python\n", 1)[1].split("```", 1)[0]
-    scope: dict[str, Any] = {}
-    exec(compile(code, "resume-in-a-client.md", "exec"), scope)
-    return scope[name]
-
-
 class _Counter:
     """An object of the script's own that goes with the checkpoint."""
 
@@ -219,7 +210,7 @@ def _framework(asked: argparse.Namespace) -> dict[str, Any]:
     if asked.stage is not None:
         return {"deepspeed": _config(asked)}
     if not asked.fsdp:
-        return {"average_tokens_across_devices": False}  # transformers 5.23 counts them twice on CPUs
+        return {}
     wrapped = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
     kept = {"state_dict_type": "SHARDED_STATE_DICT"} | ({"sync_module_states": False} if asked.fsdp == 1 else {})
     return {"fsdp": True, "fsdp_config": {"version": asked.fsdp, **kept, **wrapped}}
