@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ucp.contract.model.arguments import recorded_arguments, said_values
+from ucp.contract.run_extras import RunExtras
 from ucp.core.index import Index
 from ucp.core.layout import Pattern
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
@@ -111,6 +112,8 @@ class Format(Protocol):
     """Whether such files also lie beside checkpoints of other formats: a path that one of these knows is of that."""
     takes_shapes: bool = False
     """Whether it has a use for `SourceOptions.shapes_from`."""
+    run: RunExtras = RunExtras()
+    """Which of its extras a run goes on with."""
 
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is such a checkpoint, from names alone; None if not."""
@@ -170,6 +173,7 @@ class Target(Protocol):
         return ()
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Is told about the progress of a run."""
 

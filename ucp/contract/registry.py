@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ucp.contract.protocols import Engine, Evidence, Format, Pattern, SourceOptions, Target
+from ucp.contract.run_extras import RunExtras
 from ucp.core.index import Index
 from ucp.core.target import TargetOptions
 from ucp.errors import (
@@ -49,6 +50,7 @@ __all__ = [
     "names",
     "pattern",
     "recognise",
+    "run_extras",
     "target",
     "target_family",
     "with_callables",
@@ -87,6 +89,11 @@ def names(group: str) -> tuple[str, ...]:
 
 def _formats() -> list[Format]:
     return [cast("Format", _made("ucp.formats", name)) for name in names("ucp.formats")]  # what the group promises
+
+
+def run_extras(index: Index) -> RunExtras:
+    """Which extras of a checkpoint a run goes on with, as its format says."""
+    return next((fmt.run for fmt in _formats() if fmt.name == (index.origin or index.format)), RunExtras())
 
 
 def target(name: str) -> Target:

@@ -43,6 +43,7 @@ __all__ = [
     "make_options",
     "nbytes_of",
     "policy_of",
+    "settings_of",
     "topology_of",
     "type_path",
     "workers_of",
@@ -219,7 +220,7 @@ def make_options(
             dtypes=_dtypes(dtypes or {}),
             layout="virtual" if virtual else layout,
             compress=compress,
-            settings=_settings(settings or {}),
+            settings=settings_of(settings or {}),
             tag=tag or "",
         ),
         names=NameFilter(include=_globs(include), exclude=_globs(exclude)),
@@ -267,7 +268,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def topology_of(asked: TopologyLike) -> Topology:
+def topology_of(asked: object) -> Topology:
     """A topology. Raises UsageError for what is none."""
     if isinstance(asked, Topology):
         return asked
@@ -299,7 +300,7 @@ def _dtypes(asked: Mapping[str, DtypeLike]) -> dict[str, str]:
     return found
 
 
-def _settings(asked: Mapping[str, str | int | float]) -> dict[str, str]:
+def settings_of(asked: Mapping[str, str | int | float]) -> dict[str, str]:
     """Name to value as text, as the command line has it. Raises UsageError."""
     if not isinstance(asked, Mapping) or not all(isinstance(value, str | int | float) for value in asked.values()):
         raise UsageError(

@@ -63,6 +63,11 @@ class Slice:
         """Bytes stored."""
         return (self.stop - self.start) * self.dtype.itemsize
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the local tensor, not a flat range of it."""
+        return self.start == 0 and self.stop == prod(self.local_shape)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:

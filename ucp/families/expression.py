@@ -16,6 +16,7 @@ import ast
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from types import MappingProxyType
 
 __all__ = ["Expression", "ExpressionError", "UnknownNameError"]
@@ -29,6 +30,8 @@ _DEEPEST = 40
 _MOST = 1 << 63
 """Bound of every number in it: no size of a model is as large, and products of products end there."""
 
+_PARSING = Lock()
+"""Two threads that parse at once can end in a SystemError (gh-106905, CPython up to 3.11.7 and 3.12.1)."""
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = MappingProxyType(
     {
         ast.Add: operator.add,
@@ -71,7 +74,8 @@ class Expression:
         if len(self.text) > _LONGEST:
             raise ExpressionError(f"expected at most {_LONGEST} characters; got {len(self.text)}")
         try:
-            tree = ast.parse(self.text.strip(), mode="eval").body
+            with _PARSING:
+                tree = ast.parse(self.text.strip(), mode="eval").body
         except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
             raise ExpressionError(f"expected an expression such as 'heads * head_dim'; got {self.text!r}") from error
         object.__setattr__(self, "_tree", tree)

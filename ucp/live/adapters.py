@@ -7,9 +7,9 @@ the framework.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from ucp.core.dtypes import DType
 from ucp.live.match.groups import LiveGroup
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ucp.core.index import Index
+    from ucp.live.match.findings import Findings
     from ucp.live.run.mesh import RunMesh
     from ucp.live.run.ranks import Ranks
 
@@ -42,8 +43,15 @@ class LiveModel:
     """Tensors that are not brought: `LiveRun.finish` makes them, from masters that the optimizer keeps."""
     notes: tuple[str, ...] = ()
     """What a checkpoint does not hold."""
+    place: torch.device | None = None
+    """Where tensors are going to be made that are on the meta device."""
+    chunks: int = 1
+    """Modules it is made of (a virtual pipeline's); above 1 the names of tensors begin with a module's number."""
+    layer_numbers: Mapping[str, int] = field(default_factory=dict)
+    """Path of a layer's module to the number that it says it has in the whole model, from 1."""
 
 
+@runtime_checkable
 class LiveOptimizer(Protocol):
     """An optimizer of this rank, whose parameters all belong to the model."""
 
@@ -77,10 +85,16 @@ class LiveRun:
     """The model."""
     optimizer: LiveOptimizer | None = None
     """The optimizer, where one is loaded into."""
+    prepare: Callable[[LiveModel, Collection[str]], LiveModel] = field(default=lambda model, _: model)
+    """The model with memory for what has none, once all is known to fit; given the names that are brought."""
     finish: Callable[[], None] = field(default=lambda: None)
     """Make what follows from what was brought (16-bit copies of masters). Collective."""
-    resume: Callable[[Index], Sequence[str]] = field(default=lambda _index: ())
-    """Set what the framework keeps beside tensors (steps, schedule, loss scale) to the checkpoint's; notes of it."""
+    resume: Callable[[Index, Findings], Mapping[str, str]] = field(default=lambda _index, _findings: {})
+    """Set what the framework keeps beside tensors (steps, schedule, loss scale) to the checkpoint's; gives the extras
+    that were taken, to what was set by them."""
+    is_placed: bool = True
+    """Whether names and parts are those of the whole model. If not, the core numbers layers and experts, and finds how
+    tensors are cut from their attributes and by rules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +109,8 @@ class LiveRequest:
     """Where this rank stands among all."""
     ranks: Ranks
     """All ranks of the run, for what has to be agreed on."""
+    dtype: DType | None = None
+    """Type of the floating weights of the model, in which a model without memory is made; None for its own."""
 
 
 class LiveAdapter(Protocol):

@@ -20,9 +20,10 @@ from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, StateIndex
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Locator, Slice, resolve
-from ucp.core.tensor import TensorRef
+from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import MissingLibraryError, NoSuchNameError, UsageError, counted
+from ucp.live.run.values import live_value
 from ucp.transfer.gather import Gatherer, Sources
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class Checkpoint:
         """Name to value of what is not a tensor of a parameter, as far as it is the same on all ranks.
 
         Plain values are themselves; objects are inert (`ucp.core.pickle_values.Stub`), tensors are references,
-        which `tensor` reads.
+        which `extra` and `tensor` read.
         """
         return _Extras({extra.name: extra.value for extra in self.index.extras if extra.rank is None})
 
@@ -184,16 +185,35 @@ class Checkpoint:
         box = _box(region, source.global_shape, f"{name}/{state}")
         return _read(source, box, f"{name}/{state}")
 
-    def tensor(self, ref: TensorRef) -> torch.Tensor:
+    def extra(self, name: str, rank: int | None = None) -> object:
+        """The value of an extra with its tensors read, as a training script takes it up again.
+
+        `rank`: whose own value, where ranks differ. Arrays of numpy and counters are made; objects of other classes
+        stay inert. A companion file is what it says, where torch or JSON wrote it: `extra("companion/scheduler.pt")`.
+
+        Raises KeyError with the names there are, MalformedError for a damaged file, MissingLibraryError without torch.
+        """
+        found = next((own for own in self.index.extras if (own.name, own.rank) == (name, rank)), None)
+        if found is None:
+            raise NoSuchNameError(self._no_extra(name, rank))
+        return live_value(found, self.tensor)
+
+    def _no_extra(self, name: str, rank: int | None) -> str:
+        own = [extra.rank for extra in self.index.extras if extra.name == name]
+        if own:
+            return f"no extra {name!r} of rank {rank}; it is of rank {', '.join(map(str, own))}"
+        return f"no extra {name!r}; there are {', '.join(dict.fromkeys(e.name for e in self.index.extras)) or 'none'}"
+
+    def tensor(self, ref: TensorRef | InlineTensor) -> torch.Tensor:
         """The tensor that an extra refers to, e.g. a random state.
 
         Raises UsageError for what is no reference, MissingLibraryError without torch.
         """
-        if not isinstance(ref, TensorRef):
+        if not isinstance(ref, TensorRef | InlineTensor):
             raise UsageError(f"expected a TensorRef out of `.extras`; got {type(ref).__name__}, which is no tensor")
         whole = Box.whole(ref.shape)
         fragment = Fragment(box=whole, ref=ref)
-        return _read(StateIndex(dtype=ref.dtype, global_shape=ref.shape, fragments=(fragment,)), whole, ref.path)
+        return _read(StateIndex(dtype=ref.dtype, global_shape=ref.shape, fragments=(fragment,)), whole, "an extra")
 
     def _state(self, name: str, state: str) -> StateIndex:
         """Raises KeyError with what there is instead."""

@@ -11,7 +11,8 @@ from operator import or_
 import xxhash
 
 from ucp.conversion.source.zero_moments import ZeroMoments, check_moments
-from ucp.core.index import DoubtKind, Index, ParamGroup, check_doubts
+from ucp.core.dtypes import DType
+from ucp.core.index import DoubtKind, Index, Kind, ParamGroup, check_doubts
 from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.errors import LoadError, listed
 from ucp.io.elements import viewed
@@ -87,18 +88,38 @@ class Decision:
     """What did not fit, and what is worth knowing."""
 
 
-def match(run: LiveRun, index: Index, options: LoadOptions) -> Matching:
-    """The tensors of this rank by names and shapes. Raises SourceError for a doubtful checkpoint."""
+def match(run: LiveRun, index: Index, options: LoadOptions, *, dtype: DType | None = None) -> Matching:
+    """The tensors of this rank by names and shapes.
+
+    `dtype`: type of the floating weights, where it was said. Raises SourceError for a doubtful checkpoint, LoadError
+    for weights of another type.
+    """
     check_doubts(index, options.accept)
     if run.optimizer is not None:
         check_moments(index, options.zero_moments)
     findings = Findings(notes=[*run.model.notes, *(f"--accept {doubt.kind}: {doubt.text}" for doubt in index.doubts)])
     named = match_tensors(run.model.tensors, index, rename=options.rename, findings=findings)
     matched = fitting(run.model.tensors, named, index, findings)
+    if dtype is not None:
+        _check_dtype(run, index, matched, dtype)
     groups = () if run.optimizer is None else run.optimizer.groups()
     own_groups = (replace(own, params=tuple(matched[name] for name in own.params if name in matched)) for own in groups)
     present = frozenset(named.values())
     return Matching(index=index, run=run, present=present, matched=matched, groups=tuple(own_groups), findings=findings)
+
+
+def _check_dtype(run: LiveRun, index: Index, matched: Mapping[str, str], dtype: DType) -> None:
+    other = [
+        f"{own.name}: {own.dtype}"
+        for own in run.model.tensors
+        if own.name in matched and index.atoms[matched[own.name]].kind is not Kind.BUFFER
+        if own.dtype.is_floating and own.dtype is not dtype
+    ]
+    if other:
+        raise LoadError(
+            f"expected floating weights of {dtype}, as dtype says; got\n{listed(other)}\n"
+            f"bring the model to it before (model.to(torch.{dtype})), or leave dtype out"
+        )
 
 
 def used_anywhere(matching: Matching, ranks: Ranks) -> Used:

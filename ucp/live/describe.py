@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
 from ucp.contract.registry import live_adapters
 from ucp.errors import UsageError
-from ucp.live.adapters import LiveRequest, LiveRun
-from ucp.live.model.module import describe_model
+from ucp.live.adapters import LiveModel, LiveOptimizer, LiveRequest, LiveRun
+from ucp.live.model.fsdp1 import FlatUnit, flat_units
+from ucp.live.model.meta import give_memory, place_of
+from ucp.live.model.module import describe_modules
+from ucp.live.optimizer.flat_optimizer import describe_flat_optimizer
 from ucp.live.optimizer.torch_optimizer import describe_optimizer
+from ucp.live.optimizer.zero_redundancy import describe_zero_redundancy
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 __all__ = ["described"]
 
@@ -16,12 +29,52 @@ def described(request: LiveRequest) -> LiveRun:
     for adapter in live_adapters():
         if adapter.claims(request):
             return adapter.describe(request)
-    from torch import nn, optim
+    modules = _modules(request.model)
+    units = [unit for module in modules for unit in flat_units(module)]
+    model = describe_modules(modules, units)
+    if any(own.is_meta for own in model.handles.values()):
+        model = replace(model, place=place_of(modules))
+    is_placed = any(not own.part.is_whole for own in model.tensors)  # torch says itself how they lie
+    optimizer = None if request.optimizer is False else _optimizer(request.optimizer, model, units)
+    return LiveRun(model=model, optimizer=optimizer, prepare=partial(_prepared, modules), is_placed=is_placed)
 
-    handle = request.optimizer or None
-    if not isinstance(request.model, nn.Module) or not isinstance(handle, optim.Optimizer | None):
-        named = " and ".join(type(own).__name__ for own in (request.model, handle) if own is not None)
-        raise UsageError(f"expected a torch module, and a torch optimizer or none; got {named}")
-    model = describe_model(request.model)
-    optimizer = None if handle is None else describe_optimizer(handle, model)
-    return LiveRun(model=model, optimizer=optimizer)
+
+def _prepared(modules: Sequence[nn.Module], model: LiveModel, brought: Collection[str]) -> LiveModel:
+    """The model with memory for what has none."""
+    if model.place is None:
+        return model
+    give_memory(modules, {number for number, name in model.owners.items() if name in brought}, model.place, None)
+    made = describe_modules(modules).handles
+    handles = {
+        name: made[name][tuple(slice(0, length) for length in own.shape)] if own.is_meta else own  # without padding
+        for name, own in model.handles.items()
+    }
+    return replace(model, handles=handles)
+
+
+def _modules(model: object) -> list[nn.Module]:
+    from torch import nn
+
+    given = [*model] if isinstance(model, list | tuple) else [model]
+    modules = [own for own in given if isinstance(own, nn.Module)]
+    if not modules or len(modules) < len(given):
+        got = ", ".join(type(own).__name__ for own in given) or "none"
+        raise UsageError(f"expected a torch module, or a list of them (chunks of a virtual pipeline); got {got}")
+    return modules
+
+
+def _optimizer(optimizer: object | None, model: LiveModel, units: Sequence[FlatUnit]) -> LiveOptimizer | None:
+    from torch import optim
+
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        return describe_zero_redundancy(cast("ZeroRedundancyOptimizer", optimizer), model)  # its module may be absent
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, optim.Optimizer):
+        return describe_flat_optimizer(optimizer, model, units) if units else describe_optimizer(optimizer, model)
+    if isinstance(optimizer, LiveOptimizer):
+        return optimizer
+    raise UsageError(
+        f"expected a torch optimizer, what describes one (ucp.live.adapters.LiveOptimizer), or none; got "
+        f"{type(optimizer).__name__}"
+    )

@@ -10,63 +10,71 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from os import PathLike
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeGuard
+from typing import TYPE_CHECKING, Literal
 
-import xxhash
-
-from ucp.contract.protocols import SourceOptions
-from ucp.conversion.options import TopologyLike, policy_of, topology_of
-from ucp.conversion.prepare import index_of
-from ucp.conversion.source.zero_moments import ZeroMoments
-from ucp.core.index import DoubtKind
-from ucp.core.topology import Topology
-from ucp.errors import UcpError, UsageError
+from ucp.contract.protocols import Observer
+from ucp.conversion.options import AcceptName, DtypeLike, MemoryLike, TopologyLike, ZeroMomentsName, type_path
+from ucp.conversion.prepare import index_as_told, index_of
+from ucp.errors import UcpError
 from ucp.live.adapters import LiveRequest
-from ucp.live.decide import Decision, LoadOptions, check_agreement, decide, match, used_anywhere
+from ucp.live.asked import ENVIRONMENT, LoadAsked
+from ucp.live.decide import Decision, check_agreement, decide, match, used_anywhere
 from ucp.live.describe import described
-from ucp.live.exchange.checksums import check_records
-from ucp.live.exchange.read_shares import Bucket, share_out
-from ucp.live.exchange.transfer import Reader, bring
+from ucp.live.exchange.carry import carry
+from ucp.live.exchange.traffic import Traffic
+from ucp.live.match.names import under_live_names
+from ucp.live.model.experts import Experts
+from ucp.live.model.meta import place_of
+from ucp.live.model.numbering import without_chunks
+from ucp.live.model.padding import without_padding
 from ucp.live.parts import LoadItem
-from ucp.live.report import LoadReport, Traffic, report_of
-from ucp.live.run.mesh import RunMesh
-from ucp.live.run.ranks import Alone, Ranks, ranks_of, together
+from ucp.live.place import Placing, place
+from ucp.live.report import Clock, LoadReport, report_of
+from ucp.live.run.ranks import Ranks, ranks_of, together
+from ucp.live.run.resume import RunObjects, resume_of
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
 __all__ = ["ENVIRONMENT", "LoadReport", "load_into"]
 
-ENVIRONMENT = "UCP_CHECKPOINT"
-"""Environment variable that names the checkpoint when the call does not."""
+ExchangeName = Literal["auto", "always", "never"]
+RankPolicyName = Literal["drop", "carry", "replicate"]
 
 
 def load_into(
     model: nn.Module | Sequence[nn.Module],
-    topology: TopologyLike | None = None,
-    checkpoint: str | PathLike[str] | None = None,
+    topology: TopologyLike | DeviceMesh | type_path | None = None,
+    checkpoint: type_path | None = None,
     *,
     optimizer: Optimizer | Literal[False] | None = None,
+    scheduler: object = None,
+    scaler: object = None,
     strict: bool = True,
-    rename: Callable[[str], str] | None = None,
+    dtype: DtypeLike | None = None,
+    names: str | None = None,
+    rename: Callable[[str], str] | type_path | None = None,
+    settings: Mapping[str, str | int | float] | None = None,
+    rank_extras: RankPolicyName = "drop",
     process_group: ProcessGroup | Ranks | None = None,
-    zero_moments: str = ZeroMoments.ERROR,
-    accept: Iterable[str] = (),
+    memory: MemoryLike = "1GiB",
+    exchange: ExchangeName = "auto",
+    verify: bool = False,
+    progress: bool | Observer = False,
+    zero_moments: ZeroMomentsName = "error",
+    accept: Iterable[AcceptName] = (),
     family: str | None = None,
-    patterns: str | PathLike[str] | None = None,
-    shapes_from: str | PathLike[str] | None = None,
-    bucket_nbytes: int = 64 << 20,
+    patterns: type_path | None = None,
+    shapes_from: type_path | None = None,
+    experts: Experts | None = None,
 ) -> LoadReport:
-    """Load a checkpoint into `model`, and its optimizer states and hyper-parameters into `optimizer`.
+    """Load a checkpoint into `model`, and what a run goes on with into `optimizer`, `scheduler` and `scaler`.
 
     With torch.distributed initialised every rank of `process_group` must call this. Nothing is written into the model
     before everything is known to fit.
@@ -74,33 +82,65 @@ def load_into(
     Parameters
     ----------
     model
-        Module on any device; wrappers (DistributedDataParallel, torch.compile) are seen through.
+        Module on any device, whole or with what this rank has of it; wrappers (DistributedDataParallel,
+        torch.compile) are seen through. A list of modules is the chunks of a virtual pipeline.
     topology
-        Layout of this run, e.g. "dp=4". A path to a checkpoint is taken for one.
+        Layout of this run, e.g. "dp=2,tp=2,pp=2" or ucp.Topology(dp=4): ranks are numbered as Megatron does (tp, cp,
+        ep, dp, pp, the first fastest). Another order is said by a torch DeviceMesh over all ranks with dims named dp,
+        dp_replicate, dp_shard, fsdp, tp, pp, ep, etp, cp. A path to a checkpoint is taken for one.
     checkpoint
         Anything `ucp inspect` reads; by default what the environment variable UCP_CHECKPOINT names.
     optimizer
         Optimizer over parameters of `model`. Without it, optimizer states are left out. A DeepSpeed engine brings its
         own; False leaves out the states of that.
+    scheduler
+        Learning rate scheduler of the class that was saved, of any framework: it has `load_state_dict`.
+    scaler
+        `torch.amp.GradScaler`, or Megatron's: gets the scale of the loss, from whichever framework counted it.
     strict
         Whether everything must fit. If not, what does not is left as it is, and reported.
+    dtype
+        Type of the floating weights of the model: that in which a model on the meta device is made, and that which
+        another has to have.
+    names
+        Naming style of the model, such as "huggingface", where the checkpoint has names of another style;
+        "nanogpt:huggingface" says the checkpoint's too. Without it, the one style that gives all names of the model
+        on all ranks is taken.
     rename
-        From a name in the model to the name in the checkpoint.
+        From a name in the model to the name in the checkpoint; or a TOML file with rules for names (see `ucp.convert`).
+    settings
+        Sizes of the model that `names` needs and nothing records, e.g. {"num_attention_heads": 32}.
+    rank_extras
+        What each rank of the saved run kept for itself (random states, places of data loaders): "drop" leaves it,
+        "carry" gives it to the rank of the same number in a run of as many, "replicate" gives that of rank 0 to all.
+        Random states are set; all of it is in `LoadReport.carried`.
     process_group
         Ranks of the run; by default all. A process group of torch.distributed, or anything that
         exchanges values as `ucp.live.run.ranks.Ranks` says.
+    memory
+        Main memory of each rank for what is under way, beside the tensors themselves: bytes, or text like "1GiB".
+    exchange
+        Whether ranks that hold the same read it once between them and gather it from one another: "always", "never",
+        or "auto", for whichever is faster as measured on the first of it.
+    verify
+        Read everything again at the end and compare it with what the model and the optimizer now hold, bit for bit.
+        What checksums the checkpoint records of bytes that are read are compared in any case.
+    progress
+        True for lines on rank 0's standard error, or an observer (`ucp.contract.protocols.Observer`).
     zero_moments
         Moments that are all zero although steps were taken: "error", or "keep" to load them. See `ucp.convert`.
     accept
         What speaks against the files of the checkpoint and is to be passed over. See `ucp.convert`.
     family
-        Model family whose rules say how the checkpoint is sharded, instead of the one chosen by evidence.
+        Model family whose rules say how the checkpoint is sharded and how ranks cut it, instead of the one chosen by
+        evidence.
     patterns
         TOML file with a family of your own. See `ucp.convert`.
     shapes_from
         What says the shapes of parameters that the checkpoint keeps flat. See `ucp.convert`.
-    bucket_nbytes
-        Bytes gathered at once; a rank needs about this and twice its share of it.
+    experts
+        Who holds which experts, where they are not dealt out in order: {expert: expert-parallel ranks}, or that by
+        layer. A rank that is named twice holds two replicas; a rank has its experts in the order of the map.
 
     Raises
     ------
@@ -116,102 +156,94 @@ def load_into(
 
     Whatever is raised is raised on all ranks.
     """
-    started = time.perf_counter()
+    clock = Clock()
     ranks = ranks_of(process_group, _device(model))
-    wanted, path = together(ranks, lambda: _told(topology, checkpoint, ranks))
-    request = LiveRequest(model=model, optimizer=optimizer, mesh=RunMesh.of(wanted, rank=ranks.rank), ranks=ranks)
-    options = LoadOptions(
-        strict=strict,
-        rename=rename,
-        zero_moments=policy_of(zero_moments, ZeroMoments, "a policy for moments that are zero"),
-        accept=DoubtKind.accepted(accept),
+    asked = together(
+        ranks,
+        lambda: LoadAsked.of(
+            topology,
+            checkpoint,
+            rank=ranks.rank,
+            ranks=ranks.count,
+            strict=strict,
+            dtype=dtype,
+            names=names,
+            rename=rename,
+            settings=settings,
+            rank_extras=rank_extras,
+            memory=memory,
+            exchange=exchange,
+            verify=verify,
+            progress=progress,
+            zero_moments=zero_moments,
+            accept=accept,
+            family=family,
+            patterns=patterns,
+            shapes_from=shapes_from,
+            experts=experts,
+        ),
     )
-    index = together(ranks, lambda: index_of(path, source=SourceOptions.of(family, patterns, shapes_from)))
-    check_agreement(ranks, index, (replace(options, rename=None), bucket_nbytes, wanted))
+    beside = RunObjects(scheduler=scheduler, scaler=scaler, policy=asked.rank_extras)
+    source = asked.names.source
+    read = index_of if asked.mesh.topology is None else index_as_told  # rules may be for this run alone
+    index = together(ranks, lambda: read(asked.path, source=source))
+    check_agreement(ranks, index, asked.agreed)
+    clock.lap("index")
+    request = LiveRequest(model=model, optimizer=optimizer, mesh=asked.mesh, ranks=ranks, dtype=asked.dtype)
     run = together(ranks, lambda: described(request))
-    matching = together(ranks, lambda: match(run, index, options))
+    index, hints = under_live_names(index, without_chunks(run.model), asked.names, ranks)
+    placing = Placing(family=source, rename=asked.options.rename, experts=asked.experts)
+    run = place(run, index, asked.mesh, ranks, placing)
+    matching = together(ranks, lambda: match(run, index, asked.options, dtype=asked.dtype))
+    matching.findings.hints.extend(hints)
     used = used_anywhere(matching, ranks)
-    decision = together(ranks, lambda: decide(matching, used, options))
+    resume = together(ranks, lambda: resume_of(index, matching.findings, ranks, beside))
+    decision = together(ranks, lambda: decide(matching, used, asked.options))
+    decision = together(ranks, lambda: _prepared(decision))
     landing = together(ranks, lambda: [_landing(want, decision) for want in decision.wants])
-    tracked = frozenset(record.path for record in decision.index.records)
-    reader = Reader(decision.wants, tracked=tracked)
+    clock.lap("plan")
+    traffic = _carried(decision, landing, ranks, asked)
+    clock.lap("read")
+    together(ranks, lambda: _restore(decision, landing))
+    together(ranks, run.finish)
+    resume = resume.beside(together(ranks, lambda: run.resume(index, decision.findings)))
+    together(ranks, lambda: [step() for step in resume.steps])
+    clock.lap("restore")
+    return report_of(decision, resume, traffic, clock.seconds)
+
+
+def _carried(decision: Decision, landing: Sequence[torch.Tensor], ranks: Ranks, asked: LoadAsked) -> Traffic:
+    """Bring everything that was decided to where it lands."""
     try:
-        holders = _holders(decision, ranks)
-        together(ranks, lambda: bring(_buckets(decision, holders, bucket_nbytes), reader, holders, landing))
-        checked = check_records(decision.index, reader, ranks)
+        return carry(decision.wants, landing, ranks, replace(asked.carry, records=decision.index.records))
     except UcpError as error:
         error.add_note("It was found under way: the model may be partly overwritten, do not use it")
         raise
-    finally:
-        reader.close()
-    together(ranks, lambda: _restore(decision, landing))
-    together(ranks, run.finish)
-    decision.findings.notes.extend(together(ranks, lambda: run.resume(index)))
-    traffic = Traffic(
-        nbytes=tuple(ranks.share(reader.nbytes)),
-        rank=ranks.rank,
-        checked=checked,
-        seconds=time.perf_counter() - started,
-    )
-    return report_of(decision, traffic)
 
 
 def _device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
-    import torch
     from torch import nn
 
     modules = [model] if isinstance(model, nn.Module) else [own for own in model if isinstance(own, nn.Module)]
-    return next((param.device for own in modules for param in own.parameters()), torch.device("cpu"))
+    return place_of(modules)
 
 
-def _told(
-    topology: TopologyLike | None, checkpoint: str | PathLike[str] | None, ranks: Ranks
-) -> tuple[Topology | None, Path]:
-    """The topology and the path, which may stand in its place. Raises UsageError."""
-    if checkpoint is None and _is_path(topology):
-        topology, checkpoint = None, topology
-    wanted = None if topology is None else topology_of(topology)
-    if wanted is not None and wanted.ranks != ranks.count:
-        raise UsageError(
-            f"expected a topology of {ranks.count} ranks, as the process group has; got {wanted}. "
-            "Leave it out, or initialise torch.distributed first"
-        )
-    path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)
-    if path is None or not str(path):
-        raise UsageError(f"expected a checkpoint: pass checkpoint=PATH, or set {ENVIRONMENT}")
-    return wanted, Path(path)
-
-
-def _is_path(topology: object) -> TypeGuard[str | PathLike[str]]:
-    """Whether what stands for a topology is a path."""
-    is_text = isinstance(topology, str) and "=" not in topology.partition("/")[0]
-    return isinstance(topology, PathLike) or is_text or (isinstance(topology, str) and os.path.exists(topology))
-
-
-def _holders(decision: Decision, ranks: Ranks) -> Ranks:
-    """The ranks that share the reading: all, where all hold the same."""
-    digest = xxhash.xxh3_64_hexdigest(repr([(want.name, want.slice) for want in decision.wants]).encode())
-    same = ranks.share(digest)
-    return ranks if len(set(same)) == 1 else Alone()
-
-
-def _buckets(decision: Decision, ranks: Ranks, bucket_nbytes: int) -> tuple[Bucket, ...]:
-    return share_out(
-        [want.slice for want in decision.wants],
-        costs=[want.cost for want in decision.wants],
-        readers=ranks.count,
-        bucket_nbytes=bucket_nbytes,
-    )
+def _prepared(decision: Decision) -> Decision:
+    """The same, with memory for everything of the model."""
+    run = decision.run
+    brought = {want.name for want in decision.wants if not want.stepped} | run.model.derived
+    return replace(decision, run=replace(run, model=run.prepare(run.model, brought)))
 
 
 def _landing(want: LoadItem, decision: Decision) -> torch.Tensor:
     """The memory to bring a state into."""
-    if not want.stepped:
-        return decision.run.model.handles[want.name]
-    assert decision.run.optimizer is not None
-    counts = decision.index.atoms[want.slice.param].is_count(want.state)
     own = want.slice
-    return decision.run.optimizer.landing(want.name, want.state, own.dtype, own.local_shape, counts=counts)
+    if not want.stepped:
+        return without_padding(decision.run.model.handles[want.name], own)
+    assert decision.run.optimizer is not None
+    counts = decision.index.atoms[own.param].is_count(want.state)
+    memory = decision.run.optimizer.landing(want.name, want.state, own.dtype, own.local_shape, counts=counts)
+    return without_padding(memory, own)
 
 
 def _restore(decision: Decision, landing: Sequence[torch.Tensor]) -> None:

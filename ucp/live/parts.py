@@ -13,12 +13,13 @@ patterns and the rank's place in it, and comes to a slice as a part of a file do
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from ucp.core.dtypes import DType
 from ucp.core.index import StateIndex
 from ucp.core.layout import Layout, part_of
+from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
 
 __all__ = ["LiveParam", "LivePart", "LiveTensor", "LoadItem"]
@@ -36,6 +37,10 @@ class LivePart:
     """Where the rank is, along every axis of `layout`."""
     global_shape: tuple[int, ...] | None = None
     """Elements per dim of the whole; None where the live side does not know it, and the checkpoint's is cut."""
+    hint: str = ""
+    """What to do where its shape is not that of the checkpoint."""
+    is_padded: bool = False
+    """Whether the whole may have other rows than the checkpoint's: more, which are padding, or less of such."""
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> LivePart:
@@ -52,8 +57,11 @@ class LivePart:
 
         Raises ValueError, with what was expected, where the layout does not cut such a tensor to `local_shape`.
         """
-        if self.global_shape not in (None, shape):
-            raise ValueError(f"has shape {list(self.global_shape or ())} in the model and {list(shape)}")
+        own = self.global_shape
+        if self.is_padded and own is not None and own != shape and own[1:] == shape[1:]:
+            return _kept(self.slice_of(param, state, own, dtype), shape[0])
+        if own not in (None, shape):
+            raise ValueError(f"has shape {list(own or ())} in the model and {list(shape)}")
         part = part_of(self.layout, shape, coords=self.coords)
         if part.local_shape != self.local_shape and (part.numel or prod(self.local_shape)):
             cut = ", ".join(f"{axis.axis}={axis.parts} {axis.pattern.name}" for axis in self.layout.axes)
@@ -69,9 +77,18 @@ class LivePart:
             if runs and runs[-1].stops[0] != stop:
                 raise ValueError("is held in several stretches, and one was expected")
         pairs = tuple(own.pair for own in part.held)
-        return Slice(
-            param=param, state=state, dtype=dtype, pairs=pairs, local_shape=part.local_shape, start=start, stop=stop
-        )
+        local = self.local_shape  # which says more than `part` of one without elements
+        return Slice(param=param, state=state, dtype=dtype, pairs=pairs, local_shape=local, start=start, stop=stop)
+
+
+def _kept(own: Slice, rows: int) -> Slice:
+    """The first part of a slice of one stretch of rows, that of rows below `rows`."""
+    width = prod(own.local_shape[1:])
+    first = own.pairs[0].whole.offsets[0] if own.pairs else 0
+    local = (max(min(rows - first, own.local_shape[0]), 0), *own.local_shape[1:])
+    stop = min(own.stop, local[0] * width)
+    pairs = [RegionPair(Box(p.whole.offsets, local), Box(p.local.offsets, local)) for p in own.pairs if local[0]]
+    return replace(own, pairs=tuple(pairs), local_shape=local, start=min(own.start, stop), stop=stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +96,18 @@ class LiveTensor:
     """A parameter or buffer of the model, as far as this rank holds it."""
 
     names: tuple[str, ...]
-    """Names it goes by in the whole model, the first of them its own; several when it is tied."""
+    """Names it goes by in the model of this rank, the first of them its own; several when it is tied."""
     dtype: DType
     """Element type."""
     part: LivePart
     """What of it this rank holds."""
+    called: tuple[str, ...] = ()
+    """Names it goes by in the whole model, where ranks number layers or experts otherwise; empty for `names`."""
+
+    @property
+    def whole_names(self) -> tuple[str, ...]:
+        """Names it goes by in the whole model."""
+        return self.called or self.names
 
     @property
     def name(self) -> str:

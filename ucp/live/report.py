@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import TensorRef
 from ucp.errors import counted
 from ucp.live.decide import Decision
+from ucp.live.exchange.traffic import Traffic
+from ucp.live.run.resume import Resume
 
-__all__ = ["LoadReport", "Traffic", "report_of"]
+__all__ = ["LoadReport", "report_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +36,12 @@ class LoadReport:
     """Bytes that this rank read."""
     nbytes_total: int
     """Bytes that all ranks read together."""
+    nbytes_loaded: int
+    """Bytes that this rank holds of the checkpoint: weights, buffers, states."""
     ranks: int
-    """Ranks that shared the reading."""
-    seconds: float
-    """Time it took."""
+    """Ranks of the run."""
+    stages: Mapping[str, float]
+    """Seconds of every stage: index, plan, read, restore."""
     casts: tuple[str, ...]
     """Changes of dtype, e.g. "weight: float32 to bfloat16, 12 tensors"."""
     missing: tuple[str, ...]
@@ -46,27 +52,52 @@ class LoadReport:
     """What else did not fit and was left as it was. Empty when `strict`."""
     unchecked: tuple[str, ...]
     """Files read whose bytes were not all compared with a recorded checksum."""
+    restored: tuple[str, ...]
+    """What was restored beside the model: the scheduler, the scale of the loss, random states."""
+    carried: Mapping[str, object]
+    """What `rank_extras` gave to this rank, tensors read: random states, which are set, and what is yours to set."""
     extras: tuple[str, ...]
-    """What else the checkpoint holds (scheduler, client state, ...): `ucp.open(path).extras` has the values."""
+    """What else the checkpoint holds (client state, ...), and nothing was done with: `ucp.open(path).extra(name)`."""
     notes: tuple[str, ...]
     """What was assumed, inferred or changed."""
     dropped: tuple[str, ...]
     """What the checkpoint holds and was not brought, with the reasons."""
 
+    @property
+    def seconds(self) -> float:
+        """Time it took."""
+        return sum(self.stages.values())
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Rate at which this rank was filled, once it was known with what."""
+        return self.nbytes_loaded / 1e9 / max(self.stages["read"], 1e-9)
+
+    def as_dict(self) -> dict[str, object]:
+        """Everything but `carried`, of which the names are kept, in values that JSON has."""
+        fields = {key: getattr(self, key) for key in self.__dataclass_fields__}
+        told = {key: list(own) if isinstance(own, tuple) else own for key, own in fields.items()}
+        rates = {"seconds": self.seconds, "gigabytes_per_second": self.gigabytes_per_second}
+        return {**told, "stages": dict(self.stages), "carried": list(self.carried), **rates}
+
     def __str__(self) -> str:
         states = f", {', '.join(self.states)}" if self.states else ""
         share = f" ({self.nbytes_read:,} by this one of {self.ranks} ranks)" if self.ranks > 1 else ""
+        stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.stages.items())
+        rate = f"{self.gigabytes_per_second:.2f} GB/s"
         text = [
             f"{self.path} ({self.format}, step {self.step}): {counted(len(self.names), 'tensor')}{states}",
-            f"{self.nbytes_total:,} bytes read{share} in {self.seconds:.2f} s",
+            f"{self.nbytes_total:,} bytes read{share} in {self.seconds:.2f} s ({stages}), {rate}",
         ]
         told = {
+            "restored": self.restored,
             "cast": self.casts,
             "missing": self.missing,
             "unexpected": self.unexpected,
             "problem": self.problems,
             "note": self.notes,
             "dropped": self.dropped,
+            "ignored": (", ".join(self.extras),) if self.extras else (),
         }
         if self.fresh:
             text.append(
@@ -77,21 +108,21 @@ class LoadReport:
         return "\n".join(text)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """What was read, and what it cost."""
+class Clock:
+    """Seconds of the stages of a load."""
 
-    nbytes: tuple[int, ...]
-    """Bytes that each rank read."""
-    rank: int
-    """Which of them this is."""
-    checked: frozenset[str]
-    """Files all of whose stretches that were read have been compared with their checksums."""
-    seconds: float
-    """Time it took."""
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        """Stage to seconds."""
+        self._at = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        """A stage is over."""
+        began, self._at = self._at, time.perf_counter()
+        self.seconds[stage] = self._at - began
 
 
-def report_of(decision: Decision, traffic: Traffic) -> LoadReport:
+def report_of(decision: Decision, resume: Resume, traffic: Traffic, stages: Mapping[str, float]) -> LoadReport:
     """The report of a load that is done."""
     index, findings = decision.index, decision.findings
     states = dict.fromkeys(want.state for want in decision.wants if want.stepped)
@@ -99,21 +130,24 @@ def report_of(decision: Decision, traffic: Traffic) -> LoadReport:
         path=index.path,
         format=index.format,
         step=index.step,
-        names=tuple(want.name for want in decision.wants if not want.stepped),
+        names=tuple(dict.fromkeys(want.name for want in decision.wants if not want.stepped or want.state == WEIGHT)),
         states=tuple(states),
         fresh=decision.fresh,
         nbytes_read=traffic.nbytes[traffic.rank],
         nbytes_total=sum(traffic.nbytes),
         ranks=len(traffic.nbytes),
-        seconds=traffic.seconds,
+        nbytes_loaded=sum(want.slice.nbytes for want in decision.wants),
+        stages=stages,
+        restored=resume.restored,
+        carried=resume.carried,
         casts=tuple(f"{cast}, {counted(count, 'tensor')}" for cast, count in findings.casts.items()),
         missing=tuple(findings.missing),
         unexpected=tuple(findings.unexpected),
         problems=tuple(findings.problems),
         unchecked=tuple(sorted(_bare(decision) - traffic.checked)),
-        extras=tuple(dict.fromkeys(extra.name for extra in index.extras)),
+        extras=resume.ignored,
         notes=(*index.notes, *findings.notes),
-        dropped=(*index.dropped, *_left_out(decision)),
+        dropped=(*index.dropped, *resume.dropped, *_left_out(decision)),
     )
 
 

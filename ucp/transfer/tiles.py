@@ -39,7 +39,7 @@ from ucp.core.slices import (
 )
 from ucp.core.tensor import TensorRef, contiguous_strides
 
-__all__ = ["blocks", "is_crosswise", "tiles", "within"]
+__all__ = ["blocks", "is_crosswise", "source_order", "tiles", "within"]
 
 LEAST = 1 << 20
 """Bytes of a state below which it may as well be read several times."""
@@ -48,8 +48,8 @@ CALL = 32 << 10
 """Bytes that could be read in the time that a read of its own for a short run costs."""
 
 
-def is_crosswise(own: Slice, state: StateIndex, *, nbytes: int) -> bool:
-    """Whether filling a slice in its own order, `nbytes` at a time, would read twice its bytes, or in short runs.
+def is_crosswise(own: Slice, state: StateIndex, *, nbytes: int, times: float = 2) -> bool:
+    """Whether filling a slice in its own order, `nbytes` at a time, would cost `times` its bytes, or be in short runs.
 
     So would comparing it with the copies that the source holds.
     """
@@ -58,7 +58,7 @@ def is_crosswise(own: Slice, state: StateIndex, *, nbytes: int) -> bool:
     stop = min(own.stop, own.start + nbytes // own.dtype.itemsize)
     source = Locator(state)
     return any(
-        _cost(pieces) > 2 * sum(prod(piece.sizes) * piece.ref.dtype.itemsize for piece in pieces)
+        _cost(pieces) > times * sum(prod(piece.sizes) * piece.ref.dtype.itemsize for piece in pieces)
         for pieces in (resolve(own, source, own.start, stop), *resolve_copies(own, source, own.start, stop))
     )
 
@@ -87,7 +87,7 @@ def _cost(pieces: Sequence[Piece]) -> int:
 
 def tiles(own: Slice, state: StateIndex, *, nbytes: int) -> Iterator[Slice]:
     """The whole of which `own` is a slice, in boxes of at most `nbytes` bytes, in the order of the source."""
-    shape, order = state.global_shape, _source_order(state)
+    shape, order = state.global_shape, source_order(state)
     tile = _tile_shape(shape, order, numel=nbytes // own.dtype.itemsize, gap=GAP // own.dtype.itemsize)
     for starts in product(*(range(0, shape[dim], tile[dim]) for dim in order)):
         at = dict(zip(order, starts, strict=True))
@@ -108,7 +108,7 @@ def blocks(own: Slice, state: StateIndex, *, nbytes: int) -> Iterator[Slice]:
             yield replace(own, start=low, stop=high)
 
 
-def _source_order(state: StateIndex) -> tuple[int, ...]:
+def source_order(state: StateIndex) -> tuple[int, ...]:
     """Dims from the outermost in the files of the source to the innermost; those of a piece that is not row-major."""
     usual = tuple(range(len(state.global_shape)))
     for fragment in state.fragments:

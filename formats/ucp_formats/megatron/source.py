@@ -5,10 +5,12 @@ They are told by names alone; the readers are imported by what needs them.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from ucp.contract.companion_files import with_companions
 from ucp.contract.protocols import Evidence, Format, LocalTensors, SourceOptions
+from ucp.contract.run_extras import RunExtras
 from ucp.core.index import Index
 from ucp.errors import UnsupportedError
 from ucp_formats.megatron.locate import (
@@ -20,6 +22,7 @@ from ucp_formats.megatron.locate import (
     the_folder,
     unknown_version,
 )
+from ucp_formats.megatron.run.loss_scale import megatron_scale
 
 __all__ = ["MegatronFormat"]
 
@@ -52,6 +55,12 @@ class MegatronFormat(Format):
             "megatron.core.transformer.enums.LayerType",
             "megatron.core.transformer.enums.ModelType",
         }
+    )
+
+    run = RunExtras(
+        schedulers=("opt_param_scheduler",),
+        scale=megatron_scale,
+        places=re.compile(r"(?P<name>rng_state)/pp(?P<pp>\d+)\.tp(?P<tp>\d+)(?:\.ep(?P<ep>\d+))?"),
     )
 
     def __init__(self, options: SourceOptions | None = None) -> None:

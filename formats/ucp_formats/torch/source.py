@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from ucp.contract.companion_files import SaveFolder, with_companions
 from ucp.contract.protocols import Evidence, Format
+from ucp.contract.run_extras import RunExtras
 from ucp.contract.value_diff import differing_values
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
@@ -41,6 +43,7 @@ class DcpFormat(Format):
     """Format `dcp`."""
 
     name = "dcp"
+    run = RunExtras(places=re.compile(r"(?P<name>dataloader)/dp_rank_(?P<dp>\d+)"))  # torchtitan's
 
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is, or leads to, such a folder."""

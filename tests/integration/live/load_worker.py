@@ -65,7 +65,7 @@ def resumed(fixture: Path) -> dict[str, object]:
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     count = distributed.get_world_size()
     report = load_into(
-        wrapped, f"dp={count}", checkpoint=fixture / "checkpoint", optimizer=optimizer, bucket_nbytes=512
+        wrapped, f"dp={count}", checkpoint=fixture / "checkpoint", optimizer=optimizer, memory=2048, exchange="always"
     )
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     truth = load_file(fixture / "truth.safetensors")
@@ -96,7 +96,7 @@ def shared(large: Path) -> dict[str, object]:
     """Bytes each rank read of a checkpoint whose bytes are nearly all in one tensor, and what arrived."""
     model = Large()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    report = load_into(model, checkpoint=large, bucket_nbytes=1 << 20)
+    report = load_into(model, checkpoint=large, memory=4 << 20, exchange="always")
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return {
         "read": report.nbytes_read,

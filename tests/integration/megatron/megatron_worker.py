@@ -79,7 +79,7 @@ def work(group: dict[str, Any], layout: Layout) -> None:
 
 def make(item: dict[str, Any], layout: Layout) -> None:
     """Train a model and write it."""
-    _collect_results_without_another_interpreter()
+    collect_results_without_another_interpreter()
     job = build(_local(Case(model=item["model"], layout=layout, proves="what Megatron holds here")), initialize)
     train(job, ITERATION)
     for name, folder in item["cases"].items():
@@ -139,7 +139,7 @@ def _local(case: Case) -> Any:
     return args
 
 
-def _collect_results_without_another_interpreter() -> None:
+def collect_results_without_another_interpreter() -> None:
     """The writer of torch_dist starts a Python per rank for a queue of results: seconds each. A fork serves as well."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 

@@ -12,14 +12,12 @@ from torch import nn, optim
 from tests.unit.live.threads import run
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
-from ucp.core.index import Extra, Kind, ParamGroup, StateIndex
+from ucp.core.index import Kind, ParamGroup, StateIndex
 from ucp.core.region import Box
 from ucp.core.tensor import InlineTensor, Record
 from ucp.errors import CorruptError, LoadError, MissingFileError, UsageError
 from ucp.io.identity import size_and_time
-from ucp.live.adapters import LiveRun
 from ucp.live.load import ENVIRONMENT, LoadReport, load_into
-from ucp.live.model.module import describe_model
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 RANDOM = np.random.default_rng(5)
@@ -154,8 +152,8 @@ def test_a_single_process_gets_everything(saved):
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize("bucket_nbytes", [64, 1 << 20])
-def test_ranks_share_the_reading_and_hold_the_same(saved, count, bucket_nbytes):
+@pytest.mark.parametrize("memory", [256, 4 << 20])
+def test_ranks_share_the_reading_and_hold_the_same(saved, count, memory):
     def load(ranks):
         net = Net()
         optimizer = adam(net)
@@ -165,10 +163,11 @@ def test_ranks_share_the_reading_and_hold_the_same(saved, count, bucket_nbytes):
             checkpoint=saved.path,
             optimizer=optimizer,
             process_group=ranks,
-            bucket_nbytes=bucket_nbytes,
+            memory=memory,
+            exchange="always",
         )
         saved.check(net, optimizer)
-        return report, ranks.gatherings
+        return report, ranks.gathered
 
     found = run(count, load)
     for result in found:
@@ -177,8 +176,8 @@ def test_ranks_share_the_reading_and_hold_the_same(saved, count, bucket_nbytes):
     reports = [report for report, _ in found]
     assert {report.ranks for report in reports} == {count}
     assert {report.nbytes_total for report in reports} == {sum(report.nbytes_read for report in reports)}
-    assert len({gatherings for _, gatherings in found}) == 1
-    assert (found[0][1] > 1) == (bucket_nbytes == 64)
+    assert len({tuple(gathered) for _, gathered in found}) == 1
+    assert (len(found[0][1]) > 2) == (memory == 256)
 
 
 def test_weights_alone(saved):
@@ -422,7 +421,10 @@ def test_a_tensor_of_many_blocks_and_buckets(tmp_path):
     for net in nets:
         net.w = nn.Parameter(torch.zeros(6 << 20))
     reports = run(
-        2, lambda ranks: load_into(nets[ranks.rank], checkpoint=path, process_group=ranks, bucket_nbytes=20 << 20)
+        2,
+        lambda ranks: load_into(
+            nets[ranks.rank], checkpoint=path, process_group=ranks, memory=80 << 20, exchange="always"
+        ),
     )
     assert [report.nbytes_read for report in reports] == [12 << 20, 12 << 20]
     assert all(torch.equal(net.w.detach(), torch.from_numpy(array)) for net in nets)
@@ -434,7 +436,11 @@ def test_a_tensor_that_cannot_be_written_stops_all_ranks(saved):
 
     def load(ranks):
         return load_into(
-            frozen if ranks.rank == 0 else Net(), checkpoint=saved.path, process_group=ranks, bucket_nbytes=64
+            frozen if ranks.rank == 0 else Net(),
+            checkpoint=saved.path,
+            process_group=ranks,
+            memory=256,
+            exchange="always",
         )
 
     found = run(2, load)
@@ -449,8 +455,8 @@ def test_a_file_that_one_rank_cannot_read_stops_all_of_them(tmp_path):
 
     def load(ranks):
         if ranks.rank != 1:
-            return load_into(Net(), checkpoint=own.path, process_group=ranks, bucket_nbytes=64)
-        return load_into(Net(), checkpoint=tmp_path / "nowhere", process_group=ranks, bucket_nbytes=64)
+            return load_into(Net(), checkpoint=own.path, process_group=ranks, memory=256, exchange="always")
+        return load_into(Net(), checkpoint=tmp_path / "nowhere", process_group=ranks, memory=256, exchange="always")
 
     found = run(3, load)
     assert len({(type(error), str(error)) for error in found}) == 1
@@ -472,11 +478,17 @@ def test_a_file_that_goes_away_under_way_stops_all_of_them(tmp_path):
             (tmp_path / "2.bin").unlink(missing_ok=True)
             return told
 
-        def gather(self, part):
-            return self._ranks.gather(part)
+        def swap(self, parts):
+            return self._ranks.swap(parts)
+
+        def gather(self, part, whole, members):
+            self._ranks.gather(part, whole, members)
 
     found = run(
-        2, lambda ranks: load_into(Net(), checkpoint=own.path, process_group=Vanishing(ranks), bucket_nbytes=64)
+        2,
+        lambda ranks: load_into(
+            Net(), checkpoint=own.path, process_group=Vanishing(ranks), memory=256, exchange="always"
+        ),
     )
     assert [type(error) for error in found] == [MissingFileError] * 2
     assert len({str(error) for error in found}) == 1
@@ -495,15 +507,3 @@ def test_ranks_that_are_called_otherwise_are_told_apart(saved):
     assert {str(error) for error in found} == {
         "expected the same on every rank; these are not those of rank 0:\n  options of rank 1"
     }
-
-
-def test_extras_are_named(tmp_path):
-    own = Saved(tmp_path)
-    from ucp.live.decide import Decision
-    from ucp.live.report import Traffic, report_of
-
-    index = replace(own.index, extras=(Extra(name="lr_scheduler", value={}), Extra(name="rng", value={}, rank=1)))
-    traffic = Traffic(nbytes=(5, 6), rank=1, checked=frozenset(), seconds=1.0)
-    report = report_of(Decision(index=index, run=LiveRun(model=describe_model(Net())), wants=()), traffic)
-    assert report.extras == ("lr_scheduler", "rng")
-    assert "11 bytes read (6 by this one of 2 ranks) in 1.00 s" in str(report)

@@ -82,14 +82,13 @@ def test_parameters_that_are_not_of_the_model_are_refused():
     assert "parameter 1 of group 0, of shape [2]" in str(error.value)
 
 
-def test_an_optimizer_that_shards_is_refused():
-    Foreign.__module__, before = "torch.distributed.optim.zero_redundancy_optimizer", Foreign.__module__
-    try:
-        net = nn.Linear(3, 2)
-        with pytest.raises(UnsupportedError, match="shards them"):
-            described(net, Foreign(net.parameters()))
-    finally:
-        Foreign.__module__ = before
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it is imported
+def test_an_optimizer_around_another_is_refused():
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    net = nn.Linear(3, 2)
+    with pytest.raises(UnsupportedError, match=r"got PostLocalSGDOptimizer, .* Pass the one inside"):
+        described(net, PostLocalSGDOptimizer(optim.SGD(net.parameters(), lr=0.1), averager=None))
 
 
 class Counting(optim.Optimizer):

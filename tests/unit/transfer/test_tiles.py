@@ -57,7 +57,7 @@ def small(monkeypatch):
             "conversion.execute",
             "conversion.prepare",
             "store.target",
-            "live.exchange.transfer",
+            "live.exchange.loads",
         )
     }
     for name, values in bounds.items():

@@ -1,1 +1,1 @@
-"""What is known of a model: what its checkpoint records, and what transformers does with one."""
+"""What is known of a model: what its checkpoint records, what transformers does with one, where torch places it."""

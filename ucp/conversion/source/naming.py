@@ -20,7 +20,7 @@ from ucp.families.toml.rename import renames_of
 from ucp.families.translate import translated
 from ucp.transfer.probe import Prober
 
-__all__ = ["Renamed", "family_sizes", "under_names"]
+__all__ = ["Renamed", "by_rules", "check_styles", "family_sizes", "restyled", "under_names", "under_style"]
 
 _MOST_SHOWN = 8
 """Names of the source in a message."""
@@ -46,7 +46,7 @@ def under_names(
     Raises FamilyError, UnsupportedError and UsageError, each with all names concerned.
     """
     if naming.rules is not None:
-        index = _by_rules(index, naming.rules)
+        index = by_rules(index, naming.rules)
     style = naming.style or target.names
     if not style:
         return Renamed(index=index)
@@ -58,15 +58,27 @@ def under_names(
     if family is None:
         note = f"no known model family: all names are written unchanged, taken to be {style}'s"
         return Renamed(index=replace(index, notes=(*index.notes, note)))
-    index = _without_copies(index, family, naming.source or None)
-    shapes = index.shapes
-    made = translated(family, shapes, style, source=naming.source or None)
     used = frozenset(name for name in settings if name not in target.settings and name in _sizes_of(family))
-    is_same = made.keys() == shapes.keys() and all(own.renames and own.sources == (name,) for name, own in made.items())
-    if not is_same:
-        _check_counts(index, made)
-        index = _translated(index, made, family, style)
-    return Renamed(index=index, family=family.name, used=used)
+    return Renamed(index=under_style(index, family, style, naming.source), family=family.name, used=used)
+
+
+def under_style(index: Index, family: Family, style: str, source: str = "") -> Index:
+    """The source under the names of `style`; as it is where it has them. `source`: style of its own; empty for any.
+
+    Raises FamilyError, UnsupportedError.
+    """
+    index, made = restyled(index, family, style, source)
+    shapes = index.shapes
+    if made.keys() == shapes.keys() and all(own.renames and own.sources == (name,) for name, own in made.items()):
+        return index
+    _check_counts(index, made)
+    return _translated(index, made, family, style)
+
+
+def restyled(index: Index, family: Family, style: str, source: str = "") -> tuple[Index, dict[str, Made]]:
+    """The source, each tensor in it once, and every tensor of `style`, made of these. See `under_style`."""
+    index = _without_copies(index, family, source or None)
+    return index, translated(family, index.shapes, style, source=source or None)
 
 
 def family_sizes() -> set[str]:
@@ -101,11 +113,16 @@ def _family(
     unread = _unread(family, shapes)
     if unread:
         raise FamilyError(_refusal(index, unread, f"the family {family.name!r}", target, naming))
+    check_styles(family, naming)
+    return family
+
+
+def check_styles(family: Family, naming: Naming) -> None:
+    """Raise UsageError for a style that the family does not have."""
     styles = [CANONICAL, *family.styles]
     for style in filter(None, (naming.style, naming.source)):
         if style not in styles:
             raise UsageError(f"expected one of the naming styles {', '.join(styles)} of {family.name!r}; got {style!r}")
-    return family
 
 
 def _unread(family: Family, names: Iterable[str]) -> list[str]:
@@ -177,7 +194,7 @@ def _alias(name: str, family: Family, style: str) -> str:
     return ways[0][1][0] if ways and ways[0][0].is_plain else ""
 
 
-def _by_rules(index: Index, path: Path) -> Index:
+def by_rules(index: Index, path: Path) -> Index:
     """The source under the names that the user's own rules give; names without a rule stay."""
     made, kept = renames_of(rules_text(path), str(path), index.shapes)
     _check_counts(index, made)

@@ -1,7 +1,8 @@
 """Prove that what all ranks read between them is what the writer summed.
 
-CRC-32s of parts combine to that of the whole: no rank needs all bytes. What lies between the parts of a record
-(padding) is read too, if it is little; a record of which little was wanted is not checked, and reported.
+CRC-32s of parts combine to that of the whole: no rank needs all bytes. Every record is looked after by one rank, to
+which the others send the checksums of what they read of it. What lies between the parts of a record (padding) is read
+too, if it is little; a record of which little was wanted is not checked, and reported.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 
-from ucp.core.index import Index
 from ucp.core.tensor import Record
 from ucp.errors import CorruptError, counted, listed
-from ucp.live.exchange.transfer import Reader
+from ucp.live.exchange.reading import Reader
 from ucp.live.run.ranks import Ranks, together
 from ucp.transfer.checksums import gaps, mismatches
 from ucp.transfer.gather import Span
@@ -24,22 +24,29 @@ __all__ = ["check_records"]
 _LITTLE = 1 << 20
 """Bytes of a record that are read for its checksum alone, at most; or an eighth of it, where that is more."""
 
+_FIELDS = 4
+"""Numbers that tell of a span: its record, its first byte in it, its bytes, its checksum."""
 
-def check_records(index: Index, reader: Reader, ranks: Ranks) -> frozenset[str]:
+
+def check_records(records: Sequence[Record], reader: Reader, ranks: Ranks) -> frozenset[str]:
     """Files all of whose recorded stretches that were read from are as they were written. Collective.
 
-    Raises CorruptError, on all ranks.
+    `records`: the same on all ranks. Raises CorruptError, on all ranks.
     """
-    spans = _all(ranks, reader)
-    missing = gaps(index.records, spans)
-    checked = _worth_it(index.records, missing)
+    ordered = sorted(records, key=_start)
+    spans = together(ranks, lambda: _told(ordered, reader, ranks))
+    mine = ordered[ranks.rank :: ranks.count]
+    checked = _worth_it(mine, gaps(mine, spans))
     stretches = [
         (path, low, min(BLOCK, offset + nbytes - low))
         for path, offset, nbytes in gaps(checked, spans)
         for low in range(offset, offset + nbytes, BLOCK)
     ]
-    together(ranks, lambda: reader.scan(stretches[ranks.rank :: ranks.count]))
-    wrong = mismatches(checked, _all(ranks, reader))
+    more = together(ranks, lambda: reader.scan(stretches))
+    kept = {_start(record) for record in checked}
+    left = {record.path for record in mine if _start(record) not in kept}
+    told = ranks.share((mismatches(checked, [*spans, *more]), left))
+    wrong = [record for own, _ in told for record in own]
     if wrong:
         lines = (f"{r.path}: {r.name}, bytes {r.offset}:{r.offset + r.nbytes}" for r in wrong)
         raise CorruptError(
@@ -47,23 +54,36 @@ def check_records(index: Index, reader: Reader, ranks: Ranks) -> frozenset[str]:
             f"{listed(lines)}\n"
             "the files were damaged after they were saved: copy them again, or use another checkpoint"
         )
-    kept = {_start(record) for record in checked}
-    left = {record.path for record in index.records if _start(record) not in kept}
-    return frozenset(record.path for record in index.records) - left
+    return frozenset(record.path for record in records).difference(*(own for _, own in told))
 
 
-def _all(ranks: Ranks, reader: Reader) -> list[Span]:
-    return [span for own in ranks.share(reader.spans) for span in own]
+def _told(ordered: Sequence[Record], reader: Reader, ranks: Ranks) -> list[Span]:
+    """What all ranks read of the records that this one looks after."""
+    import numpy as np
+
+    starts = [_start(record) for record in ordered]
+    told: list[list[int]] = [[] for _ in range(ranks.count)]
+    for span in reader.spans(frozenset(starts)):
+        number = bisect_right(starts, (span.path, span.offset)) - 1
+        if number >= 0 and ordered[number].path == span.path:
+            told[number % ranks.count] += (number, span.offset - starts[number][1], span.nbytes, span.crc32)
+    heard = ranks.swap([np.array(numbers, dtype=np.uint64) for numbers in told])
+    return [_span(numbers, ordered) for own in heard for numbers in own.reshape(-1, _FIELDS).tolist()]
+
+
+def _span(numbers: Sequence[int], ordered: Sequence[Record]) -> Span:
+    number, offset, nbytes, crc32 = numbers
+    record = ordered[number]
+    return Span(record.path, record.offset + offset, nbytes, crc32)
 
 
 def _worth_it(records: Sequence[Record], missing: Sequence[tuple[str, int, int]]) -> list[Record]:
-    """Records of which little enough is missing."""
-    ordered = sorted(records, key=_start)
-    starts = [_start(record) for record in ordered]
+    """Records, in increasing order, of which little enough is missing."""
+    starts = [_start(record) for record in records]
     lacking: Counter[int] = Counter()
     for path, offset, nbytes in missing:
         lacking[bisect_right(starts, (path, offset)) - 1] += nbytes
-    return [own for at, own in enumerate(ordered) if lacking[at] <= max(_LITTLE, own.nbytes // 8)]
+    return [own for at, own in enumerate(records) if lacking[at] <= max(_LITTLE, own.nbytes // 8)]
 
 
 def _start(record: Record) -> tuple[str, int]:

@@ -36,6 +36,9 @@ def match_states(
         if param.name not in matched:
             continue
         atom = index.atoms[matched[param.name]]
+        if param.keeps and (dtype := param.keeps.get(WEIGHT)):  # also where the checkpoint has no more than the weight
+            note_cast(atom, WEIGHT, dtype, findings)
+            wanted.append(item_of(param.name, atom, WEIGHT, dtype, param.part or parts[param.name], stepped=True))
         if not _held(atom):
             if atom.name not in known and 0 not in atom.global_shape:
                 findings.problems.append(f"{param.name} is optimised, and was not when the checkpoint was saved")
@@ -43,7 +46,7 @@ def match_states(
         else:
             wanted.extend(_states(param, param.part or parts[param.name], atom, findings))
     started = [name for name in fresh if matched[name] in known and 0 not in index.atoms[matched[name]].global_shape]
-    if started and not wanted and index.step != 0:
+    if started and all(want.state == WEIGHT for want in wanted) and index.step != 0:
         findings.problems.append(
             "the checkpoint holds no optimizer states: the optimizer would start afresh. Load without optimizer="
         )
@@ -57,8 +60,9 @@ def _held(atom: AtomIndex) -> list[str]:
 
 def _states(param: LiveParam, part: LivePart, atom: AtomIndex, findings: Findings) -> list[LoadItem]:
     held = _held(atom)
-    keeps = dict.fromkeys(held) if param.keeps is None else dict(param.keeps)
-    lacking = [state for state in keeps if state not in held and state != WEIGHT]
+    keeps = dict.fromkeys(held) if param.keeps is None else {**param.keeps}
+    keeps.pop(WEIGHT, None)
+    lacking = [state for state in keeps if state not in held]
     surplus = [state for state in held if state not in keeps and state != STEP]
     if lacking or surplus:
         findings.problems.append(

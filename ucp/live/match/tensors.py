@@ -20,7 +20,7 @@ from ucp.live.match.findings import Findings
 from ucp.live.match.items import castable, item_of, note_cast
 from ucp.live.parts import LiveTensor, LoadItem
 
-__all__ = ["find_unexpected", "fitting", "match_tensors", "want_weights"]
+__all__ = ["atoms_of", "find_unexpected", "fitting", "match_tensors", "want_weights"]
 
 _MOST_WAYS = 3
 """Ways to rename that are named."""
@@ -37,15 +37,14 @@ def match_tensors(
 
     `rename`: from a name in the model to the name in the checkpoint.
     """
-    called = {name: rename(name) if rename else name for own in tensors for name in own.names}
     matched: dict[str, str] = {}
     for own in tensors:
-        held = [name for name in _atoms_of(own, called, index) if name in index.atoms]
+        held = atoms_of(own, index, rename)
         if not held and 0 in own.part.local_shape:
             findings.notes.append(f"{own.name} has no elements, and is not in the checkpoint")
             continue
         if not held:
-            findings.missing.append(_told(own.name, called[own.name]))
+            findings.missing.append(_told(own, rename))
             continue
         if len(held) > 1:
             findings.problems.append(
@@ -53,7 +52,7 @@ def match_tensors(
                 f"{' and '.join(held)}. Untie them, or load from a checkpoint where they are tied"
             )
         matched[own.name] = held[0]
-    _note_untied(matched, findings)
+    _note_shared(tensors, matched, findings)
     return matched
 
 
@@ -70,16 +69,20 @@ def find_unexpected(tensors: Sequence[LiveTensor], used: Collection[str], index:
     """Find atoms that no rank has in its model, and the ways to rename that would cure it. `used`: by all ranks."""
     findings.unexpected.extend(name for name in index.atoms if name not in used)
     if findings.missing and findings.unexpected:
-        _hint_names([own.name for own in tensors], index, findings, is_any_held=bool(used))
+        _hint_names([own.whole_names[0] for own in tensors], index, findings, is_any_held=bool(used))
 
 
-def _atoms_of(own: LiveTensor, called: Mapping[str, str], index: Index) -> list[str]:
-    names = (called[name] for name in own.names)
-    return list(dict.fromkeys(index.aliases.get(name, name) for name in names))
+def atoms_of(own: LiveTensor, index: Index, rename: Callable[[str], str] | None) -> list[str]:
+    """Atoms of its names; several where the model ties what the checkpoint does not."""
+    names = (rename(name) if rename else name for name in own.whole_names)
+    return [name for name in dict.fromkeys(index.aliases.get(name, name) for name in names) if name in index.atoms]
 
 
-def _told(name: str, called: str) -> str:
-    return name if name == called else f"{name} (renamed {called})"
+def _told(own: LiveTensor, rename: Callable[[str], str] | None) -> str:
+    whole = own.whole_names[0]
+    called = rename(whole) if rename else whole
+    in_whole = f" ({whole} in the whole model)" if whole != own.name else ""
+    return own.name + in_whole + (f" (renamed {called})" if called != whole else "")
 
 
 def _hint_names(names: Sequence[str], index: Index, findings: Findings, *, is_any_held: bool) -> None:
@@ -101,13 +104,17 @@ def _hint_names(names: Sequence[str], index: Index, findings: Findings, *, is_an
         findings.hints.append(f"pass {', or '.join(ways[:_MOST_WAYS])}")
 
 
-def _note_untied(matched: Mapping[str, str], findings: Findings) -> None:
-    takers: dict[str, list[str]] = {}
-    for name, atom in matched.items():
-        takers.setdefault(atom, []).append(name)
-    for atom, names in takers.items():
-        if len(names) > 1:
-            findings.notes.append(f"{' and '.join(names)} are loaded from one atom, {atom}: they were tied when saved")
+def _note_shared(tensors: Sequence[LiveTensor], matched: Mapping[str, str], findings: Findings) -> None:
+    takers: dict[str, list[LiveTensor]] = {}
+    for own in tensors:
+        if own.name in matched:
+            takers.setdefault(matched[own.name], []).append(own)
+    for atom, several in takers.items():
+        if len(several) > 1:
+            alike = len({own.whole_names for own in several}) == 1
+            why = "replicas of it" if alike else "they were tied when saved"
+            names = " and ".join(own.name for own in several)
+            findings.notes.append(f"{names} are loaded from one atom, {atom}: {why}")
 
 
 def _fits(own: LiveTensor, matched: Mapping[str, str], index: Index, findings: Findings) -> bool:
@@ -118,13 +125,22 @@ def _fits(own: LiveTensor, matched: Mapping[str, str], index: Index, findings: F
     try:
         own.part.slice_of(atom.name, WEIGHT, atom.global_shape, own.dtype)
     except ValueError as error:
-        findings.problems.append(f"{own.name} {error} in the checkpoint")
+        findings.problems.append(f"{own.name} {error} in the checkpoint{own.part.hint and f'; {own.part.hint}'}")
         return False
+    if own.part.global_shape not in (None, atom.global_shape):
+        findings.notes.append(_padded(own, atom.global_shape[0]))
     stored = atom.states[WEIGHT].dtype
     if not castable(stored, own.dtype):
         findings.problems.append(f"{own.name} is {own.dtype} in the model and {stored} in the checkpoint")
         return False
     return True
+
+
+def _padded(own: LiveTensor, stored: int) -> str:
+    """What becomes of rows that only one of both has."""
+    rows = (own.part.global_shape or (0,))[0]
+    what = f"rows {stored} to {rows - 1} are zeros" if rows > stored else f"rows {rows} to {stored - 1} are left out"
+    return f"{own.name} is padded to {rows} rows in the model and {stored} in the checkpoint: {what}, in every state"
 
 
 def want_weights(

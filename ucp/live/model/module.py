@@ -1,69 +1,89 @@
-"""A live module as names, shapes and types, and as the tensors behind them.
-
-Names are those of the plain module: what wrappers put in front (DistributedDataParallel, torch.compile, activation
-checkpointing) is left out.
-"""
+"""A live module as names, shapes and types, and as the tensors behind them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ucp.core.dtypes import DType
 from ucp.errors import LoadError, UnsupportedError, listed
 from ucp.live.adapters import LiveModel
+from ucp.live.model.dtensor import dtensor_part, is_dtensor, local_of
+from ucp.live.model.fsdp1 import FlatUnit
+from ucp.live.model.meta import blank_dtype
+from ucp.live.model.wrappers import hidden_in, plain_name
 from ucp.live.parts import LivePart, LiveTensor
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["describe_model", "dtype_of"]
-
-_WRAPPERS = {
-    "DistributedDataParallel": "module",
-    "DataParallel": "module",
-    "OptimizedModule": "_orig_mod",
-    "CheckpointWrapper": "_checkpoint_wrapped_module",
-}
-"""Class of a wrapper to the attribute that holds what it wraps."""
-
-_SHARDING = {
-    "FullyShardedDataParallel": "FSDP shards its parameters",
-    "DeepSpeedEngine": "pass the module inside of it (engine.module) and no optimizer, or use its own load_checkpoint",
-    "PipelineModule": "its layers are cut over pipeline ranks",
-}
-"""Class of a module that cannot be loaded to the reason."""
+__all__ = ["describe_model", "describe_modules", "dtype_of"]
 
 
-def describe_model(model: nn.Module) -> LiveModel:
-    """The parameters and persistent buffers of `model`. Raises UnsupportedError where they are not whole."""
-    hidden = _hidden(model)
-    state = model.state_dict(keep_vars=True)
-    persistent = {_plain(name, hidden) for name in state}
+def describe_model(model: nn.Module, units: Sequence[FlatUnit] = (), *, dtype: torch.dtype | None = None) -> LiveModel:
+    """The parameters and persistent buffers of `model`. Raises UnsupportedError for parts that are not known.
+
+    `units`: flat parameters that FSDP1 made of some of them. `dtype`: type to make floating parameters in that have no
+    memory yet.
+    """
+    hidden = hidden_in(model)
+    persistent = [plain_name(name, hidden) for name in _persistent(model, is_flat=bool(units))]
+    flattened = frozenset(own for unit in units for own in unit.members)
+    params = model.named_parameters(remove_duplicate=False)
     named: list[tuple[str, torch.Tensor]]
-    named = [(_plain(name, hidden), own) for name, own in model.named_parameters(remove_duplicate=False)]
+    named = [(plain_name(name, hidden), own) for name, own in params if id(own) not in flattened]
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        if _plain(name, hidden) in persistent:
-            named.append((_plain(name, hidden), buffer))
-    _check_whole(named)
+        if plain_name(name, hidden) in set(persistent):
+            named.append((plain_name(name, hidden), buffer))
+    _check(named)
     names: dict[tuple[object, ...], list[str]] = {}
     handles: dict[tuple[object, ...], torch.Tensor] = {}
     for name, own in named:
         names.setdefault(_place(own), []).append(name)
         handles.setdefault(_place(own), own)
-    tensors = tuple(
-        LiveTensor(names=tuple(names[key]), dtype=dtype_of(own), part=LivePart.whole(tuple(own.shape)))
+    memory = {names[key][0]: _memory(own, dtype) for key, own in handles.items()}
+    tensors = [
+        LiveTensor(names=tuple(names[key]), dtype=dtype_of(memory[names[key][0]]), part=_part_of(own, names[key][0]))
         for key, own in handles.items()
-    )
-    odd = [_plain(name, hidden) for name in state if name.endswith("_extra_state")]
+    ]
+    owners = {id(own): names[_place(own)][0] for _, own in named}
+    for unit in units:
+        flat = [LiveTensor(names=own.names, dtype=dtype_of(unit.share), part=own.part) for own in unit.stretches]
+        tensors += flat
+        memory |= {own.names[0]: unit.share.narrow(0, own.start, own.numel) for own in unit.stretches}
+        owners |= {id(own): flat[at].name for at, own in enumerate(unit.originals)}
+    odd = [name for name in persistent if name.endswith("_extra_state")]
     notes = (f"restore yourself what modules keep beside tensors: {', '.join(odd)}",) if odd else ()
     return LiveModel(
-        tensors=tensors,
-        handles={own.name: handle for own, handle in zip(tensors, handles.values(), strict=True)},
-        owners={id(own): names[_place(own)][0] for _, own in named},
+        tensors=tuple(tensors),
+        handles=memory,
+        owners=owners,
         notes=notes,
+        layer_numbers=_layer_numbers(model, hidden),
     )
+
+
+def _persistent(model: nn.Module, *, is_flat: bool) -> list[str]:
+    """Names in the state dict; without what modules keep beside tensors where that of FSDP1 would gather it all."""
+    if not is_flat:
+        return list(model.state_dict(keep_vars=True))
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, _ in module.named_buffers(recurse=False)
+        if name not in getattr(module, "_non_persistent_buffers_set", ())
+    ]
+
+
+def describe_modules(modules: Sequence[nn.Module], units: Sequence[FlatUnit] = ()) -> LiveModel:
+    """One module, or the chunks of a virtual pipeline as one; see `describe_model`."""
+    from torch import nn
+
+    if len(modules) == 1:
+        return describe_model(modules[0], units)
+    return replace(describe_model(nn.ModuleList(modules), units), chunks=len(modules))
 
 
 def dtype_of(tensor: torch.Tensor) -> DType:
@@ -71,55 +91,50 @@ def dtype_of(tensor: torch.Tensor) -> DType:
     return DType(str(tensor.dtype).removeprefix("torch."))
 
 
-def _hidden(model: nn.Module) -> frozenset[str]:
-    """Paths of modules whose last component is a wrapper's own."""
-    found = set()
-    refused = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name in {base.__name__ for base in type(module).__mro__}:
-            if name in _SHARDING:
-                refused.append(f"{path or 'the model'} is a {name}: {_SHARDING[name]}")
-            if name in _WRAPPERS:
-                found.add(f"{path}.{_WRAPPERS[name]}" if path else _WRAPPERS[name])
-    if refused:
-        raise UnsupportedError(f"expected a module with whole parameters on every rank; got\n{listed(refused)}")
-    return frozenset(found)
-
-
-def _plain(name: str, hidden: frozenset[str]) -> str:
-    parts = name.split(".")
-    return ".".join(part for at, part in enumerate(parts) if ".".join(parts[: at + 1]) not in hidden)
+def _layer_numbers(model: nn.Module, hidden: frozenset[str]) -> dict[str, int]:
+    """Path of every module that says its layer's number, as Megatron's do."""
+    said = {plain_name(path, hidden): getattr(own, "layer_number", None) for path, own in model.named_modules()}
+    return {path: number for path, number in said.items() if isinstance(number, int)}
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     """The same for tensors that are the same elements."""
-    if not tensor.numel():
+    local = local_of(tensor)
+    if not local.numel() or local.is_meta:
         return (id(tensor),)
     return (
-        tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset(),
-        tensor.dtype,
-        tuple(tensor.shape),
-        tensor.stride(),
+        local.untyped_storage().data_ptr(),
+        local.storage_offset(),
+        local.dtype,
+        tuple(local.shape),
+        local.stride(),
     )
 
 
-def _check_whole(named: list[tuple[str, torch.Tensor]]) -> None:
-    sharded = [f"{name}: {why}" for name, own in named for why in _sharding(own)]
+def _memory(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Where the rank's elements go; without memory still, where the tensor has none."""
+    local = local_of(tensor)
+    wanted = blank_dtype(tensor, dtype) if local.is_meta else local.dtype
+    if wanted is local.dtype:
+        return local
+    made = local.detach().to(wanted)
+    vars(made).update(vars(tensor))
+    return made
+
+
+def _part_of(tensor: torch.Tensor, name: str) -> LivePart:
+    return dtensor_part(tensor, name) if is_dtensor(tensor) else LivePart.whole(tuple(tensor.shape))
+
+
+def _check(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    sharded = [
+        f"{name}: a parameter that DeepSpeed ZeRO-3 has partitioned" for name, own in named if hasattr(own, "ds_id")
+    ]
     if sharded:
-        raise UnsupportedError(
-            f"expected whole parameters on every rank; got\n{listed(sharded)}\nsharded models are not loaded yet"
-        )
+        raise UnsupportedError(f"expected parameters that torch alone lays out; got\n{listed(sharded)}")
     absent = [f"{name}: {why}" for name, own in named for why in _absence(own)]
     if absent:
         raise LoadError(f"expected parameters that have memory to load into; got\n{listed(absent)}")
-
-
-def _sharding(tensor: torch.Tensor) -> Iterator[str]:
-    if hasattr(tensor, "device_mesh") and hasattr(tensor, "placements"):
-        yield "a DTensor, which FSDP2 or tensor parallelism made"
-    elif hasattr(tensor, "ds_id"):
-        yield "a parameter that DeepSpeed ZeRO-3 has partitioned"
 
 
 def _absence(tensor: torch.Tensor) -> Iterator[str]:
@@ -127,7 +142,5 @@ def _absence(tensor: torch.Tensor) -> Iterator[str]:
 
     if is_lazy(tensor):
         yield "its shape is not known yet; run the model once"
-    elif tensor.is_meta:
-        yield "it is on the meta device; call model.to_empty(device=...) first"
     elif str(tensor.dtype).removeprefix("torch.") not in {dtype.value for dtype in DType}:
         yield f"no checkpoint has elements of type {tensor.dtype}"

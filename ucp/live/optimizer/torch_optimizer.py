@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ucp.core.dtypes import DType
 from ucp.errors import LoadError, UnsupportedError, listed
 from ucp.live.adapters import LiveModel, State
 from ucp.live.match.groups import LiveGroup
+from ucp.live.model.dtensor import is_dtensor, local_of
 from ucp.live.model.module import dtype_of
 from ucp.live.parts import LiveParam
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
 
-__all__ = ["TorchOptimizer", "describe_optimizer"]
+__all__ = ["TorchOptimizer", "describe_optimizer", "set_hyper"]
 
 Forms: TypeAlias = Mapping[str, State]
 """State name to a value of the same form: type and device count, the value does not."""
@@ -40,9 +41,13 @@ class TorchOptimizer:
     live: Mapping[str, torch.Tensor]
     """Name to the parameter itself."""
     memory: Mapping[str, torch.Tensor]
-    """Name to the memory of this rank's part of it."""
+    """Name to the memory of this rank's part of it, which may still be on the meta device."""
     forms: dict[str, Forms]
     """Parameter to the form of the states that the optimizer keeps of it, where known: see `params`."""
+    made: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    """Parameter and state to the tensor that `landing` gave memory of."""
+    place: torch.device | None = None
+    """Where parameters without memory are going to be made."""
 
     def groups(self) -> list[LiveGroup]:
         """Its groups with their hyper-parameters."""
@@ -67,12 +72,11 @@ class TorchOptimizer:
         taken: torch.dtype = getattr(torch, dtype.value)
         if counts:
             return torch.empty(shape, dtype=taken)
-        beside, held = self.memory[name], self.held(name).get(state)
-        if isinstance(held, torch.Tensor) and (held.dtype, held.device, held.shape) == (taken, beside.device, shape):
-            return held
-        if beside.shape == shape:
-            return torch.empty_like(beside, dtype=taken, requires_grad=False)
-        return torch.empty(shape, dtype=taken, device=beside.device)
+        beside, held = self.live[name], self.held(name).get(state)
+        if not isinstance(held, torch.Tensor) or not _is_alike(held, beside, taken, shape):
+            held = _new(beside, taken, shape)
+        self.made[name, state] = held
+        return local_of(held)
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
         """Give parameters exactly these states; an empty mapping makes a parameter one that was never stepped."""
@@ -80,27 +84,54 @@ class TorchOptimizer:
             param, forms = self.live[name], self.forms.get(name, {})
             if own:
                 self.handle.state[param] = {
-                    state: _formed(value, forms.get(state)) if state in counts.get(name, ()) else value
+                    state: _formed(value, forms.get(state))
+                    if state in counts.get(name, ())
+                    else self.made.pop((name, state), value)
                     for state, value in own.items()
                 }
             elif param.numel():
                 self.handle.state.pop(param, None)
 
     def put_hyper(self, hyper: Sequence[Mapping[str, object]]) -> None:
-        """Set hyper-parameters; one that is a tensor is filled in place."""
-        import torch
-
-        for group, restored in zip(self.handle.param_groups, hyper, strict=True):
-            for key, value in restored.items():
-                if isinstance(group.get(key), torch.Tensor) and isinstance(value, int | float):
-                    group[key].fill_(value)
-                else:
-                    group[key] = value
+        """Set hyper-parameters of every group."""
+        set_hyper(self.handle.param_groups, hyper)
 
     def held(self, name: str) -> Mapping[str, State]:
         """What the optimizer holds for a parameter now."""
         held: Mapping[str, State] = self.handle.state.get(self.live[name], {})
         return held
+
+
+def set_hyper(groups: Sequence[dict[str, Any]], hyper: Sequence[Mapping[str, object]]) -> None:
+    """Set hyper-parameters; one that is a tensor is filled in place."""
+    import torch
+
+    for group, restored in zip(groups, hyper, strict=True):
+        for key, value in restored.items():
+            if isinstance(group.get(key), torch.Tensor) and isinstance(value, int | float):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def _is_alike(held: torch.Tensor, beside: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    """Whether a state has that type and shape on this rank, and lies over the ranks as its parameter does."""
+    own, near = local_of(held), local_of(beside)
+    is_as_cut = (
+        (held.device_mesh, held.placements) == (beside.device_mesh, beside.placements)
+        if (is_dtensor(held) and is_dtensor(beside))
+        else is_dtensor(held) == is_dtensor(beside)
+    )
+    return is_as_cut and (own.dtype, own.device, own.shape) == (dtype, near.device, shape)
+
+
+def _new(beside: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Memory for a state: cut over the ranks as the parameter is where it has its shape, else whole on each."""
+    import torch
+
+    if local_of(beside).shape == shape:
+        return torch.empty_like(beside, dtype=dtype, requires_grad=False)
+    return beside.new_empty(shape, dtype=dtype, requires_grad=False)
 
 
 def _plain(value: object) -> object:
@@ -113,8 +144,8 @@ def describe_optimizer(optimizer: Optimizer, model: LiveModel) -> TorchOptimizer
     """The optimizer by names. Raises LoadError for parameters that are not of the model, UnsupportedError."""
     if type(optimizer).__module__.startswith(("torch.distributed", "deepspeed")):
         raise UnsupportedError(
-            f"expected an optimizer with whole states on every rank; got {type(optimizer).__name__}, "
-            "which shards them. Sharded targets are not loaded yet"
+            f"expected an optimizer of torch, or one of another library; got {type(optimizer).__name__}, which wraps "
+            "one in a way that is not known. Pass the one inside (optimizer.optim)"
         )
     strangers = [
         f"parameter {at} of group {number}, of shape {list(param.shape)}"
@@ -130,8 +161,7 @@ def describe_optimizer(optimizer: Optimizer, model: LiveModel) -> TorchOptimizer
     names = tuple(tuple(model.owners[id(p)] for p in group["params"]) for group in optimizer.param_groups)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     live = {model.owners[id(p)]: p for p in params}
-    memory = {name: model.handles.get(name, param) for name, param in live.items()}
-    return TorchOptimizer(handle=optimizer, names=names, live=live, memory=memory, forms={})
+    return TorchOptimizer(handle=optimizer, names=names, live=live, memory=model.handles, forms={}, place=model.place)
 
 
 def _forms_of(live: TorchOptimizer, hyper: Sequence[Mapping[str, object]]) -> dict[str, Forms]:
@@ -144,17 +174,29 @@ def _forms_of(live: TorchOptimizer, hyper: Sequence[Mapping[str, object]]) -> di
     for number, names in enumerate(live.names):
         group = {**live.handle.param_groups[number], **hyper[number]}
         held = next((state for name in names if (state := live.held(name))), None)
-        probed: dict[tuple[object, ...], Forms | None] = {}
+        probed: dict[_Kind, Forms | None] = {}
         for name in names:
-            param = live.live[name]
-            kind = (param.ndim, param.dtype, param.device)
+            kind = _kind(live, name)
             if kind not in probed:
-                probed[kind] = None if base is None else _probed(live.handle, base, group, param)
+                probed[kind] = None if base is None else _probed(live.handle, base, group, kind)
             forms = probed[kind]
             forms = forms if forms is not None else live.held(name) or held
             if forms is not None:
                 found[name] = forms
     return found
+
+
+class _Kind(NamedTuple):
+    """What the form of a state follows from."""
+
+    ndim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _kind(live: TorchOptimizer, name: str) -> _Kind:
+    like = live.memory.get(name, live.live[name])
+    return _Kind(live.live[name].ndim, like.dtype, live.place if like.is_meta and live.place else like.device)
 
 
 def _torch_class(optimizer: Optimizer) -> type[Optimizer] | None:
@@ -165,16 +207,14 @@ def _torch_class(optimizer: Optimizer) -> type[Optimizer] | None:
     return None
 
 
-def _probed(
-    optimizer: Optimizer, base: type[Optimizer], group: Mapping[str, object], param: torch.Tensor
-) -> Forms | None:
+def _probed(optimizer: Optimizer, base: type[Optimizer], group: Mapping[str, object], kind: _Kind) -> Forms | None:
     """What one step makes of a parameter with one element, of the same dims; None for a class that cannot do that.
 
     The copy is made as unpickling makes one (`Optimizer.__setstate__`); the optimizer itself is not touched.
     """
     import torch
 
-    tiny = torch.zeros((1,) * param.ndim, dtype=param.dtype, device=param.device, requires_grad=True)
+    tiny = torch.zeros((1,) * kind.ndim, dtype=kind.dtype, device=kind.device, requires_grad=True)
     tiny.grad = torch.zeros_like(tiny)
     probe = base.__new__(base)
     groups = [{**group, "params": [tiny]}]

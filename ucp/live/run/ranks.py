@@ -1,30 +1,36 @@
-"""The ranks that load together: they exchange small values and equal parts, and fail as one.
+"""The ranks that load together: they exchange values and parts, and fail as one.
 
 `Ranks` is the port; `Alone` and `Group` (torch.distributed) are what there is. Whatever happens on one rank, all take
-the same steps, so that none waits for another that has gone.
+the same steps, so that none waits for another that has failed. One that has died is noticed by torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import ucp.errors
 from ucp.errors import LoadError, UcpError, UsageError
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
     from torch.distributed import ProcessGroup
 
-__all__ = ["Alone", "Group", "Ranks", "ranks_of", "together"]
+__all__ = ["Alone", "Group", "PeerLostError", "Ranks", "ranks_of", "together"]
 
 T = TypeVar("T")
 
 
+class PeerLostError(LoadError):
+    """An exchange broke off: nothing more can be agreed on."""
+
+
 @runtime_checkable
 class Ranks(Protocol):
-    """Ranks that hold the same slices."""
+    """Ranks that load together."""
 
     rank: int
     """Which of them this is."""
@@ -36,8 +42,11 @@ class Ranks(Protocol):
     def share(self, value: T) -> list[T]:
         """The small values of all ranks, in their order."""
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """The parts [bytes], equally long, of all ranks as [ranks, bytes]; overwritten by the next call."""
+    def swap(self, parts: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """What every rank has for this one; `parts`: numbers (uint64) for each, in their order."""
+
+    def gather(self, part: torch.Tensor, whole: torch.Tensor, members: Sequence[int]) -> None:
+        """Put the parts [bytes], equally long, of all `members` into `whole` [members, bytes]; only they call it."""
 
 
 class Alone:
@@ -54,23 +63,31 @@ class Alone:
         """Its own value."""
         return [value]
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Its own part, not copied."""
-        return part.unsqueeze(0)
+    def swap(self, parts: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """Its own numbers."""
+        return list(parts)
+
+    def gather(self, part: torch.Tensor, whole: torch.Tensor, members: Sequence[int]) -> None:
+        """Its own part."""
+        del members
+        whole[0] = part
 
 
 class Group:
-    """The ranks of a process group of torch.distributed."""
+    """The ranks of a process group of torch.distributed.
+
+    Some of them exchange without a group of their own: one that only its members make (`use_local_synchronization`)
+    is named after how many groups a process has (torch 2.13), which differs between pipeline stages, so that they would
+    wait for ever; and one that all make costs every rank a rendezvous for each set.
+    """
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
-        import torch
         from torch import distributed
 
         self._group = group
         self.rank = distributed.get_rank(group)
         self.count = distributed.get_world_size(group)
         self.device = device
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._into_one = self._can_gather_into_one()
 
     def share(self, value: T) -> list[T]:
@@ -78,31 +95,80 @@ class Group:
         from torch import distributed
 
         values: list[T] = [value] * self.count
-        distributed.all_gather_object(values, value, group=self._group)
+        with _broken_off(range(self.count)):
+            distributed.all_gather_object(values, value, group=self._group)
         return values
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """All parts in one tensor, or `all_gather` into views of it where the backend cannot."""
+    def swap(self, parts: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """`all_to_all_single`, of the lengths and then of the numbers."""
+        import numpy as np
+        import torch
+
+        sizes = np.array([len(part) for part in parts])
+        ones = [1] * self.count
+        got = self._all_to_all(torch.from_numpy(sizes), ones, ones).tolist()
+        numbers = torch.from_numpy(np.concatenate(parts).astype(np.uint64).view(np.int64))
+        told = self._all_to_all(numbers, sizes.tolist(), got).numpy().view(np.uint64)
+        return np.split(told, np.cumsum(got)[:-1])
+
+    def gather(self, part: torch.Tensor, whole: torch.Tensor, members: Sequence[int]) -> None:
+        """All parts into one tensor; between some ranks, every part to every other of them."""
         from torch import distributed
 
-        if self._buffer.numel() < self.count * part.numel():
-            self._buffer = part.new_empty(self.count * part.numel(), device=self.device)
-        whole = self._buffer[: self.count * part.numel()]
-        own = part.to(self.device)
-        if self._into_one:
-            _gather_into_one(whole, own, self._group)
-        else:
-            distributed.all_gather(list(whole.chunk(self.count)), own, group=self._group)
-        return whole.view(self.count, part.numel())
+        with _broken_off(members):
+            if len(members) < self.count:
+                self._send_round(part, whole, members)
+            elif self._into_one:
+                _gather_into_one(whole.view(-1), part, self._group)
+            else:
+                distributed.all_gather(list(whole.unbind(0)), part, group=self._group)
+
+    def _send_round(self, part: torch.Tensor, whole: torch.Tensor, members: Sequence[int]) -> None:
+        from torch import distributed
+
+        sent = []
+        for row, member in zip(whole.unbind(0), members, strict=True):
+            if member == self.rank:
+                row.copy_(part)
+                continue
+            peer = member if self._group is None else distributed.get_global_rank(self._group, member)
+            sent.append(distributed.P2POp(distributed.isend, part, peer, self._group))
+            sent.append(distributed.P2POp(distributed.irecv, row, peer, self._group))
+        for work in distributed.batch_isend_irecv(sent):
+            work.wait()
+
+    def _all_to_all(self, values: torch.Tensor, sizes: list[int], got: list[int]) -> torch.Tensor:
+        from torch import distributed
+
+        own = values.to(self.device)
+        told = own.new_empty(sum(got))
+        with _broken_off(range(self.count)):
+            distributed.all_to_all_single(told, own, got, sizes, group=self._group)
+        return told.cpu()
 
     def _can_gather_into_one(self) -> bool:
         """Whether the backend can; all ranks run the same one, so all find the same."""
-        part = self._buffer.new_zeros(1)
+        import torch
+
+        part = torch.zeros(1, dtype=torch.uint8, device=self.device)
         try:
             _gather_into_one(part.new_zeros(self.count), part, self._group)
         except (RuntimeError, NotImplementedError):
             return False
         return True
+
+
+@contextmanager
+def _broken_off(members: Sequence[int]) -> Iterator[None]:
+    """Say what has happened where torch finds a peer gone, or waited for it in vain."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"expected an answer of {_named(members)}; a process of them has ended, or "
+            f"did not answer within the timeout of its process group (init_process_group(timeout=...)): {error}. "
+            "Look at what the first process to end says, and start the job again"
+        ) from error
 
 
 def _gather_into_one(whole: torch.Tensor, part: torch.Tensor, group: ProcessGroup | None) -> None:
@@ -156,6 +222,8 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
     failure: Exception | None = None
     try:
         result = work()
+    except PeerLostError:
+        raise
     except Exception as error:  # noqa: BLE001  # every rank must hear of it before it is raised
         failure = error
     told = ranks.share(None if failure is None else _told(failure))
@@ -179,10 +247,10 @@ def _common(failed: dict[int, _Failure], count: int) -> UcpError:
     texts = dict.fromkeys(one.text for one in failed.values())
     if len(texts) == 1 and len(failed) == count:
         return kind(*texts)
-    lines = [f"{_named([r for r, one in failed.items() if one.text == text], count)}: {text}" for text in texts]
+    lines = [f"{_named([r for r, one in failed.items() if one.text == text])} of {count}: {text}" for text in texts]
     return kind("\n".join(lines))
 
 
-def _named(ranks: Sequence[int], count: int) -> str:
+def _named(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown} of {count}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

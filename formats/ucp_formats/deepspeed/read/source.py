@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ucp.contract.protocols import Evidence, Format, SourceOptions
+from ucp.contract.run_extras import RunExtras
 from ucp.core.index import Index
 from ucp_formats.deepspeed.locate import locate_native, saved_as, the_folder
+from ucp_formats.deepspeed.loss_scale import deepspeed_scale
 
 __all__ = ["DeepSpeedFormat"]
 
@@ -30,6 +32,8 @@ class DeepSpeedFormat(Format):
             "deepspeed.utils.tensor_fragment.fragment_address",
         }
     )
+
+    run = RunExtras(scale=deepspeed_scale)
 
     def __init__(
         self, group_names: Sequence[Sequence[str]] | None = None, options: SourceOptions | None = None

@@ -10,10 +10,11 @@ from ucp.core.index import Index, Kind
 from ucp.core.topology import Topology
 from ucp.errors import TopologyError
 from ucp_formats.megatron.names import GridPlace
+from ucp_formats.megatron.run.loss_scale import scaler_of
 from ucp_formats.megatron.write.groups import OptimizerGroup
 from ucp_formats.megatron.write.model import Model, ModelTensor
 
-__all__ = ["TargetRun", "check_topology", "experts_apart", "grid_problem", "random_states", "scaler_of"]
+__all__ = ["TargetRun", "check_topology", "experts_apart", "grid_problem", "random_states"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,15 +100,3 @@ def random_states(index: Index, topology: Topology, wanted: Iterable[GridPlace])
             found[GridPlace(tp=tp, pp=pp, ep=ep)] = extra.value
     places = list(wanted)
     return {place: found[place] for place in places} if found.keys() >= set(places) else {}
-
-
-def scaler_of(index: Index) -> object:
-    """State of the gradient scaler, which fp16 needs; None where the source has none."""
-    for extra in index.extras:
-        if extra.name.startswith("optimizer/") and "grad_scaler" in extra.name.split("/"):
-            return extra.value
-        if extra.name == "optimizer" and isinstance(extra.value, dict):
-            for own in (extra.value, *(own for own in extra.value.values() if isinstance(own, dict))):
-                if own.get("grad_scaler"):
-                    return own["grad_scaler"]
-    return None

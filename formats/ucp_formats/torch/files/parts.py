@@ -1,15 +1,8 @@
 """What one rank saved of a tensor that ranks share: a DTensor or a ShardedTensor, as its pickle tells it.
 
 A DTensor says the global shape, the mesh, the rank's place in it, and how each axis of the mesh cuts the tensor. Its
-classes moved between versions of torch (2.1 to 2.13), so that they are told by their names alone. Placements become
-patterns over the axes:
-
-    Shard(dim)                        chunk(dim)
-    _StridedShard(dim, split_factor)  chunk(dim) after the axes that stand behind it and cut the same dim, as tensor
-                                      parallelism cuts first; strided(dim, split_factor) where they do not make up
-                                      the factor
-    Replicate()                       replicate
-    Partial("avg")                    partial; of other sums a part says nothing, and they are refused
+classes moved between versions of torch (2.1 to 2.13), so that they are told by their names alone; what they mean is
+said in `ucp.contract.model.placements`.
 
 Sources: torch 2.13, `torch/distributed/tensor/{_api,_dtensor_spec,placement_types}.py`, `device_mesh.py`,
 `_shard/sharded_tensor/api.py`.
@@ -17,12 +10,13 @@ Sources: torch 2.13, `torch/distributed/tensor/{_api,_dtensor_spec,placement_typ
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
+from ucp.contract.model.placements import Placement, axes_of
 from ucp.contract.registry import pattern
-from ucp.core.layout import AxisLayout, Layout, Pattern
+from ucp.core.layout import AxisLayout, Layout
 from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef
@@ -88,7 +82,14 @@ def _dtensor(given: tuple[object, ...], state: Mapping[str, object], where: str)
     return Part(
         shape=_shape(given[2], where),
         ref=local,
-        layout=Layout(_axes(own.names, own.sizes, [_placement(axis, where) for axis in placements], where)),
+        layout=Layout(
+            axes_of(
+                own.names,
+                own.sizes,
+                [_placement(axis, where) for axis in placements],
+                f"placements of the DTensor in {where}",
+            )
+        ),
         coords=dict(zip(own.names, own.coords, strict=True)),
         around={
             name: at
@@ -152,60 +153,20 @@ def _count(shape: object, where: str) -> int:
     return prod(_count(own, where) for own in shape)
 
 
-_WHOLE = {"Replicate": "replicate", "Partial": "partial"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Placement:
-    kind: str
-    """Name of its class"""
-    dim: int = 0
-    """Dim that is cut"""
-    factor: int = 0
-    """Parts that other axes cut it in before, of a strided one"""
-
-    def pattern(self, *, in_order: bool) -> Pattern:
-        """The pattern it is; `in_order`: the axes that cut before a strided one stand before it."""
-        if self.kind in _WHOLE:
-            return pattern(_WHOLE[self.kind])
-        if self.kind == "Shard" or in_order:
-            return pattern("chunk", dim=self.dim)
-        return pattern("strided", dim=self.dim, split_factor=self.factor)
-
-
-def _placement(value: object, where: str) -> _Placement:
+def _placement(value: object, where: str) -> Placement:
     if not isinstance(value, Stub):
         raise MalformedError(f"{where}: expected a placement; got {value!r}")
     kind, dim, factor = value.made_by.qualname, value.attribute("dim", 0), value.attribute("split_factor", 0)
     if value.args and kind in ("Shard", "_StridedShard"):
         dim = value.args[0]
     if kind in ("Partial", "_Partial") and value.attribute("reduce_op", "sum") == "avg":
-        return _Placement("Partial")
+        return Placement("Partial")
     if kind not in ("Shard", "_StridedShard", "Replicate") or not isinstance(dim, int) or not isinstance(factor, int):
         raise UnsupportedError(
             f"{where}: its placement {kind} is not one whose parts make up the whole. Redistribute it to Shard or "
             "Replicate before it is saved"
         )
-    return _Placement(kind, dim, factor)
-
-
-def _axes(
-    names: Sequence[str], sizes: Sequence[int], placements: Sequence[_Placement], where: str
-) -> tuple[AxisLayout, ...]:
-    """Layout of each axis, outermost first."""
-    behind: dict[int, list[int]] = {}
-    for at, own in enumerate(placements):
-        if own.kind == "_StridedShard":
-            cuts = [
-                i for i in range(at + 1, len(sizes)) if placements[i].dim == own.dim and "Shard" in placements[i].kind
-            ]
-            if prod(sizes[i] for i in cuts) == own.factor:
-                behind[at] = cuts
-    order: list[int] = []
-    for at in range(len(sizes)):
-        order += [own for own in (*behind.get(at, ()), at) if own not in order]
-    known = f"placements of the DTensor in {where}"
-    return tuple(AxisLayout(names[at], sizes[at], placements[at].pattern(in_order=at in behind), known) for at in order)
+    return Placement(kind, dim, factor)
 
 
 def _sharded(given: tuple[object, ...], state: object, where: str) -> Part:

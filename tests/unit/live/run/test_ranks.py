@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -64,7 +65,11 @@ def test_without_torch_distributed_a_process_is_alone():
     assert isinstance(ranks, Ranks)
     assert (ranks.rank, ranks.count, ranks.share("x")) == (0, 1, ["x"])
     part = torch.arange(4, dtype=torch.uint8)
-    assert ranks.gather(part).data_ptr() == part.data_ptr()
+    whole = torch.zeros(1, 4, dtype=torch.uint8)
+    ranks.gather(part, whole, (0,))
+    assert torch.equal(whole[0], part)
+    numbers = np.arange(3, dtype=np.uint64)
+    assert [own.tolist() for own in ranks.swap([numbers])] == [[0, 1, 2]]
 
 
 def test_ranks_of_the_caller_are_taken_as_they_are():

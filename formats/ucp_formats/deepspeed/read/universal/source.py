@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from ucp.contract.protocols import Evidence, Format, SourceOptions
+from ucp.contract.run_extras import RunExtras
 from ucp.core.index import Index
 from ucp_formats.deepspeed.locate import locate_universal, saved_as, the_folder
+from ucp_formats.deepspeed.loss_scale import deepspeed_scale
 
 __all__ = ["DeepSpeedUniversalFormat"]
 
@@ -15,6 +17,7 @@ class DeepSpeedUniversalFormat(Format):
     """Format `deepspeed-universal`."""
 
     name = "deepspeed-universal"
+    run = RunExtras(scale=deepspeed_scale)
 
     def __init__(self, options: SourceOptions | None = None) -> None:
         self._options = options or SourceOptions()

@@ -1,0 +1,117 @@
+"""Live runs of megatron-core 0.13 to 0.19.
+
+>>> MegatronAdapter().name
+'megatron'
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ucp.core.topology import AXES, Topology
+from ucp.errors import UsageError
+from ucp.live.adapters import LiveRequest, LiveRun
+from ucp.live.optimizer.torch_optimizer import describe_optimizer
+from ucp.live.run.ranks import together
+from ucp_formats.megatron.live.model import describe_chunks
+from ucp_formats.megatron.live.optimizer import MegatronLive, describe_optimizers
+
+__all__ = ["MegatronAdapter"]
+
+_MODULE = ("megatron.core.transformer.module", "MegatronModule")
+_OPTIMIZER = ("megatron.core.optimizer.optimizer", "MegatronOptimizer")
+
+
+class MegatronAdapter:
+    """Describes models and optimizers of megatron-core."""
+
+    name = "megatron"
+
+    def claims(self, request: LiveRequest) -> bool:
+        """Whether a chunk of the model, or the optimizer, is megatron-core's."""
+        chunks = _chunks(request.model)
+        return any(_is_of(own, _MODULE) for chunk in chunks for own in _inward(chunk)) or _is_of(
+            request.optimizer, _OPTIMIZER
+        )
+
+    def describe(self, request: LiveRequest) -> LiveRun:
+        """The rank's parts, and the way back from masters to 16-bit weights. Collective."""
+        together(request.ranks, lambda: _check(request))
+        model = describe_chunks(_chunks(request.model), request.ranks)
+        if not request.optimizer:
+            return LiveRun(model=model)
+        if not _is_of(request.optimizer, _OPTIMIZER):
+            plain: Any = request.optimizer
+            return LiveRun(model=model, optimizer=together(request.ranks, lambda: describe_optimizer(plain, model)))
+        optimizer = describe_optimizers(request.optimizer, model, request.ranks)
+        derived = frozenset(name for own in optimizer.members for name in own.copied)
+        return LiveRun(model=replace(model, derived=derived), optimizer=optimizer, finish=lambda: _refresh(optimizer))
+
+
+def _chunks(model: object) -> Sequence[Any]:
+    return list(model) if isinstance(model, list | tuple) else [model]
+
+
+def _inward(module: object) -> Iterator[object]:
+    """A module, and what it wraps."""
+    while module is not None:
+        yield module
+        module = getattr(module, "module", None)
+
+
+def _is_of(own: object, place: tuple[str, str]) -> bool:
+    """Whether it is of a class of megatron-core; nothing is imported for others."""
+    base = getattr(sys.modules.get(place[0]), place[1], None)
+    return base is not None and isinstance(own, base)
+
+
+def _check(request: LiveRequest) -> None:
+    """Raise UsageError for a model without chunks of megatron-core, or another topology than the run's."""
+    chunks = _chunks(request.model)
+    strange = [type(own).__name__ for own in chunks if not any(_is_of(each, _MODULE) for each in _inward(own))]
+    if strange or not chunks:
+        raise UsageError(
+            f"expected the chunks of a model of megatron-core with its optimizer; got {', '.join(strange) or 'none'}"
+        )
+    if request.mesh.topology is not None:
+        _check_topology(request.mesh.topology)
+
+
+def _check_topology(wanted: Topology) -> None:
+    given = {**{axis: getattr(wanted, axis) for axis in AXES}, "etp": wanted.expert_tp}
+    differing = [f"{axis} is {own}, and {given[axis]} was given" for axis, own in _degrees() if given[axis] != own]
+    if differing:
+        raise UsageError(
+            f"expected the topology that megatron-core was initialised with; {', '.join(differing)}. Leave it out"
+        )
+
+
+def _degrees() -> Iterator[tuple[str, int]]:
+    """Axes, and the degrees that megatron-core was initialised with; none where it was not."""
+    from megatron.core import parallel_state as state
+
+    if state.model_parallel_is_initialized():
+        yield "dp", state.get_data_parallel_world_size()
+        yield "tp", state.get_tensor_model_parallel_world_size()
+        yield "pp", state.get_pipeline_model_parallel_world_size()
+        yield "ep", state.get_expert_model_parallel_world_size()
+        yield "cp", state.get_context_parallel_world_size()
+        yield "etp", state.get_expert_tensor_parallel_world_size()
+
+
+def _refresh(optimizer: MegatronLive) -> None:
+    """16-bit weights from masters, and to all data-parallel ranks, by Megatron's own means."""
+    import torch
+
+    chunks: dict[int, Any] = {}
+    with torch.no_grad():
+        for own in optimizer.members:
+            if own.copied:
+                own.outer._copy_main_params_to_model_params()  # noqa: SLF001  # as after every step
+            if own.parts or hasattr(own.outer, "gbuf_ranges"):
+                chunks |= {id(chunk): chunk for chunk in own.outer.model_chunks}
+        for chunk in chunks.values():
+            chunk.start_param_sync(force_sync=True)

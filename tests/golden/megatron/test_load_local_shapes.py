@@ -1,0 +1,109 @@
+"""Megatron checkpoints in plain modules of local shapes, against what Megatron's own ranks of that layout have saved.
+
+All cases of a model hold the same state bit for bit (fixtures/PROVENANCE.md), so what each rank of one layout must hold
+after loading the checkpoint of another is in the files of the first: names, shapes and elements.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ucp
+from tests.unit.live.threads import ThreadRanks, run
+
+FIXTURES = Path(__file__).resolve().parents[3] / "fixtures" / "megatron"
+CASES = [
+    ("llama-tp2-dp2-dp", "llama-tp2-pp2-dp2-torch-zero"),
+    ("llama-tp2-pp2-dp2-full", "llama-pp2-vpp2-dp2-torch-zero"),
+    ("llama-pp2-vpp2-dp2-torch-zero", "llama-tp2-torch-fused"),
+    ("gpt-dp4-dp", "gpt-tp2-pp2-torch"),
+    ("qwen-tp2-dp2-dp-0.19.2", "qwen-tp4-torch-zero"),
+    ("mixtral-ep4-dp4-full", "mixtral-tp2-ep2-etp1-torch-zero"),
+    ("mixtral-pp2-ep2-dp2-dp", "mixtral-ep2-dp2-torch"),
+    ("deepseek-ep2-dp2-full-singleton", "deepseek-tp2-ep2-dp2-torch-zero"),
+    ("mamba-tp2-dp2-full", "mamba-tp2-dp2-torch-zero"),
+]
+BUFFERS = ("expert_bias",)
+
+
+class Stub:
+    """Stands for an object of Megatron."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        del args, kwargs
+
+    def __setstate__(self, state: object) -> None:
+        del state
+
+
+class Unpickler(pickle.Unpickler):
+    """Reads the files of this repository without Megatron."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return Stub if module.startswith("megatron") else super().find_class(module, name)
+
+
+class Reader:
+    """What torch.load takes for the module `pickle`."""
+
+    __name__ = "pickle"
+    Unpickler = Unpickler
+    load = staticmethod(lambda file, **_: Unpickler(file).load())
+
+
+def layout_of(case: str) -> dict[str, int]:
+    layout = json.loads((FIXTURES / case / "case.json").read_text())["layout"]
+    return {axis: int(degree) for axis, degree in layout.items()}
+
+
+def saved_by(case: str, rank: int) -> list[dict[str, torch.Tensor]]:
+    """The chunks that a rank of a case has, as its own file holds them."""
+    own = layout_of(case)
+    tp, pp, ep = rank % own["tp"], rank // (own["world"] // own["pp"]), rank // own["etp"] % own["ep"]
+    numbers = [f"{tp:02d}", *([f"{pp:03d}"] if own["pp"] > 1 else []), *([f"{ep:03d}"] if own["ep"] > 1 else [])]
+    folder = FIXTURES / case / "checkpoint" / "iter_0000010" / f"mp_rank_{'_'.join(numbers)}"
+    state = torch.load(folder / "model_optim_rng.pt", weights_only=False, pickle_module=Reader)
+    chunks = [state[key] for key in sorted(state) if key.startswith("model")]
+    return [{name: own for name, own in chunk.items() if isinstance(own, torch.Tensor)} for chunk in chunks]
+
+
+def module_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
+    """A module with tensors of these names, types and shapes, all NaN."""
+    root = nn.Module()
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        own = root
+        for part in path:
+            if not hasattr(own, part):
+                own.add_module(part, nn.Module())
+            own = getattr(own, part)
+        empty = torch.full_like(tensor, torch.nan)
+        if last in BUFFERS:
+            own.register_buffer(last, empty)
+        else:
+            own.register_parameter(last, nn.Parameter(empty))
+    return root
+
+
+@pytest.mark.parametrize(("source", "target"), CASES)
+def test_every_rank_holds_what_megatrons_own_rank_holds(source: str, target: str) -> None:
+    layout = layout_of(target)
+    degrees = {axis: layout[axis] for axis in ("dp", "tp", "pp", "vpp", "ep", "etp")}
+
+    def load(ranks: ThreadRanks) -> None:
+        chunks = saved_by(target, ranks.rank)
+        modules = [module_of(chunk) for chunk in chunks]
+        model = modules if len(modules) > 1 else modules[0]
+        ucp.load_into(model, degrees, FIXTURES / source / "checkpoint", process_group=ranks)
+        for chunk, own in zip(chunks, modules, strict=True):
+            for name, live in own.state_dict().items():
+                assert torch.equal(live, chunk[name]), (ranks.rank, name)
+
+    assert run(layout["world"], load) == [None] * layout["world"]

@@ -1,0 +1,85 @@
+"""DTensors of torch itself, on one rank of a process group that only counts (torch's "fake" backend)."""
+
+import pytest
+import torch
+from torch import distributed, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ucp.core.dtypes import DType
+from ucp.errors import UnsupportedError
+from ucp.live.model.module import describe_model
+from ucp.live.optimizer.torch_optimizer import describe_optimizer
+
+ROWS = torch.arange(20.0).view(5, 4)
+
+
+@pytest.fixture
+def mesh():
+    distributed.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    distributed.destroy_process_group()
+
+
+def net_of(mesh, *placements):
+    """A module with one parameter, of which this rank (dp 1, tp 1) holds what the placements say."""
+    net = nn.Module()
+    net.w = nn.Parameter(distribute_tensor(ROWS, mesh, placements, src_data_rank=None))
+    return net
+
+
+def slice_of(net):
+    (own,) = describe_model(net).tensors
+    return own.part.slice_of("w", "weight", (5, 4), DType.FLOAT32)
+
+
+@pytest.mark.parametrize("placements", [(Shard(0), Replicate()), (Shard(0), Shard(0)), (Shard(1), Shard(0))])
+def test_a_part_is_what_the_placements_say(mesh, placements):
+    net = net_of(mesh, *placements)
+    found = slice_of(net)
+    held = net.w.detach().to_local()
+    assert found.local_shape == tuple(held.shape)
+    for pair in found.pairs:
+        whole = tuple(slice(low, high) for low, high in zip(pair.whole.offsets, pair.whole.stops, strict=True))
+        local = tuple(slice(low, high) for low, high in zip(pair.local.offsets, pair.local.stops, strict=True))
+        assert torch.equal(ROWS[whole], held[local])
+    assert sum(pair.whole.numel for pair in found.pairs) == held.numel()
+    assert describe_model(net).handles["w"].data_ptr() == held.data_ptr()
+
+
+def test_a_rank_may_hold_nothing_of_it(mesh):
+    net = nn.Module()
+    net.w = nn.Parameter(distribute_tensor(torch.zeros(1, 4), mesh, (Shard(0), Replicate()), src_data_rank=None))
+    (own,) = describe_model(net).tensors
+    found = own.part.slice_of("w", "weight", (1, 4), DType.FLOAT32)
+    assert (found.local_shape, found.nbytes) == ((0, 4), 0)
+
+
+def test_a_sum_that_is_not_reduced_is_refused(mesh):
+    net = nn.Module()
+    net.w = nn.Parameter(DTensor.from_local(ROWS.clone(), mesh, [Replicate(), Partial()]))
+    with pytest.raises(UnsupportedError, match=r"w: expected placements Shard and Replicate; got P"):
+        describe_model(net)
+
+
+def test_another_shape_in_the_checkpoint_does_not_fit(mesh):
+    (own,) = describe_model(net_of(mesh, Shard(0), Replicate())).tensors
+    with pytest.raises(ValueError, match=r"has shape \[5, 4\] in the model and \[6, 4\]"):
+        own.part.slice_of("w", "weight", (6, 4), DType.FLOAT32)
+
+
+def test_states_lie_over_the_ranks_as_the_parameter_does(mesh):
+    net = net_of(mesh, Shard(1), Shard(0))
+    live = describe_optimizer(optim.AdamW(net.parameters()), describe_model(net))
+    assert live.params([{}])[0].keeps == {"step": DType.FLOAT32, "exp_avg": DType.FLOAT32, "exp_avg_sq": DType.FLOAT32}
+    local = live.landing("w", "exp_avg", DType.FLOAT32, (2, 2), counts=False)
+    local.fill_(7.0)
+    live.put({"w": {"exp_avg": local, "step": torch.tensor(3.0)}}, {"w": frozenset({"step"})})
+    state = live.handle.state[net.w]
+    assert (state["exp_avg"].placements, state["exp_avg"].shape) == (net.w.placements, net.w.shape)
+    assert torch.equal(state["exp_avg"].to_local(), torch.full((2, 2), 7.0))
+    assert type(state["step"]) is torch.Tensor
+    assert live.landing("w", "exp_avg", DType.FLOAT32, (2, 2), counts=False).data_ptr() == local.data_ptr()
+    row = live.landing("w", "row_var", DType.FLOAT32, (5, 1), counts=False)
+    assert row.shape == (5, 1)

@@ -1,0 +1,110 @@
+"""Models on the meta device: memory is made for them, and values for what no checkpoint has."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+
+from ucp.errors import LoadError
+from ucp.live.load import load_into
+from ucp.testing.handmade import Shards, make_index, write_checkpoint
+
+
+class Net(nn.Module):
+    """A tied head, a buffer that is saved, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.emb.weight
+        self.emb.weight.mark = "kept"
+        self.register_buffer("seen", torch.tensor(3))
+        self.register_buffer("ramp", torch.arange(3.0), persistent=False)
+        self.register_buffer("mask", torch.eye(3, dtype=torch.bool), persistent=False)
+
+
+class Computing(Net):
+    def reset_parameters(self) -> None:
+        self.ramp.copy_(torch.arange(3.0))
+        self.mask = torch.eye(3, dtype=torch.bool)
+        self.emb.reset_parameters()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    shards = Shards(tmp_path)
+    weight = np.arange(15, dtype=np.float32).reshape(5, 3)
+    arrays = {("emb.weight", "weight"): weight, ("seen", "weight"): np.array(7, dtype=np.int64)}
+    arrays |= {("emb.weight", state): weight + at for at, state in enumerate(["exp_avg", "exp_avg_sq"], 1)}
+    arrays["emb.weight", "step"] = np.array(4, dtype=np.int64)
+    write_checkpoint(make_index(tmp_path, {key: shards.whole(own) for key, own in arrays.items()}))
+    return tmp_path
+
+
+def made(kind):
+    with torch.device("meta"):
+        return kind()
+
+
+WEIGHT = torch.arange(15.0).view(5, 3)
+
+
+def test_a_model_gets_memory_and_stays_what_it_is(saved):
+    net = made(Computing)
+    weight = net.emb.weight
+    optimizer = optim.AdamW(net.parameters())
+    load_into(net, checkpoint=saved, optimizer=optimizer)
+    assert net.emb.weight is net.head.weight is weight is optimizer.param_groups[0]["params"][0]
+    assert (weight.mark, weight.requires_grad, int(net.seen)) == ("kept", True, 7)
+    assert torch.equal(weight, WEIGHT)
+    assert torch.equal(optimizer.state[weight]["exp_avg"], WEIGHT + 1)
+    assert torch.equal(net.ramp, torch.arange(3.0))
+    assert torch.equal(net.mask, torch.eye(3, dtype=torch.bool))
+    net.head(net.emb(torch.tensor([1, 2]))).sum().backward()
+    optimizer.step()
+    assert float(optimizer.state[weight]["step"]) == 5.0
+
+
+def test_what_is_not_computed_is_named_and_nothing_is_changed(saved):
+    net = made(Net)
+    with pytest.raises(LoadError, match=r"(?s)does not bring\n.*ramp\n.*mask\n.*no module has reset_parameters"):
+        load_into(net, checkpoint=saved)
+    assert net.emb.weight.is_meta
+
+
+def test_what_reset_parameters_leaves_out_is_named(saved):
+    net = made(type("Lazy", (Net,), {"reset_parameters": lambda self: self.ramp.zero_()}))
+    with pytest.raises(LoadError, match=r"does not bring\n +mask\nand the reset_parameters"):
+        load_into(net, checkpoint=saved)
+
+
+def test_the_whole_model_may_compute_it(saved):
+    def init_weights(self):
+        self[0].ramp.copy_(torch.arange(3.0))
+        self[0].mask.copy_(torch.eye(3, dtype=torch.bool))
+
+    with torch.device("meta"):
+        net = type("Outer", (nn.Sequential,), {"init_weights": init_weights})(Net())
+    load_into(net, checkpoint=saved, rename=lambda name: name.removeprefix("0."))
+    assert torch.equal(net[0].emb.weight, WEIGHT)
+    assert torch.equal(net[0].mask, torch.eye(3, dtype=torch.bool))
+
+
+def test_what_has_memory_keeps_its_values(saved):
+    net = Net()
+    net.emb.to_empty(device="meta")
+    net.head.weight = net.emb.weight
+    load_into(net, checkpoint=saved)
+    assert torch.equal(net.head.weight, WEIGHT)
+    assert torch.equal(net.ramp, torch.arange(3.0))
+
+
+def test_nothing_is_made_when_the_checkpoint_does_not_fit(saved):
+    net = made(Computing)
+    net.extra = nn.Linear(2, 2, device="meta")
+    with pytest.raises(LoadError, match=r"extra\.weight"):
+        load_into(net, checkpoint=saved)
+    assert net.emb.weight.is_meta
+    load_into(net, checkpoint=saved, strict=False)
+    assert not net.extra.weight.isnan().any()

@@ -1,0 +1,175 @@
+"""What a user asks of a load, in the forms that Python has for it, checked once and kept as one value."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeGuard
+
+from ucp.contract.protocols import SourceOptions
+from ucp.conversion.options import (
+    DtypeLike,
+    MemoryLike,
+    Naming,
+    TopologyLike,
+    nbytes_of,
+    policy_of,
+    settings_of,
+    topology_of,
+    type_path,
+)
+from ucp.conversion.source.zero_moments import ZeroMoments
+from ucp.core.dtypes import DType
+from ucp.core.index import DoubtKind
+from ucp.errors import UsageError
+from ucp.live.decide import LoadOptions
+from ucp.live.exchange.traffic import CarryOptions, Exchange
+from ucp.live.match.names import NamesAsked
+from ucp.live.model.experts import Experts
+from ucp.live.progress import observer_of
+from ucp.live.run.mesh import RunMesh, is_device_mesh
+from ucp.live.run.rank_extras import RankPolicy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ENVIRONMENT", "LoadAsked"]
+
+ENVIRONMENT = "UCP_CHECKPOINT"
+"""Environment variable that names the checkpoint when the call does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadAsked:
+    """What the user asked for."""
+
+    path: Path
+    """The checkpoint."""
+    mesh: RunMesh = field(default_factory=RunMesh)
+    """Where this rank stands in the layout of the run."""
+    options: LoadOptions = field(default_factory=LoadOptions)
+    """What has to fit."""
+    names: NamesAsked = field(default_factory=NamesAsked)
+    """Under which names."""
+    dtype: DType | None = None
+    """Type of the floating weights of the model."""
+    rank_extras: RankPolicy = RankPolicy.DROP
+    """What to do with what each rank of the saved run kept for itself."""
+    carry: CarryOptions = field(default_factory=CarryOptions)
+    """How to bring the bytes."""
+    experts: Experts | None = None
+    """Who holds which experts."""
+
+    @classmethod
+    def of(
+        cls,
+        topology: TopologyLike | DeviceMesh | type_path | None,
+        checkpoint: type_path | None,
+        *,
+        rank: int,
+        ranks: int,
+        strict: bool = True,
+        dtype: DtypeLike | None = None,
+        names: str | None = None,
+        rename: Callable[[str], str] | type_path | None = None,
+        settings: Mapping[str, str | int | float] | None = None,
+        rank_extras: str = RankPolicy.DROP,
+        memory: MemoryLike = 1 << 30,
+        exchange: str = Exchange.AUTO,
+        verify: bool = False,
+        progress: object = False,
+        zero_moments: str = ZeroMoments.ERROR,
+        accept: Iterable[str] = (),
+        family: str | None = None,
+        patterns: type_path | None = None,
+        shapes_from: type_path | None = None,
+        experts: Experts | None = None,
+    ) -> LoadAsked:
+        """What a rank of a run of so many is asked. Raises UsageError."""
+        mesh, path = _told(topology, checkpoint, rank, ranks)
+        called = rename if callable(rename) else None
+        rules = None if rename is None or callable(rename) else Path(_path(rename, "rename"))
+        return cls(
+            path=path,
+            mesh=mesh,
+            options=LoadOptions(
+                strict=strict,
+                rename=called,
+                zero_moments=policy_of(zero_moments, ZeroMoments, "a policy for moments that are zero"),
+                accept=DoubtKind.accepted(accept),
+            ),
+            names=NamesAsked(
+                naming=Naming.of(names, rules),
+                rename=called,
+                settings=settings_of(settings or {}),
+                source=SourceOptions.of(family, patterns, shapes_from),
+            ),
+            dtype=None if dtype is None else _dtype(dtype),
+            rank_extras=policy_of(rank_extras, RankPolicy, "rank_extras as one"),
+            carry=CarryOptions(
+                exchange=policy_of(exchange, Exchange, "exchange as one"),
+                memory=nbytes_of(memory),
+                verify=verify,
+                observer=observer_of(progress, rank=rank),
+            ),
+            experts=experts,
+        )
+
+    @property
+    def agreed(self) -> object:
+        """What has to be the same on all ranks."""
+        known = self.names
+        naming = (known.naming, known.settings, known.source, self.options.rename is None)
+        options = (self.options.strict, self.options.zero_moments, sorted(self.options.accept))
+        moved = (self.carry.exchange, self.carry.memory, self.carry.verify, self.experts)
+        return (options, naming, self.mesh.topology, self.dtype, self.rank_extras, moved)
+
+
+def _told(
+    topology: TopologyLike | DeviceMesh | type_path | None, checkpoint: type_path | None, rank: int, ranks: int
+) -> tuple[RunMesh, Path]:
+    """The mesh and the path, which may stand in its place. Raises UsageError."""
+    if _is_path(topology):
+        if checkpoint is not None:
+            raise UsageError(
+                f"expected a topology such as dp=8, a dict or a DeviceMesh in second place; got {str(topology)!r} and "
+                f"checkpoint={str(checkpoint)!r}, both of which are taken for checkpoints"
+            )
+        topology, checkpoint = None, topology
+    if is_device_mesh(topology):
+        mesh = RunMesh.of_device_mesh(topology, rank=rank, count=ranks)
+    else:
+        wanted = None if topology is None or isinstance(topology, PathLike) else topology_of(topology)
+        if wanted is not None and wanted.ranks != ranks:
+            raise UsageError(
+                f"expected a topology of {ranks} ranks, as the process group has; got {wanted}. "
+                "Leave it out, or initialise torch.distributed first"
+            )
+        mesh = RunMesh.of(wanted, rank=rank)
+    path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)
+    if path is None or not str(path):
+        raise UsageError(f"expected a checkpoint: pass checkpoint=PATH, or set {ENVIRONMENT}")
+    return mesh, Path(_path(path, "checkpoint"))
+
+
+def _is_path(topology: object) -> TypeGuard[type_path]:
+    """Whether what stands for a topology is a path."""
+    is_text = isinstance(topology, str) and "=" not in topology.partition("/")[0]
+    return isinstance(topology, PathLike) or is_text or (isinstance(topology, str) and os.path.exists(topology))
+
+
+def _path(asked: object, argument: str) -> type_path:
+    if not isinstance(asked, str | PathLike):
+        raise UsageError(f"expected a path as {argument}; got {asked!r}")
+    return asked
+
+
+def _dtype(asked: DtypeLike) -> DType:
+    found = DType.named(str(asked))
+    if found is None or not found.is_floating:
+        known = ", ".join(member.value for member in DType if member.is_floating)
+        raise UsageError(f"expected dtype of {known}; got {asked!r}")
+    return found

@@ -1,0 +1,221 @@
+"""Carry items from a checkpoint into the tensors of all ranks: each byte is read once where several of them hold it.
+
+1. `plan_stages` finds out, with the other ranks, who holds the same;
+2. every window is read, a part by each holder, while the one before it is gathered and put in place;
+3. checksums are compared, and with `verify` everything is read again;
+4. all ranks succeed, or all raise the same error.
+
+A rank that fails says so with its next part in every set it is in; the members leave the set at that window, and say so
+in turn. So all come to the end, where the errors are told. A rank that dies ends the others by torch's own error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from ucp.live.exchange.buffers import Buffers
+from ucp.live.exchange.checksums import check_records
+from ucp.live.exchange.pace import is_direct_faster, tell
+from ucp.live.exchange.places import Places, copy_in, landings
+from ucp.live.exchange.read_shares import Segment, Window
+from ucp.live.exchange.reading import THREAD_NBYTES, Reader, Reading
+from ucp.live.exchange.stages import STATUS, Stage, plan_stages
+from ucp.live.exchange.traffic import CarryOptions, Exchange, Traffic
+from ucp.live.exchange.verify import verify
+from ucp.live.parts import LoadItem
+from ucp.live.run.ranks import Ranks, together
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["carry"]
+
+_THREADS = 4
+"""Threads that read, per rank, at most."""
+
+_SAMPLES = 2
+"""Windows that are exchanged before it is decided whether to go on so."""
+
+
+def carry(items: Sequence[LoadItem], into: Sequence[torch.Tensor], ranks: Ranks, options: CarryOptions) -> Traffic:
+    """Fill the landing tensors `into`, one for each of this rank's items. Collective: ranks may hold different items.
+
+    A landing tensor has the type of its slice and its local shape; or, where the slice is a flat range of a local
+    tensor, as many elements, one after another.
+
+    Raises
+    ------
+    SourceError, CoverError, CorruptError, LoadError
+        On all ranks the same; the tensors may be partly filled.
+    """
+    started = time.perf_counter()
+    shaped = together(ranks, lambda: landings(items, into))
+    threads = max(1, min(_THREADS, options.memory // 4 // THREAD_NBYTES))
+    memory = max(options.memory - threads * THREAD_NBYTES, options.memory // 2)
+    stages = plan_stages(items, ranks, exchange=options.exchange, memory=memory)
+    reader = Reader(threads=threads, tracked=frozenset(record.path for record in options.records))
+    with closing(reader):
+        work = together(
+            ranks, lambda: _Work(stages, shaped, reader=reader, ranks=ranks, options=options, memory=memory)
+        )
+        together(ranks, work.run)
+        checked = check_records(options.records, reader, ranks) if options.records else frozenset()
+        if options.verify:
+            verify(items, shaped, ranks, memory=memory)
+        told = ranks.share((reader.nbytes, work.wanted))
+    return Traffic(
+        nbytes=tuple(nbytes for nbytes, _ in told),
+        rank=ranks.rank,
+        wanted_nbytes=sum(wanted for _, wanted in told),
+        exchanged_nbytes=work.received,
+        landed_nbytes=sum(item.slice.nbytes for item in items),
+        peak_nbytes=work.peak_nbytes,
+        seconds=time.perf_counter() - started,
+        checked=checked,
+    )
+
+
+class _Work:
+    """What this rank does, and what has become of it."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        into: Sequence[torch.Tensor],
+        *,
+        reader: Reader,
+        ranks: Ranks,
+        options: CarryOptions,
+        memory: int,
+    ) -> None:
+        self._stages = stages
+        self._places = Places(into)
+        self._reader = reader
+        self._ranks = ranks
+        self._options = options
+        self._memory = memory
+        self._failure: Exception | None = None
+        self._is_stopped = False
+        self._buffers = Buffers(stages, into, ranks, memory=memory)
+        self.peak_nbytes = self._buffers.nbytes
+        self.received = 0
+        self.wanted = 0
+
+    def run(self) -> None:
+        """Go through all stages. Raises what this rank failed with; call it through `together`."""
+        observer = self._options.observer
+        if observer is not None:
+            loads = (own.slice for stage in self._stages for own in stage.loads)
+            observer.begin(title="load", nbytes=sum(own.nbytes for own in loads))
+        for stage, window, buffer, reading in self._read_ahead():
+            self._finish(stage, window, buffer, reading)
+        if observer is not None:
+            observer.end()
+        if self._failure is not None:
+            raise self._failure
+
+    def _read_ahead(self) -> Iterator[tuple[Stage, Window, torch.Tensor, Reading]]:
+        """Every window of this rank and the reading of its part; that of the next has begun too."""
+        begun: list[tuple[Stage, Window, torch.Tensor, Reading]] = []
+        for number, (stage, window) in enumerate(self._windows()):
+            buffer = self._buffers.parts[number % 2]
+            begun.append((stage, window, buffer, self._start(stage, window, buffer)))
+            if number:
+                yield begun.pop(0)
+        yield from begun
+
+    def _windows(self) -> Iterator[tuple[Stage, Window]]:
+        *shared, own = self._stages
+        for stage in shared:
+            for window in stage.windows():
+                yield stage, window
+        for stage in (*(stage for stage in shared if stage.is_left), own):
+            for is_in_place in (True, False):
+                yield from self._alone(stage, is_in_place=is_in_place)
+
+    def _alone(self, stage: Stage, *, is_in_place: bool) -> Iterator[tuple[Stage, Window]]:
+        """What is left of a stage, for this rank alone; `is_in_place`: what is read straight to where it lands."""
+        rest = stage.rest(
+            self._ranks.rank, self._memory, lambda load: (self._places.memory(load) is not None) is is_in_place
+        )
+        for window in rest.windows():
+            if self._is_stopped:
+                return
+            yield rest, window
+
+    def _start(self, stage: Stage, window: Window, buffer: torch.Tensor) -> Reading:
+        mine = stage.members.index(self._ranks.rank)
+        segments, views = [], []
+        for number in range(window.rounds):
+            low = number * (window.round_nbytes + STATUS)
+            memory = buffer[low : low + window.round_nbytes].numpy().data
+            for segment in window.segments(mine, number):
+                segments.append(segment)
+                views.append(self._view(stage, segment, memory))
+        return self._reader.start(stage.loads, segments, views)
+
+    def _view(self, stage: Stage, segment: Segment, memory: memoryview) -> memoryview:
+        """Where a segment is read to: what is not exchanged, straight to its place if that can be."""
+        load = stage.loads[segment.load]
+        place = self._places.memory(load) if len(stage.members) == 1 else None
+        if place is None:
+            return memory[segment.offset : segment.offset + segment.nbytes]
+        low = (segment.start - load.slice.start) * segment.itemsize
+        return place[low : low + segment.nbytes]
+
+    def _finish(self, stage: Stage, window: Window, buffer: torch.Tensor, reading: Reading) -> None:
+        """Bring a window to its place, as soon as this rank's part of it is read."""
+        seconds = 0.0
+        try:
+            done = reading.finish()
+            self.wanted += done.wanted
+            seconds = done.seconds
+        except Exception as error:  # noqa: BLE001  # told to the other ranks with the next part, raised at the end
+            self._fail(error)
+        if stage.is_over or (self._is_stopped and len(stage.members) == 1):
+            return
+        began = time.perf_counter()
+        for number in range(window.rounds):
+            low = number * (window.round_nbytes + STATUS)
+            part = buffer[low : low + window.round_nbytes + STATUS]
+            parts = [part] if len(stage.members) == 1 else self._gathered(stage, window, part)
+            if stage.is_over:
+                return
+            try:
+                self._put(stage, window, number, parts)
+            except Exception as error:  # noqa: BLE001  # as above
+                self._fail(error)
+        stage.measured.append((seconds, time.perf_counter() - began))
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        self._is_stopped = True
+
+    def _gathered(self, stage: Stage, window: Window, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The parts of all members, unless one of them has failed: then the stage is over."""
+        tell(part[window.round_nbytes :], stage, is_stopped=self._is_stopped)
+        whole = self._buffers.gathered(len(stage.members), part.numel())
+        self._ranks.gather(self._buffers.sent(part), whole, stage.members)
+        self.received += (len(stage.members) - 1) * part.numel()
+        heard = whole[:, window.round_nbytes :].cpu()
+        if bool(heard[:, 0].any()):
+            stage.is_over = self._is_stopped = True
+        elif self._options.exchange is Exchange.AUTO and len(stage.measured) == _SAMPLES:
+            stage.is_left = is_direct_faster(heard)
+        return whole.unbind(0)
+
+    def _put(self, stage: Stage, window: Window, number: int, parts: Sequence[torch.Tensor]) -> None:
+        nbytes = 0
+        for reader, part in enumerate(parts):
+            for segment in window.segments(reader, number):
+                nbytes += segment.nbytes
+                load = stage.loads[segment.load]
+                if len(parts) == 1 and self._places.memory(load) is not None:
+                    continue
+                values = part[segment.offset : segment.offset + segment.nbytes]
+                copy_in(self._places.pieces(load, segment, values))
+        if self._options.observer is not None:
+            self._options.observer.advance(nbytes)

@@ -1,0 +1,101 @@
+"""What is carried of an item: the slice that a rank holds, in the order and the extent in which it is best read.
+
+- A slice of a tensor that lies transposed in its files is carried transposed: a stretch of it is one of the file.
+- Where ranks hold some columns each, in rows so short that reading them one by one takes longer than reading all, they
+  carry the whole rows between them, and each takes its columns out: the source is read once, in long stretches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ucp.core.index import StateIndex
+from ucp.core.region import Box, RegionPair
+from ucp.core.slices import Slice, whole_slice
+from ucp.core.tensor import TensorRef
+from ucp.live.parts import LoadItem
+from ucp.transfer.tasks import BLOCK
+from ucp.transfer.tiles import is_crosswise, source_order
+
+__all__ = ["Load", "loads_of", "own_load"]
+
+_COSTLY = 1.5
+"""Times its bytes that reading some columns may cost before whole rows are carried."""
+
+_MOST_WIDENED = 4
+"""Times the bytes that a rank holds, at most, that it receives where whole rows are carried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A slice to read, and where its elements go."""
+
+    item: int
+    """Which item, among those of this rank, it is for."""
+    slice: Slice
+    """What is read."""
+    source: StateIndex
+    """Where it lies."""
+    dims: tuple[int, ...] = ()
+    """Dims of the landing tensor in the order of the slice; none where they are in their own."""
+    pairs: tuple[RegionPair, ...] | None = None
+    """Which boxes of the slice go where in the landing tensor; None: all of it, as it is."""
+
+    @property
+    def cost(self) -> float:
+        """Source bytes to read for a byte of the slice."""
+        return self.source.dtype.itemsize / self.slice.dtype.itemsize
+
+
+def own_load(number: int, item: LoadItem) -> Load:
+    """An item, number `number` of this rank, as one rank alone carries it."""
+    own = Load(item=number, slice=item.slice, source=item.source)
+    return _turned(own) if is_crosswise(own.slice, own.source, nbytes=BLOCK) else own
+
+
+def loads_of(number: int, item: LoadItem) -> tuple[Load, Load]:
+    """An item as one rank alone carries it, and as ranks do that exchange what they read."""
+    own = Load(item=number, slice=item.slice, source=item.source)
+    if not is_crosswise(own.slice, own.source, nbytes=BLOCK, times=_COSTLY):
+        return own, own
+    alone = own_load(number, item)
+    whole = whole_slice(own.slice.param, own.slice.state, own.source, dtype=own.slice.dtype)
+    if alone.dims or not own.slice.is_whole or whole.nbytes > _MOST_WIDENED * own.slice.nbytes:
+        return alone, alone
+    return alone, replace(own, slice=whole, pairs=own.slice.pairs)
+
+
+def _turned(own: Load) -> Load:
+    """The same with the dims in the order of the source, where that is another one and can be told of all pieces."""
+    order = source_order(own.source)
+    refs = [fragment.ref for fragment in own.source.fragments]
+    if order == tuple(sorted(order)) or not own.slice.is_whole:
+        return own
+    if not all(isinstance(ref, TensorRef) and not ref.codec for ref in refs):
+        return own
+    pieces = []
+    for fragment in own.source.fragments:
+        ref = fragment.ref
+        assert isinstance(ref, TensorRef)
+        turned = ref.strided(0, _in_order(ref.shape, order), _in_order(ref.strides, order))
+        pieces.append(replace(fragment, box=_box(fragment.box, order), ref=turned))
+    return replace(
+        own,
+        slice=replace(
+            own.slice,
+            pairs=tuple(
+                replace(pair, whole=_box(pair.whole, order), local=_box(pair.local, order)) for pair in own.slice.pairs
+            ),
+            local_shape=_in_order(own.slice.local_shape, order),
+        ),
+        source=replace(own.source, global_shape=_in_order(own.source.global_shape, order), fragments=tuple(pieces)),
+        dims=order,
+    )
+
+
+def _box(box: Box, order: tuple[int, ...]) -> Box:
+    return Box(_in_order(box.offsets, order), _in_order(box.sizes, order))
+
+
+def _in_order(values: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(values[dim] for dim in order)

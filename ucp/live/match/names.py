@@ -1,0 +1,163 @@
+"""The checkpoint under the names of the live model: as the user says, or as all names of all ranks show.
+
+1. Rules of the user's own, and a style that the user names, are taken as they are said.
+2. Else, where the names of some rank are not those of the checkpoint, every rank says which styles of the chosen family
+   have all of its own, and which give them its shapes. One that holds for all ranks is taken; between two none is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+
+from ucp.contract.model.arguments import recorded_arguments, said_values
+from ucp.contract.protocols import SourceOptions
+from ucp.contract.registry import choose_family
+from ucp.conversion.options import Naming
+from ucp.conversion.source.naming import by_rules, check_styles, family_sizes, restyled, under_style
+from ucp.core.index import Index
+from ucp.core.names import WEIGHT
+from ucp.core.patches import Made
+from ucp.errors import FamilyError, UnknownFamilyError, UnsupportedError, UsageError
+from ucp.families.family import CANONICAL, Family
+from ucp.live.parts import LiveTensor
+from ucp.live.run.ranks import Ranks, together
+
+__all__ = ["NamesAsked", "under_live_names"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamesAsked:
+    """What the user says of names."""
+
+    naming: Naming = field(default_factory=Naming)
+    """Style to bring the checkpoint to, or rules of the user's own."""
+    rename: Callable[[str], str] | None = None
+    """From a name in the model to the name in the checkpoint, once that is under other names."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Sizes of the model that nothing records."""
+    source: SourceOptions = field(default_factory=SourceOptions)
+    """Which family it is of."""
+
+    def __post_init__(self) -> None:
+        unknown = self.settings.keys() - (family_sizes() if self.settings else set())
+        if unknown:
+            raise UsageError(
+                f"expected sizes of the model as settings, by the names of Megatron or config.json "
+                f"(num_attention_heads); got {', '.join(sorted(unknown))}"
+            )
+
+    def family(self, index: Index) -> Family:
+        """The family of the checkpoint. Raises UnknownFamilyError."""
+        arguments = {**recorded_arguments(index), **said_values(self.settings)}
+        names = index.shapes
+        return choose_family(names=names, shapes=names, arguments=arguments, options=self.source)[0]
+
+    def called(self, own: LiveTensor) -> tuple[str, ...]:
+        """Names in the checkpoint that a tensor may have."""
+        return own.names if self.rename is None else tuple(map(self.rename, own.names))
+
+
+def under_live_names(
+    index: Index, tensors: Sequence[LiveTensor], asked: NamesAsked, ranks: Ranks
+) -> tuple[Index, tuple[str, ...]]:
+    """The checkpoint under the names of the model, and what may cure it where it is not. Collective.
+
+    Raises FamilyError, UnsupportedError, UsageError.
+    """
+    index = together(ranks, lambda: _as_said(index, asked))
+    held = [own for own in tensors if 0 not in own.part.local_shape]
+    fits = together(ranks, lambda: all(_is_in(asked.called(own), index.shapes, index.aliases) for own in held))
+    if asked.naming != Naming() or all(ranks.share(fits)):
+        return index, ()
+    found = together(ranks, lambda: _styles(index, held, asked))
+    ways = found.agreed(ranks)
+    if found.family is None or len(ways) != 1:
+        return index, (_hint(ways, found.failures),) if ways or found.failures else ()
+    family = found.family
+    return together(ranks, lambda: under_style(index, family, ways[0])), ()
+
+
+def _as_said(index: Index, asked: NamesAsked) -> Index:
+    if asked.naming.rules is not None:
+        index = by_rules(index, asked.naming.rules)
+    if not asked.naming.style:
+        return index
+    family = asked.family(index)
+    check_styles(family, asked.naming)
+    return under_style(index, family, asked.naming.style, asked.naming.source)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Styles:
+    """Styles that have all names of this rank."""
+
+    family: Family | None = None
+    """The family that they are of."""
+    named: Mapping[str, Mapping[str, Made]] = field(default_factory=dict)
+    """Style to the tensors of the checkpoint in it."""
+    shaped: frozenset[str] = frozenset()
+    """Styles in which they have the shapes of this rank."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """Style with such names to why the checkpoint cannot be brought to it."""
+
+    def agreed(self, ranks: Ranks) -> list[str]:
+        """Styles that hold for all ranks, one of those that come to the same; all that stay. Collective."""
+        told = ranks.share((frozenset(self.named), self.shaped))
+        named, shaped = (reduce(frozenset.intersection, each) for each in zip(*told, strict=True))
+        ways: list[str] = []
+        for style in (own for own in self.named if own in (shaped or named)):
+            if not any(self.named[style] == self.named[own] for own in ways):
+                ways.append(style)
+        return ways
+
+
+def _styles(index: Index, tensors: Sequence[LiveTensor], asked: NamesAsked) -> _Styles:
+    try:
+        family = asked.family(index)
+    except UnknownFamilyError:
+        return _Styles()
+    named: dict[str, Mapping[str, Made]] = {}
+    failures: dict[str, str] = {}
+    for style in (CANONICAL, *family.styles):
+        if not all(_is_read(family, asked.called(own), style) for own in tensors):
+            continue
+        try:
+            _, made = restyled(index, family, style)
+        except (FamilyError, UnsupportedError) as error:
+            failures[style] = str(error)
+            continue
+        if all(_is_in(asked.called(own), made) for own in tensors):
+            named[style] = made
+    shaped = (style for style, made in named.items() if all(_is_shaped(own, asked, made) for own in tensors))
+    return _Styles(family=family, named=named, shaped=frozenset(shaped), failures=failures)
+
+
+def _is_in(names: Sequence[str], held: Collection[str], aliases: Collection[str] = ()) -> bool:
+    return any(name in held or name in aliases for name in names)
+
+
+def _is_read(family: Family, names: Sequence[str], style: str) -> bool:
+    try:
+        return any(family.ignores(name) or family.read(name, style) is not None for name in names)
+    except FamilyError:  # a name that can be two parameters
+        return False
+
+
+def _is_shaped(own: LiveTensor, asked: NamesAsked, made: Mapping[str, Made]) -> bool:
+    shape = next(made[name].shape for name in asked.called(own) if name in made)
+    try:
+        own.part.slice_of(own.name, WEIGHT, shape, own.dtype)
+    except ValueError:
+        return False
+    return True
+
+
+def _hint(ways: Sequence[str], failures: Mapping[str, str]) -> str:
+    """How to say the style."""
+    if ways:
+        said = " or ".join(f"names={way!r}" for way in ways)
+        return f"the names of the model are those of several styles, which store other tensors under them: pass {said}"
+    style, why = next(iter(failures.items()))
+    return f"the names of the model are those of the style {style}, to which the checkpoint cannot be brought: {why}"

@@ -1,0 +1,153 @@
+"""FSDP1's flat parameters: the parameters of a wrapped module end to end, and equal shares of that on the ranks.
+
+With `use_orig_params` an optimizer holds the parameters themselves, of which a rank has a stretch or nothing; without,
+it holds the flat ones. A share is where the elements lie in either case.
+
+Source: torch 2.13, `torch/distributed/fsdp/_flat_param.py` (`FlatParameter`, `FlatParamHandle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, compress
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ucp.contract.registry import pattern
+from ucp.core.layout import AxisLayout, Layout
+from ucp.errors import LoadError, UnsupportedError, listed
+from ucp.live.model.wrappers import hidden_in, plain_name
+from ucp.live.parts import LivePart
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["FlatUnit", "Stretch", "flat_units"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """What the share of this rank has of one parameter."""
+
+    names: tuple[str, ...]
+    """Names it goes by, its own first."""
+    start: int
+    """First element of the share."""
+    numel: int
+    """Elements held."""
+    part: LivePart
+    """What of the parameter they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatUnit:
+    """A flat parameter, on this rank."""
+
+    key: str
+    """What it is called where it has to be told from others: no name of a model."""
+    flat: torch.Tensor
+    """The flat parameter, as an optimizer holds it without `use_orig_params`."""
+    share: torch.Tensor
+    """Memory of this rank's share."""
+    stretches: tuple[Stretch, ...]
+    """Parameters in it, in its order."""
+    originals: tuple[torch.Tensor, ...]
+    """The same, as an optimizer holds them with `use_orig_params`; empty without."""
+    members: frozenset[int]
+    """`id` of all parameters of the module that lie in it, itself among them."""
+
+
+def flat_units(model: nn.Module) -> list[FlatUnit]:
+    """The flat parameters of all modules that FSDP1 wraps. Raises UnsupportedError where their order is not known."""
+    hidden = hidden_in(model)
+    paths: dict[int, list[str]] = {}
+    wrapped = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(plain_name(path, hidden) if path else "")
+        if any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__):
+            wrapped.append(module)
+    handles = {id(handle): handle for module in wrapped if (handle := _field(module, "_handle")) is not None}
+    return [_unit(handle, paths, number) for number, handle in enumerate(handles.values())]
+
+
+def _field(of: object, name: str) -> Any:
+    """What FSDP1 says of itself in attributes that are its own."""
+    return getattr(of, name)
+
+
+def _unit(handle: Any, paths: Mapping[int, Sequence[str]], number: int) -> FlatUnit:
+    flat = handle.flat_param
+    _check(flat, handle)
+    _shard_again(handle)
+    share = getattr(flat, "_local_shard", flat.data)
+    if share.is_meta:
+        raise LoadError("expected flat parameters of FSDP1 that have memory; got some on the meta device")
+    rank, ranks = (handle.rank, handle.world_size) if handle.uses_sharded_strategy else (0, 1)
+    kept = [not is_padding for is_padding in _field(flat, "_is_padding_mask")]
+    starts = compress(accumulate(_field(flat, "_numels_with_padding"), initial=0), kept)
+    originals = tuple(_field(flat, "_params") or ())
+    shared = tuple(_field(flat, "_shared_params") or ())
+    return FlatUnit(
+        key=f"flat parameter {number}",
+        flat=flat,
+        share=share,
+        stretches=tuple(
+            _stretch(names, tuple(shape), start, (share.numel(), rank, ranks))
+            for names, shape, start in zip(_names(flat, paths), _field(flat, "_shapes"), starts, strict=True)
+        ),
+        originals=originals,
+        members=frozenset(map(id, (flat, *originals, *shared))),
+    )
+
+
+def _check(flat: Any, handle: Any) -> None:
+    infos, lies_straight = _field(flat, "_param_infos"), _field(flat, "_contiguities")
+    turned = [info.param_name for info, own in zip(infos, lies_straight, strict=True) if not own]
+    cut = [
+        info.param_name for info, own in zip(infos, _field(flat, "_param_extensions"), strict=True) if own is not None
+    ]
+    if turned or cut:
+        lines = [f"{name}: flattened in the order of its memory" for name in turned]
+        lines += [f"{name}: cut by tensor parallelism before" for name in cut]
+        raise UnsupportedError(
+            f"expected parameters that FSDP1 flattens whole, in row-major order; got\n{listed(lines)}\n"
+            "Make them contiguous before they are wrapped, or use FSDP2 (fully_shard)"
+        )
+
+
+def _shard_again(handle: Any) -> None:
+    """Free what is gathered of all shares: the next forward pass would use it as it is."""
+    is_gathered = hasattr(handle.flat_param, "_full_param_padded") and not handle.needs_unshard()
+    if handle.uses_sharded_strategy and is_gathered:
+        handle.reshard(free_unsharded_flat_param=True)
+        handle.post_reshard()
+
+
+def _names(flat: Any, paths: Mapping[int, Sequence[str]]) -> Iterator[tuple[str, ...]]:
+    """Names of every parameter in a flat one: by all paths of its module, then by those of what is tied to it."""
+    tied: dict[tuple[int, str], list[str]] = {}
+    for info in _field(flat, "_shared_param_infos"):
+        own = tied.setdefault((id(info.prim_module), info.prim_param_name), [])
+        own += _joined(paths[id(info.module)], info.param_name)
+    for info in _field(flat, "_param_infos"):
+        key = id(info.module), info.param_name
+        yield tuple(dict.fromkeys([*_joined(paths[key[0]], key[1]), *tied.get(key, ())]))
+
+
+def _joined(paths: Sequence[str], name: str) -> list[str]:
+    return [f"{path}.{name}" if path else name for path in paths]
+
+
+def _stretch(names: tuple[str, ...], shape: tuple[int, ...], start: int, place: tuple[int, int, int]) -> Stretch:
+    """`start`: element of the flat parameter. `place`: elements of a share, this rank, ranks."""
+    share, rank, ranks = place
+    axis = AxisLayout("dp_shard", ranks, pattern("partition", start=start, share=share), "flat parameters of FSDP1")
+    held = axis.pattern.regions((prod(shape),), ranks, rank)
+    return Stretch(
+        names=names,
+        start=max(0, start - rank * share) if held else 0,
+        numel=sum(pair.local.numel for pair in held),
+        part=LivePart(local_shape=shape, layout=Layout(flat=(axis,)), coords={"dp_shard": rank}, global_shape=shape),
+    )

@@ -1,0 +1,277 @@
+"""How the tensors of a plain module that holds local shapes lie over the ranks of the run.
+
+1. `Finder.ways` lists, per tensor, the layouts that give the shape that this rank holds, by evidence in this order:
+   attributes of the parameter, rules of the model family, how the checkpoint itself was cut. Nothing is taken from
+   shapes alone but that a tensor of the whole's shape is the whole.
+2. Ranks share which of several ways fit them (a dim that does not divide can be cut in two ways), and `placed` takes
+   the first that fits all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from ucp.contract.model.arguments import recorded_arguments
+from ucp.contract.protocols import SourceOptions
+from ucp.contract.registry import choose_family, pattern
+from ucp.core.index import AtomIndex, Index
+from ucp.core.layout import AxisLayout, Layout, Pattern, part_of
+from ucp.errors import FamilyError, UnknownFamilyError
+from ucp.live.adapters import LiveModel
+from ucp.live.match.tensors import atoms_of
+from ucp.live.model.attributes import Attributes
+from ucp.live.model.experts import ExpertMap
+from ucp.live.model.numbering import expert_in, layer_in
+from ucp.live.model.rules import Ruled, Rules, cuts
+from ucp.live.parts import LivePart, LiveTensor
+from ucp.live.run.mesh import RunMesh
+
+__all__ = ["Finder", "Padding", "Ways", "placed"]
+
+_EXPERTS = re.compile(r"(^|\.)(local_)?experts\.")
+_MULTIPLE = "make_vocab_size_divisible_by"
+_MULTIPLES = tuple(1 << power for power in range(12))
+"""What runs make the rows of each rank a multiple of, where that is not recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """Rows at the end of a rank's tensor that no checkpoint has."""
+
+    dim: int
+    """Dim that is longer."""
+    kept: int
+    """Elements of that dim, on this rank, that the checkpoint has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ways:
+    """How a tensor may lie."""
+
+    layouts: tuple[Layout, ...]
+    """Those that give the shape this rank holds, the likeliest first."""
+    is_open: bool = False
+    """Whether another rank may rule one out."""
+    padding: Padding | None = None
+    """What the model has beyond the checkpoint."""
+    hint: str = ""
+    """What to do where there is no way."""
+
+    def keys(self) -> frozenset[str]:
+        """The layouts, as ranks compare them."""
+        return frozenset(map(_key, self.layouts))
+
+
+class Finder:
+    """Finds the ways of the tensors of one rank."""
+
+    def __init__(
+        self,
+        index: Index,
+        mesh: RunMesh,
+        *,
+        count: int,
+        options: SourceOptions,
+        rename: Callable[[str], str] | None,
+        experts: ExpertMap,
+    ) -> None:
+        self.notes: list[str] = []
+        """From where it is known."""
+        self._index, self._mesh, self._rename, self._experts = index, mesh, rename, experts
+        self._options, self._count = options, count
+        self._degrees = {axis: mesh.degree(axis) for axis in ("tp", "ep", "etp")}
+        self._rules: Rules | None = None
+        self._why_none = ""
+        self._is_asked = False
+
+    def ways(self, model: LiveModel) -> dict[str, Ways]:
+        """By own name, for tensors that the checkpoint has and that are no parts already. Raises FamilyError."""
+        found = {}
+        for own in model.tensors:
+            held = atoms_of(own, self._index, self._rename)
+            if held and own.part.is_whole:
+                atom = self._index.atoms[held[0]]
+                said = Attributes.of(model.handles[own.name])
+                if own.part.local_shape != atom.global_shape or said.dim is not None:
+                    found[own.name] = self._found(own, atom, said)
+        return found
+
+    def _found(self, own: LiveTensor, atom: AtomIndex, said: Attributes) -> Ways:
+        local = own.part.local_shape
+        if len(local) != len(atom.global_shape):
+            return Ways(layouts=())
+        ruled = self._ruled(atom, local)
+        ways = list(dict.fromkeys(self._tried(own, atom, said, ruled)))
+        fitting = tuple(way for way in ways if self._fits(way, atom.global_shape, local))
+        padding = None
+        if not fitting and ruled is not None and ruled.padded is not None:
+            fitting, padding = self._padded(ruled.padded, atom.global_shape, local)
+        return Ways(layouts=fitting, is_open=len(ways) > 1, padding=padding, hint="" if fitting else self._hint(ways))
+
+    def _fits(self, way: Layout, shape: tuple[int, ...], local: tuple[int, ...]) -> bool:
+        try:
+            part = part_of(way, shape, coords=self._mesh.coords)
+        except ValueError:
+            return False
+        return part.local_shape == local
+
+    def _tried(self, own: LiveTensor, atom: AtomIndex, said: Attributes, ruled: Ruled | None) -> Iterator[Layout]:
+        """Layouts by evidence, whatever shape they leave."""
+        name = own.whole_names[0]
+        axis = "etp" if said.is_expert or _EXPERTS.search(name) else "tp"
+        outer = self._stacked(name, atom.global_shape) if axis == "etp" else ()
+        by_rule = () if ruled is None else ruled.layouts
+        if said.dim is not None:
+            same = [way for way in by_rule if _last_dim(way, axis) == said.dim] if said.blocks == 1 else []
+            yield from (self._dealt(way, outer) for way in same)
+            yield from self._over(axis, outer, self._attributed(axis, atom.global_shape, own.part.local_shape, said))
+        elif by_rule:
+            yield from (self._dealt(way, outer) for way in by_rule)
+        else:
+            yield from self._over(axis, outer, self._recorded(axis, atom, own.part.local_shape))
+            if outer:
+                yield Layout(outer)
+
+    def _attributed(
+        self, axis: str, shape: tuple[int, ...], local: tuple[int, ...], said: Attributes
+    ) -> Iterator[Pattern]:
+        dim = said.dim
+        if dim is None or dim >= len(shape):
+            return
+        if said.blocks > 1:
+            each, rest = divmod(shape[dim], said.blocks)
+            if not rest:
+                yield pattern("shard", dim=dim, blocks=(each,) * said.blocks)
+        else:
+            yield from cuts(dim, self._degrees[axis], shape, local)
+
+    def _recorded(self, axis: str, atom: AtomIndex, local: tuple[int, ...]) -> Iterator[Pattern]:
+        """The cut that the checkpoint was stored in, over any number of ranks."""
+        for own in atom.layout.axes:
+            dim = getattr(own.pattern, "dim", None)
+            if own.axis != axis or own.parts == 1 or dim is None or getattr(own.pattern, "copies", None):
+                continue
+            if getattr(own.pattern, "blocks", None):
+                yield own.pattern
+            else:
+                yield from cuts(dim, self._degrees[axis], atom.global_shape, local)
+
+    def _over(self, axis: str, outer: tuple[AxisLayout, ...], patterns: Iterator[Pattern]) -> Iterator[Layout]:
+        parts = self._degrees[axis]
+        for own in patterns:
+            yield Layout((*outer, *((AxisLayout(axis, parts, own),) if parts > 1 else ())))
+
+    def _stacked(self, name: str, shape: tuple[int, ...]) -> tuple[AxisLayout, ...]:
+        """The axis of a tensor of all experts of a layer, over expert-parallel ranks."""
+        parts = self._degrees["ep"]
+        if expert_in(name) is not None or not shape:
+            return ()
+        layer = layer_in(name)
+        dealt = self._experts.pattern(shape, layer=layer[1] if layer else None, ep=parts)
+        if dealt is None:
+            return () if parts == 1 else (AxisLayout("ep", parts, pattern("shard", dim=0)),)
+        return (AxisLayout("ep", parts, dealt),)
+
+    def _dealt(self, way: Layout, outer: tuple[AxisLayout, ...]) -> Layout:
+        """A way of the family, with experts dealt out as the user says."""
+        rest = tuple(own for own in way.axes if own.axis != "ep")
+        return Layout((*outer, *rest)) if outer else way
+
+    def _padded(
+        self, dim: int, shape: tuple[int, ...], local: tuple[int, ...]
+    ) -> tuple[tuple[Layout, ...], Padding | None]:
+        """A vocabulary that the model has longer, by what runs pad it to."""
+        parts, rows = self._degrees["tp"], shape[dim]
+        whole = local[dim] * parts
+        others = all(a == b for at, (a, b) in enumerate(zip(shape, local, strict=True)) if at != dim)
+        if not others or whole <= rows or not self._is_padding(rows, whole, parts):
+            return (), None
+        edges = [min(rows, local[dim] * at) for at in range(parts + 1)]
+        widths = tuple(stop - start for start, stop in pairwise(edges))
+        kept = Padding(dim=dim, kept=widths[self._mesh.coords.get("tp", 0)])
+        cut = AxisLayout("tp", parts, pattern("cut", dim=dim, widths=(widths,)))
+        return (Layout((cut,) if parts > 1 else ()),), kept
+
+    def _is_padding(self, rows: int, whole: int, parts: int) -> bool:
+        recorded = recorded_arguments(self._index).get(_MULTIPLE)
+        multiples = (*_MULTIPLES, recorded) if isinstance(recorded, int) and recorded > 0 else _MULTIPLES
+        return any(whole == -(-rows // (own * parts)) * own * parts for own in multiples)
+
+    def _ruled(self, atom: AtomIndex, local: tuple[int, ...]) -> Ruled | None:
+        if not self._is_asked:
+            self._rules = self._chosen()
+        try:
+            return None if self._rules is None else self._rules.of(atom.name, atom.global_shape, local)
+        except FamilyError as error:
+            self._why_none = str(error)
+            return None
+
+    def _chosen(self) -> Rules | None:
+        self._is_asked = True
+        index = self._index
+        try:
+            family, why = choose_family(
+                names=index.atoms, shapes=index.shapes, arguments=recorded_arguments(index), options=self._options
+            )
+        except UnknownFamilyError:
+            self._why_none = "no model family fits the names of the checkpoint"
+            return None
+        self.notes.append(f"cut over the ranks of the run by the family {family.name}: {', '.join(why)}")
+        return Rules(family=family, degrees=self._degrees)
+
+    def _hint(self, ways: Sequence[Layout]) -> str:
+        degrees = ", ".join(f"{axis}={own}" for axis, own in self._degrees.items() if own > 1)
+        if not degrees:
+            is_one = self._mesh.topology is not None or self._count == 1
+            return "" if is_one else "pass the topology of the run where ranks hold parts of tensors"
+        if ways:
+            shown = " or ".join(dict.fromkeys(map(_key, ways)))
+            return f"{shown} does not leave that shape. Correct the topology, or say how it is cut (patterns=)"
+        why = f" ({self._why_none})" if self._why_none else ""
+        return (
+            f"nothing says how {degrees} cuts it{why}. Pass family= or patterns=, or set tensor_model_parallel and "
+            "partition_dim on the parameter"
+        )
+
+
+def placed(
+    model: LiveModel, ways: Mapping[str, Ways], told: Sequence[Mapping[str, frozenset[str]]], mesh: RunMesh
+) -> LiveModel:
+    """The model with the parts that its tensors are. `told`: what all ranks share of `ways`, by names of the whole."""
+    tensors, handles, notes = [], dict(model.handles), []
+    for own in model.tensors:
+        found = ways.get(own.name)
+        if found is None:
+            tensors.append(own)
+            continue
+        layout = _agreed(found, [keys[name] for keys in told if (name := own.whole_names[0]) in keys])
+        if layout is None:
+            hint = "ranks hold shapes of it that no one cut gives" if found.layouts else found.hint
+            tensors.append(replace(own, part=replace(own.part, hint=hint)))
+            continue
+        local = own.part.local_shape
+        if found.padding is not None:
+            dim, kept = found.padding.dim, found.padding.kept
+            notes.append(
+                f"{own.name} has {local[dim]} rows on this rank, and the checkpoint {kept} of them: the rest is "
+                "padding of the vocabulary, left as it is, 0 in optimizer states that are made"
+            )
+            handles[own.name] = handles[own.name].narrow(dim, 0, kept)
+            local = (*local[:dim], kept, *local[dim + 1 :])
+        tensors.append(replace(own, part=LivePart(local_shape=local, layout=layout, coords=mesh.coords)))
+    return replace(model, tensors=tuple(tensors), handles=handles, notes=(*model.notes, *notes))
+
+
+def _agreed(found: Ways, told: Sequence[frozenset[str]]) -> Layout | None:
+    return next((way for way in found.layouts if all(_key(way) in keys for keys in told)), None)
+
+
+def _key(way: Layout) -> str:
+    return " x ".join(f"{own.axis}={own.parts} {own.pattern.name}" for own in way.axes) or "no cut"
+
+
+def _last_dim(way: Layout, axis: str) -> int | None:
+    return next((getattr(own.pattern, "dim", None) for own in reversed(way.axes) if own.axis == axis), None)

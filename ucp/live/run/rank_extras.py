@@ -1,0 +1,105 @@
+"""What each rank of the saved run kept for itself (random states, places of data loaders), and which of it a rank gets.
+
+>>> saved = {rank: Extra(name="dataloader", value=f"at {rank}") for rank in range(2)}
+>>> RankExtras({"dataloader": saved}, ranks=2).of(1, of=4, policy=RankPolicy.REPLICATE)["dataloader"].value
+'at 0'
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from ucp.contract.companions import is_companion
+from ucp.contract.registry import run_extras
+from ucp.core.index import Extra, Index
+from ucp.core.topology import Topology
+from ucp.errors import LoadError
+from ucp.live.run.mesh import RunMesh
+
+__all__ = ["RankExtras", "RankPolicy", "rank_extras"]
+
+
+class RankPolicy(StrEnum):
+    """What to do with what each rank of the saved run kept for itself."""
+
+    DROP = "drop"
+    """Leave it."""
+    CARRY = "carry"
+    """Each rank gets what the rank of its number had; the run has to have as many."""
+    REPLICATE = "replicate"
+    """All get what rank 0 had."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankExtras:
+    """Extras of single ranks."""
+
+    values: Mapping[str, Mapping[int, Extra]]
+    """Name to rank to its own."""
+    ranks: int
+    """Ranks of the run that was saved."""
+
+    def of(self, rank: int, *, of: int, policy: RankPolicy) -> dict[str, Extra]:
+        """What a rank of a run of so many gets. Raises LoadError where it cannot be carried."""
+        if policy is RankPolicy.DROP or not self.values:
+            return {}
+        if policy is RankPolicy.CARRY and of != self.ranks:
+            raise LoadError(
+                f"expected as many ranks as were saved, {self.ranks}, to carry what each kept for itself "
+                f"({', '.join(self.values)}); got {of}. Pass rank_extras='replicate' for that of rank 0 on all, or "
+                "'drop' for none"
+            )
+        source = rank if policy is RankPolicy.CARRY else 0
+        return {name: own[source] for name, own in self.values.items() if source in own}
+
+
+def rank_extras(index: Index) -> RankExtras:
+    """What each rank kept for itself, by the numbers of extras and by the places that the format knows."""
+    found: dict[str, dict[int, Extra]] = {}
+    for extra in index.extras:
+        for name, rank, own in (*_numbered(extra, index), *_placed(extra, index)):
+            found.setdefault(name, {})[rank] = own
+    ranks = max((1 + rank for every in found.values() for rank in every), default=1)
+    return RankExtras(found, max(ranks, index.topology.ranks))
+
+
+def _numbered(extra: Extra, index: Index) -> Iterator[tuple[str, int, Extra]]:
+    """By `Extra.rank`: what a rank has otherwise than all, with what it has like them."""
+    if is_companion(extra):
+        if extra.rank is not None:
+            yield re.sub(rf"_{extra.rank}(?=\.)", "", extra.name), extra.rank, extra
+        return
+    alike = {other.rank: other.value for other in index.extras if other.name == extra.name}
+    if extra.rank is not None and None not in alike:
+        yield extra.name, extra.rank, extra
+    elif extra.rank is None and len(alike) > 1:
+        for rank in range(index.topology.ranks):
+            value, common = alike.get(rank, extra.value), extra.value
+            if isinstance(value, dict) and isinstance(common, dict):
+                value = {**common, **value}
+            yield extra.name, rank, replace(extra, value=value, rank=rank)
+
+
+def _placed(extra: Extra, index: Index) -> Iterator[tuple[str, int, Extra]]:
+    """By the place of ranks on the mesh, which is in the name or in a key of a dict."""
+    pattern = run_extras(index).places
+    inner = extra.value.items() if isinstance(extra.value, dict) else ()
+    named = ((extra.name, extra.value), *((f"{extra.name}/{key}", own) for key, own in inner))
+    for text, value in named if pattern is not None and extra.rank is None else ():
+        match = pattern.fullmatch(text) if pattern is not None else None
+        if match is not None:
+            place = {axis: int(at) for axis, at in match.groupdict().items() if axis != "name" and at is not None}
+            for rank, coords in _ranks(index.topology):
+                if all(coords[axis] == at for axis, at in place.items()):
+                    several = isinstance(value, list) and len(value) in (1, index.topology.dp)
+                    entry = value[coords["dp"] % len(value)] if several and isinstance(value, list) else value
+                    yield match["name"], rank, replace(extra, value=entry, rank=rank)
+
+
+def _ranks(topology: Topology) -> Iterator[tuple[int, dict[str, int]]]:
+    for rank in range(topology.ranks):
+        coords = dict(RunMesh.of(topology, rank=rank).coords)
+        yield rank, {**coords, "ep": coords["dp"] % topology.ep}

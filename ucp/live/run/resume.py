@@ -1,0 +1,95 @@
+"""What a run goes on with beside its model: decided before a byte moves, restored when all is in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from ucp.core.index import Extra, Index
+from ucp.live.checkpoint import Checkpoint
+from ucp.live.match.findings import Findings
+from ucp.live.run.loss_scale import scaler_state
+from ucp.live.run.random_states import generators_of
+from ucp.live.run.rank_extras import RankPolicy, rank_extras
+from ucp.live.run.ranks import Ranks
+from ucp.live.run.scheduler import Stateful, scheduler_state
+from ucp.live.run.values import live_value
+
+__all__ = ["Resume", "RunObjects", "resume_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """What is restored beside the model."""
+
+    steps: tuple[Callable[[], object], ...] = ()
+    """Restore it."""
+    restored: tuple[str, ...] = ()
+    """What that is, for people."""
+    carried: Mapping[str, object] = field(default_factory=dict)
+    """What the policy gives to this rank."""
+    dropped: tuple[str, ...] = ()
+    """What it leaves, with the reason."""
+    ignored: tuple[str, ...] = ()
+    """Extras that nothing was done with."""
+
+    def beside(self, taken: Mapping[str, str]) -> Resume:
+        """The same, and what a framework took for its own: extra to what was set by it."""
+        told = (f"{what}, from {name}" for name, what in taken.items())
+        left = tuple(name for name in self.ignored if name not in taken)
+        return replace(self, restored=(*self.restored, *told), ignored=left)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunObjects:
+    """What the user wants restored beside the model."""
+
+    scheduler: object = None
+    """A learning rate scheduler; None for none."""
+    scaler: object = None
+    """A scaler of the loss; None for none."""
+    policy: RankPolicy = RankPolicy.DROP
+    """What to do with what each rank of the saved run kept for itself."""
+
+
+def resume_of(index: Index, findings: Findings, ranks: Ranks, asked: RunObjects) -> Resume:
+    """Decide it. Raises LoadError for what cannot be carried, UsageError, MalformedError."""
+    checkpoint = Checkpoint(index)
+
+    def read(extra: Extra) -> object:
+        return live_value(extra, checkpoint.tensor)
+
+    steps: list[Callable[[], object]] = []
+    restored: list[str] = []
+    used: set[str] = set()
+    for what, live, find in (("scheduler", asked.scheduler, scheduler_state), ("scaler", asked.scaler, scaler_state)):
+        found = None if live is None else find(index, live, read, findings)
+        if found is not None and isinstance(live, Stateful):
+            name, state = found
+            steps.append(_loader(live, state))
+            restored.append(f"{what} {type(live).__name__}, from {name}")
+            used.add(name)
+    every = rank_extras(index)
+    own = every.of(ranks.rank, of=ranks.count, policy=asked.policy)
+    carried = {name: read(extra) for name, extra in own.items()}
+    for name, value in carried.items():
+        generators = generators_of(value)
+        steps += generators.values()
+        if generators:
+            restored.append(f"random states ({', '.join(generators)}), from {name}")
+    left = [name for name in every.values if name not in carried]
+    is_asked = asked.policy is not RankPolicy.DROP
+    why = "rank 0 has none" if is_asked else "of single ranks; rank_extras='carry' or 'replicate' takes them"
+    names = dict.fromkeys(extra.name for extra in index.extras)
+    apart = {extra.name for one in every.values.values() for extra in one.values()}
+    return Resume(
+        steps=tuple(steps),
+        restored=tuple(restored),
+        carried=carried,
+        dropped=(f"{', '.join(left)}: {why}",) if left else (),
+        ignored=tuple(name for name in names if name not in used and name not in apart),
+    )
+
+
+def _loader(live: Stateful, state: dict[str, object]) -> Callable[[], object]:
+    return lambda: live.load_state_dict(state)
