@@ -6,10 +6,11 @@ step is known; what then stays at its initial value is told.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 from ucp.core.index import Index
+from ucp.live.match.findings import Findings
 from ucp_formats.deepspeed.config import RunConfig
 from ucp_formats.deepspeed.live.handles import Engine, LossScaleConfig
 from ucp_formats.deepspeed.write.optimizer.loss_scale import LossScale, read_loss_scale
@@ -17,51 +18,57 @@ from ucp_formats.deepspeed.write.optimizer.loss_scale import LossScale, read_los
 __all__ = ["resume"]
 
 
-def resume(engine: Engine, index: Index) -> tuple[str, ...]:
-    """Set what is not a tensor of a parameter; what was not there to be set, one line each."""
+def resume(engine: Engine, index: Index, findings: Findings) -> dict[str, str]:
+    """Set what is not a tensor of a parameter; notes tell what was not there to be set."""
     extras = {extra.name: extra.value for extra in reversed(index.extras)}
-    return (*_counts(engine, index, extras), *_schedule(engine, extras), *_loss_scale(engine, extras))
+    taken = {}
+    for setting, name in ((_counts, "engine"), (_schedule, "lr_scheduler"), (_loss_scale, "loss_scaler")):
+        what, note = setting(engine, index, extras)
+        taken.update({name: what} if what else {})
+        findings.notes.extend([note] if note else [])
+    return taken
 
 
-def _counts(engine: Engine, index: Index, extras: Mapping[str, object]) -> Iterator[str]:
+def _counts(engine: Engine, index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
+    """What was set, and a note, either of them empty."""
     saved = extras.get("engine")
     if isinstance(saved, Mapping) and isinstance(saved.get("global_steps"), int):
         engine.global_steps = saved["global_steps"]
         engine.global_samples = saved.get("global_samples", saved["global_steps"] * engine.train_batch_size())
         engine.skipped_steps = saved.get("skipped_steps", 0)
-    elif index.step is not None:
-        engine.global_steps = index.step
-        engine.global_samples = index.step * engine.train_batch_size()
-        yield (
-            f"engine.global_steps is {index.step}, the step of the checkpoint; engine.global_samples was made of it "
-            "and the batch size of this run"
-        )
-    else:
-        yield f"engine.global_steps stays {engine.global_steps}: the checkpoint does not say its step"
+        return "steps and samples of the engine", ""
+    if index.step is None:
+        return "", f"engine.global_steps stays {engine.global_steps}: the checkpoint does not say its step"
+    engine.global_steps = index.step
+    engine.global_samples = index.step * engine.train_batch_size()
+    return "", (
+        f"engine.global_steps is {index.step}, the step of the checkpoint; engine.global_samples was made of it and "
+        "the batch size of this run"
+    )
 
 
-def _schedule(engine: Engine, extras: Mapping[str, object]) -> Iterator[str]:
-    if engine.lr_scheduler is None:
-        return
+def _schedule(engine: Engine, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
     saved = extras.get("lr_scheduler")
+    if engine.lr_scheduler is None:
+        return "", ""
     if "engine" in extras and isinstance(saved, Mapping):
         engine.lr_scheduler.load_state_dict(saved)
-    else:
-        yield "engine.lr_scheduler stays where it is: the checkpoint has no state of a scheduler of DeepSpeed"
+        return f"scheduler {type(engine.lr_scheduler).__name__} of the engine", ""
+    return "", "engine.lr_scheduler stays where it is: the checkpoint has no state of a scheduler of DeepSpeed"
 
 
-def _loss_scale(engine: Engine, extras: Mapping[str, object]) -> Iterator[str]:
+def _loss_scale(engine: Engine, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
     scaler = _scaler(engine.optimizer)
     if scaler is None:
-        return
+        return "", ""
     saved = extras.get("loss_scaler")
     found = read_loss_scale(saved, RunConfig(raw={})) if saved is not None else None
     if found is None or found.dynamic != getattr(scaler, "dynamic_loss_scale", getattr(scaler, "dynamic", None)):
-        yield "the loss scale stays as configured: the checkpoint has none of that kind"
-        return
+        return "", "the loss scale stays as configured: the checkpoint has none of that kind"
     for name, value in _fields(found).items():
         if hasattr(scaler, name):
             setattr(scaler, name, value)
+    return "loss scale of the engine", ""
 
 
 def _scaler(optimizer: object) -> object | None:

@@ -1,0 +1,71 @@
+"""Load checkpoints live into engines of real DeepSpeed, one after another; each then saves one, and trains on.
+
+    torchrun --nproc-per-node 2 tests/integration/deepspeed/live_worker.py JOBS.json
+
+A job names the case to build the engine of, what to load, and what to pass to `ucp.load_into`: the engine (`engine`),
+the engine as optimizer of its module (`optimizer`), the engine without states (`weights`), its module (`module`) or its
+module with its optimizer (`apart`). Rank 0 writes `OUT/report.json`: losses, or the error; the report.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+_FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
+sys.path.insert(0, str(_FIXTURES / "make" / "deepspeed"))
+
+import deepspeed  # noqa: E402
+import deepspeed_train as train  # noqa: E402
+from deepspeed_cases import CASES, case_from_json  # noqa: E402
+from deepspeed_run import start  # noqa: E402
+
+import ucp  # noqa: E402
+
+SEED = 1
+"""Of the initial weights: the checkpoints were trained from seed 0."""
+
+
+def main() -> None:
+    """Carry out all jobs of the file."""
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        told = _carry_out(job)
+        if deepspeed.comm.get_rank() == 0:
+            out = Path(job["out"])
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "report.json").write_text(json.dumps(told))
+        gc.collect()
+        deepspeed.comm.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # the threads of DeepSpeed's shared-memory communicator sometimes abort a normal exit
+
+
+def _carry_out(job: dict[str, Any]) -> dict[str, object]:
+    case = case_from_json(CASES[job["base"]], job["case"])
+    run = start(case, seed=SEED, universal=False)
+    engine = run.engine
+    try:
+        model, optimizer = {
+            "engine": (engine, None),
+            "optimizer": (engine.module, engine),
+            "weights": (engine, False),
+            "module": (engine.module, None),
+            "apart": (engine.module, engine.optimizer),
+        }[job["passed"]]
+        report = ucp.load_into(model, checkpoint=job["checkpoint"], optimizer=optimizer)
+        steps = engine.global_steps
+        engine.save_checkpoint(Path(job["out"]) / "saved")
+        after = train._steps(run, 5)
+        return {"losses": after.losses, "steps": steps, "text": str(report), "notes": report.notes}
+    except ucp.UcpError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        engine.destroy()
+
+
+if __name__ == "__main__":
+    main()
