@@ -80,7 +80,8 @@ def done(job: dict[str, Any]) -> dict[str, Any]:
         run.step(99)  # states are there, and are reused; a root that FSDP2 has left whole is sharded again
     stepping = getattr(run.optimizer, "optim", run.optimizer)
     held = {id(state["exp_avg"]) for state in stepping.state.values() if state}
-    report = load_into(run.model, job.get("topology"), folder / "checkpoint", optimizer=run.optimizer)
+    options = {"exchange": "always", "verify": True} if job.get("stepped") else {}
+    report = load_into(run.model, job.get("topology"), folder / "checkpoint", optimizer=run.optimizer, **options)
     kept = {id(state["exp_avg"]) for state in stepping.state.values()}
     truth = load_file(folder / "truth.safetensors")
     wrong, compared = differing(run, truth)

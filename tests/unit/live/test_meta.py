@@ -7,6 +7,7 @@ from torch import nn, optim
 
 from ucp.errors import LoadError
 from ucp.live.load import load_into
+from ucp.live.model.meta import place_of
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 
@@ -118,3 +119,10 @@ def test_nothing_is_made_when_the_checkpoint_does_not_fit(saved):
     assert net.emb.weight.is_meta
     load_into(net, checkpoint=saved, strict=False)
     assert not net.extra.weight.isnan().any()
+
+
+def test_a_wrapper_may_have_buffers_of_its_own() -> None:
+    wrapper = nn.Module()
+    wrapper.register_parameter("weight", nn.Parameter(torch.zeros(2)))
+    wrapper.buffers = []  # type: ignore[assignment]  # as Megatron's DistributedDataParallel has
+    assert place_of([wrapper]) == torch.device("cpu")

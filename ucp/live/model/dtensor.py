@@ -79,10 +79,12 @@ def check_axes(tensors: Sequence[LiveTensor], topology: Topology | None) -> None
 
 def _is_other(degrees: Mapping[str, int], topology: Topology) -> Iterator[bool]:
     """Whether a degree is not that of the topology; FSDP may shard over data and context parallel ranks together."""
-    known = {"tp": topology.tp, "pp": topology.pp, "ep": topology.ep, "cp": topology.cp, "etp": topology.expert_tp}
+    known: dict[str, tuple[int, ...]] = {axis: (getattr(topology, axis),) for axis in ("tp", "pp", "ep", "cp")}
+    known["etp"] = (topology.expert_tp,)
     if topology.is_split:
-        known |= {"dp_replicate": topology.replicas, "dp_shard": topology.shards, "fsdp": topology.shards}
-    yield from (parts != known.get(axis, parts) for axis, parts in degrees.items())
+        shards = (topology.shards, topology.shards * topology.cp)
+        known |= {"dp_replicate": (topology.replicas,), "dp_shard": shards, "fsdp": shards}
+    yield from (parts not in known.get(axis, (parts,)) for axis, parts in degrees.items())
     data = [parts for axis, parts in degrees.items() if axis not in ("tp", "pp", "ep", "cp", "etp")]
     if data and "ep" not in degrees and not any(axis.startswith(UNNAMED) for axis in degrees):
         yield prod(data) not in (topology.dp, topology.dp * topology.cp)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ucp.core.dtypes import DType
 from ucp.core.names import WEIGHT
-from ucp.errors import LoadError, UsageError, listed
+from ucp.errors import LoadError, UsageError, counted, listed
 from ucp.live.adapters import LiveModel
 from ucp.live.match.groups import LiveGroup
 from ucp.live.model.dtensor import local_of
@@ -99,7 +99,7 @@ def describe_masters(
     memory = {**base.memory, **{name: local_of(master) for name, master in found.items()}}
     weights = {name: own[name] for name in found}
     live = MastersOptimizer(base=replace(base, memory=memory), weights=weights)
-    note = f"{len(found)} weights are cast from masters that the optimizer steps"
+    note = f"{counted(len(found), 'weight is', 'weights are')} cast from masters that the optimizer steps"
     return replace(model, derived=model.derived | found.keys(), notes=(*model.notes, note)), live
 
 

@@ -33,7 +33,8 @@ def named(
     found = []
     for rank, own in enumerate(models):
         mesh = RunMesh.of(run, rank=rank)
-        numbering = Numbering(told=told, mesh=mesh, rank=rank, experts=ExpertMap.of(experts, ep=run.ep))
+        dealt = ExpertMap.of(experts, ep=run.ep)
+        numbering = Numbering(told=told, mesh=mesh, rank=rank, experts=dealt, chunks=own.chunks)
         whole = numbering.named(own, stored, rename)
         found.append([tensor.whole_names[0] for tensor in whole.tensors])
     return found

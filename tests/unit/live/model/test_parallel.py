@@ -11,9 +11,14 @@ from torch import nn, optim
 
 from tests.unit.live.cluster import module
 from tests.unit.live.threads import ThreadRanks, run
+from ucp.contract.registry import pattern
+from ucp.core.dtypes import DType
+from ucp.core.layout import AxisLayout, Layout
 from ucp.core.topology import Topology
 from ucp.errors import LoadError, UsageError
 from ucp.live.load import LoadReport, load_into
+from ucp.live.match.groups import LiveGroup
+from ucp.live.parts import LiveParam, LivePart
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 LAYER = "model.layers.0."
@@ -255,31 +260,30 @@ WORDS = "model.embed_tokens.weight"
 
 @pytest.mark.parametrize(("tp", "rows"), [(1, 16), (2, 8), (4, 4)])
 def test_rows_beyond_the_vocabulary_are_padding(tmp_path, tp, rows):
-    """10 words are padded to 16; what the checkpoint lacks stays as it is, and is 0 in the moments."""
+    """10 words are padded to 16; what the checkpoint lacks is 0, in every state."""
     saved = Saved(tmp_path, LLAMA, states=("weight", "exp_avg", "exp_avg_sq"))
 
     def one(ranks: ThreadRanks) -> LoadReport:
         cut = llama(saved, ranks.rank, tp=tp, heads=min(tp, 4))
         own = module({**{name: array.shape for name, array in cut.items()}, WORDS: (rows, 4)})
         optimizer = optim.Adam(own.parameters())
-        report = load_into(
-            own, f"tp={tp}", saved.path, optimizer=optimizer, family="llama", process_group=ranks, strict=False
-        )
+        report = load_into(own, f"tp={tp}", saved.path, optimizer=optimizer, family="llama", process_group=ranks)
         param = own.get_parameter(WORDS)
         first = ranks.rank * rows
         kept = max(min(10 - first, rows), 0)
-        assert optimizer.state[param].keys() >= {"exp_avg", "exp_avg_sq"}
-        for state, held in {**optimizer.state[param], "weight": param.detach()}.items():
-            if state == "step":
-                continue
+        held_by = {**optimizer.state[param], "weight": param.detach()}
+        for state in ("weight", "exp_avg", "exp_avg_sq"):
+            held = held_by[state]
             assert held.shape == (rows, 4)
             assert torch.equal(held[:kept], torch.from_numpy(saved.arrays[WORDS, state][first : first + kept]))
-            assert torch.isnan(held[kept:]).all() if state == "weight" else not held[kept:].any()
+            assert not held[kept:].any()
         return report
 
     reports = run(tp, one)
     assert all(isinstance(own, LoadReport) for own in reports), reports
-    assert any(f"has {rows} rows on this rank, and the checkpoint " in note for note in reports[-1].notes)
+    assert any(
+        f"{WORDS} is padded to 16 rows in the model and 10 in the checkpoint" in note for note in reports[-1].notes
+    )
 
 
 @pytest.mark.parametrize("rows", [5, 7])
@@ -346,3 +350,53 @@ def test_what_is_no_module_is_refused(tmp_path):
         load_into([nn.Linear(1, 1), "x"], checkpoint=saved.path)
     with pytest.raises(UsageError, match=r"ucp.live.adapters.LiveOptimizer\), or none; got dict"):
         load_into(module({"w": (2,)}), checkpoint=saved.path, optimizer={})
+
+
+class Stretches:
+    """A hand-written ZeRO-1: each data-parallel rank keeps half of the row-major order of every local tensor."""
+
+    def __init__(self, own: nn.Module, dp: int) -> None:
+        self.memory = {
+            (name, state): torch.full((param.numel() // 2,), torch.nan)
+            for name, param in own.named_parameters()
+            for state in ("weight", "exp_avg", "exp_avg_sq")
+        }
+        self.shapes = {name: tuple(param.shape) for name, param in own.named_parameters()}
+        self.dp = dp
+
+    def groups(self) -> list[LiveGroup]:
+        return [LiveGroup(params=tuple(self.shapes), hyper={})]
+
+    def params(self, hyper: object) -> list[LiveParam]:
+        flat = Layout(flat=(AxisLayout("dp", 2, pattern("chunk", dim=0)),))
+        keeps = dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), DType.FLOAT32)
+        return [
+            LiveParam(name=name, keeps=keeps, part=LivePart(local_shape=shape, layout=flat, coords={"dp": self.dp}))
+            for name, shape in self.shapes.items()
+        ]
+
+    def landing(self, name: str, state: str, dtype: DType, shape: tuple[int, ...], *, counts: bool) -> torch.Tensor:
+        return self.memory[name, state]
+
+    def put(self, states: object, counts: object) -> None:
+        """Everything is in place already."""
+
+    def put_hyper(self, hyper: object) -> None:
+        """It has none."""
+
+
+def test_an_optimizer_of_ones_own_that_cuts_local_tensors_in_stretches(tmp_path):
+    """Tensor-parallel parts, halved over data-parallel ranks: stretches of parts of the whole."""
+    saved = Saved(tmp_path, {"up": (8, 3), "down": (3, 8)}, states=("weight", "exp_avg", "exp_avg_sq"))
+
+    def one(ranks: ThreadRanks) -> None:
+        dp, tp = divmod(ranks.rank, 2)
+        own = module({"up": (4, 3), "down": (3, 4)})
+        marked(up=(0, 1), down=(1, 1))(own)
+        optimizer = Stretches(own, dp)
+        load_into(own, "dp=2,tp=2", saved.path, optimizer=optimizer, process_group=ranks)
+        for (name, state), held in optimizer.memory.items():
+            part = split(saved.arrays[name, state], 2, tp, 1 if name == "down" else 0)
+            assert torch.equal(held, torch.from_numpy(part.reshape(-1)[dp * 6 : dp * 6 + 6].copy())), (name, state)
+
+    assert run(4, one) == [None] * 4
