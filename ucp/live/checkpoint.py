@@ -23,7 +23,7 @@ from ucp.core.slices import Locator, Slice, resolve
 from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import MissingLibraryError, NoSuchNameError, UsageError, counted
-from ucp.live.run.values import live_value
+from ucp.live.resume.values import live_value
 from ucp.transfer.gather import Gatherer, Sources
 
 if TYPE_CHECKING:

@@ -19,22 +19,22 @@ from ucp.conversion.options import AcceptName, DtypeLike, MemoryLike, TopologyLi
 from ucp.conversion.prepare import index_as_told, index_of
 from ucp.errors import UcpError
 from ucp.live.adapters import LiveRequest
-from ucp.live.asked import ENVIRONMENT, LoadAsked
-from ucp.live.decide import Decision, check_agreement, decide, match, used_anywhere
-from ucp.live.describe import described
 from ucp.live.exchange.carry import carry
 from ucp.live.exchange.traffic import Traffic
+from ucp.live.match.decide import Decision, check_agreement, decide, match, used_anywhere
 from ucp.live.match.names import under_live_names
-from ucp.live.model.experts import Experts
+from ucp.live.model.describe import described
 from ucp.live.model.meta import place_of
-from ucp.live.model.numbering import without_chunks
-from ucp.live.model.padding import without_padding
+from ucp.live.model.parallel.experts import Experts
+from ucp.live.model.parallel.numbering import without_chunks
+from ucp.live.model.parallel.padding import without_padding
+from ucp.live.model.parallel.place import Placing, place
 from ucp.live.optimizer.wrappers import innermost
 from ucp.live.parts import LoadItem
-from ucp.live.place import Placing, place
 from ucp.live.report import Clock, LoadReport, report_of
+from ucp.live.resume.beside import RunObjects, resume_of
+from ucp.live.run.asked import ENVIRONMENT, LoadAsked
 from ucp.live.run.ranks import Ranks, ranks_of, together
-from ucp.live.run.resume import RunObjects, resume_of
 
 if TYPE_CHECKING:
     import torch

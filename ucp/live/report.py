@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import TensorRef
 from ucp.errors import counted
-from ucp.live.decide import Decision
 from ucp.live.exchange.traffic import Traffic
-from ucp.live.run.resume import Resume
+from ucp.live.match.decide import Decision
+from ucp.live.resume.beside import Resume
 
 __all__ = ["Clock", "LoadReport", "report_of"]
 

@@ -345,7 +345,7 @@ def test_hyper_parameters_stored_as_tensors_are_numbers(saved, tmp_path):
     ref = saved.index.atoms["scalar"].states["weight"].fragments[0].ref
     inline = InlineTensor(data=np.float64(0.5).tobytes(), dtype=DType.FLOAT64)
     group = ParamGroup(params=STEPPED, hyper={"lr": ref, "eps": inline})
-    from ucp.live.decide import _plain_groups
+    from ucp.live.match.decide import _plain_groups
 
     (plain,) = _plain_groups(replace(saved.index, groups=(group,)))
     assert plain.hyper == {"lr": float(saved.arrays["scalar", "weight"]), "eps": 0.5}

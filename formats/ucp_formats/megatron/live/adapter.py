@@ -18,9 +18,9 @@ from ucp.live.adapters import LiveRequest, LiveRun
 from ucp.live.checkpoint import Checkpoint
 from ucp.live.match.findings import Findings
 from ucp.live.optimizer.torch_optimizer import describe_optimizer
-from ucp.live.run.loss_scale import scaler_state
+from ucp.live.resume.loss_scale import scaler_state
+from ucp.live.resume.values import live_value
 from ucp.live.run.ranks import together
-from ucp.live.run.values import live_value
 from ucp_formats.megatron.live.model import describe_chunks
 from ucp_formats.megatron.live.optimizer import MegatronLive, describe_optimizers
 from ucp_formats.megatron.run.loss_scale import scaler_of

@@ -8,8 +8,8 @@ from ucp.core.dtypes import DType
 from ucp.core.topology import Topology
 from ucp.errors import LoadError, UsageError
 from ucp.live.adapters import LiveModel
-from ucp.live.model.experts import ExpertMap, Experts
-from ucp.live.model.numbering import Numbering, survey
+from ucp.live.model.parallel.experts import ExpertMap, Experts
+from ucp.live.model.parallel.numbering import Numbering, survey
 from ucp.live.parts import LivePart, LiveTensor
 from ucp.live.run.mesh import RunMesh
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from ucp.core.index import Extra, Index
 from ucp.live.checkpoint import Checkpoint
 from ucp.live.match.findings import Findings
-from ucp.live.run.loss_scale import scaler_state
-from ucp.live.run.random_states import generators_of
-from ucp.live.run.rank_extras import RankPolicy, rank_extras
+from ucp.live.resume.loss_scale import scaler_state
+from ucp.live.resume.random_states import generators_of
+from ucp.live.resume.rank_extras import RankPolicy, rank_extras
+from ucp.live.resume.scheduler import Stateful, scheduler_state
+from ucp.live.resume.values import live_value
 from ucp.live.run.ranks import Ranks
-from ucp.live.run.scheduler import Stateful, scheduler_state
-from ucp.live.run.values import live_value
 
 __all__ = ["Resume", "RunObjects", "resume_of"]
 

@@ -25,13 +25,13 @@ from ucp.conversion.source.zero_moments import ZeroMoments
 from ucp.core.dtypes import DType
 from ucp.core.index import DoubtKind
 from ucp.errors import UsageError
-from ucp.live.decide import LoadOptions
 from ucp.live.exchange.traffic import CarryOptions, Exchange
+from ucp.live.match.decide import LoadOptions
 from ucp.live.match.names import NamesAsked
-from ucp.live.model.experts import Experts
-from ucp.live.progress import observer_of
+from ucp.live.model.parallel.experts import Experts
+from ucp.live.resume.rank_extras import RankPolicy
 from ucp.live.run.mesh import RunMesh, is_device_mesh
-from ucp.live.run.rank_extras import RankPolicy
+from ucp.live.run.progress import observer_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

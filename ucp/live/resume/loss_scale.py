@@ -9,7 +9,7 @@ from ucp.contract.run_extras import LossScale, torch_state
 from ucp.core.index import Extra, Index
 from ucp.errors import UsageError
 from ucp.live.match.findings import Findings
-from ucp.live.run.scheduler import Stateful
+from ucp.live.resume.scheduler import Stateful
 
 __all__ = ["scaler_state"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from ucp.contract.protocols import SourceOptions
 from ucp.core.index import Index
 from ucp.live.adapters import LiveRun
-from ucp.live.model.experts import ExpertMap, Experts
-from ucp.live.model.numbering import Numbering, survey
-from ucp.live.model.parallel import Finder, placed
+from ucp.live.model.parallel.cuts import Finder, placed
+from ucp.live.model.parallel.experts import ExpertMap, Experts
+from ucp.live.model.parallel.numbering import Numbering, survey
 from ucp.live.optimizer.placed import PlacedOptimizer
 from ucp.live.run.mesh import RunMesh
 from ucp.live.run.ranks import Ranks, together

@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 from ucp.errors import LoadError, UsageError, listed
 from ucp.live.adapters import LiveModel
-from ucp.live.model.experts import ExpertMap
+from ucp.live.model.parallel.experts import ExpertMap
 from ucp.live.parts import LiveTensor
 from ucp.live.run.mesh import RunMesh
 

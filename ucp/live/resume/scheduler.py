@@ -13,7 +13,7 @@ from ucp.contract.registry import run_extras
 from ucp.core.index import Extra, Index
 from ucp.errors import UsageError
 from ucp.live.match.findings import Findings
-from ucp.live.run.values import inert_classes
+from ucp.live.resume.values import inert_classes
 
 __all__ = ["Stateful", "scheduler_state"]
 
