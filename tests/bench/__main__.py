@@ -21,11 +21,15 @@ from pathlib import Path
 from statistics import median
 from subprocess import CalledProcessError
 
+from tests.bench import load, load_plan
 from tests.bench.measure import Sample, run
 from tests.bench.report import Row, write_report
 from tests.bench.sources import SOURCES, Source
 
 REPEATS = 5
+LIVE = {"load": load.main, "load-plan": load_plan.main}
+"""Cases that print what loading into a live model costs, and write no report; only where they are asked for."""
+
 CONVERTER_WORKERS = (1, 2, 4)
 """Worker counts tried with DeepSpeed's converter; the best is compared with."""
 
@@ -45,13 +49,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--without-others", action="store_true", help="leave the tools of other projects out")
-    parser.add_argument("--case", action="append", choices=tuple(SOURCES), help="only this source")
+    parser.add_argument("--case", action="append", choices=(*SOURCES, *LIVE), help="only this one")
     parser.add_argument("--medium", action="append", choices=("RAM", "disk"), help="only there (RAM or disk)")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="where the report goes")
     asked = parser.parse_args()
     root = Path.cwd()
     rows = []
-    for case in asked.case or SOURCES:
+    for case in asked.case or ():
+        if case in LIVE:
+            LIVE[case](asked.repeats)
+    wanted = [case for case in asked.case or SOURCES if case not in LIVE]
+    if not wanted:
+        return
+    for case in wanted:
         checkpoint = SOURCES[case].ready(root / ".bench" / case)
         for medium, place in _places(root):
             if not asked.medium or medium in asked.medium:

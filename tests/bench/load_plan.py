@@ -1,4 +1,6 @@
-"""What it costs one rank to plan a load among many: python -m tests.bench.load_plan [--ranks N] [--tensors N].
+"""What it costs one rank to plan a load of 150,000 tensors among 1,024 ranks.
+
+    python -m tests.bench --case load-plan
 
 Nothing is read. The other ranks are played: each holds what its coordinates say, which for the exchange of digests is
 all that matters, so this rank hears from each of them what it would send, and answers.
@@ -6,12 +8,9 @@ all that matters, so this rank hears from each of them what it would send, and a
 
 from __future__ import annotations
 
-import argparse
-import cProfile
-import pstats
-import sys
 import time
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,9 @@ from ucp.live.exchange.stages import plan_stages
 from ucp.live.exchange.traffic import Exchange
 from ucp.live.parts import LivePart, LoadItem
 
+__all__ = ["main"]
+
+RANKS, TENSORS = 1024, 150_000
 EXPERTS, HIDDEN, FFN = 256, 7168, 2048
 STATES = ("weight", "exp_avg", "exp_avg_sq")
 SHAPES = {"w1": (FFN, HIDDEN), "w2": (HIDDEN, FFN), "w3": (FFN, HIDDEN)}
@@ -83,31 +85,21 @@ def items_of(tensors: int, layout: Layout, coords: dict[str, int]) -> Iterator[L
                 at += ref.nbytes
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--tensors", type=int, default=150_000)
-    parser.add_argument("--profile", action="store_true")
-    asked = parser.parse_args()
+def main(repeats: int) -> None:
+    """Print the processor time of a plan, up to the first window."""
     cases = {
-        "all ranks hold all": (AxisLayout("dp", asked.ranks, Replicate()), asked.ranks),
-        "each holds a row block of all": (AxisLayout("dp", asked.ranks, Chunk(0)), 1),
-        "eight hold the same": (AxisLayout("dp", asked.ranks // 8, Chunk(0)), 8),
+        "all ranks hold all": (AxisLayout("dp", RANKS, Replicate()), RANKS),
+        "each holds some rows of all": (AxisLayout("dp", RANKS, Chunk(0)), 1),
+        "eight hold the same rows": (AxisLayout("dp", RANKS // 8, Chunk(0)), 8),
     }
     for name, (axis, copies) in cases.items():
-        items = list(items_of(asked.tensors, Layout((axis,)), {"dp": 0}))
-        profile = cProfile.Profile()
-        if asked.profile:
-            profile.enable()
-        began = time.process_time()
-        stages = plan_stages(items, Played(asked.ranks, copies), exchange=Exchange.ALWAYS, memory=1 << 30)
-        first = next(stages[0].windows(), None)
-        seconds = time.process_time() - began
-        profile.disable()
-        print(f"{name}: {len(items):,} items, {len(stages)} stages, {first is not None}: {seconds:.2f} s")
-        if asked.profile:
-            pstats.Stats(profile, stream=sys.stdout).sort_stats("cumtime").print_stats(22)
+        items = list(items_of(TENSORS, Layout((axis,)), {"dp": 0}))
+        seconds = median(_plan(items, Played(RANKS, copies)) for _ in range(repeats))
+        print(f"{name:<28} {len(items):,} of {RANKS:,} ranks: {seconds:.2f} CPU s")
 
 
-if __name__ == "__main__":
-    main()
+def _plan(items: Sequence[LoadItem], ranks: Played) -> float:
+    began = time.process_time()
+    stages = plan_stages(items, ranks, exchange=Exchange.ALWAYS, memory=1 << 30)
+    next(stages[0].windows())
+    return time.process_time() - began

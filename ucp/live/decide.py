@@ -20,7 +20,7 @@ from ucp.io.files import open_source
 from ucp.live.adapters import LiveRun
 from ucp.live.match.findings import Findings
 from ucp.live.match.groups import LiveGroup, match_groups
-from ucp.live.match.states import match_states
+from ucp.live.match.states import match_states, note_rounded
 from ucp.live.match.tensors import find_unexpected, fitting, match_tensors, want_weights
 from ucp.live.parts import LoadItem
 from ucp.live.run.ranks import Ranks
@@ -158,6 +158,7 @@ def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
         params = run.optimizer.params(hyper)
         parts = {own.name: own.part for own in tensors}
         states, fresh = match_states(params, parts, matched, index, stepped=used.stepped, findings=findings)
+        note_rounded(wants, params, findings)
         wants += states
     if options.strict:
         findings.check(index.path)

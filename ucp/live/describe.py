@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, cast
 from ucp.contract.registry import live_adapters
 from ucp.errors import UsageError
 from ucp.live.adapters import LiveModel, LiveOptimizer, LiveRequest, LiveRun
+from ucp.live.model.dtensor import check_axes
 from ucp.live.model.fsdp1 import FlatUnit, flat_units
 from ucp.live.model.meta import give_memory, place_of
-from ucp.live.model.module import describe_modules
+from ucp.live.model.module import describe_modules, torch_type
 from ucp.live.optimizer.flat_optimizer import describe_flat_optimizer
-from ucp.live.optimizer.torch_optimizer import describe_optimizer
+from ucp.live.optimizer.masters import MastersOptimizer, describe_masters
 from ucp.live.optimizer.zero_redundancy import describe_zero_redundancy
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.optim import Optimizer
 
 __all__ = ["described"]
 
@@ -29,21 +32,44 @@ def described(request: LiveRequest) -> LiveRun:
     for adapter in live_adapters():
         if adapter.claims(request):
             return adapter.describe(request)
+    from torch import optim
+
     modules = _modules(request.model)
     units = [unit for module in modules for unit in flat_units(module)]
-    model = describe_modules(modules, units)
+    dtype = None if request.dtype is None else torch_type(request.dtype)
+    model = describe_modules(modules, units, dtype=dtype)
     if any(own.is_meta for own in model.handles.values()):
         model = replace(model, place=place_of(modules))
+    check_axes(model.tensors, request.mesh.topology)
     is_placed = any(not own.part.is_whole for own in model.tensors)  # torch says itself how they lie
-    optimizer = None if request.optimizer is False else _optimizer(request.optimizer, model, units)
-    return LiveRun(model=model, optimizer=optimizer, prepare=partial(_prepared, modules), is_placed=is_placed)
+    run = LiveRun(model=model, prepare=partial(_prepared, modules, dtype), is_placed=is_placed)
+    if isinstance(request.optimizer, optim.Optimizer) and not units and not _is_zero(request.optimizer):
+        return _with_optimizer(run, request.optimizer, modules, request.masters)
+    if request.masters is not None:
+        raise UsageError("expected masters= only with a torch optimizer over them, and not for FSDP1 or ZeRO")
+    return replace(run, optimizer=_optimizer(request.optimizer, model, units))
 
 
-def _prepared(modules: Sequence[nn.Module], model: LiveModel, brought: Collection[str]) -> LiveModel:
+def _with_optimizer(
+    run: LiveRun, optimizer: Optimizer, modules: Sequence[nn.Module], masters: Mapping[str, torch.Tensor] | None
+) -> LiveRun:
+    model, live = describe_masters(optimizer, run.model, modules, masters)
+    if isinstance(live, MastersOptimizer):
+        return replace(run, model=model, optimizer=live, finish=live.cast)
+    return replace(run, optimizer=live)
+
+
+def _is_zero(optimizer: object) -> bool:
+    return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
+
+
+def _prepared(
+    modules: Sequence[nn.Module], dtype: torch.dtype | None, model: LiveModel, brought: Collection[str]
+) -> LiveModel:
     """The model with memory for what has none."""
     if model.place is None:
         return model
-    give_memory(modules, {number for number, name in model.owners.items() if name in brought}, model.place, None)
+    give_memory(modules, {number for number, name in model.owners.items() if name in brought}, model.place, dtype)
     made = describe_modules(modules).handles
     handles = {
         name: made[name][tuple(slice(0, length) for length in own.shape)] if own.is_meta else own  # without padding
@@ -66,12 +92,12 @@ def _modules(model: object) -> list[nn.Module]:
 def _optimizer(optimizer: object | None, model: LiveModel, units: Sequence[FlatUnit]) -> LiveOptimizer | None:
     from torch import optim
 
-    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+    if _is_zero(optimizer):
         return describe_zero_redundancy(cast("ZeroRedundancyOptimizer", optimizer), model)  # its module may be absent
-    if optimizer is None:
-        return None
     if isinstance(optimizer, optim.Optimizer):
-        return describe_flat_optimizer(optimizer, model, units) if units else describe_optimizer(optimizer, model)
+        return describe_flat_optimizer(optimizer, model, units)
+    if optimizer is None or optimizer is False:
+        return None
     if isinstance(optimizer, LiveOptimizer):
         return optimizer
     raise UsageError(

@@ -29,6 +29,7 @@ from ucp.live.model.experts import Experts
 from ucp.live.model.meta import place_of
 from ucp.live.model.numbering import without_chunks
 from ucp.live.model.padding import without_padding
+from ucp.live.optimizer.wrappers import innermost
 from ucp.live.parts import LoadItem
 from ucp.live.place import Placing, place
 from ucp.live.report import Clock, LoadReport, report_of
@@ -54,6 +55,7 @@ def load_into(
     checkpoint: type_path | None = None,
     *,
     optimizer: Optimizer | Literal[False] | None = None,
+    masters: Mapping[str, torch.Tensor] | None = None,
     scheduler: object = None,
     scaler: object = None,
     strict: bool = True,
@@ -91,8 +93,12 @@ def load_into(
     checkpoint
         Anything `ucp inspect` reads; by default what the environment variable UCP_CHECKPOINT names.
     optimizer
-        Optimizer over parameters of `model`. Without it, optimizer states are left out. A DeepSpeed engine brings its
-        own; False leaves out the states of that.
+        Optimizer over parameters of `model`; wrappers of accelerate and Lightning are seen through. Without it,
+        optimizer states are left out; but a DeepSpeed engine brings its own, unless this is False.
+    masters
+        Name of a parameter to its master in another precision, where `optimizer` steps masters of your own. They are
+        brought, and the weights cast from them. Without it, masters are known by the order, shapes and values of the
+        parameters.
     scheduler
         Learning rate scheduler of the class that was saved, of any framework: it has `load_state_dict`.
     scaler
@@ -189,7 +195,10 @@ def load_into(
     index = together(ranks, lambda: read(asked.path, source=source))
     check_agreement(ranks, index, asked.agreed)
     clock.lap("index")
-    request = LiveRequest(model=model, optimizer=optimizer, mesh=asked.mesh, ranks=ranks, dtype=asked.dtype)
+    stepped = innermost(optimizer)
+    request = LiveRequest(
+        model=model, optimizer=stepped, mesh=asked.mesh, ranks=ranks, dtype=asked.dtype, masters=masters
+    )
     run = together(ranks, lambda: described(request))
     index, hints = under_live_names(index, without_chunks(run.model), asked.names, ranks)
     placing = Placing(family=source, rename=asked.options.rename, experts=asked.experts)
@@ -206,7 +215,7 @@ def load_into(
     clock.lap("read")
     together(ranks, lambda: _restore(decision, landing))
     together(ranks, run.finish)
-    resume = resume.beside(together(ranks, lambda: run.resume(index, decision.findings)))
+    decision.findings.notes.extend(together(ranks, lambda: run.resume(index)))
     together(ranks, lambda: [step() for step in resume.steps])
     clock.lap("restore")
     return report_of(decision, resume, traffic, clock.seconds)

@@ -42,7 +42,7 @@ def place(run: LiveRun, index: Index, mesh: RunMesh, ranks: Ranks, options: Plac
     experts = together(ranks, lambda: ExpertMap.of(options.experts, ep=mesh.degree("ep")))
     told = ranks.share(survey(run.model))
     stored = (*index.atoms, *index.aliases)
-    numbering = Numbering(told=told, mesh=mesh, rank=ranks.rank, experts=experts)
+    numbering = Numbering(told=told, mesh=mesh, rank=ranks.rank, experts=experts, chunks=run.model.chunks)
     model = together(ranks, lambda: run.model if run.is_placed else numbering.named(run.model, stored, options.rename))
     finder = Finder(index, mesh, count=ranks.count, options=options.family, rename=options.rename, experts=experts)
     ways = together(ranks, lambda: {} if run.is_placed else finder.ways(model))
@@ -54,9 +54,4 @@ def place(run: LiveRun, index: Index, mesh: RunMesh, ranks: Ranks, options: Plac
     if run.optimizer is None or run.is_placed:
         return replace(run, model=model)
     parts = {own.name: own.part for own in model.tensors}
-    padded = {
-        own.name: own.part.local_shape
-        for own in run.model.tensors
-        if own.name in ways and ways[own.name].padding is not None
-    }
-    return replace(run, model=model, optimizer=PlacedOptimizer(own=run.optimizer, parts=parts, padded=padded))
+    return replace(run, model=model, optimizer=PlacedOptimizer(own=run.optimizer, parts=parts))

@@ -13,7 +13,7 @@ from ucp.live.decide import Decision
 from ucp.live.exchange.traffic import Traffic
 from ucp.live.run.resume import Resume
 
-__all__ = ["LoadReport", "report_of"]
+__all__ = ["Clock", "LoadReport", "report_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,14 @@ class LoadReport:
     """Bytes that this rank read."""
     nbytes_total: int
     """Bytes that all ranks read together."""
+    nbytes_wanted: int
+    """Bytes of files that all ranks asked for; they read more where small gaps, or checksums, were read with them."""
+    nbytes_exchanged: int
+    """Bytes that this rank received from others."""
     nbytes_loaded: int
-    """Bytes that this rank holds of the checkpoint: weights, buffers, states."""
+    """Bytes that were put in place on this rank: weights, buffers, states."""
+    nbytes_peak: int
+    """Most main memory that this rank took for what was under way."""
     ranks: int
     """Ranks of the run."""
     stages: Mapping[str, float]
@@ -84,10 +90,12 @@ class LoadReport:
         states = f", {', '.join(self.states)}" if self.states else ""
         share = f" ({self.nbytes_read:,} by this one of {self.ranks} ranks)" if self.ranks > 1 else ""
         stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.stages.items())
-        rate = f"{self.gigabytes_per_second:.2f} GB/s"
+        landed = f"{self.nbytes_loaded:,} bytes put in place on this rank, {self.gigabytes_per_second:.2f} GB/s"
+        peak = f"{self.nbytes_peak:,} bytes of memory at most"
         text = [
             f"{self.path} ({self.format}, step {self.step}): {counted(len(self.names), 'tensor')}{states}",
-            f"{self.nbytes_total:,} bytes read{share} in {self.seconds:.2f} s ({stages}), {rate}",
+            f"{self.nbytes_total:,} bytes read{share} in {self.seconds:.2f} s ({stages})",
+            f"{landed}; {self.nbytes_exchanged:,} bytes received from other ranks; {peak}",
         ]
         told = {
             "restored": self.restored,
@@ -136,7 +144,10 @@ def report_of(decision: Decision, resume: Resume, traffic: Traffic, stages: Mapp
         nbytes_read=traffic.nbytes[traffic.rank],
         nbytes_total=sum(traffic.nbytes),
         ranks=len(traffic.nbytes),
-        nbytes_loaded=sum(want.slice.nbytes for want in decision.wants),
+        nbytes_wanted=traffic.wanted_nbytes,
+        nbytes_exchanged=traffic.exchanged_nbytes,
+        nbytes_loaded=traffic.landed_nbytes,
+        nbytes_peak=traffic.peak_nbytes,
         stages=stages,
         restored=resume.restored,
         carried=resume.carried,

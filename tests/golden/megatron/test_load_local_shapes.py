@@ -107,3 +107,44 @@ def test_every_rank_holds_what_megatrons_own_rank_holds(source: str, target: str
                 assert torch.equal(live, chunk[name]), (ranks.rank, name)
 
     assert run(layout["world"], load) == [None] * layout["world"]
+
+
+def llama_in_hugging_faces_names(layers: range) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the fixtures' Llama (8 heads of queries, 4 of keys and values, 4 long), of these layers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    if 0 in layers:
+        shapes["model.embed_tokens.weight"] = (64, 20)
+    for layer in layers:
+        own = f"model.layers.{layer}."
+        attention = {"q": (32, 20), "k": (16, 20), "v": (16, 20), "o": (20, 32)}
+        shapes |= {f"{own}self_attn.{name}_proj.weight": shape for name, shape in attention.items()}
+        shapes |= {f"{own}mlp.{name}_proj.weight": (28, 20) for name in ("gate", "up")}
+        shapes[f"{own}mlp.down_proj.weight"] = (20, 28)
+        shapes |= {f"{own}{name}_layernorm.weight": (20,) for name in ("input", "post_attention")}
+    if 3 in layers:
+        shapes |= {"model.norm.weight": (20,), "lm_head.weight": (64, 20)}
+    return shapes
+
+
+def test_stages_of_another_frameworks_model_hold_their_cuts() -> None:
+    """Megatron's files into tensor-parallel stages of a Llama in Hugging Face's names, cut by hand."""
+    checkpoint = FIXTURES / "llama-tp2-dp2-dp" / "checkpoint"
+    every = llama_in_hugging_faces_names(range(4))
+    whole = module_of({name: torch.empty(shape) for name, shape in every.items()})
+    ucp.load_into(whole, checkpoint=checkpoint)
+
+    def load(ranks: ThreadRanks) -> None:
+        stage, tp = divmod(ranks.rank, 2)
+        wanted = {}
+        for name, shape in llama_in_hugging_faces_names(range(2 * stage, 2 * stage + 2)).items():
+            dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+            tensor = whole.get_parameter(name).detach()
+            is_cut = len(shape) == 2
+            local = name.replace(f"layers.{2 * stage}.", "layers.0.").replace(f"layers.{2 * stage + 1}.", "layers.1.")
+            wanted[local] = tensor.chunk(2, dim)[tp].contiguous() if is_cut else tensor
+        own = module_of(wanted)
+        ucp.load_into(own, "tp=2,pp=2", checkpoint, process_group=ranks)
+        for name, live in own.state_dict().items():
+            assert torch.equal(live, wanted[name]), (ranks.rank, name)
+
+    assert run(4, load) == [None] * 4

@@ -3,6 +3,10 @@
     torchrun --nproc-per-node 2 client_worker.py trainer|accelerate OUT --stage 2 --save CHECKPOINTS
     torchrun --nproc-per-node 1 client_worker.py trainer|accelerate OUT --stage 1 --resume CHECKPOINT [--universal]
     torchrun --nproc-per-node 4 client_worker.py trainer|accelerate OUT --fsdp 2 --resume CHECKPOINT
+    torchrun --nproc-per-node 4 client_worker.py trainer|accelerate OUT --fsdp 2 --resume CHECKPOINT --hook
+
+Without --stage and --fsdp the model is whole on every rank (DDP). With --hook the checkpoint, of whatever framework, is
+brought in by the code of docs/how-to/resume-in-a-client.md.
 
 Rank 0 writes the losses by step, the rates, and what else was restored, to OUT; all that the model and the
 optimizer held right after the checkpoint was loaded, or when it was saved, to OUT.safetensors. The batch of all ranks
@@ -20,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recipe import recipe  # beside this file
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -33,11 +38,12 @@ def main() -> None:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("script", choices=["trainer", "accelerate"])
     arguments.add_argument("out", type=Path)
-    framework = arguments.add_mutually_exclusive_group(required=True)
+    framework = arguments.add_mutually_exclusive_group()
     framework.add_argument("--stage", type=int, help="DeepSpeed, ZeRO of this stage")
     framework.add_argument("--fsdp", type=int, help="FSDP of this version")
     arguments.add_argument("--save", type=Path)
     arguments.add_argument("--resume", type=Path)
+    arguments.add_argument("--hook", action="store_true", help="resume by the code of the documentation")
     arguments.add_argument("--universal", action="store_true")
     arguments.add_argument("--tied", action="store_true", help="one matrix for the embedding and the head")
     asked = arguments.parse_args()
@@ -69,8 +75,10 @@ def with_trainer(asked: argparse.Namespace) -> dict[str, object]:
     if asked.fsdp and training.device.type == "cpu":
         _take_for_gpus()
     trainer = Trainer(model=_model(asked), args=training, train_dataset=_dataset())
+    if asked.hook:
+        trainer.add_callback(recipe("ResumeFrom", "Trainer")(trainer, asked.resume))
     trainer.add_callback(_Watch(trainer, asked))
-    trainer.train(resume_from_checkpoint=None if asked.resume is None else str(asked.resume))
+    trainer.train(resume_from_checkpoint=None if asked.hook or asked.resume is None else str(asked.resume))
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
         "losses": {entry["step"]: entry["loss"] for entry in history},
@@ -97,8 +105,11 @@ def with_accelerate(asked: argparse.Namespace) -> dict[str, object]:
     counter = _Counter()
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     accelerator.register_for_checkpointing(counter)
-    if asked.resume is not None:
+    if asked.hook:
+        recipe("load_state", "accelerate")(asked.resume, model, optimizer, scheduler, counter=counter)
+    elif asked.resume is not None:
         accelerator.load_state(str(asked.resume))
+    if asked.resume is not None:
         _tell_held(model, optimizer, asked)
     told: dict[str, dict[int, float]] = {"losses": {}, "rates": {}}
     done = counter.steps
@@ -145,12 +156,13 @@ class _Watch(TrainerCallback):
 def _tell_held(model: torch.nn.Module, optimizer: Any, asked: argparse.Namespace) -> None:
     """Write every weight and optimizer state, whole, in fp32."""
     inner = getattr(optimizer, "optimizer", optimizer)  # of accelerate's
-    held = _held_by_fsdp(model, inner, asked.out.with_suffix(".held")) if asked.fsdp else _held_by_deepspeed(model)
+    deepspeed = asked.stage is not None
+    held = _held_by_deepspeed(model) if deepspeed else _held_by_torch(model, inner, asked.out.with_suffix(".held"))
     if os.environ["RANK"] == "0":
         save_file({name: own.clone().float() for name, own in held.items()}, asked.out.with_suffix(".safetensors"))
 
 
-def _held_by_fsdp(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, torch.Tensor]:
+def _held_by_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, torch.Tensor]:
     """What torch saves and reads back: FSDP1 crashes when it gathers on CPUs (torch 2.13)."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -195,8 +207,10 @@ def _share() -> int:
 
 def _framework(asked: argparse.Namespace) -> dict[str, Any]:
     """Arguments of the Trainer."""
-    if not asked.fsdp:
+    if asked.stage is not None:
         return {"deepspeed": _config(asked)}
+    if not asked.fsdp:
+        return {}
     wrapped = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
     kept = {"state_dict_type": "SHARDED_STATE_DICT"} | ({"sync_module_states": False} if asked.fsdp == 1 else {})
     return {"fsdp": True, "fsdp_config": {"version": asked.fsdp, **kept, **wrapped}}
@@ -206,8 +220,10 @@ def _plugin(asked: argparse.Namespace) -> dict[str, Any]:
     """Arguments of accelerate."""
     from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
-    if not asked.fsdp:
+    if asked.stage is not None:
         return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=_config(asked))}
+    if not asked.fsdp:
+        return {}
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=asked.fsdp,
         state_dict_type="SHARDED_STATE_DICT",

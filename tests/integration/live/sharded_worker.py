@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch_train
 from safetensors.torch import load_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import CustomPolicy
@@ -56,6 +57,8 @@ def done(job: dict[str, Any]) -> dict[str, Any]:
     if is_foreign:  # whose fixtures have a parameter without elements too
         torch_train._model = lambda _: torch_train.TinyModel(omit=frozenset({"scalar"}))
     wrapped = torch_train._wrapped
+    if job.get("wrapped"):
+        torch_train._wrapped = lambda case, model, mesh: wrapped(case, compiled_and_checkpointed(model), mesh)
     if "fsdp1" in job:
         torch_train._wrapped = lambda case, model, mesh: fsdp1(model, **job["fsdp1"])
     with torch.device("meta" if job.get("meta") else "cpu"):
@@ -71,11 +74,14 @@ def done(job: dict[str, Any]) -> dict[str, Any]:
     for name in job.get("forms", {}):
         run.optimizer.defaults[name] = run.optimizer.param_groups[0][name] = True
         run.optimizer.param_groups[-1][name] = True
+    if job.get("masters"):
+        return with_masters(run, job, folder)
     if job.get("stepped"):
         run.step(99)  # states are there, and are reused; a root that FSDP2 has left whole is sharded again
     stepping = getattr(run.optimizer, "optim", run.optimizer)
     held = {id(state["exp_avg"]) for state in stepping.state.values() if state}
-    report = load_into(run.model, job.get("topology"), folder / "checkpoint", optimizer=run.optimizer)
+    options = {"exchange": "always", "verify": True} if job.get("stepped") else {}
+    report = load_into(run.model, job.get("topology"), folder / "checkpoint", optimizer=run.optimizer, **options)
     kept = {id(state["exp_avg"]) for state in stepping.state.values()}
     truth = load_file(folder / "truth.safetensors")
     wrong, compared = differing(run, truth)
@@ -93,6 +99,36 @@ def done(job: dict[str, Any]) -> dict[str, Any]:
         "read": report.nbytes_read,
         "total": report.nbytes_total,
     }
+
+
+def compiled_and_checkpointed(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with one linear compiled, and one that is computed again."""
+    model.l1 = checkpoint_wrapper(model.l1)
+    model.l2 = torch.compile(model.l2, backend="eager")
+    return model
+
+
+def with_masters(run: torch_train.Run, job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Load into DTensors in bfloat16 and masters of them in float32; what differs."""
+    live = {torch_train._bare(name): own for name, own in run.model.named_parameters()}
+    masters = {name: own.detach().clone().float() for name, own in live.items() if own.requires_grad}
+    groups = [
+        {"params": [own for name, own in masters.items() if torch_train._is_matrix(name) is is_matrix]}
+        for is_matrix in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    report = load_into(run.model, checkpoint=folder / "checkpoint", optimizer=optimizer, masters=masters)
+    found = {f"{name}/weight": own for name, own in masters.items()}
+    found |= {
+        f"{name}/{state}": own for name, master in masters.items() for state, own in optimizer.state[master].items()
+    }
+    whole = {key: own.full_tensor() if hasattr(own, "full_tensor") else own for key, own in found.items()}
+    truth = load_file(folder / "truth.safetensors")
+    wrong, compared = unlike(whole, {key: truth[key] for key in whole})
+    rounded = [
+        name for name, own in live.items() if not torch.equal(own.full_tensor(), truth[f"{name}/weight"].bfloat16())
+    ]
+    return {"wrong": [*wrong, *rounded], "compared": compared, "notes": report.notes}
 
 
 def fsdp1(model: torch.nn.Module, *, strategy: str, use_orig_params: bool, nested: bool) -> FullyShardedDataParallel:
@@ -117,7 +153,7 @@ def differing(run: torch_train.Run, truth: dict[str, torch.Tensor]) -> tuple[lis
     """Entries of the truth that are not what the ranks hold together, and how many were compared."""
     if run.case.wrap == "fsdp1":
         return unlike(run._gathered()[0], truth)
-    named = {torch_train._bare(name).removeprefix("module."): own for name, own in run.model.named_parameters()}
+    named = {bare(name): own for name, own in run.model.named_parameters()}
     named |= {name.removeprefix("module."): own for name, own in run.model.named_buffers()}
     wrong, compared = [], 0
     for key, wanted in truth.items():
@@ -138,6 +174,10 @@ def differing(run: torch_train.Run, truth: dict[str, torch.Tensor]) -> tuple[lis
         compared += 1
         wrong += unlike({key: whole}, {key: wanted})[0]
     return wrong, compared
+
+
+def bare(name: str) -> str:
+    return torch_train._bare(name).removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
 
 
 def unlike(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> tuple[list[str], int]:

@@ -31,6 +31,7 @@ TWO = [
     {"source": "torch/verl-fsdp2-dp4", "fields": {"shard": 2}},
     {"source": "torch/fsdp2-dp2-tp2", "fields": {"tp": 2, "model": "parallel"}},
     {"source": "deepspeed/z3-dp4-fp32", "fields": {"shard": 2}},
+    {"source": "torch/ddp-dp2", "fields": {"shard": 2}, "wrapped": True},
 ]
 FSDP1 = [
     {
@@ -88,6 +89,15 @@ def test_ranks_that_step_parameters_for_others_have_the_states_of_these(tmp_path
     for job, ranks in zip(ZERO, told(ZERO, 4, tmp_path), strict=True):
         check(job, ranks)
         assert sum(own["stepped"] for own in ranks) == 12
+
+
+def test_masters_of_sharded_weights_hold_the_truth(tmp_path):
+    job = {"source": "torch/fsdp2-dp4", "fields": {"shard": 2, "dtype": "bfloat16"}, "masters": True}
+    (ranks,) = told([job], 2, tmp_path)
+    for own in ranks:
+        assert own["wrong"] == []
+        assert own["compared"] == 4 * 12
+        assert "12 weights are cast from masters that the optimizer steps" in own["notes"]
 
 
 def test_two_ranks_hold_the_truth_and_go_on(tmp_path):

@@ -78,8 +78,7 @@ def work(group: dict[str, Any], layout: Layout) -> None:
 def make(item: dict[str, Any], layout: Layout) -> None:
     """Train a model and write it; then go on."""
     args = jobs._local(Case(model=item["model"], layout=layout, sharding="dp_reshardable", proves="a source"))
-    vars(args).update(item["settings"])
-    job = build(with_layout(args, layout), initialize)
+    job = build(with_layout(_set(args, item["settings"]), layout), initialize)
     train(job, ITERATION)
     _save(job, item["folder"])
     for path in (item["truth"], item["later"]):
@@ -87,6 +86,12 @@ def make(item: dict[str, Any], layout: Layout) -> None:
         if held is not None:
             save_file({name: tensor.contiguous() for name, tensor in held.items()}, path)
         train(job, MORE)
+
+
+def _set(args: Any, settings: dict[str, Any]) -> Any:
+    vars(args).update(settings)
+    args.params_dtype = torch.bfloat16 if args.bf16 else torch.half if args.fp16 else torch.float32
+    return args
 
 
 def check(item: dict[str, Any], layout: Layout) -> None:
@@ -107,14 +112,12 @@ def loaded(item: dict[str, Any], layout: Layout) -> dict[str, Any] | None:
     """What was compared and what differs, on rank 0."""
     folder = Path(item["folder"])
     args = arguments_of(iteration_folder(folder), layout)
-    vars(args).update(item["settings"])
-    if not args.bf16:
-        args.params_dtype = torch.float32
-    job = build(args, functools.partial(initialize, seed="another "))
+    job = build(_set(args, item["settings"]), functools.partial(initialize, seed="another "))
     beside = {"optimizer": job.optimizer, "scheduler": None if item["anew"] else job.scheduler}
     said = ucp.load_into(job.chunks, checkpoint=item["checkpoint"], **beside, **item["arguments"])
     if item["anew"]:
         _allocate_states_of_torch_adam(job)
+    scale = float(job.optimizer.get_loss_scale())
     found, steps, unruled = gather(job), steps_of(job), _against_rules(job, args, folder)
     groups = [{key: group[key] for key in ("lr", "weight_decay")} for group in job.optimizer.param_groups]
     if item["saved"]:
@@ -133,7 +136,8 @@ def loaded(item: dict[str, Any], layout: Layout) -> dict[str, Any] | None:
         differences += _differences(load_file(item["later"]), later, f" after {MORE} more steps", args)
     if steps != {0.0 if item["anew"] else float(ITERATION)}:
         differences.append(f"step: got {sorted(steps)}")
-    return {"tensors": len(found), "differences": differences, "groups": groups, "notes": said.notes}
+    report = {"tensors": len(found), "differences": differences, "groups": groups, "notes": said.notes}
+    return report | {"scale": scale}
 
 
 def _against_rules(job: Job, args: Any, folder: Path) -> list[str]:
@@ -166,7 +170,7 @@ def _boxes(part: LivePart, shape: tuple[int, ...]) -> list[tuple[Box, Box]]:
 
 def _differences(truth: State, found: State, when: str, args: Any) -> list[str]:
     wanted = dict(truth)
-    if not args.bf16:  # the weights of the model are what else the masters would be
+    if args.params_dtype is torch.float32:  # the weights of the model are what else the masters would be
         wanted |= {name.replace("/weight", "/model"): own for name, own in wanted.items() if name.endswith("/weight")}
     return [f"{own.name}{when}: {own.what}" for own in compare(wanted, found)]
 

@@ -30,9 +30,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900
 KEPT = FIXTURES / "megatron"
 LLAMA = "llama of 8 layers, tp2 pp2 dp2"
 MIXTRAL = "mixtral, tp2 ep2 dp2"
+HALF = "llama in fp16, tp2"
+FP16 = {"bf16": False, "fp16": True, "initial_loss_scale": 65536.0, "loss_scale_window": 4, "hysteresis": 2}
 MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
     LLAMA: ("llama", "tp2 pp2 dp2", {"num_layers": 8}),
     MIXTRAL: ("mixtral", "tp2 ep2 dp2", {}),
+    HALF: ("llama", "tp2", FP16),
 }
 """Source made here to its model, its layout and its settings; by megatron-core 0.16.1, with a distributed optimizer."""
 TOKENS = 51
@@ -57,7 +60,8 @@ class Load:
     """Weights alone: from a store of atoms ("ucp"), or a model of transformers ("huggingface")."""
 
     def __str__(self) -> str:
-        words = [f"{key}={value}" for key, value in {**self.settings, **self.arguments}.items()]
+        told = {"fp16": True} if self.settings == FP16 else {**self.settings, **self.arguments}
+        words = [f"{key}={value}" for key, value in told.items()]
         words += ["fused"] * self.fused_adam + [self.anew] * bool(self.anew)
         return f"{self.src}>{self.release}:{','.join([self.job, *words])}".replace(" ", "-")
 
@@ -76,6 +80,7 @@ LOADS = [
     Load(src=MIXTRAL, job="ep4 dp4", saves=True),
     Load(src=MIXTRAL, job="tp1"),
     Load(src=MIXTRAL, job="pp2 ep2 dp2", settings=PLAIN),
+    Load(src=HALF, job="dp2", settings=FP16),
     # weights in fp32, whose masters they are
     Load(src="llama-tp2-dp2-dp", job="tp2 dp2", settings=FP32),
     Load(src="llama-tp2-dp2-dp", job="tp2 dp2", settings=FP32 | PLAIN),
@@ -213,6 +218,11 @@ def test_every_rank_holds_the_truth_and_goes_on(load: Load, outcome: Outcome) ->
     if not load.anew:
         assert {group["lr"] for group in found["groups"]} == {RATE}
     assert {group["weight_decay"] for group in found["groups"]} == {0.0, 0.1}
+
+
+def test_the_scale_of_the_loss_is_that_of_the_run(outcome: Outcome) -> None:
+    (load,) = (load for load in LOADS if load.src == HALF)
+    assert outcome.results[str(load)]["scale"] == 65536 * 4  # it grew twice
 
 
 @pytest.mark.parametrize("load", [load for load in LOADS if load.saves], ids=str)

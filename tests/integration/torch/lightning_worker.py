@@ -4,12 +4,17 @@ Losses of the second epoch go to a file per rank.
 
 python lightning_worker.py --ranks 2 --save ckpt --out OUT
 python lightning_worker.py --ranks 1 --resume ckpt --out OUT
+python lightning_worker.py --ranks 3 --resume ckpt --out OUT --hook [--whole]
+
+With --hook the checkpoint is brought in by the code of docs/how-to/resume-in-a-client.md; with --whole the model is
+whole on every rank (DDP).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +37,8 @@ class Module(lightning.LightningModule):
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
+        if self.device_mesh is None:
+            return
         mesh = self.device_mesh["data_parallel"]
         for own in (self.net[0], self.net):
             fully_shard(own, mesh=mesh)
@@ -55,21 +62,30 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--save", type=Path)
     parser.add_argument("--resume", type=Path)
+    parser.add_argument("--hook", action="store_true")
+    parser.add_argument("--whole", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     module = Module(seed=1 if options.resume else 0, ranks=options.ranks)
+    callbacks = [Saver(options.save)] if options.save else []
+    if options.hook:
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "clients"))
+        from recipe import recipe
+
+        callbacks.append(recipe("ResumeFrom", "Lightning")(options.resume))
+    sharded = ModelParallelStrategy(data_parallel_size=options.ranks, tensor_parallel_size=1)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=options.ranks,
-        strategy=ModelParallelStrategy(data_parallel_size=options.ranks, tensor_parallel_size=1),
+        strategy="ddp" if options.whole else sharded,
         max_epochs=2,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Saver(options.save)] if options.save else [],
+        callbacks=callbacks,
     )
-    trainer.fit(module, ckpt_path=options.resume)
+    trainer.fit(module, ckpt_path=None if options.hook else options.resume)
     options.out.mkdir(parents=True, exist_ok=True)
     report = {"losses": module.losses, "lr": trainer.optimizers[0].param_groups[0]["lr"], "step": trainer.global_step}
     (options.out / f"{trainer.global_rank}.json").write_text(json.dumps(report))

@@ -37,6 +37,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from ucp.live.load import load_into
+
 LLAMA = replace(MODELS["llama-3"], settings=MODELS["llama-3"].settings | {"rms_norm_eps": 1e-5})
 """As Megatron's fixtures have it."""
 WAYS = {"fsdp2": 1, "fsdp2-tp": 2, "ddp": 1}
@@ -66,18 +68,21 @@ def trained(way: str, tp: int, job: Mapping[str, object]) -> None:
     torch.manual_seed(len(way))
     model = wrapped(built(LLAMA).float(), way, mesh)
     optimizer = adam(model.named_parameters(), job["groups"])
-    model_state, states = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": states}
-    dcp.load(state, checkpoint_id=job["checkpoint"])
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     out = Path(job["out"])
-    if way == "fsdp2":
+    if job["live"]:
+        load_into(model, checkpoint=job["live"], optimizer=optimizer)
+    else:
+        model_state, states = get_state_dict(model, optimizer)
+        state = {"model": model_state, "optimizer": states}
+        dcp.load(state, checkpoint_id=job["checkpoint"])
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    if way == "fsdp2" and not job["live"]:
         model_state, states = get_state_dict(model, optimizer)
         dcp.save({"model": model_state, "optimizer": states, "step": job["step"]}, checkpoint_id=job["save"])
     found = {way: whole(model, optimizer)}
     rank, ranks = mesh.get_local_rank("dp"), mesh["dp"].size()
     report = goes_on(lambda rows: model(input_ids=rows).logits, optimizer, (rank, ranks))
-    if way == "fsdp2-tp":
+    if way == "fsdp2-tp" and not job["live"]:
         model_state, states = get_state_dict(model, optimizer)
         step = job["step"] + STEPS
         dcp.save({"model": model_state, "optimizer": states, "step": step}, checkpoint_id=out / "trained")

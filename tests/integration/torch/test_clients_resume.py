@@ -63,6 +63,16 @@ def test_lightning_goes_on_at_other_world_sizes(python: str, tmp_path: Path) -> 
         assert {(own["lr"], own["step"]) for own in resumed} == {(own["lr"], own["step"]) for own in whole}
 
 
+def test_lightning_goes_on_by_a_callback(python: str, tmp_path: Path) -> None:
+    saved = tmp_path / "saved.ckpt"
+    whole = trained(python, 2, tmp_path / "whole", "--save", str(saved))
+    for ranks, *way in ((3,), (1, "--whole"), (2, "--whole")):
+        out = tmp_path / f"resumed{ranks}{''.join(way)}"
+        resumed = trained(python, ranks, out, "--resume", str(saved), "--hook", *way)
+        assert losses(resumed) == pytest.approx(losses(whole), rel=1e-5)
+        assert {(own["lr"], own["step"]) for own in resumed} == {(own["lr"], own["step"]) for own in whole}
+
+
 def test_a_checkpoint_of_lightning_becomes_one_of_deepspeed(python: str, tmp_path: Path) -> None:
     saved = tmp_path / "saved.ckpt"
     trained(python, 2, tmp_path / "whole", "--save", str(saved))
@@ -70,7 +80,7 @@ def test_a_checkpoint_of_lightning_becomes_one_of_deepspeed(python: str, tmp_pat
     assert ucp.diff(saved, tmp_path / "z3").equal
 
 
-def test_torchtitan_goes_on_at_another_world_size(tmp_path: Path) -> None:
+def test_torchtitan_goes_on_at_another_world_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = python_with("torchtitan.components.checkpoint")
 
     def trained(ranks: int, folder: Path, *way: str) -> dict[str, Any]:
@@ -85,6 +95,9 @@ def test_torchtitan_goes_on_at_another_world_size(tmp_path: Path) -> None:
     whole = trained(2, first)
     step = second / "checkpoint" / "step-3"
     ucp.convert(first / "checkpoint" / "step-3", step, to="dcp", topology="dp=3", settings={"style": "torchtitan"})
-    resumed = trained(3, second, "--resume")
-    assert resumed["losses"] == pytest.approx(whole["losses"], rel=1e-5)
-    assert resumed["lr"] == whole["lr"]
+    third = tmp_path / "third"
+    third.mkdir()
+    monkeypatch.setenv("UCP_CHECKPOINT", str(first / "checkpoint" / "step-3"))
+    for resumed in (trained(3, second, "--resume"), trained(3, third, "--resume", "--hook")):
+        assert resumed["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+        assert resumed["lr"] == whole["lr"]

@@ -1,9 +1,9 @@
 """A Megatron run goes on in transformers' Llama under FSDP2, tensor parallelism and DDP, and from there in Megatron.
 
-Its checkpoint (tp 2, pp 2, dp 2, distributed optimizer) was written by megatron-core. Converted, plain
-torch.distributed.checkpoint loads it into a model under Hugging Face's names (`llama_worker.py`): what all ranks then
-hold is compared bit for bit with what Megatron's ranks held, and logits and losses with those of megatron-core's own
-GPTModel. What FSDP2 saves goes back, and megatron-core at tp 2, pp 2 must hold what it once had.
+Its checkpoint (tp 2, pp 2, dp 2, distributed optimizer) was written by megatron-core. `ucp.load_into` brings it into a
+model under Hugging Face's names, and converted, plain torch.distributed.checkpoint loads it (`llama_worker.py`): what
+all ranks then hold is compared bit for bit with what Megatron's ranks held, and logits and losses with those of
+megatron-core's own GPTModel. What FSDP2 saves goes back, and megatron-core at tp 2, pp 2 must hold what it once had.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900
 
 SOURCE = FIXTURES / "megatron" / "llama-tp2-pp2-dp2-full" / "checkpoint"
 TRUTH = FIXTURES / "megatron" / "truth" / "llama.safetensors"
-WAYS = ("fsdp2", "fsdp2-tp", "ddp")
+WAYS = ("fsdp2", "fsdp2-tp", "ddp", "live/fsdp2", "live/fsdp2-tp", "live/ddp")
 LAYERS, HEADS, GROUPS, WIDTH, STEP = 4, 8, 4, 4, 10
 HYPER = ("lr", "betas", "eps", "weight_decay")
 SIZES = {"num_attention_heads": HEADS, "num_query_groups": GROUPS, "kv_channels": WIDTH}
@@ -72,11 +72,14 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     python, root = interpreter(), tmp_path_factory.mktemp("llama")
     ucp.convert(SOURCE, root / "dcp", to="dcp", names="huggingface", topology="dp=4")
     groups = [{key: own.hyper[key] for key in HYPER} for own in index_of(SOURCE).groups]
-    job = {"checkpoint": str(root / "dcp"), "groups": groups, "truth": str(TRUTH), "step": STEP}
-    jobs = root / "jobs.json"
-    jobs.write_text(json.dumps(job | {"out": str(root), "save": str(root / "saved")}))
+    job = {"checkpoint": str(root / "dcp"), "groups": groups, "truth": str(TRUTH), "step": STEP, "live": ""}
+    jobs, live = root / "jobs.json", root / "live"
+    live.mkdir()
     worker = str(Path(__file__).with_name("llama_worker.py"))
     ranks = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    jobs.write_text(json.dumps(job | {"out": str(live), "live": str(SOURCE)}))
+    run([*ranks, worker, str(jobs)], os.environ)
+    jobs.write_text(json.dumps(job | {"out": str(root), "save": str(root / "saved")}))
     run([*ranks, worker, str(jobs)], os.environ)
     run([python, worker, str(jobs), "--reference"], environment("0.16.1"))
     return Outcome(root)

@@ -2,12 +2,16 @@
 
 torchrun --nproc-per-node 2 titan_worker.py --out OUT              # OUT/checkpoint/step-3, losses of steps 4 to 6
 torchrun --nproc-per-node 3 titan_worker.py --out AGAIN --resume   # from AGAIN/checkpoint/step-3
+UCP_CHECKPOINT=ckpt torchrun --nproc-per-node 3 titan_worker.py --out AGAIN --resume --hook
+
+With --hook the checkpoint is brought in by the code of docs/how-to/resume-in-a-client.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +43,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--hook", action="store_true")
     options = parser.parse_args()
+    kind = CheckpointManager
+    if options.hook:
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "clients"))
+        from recipe import recipe
+
+        kind = recipe("ResumingManager", "torchtitan")
     dist.init_process_group("gloo")
     torch.manual_seed(int(options.resume))
     model = nn.Sequential(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 3))
@@ -48,7 +59,7 @@ def main() -> None:
     optimizers = OptimizersContainer.Config(param_groups=[group], implementation="for-loop").build(model_parts=[model])
     schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizers, training_steps=6)
     progress = TrainState()
-    manager = CheckpointManager(
+    manager = kind(
         CheckpointManager.Config(enable=True, interval=3, last_save_model_only=False, keep_latest_k=0),
         dataloader=None,
         model_parts=[model],

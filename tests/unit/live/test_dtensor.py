@@ -8,7 +8,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ucp.core.dtypes import DType
-from ucp.errors import UnsupportedError
+from ucp.core.topology import Topology
+from ucp.errors import UnsupportedError, UsageError
+from ucp.live.model.dtensor import check_axes
 from ucp.live.model.module import describe_model
 from ucp.live.optimizer.torch_optimizer import describe_optimizer
 
@@ -67,6 +69,17 @@ def test_another_shape_in_the_checkpoint_does_not_fit(mesh):
     (own,) = describe_model(net_of(mesh, Shard(0), Replicate())).tensors
     with pytest.raises(ValueError, match=r"has shape \[5, 4\] in the model and \[6, 4\]"):
         own.part.slice_of("w", "weight", (6, 4), DType.FLOAT32)
+
+
+@pytest.mark.parametrize("told", ["dp=2,tp=2", "dp_replicate=2,dp_shard=1,tp=2", "cp=2,tp=2"])
+def test_a_topology_may_say_it_again(mesh, told):
+    check_axes(describe_model(net_of(mesh, Shard(0), Shard(1))).tensors, Topology.parse(told))
+
+
+@pytest.mark.parametrize("told", ["dp=4", "tp=4", "dp=4,tp=2"])
+def test_a_topology_of_other_degrees_is_refused(mesh, told):
+    with pytest.raises(UsageError, match=r"(?s)as .* says; got\n +w: dp=2 x tp=2\n"):
+        check_axes(describe_model(net_of(mesh, Shard(0), Replicate())).tensors, Topology.parse(told))
 
 
 def test_states_lie_over_the_ranks_as_the_parameter_does(mesh):

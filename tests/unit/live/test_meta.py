@@ -7,6 +7,7 @@ from torch import nn, optim
 
 from ucp.errors import LoadError
 from ucp.live.load import load_into
+from ucp.live.model.meta import place_of
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 
@@ -66,6 +67,16 @@ def test_a_model_gets_memory_and_stays_what_it_is(saved):
     assert float(optimizer.state[weight]["step"]) == 5.0
 
 
+def test_parameters_are_made_in_the_type_that_is_asked_for(saved):
+    net = made(Computing)
+    optimizer = optim.AdamW(net.parameters())
+    report = load_into(net, checkpoint=saved, optimizer=optimizer, dtype="bfloat16")
+    assert torch.equal(net.emb.weight, WEIGHT.bfloat16())
+    assert optimizer.state[net.emb.weight]["exp_avg"].dtype is torch.bfloat16
+    assert net.ramp.dtype is torch.float32
+    assert "weight: float32 to bfloat16, 1 tensor" in report.casts
+
+
 def test_what_is_not_computed_is_named_and_nothing_is_changed(saved):
     net = made(Net)
     with pytest.raises(LoadError, match=r"(?s)does not bring\n.*ramp\n.*mask\n.*no module has reset_parameters"):
@@ -108,3 +119,10 @@ def test_nothing_is_made_when_the_checkpoint_does_not_fit(saved):
     assert net.emb.weight.is_meta
     load_into(net, checkpoint=saved, strict=False)
     assert not net.extra.weight.isnan().any()
+
+
+def test_a_wrapper_may_have_buffers_of_its_own() -> None:
+    wrapper = nn.Module()
+    wrapper.register_parameter("weight", nn.Parameter(torch.zeros(2)))
+    wrapper.buffers = []  # type: ignore[assignment]  # as Megatron's DistributedDataParallel has
+    assert place_of([wrapper]) == torch.device("cpu")

@@ -6,11 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ucp.core.index import AtomIndex, Index
 from ucp.core.names import STEP, WEIGHT
+from ucp.errors import counted
 from ucp.live.match.findings import Findings
 from ucp.live.match.items import castable, item_of, note_cast
 from ucp.live.parts import LiveParam, LivePart, LoadItem
 
-__all__ = ["match_states"]
+__all__ = ["match_states", "note_rounded"]
 
 
 def match_states(
@@ -52,6 +53,17 @@ def match_states(
         )
     _check_left_over(stepped, matched, index, findings)
     return wanted, fresh
+
+
+def note_rounded(weights: Sequence[LoadItem], params: Sequence[LiveParam], findings: Findings) -> None:
+    """Say how many weights are stepped in a type that cannot hold what was saved; with masters none is."""
+    stepped = {own.name for own in params}
+    held = [own for own in weights if own.name in stepped and own.slice.dtype.itemsize < own.source.dtype.itemsize]
+    if held:
+        findings.notes.append(
+            f"{counted(len(held), 'weight is', 'weights are')} stepped in {held[0].slice.dtype}, and "
+            f"{held[0].source.dtype} in the checkpoint: no masters are kept, it goes on from what is rounded"
+        )
 
 
 def _held(atom: AtomIndex) -> list[str]:

@@ -6,18 +6,24 @@ a framework makes in an order of its own) nothing is loaded: see `LivePart.slice
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ucp.contract.model.placements import Placement, axes_of
 from ucp.core.layout import Layout
-from ucp.errors import UnsupportedError
-from ucp.live.parts import LivePart
+from ucp.core.topology import Topology
+from ucp.errors import UnsupportedError, UsageError, listed
+from ucp.live.parts import LivePart, LiveTensor
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.tensor import DTensor
 
-__all__ = ["dtensor_part", "is_dtensor", "local_of"]
+__all__ = ["check_axes", "dtensor_part", "is_dtensor", "local_of"]
+
+UNNAMED = "mesh_"
+"""What begins the names of axes that have none."""
 
 
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
@@ -40,7 +46,7 @@ def dtensor_part(tensor: DTensor, name: str) -> LivePart:
     """What of a DTensor this rank holds. Raises UnsupportedError for placements whose parts do not make up a whole."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coords = mesh.get_coordinate()
-    names = mesh.mesh_dim_names or tuple(f"mesh_{at}" for at in range(mesh.ndim))
+    names = mesh.mesh_dim_names or tuple(f"{UNNAMED}{at}" for at in range(mesh.ndim))
     if coords is None:
         raise UnsupportedError(f"{name}: expected this rank to be in the mesh of its parameters; got {mesh}")
     order = getattr(getattr(tensor, "_spec", None), "shard_order", None) or ()
@@ -55,6 +61,33 @@ def dtensor_part(tensor: DTensor, name: str) -> LivePart:
         coords=dict(zip(names, coords, strict=True)),
         global_shape=tuple(tensor.shape),
     )
+
+
+def check_axes(tensors: Sequence[LiveTensor], topology: Topology | None) -> None:
+    """Raise UsageError where DTensors lie over other degrees than the topology says; axes without names say nothing."""
+    if topology is None:
+        return
+    odd: dict[str, str] = {}
+    for own in tensors:
+        degrees = {axis.axis: axis.parts for axis in own.part.layout.axes}
+        if any(_is_other(degrees, topology)):
+            odd.setdefault(" x ".join(f"{axis}={parts}" for axis, parts in degrees.items()), own.name)
+    if odd:
+        lines = listed([f"{name}: {degrees}" for degrees, name in odd.items()])
+        raise UsageError(f"expected parameters that lie over the ranks as {topology} says; got\n{lines}\nLeave it out")
+
+
+def _is_other(degrees: Mapping[str, int], topology: Topology) -> Iterator[bool]:
+    """Whether a degree is not that of the topology; FSDP may shard over data and context parallel ranks together."""
+    known: dict[str, tuple[int, ...]] = {axis: (getattr(topology, axis),) for axis in ("tp", "pp", "ep", "cp")}
+    known["etp"] = (topology.expert_tp,)
+    if topology.is_split:
+        shards = (topology.shards, topology.shards * topology.cp)
+        known |= {"dp_replicate": (topology.replicas,), "dp_shard": shards, "fsdp": shards}
+    yield from (parts not in known.get(axis, (parts,)) for axis, parts in degrees.items())
+    data = [parts for axis, parts in degrees.items() if axis not in ("tp", "pp", "ep", "cp", "etp")]
+    if data and "ep" not in degrees and not any(axis.startswith(UNNAMED) for axis in degrees):
+        yield prod(data) not in (topology.dp, topology.dp * topology.cp)
 
 
 def _placement(placement: Any, ndim: int, name: str) -> Placement:

@@ -38,8 +38,10 @@ def blank_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 def place_of(modules: Sequence[nn.Module]) -> torch.device:
     """Where tensors without memory are made: beside others of the model, or on the device of this process."""
     import torch
+    from torch.nn import Module
 
-    tensors = [own for module in modules for own in (*module.parameters(), *module.buffers())]
+    # of the class: `buffers` of Megatron's DistributedDataParallel is a list of its own
+    tensors = [own for module in modules for own in (*Module.parameters(module), *Module.buffers(module))]
     beside = next((local_of(own).device for own in tensors if not is_blank(own)), None)
     if beside is not None:
         return beside

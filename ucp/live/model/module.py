@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["describe_model", "describe_modules", "dtype_of"]
+__all__ = ["describe_model", "describe_modules", "dtype_of", "torch_type"]
 
 
 def describe_model(model: nn.Module, units: Sequence[FlatUnit] = (), *, dtype: torch.dtype | None = None) -> LiveModel:
@@ -77,18 +77,28 @@ def _persistent(model: nn.Module, *, is_flat: bool) -> list[str]:
     ]
 
 
-def describe_modules(modules: Sequence[nn.Module], units: Sequence[FlatUnit] = ()) -> LiveModel:
+def describe_modules(
+    modules: Sequence[nn.Module], units: Sequence[FlatUnit] = (), *, dtype: torch.dtype | None = None
+) -> LiveModel:
     """One module, or the chunks of a virtual pipeline as one; see `describe_model`."""
     from torch import nn
 
     if len(modules) == 1:
-        return describe_model(modules[0], units)
-    return replace(describe_model(nn.ModuleList(modules), units), chunks=len(modules))
+        return describe_model(modules[0], units, dtype=dtype)
+    return replace(describe_model(nn.ModuleList(modules), units, dtype=dtype), chunks=len(modules))
 
 
 def dtype_of(tensor: torch.Tensor) -> DType:
     """Element type. Raises ValueError for one that checkpoints do not have."""
     return DType(str(tensor.dtype).removeprefix("torch."))
+
+
+def torch_type(dtype: DType) -> torch.dtype:
+    """The same, as torch has it."""
+    import torch
+
+    found: torch.dtype = getattr(torch, dtype.value)
+    return found
 
 
 def _layer_numbers(model: nn.Module, hidden: frozenset[str]) -> dict[str, int]:

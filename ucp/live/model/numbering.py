@@ -96,6 +96,8 @@ class Numbering:
     """This one."""
     experts: ExpertMap
     """Who holds which experts, where the user says."""
+    chunks: int = 1
+    """Modules of every rank."""
 
     def named(self, model: LiveModel, stored: Iterable[str], rename: Callable[[str], str] | None) -> LiveModel:
         """The model under the names of the whole one. `stored`: names in the checkpoint.
@@ -124,9 +126,10 @@ class Numbering:
         """Numbers under a path by chunk and place on an axis. Raises ValueError where ranks of one place differ."""
         held: dict[Place, tuple[int, ...]] = {}
         for rank in ranks:
-            for (chunk, at), numbers in of(self.told[rank]).items():
-                place = (chunk, self.mesh.at(rank)[axis])
-                if at == path and held.setdefault(place, numbers) != numbers:
+            own, at = of(self.told[rank]), self.mesh.at(rank)[axis]
+            for chunk in (chunk for chunk in range(self.chunks) if (chunk, path) in own):
+                place, numbers = (chunk, at), own[chunk, path]
+                if held.setdefault(place, numbers) != numbers:
                     raise ValueError(
                         f"rank {rank} has {_row(numbers)}, and another of {axis} rank {place[1]} has "
                         f"{_row(held[place])}"

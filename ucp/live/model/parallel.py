@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from math import prod
 
 from ucp.contract.model.arguments import recorded_arguments
 from ucp.contract.protocols import SourceOptions
@@ -26,25 +26,15 @@ from ucp.live.model.attributes import Attributes
 from ucp.live.model.experts import ExpertMap
 from ucp.live.model.numbering import expert_in, layer_in
 from ucp.live.model.rules import Ruled, Rules, cuts
-from ucp.live.parts import LivePart, LiveTensor
+from ucp.live.parts import LiveTensor
 from ucp.live.run.mesh import RunMesh
 
-__all__ = ["Finder", "Padding", "Ways", "placed"]
+__all__ = ["Finder", "Ways", "placed"]
 
 _EXPERTS = re.compile(r"(^|\.)(local_)?experts\.")
 _MULTIPLE = "make_vocab_size_divisible_by"
 _MULTIPLES = tuple(1 << power for power in range(12))
 """What runs make the rows of each rank a multiple of, where that is not recorded."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Padding:
-    """Rows at the end of a rank's tensor that no checkpoint has."""
-
-    dim: int
-    """Dim that is longer."""
-    kept: int
-    """Elements of that dim, on this rank, that the checkpoint has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +45,8 @@ class Ways:
     """Those that give the shape this rank holds, the likeliest first."""
     is_open: bool = False
     """Whether another rank may rule one out."""
-    padding: Padding | None = None
-    """What the model has beyond the checkpoint."""
+    padded: tuple[int, ...] | None = None
+    """Shape of the whole in this run, where that has rows that no checkpoint has."""
     hint: str = ""
     """What to do where there is no way."""
 
@@ -95,7 +85,8 @@ class Finder:
             if held and own.part.is_whole:
                 atom = self._index.atoms[held[0]]
                 said = Attributes.of(model.handles[own.name])
-                if own.part.local_shape != atom.global_shape or said.dim is not None:
+                is_dealt = bool(self._experts.layers) and _is_stacked(own.whole_names[0])
+                if own.part.local_shape != atom.global_shape or said.dim is not None or is_dealt:
                     found[own.name] = self._found(own, atom, said)
         return found
 
@@ -106,17 +97,19 @@ class Finder:
         ruled = self._ruled(atom, local)
         ways = list(dict.fromkeys(self._tried(own, atom, said, ruled)))
         fitting = tuple(way for way in ways if self._fits(way, atom.global_shape, local))
-        padding = None
-        if not fitting and ruled is not None and ruled.padded is not None:
-            fitting, padding = self._padded(ruled.padded, atom.global_shape, local)
-        return Ways(layouts=fitting, is_open=len(ways) > 1, padding=padding, hint="" if fitting else self._hint(ways))
+        padded = None
+        if not fitting and ruled is not None and ruled.padded == 0:
+            padded = self._padded(atom.global_shape, local)
+        if padded is not None:
+            fitting = (Layout(self._axis("tp", pattern("shard", dim=0))),)
+        return Ways(layouts=fitting, is_open=len(ways) > 1, padded=padded, hint="" if fitting else self._hint(ways))
 
     def _fits(self, way: Layout, shape: tuple[int, ...], local: tuple[int, ...]) -> bool:
         try:
             part = part_of(way, shape, coords=self._mesh.coords)
         except ValueError:
             return False
-        return part.local_shape == local
+        return part.local_shape == local or (part.numel == prod(local) == 0)
 
     def _tried(self, own: LiveTensor, atom: AtomIndex, said: Attributes, ruled: Ruled | None) -> Iterator[Layout]:
         """Layouts by evidence, whatever shape they leave."""
@@ -160,14 +153,17 @@ class Finder:
                 yield from cuts(dim, self._degrees[axis], atom.global_shape, local)
 
     def _over(self, axis: str, outer: tuple[AxisLayout, ...], patterns: Iterator[Pattern]) -> Iterator[Layout]:
-        parts = self._degrees[axis]
         for own in patterns:
-            yield Layout((*outer, *((AxisLayout(axis, parts, own),) if parts > 1 else ())))
+            yield Layout((*outer, *self._axis(axis, own)))
+
+    def _axis(self, axis: str, own: Pattern) -> tuple[AxisLayout, ...]:
+        parts = self._degrees[axis]
+        return (AxisLayout(axis, parts, own),) if parts > 1 else ()
 
     def _stacked(self, name: str, shape: tuple[int, ...]) -> tuple[AxisLayout, ...]:
         """The axis of a tensor of all experts of a layer, over expert-parallel ranks."""
         parts = self._degrees["ep"]
-        if expert_in(name) is not None or not shape:
+        if not _is_stacked(name) or not shape:
             return ()
         layer = layer_in(name)
         dealt = self._experts.pattern(shape, layer=layer[1] if layer else None, ep=parts)
@@ -180,20 +176,11 @@ class Finder:
         rest = tuple(own for own in way.axes if own.axis != "ep")
         return Layout((*outer, *rest)) if outer else way
 
-    def _padded(
-        self, dim: int, shape: tuple[int, ...], local: tuple[int, ...]
-    ) -> tuple[tuple[Layout, ...], Padding | None]:
-        """A vocabulary that the model has longer, by what runs pad it to."""
-        parts, rows = self._degrees["tp"], shape[dim]
-        whole = local[dim] * parts
-        others = all(a == b for at, (a, b) in enumerate(zip(shape, local, strict=True)) if at != dim)
-        if not others or whole <= rows or not self._is_padding(rows, whole, parts):
-            return (), None
-        edges = [min(rows, local[dim] * at) for at in range(parts + 1)]
-        widths = tuple(stop - start for start, stop in pairwise(edges))
-        kept = Padding(dim=dim, kept=widths[self._mesh.coords.get("tp", 0)])
-        cut = AxisLayout("tp", parts, pattern("cut", dim=dim, widths=(widths,)))
-        return (Layout((cut,) if parts > 1 else ()),), kept
+    def _padded(self, shape: tuple[int, ...], local: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape of a vocabulary that this run has longer, by what runs pad it to; None where it is no such."""
+        rows, whole = shape[0], local[0] * self._degrees["tp"]
+        is_padding = local[1:] == shape[1:] and whole > rows and self._is_padding(rows, whole, self._degrees["tp"])
+        return (whole, *shape[1:]) if is_padding else None
 
     def _is_padding(self, rows: int, whole: int, parts: int) -> bool:
         recorded = recorded_arguments(self._index).get(_MULTIPLE)
@@ -223,7 +210,9 @@ class Finder:
         return Rules(family=family, degrees=self._degrees)
 
     def _hint(self, ways: Sequence[Layout]) -> str:
-        degrees = ", ".join(f"{axis}={own}" for axis, own in self._degrees.items() if own > 1)
+        cuts_alike = self._degrees["etp"] == self._degrees["tp"]
+        said = {axis: own for axis, own in self._degrees.items() if own > 1 and not (axis == "etp" and cuts_alike)}
+        degrees = ", ".join(f"{axis}={own}" for axis, own in said.items())
         if not degrees:
             is_one = self._mesh.topology is not None or self._count == 1
             return "" if is_one else "pass the topology of the run where ranks hold parts of tensors"
@@ -241,7 +230,7 @@ def placed(
     model: LiveModel, ways: Mapping[str, Ways], told: Sequence[Mapping[str, frozenset[str]]], mesh: RunMesh
 ) -> LiveModel:
     """The model with the parts that its tensors are. `told`: what all ranks share of `ways`, by names of the whole."""
-    tensors, handles, notes = [], dict(model.handles), []
+    tensors = []
     for own in model.tensors:
         found = ways.get(own.name)
         if found is None:
@@ -250,23 +239,25 @@ def placed(
         layout = _agreed(found, [keys[name] for keys in told if (name := own.whole_names[0]) in keys])
         if layout is None:
             hint = "ranks hold shapes of it that no one cut gives" if found.layouts else found.hint
-            tensors.append(replace(own, part=replace(own.part, hint=hint)))
-            continue
-        local = own.part.local_shape
-        if found.padding is not None:
-            dim, kept = found.padding.dim, found.padding.kept
-            notes.append(
-                f"{own.name} has {local[dim]} rows on this rank, and the checkpoint {kept} of them: the rest is "
-                "padding of the vocabulary, left as it is, 0 in optimizer states that are made"
+            part = replace(own.part, hint=hint)
+        else:
+            part = replace(
+                own.part,
+                layout=layout,
+                coords=mesh.coords,
+                global_shape=found.padded,
+                is_padded=found.padded is not None,
             )
-            handles[own.name] = handles[own.name].narrow(dim, 0, kept)
-            local = (*local[:dim], kept, *local[dim + 1 :])
-        tensors.append(replace(own, part=LivePart(local_shape=local, layout=layout, coords=mesh.coords)))
-    return replace(model, tensors=tuple(tensors), handles=handles, notes=(*model.notes, *notes))
+        tensors.append(replace(own, part=part))
+    return replace(model, tensors=tuple(tensors))
 
 
 def _agreed(found: Ways, told: Sequence[frozenset[str]]) -> Layout | None:
     return next((way for way in found.layouts if all(_key(way) in keys for keys in told)), None)
+
+
+def _is_stacked(name: str) -> bool:
+    return _EXPERTS.search(name) is not None and expert_in(name) is None
 
 
 def _key(way: Layout) -> str:

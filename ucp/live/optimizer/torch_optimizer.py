@@ -40,7 +40,7 @@ class TorchOptimizer:
     """Names of the parameters of each group, as the model calls them."""
     live: Mapping[str, torch.Tensor]
     """Name to the parameter itself."""
-    memory: Mapping[str, torch.Tensor]
+    memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Name to the memory of this rank's part of it, which may still be on the meta device."""
     forms: dict[str, Forms]
     """Parameter to the form of the states that the optimizer keeps of it, where known: see `params`."""
@@ -156,7 +156,9 @@ def describe_optimizer(optimizer: Optimizer, model: LiveModel) -> TorchOptimizer
     if strangers:
         raise LoadError(
             f"expected an optimizer over the parameters of the model; it has others:\n{listed(strangers)}\n"
-            "make it from model.parameters(). Masters in another precision are yours to make after loading"
+            "make it from model.parameters(). Where they are masters of these in another precision, pass "
+            "masters={name of the parameter: master}: they are taken for masters by themselves only where their order, "
+            "shapes and values are those of the parameters"
         )
     names = tuple(tuple(model.owners[id(p)] for p in group["params"]) for group in optimizer.param_groups)
     params = [p for group in optimizer.param_groups for p in group["params"]]

@@ -6,7 +6,7 @@ A state does not say which class it is of: it is of the class whose own state ha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from ucp.contract.registry import run_extras
@@ -29,8 +29,11 @@ class Stateful(Protocol):
         """Take a state."""
 
 
-_COMPANION = re.compile(r"companion/scheduler(_\d+)?\.(pt|bin)")
-"""Files of the Trainer and of accelerate. Examples: companion/scheduler.pt, companion/scheduler_1.bin."""
+_COMPANION = re.compile(r"companion/(scheduler(_\d+)?\.(pt|bin)|meta\.pt)")
+"""Files of the Trainer, accelerate and Lightning, the last of which holds it under a name.
+
+Examples: companion/scheduler.pt, companion/scheduler_1.bin, companion/meta.pt.
+"""
 _PART = "_schedulers"
 """Entry of a scheduler that is made of others."""
 
@@ -47,7 +50,7 @@ def scheduler_state(
     live = scheduler.state_dict()
     named = run_extras(index).schedulers
     held = [own for own in index.extras if own.rank is None and (own.name in named or _COMPANION.fullmatch(own.name))]
-    saved = {extra.name: state for extra in held if (state := _state(read(extra))) is not None}
+    saved = {extra.name: state for extra in held if (state := _state(read(extra), named)) is not None}
     reasons = {name: "; ".join(_misfits(live, state)) for name, state in saved.items()}
     fitting = {repr(saved[name]): name for name, reason in reasons.items() if not reason}
     if len(fitting) == 1:
@@ -64,7 +67,9 @@ def scheduler_state(
     return None
 
 
-def _state(value: object) -> dict[str, object] | None:
+def _state(value: object, named: Sequence[str]) -> dict[str, object] | None:
+    if isinstance(value, dict):
+        value = next((value[name] for name in named if name in value), value)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     return value if isinstance(value, dict) and all(isinstance(key, str) for key in value) else None

@@ -11,13 +11,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ucp.core.index import Index
 from ucp.core.topology import AXES, Topology
 from ucp.errors import UsageError
 from ucp.live.adapters import LiveRequest, LiveRun
+from ucp.live.checkpoint import Checkpoint
+from ucp.live.match.findings import Findings
 from ucp.live.optimizer.torch_optimizer import describe_optimizer
+from ucp.live.run.loss_scale import scaler_state
 from ucp.live.run.ranks import together
+from ucp.live.run.values import live_value
 from ucp_formats.megatron.live.model import describe_chunks
 from ucp_formats.megatron.live.optimizer import MegatronLive, describe_optimizers
+from ucp_formats.megatron.run.loss_scale import scaler_of
 
 __all__ = ["MegatronAdapter"]
 
@@ -48,7 +54,12 @@ class MegatronAdapter:
             return LiveRun(model=model, optimizer=together(request.ranks, lambda: describe_optimizer(plain, model)))
         optimizer = describe_optimizers(request.optimizer, model, request.ranks)
         derived = frozenset(name for own in optimizer.members for name in own.copied)
-        return LiveRun(model=replace(model, derived=derived), optimizer=optimizer, finish=lambda: _refresh(optimizer))
+        return LiveRun(
+            model=replace(model, derived=derived),
+            optimizer=optimizer,
+            finish=lambda: _refresh(optimizer),
+            resume=lambda index: _rescaled(optimizer, index),
+        )
 
 
 def _chunks(model: object) -> Sequence[Any]:
@@ -115,3 +126,16 @@ def _refresh(optimizer: MegatronLive) -> None:
                 chunks |= {id(chunk): chunk for chunk in own.outer.model_chunks}
         for chunk in chunks.values():
             chunk.start_param_sync(force_sync=True)
+
+
+def _rescaled(optimizer: MegatronLive, index: Index) -> list[str]:
+    """Set the scale of the loss that an fp16 run adapts; notes of it."""
+    findings = Findings()
+    every = (getattr(own.outer, "grad_scaler", None) for own in optimizer.members)
+    said = scaler_of(index)
+    counts = {key: own for key, own in said.items() if isinstance(own, int)} if isinstance(said, dict) else {}
+    for scaler in {id(own): own for own in every if own is not None and own.state_dict()}.values():
+        found = scaler_state(index, scaler, lambda extra: live_value(extra, Checkpoint(index).tensor), findings)
+        if found is not None:
+            scaler.load_state_dict({**found[1], **counts})
+    return [*(() if counts else findings.notes), *findings.problems]

@@ -207,8 +207,8 @@ def _pairs(outer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 def _range_of(outer: Any, param: torch.Tensor, whole: LivePart) -> LivePart:
     """The range of a parameter that this rank steps: where it starts in its bucket, and how long shares of that are."""
-    told = outer._get_model_param_range_map(param)  # noqa: SLF001  # the ranges have no public name
-    buffer, _, bucket = outer.model_param_gbuf_map[param]
+    buffer, dtype, bucket = outer.model_param_gbuf_map[param]
+    told = outer.gbuf_ranges[buffer][dtype][bucket]["param_map"][param]
     parts = outer.data_parallel_group.size()
     share = outer.buffers[buffer].buckets[bucket].grad_data.numel() // parts
     start = told["gbuf_world_in_bucket"].start - told["param"].start

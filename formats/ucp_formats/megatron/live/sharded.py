@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ucp.core.region import Box, RegionPair
-from ucp.errors import UnsupportedError, listed
+from ucp.errors import LoadError, UnsupportedError, listed
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,16 @@ class Sharded:
 
 
 def sharded_tensors(module: torch.nn.Module) -> list[Sharded]:
-    """Parameters and persistent buffers of a MegatronModule. Raises UnsupportedError for what has no one place."""
+    """Parameters and persistent buffers of a MegatronModule.
+
+    Raises LoadError for those without memory, UnsupportedError for what has no one place.
+    """
+    blank = [name for name, own in module.named_parameters() if own.is_meta]
+    if blank:
+        raise LoadError(
+            f"expected parameters that have memory to load into; these are on the meta device:\n{listed(blank)}\n"
+            "build the model without init_model_with_meta_device"
+        )
     by_tensor = {id(value.data): value for value in _sharded_values(module)}
     found, problems, seen = [], [], set()
     for name, own in module.state_dict(keep_vars=True).items():

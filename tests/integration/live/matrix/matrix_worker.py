@@ -5,8 +5,9 @@
 JOBS.json is a list of jobs, each the work of one process group: `{"way", "model", "grid", "kind", "steps"}` and
 
 - `save`: `{"folder", "result"}`: train `steps`, save to `folder`, train as many more, and write losses to `result`;
-- `load`: a list of `{"folder", "result"}`: start a run of other weights and another learning rate, load `folder` into
-  it, compare what its ranks hold with what `ucp.open` reads there, train `steps`, and write what was found.
+- `load`: a list of `{"folder", "result", "settings"}`: start a run of other weights and another learning rate, load
+  `folder` into it, compare what its ranks hold with what `ucp.open` reads there, train `steps`, and write what was
+  found.
 
 `way` is `megatron` (with megatron-core on PYTHONPATH; all jobs of a call, or none), `torch`, `deepspeed` or `hand`.
 Libraries are imported once, and the ranks forked.
@@ -70,7 +71,7 @@ def work(job: dict[str, Any]) -> None:
         report(saved(job, Path(save["folder"])), save["result"])
     for item in job.get("load", []):
         try:
-            found = loaded(job, Path(item["folder"]))
+            found = loaded(job, Path(item["folder"]), item["settings"])
         except Exception as error:
             report({"error": f"{type(error).__name__}: {error}", "where": traceback.format_exc()}, item["result"])
             if not isinstance(error, ucp.UcpError):
@@ -115,10 +116,13 @@ def saved(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {"losses": losses + [run.step(at) for at in range(steps, 2 * steps)]}
 
 
-def loaded(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+def loaded(job: dict[str, Any], folder: Path, settings: dict[str, int]) -> dict[str, Any]:
     """A run resumed from `folder`."""
-    run, steps = start(job, seed="another ", lr=1.0), job["steps"]
-    told = ucp.load_into(run.model, topology(job), folder, optimizer=run.optimizer)
+    is_foreign = bool(settings)  # no rates that Megatron's schedule goes by: those of the job itself hold
+    run, steps = start(job, seed="another ", lr=None if is_foreign else 1.0), job["steps"]
+    told = ucp.load_into(
+        run.model, topology(job), folder, optimizer=getattr(run, "live_optimizer", run.optimizer), settings=settings
+    )
     whole = wholes(folder, MODELS[job["model"]])
     compared, differing = 0, []
     for name, state, own in run.states():

@@ -17,10 +17,12 @@ FIRST = 5
 """Steps after the load in which nothing but the order of sums tells runs apart."""
 AT_FIRST = 1e-6
 """Largest relative difference of a loss in these steps: eight units in the last place of fp32."""
-AT_LAST = {"dense": 1e-4, "moe": 1e-2}
-"""In all steps; a router's choice between two experts that are all but equal makes the greater one."""
 ROUTED = 1e-4
-"""In the first steps of a model with a router."""
+"""In these steps of a model with a router: it may choose the other of two experts that are all but equal."""
+AT_LAST = {"dense": 1e-5, "moe": 1e-3}
+"""In all steps after the load."""
+APART = {"dense": 1e-4, "moe": 1e-3}
+"""Of runs of the frameworks from each other, over all steps from the first."""
 
 Losses = Mapping[Way, Sequence[float]]
 Outcomes = Mapping[tuple[Way, Way], Outcome]
@@ -67,5 +69,5 @@ def test_all_frameworks_train_the_same_model(model: str, found: tuple[Losses, Ou
     runs = [losses for way, losses in found[0].items() if way.model == model]
     assert len(runs) == len([own for own in SOURCES if own.model == model])
     for at in zip(*runs, strict=True):
-        assert max(at) / min(at) - 1 <= AT_LAST[model]
+        assert max(at) / min(at) - 1 <= APART[model]
     assert runs[0][-1] < runs[0][0] - 1, "the model learns: a loss that stays proves nothing"

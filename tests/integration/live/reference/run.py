@@ -21,6 +21,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from tests.integration.live.reference.collectives import Group
 from tests.integration.live.reference.grid import Grid
+from tests.integration.live.reference.live_zero import LiveZero
 from tests.integration.live.reference.model import Share, Style
 from tests.integration.live.reference.pipeline import train
 from tests.integration.live.reference.rank_model import RankModel
@@ -73,6 +74,9 @@ class Run:
         self.part = RankModel(sizes, grid, dist.get_rank(), share, style=style or Style(), seed=seed)
         self.held, self.at, self.model = self.part.held, self.part.at, self.part.model
         self.optimizer = self._optimizer(lr, zero=zero)
+        self.live_optimizer: object = self.optimizer
+        if isinstance(self.optimizer, FlatAdamW):
+            self.live_optimizer = LiveZero(self.optimizer, self.part.chunks[0])
 
     def _optimizer(self, lr: float | None, *, zero: bool) -> torch.optim.Optimizer:
         groups = named_groups([(own.name, own.param) for own in self.held])

@@ -65,6 +65,11 @@ class Flat:
         """Hyper-parameters."""
         return {key: own for key, own in self.group.items() if key != "params"}
 
+    def place(self, param: nn.Parameter) -> tuple[nn.Parameter, int]:
+        """A parameter, and the element at which it starts."""
+        before = next(at for at, own in enumerate(self.params) if own is param)
+        return param, sum(own.numel() for own in self.params[:before])
+
     def range_of(self, tensors: Iterable[Tensor]) -> Tensor:
         """This rank's range of tensors laid end to end."""
         flat = parameters_to_vector(tensors).float()

@@ -1,0 +1,142 @@
+"""fp32 masters of one's own: an optimizer over copies of the model's parameters in another precision.
+
+    masters = {name: param.detach().clone().float() for name, param in model.named_parameters()}
+    optimizer = torch.optim.AdamW(masters.values())
+    ucp.load_into(model, checkpoint=PATH, optimizer=optimizer, masters=masters)
+
+The masters are brought, and the weights are cast from them. Which master is whose is what the user says, or what nobody
+can doubt: masters in the order of the parameters, with their shapes, whose values are those of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ucp.core.dtypes import DType
+from ucp.core.names import WEIGHT
+from ucp.errors import LoadError, UsageError, counted, listed
+from ucp.live.adapters import LiveModel
+from ucp.live.match.groups import LiveGroup
+from ucp.live.model.dtensor import local_of
+from ucp.live.model.module import dtype_of
+from ucp.live.optimizer.torch_optimizer import TorchOptimizer, describe_optimizer
+from ucp.live.parts import LiveParam
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+__all__ = ["MastersOptimizer", "describe_masters"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MastersOptimizer:
+    """An optimizer some of whose parameters are masters."""
+
+    base: TorchOptimizer
+    """The optimizer, its parameters under the names of those they are masters of."""
+    weights: Mapping[str, torch.Tensor]
+    """Name of a parameter that has a master to the parameter itself."""
+
+    def groups(self) -> list[LiveGroup]:
+        """Its groups with their hyper-parameters."""
+        return self.base.groups()
+
+    def params(self, hyper: Sequence[Mapping[str, object]]) -> list[LiveParam]:
+        """What it keeps, masters among it; an optimizer that is not known must have stepped once."""
+        return [self._with_master(own) for own in self.base.params(hyper)]
+
+    def landing(self, name: str, state: str, dtype: DType, shape: tuple[int, ...], *, counts: bool) -> torch.Tensor:
+        """The master itself, or as of the optimizer."""
+        if state == WEIGHT:
+            return local_of(self.base.live[name]).detach()
+        return self.base.landing(name, state, dtype, shape, counts=counts)
+
+    def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
+        """Take what was brought; masters are where they belong already."""
+        kept = {name: {state: value for state, value in own.items() if state != WEIGHT} for name, own in states.items()}
+        self.base.put(kept, counts)
+
+    def put_hyper(self, hyper: Sequence[Mapping[str, object]]) -> None:
+        """Set hyper-parameters of every group."""
+        self.base.put_hyper(hyper)
+
+    def cast(self) -> None:
+        """Make the weights from their masters."""
+        for name, weight in self.weights.items():
+            local_of(weight).detach().copy_(local_of(self.base.live[name]).detach())
+
+    def _with_master(self, own: LiveParam) -> LiveParam:
+        if own.name not in self.weights:
+            return own
+        if own.keeps is None:
+            raise LoadError(
+                f"{own.name}: nothing says which states {type(self.base.handle).__name__} keeps beside masters. Let it "
+                "step once before load_into"
+            )
+        return replace(own, keeps={WEIGHT: dtype_of(local_of(self.base.live[own.name])), **own.keeps})
+
+
+def describe_masters(
+    optimizer: Optimizer, model: LiveModel, modules: Sequence[nn.Module], masters: Mapping[str, torch.Tensor] | None
+) -> tuple[LiveModel, MastersOptimizer | TorchOptimizer]:
+    """The optimizer by names, and the model without the weights that are cast from masters.
+
+    Raises LoadError for parameters of the optimizer that are neither the model's nor surely masters, UsageError for
+    `masters` that are of no such optimizer.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    strangers = [param for param in params if id(param) not in model.owners]
+    if not strangers and not masters:
+        return model, describe_optimizer(optimizer, model)
+    own = {name: param for module in modules for param in module.parameters() if (name := model.owners.get(id(param)))}
+    found = _in_order(strangers, own, params) if masters is None else _said(masters, own, strangers)
+    whose = {id(master): name for name, master in found.items()}
+    base = describe_optimizer(optimizer, replace(model, owners={**model.owners, **whose}))
+    memory = {**base.memory, **{name: local_of(master) for name, master in found.items()}}
+    weights = {name: own[name] for name in found}
+    live = MastersOptimizer(base=replace(base, memory=memory), weights=weights)
+    note = f"{counted(len(found), 'weight is', 'weights are')} cast from masters that the optimizer steps"
+    return replace(model, derived=model.derived | found.keys(), notes=(*model.notes, note)), live
+
+
+def _in_order(
+    strangers: Sequence[torch.Tensor], own: Mapping[str, torch.Tensor], params: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Masters by name where order, shapes and values agree; none where they do not all."""
+    direct = set(map(id, params))
+    left = {name: param for name, param in own.items() if param.requires_grad and id(param) not in direct}
+    if len(left) != len(strangers):
+        return {}
+    pairs = dict(zip(left, strangers, strict=True))
+    return pairs if all(_is_cast_of(left[name], master) for name, master in pairs.items()) else {}
+
+
+def _is_cast_of(weight: torch.Tensor, master: torch.Tensor) -> bool:
+    import torch
+
+    if weight.shape != master.shape or weight.is_meta or master.is_meta:
+        return False
+    held, wanted = local_of(weight).detach(), local_of(master).detach()
+    return held.shape == wanted.shape and torch.equal(held, wanted.to(held.dtype).to(held.device))
+
+
+def _said(
+    masters: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], strangers: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    stepped = set(map(id, strangers))
+    wrong = [f"{name}: the model has no such parameter" for name in masters if name not in own]
+    for name in masters.keys() & own.keys():
+        master, weight = masters[name], own[name]
+        if id(master) not in stepped:
+            wrong.append(f"{name}: the optimizer does not step it, or it is the model's own")
+        elif master.shape != weight.shape or local_of(master).shape != local_of(weight).shape:
+            wrong.append(f"{name}: has shape {list(master.shape)}, and its weight {list(weight.shape)}")
+    if wrong:
+        raise UsageError(
+            f"expected masters by the names of parameters, as the optimizer steps them; got\n{listed(wrong)}"
+        )
+    return dict(masters)
