@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ucp.core.index import Index
+    from ucp.live.match.findings import Findings
     from ucp.live.run.mesh import RunMesh
     from ucp.live.run.ranks import Ranks
 
@@ -88,8 +89,9 @@ class LiveRun:
     """The model with memory for what has none, once all is known to fit; given the names that are brought."""
     finish: Callable[[], None] = field(default=lambda: None)
     """Make what follows from what was brought (16-bit copies of masters). Collective."""
-    resume: Callable[[Index], Sequence[str]] = field(default=lambda _index: ())
-    """Set what the framework keeps beside tensors (steps, schedule, loss scale) to the checkpoint's; notes of it."""
+    resume: Callable[[Index, Findings], Mapping[str, str]] = field(default=lambda _index, _findings: {})
+    """Set what the framework keeps beside tensors (steps, schedule, loss scale) to the checkpoint's; gives the extras
+    that were taken, to what was set by them."""
     is_placed: bool = True
     """Whether names and parts are those of the whole model. If not, the core numbers layers and experts, and finds how
     tensors are cut from their attributes and by rules."""

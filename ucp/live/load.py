@@ -215,7 +215,7 @@ def load_into(
     clock.lap("read")
     together(ranks, lambda: _restore(decision, landing))
     together(ranks, run.finish)
-    decision.findings.notes.extend(together(ranks, lambda: run.resume(index)))
+    resume = resume.beside(together(ranks, lambda: run.resume(index, decision.findings)))
     together(ranks, lambda: [step() for step in resume.steps])
     clock.lap("restore")
     return report_of(decision, resume, traffic, clock.seconds)

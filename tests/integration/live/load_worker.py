@@ -130,7 +130,7 @@ def subgroup(large: Path, rank: int) -> dict[str, object]:
     if rank > 1:
         return {}
     model = Large()
-    report = load_into(model, "dp=2", checkpoint=large, process_process_group=group)
+    report = load_into(model, "dp=2", checkpoint=large, process_group=group)
     return {"ranks": report.ranks, "digest": digest(model)}
 
 

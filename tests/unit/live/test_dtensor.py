@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import distributed, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -48,6 +49,22 @@ def test_a_part_is_what_the_placements_say(mesh, placements):
         assert torch.equal(ROWS[whole], held[local])
     assert sum(pair.whole.numel for pair in found.pairs) == held.numel()
     assert describe_model(net).handles["w"].data_ptr() == held.data_ptr()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("experts", [4, 6])
+def test_fsdp_cuts_what_expert_parallelism_leaves(mesh, experts, dim):
+    """As torchtitan has it: DTensors of experts over one axis, then FSDP2 over the rest; 6 in 2 x 2 are uneven."""
+    whole = torch.arange(experts * 4.0).view(experts, 4)
+    net = nn.Module()
+    net.w1 = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)], src_data_rank=None))
+    fully_shard(net, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(dim))
+    live = describe_model(net)
+    (own,) = live.tensors
+    (pair,) = own.part.slice_of("w1", "weight", (experts, 4), DType.FLOAT32).pairs
+    assert len(own.part.layout.axes) == 2
+    part = whole[tuple(slice(low, high) for low, high in zip(pair.whole.offsets, pair.whole.stops, strict=True))]
+    assert torch.equal(part, live.handles["w1"])
 
 
 def test_a_rank_may_hold_nothing_of_it(mesh):

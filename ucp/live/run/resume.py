@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ucp.core.index import Extra, Index
 from ucp.live.checkpoint import Checkpoint
@@ -32,6 +32,12 @@ class Resume:
     """What it leaves, with the reason."""
     ignored: tuple[str, ...] = ()
     """Extras that nothing was done with."""
+
+    def beside(self, taken: Mapping[str, str]) -> Resume:
+        """The same, and what a framework took for its own: extra to what was set by it."""
+        told = (f"{what}, from {name}" for name, what in taken.items())
+        left = tuple(name for name in self.ignored if name not in taken)
+        return replace(self, restored=(*self.restored, *told), ignored=left)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

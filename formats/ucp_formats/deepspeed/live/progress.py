@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from ucp.core.index import Index
+from ucp.live.match.findings import Findings
 from ucp_formats.deepspeed.config import RunConfig
 from ucp_formats.deepspeed.live.handles import Engine, LossScaleConfig
 from ucp_formats.deepspeed.write.optimizer.loss_scale import LossScale, read_loss_scale
@@ -17,14 +18,15 @@ from ucp_formats.deepspeed.write.optimizer.loss_scale import LossScale, read_los
 __all__ = ["resume"]
 
 
-def resume(engine: Engine, index: Index) -> list[str]:
-    """Set what is not a tensor of a parameter. Says what was set, and what was not there to be set."""
+def resume(engine: Engine, index: Index, findings: Findings) -> dict[str, str]:
+    """Set what is not a tensor of a parameter; notes tell what was not there to be set."""
     extras = {extra.name: extra.value for extra in reversed(index.extras)}
-    told = []
+    taken = {}
     for setting, name in ((_counts, "engine"), (_schedule, "lr_scheduler"), (_loss_scale, "loss_scaler")):
         what, note = setting(engine, index, extras)
-        told += [f"restored {what}, from {name}"] if what else [note] if note else []
-    return told
+        taken.update({name: what} if what else {})
+        findings.notes.extend([note] if note else [])
+    return taken
 
 
 def _counts(engine: Engine, index: Index, extras: Mapping[str, object]) -> tuple[str, str]:

@@ -79,7 +79,10 @@ def _tables(outcomes: Outcomes, told: Callable[[Cell], str]) -> str:
 def _table(outcomes: Outcomes, model: str, told: Callable[[Cell], str]) -> str:
     sources = [own for own in SOURCES if own.model == model]
     title = {"dense": "Llama", "moe": "Mixtral"}[model]
-    lines = [f"| {title}: from, into | {' | '.join(own.label for own in sources)} |", "|---|" + "---|" * len(sources)]
+    lines = [
+        f"| {title}: into (rows), from | {' | '.join(own.label for own in sources)} |",
+        "|---|" + "---|" * len(sources),
+    ]
     for target in (own for own in TARGETS if own.model == model):
         row = [told((source, target)) if (source, target) in outcomes else "not run" for source in sources]
         lines.append(f"| {target.label} | {' | '.join(row)} |")
@@ -94,7 +97,7 @@ def _state(own: Outcome) -> str:
 
 def _gaps(own: Outcome, uninterrupted: Sequence[float], first: int) -> str:
     gaps = own.gaps(uninterrupted)
-    return f"{max(gaps[:first]):.0e}, {max(gaps):.0e}" if gaps else "none"
+    return ", ".join(f"{own:.0e}" if own else "0" for own in (max(gaps[:first]), max(gaps))) if gaps else "none"
 
 
 def _apart(losses: Losses, model: str) -> float:
