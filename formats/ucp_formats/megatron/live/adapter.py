@@ -58,7 +58,7 @@ class MegatronAdapter:
             model=replace(model, derived=derived),
             optimizer=optimizer,
             finish=lambda: _refresh(optimizer),
-            resume=lambda index: _rescaled(optimizer, index),
+            resume=lambda index, findings: _rescaled(optimizer, index, findings),
         )
 
 
@@ -128,14 +128,16 @@ def _refresh(optimizer: MegatronLive) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def _rescaled(optimizer: MegatronLive, index: Index) -> list[str]:
-    """Set the scale of the loss that an fp16 run adapts; notes of it."""
-    findings = Findings()
+def _rescaled(optimizer: MegatronLive, index: Index, findings: Findings) -> dict[str, str]:
+    """Set the scale of the loss that an fp16 run adapts; the extra that it was taken from."""
     every = (getattr(own.outer, "grad_scaler", None) for own in optimizer.members)
     said = scaler_of(index)
     counts = {key: own for key, own in said.items() if isinstance(own, int)} if isinstance(said, dict) else {}
+    told, taken = Findings(), {}
     for scaler in {id(own): own for own in every if own is not None and own.state_dict()}.values():
-        found = scaler_state(index, scaler, lambda extra: live_value(extra, Checkpoint(index).tensor), findings)
+        found = scaler_state(index, scaler, lambda extra: live_value(extra, Checkpoint(index).tensor), told)
         if found is not None:
             scaler.load_state_dict({**found[1], **counts})
-    return [*(() if counts else findings.notes), *findings.problems]
+            taken[found[0]] = "scale of the loss"
+    findings.notes += [*(() if counts else told.notes), *told.problems]
+    return taken
