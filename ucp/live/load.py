@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Literal
 from ucp.contract.protocols import Observer
 from ucp.conversion.options import AcceptName, DtypeLike, MemoryLike, TopologyLike, ZeroMomentsName, type_path
 from ucp.conversion.prepare import index_as_told, index_of
-from ucp.errors import UcpError
 from ucp.live.adapters import LiveRequest
 from ucp.live.exchange.carry import carry
 from ucp.live.exchange.traffic import Traffic
@@ -225,7 +224,7 @@ def _carried(decision: Decision, landing: Sequence[torch.Tensor], ranks: Ranks, 
     """Bring everything that was decided to where it lands."""
     try:
         return carry(decision.wants, landing, ranks, replace(asked.carry, records=decision.index.records))
-    except UcpError as error:
+    except Exception as error:
         error.add_note("It was found under way: the model may be partly overwritten, do not use it")
         raise
 
@@ -233,8 +232,8 @@ def _carried(decision: Decision, landing: Sequence[torch.Tensor], ranks: Ranks, 
 def _device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
     from torch import nn
 
-    modules = [model] if isinstance(model, nn.Module) else [own for own in model if isinstance(own, nn.Module)]
-    return place_of(modules)
+    given = model if isinstance(model, list | tuple) else [model]
+    return place_of([own for own in given if isinstance(own, nn.Module)])  # what else is given is refused by all ranks
 
 
 def _prepared(decision: Decision) -> Decision:

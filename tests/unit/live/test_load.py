@@ -507,3 +507,47 @@ def test_ranks_that_are_called_otherwise_are_told_apart(saved):
     assert {str(error) for error in found} == {
         "expected the same on every rank; these are not those of rank 0:\n  options of rank 1"
     }
+
+
+class Deaf:
+    """An observer that fails at once."""
+
+    def begin(self, *, title, nbytes):
+        raise OSError(f"no terminal for {title} of {nbytes}")
+
+    def advance(self, nbytes): ...
+    def end(self): ...
+
+
+@pytest.mark.parametrize("exchange", ["always", "never"])
+def test_an_observer_that_fails_on_one_rank_stops_all(saved, exchange):
+    def load(ranks):
+        progress = Deaf() if ranks.rank else False
+        return load_into(Net(), checkpoint=saved.path, process_group=ranks, progress=progress, exchange=exchange)
+
+    found = run(2, load)
+    assert {type(error) for error in found} == {LoadError}
+    assert all("rank 1 of 2: OSError: no terminal for load" in str(error) for error in found)
+
+
+def test_what_is_no_model_on_one_rank_is_refused_by_all(saved):
+    found = run(2, lambda ranks: load_into(Net() if ranks.rank else None, checkpoint=saved.path, process_group=ranks))
+    assert {str(error).partition(":")[0] for error in found} == {"rank 0 of 2"}
+
+
+def test_states_made_in_inference_mode_could_not_be_stepped(saved):
+    with torch.inference_mode(), pytest.raises(UsageError, match=r"outside torch\.inference_mode"):
+        load_into(Net(), checkpoint=saved.path)
+
+
+def test_an_optimizer_that_keeps_no_states_needs_none(tmp_path):
+    shards = Shards(tmp_path)
+    states = {("w", "weight"): shards.whole(random((3,)))}
+    path = write_checkpoint(make_index(tmp_path, states, groups=[ParamGroup(params=("w",), hyper={"lr": 0.25})]))
+    net = nn.Module()
+    net.w = nn.Parameter(torch.zeros(3))
+    optimizer = optim.SGD(net.parameters(), lr=1.0)
+    load_into(net, checkpoint=path, optimizer=optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    with pytest.raises(LoadError, match="holds no optimizer states"):
+        load_into(net, checkpoint=path, optimizer=optim.AdamW(net.parameters()))

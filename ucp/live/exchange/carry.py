@@ -12,9 +12,10 @@ in turn. So all come to the end, where the errors are told. A rank that dies end
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from ucp.live.exchange.buffers import Buffers
 from ucp.live.exchange.checksums import check_records
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["carry"]
+
+T = TypeVar("T")
 
 _THREADS = 4
 """Threads that read, per rank, at most."""
@@ -111,20 +114,31 @@ class _Work:
         observer = self._options.observer
         if observer is not None:
             loads = (own.slice for stage in self._stages for own in stage.loads)
-            observer.begin(title="load", nbytes=sum(own.nbytes for own in loads))
+            nbytes = sum(own.nbytes for own in loads)
+            self._try(lambda: observer.begin(title="load", nbytes=nbytes))
         for stage, window, buffer, reading in self._read_ahead():
             self._finish(stage, window, buffer, reading)
         if observer is not None:
-            observer.end()
+            self._try(observer.end)
         if self._failure is not None:
             raise self._failure
 
-    def _read_ahead(self) -> Iterator[tuple[Stage, Window, torch.Tensor, Reading]]:
+    def _try(self, work: Callable[[], T]) -> T | None:
+        """What `work` gives; None where it fails, which is told to the other ranks with the next part."""
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001  # raised at the end of `run`, when all ranks have stopped
+            self._failure = self._failure or error
+            self._is_stopped = True
+            return None
+
+    def _read_ahead(self) -> Iterator[tuple[Stage, Window, torch.Tensor, Reading | None]]:
         """Every window of this rank and the reading of its part; that of the next has begun too."""
-        begun: list[tuple[Stage, Window, torch.Tensor, Reading]] = []
+        begun: list[tuple[Stage, Window, torch.Tensor, Reading | None]] = []
         for number, (stage, window) in enumerate(self._windows()):
             buffer = self._buffers.parts[number % 2]
-            begun.append((stage, window, buffer, self._start(stage, window, buffer)))
+            start = partial(self._start, stage, window, buffer)
+            begun.append((stage, window, buffer, self._try(start)))
             if number:
                 yield begun.pop(0)
         yield from begun
@@ -168,15 +182,10 @@ class _Work:
         low = (segment.start - load.slice.start) * segment.itemsize
         return place[low : low + segment.nbytes]
 
-    def _finish(self, stage: Stage, window: Window, buffer: torch.Tensor, reading: Reading) -> None:
+    def _finish(self, stage: Stage, window: Window, buffer: torch.Tensor, reading: Reading | None) -> None:
         """Bring a window to its place, as soon as this rank's part of it is read."""
-        seconds = 0.0
-        try:
-            done = reading.finish()
-            self.wanted += done.wanted
-            seconds = done.seconds
-        except Exception as error:  # noqa: BLE001  # told to the other ranks with the next part, raised at the end
-            self._fail(error)
+        done = None if reading is None else self._try(reading.finish)
+        self.wanted += 0 if done is None else done.wanted
         if stage.is_over or (self._is_stopped and len(stage.members) == 1):
             return
         began = time.perf_counter()
@@ -186,15 +195,8 @@ class _Work:
             parts = [part] if len(stage.members) == 1 else self._gathered(stage, window, part)
             if stage.is_over:
                 return
-            try:
-                self._put(stage, window, number, parts)
-            except Exception as error:  # noqa: BLE001  # as above
-                self._fail(error)
-        stage.measured.append((seconds, time.perf_counter() - began))
-
-    def _fail(self, error: Exception) -> None:
-        self._failure = self._failure or error
-        self._is_stopped = True
+            self._try(partial(self._put, stage, window, number, parts))
+        stage.measured.append((0.0 if done is None else done.seconds, time.perf_counter() - began))
 
     def _gathered(self, stage: Stage, window: Window, part: torch.Tensor) -> Sequence[torch.Tensor]:
         """The parts of all members, unless one of them has failed: then the stage is over."""

@@ -46,7 +46,9 @@ def match_states(
             fresh.append(param.name)
         else:
             wanted.extend(_states(param, param.part or parts[param.name], atom, findings))
-    started = [name for name in fresh if matched[name] in known and 0 not in index.atoms[matched[name]].global_shape]
+    bare = {own.name for own in params if own.keeps is not None and not own.keeps.keys() - {WEIGHT}}  # SGD's, say
+    begun = (name for name in fresh if name not in bare and matched[name] in known)
+    started = [name for name in begun if 0 not in index.atoms[matched[name]].global_shape]
     if started and all(want.state == WEIGHT for want in wanted) and index.step != 0:
         findings.problems.append(
             "the checkpoint holds no optimizer states: the optimizer would start afresh. Load without optimizer="

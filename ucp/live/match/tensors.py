@@ -52,7 +52,7 @@ def match_tensors(
                 f"{' and '.join(held)}. Untie them, or load from a checkpoint where they are tied"
             )
         matched[own.name] = held[0]
-    _note_shared(tensors, matched, findings)
+    _note_shared(tensors, matched, index, findings)
     return matched
 
 
@@ -104,7 +104,7 @@ def _hint_names(names: Sequence[str], index: Index, findings: Findings, *, is_an
         findings.hints.append(f"pass {', or '.join(ways[:_MOST_WAYS])}")
 
 
-def _note_shared(tensors: Sequence[LiveTensor], matched: Mapping[str, str], findings: Findings) -> None:
+def _note_shared(tensors: Sequence[LiveTensor], matched: Mapping[str, str], index: Index, findings: Findings) -> None:
     takers: dict[str, list[LiveTensor]] = {}
     for own in tensors:
         if own.name in matched:
@@ -112,7 +112,8 @@ def _note_shared(tensors: Sequence[LiveTensor], matched: Mapping[str, str], find
     for atom, several in takers.items():
         if len(several) > 1:
             alike = len({own.whole_names for own in several}) == 1
-            why = "replicas of it" if alike else "they were tied when saved"
+            tied = "they were tied when saved" if atom in index.aliases.values() else "`rename` gives both its name"
+            why = "replicas of it" if alike else tied
             names = " and ".join(own.name for own in several)
             findings.notes.append(f"{names} are loaded from one atom, {atom}: {why}")
 

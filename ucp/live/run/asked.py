@@ -89,6 +89,7 @@ class LoadAsked:
         experts: Experts | None = None,
     ) -> LoadAsked:
         """What a rank of a run of so many is asked. Raises UsageError."""
+        _check_mode()
         mesh, path = _told(topology, checkpoint, rank, ranks)
         called = rename if callable(rename) else None
         rules = None if rename is None or callable(rename) else Path(_path(rename, "rename"))
@@ -126,6 +127,13 @@ class LoadAsked:
         options = (self.options.strict, self.options.zero_moments, sorted(self.options.accept))
         moved = (self.carry.exchange, self.carry.memory, self.carry.verify, self.experts)
         return (options, naming, self.mesh.topology, self.dtype, self.rank_extras, moved)
+
+
+def _check_mode() -> None:
+    import torch
+
+    if torch.is_inference_mode_enabled():
+        raise UsageError("expected a call outside torch.inference_mode: states that are made in it cannot be stepped")
 
 
 def _told(
