@@ -26,7 +26,8 @@ __all__ = ["beside_dcp", "beside_deepspeed"]
 LAYERS = os.environ.get("UCP_BENCH_LAYERS", "8")
 SAVED_ON = 4
 WAYS = ("theirs", "ours")
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONDONTWRITEBYTECODE": ""}
+"""Python may keep what it compiles: else every process compiles what is imported under way again."""
 
 
 def beside_dcp(repeats: int) -> None:

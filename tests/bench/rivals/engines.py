@@ -1,9 +1,11 @@
-"""The same model under FSDP2 and under DeepSpeed: built, stepped once, saved, and loaded by its project or by ours."""
+"""The same model under FSDP2 and under DeepSpeed: stepped and saved, or loaded by its own project or by ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,34 +15,26 @@ import ucp
 
 __all__ = ["ENGINES", "Engine"]
 
-WIDTH, HEADS, BATCH = 1024, 8, 2
+WIDTH, HEADS, BATCH = 1024, 8, (2, 4)
 
 
-class Engine:
-    """A run of `layers` transformer layers, about 12.6M parameters each, under AdamW."""
-
-    def __init__(self, layers: int, *, is_universal: bool) -> None:
-        raise NotImplementedError
+class Engine(Protocol):
+    """A run of a few transformer layers, of 12.6M parameters each, under AdamW."""
 
     def save(self, folder: Path) -> None:
         """Take a step and save."""
-        raise NotImplementedError
 
-    def theirs(self, folder: Path) -> None:
+    def load(self, folder: Path) -> None:
         """Load as the project does."""
-        raise NotImplementedError
 
-    def ours(self, folder: Path) -> Mapping[str, float]:
+    def load_live(self, folder: Path) -> Mapping[str, float]:
         """Load with `ucp.load_into`; seconds of its stages."""
-        raise NotImplementedError
 
     def states(self) -> Iterator[torch.Tensor]:
-        """Masters and moments, whole or this rank's part, in the same order on every run. Collective."""
-        raise NotImplementedError
+        """Masters and moments, in the same order in every run. Collective."""
 
-    def nbytes_needed(self) -> int:
-        """Bytes that a load adds on this rank for good."""
-        raise NotImplementedError
+    def nbytes_of_states(self) -> int:
+        """Bytes of the optimizer states that this rank holds now."""
 
 
 def _model(layers: int) -> nn.Module:
@@ -49,29 +43,29 @@ def _model(layers: int) -> nn.Module:
     return nn.Sequential(*some)
 
 
-class Fsdp2(Engine):
+class _Fsdp2:
     """FSDP2 in fp32, and `torch.distributed.checkpoint`."""
 
     def __init__(self, layers: int, *, is_universal: bool) -> None:
         from torch.distributed.fsdp import fully_shard
 
+        del is_universal  # a word of DeepSpeed's
         dist.init_process_group("gloo")
         self._model = _model(layers)
-        for layer in self._model.children():
+        for layer in (*self._model.children(), self._model):
             fully_shard(layer)
-        fully_shard(self._model)
         self._optimizer = torch.optim.AdamW(self._model.parameters())
 
     def save(self, folder: Path) -> None:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
-        self._model(torch.randn(BATCH, 4, WIDTH)).square().mean().backward()
+        self._model(torch.randn(*BATCH, WIDTH)).square().mean().backward()
         self._optimizer.step()
         weights, states = get_state_dict(self._model, self._optimizer)
         dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
 
-    def theirs(self, folder: Path) -> None:
+    def load(self, folder: Path) -> None:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -80,7 +74,7 @@ class Fsdp2(Engine):
         dcp.load(state, checkpoint_id=folder)
         set_state_dict(self._model, self._optimizer, model_state_dict=weights, optim_state_dict=state["optimizer"])
 
-    def ours(self, folder: Path) -> Mapping[str, float]:
+    def load_live(self, folder: Path) -> Mapping[str, float]:
         return ucp.load_into(self._model, checkpoint=folder, optimizer=self._optimizer).stages
 
     def states(self) -> Iterator[torch.Tensor]:
@@ -89,40 +83,37 @@ class Fsdp2(Engine):
             for tensor in (param, own["exp_avg"], own["exp_avg_sq"]):
                 yield tensor.detach().to_local()  # type: ignore[attr-defined]  # a DTensor
 
-    def nbytes_needed(self) -> int:
-        return 2 * sum(param.to_local().nbytes for param in self._model.parameters())  # type: ignore[attr-defined]
+    def nbytes_of_states(self) -> int:
+        return _nbytes(self._optimizer)
 
 
-class DeepSpeed(Engine):
-    """DeepSpeed in bf16, and its universal checkpoints."""
+class _DeepSpeed:
+    """ZeRO in bf16, and DeepSpeed's universal checkpoints."""
 
-    stage: int
-    """Of ZeRO."""
-
-    def __init__(self, layers: int, *, is_universal: bool) -> None:
+    def __init__(self, layers: int, *, is_universal: bool, stage: int) -> None:
         import deepspeed
 
         deepspeed.init_distributed("gloo")
         config = {
-            "train_micro_batch_size_per_gpu": BATCH,
+            "train_micro_batch_size_per_gpu": BATCH[0],
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-            "zero_optimization": {"stage": self.stage},
+            "zero_optimization": {"stage": stage},
             "checkpoint": {"load_universal": is_universal},
         }
         model = _model(layers)
         self._engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def save(self, folder: Path) -> None:
-        self._engine.backward(self._engine(torch.randn(BATCH, 4, WIDTH).bfloat16()).square().mean())
+        self._engine.backward(self._engine(torch.randn(*BATCH, WIDTH).bfloat16()).square().mean())
         self._engine.step()
         self._engine.save_checkpoint(folder)
 
-    def theirs(self, folder: Path) -> None:
+    def load(self, folder: Path) -> None:
         if self._engine.load_checkpoint(folder)[0] is None:
             raise FileNotFoundError(folder)
 
-    def ours(self, folder: Path) -> Mapping[str, float]:
+    def load_live(self, folder: Path) -> Mapping[str, float]:
         return ucp.load_into(self._engine, checkpoint=folder).stages
 
     def states(self) -> Iterator[torch.Tensor]:
@@ -130,23 +121,15 @@ class DeepSpeed(Engine):
 
         for param in self._engine.module.parameters():
             yield safe_get_full_fp32_param(param)
-            for state in ("exp_avg", "exp_avg_sq"):
-                yield safe_get_full_optimizer_state(param, state)
+            yield from (safe_get_full_optimizer_state(param, state) for state in ("exp_avg", "exp_avg_sq"))
 
-    def nbytes_needed(self) -> int:
-        return 0  # DeepSpeed makes all states when it starts
-
-
-class Zero1(DeepSpeed):
-    stage = 1
+    def nbytes_of_states(self) -> int:
+        return _nbytes(self._engine.optimizer.optimizer)
 
 
-class Zero2(DeepSpeed):
-    stage = 2
+def _nbytes(optimizer: torch.optim.Optimizer) -> int:
+    states = (tensor for own in optimizer.state.values() for tensor in own.values() if isinstance(tensor, torch.Tensor))
+    return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in states)
 
 
-class Zero3(DeepSpeed):
-    stage = 3
-
-
-ENGINES: Mapping[str, Callable[..., Engine]] = {"fsdp2": Fsdp2, "zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
+ENGINES = {"fsdp2": _Fsdp2, **{f"zero{stage}": partial(_DeepSpeed, stage=stage) for stage in (1, 2, 3)}}

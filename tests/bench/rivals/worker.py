@@ -24,7 +24,7 @@ _STATUS = Path("/proc/self/status")
 
 def main() -> None:
     name, way, folder, layers, out = sys.argv[1:]
-    engine = ENGINES[name](int(layers), is_universal=way == "theirs")
+    engine: Engine = ENGINES[name](int(layers), is_universal=way == "theirs")
     if way == "save":
         engine.save(Path(folder))
     else:
@@ -40,11 +40,12 @@ def _measured(engine: Engine, way: str, folder: Path) -> dict[str, object]:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
     dist.barrier()
-    resident, asked, busy, began = _status("VmRSS"), _asked(), time.process_time(), time.perf_counter()
-    stages = engine.ours(folder) if way == "ours" else engine.theirs(folder)
+    held = _status("VmRSS") - engine.nbytes_of_states()
+    asked, busy, began = _asked(), time.process_time(), time.perf_counter()
+    stages = (engine.load_live if way == "ours" else engine.load)(folder)
     dist.barrier()
     seconds, busy = time.perf_counter() - began, time.process_time() - busy
-    grown = _status("VmHWM") - resident - engine.nbytes_needed()
+    grown = _status("VmHWM") - held - engine.nbytes_of_states()
     return {"seconds": seconds, "busy": busy, "grown": grown, "asked": _asked() - asked, "stages": stages or {}}
 
 
