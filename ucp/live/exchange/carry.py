@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from ucp.live.exchange.buffers import Buffers
 from ucp.live.exchange.checksums import check_records
-from ucp.live.exchange.pace import is_direct_faster, tell
 from ucp.live.exchange.places import Places, copy_in, landings
 from ucp.live.exchange.read_shares import Segment, Window
 from ucp.live.exchange.reading import THREAD_NBYTES, Reader, Reading
@@ -35,6 +34,9 @@ __all__ = ["carry"]
 
 _THREADS = 4
 """Threads that read, per rank, at most."""
+
+_WORD = 8
+"""Bytes of a number that is told with a part."""
 
 _SAMPLES = 2
 """Windows that are exchanged before it is decided whether to go on so."""
@@ -196,7 +198,7 @@ class _Work:
 
     def _gathered(self, stage: Stage, window: Window, part: torch.Tensor) -> Sequence[torch.Tensor]:
         """The parts of all members, unless one of them has failed: then the stage is over."""
-        tell(part[window.round_nbytes :], stage, is_stopped=self._is_stopped)
+        _tell(part[window.round_nbytes :], stage, is_stopped=self._is_stopped)
         whole = self._buffers.gathered(len(stage.members), part.numel())
         self._ranks.gather(self._buffers.sent(part), whole, stage.members)
         self.received += (len(stage.members) - 1) * part.numel()
@@ -204,7 +206,7 @@ class _Work:
         if bool(heard[:, 0].any()):
             stage.is_over = self._is_stopped = True
         elif self._options.exchange is Exchange.AUTO and len(stage.measured) == _SAMPLES:
-            stage.is_left = is_direct_faster(heard)
+            stage.is_left = _is_direct_faster(heard)
         return whole.unbind(0)
 
     def _put(self, stage: Stage, window: Window, number: int, parts: Sequence[torch.Tensor]) -> None:
@@ -219,3 +221,25 @@ class _Work:
                 copy_in(self._places.pieces(load, segment, values))
         if self._options.observer is not None:
             self._options.observer.advance(nbytes)
+
+
+def _tell(status: torch.Tensor, stage: Stage, *, is_stopped: bool) -> None:
+    """Fill in the bytes after a part: whether this rank has failed, and the shortest times of its windows."""
+    import torch
+
+    status.zero_()
+    status[0] = int(is_stopped)
+    if stage.measured:
+        least = [min(column) for column in zip(*stage.measured, strict=True)]
+        status[_WORD : 3 * _WORD].view(torch.float64).copy_(torch.tensor(least, dtype=torch.float64))
+
+
+def _is_direct_faster(heard: torch.Tensor) -> bool:
+    """Whether the members would be done sooner if each read all: so many parts, at the pace that they all read at.
+
+    `heard`: the bytes after their parts [members, bytes]. Reading goes on while parts are gathered and put in place.
+    """
+    import torch
+
+    read, moved = heard[:, _WORD : 3 * _WORD].contiguous().view(torch.float64).amax(dim=0).tolist()
+    return bool(len(heard) * read < max(read, moved))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from ucp.live.exchange.holders import digests, holders
 from ucp.live.exchange.loads import Load, loads_of, own_load
@@ -28,6 +29,11 @@ _PART = 16 << 20
 
 _SMALL = 1 << 20
 """Bytes for whose sake no exchange is begun where one may be left out."""
+
+_PROBE = 4 << 20
+"""Bytes of a part of the first windows: what they take says how to go on."""
+_PROBES = 4
+"""Windows that are begun before that is decided."""
 
 _PREFIX = re.compile(r"(.*\d)?")
 """A name up to its last number: layers.3.mlp.experts.7 of layers.3.mlp.experts.7.w1.weight."""
@@ -78,19 +84,25 @@ class Stage:
         """All of them, while the set holds together."""
         if not self.done:
             self.done = [own.slice.start for own in self.loads]
-        for window in share_out(
-            [own.slice for own in self.loads],
-            costs=[own.cost for own in self.loads],
-            readers=len(self.members),
-            part_nbytes=self.room.part_nbytes,
-            round_nbytes=self.room.round_nbytes,
-            done=tuple(self.done),
-        ):
+        probes = islice(self._cut(_PROBE), _PROBES if len(self.members) > 1 else 0)
+        for window in chain(probes, self._cut(self.room.part_nbytes)):
             if self.is_over or self.is_left:
                 return
             for segment in window.laid:
                 self.done[segment.load] = segment.stop
             yield window
+
+    def _cut(self, part_nbytes: int) -> Iterator[Window]:
+        """What is not done yet, by parts of at most so many bytes."""
+        part = min(part_nbytes, self.room.part_nbytes)
+        yield from share_out(
+            [own.slice for own in self.loads],
+            costs=[own.cost for own in self.loads],
+            readers=len(self.members),
+            part_nbytes=part,
+            round_nbytes=min(self.room.round_nbytes, part),
+            done=tuple(self.done),
+        )
 
     def rest(self, rank: int, memory: int, wanted: Callable[[Load], bool]) -> Stage:
         """What was not begun, of loads that are `wanted`, for `rank` to read alone."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ucp.core.dtypes import DType
-from ucp.errors import LoadError, listed
 from ucp.live.adapters import LiveModel
 from ucp.live.match.groups import LiveGroup
 from ucp.live.model.dtensor import local_of
 from ucp.live.model.fsdp1 import FlatUnit
+from ucp.live.optimizer.counts import agreed_counts
 from ucp.live.optimizer.torch_optimizer import TorchOptimizer, describe_optimizer
 from ucp.live.parts import LiveParam
 
@@ -88,7 +88,9 @@ class FlatOptimizer:
             stepped = {name: own for name, own in members.items() if own}
             for name in (members.keys() - stepped.keys()) if stepped else ():
                 self._clear(name)
-            own_counts = dict(_agreed(stepped, counts))
+            own_counts = agreed_counts(
+                stepped, counts, cure="wrap with use_orig_params=True, or load without optimizer="
+            )
             brought = {state: own for members in stepped.values() for state, own in members.items()}
             self.base.put({key: {**brought, **own_counts}}, {key: frozenset(own_counts)})
         self.made.clear()
@@ -123,25 +125,3 @@ def describe_flat_optimizer(optimizer: Optimizer, model: LiveModel, units: Seque
     return FlatOptimizer(
         base=describe_optimizer(optimizer, replace(model, owners={**model.owners, **flat})), slots=slots
     )
-
-
-def _agreed(
-    members: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Counts that parameters of one tensor have in common. Raises LoadError where they differ."""
-    told: dict[str, dict[float, str]] = {}
-    for name, own in members.items():
-        for state in counts.get(name, ()):
-            told.setdefault(state, {}).setdefault(float(own[state].item()), name)
-    differing = [
-        ", ".join(f"{value:g} of {name}" for value, name in values.items()) + f" ({state})"
-        for state, values in told.items()
-        if len(values) > 1
-    ]
-    if differing:
-        raise LoadError(
-            "expected one count of steps for all parameters that lie in one flat tensor; the checkpoint has\n"
-            f"{listed(differing)}\nwrap with use_orig_params=True, or load without optimizer="
-        )
-    for state, values in told.items():
-        yield state, members[next(iter(values.values()))][state]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ucp.core.dtypes import DType
 from ucp.core.names import STEP
-from ucp.errors import LoadError, listed
 from ucp.live.adapters import State
 from ucp.live.match.groups import LiveGroup
+from ucp.live.optimizer.counts import agreed_counts
 from ucp.live.optimizer.torch_optimizer import TorchOptimizer
 from ucp.live.parts import LiveParam
 from ucp_formats.deepspeed.live.buffers import MOMENTUM, Buffer, Stretch
@@ -34,6 +34,7 @@ _KEPT = {
     "DeepSpeedCPUAdagrad": ("exp_avg_sq",),
 }
 """Optimizer of DeepSpeed's own (ops/) to the states it makes in its first step, beside a step that is a number."""
+_CURE = "load into an engine of ZeRO 0 in fp32, or without states (optimizer=False)"
 _COUNT_IN_GROUP = ("FusedAdam", "FusedLion")
 """Those that put a step into every group too, 0 for good."""
 
@@ -148,8 +149,7 @@ class BufferedOptimizer:
                 continue
             for name in members.keys() - set(stepped):
                 self._clear(name)
-            counted = {name: counts.get(name, frozenset()) for name in stepped}
-            own_counts = dict(_agreed({own: members[own] for own in stepped}, counted))
+            own_counts = agreed_counts({own: members[own] for own in stepped}, counts, cure=_CURE)
             moments = {state: whole for (of, state), whole in self.made.items() if of == key}
             self.base.put({key: {**own_counts, **moments}}, {key: frozenset(own_counts)})
         self.made.clear()
@@ -173,25 +173,3 @@ class BufferedOptimizer:
             state = self.base.handle.state.get(slot.buffer.tensor)
             if state and hasattr(slot.param, "_hp_mapping"):
                 utils.lazy_init_hp_params_optimizer_state([slot.param], slot.buffer.tensor, self.base.handle.state)
-
-
-def _agreed(
-    members: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Counts that parameters of one buffer have in common. Raises LoadError where they differ."""
-    told: dict[str, dict[float, str]] = {}
-    for name, own in members.items():
-        for state in counts[name]:
-            told.setdefault(state, {}).setdefault(float(own[state].item()), name)
-    differing = [
-        ", ".join(f"{value:g} of {name}" for value, name in values.items()) + f" ({state})"
-        for state, values in told.items()
-        if len(values) > 1
-    ]
-    if differing:
-        raise LoadError(
-            "expected one count of steps for all parameters that DeepSpeed keeps in one flat tensor; "
-            f"the checkpoint has\n{listed(differing)}\nload into an engine of ZeRO 0 in fp32, or without states"
-        )
-    for state, values in told.items():
-        yield state, members[next(iter(values.values()))][state]

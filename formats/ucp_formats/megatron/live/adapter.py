@@ -140,4 +140,9 @@ def _rescaled(optimizer: MegatronLive, index: Index, findings: Findings) -> dict
             scaler.load_state_dict({**found[1], **counts})
             taken[found[0]] = "scale of the loss"
     findings.notes += [*(() if counts else told.notes), *told.problems]
+    if index.groups and not any("max_lr" in group.hyper for group in index.groups):
+        findings.notes.append(
+            "max_lr and min_lr of the groups stay as configured, as the checkpoint has none: Megatron's scheduler sets "
+            "the rate of every step by them, and not the lr that was restored"
+        )
     return taken

@@ -12,7 +12,7 @@ from tests.unit.live.threads import run
 from ucp.errors import LoadError, UcpError, UsageError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
-FIXTURES = Path(__file__).parents[3] / "fixtures"
+FIXTURES = Path(__file__).parents[4] / "fixtures"
 LLAMA = FIXTURES / "megatron" / "llama-tp2-dp2-dp" / "checkpoint"
 GPT = FIXTURES / "megatron" / "gpt-tp2-pp2-dp2-full" / "checkpoint"
 HEADS = {"num_attention_heads": 4, "num_query_groups": 2}
