@@ -24,10 +24,16 @@ from subprocess import CalledProcessError
 from tests.bench import load, load_plan
 from tests.bench.measure import Sample, run
 from tests.bench.report import Row, write_report
+from tests.bench.rivals.contest import beside_dcp, beside_deepspeed
 from tests.bench.sources import SOURCES, Source
 
 REPEATS = 5
-LIVE = {"load": load.main, "load-plan": load_plan.main}
+LIVE = {
+    "load": load.main,
+    "load-plan": load_plan.main,
+    "load-dcp": beside_dcp,
+    "load-deepspeed": beside_deepspeed,
+}
 """Cases that print what loading into a live model costs, and write no report; only where they are asked for."""
 
 CONVERTER_WORKERS = (1, 2, 4)

@@ -1,0 +1,1 @@
+"""Loading into live engines beside what their own projects load with."""
