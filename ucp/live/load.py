@@ -192,7 +192,9 @@ def load_into(
     source = asked.names.source
     read = index_of if asked.mesh.topology is None else index_as_told  # rules may be for this run alone
     index = together(ranks, lambda: read(asked.path, source=source))
-    check_agreement(ranks, index, asked.agreed)
+    given = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "masters": masters}
+    told = {name: None if own is None else type(own).__name__ for name, own in given.items()}
+    check_agreement(ranks, index, {**asked.agreed, **told})
     clock.lap("index")
     stepped = innermost(optimizer)
     request = LiveRequest(

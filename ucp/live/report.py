@@ -43,7 +43,9 @@ class LoadReport:
     nbytes_loaded: int
     """Bytes that were put in place on this rank: weights, buffers, states."""
     nbytes_peak: int
-    """Most main memory that this rank took for what was under way."""
+    """Most main memory that this rank took for what was under way; 0 where all was read straight to its place."""
+    is_verified: bool
+    """Whether all that was put in place was read again and compared, bit for bit."""
     ranks: int
     """Ranks of the run."""
     stages: Mapping[str, float]
@@ -91,7 +93,7 @@ class LoadReport:
         share = f" ({self.nbytes_read:,} by this one of {self.ranks} ranks)" if self.ranks > 1 else ""
         stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.stages.items())
         landed = f"{self.nbytes_loaded:,} bytes put in place on this rank, {self.gigabytes_per_second:.2f} GB/s"
-        peak = f"{self.nbytes_peak:,} bytes of memory at most"
+        peak = f"{self.nbytes_peak:,} bytes of buffers" + (", verified" if self.is_verified else "")
         text = [
             f"{self.path} ({self.format}, step {self.step}): {counted(len(self.names), 'tensor')}{states}",
             f"{self.nbytes_total:,} bytes read{share} in {self.seconds:.2f} s ({stages})",
@@ -148,6 +150,7 @@ def report_of(decision: Decision, resume: Resume, traffic: Traffic, stages: Mapp
         nbytes_exchanged=traffic.exchanged_nbytes,
         nbytes_loaded=traffic.landed_nbytes,
         nbytes_peak=traffic.peak_nbytes,
+        is_verified=traffic.is_verified,
         stages=stages,
         restored=resume.restored,
         carried=resume.carried,

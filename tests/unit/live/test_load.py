@@ -505,7 +505,7 @@ def test_each_rank_loads_what_its_own_model_has(saved):
 def test_ranks_that_are_called_otherwise_are_told_apart(saved):
     found = run(2, lambda ranks: load_into(Net(), checkpoint=saved.path, process_group=ranks, strict=bool(ranks.rank)))
     assert {str(error) for error in found} == {
-        "expected the same on every rank; these are not those of rank 0:\n  options of rank 1"
+        "expected the same on every rank; these are not those of rank 0:\n  strict of rank 1: True, of rank 0: False"
     }
 
 
@@ -551,3 +551,25 @@ def test_an_optimizer_that_keeps_no_states_needs_none(tmp_path):
     assert optimizer.param_groups[0]["lr"] == 0.25
     with pytest.raises(LoadError, match="holds no optimizer states"):
         load_into(net, checkpoint=path, optimizer=optim.AdamW(net.parameters()))
+
+
+def test_ranks_that_load_into_other_things_are_told_apart(saved):
+    def load(ranks):
+        net = Net()
+        return load_into(net, checkpoint=saved.path, process_group=ranks, optimizer=adam(net) if ranks.rank else None)
+
+    found = run(2, load)
+    assert all("optimizer of rank 1: 'AdamW', of rank 0: None" in str(error) for error in found)
+
+
+def test_a_function_that_fails_is_named(saved):
+    with pytest.raises(UsageError, match=r"rename\('turned'\) failed: ZeroDivisionError"):
+        load_into(Net(), checkpoint=saved.path, rename=lambda name: name * (1 // 0))
+    with pytest.raises(UsageError, match=r"to give a name; got None"):
+        load_into(Net(), checkpoint=saved.path, rename=lambda name: None)
+
+
+def test_the_report_says_what_was_verified(saved):
+    report = load_into(Net(), checkpoint=saved.path, verify=True)
+    assert report.is_verified
+    assert "verified" in str(report)

@@ -79,6 +79,7 @@ def carry(items: Sequence[LoadItem], into: Sequence[torch.Tensor], ranks: Ranks,
         landed_nbytes=sum(item.slice.nbytes for item in items),
         peak_nbytes=work.peak_nbytes,
         seconds=time.perf_counter() - started,
+        is_verified=options.verify,
         checked=checked,
     )
 

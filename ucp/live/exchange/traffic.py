@@ -57,6 +57,8 @@ class Traffic:
     """Most main memory of this rank that windows took."""
     seconds: float
     """Time it took."""
+    is_verified: bool = False
+    """Whether all that was put in place was read again and compared."""
     checked: frozenset[str] = frozenset()
     """Files all of whose stretches that were read have been compared with their checksums."""
 

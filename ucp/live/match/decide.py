@@ -27,6 +27,9 @@ from ucp.live.run.ranks import Ranks
 
 __all__ = ["Decision", "LoadOptions", "Matching", "Used", "check_agreement", "decide", "match", "used_anywhere"]
 
+_LONG = 1000
+"""Characters of an argument that ranks tell each other."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
@@ -174,14 +177,16 @@ def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
     )
 
 
-def check_agreement(ranks: Ranks, index: Index, options: object) -> None:
-    """Raise LoadError, on all ranks, when they read other checkpoints or were called with other options."""
+def check_agreement(ranks: Ranks, index: Index, asked: Mapping[str, object]) -> None:
+    """Raise LoadError, on all ranks, when they read other checkpoints or were called with other arguments."""
     files = [(os.path.relpath(file.path, index.path), file.nbytes) for file in index.files]
-    marks = {"checkpoint": [index.step, files], "options": options}
-    digests = {what: xxhash.xxh3_128_hexdigest(repr(value).encode()) for what, value in marks.items()}
-    told = ranks.share(digests)
+    read = f"{index.path}, step {index.step}, files {xxhash.xxh3_64_hexdigest(repr(files).encode())}"
+    told = ranks.share({"checkpoint": read, **{name: repr(value)[:_LONG] for name, value in asked.items()}})
     differing = [
-        f"{what} of rank {rank}" for what in digests for rank, own in enumerate(told) if own[what] != told[0][what]
+        f"{name} of rank {rank}: {own[name]}, of rank 0: {told[0][name]}"
+        for name in told[0]
+        for rank, own in enumerate(told)
+        if own[name] != told[0][name]
     ]
     if differing:
         raise LoadError(f"expected the same on every rank; these are not those of rank 0:\n{listed(differing)}")

@@ -113,4 +113,11 @@ def _changes(number: int, group: LiveGroup, restored: Mapping[str, object]) -> l
         for key, value in restored.items()
         if group.hyper.get(key) != value
     ]
-    return [f"group {number}: restored {', '.join(changed)}"] if changed else []
+    notes = [f"group {number}: restored {', '.join(changed)}"] if changed else []
+    base = group.hyper.get(INITIAL_LR)
+    if "lr" in restored and INITIAL_LR not in restored and base not in (None, restored["lr"]):
+        notes.append(
+            f"group {number} keeps {INITIAL_LR}={base!r}, which the checkpoint does not have: a scheduler goes by it, "
+            f"and not by lr={restored['lr']!r}, unless its own state is restored. Make the scheduler after the load"
+        )
+    return notes

@@ -91,8 +91,8 @@ class LoadAsked:
         """What a rank of a run of so many is asked. Raises UsageError."""
         _check_mode()
         mesh, path = _told(topology, checkpoint, rank, ranks)
-        called = rename if callable(rename) else None
-        rules = None if rename is None or callable(rename) else Path(_path(rename, "rename"))
+        called = _Rename(rename) if callable(rename) else None
+        rules = None if rename is None or callable(rename) else Path(_path(rename, "rename, or a function"))
         return cls(
             path=path,
             mesh=mesh,
@@ -120,13 +120,42 @@ class LoadAsked:
         )
 
     @property
-    def agreed(self) -> object:
-        """What has to be the same on all ranks."""
-        known = self.names
-        naming = (known.naming, known.settings, known.source, self.options.rename is None)
-        options = (self.options.strict, self.options.zero_moments, sorted(self.options.accept))
-        moved = (self.carry.exchange, self.carry.memory, self.carry.verify, self.experts)
-        return (options, naming, self.mesh.topology, self.dtype, self.rank_extras, moved)
+    def agreed(self) -> dict[str, object]:
+        """What has to be the same on all ranks, by the names of arguments."""
+        known, options = self.names, self.options
+        return {
+            "topology": self.mesh.topology,
+            "strict": options.strict,
+            "zero_moments": options.zero_moments,
+            "accept": sorted(options.accept),
+            "names": known.naming,
+            "rename": None if options.rename is None else "a function",
+            "settings": known.settings,
+            "family, patterns, shapes_from": known.source,
+            "dtype": self.dtype,
+            "rank_extras": self.rank_extras,
+            "exchange": self.carry.exchange,
+            "memory": self.carry.memory,
+            "verify": self.carry.verify,
+            "experts": self.experts,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Rename:
+    """The user's function from name to name, whose failures are told as such."""
+
+    function: Callable[[str], str]
+    """It."""
+
+    def __call__(self, name: str) -> str:
+        try:
+            renamed = self.function(name)
+        except Exception as error:
+            raise UsageError(f"rename({name!r}) failed: {type(error).__name__}: {error}") from error
+        if not isinstance(renamed, str):
+            raise UsageError(f"expected rename({name!r}) to give a name; got {renamed!r}")
+        return renamed
 
 
 def _check_mode() -> None:
@@ -153,8 +182,9 @@ def _told(
         wanted = None if topology is None or isinstance(topology, PathLike) else topology_of(topology)
         if wanted is not None and wanted.ranks != ranks:
             raise UsageError(
-                f"expected a topology of {ranks} ranks, as the process group has; got {wanted}. "
-                "Leave it out, or initialise torch.distributed first"
+                f"expected a topology of {ranks} ranks, as this run has (dp x tp x pp x cp; those along ep are among "
+                f"them); got {wanted}, of {wanted.ranks}. "
+                + ("Initialise torch.distributed first, or leave it out" if ranks == 1 else "Mend it, or leave it out")
             )
         mesh = RunMesh.of(wanted, rank=rank)
     path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)

@@ -165,9 +165,9 @@ def _broken_off(members: Sequence[int]) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PeerLostError(
-            f"expected an answer of {_named(members)}; a process of them has ended, or "
-            f"did not answer within the timeout of its process group (init_process_group(timeout=...)): {error}. "
-            "Look at what the first process to end says, and start the job again"
+            f"expected an answer of {_named(members)}; a process of them has ended, or did not come within the timeout "
+            "of its process group (init_process_group(timeout=...)): every rank has to call load_into. Look at what "
+            f"the first process to end says, and start the job again. torch says: {error}"
         ) from error
 
 

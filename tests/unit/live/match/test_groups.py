@@ -77,3 +77,10 @@ def test_a_checkpoint_without_groups_leaves_the_optimizer_as_it_is():
     hyper, findings = restored([live_group("a", lr=1.0)], [])
     assert hyper == [{}]
     assert findings.notes == ["the checkpoint records no hyper-parameters: those of the optimizer stay"]
+
+
+def test_a_rate_that_a_scheduler_goes_by_and_that_is_not_restored_is_noted():
+    findings = Findings()
+    live = LiveGroup(params=("w",), hyper={"lr": 1.0, "initial_lr": 1.0})
+    match_groups([live], [ParamGroup(params=("w",), hyper={"lr": 0.1})], findings=findings)
+    assert "keeps initial_lr=1.0" in findings.notes[-1]
