@@ -8,15 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from ucp.contract.registry import live_adapters
-from ucp.errors import UsageError
+from ucp.errors import LoadError, UsageError, listed
 from ucp.live.adapters import LiveModel, LiveOptimizer, LiveRequest, LiveRun
 from ucp.live.model.dtensor import check_axes
 from ucp.live.model.fsdp1 import FlatUnit, flat_units
-from ucp.live.model.meta import give_memory, place_of
+from ucp.live.model.meta import give_memory, lacks_memory, place_of
 from ucp.live.model.module import describe_modules, torch_type
 from ucp.live.optimizer.flat_optimizer import describe_flat_optimizer
 from ucp.live.optimizer.masters import MastersOptimizer, describe_masters
 from ucp.live.optimizer.zero_redundancy import describe_zero_redundancy
+from ucp.live.parts import LiveTensor
 
 if TYPE_CHECKING:
     import torch
@@ -38,11 +39,11 @@ def described(request: LiveRequest) -> LiveRun:
     units = [unit for module in modules for unit in flat_units(module)]
     dtype = None if request.dtype is None else torch_type(request.dtype)
     model = describe_modules(modules, units, dtype=dtype)
-    if any(own.is_meta for own in model.handles.values()):
+    if lacks_memory(modules):
         model = replace(model, place=place_of(modules))
     check_axes(model.tensors, request.mesh.topology)
     is_placed = any(not own.part.is_whole for own in model.tensors)  # torch says itself how they lie
-    run = LiveRun(model=model, prepare=partial(_prepared, modules, dtype), is_placed=is_placed)
+    run = LiveRun(model=model, prepare=partial(_prepared, modules, units, dtype), is_placed=is_placed)
     if isinstance(request.optimizer, optim.Optimizer) and not units and not _is_zero(request.optimizer):
         return _with_optimizer(run, request.optimizer, modules, request.masters)
     if request.masters is not None:
@@ -64,18 +65,47 @@ def _is_zero(optimizer: object) -> bool:
 
 
 def _prepared(
-    modules: Sequence[nn.Module], dtype: torch.dtype | None, model: LiveModel, brought: Collection[str]
+    modules: Sequence[nn.Module],
+    units: Sequence[FlatUnit],
+    dtype: torch.dtype | None,
+    model: LiveModel,
+    brought: Collection[str],
 ) -> LiveModel:
     """The model with memory for what has none."""
     if model.place is None:
         return model
+    params, before = _params(modules), describe_modules(modules, units, dtype=dtype)
     give_memory(modules, {number for number, name in model.owners.items() if name in brought}, model.place, dtype)
-    made = describe_modules(modules).handles
+    now, after = _params(modules), describe_modules(modules, units)
+    replaced = [f"{name}: is another Parameter" for name, own in params.items() if now.get(name) is not own]
+    made = {own.name: own for own in after.tensors}
+    for own in before.tensors:
+        if own.name in brought and own != (new := made.get(own.name)):
+            is_now = _said(new) if new else "no tensor of its own"
+            replaced.append(f"{own.name}: is {is_now}, and was {_said(own)}")
+    if replaced:
+        raise LoadError(
+            "expected reset_parameters and init_weights to fill what the model has in place; these were replaced\n"
+            f"{listed(replaced)}\nCall model.to_empty(device=...) and fill them before load_into and the optimizer"
+        )
     handles = {
-        name: made[name][tuple(slice(0, length) for length in own.shape)] if own.is_meta else own  # without padding
+        name: after.handles[name][tuple(slice(0, length) for length in own.shape)]  # without padding
         for name, own in model.handles.items()
+        if name in after.handles
     }
     return replace(model, handles=handles)
+
+
+def _params(modules: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    from torch import nn
+
+    held = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    return dict(held.named_parameters(remove_duplicate=False))
+
+
+def _said(own: LiveTensor) -> str:
+    tied = f", tied as {', '.join(own.names)}" if len(own.names) > 1 else ""
+    return f"{own.dtype} {list(own.part.local_shape)}{tied}"
 
 
 def _modules(model: object) -> list[nn.Module]:

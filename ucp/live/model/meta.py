@@ -17,13 +17,18 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["blank_dtype", "give_memory", "is_blank", "place_of"]
+__all__ = ["blank_dtype", "give_memory", "lacks_memory", "place_of"]
 
 Owned = tuple["nn.Module", str, "torch.Tensor"]
 """A module, the name of a parameter or buffer in it, and that itself."""
 
 
-def is_blank(tensor: torch.Tensor) -> bool:
+def lacks_memory(modules: Sequence[nn.Module]) -> bool:
+    """Whether a parameter or buffer, saved or not, has none."""
+    return any(_is_blank(own) for _, _, own in _owned(modules))
+
+
+def _is_blank(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a shape and a type, and no memory."""
     return local_of(tensor).is_meta
 
@@ -42,7 +47,7 @@ def place_of(modules: Sequence[nn.Module]) -> torch.device:
 
     # of the class: `buffers` of Megatron's DistributedDataParallel is a list of its own
     tensors = [own for module in modules for own in (*Module.parameters(module), *Module.buffers(module))]
-    beside = next((local_of(own).device for own in tensors if not is_blank(own)), None)
+    beside = next((local_of(own).device for own in tensors if not _is_blank(own)), None)
     if beside is not None:
         return beside
     kinds = {own.device_mesh.device_type for own in tensors if is_dtensor(own)}
@@ -55,25 +60,32 @@ def give_memory(
 ) -> None:
     """Make everything that has no memory on `device`, floating parameters in `dtype`, and compute what is not brought.
 
+    What has values and is not brought keeps them, whatever is computed beside it.
     `brought`: `id` of the tensors that a checkpoint fills. Raises LoadError for what nobody computes.
     """
-    blank = [own for module in modules for own in _owned(module)]
+    owned = list(_owned(modules))
+    blank = [own for own in owned if _is_blank(own[2])]
     left = [own for own in blank if id(own[2]) not in brought]
     fillers = list(dict.fromkeys(_fillers(modules, left)))
+    stay = [own for own in owned if fillers and not _is_blank(own[2]) and id(own[2]) not in brought]
+    values = [own.detach().clone() for _, _, own in stay]
     for tensor in {id(own): own for _, _, own in blank}.values():
         _fill_in(tensor, device, dtype)
     for _, _, tensor in left:
         local_of(tensor.detach()).fill_(_unset(tensor))
     for fill in fillers:
         fill()
+    for (module, name, own), value in zip(stay, values, strict=True):
+        if getattr(module, name) is not own:
+            setattr(module, name, own)
+        own.detach().copy_(value)
     _check_filled(modules, left)
 
 
-def _owned(model: nn.Module) -> Iterator[Owned]:
-    for module in model.modules():
+def _owned(modules: Sequence[nn.Module]) -> Iterator[Owned]:
+    for module in (module for model in modules for module in model.modules()):
         for name, own in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            if is_blank(own):
-                yield module, name, own
+            yield module, name, own
 
 
 def _fillers(modules: Sequence[nn.Module], left: Sequence[Owned]) -> Iterator[Callable[[], object]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from ucp.live.adapters import LiveModel
 from ucp.live.model.dtensor import dtensor_part, is_dtensor, local_of
 from ucp.live.model.fsdp1 import FlatUnit
 from ucp.live.model.meta import blank_dtype
+from ucp.live.model.overlap import overlapping
 from ucp.live.model.wrappers import hidden_in, plain_name
 from ucp.live.parts import LivePart, LiveTensor
 
@@ -43,6 +44,7 @@ def describe_model(model: nn.Module, units: Sequence[FlatUnit] = (), *, dtype: t
     for name, own in named:
         names.setdefault(_place(own), []).append(name)
         handles.setdefault(_place(own), own)
+    _check_apart({names[key][0]: local_of(own) for key, own in handles.items()})
     memory = {names[key][0]: _memory(own, dtype) for key, own in handles.items()}
     tensors = [
         LiveTensor(names=tuple(names[key]), dtype=dtype_of(memory[names[key][0]]), part=_part_of(own, names[key][0]))
@@ -117,7 +119,7 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
         local.storage_offset(),
         local.dtype,
         tuple(local.shape),
-        local.stride(),
+        tuple(step for step, length in zip(local.stride(), local.shape, strict=True) if length > 1),
     )
 
 
@@ -147,6 +149,15 @@ def _check(named: Sequence[tuple[str, torch.Tensor]]) -> None:
         raise LoadError(f"expected parameters that have memory to load into; got\n{listed(absent)}")
 
 
+def _check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
+    if pairs := list(overlapping(tensors)):
+        raise LoadError(
+            f"expected every tensor in memory of its own; these share some\n{listed(pairs)}\nand are not the same "
+            "elements in the same order, as tied ones are. Give each its own before load_into "
+            "(param.data = param.data.clone())"
+        )
+
+
 def _absence(tensor: torch.Tensor) -> Iterator[str]:
     from torch.nn.parameter import is_lazy
 
@@ -154,3 +165,5 @@ def _absence(tensor: torch.Tensor) -> Iterator[str]:
         yield "its shape is not known yet; run the model once"
     elif str(tensor.dtype).removeprefix("torch.") not in {dtype.value for dtype in DType}:
         yield f"no checkpoint has elements of type {tensor.dtype}"
+    elif any(not step and length > 1 for step, length in zip(tensor.stride(), tensor.shape, strict=True)):
+        yield "it is expanded, so that several of its elements are one; make it contiguous"

@@ -10,7 +10,7 @@ can doubt: masters in the order of the parameters, with their shapes, whose valu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -100,7 +100,8 @@ def describe_masters(
     weights = {name: own[name] for name in found}
     live = MastersOptimizer(base=replace(base, memory=memory), weights=weights)
     note = f"{counted(len(found), 'weight is', 'weights are')} cast from masters that the optimizer steps"
-    return replace(model, derived=model.derived | found.keys(), notes=(*model.notes, note)), live
+    doubts = _told_by_order(weights) if masters is None else ()
+    return replace(model, derived=model.derived | found.keys(), notes=(*model.notes, note, *doubts)), live
 
 
 def _in_order(
@@ -113,6 +114,23 @@ def _in_order(
         return {}
     pairs = dict(zip(left, strangers, strict=True))
     return pairs if all(_is_cast_of(left[name], master) for name, master in pairs.items()) else {}
+
+
+def _told_by_order(weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """A note where weights are equal, so that their values do not say whose a master is."""
+    import torch
+
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for name, weight in weights.items():
+        values = local_of(weight).detach()
+        alike.setdefault((tuple(weight.shape), float(values.sum(dtype=torch.float64))), []).append(name)
+    names = [name for own in alike.values() if len(own) > 1 for name in own]
+    if names:
+        few = f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+        yield (
+            f"{len(names)} of these masters were told apart by order alone, as their weights are equal ({few}): pass "
+            "masters={name of the parameter: master} if the optimizer has them in another order than the model"
+        )
 
 
 def _is_cast_of(weight: torch.Tensor, master: torch.Tensor) -> bool:

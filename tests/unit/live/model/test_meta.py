@@ -111,6 +111,69 @@ def test_what_has_memory_keeps_its_values(saved):
     assert torch.equal(net.ramp, torch.arange(3.0))
 
 
+def test_a_buffer_that_is_assigned_anew_is_loaded(saved):
+    def reset_parameters(self):
+        Computing.reset_parameters(self)
+        self.seen = torch.tensor(-1)
+
+    net = made(type("Assigning", (Net,), {"reset_parameters": reset_parameters}))
+    load_into(net, checkpoint=saved, verify=True)
+    assert int(net.seen) == 7
+
+
+def test_a_buffer_that_is_assigned_anew_in_another_type_is_refused(saved):
+    def reset_parameters(self):
+        Computing.reset_parameters(self)
+        self.seen = torch.tensor(-1.0)
+
+    net = made(type("Retyping", (Net,), {"reset_parameters": reset_parameters}))
+    with pytest.raises(LoadError, match=r"in place; these were replaced\n +seen: is float32 \[\], and was int64 \[\]"):
+        load_into(net, checkpoint=saved)
+
+
+def test_a_parameter_that_is_assigned_anew_is_refused(saved):
+    def reset_parameters(self):
+        Computing.reset_parameters(self)
+        self.emb.weight = nn.Parameter(torch.ones(5, 3))
+
+    net = made(type("Replacing", (Net,), {"reset_parameters": reset_parameters}))
+    with pytest.raises(LoadError, match=r"in place; these were replaced\n +emb\.weight: is another Parameter"):
+        load_into(net, checkpoint=saved, optimizer=optim.AdamW(net.parameters()))
+
+
+def test_what_has_values_and_is_not_brought_keeps_them(saved):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((2,), 5.0))
+            self.register_buffer("table", torch.full((2,), 6.0))
+            self.register_buffer("run", torch.zeros(2, device="meta"), persistent=False)
+
+        def reset_parameters(self):
+            nn.init.ones_(self.weight)
+            self.table, self.run = torch.ones(2), torch.ones(2)
+
+    net = Net()
+    net.own = Own()
+    weight, table = net.own.weight, net.own.table
+    report = load_into(net, checkpoint=saved, strict=False)
+    assert report.missing == ("own.weight", "own.table")
+    assert net.own.weight is weight
+    assert net.own.table is table
+    assert (net.own.weight.tolist(), net.own.table.tolist(), net.own.run.tolist()) == ([5, 5], [6, 6], [1, 1])
+
+
+def test_a_buffer_that_is_not_saved_may_be_all_that_lacks_memory(saved):
+    net = Computing()
+    net.ramp = net.ramp.to("meta")
+    load_into(net, checkpoint=saved)
+    assert torch.equal(net.ramp, torch.arange(3.0))
+    net = Net()
+    net.ramp = net.ramp.to("meta")
+    with pytest.raises(LoadError, match=r"does not bring\n +ramp\n"):
+        load_into(net, checkpoint=saved)
+
+
 def test_nothing_is_made_when_the_checkpoint_does_not_fit(saved):
     net = made(Computing)
     net.extra = nn.Linear(2, 2, device="meta")

@@ -38,10 +38,44 @@ def test_parameters_that_share_memory_are_tied():
     net = nn.Module()
     net.a = nn.Parameter(torch.zeros(2, 2))
     net.b = nn.Parameter(net.a.data)
-    net.c = nn.Parameter(net.a.data.t())
     found = describe_model(net)
-    assert [own.names for own in found.tensors] == [("a", "b"), ("c",)]
+    assert [own.names for own in found.tensors] == [("a", "b")]
     assert found.owners[id(net.b)] == "a"
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda base: (base[:4], base[2:]),
+        lambda base: (base, base.t()),
+        lambda base: (base, base.reshape(-1)),
+        lambda base: (base[:, :3], base[:, 2:]),
+        lambda base: (base[:2].view(torch.bfloat16), base[1:]),
+    ],
+    ids=["rows", "transposed", "reshaped", "columns", "of-another-type"],
+)
+def test_parameters_that_share_some_memory_are_refused(cut):
+    net = nn.Module()
+    net.other = nn.Parameter(torch.zeros(2))
+    net.a, net.b = (nn.Parameter(own) for own in cut(torch.zeros(6, 6)))
+    with pytest.raises(LoadError, match=r"memory of its own; these share some\n +a and b\n"):
+        describe_model(net)
+
+
+def test_parameters_may_be_cut_from_one_memory():
+    base = torch.zeros(4, 6)
+    net = nn.Module()
+    net.a, net.b = nn.Parameter(base[:, ::2]), nn.Parameter(base[:, 1::2])
+    assert [own.name for own in describe_model(net).tensors] == ["a", "b"]
+
+
+def test_a_parameter_that_is_expanded_is_refused():
+    net = nn.Module()
+    net.ids = nn.Buffer(torch.arange(3).expand(1, -1))
+    assert [own.name for own in describe_model(net).tensors] == ["ids"]
+    net.wide = nn.Parameter(torch.zeros(1, 2).expand(4, 2))
+    with pytest.raises(LoadError, match="wide: it is expanded, so that several of its elements are one"):
+        describe_model(net)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while torch.compile is imported

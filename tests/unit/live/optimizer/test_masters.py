@@ -83,6 +83,23 @@ def test_masters_of_other_values_are_not_taken_for_such(saved):
         load_into(net, checkpoint=folder, optimizer=stepper(masters.values(), arrays))
 
 
+def test_masters_that_order_alone_tells_apart_are_noted(saved):
+    folder, arrays = saved
+    net, _ = net_and_masters()
+    for own in (net[0].bias, net[1].bias):
+        nn.init.zeros_(own)
+    masters = {name: own.detach().clone().float().requires_grad_() for name, own in net.named_parameters()}
+    strict = "step" in report_states(arrays)
+    report = load_into(net, checkpoint=folder, optimizer=stepper(masters.values(), arrays), strict=strict)
+    (note,) = (note for note in report.notes if "order alone" in note)
+    assert "2 of these masters" in note
+    assert "(0.bias, 1.bias)" in note
+    said = load_into(
+        net, checkpoint=folder, optimizer=stepper(masters.values(), arrays), masters=masters, strict=strict
+    )
+    assert not any("order alone" in note for note in said.notes)
+
+
 def test_masters_that_are_none_are_refused_all_at_once(saved):
     folder, arrays = saved
     net, masters = net_and_masters()
