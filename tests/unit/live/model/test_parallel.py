@@ -194,6 +194,13 @@ def test_a_cut_tensor_of_the_shape_of_the_whole_is_refused(tmp_path, stride):
         load(saved.path, "tp=2", lambda _: {"w": saved["w"]}, mark=marked(w=(0, stride)))
 
 
+def test_a_marked_tensor_that_its_rule_leaves_whole_on_neighbours_is_loaded(tmp_path):
+    """One head of keys and values for two ranks: marked as cut, and each holds all of it."""
+    saved = Saved(tmp_path, LLAMA)
+    mark = marked(**{K: (0, 1), V: (0, 1)})
+    load(saved.path, "tp=2", lambda rank: llama(saved, rank, tp=2, heads=1), family="llama", mark=mark)
+
+
 def test_dims_count_from_the_end_too(tmp_path):
     saved = Saved(tmp_path, {"w": (2, 4)})
     load(saved.path, "tp=2", lambda rank: {"w": split(saved["w"], 2, rank, 1)}, mark=marked(w=(-1, 1)))
