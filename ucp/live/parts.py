@@ -39,6 +39,8 @@ class LivePart:
     """Elements per dim of the whole; None where the live side does not know it, and the checkpoint's is cut."""
     hint: str = ""
     """What to do where its shape is not that of the checkpoint."""
+    left_out: str = ""
+    """What of the checkpoint's no rank holds; empty for nothing."""
     is_padded: bool = False
     """Whether the whole may have other rows than the checkpoint's: more, which are padding, or less of such."""
 

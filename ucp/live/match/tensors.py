@@ -128,6 +128,8 @@ def _fits(own: LiveTensor, matched: Mapping[str, str], index: Index, findings: F
     except ValueError as error:
         findings.problems.append(f"{own.name} {error} in the checkpoint{own.part.hint and f'; {own.part.hint}'}")
         return False
+    if own.part.left_out:
+        findings.unexpected.append(f"{atom.name}: {own.part.left_out}")
     if own.part.global_shape not in (None, atom.global_shape):
         findings.notes.append(_padded(own, atom.global_shape[0]))
     stored = atom.states[WEIGHT].dtype

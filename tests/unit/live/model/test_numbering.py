@@ -70,10 +70,30 @@ def test_chunks_that_say_numbers_need_not_interleave():
 
 
 def test_layers_that_all_stages_hold_are_no_stages_own():
-    """Numbered modules that are tied on both stages: the checkpoint has as many as each."""
-    stages = [model("embed.0.w", "embed.1.w", *layers(0)), model(*layers(0), "embed.0.w", "embed.1.w")]
+    """Numbered modules that are tied on both stages, and say so by their numbers."""
+    said = {"embed.0": 1, "embed.1": 2}
+    stages = [
+        model("embed.0.w", "embed.1.w", *layers(0), said=said),
+        model(*layers(0), "embed.0.w", "embed.1.w", said=said),
+    ]
     found = named(stages, "pp=2", stored=("embed.0.w", "embed.1.w", *layers(0, 1)))
     assert found == [["embed.0.w", "embed.1.w", *layers(0)], [*layers(1), "embed.0.w", "embed.1.w"]]
+
+
+@pytest.mark.parametrize("topology", ["pp=2", "pp=3"])
+def test_a_checkpoint_of_as_many_layers_as_each_stage_is_refused(topology):
+    """Each from 0: the model has more layers than the checkpoint, which must not be loaded once for each stage."""
+    stages = [model(*layers(0, 1)) for _ in range(int(topology[-1]))]
+    with pytest.raises(LoadError, match=r"stage 0 0, 1, stage 1 0, 1.*; the checkpoint has 2"):
+        named(stages, topology, stored=layers(0, 1))
+
+
+def test_a_checkpoint_of_as_many_experts_as_each_rank_is_refused():
+    ranks = [model(*experts(0, 1)), model(*experts(0, 1))]
+    with pytest.raises(LoadError, match=r"ep rank 0 0, 1, ep rank 1 0, 1; the checkpoint has 2"):
+        named(ranks, "dp=2,ep=2", stored=experts(0, 1))
+    both = [[*experts(0, 1)]] * 2
+    assert named(ranks, "dp=2,ep=2", stored=experts(0, 1), experts={0: [0, 1], 1: [0, 1]}) == both
 
 
 def test_what_only_one_stage_has_keeps_its_numbers():

@@ -185,6 +185,40 @@ def test_attributes_go_before_rules(tmp_path):
     load(saved.path, "tp=2", locals_of, family="llama", mark=marked(**{Q: (1, 1)}))
 
 
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_a_cut_tensor_of_the_shape_of_the_whole_is_refused(tmp_path, stride):
+    """A model of twice the width of the checkpoint: what a rank holds has the checkpoint's shape."""
+    saved = Saved(tmp_path, {"w": (4, 3)})
+    cut = r"w has shape \[4, 3\] on this rank; tp=2 shard\(.*leaves \[2, 3\] of \[4, 3\] in the checkpoint"
+    with pytest.raises(LoadError, match=cut):
+        load(saved.path, "tp=2", lambda _: {"w": saved["w"]}, mark=marked(w=(0, stride)))
+
+
+def test_a_marked_tensor_that_its_rule_leaves_whole_on_neighbours_is_loaded(tmp_path):
+    """One head of keys and values for two ranks: marked as cut, and each holds all of it."""
+    saved = Saved(tmp_path, LLAMA)
+    mark = marked(**{K: (0, 1), V: (0, 1)})
+    load(saved.path, "tp=2", lambda rank: llama(saved, rank, tp=2, heads=1), family="llama", mark=mark)
+
+
+def test_dims_count_from_the_end_too(tmp_path):
+    saved = Saved(tmp_path, {"w": (2, 4)})
+    load(saved.path, "tp=2", lambda rank: {"w": split(saved["w"], 2, rank, 1)}, mark=marked(w=(-1, 1)))
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_a_dim_that_a_parameter_has_not_is_refused(tmp_path, dim):
+    saved = Saved(tmp_path, {"w": (2, 4)})
+    with pytest.raises(UsageError, match=rf"w: partition_dim={dim}, expected one from -2 to 1"):
+        load(saved.path, "tp=2", lambda rank: {"w": split(saved["w"], 2, rank, 1)}, mark=marked(w=(dim, 1)))
+
+
+def test_blocks_that_do_not_divide_a_dim_are_refused(tmp_path):
+    saved = Saved(tmp_path, {"w": (4, 1)})
+    with pytest.raises(LoadError, match="partition_stride=3 does not divide dim 0 there"):
+        load(saved.path, "tp=2", lambda rank: {"w": split(saved["w"], 2, rank)}, mark=marked(w=(0, 3)))
+
+
 def test_gate_and_up_that_megatron_marks_as_one_block_are_two(tmp_path):
     """Up to 0.15 its gated projections have partition_stride 1: the rule knows better than the attribute."""
     name = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -228,6 +262,44 @@ def test_experts_in_one_tensor_dealt_out_by_a_map(tmp_path):
     held = [[2, 0], [0, 0, 1]]
     dealt = {2: 0, 0: [0, 1, 1], 1: 1}
     load(saved.path, "dp=2,ep=2", lambda rank: {STACKED: saved[STACKED][held[rank]]}, experts=dealt)
+
+
+@pytest.mark.parametrize(
+    ("dealt", "said"),
+    [
+        ({4: 0, 3: 0, 2: 1, 1: 1}, r"layers.0.experts.up: experts=\{4: ...\}, expected 0 to 3"),
+        ({5: {3: 0, 2: 0, 1: 1, 0: 1}}, r"of the model that have some \(0\); got a map of layer 5"),
+        ({0: [0, 0], 1: [1, 1]}, r"layers.0.experts.up: experts 2, 3 go nowhere"),
+    ],
+)
+def test_a_map_of_experts_that_is_not_that_of_the_tensor_is_refused(tmp_path, dealt, said):
+    saved = Saved(tmp_path, {STACKED: (4, 3, 2)})
+    with pytest.raises((LoadError, UsageError), match=said):
+        load(saved.path, "dp=2,ep=2", lambda rank: {STACKED: split(saved[STACKED], 2, rank)}, experts=dealt)
+
+
+def test_experts_that_go_nowhere_are_reported_where_that_is_allowed(tmp_path):
+    saved = Saved(tmp_path, {STACKED: (4, 3, 2)})
+    held = [[0, 0], [1, 1]]
+    dealt = {0: [0, 0], 1: [1, 1]}
+    reports, _ = load(
+        saved.path, "dp=2,ep=2", lambda rank: {STACKED: saved[STACKED][held[rank]]}, experts=dealt, strict=False
+    )
+    assert all(own.unexpected == (f"{STACKED}: experts 2, 3 go nowhere, as experts= says",) for own in reports)
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "said"),
+    [
+        (STACKED, "dp=2,ep=2", r"on this rank; ep=2 pieces.* leaves \[2, 3, 2\] of \[4, 3, 2\]"),
+        (STACKED, None, "no topology: pass one"),
+        ("w", "dp=2,ep=2", r"have some \(none has a number\); got a map of all layers"),
+    ],
+)
+def test_a_map_of_experts_is_not_dropped_where_all_is_held_or_there_are_none(tmp_path, name, topology, said):
+    saved = Saved(tmp_path, {name: (4, 3, 2)})
+    with pytest.raises((LoadError, UsageError), match=said):
+        load(saved.path, topology, lambda rank: {name: saved[name]}, experts={3: 0, 2: 0, 1: 1, 0: 1})
 
 
 def test_experts_in_one_tensor_are_cut_over_expert_tensor_ranks_too(tmp_path):

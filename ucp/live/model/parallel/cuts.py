@@ -10,8 +10,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from ucp.contract.model.arguments import recorded_arguments
@@ -19,7 +19,7 @@ from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family, pattern
 from ucp.core.index import AtomIndex, Index
 from ucp.core.layout import AxisLayout, Layout, Pattern, part_of
-from ucp.errors import FamilyError, UnknownFamilyError
+from ucp.errors import FamilyError, UnknownFamilyError, UsageError, listed
 from ucp.live.adapters import LiveModel
 from ucp.live.match.tensors import atoms_of
 from ucp.live.model.parallel.attributes import Attributes
@@ -29,7 +29,7 @@ from ucp.live.model.parallel.rules import Ruled, Rules, cuts
 from ucp.live.parts import LiveTensor
 from ucp.live.run.mesh import RunMesh
 
-__all__ = ["Finder", "Ways", "placed"]
+__all__ = ["Finder", "Ways", "expert_layers", "placed"]
 
 _EXPERTS = re.compile(r"(^|\.)(local_)?experts\.")
 _MULTIPLE = "make_vocab_size_divisible_by"
@@ -47,6 +47,10 @@ class Ways:
     """Whether another rank may rule one out."""
     padded: tuple[int, ...] | None = None
     """Shape of the whole in this run, where that has rows that no checkpoint has."""
+    refused: Layout = field(default_factory=Layout)
+    """How it is said to lie where that does not give the shape; whole where nothing says it."""
+    left_out: str = ""
+    """What of the checkpoint's no rank holds."""
     hint: str = ""
     """What to do where there is no way."""
 
@@ -78,17 +82,41 @@ class Finder:
         self._is_asked = False
 
     def ways(self, model: LiveModel) -> dict[str, Ways]:
-        """By own name, for tensors that the checkpoint has and that are no parts already. Raises FamilyError."""
-        found = {}
+        """By own name, for tensors that the checkpoint has and that are no parts already.
+
+        Raises FamilyError, UsageError for marks or a map of experts that cannot be.
+        """
+        found: dict[str, Ways] = {}
+        wrong: list[str] = []
         for own in model.tensors:
             held = atoms_of(own, self._index, self._rename)
             if held and own.part.is_whole:
                 atom = self._index.atoms[held[0]]
                 said = Attributes.of(model.handles[own.name])
+                wrong.extend(self._wrong(own, atom, said))
                 is_dealt = bool(self._experts.layers) and _is_stacked(own.whole_names[0])
                 if own.part.local_shape != atom.global_shape or said.dim is not None or is_dealt:
                     found[own.name] = self._found(own, atom, said)
+        if wrong:
+            raise UsageError(f"expected marks on parameters and experts that the tensors have; got\n{listed(wrong)}")
         return found
+
+    def _wrong(self, own: LiveTensor, atom: AtomIndex, said: Attributes) -> Iterator[str]:
+        """What is said of a tensor and can be of none of its shape."""
+        dims, dim = len(own.part.local_shape), said.dim
+        if dim is not None and not 0 <= dim < dims and self._degrees[_cut_axis(own, said)] > 1:
+            yield f"{own.name}: partition_dim={dim}, expected one from {-dims} to {dims - 1}"
+        beyond, _ = self._differing(own, atom)
+        if beyond:
+            numbers = ", ".join(map(str, beyond))
+            yield f"{own.name}: experts={{{numbers}: ...}}, expected 0 to {atom.global_shape[0] - 1}"
+
+    def _differing(self, own: LiveTensor, atom: AtomIndex) -> tuple[list[int], list[int]]:
+        """Experts that the user's map names and a tensor of all experts lacks, and the other way round."""
+        name = own.whole_names[0]
+        if not _is_stacked(name) or not atom.global_shape:
+            return [], []
+        return self._experts.differing(atom.global_shape[0], layer=_layer_number(name))
 
     def _found(self, own: LiveTensor, atom: AtomIndex, said: Attributes) -> Ways:
         local = own.part.local_shape
@@ -102,7 +130,29 @@ class Finder:
             padded = self._padded(atom.global_shape, local)
         if padded is not None:
             fitting = (Layout(self._axis("tp", pattern("shard", dim=0))),)
-        return Ways(layouts=fitting, is_open=len(ways) > 1, padded=padded, hint="" if fitting else self._hint(ways))
+        _, left = self._differing(own, atom)
+        return Ways(
+            layouts=fitting,
+            is_open=len(ways) > 1,
+            padded=padded,
+            refused=next(iter(ways), self._marked(own, said)),
+            left_out=f"experts {', '.join(map(str, left))} go nowhere, as experts= says" if left else "",
+            hint="" if fitting else self._marked_hint(atom, said) or self._hint(ways),
+        )
+
+    def _marked(self, own: LiveTensor, said: Attributes) -> Layout:
+        """The cut along the dim that a parameter says, whether or not its blocks can be cut."""
+        if said.dim is None or not 0 <= said.dim < len(own.part.local_shape):
+            return Layout()
+        return Layout(self._axis(_cut_axis(own, said), pattern("shard", dim=said.dim)))
+
+    def _marked_hint(self, atom: AtomIndex, said: Attributes) -> str:
+        """What to do about marks on a parameter that do not give its shape."""
+        if said.dim is None or not 0 <= said.dim < len(atom.global_shape):
+            return ""
+        if atom.global_shape[said.dim] % said.blocks:
+            return f"partition_stride={said.blocks} does not divide dim {said.dim} there: correct it"
+        return ""
 
     def _fits(self, way: Layout, shape: tuple[int, ...], local: tuple[int, ...]) -> bool:
         try:
@@ -114,7 +164,7 @@ class Finder:
     def _tried(self, own: LiveTensor, atom: AtomIndex, said: Attributes, ruled: Ruled | None) -> Iterator[Layout]:
         """Layouts by evidence, whatever shape they leave."""
         name = own.whole_names[0]
-        axis = "etp" if said.is_expert or _EXPERTS.search(name) else "tp"
+        axis = _cut_axis(own, said)
         outer = self._stacked(name, atom.global_shape) if axis == "etp" else ()
         by_rule = () if ruled is None else ruled.layouts
         if said.dim is not None:
@@ -132,7 +182,7 @@ class Finder:
         self, axis: str, shape: tuple[int, ...], local: tuple[int, ...], said: Attributes
     ) -> Iterator[Pattern]:
         dim = said.dim
-        if dim is None or dim >= len(shape):
+        if dim is None or not 0 <= dim < len(shape):
             return
         if said.blocks > 1:
             each, rest = divmod(shape[dim], said.blocks)
@@ -165,8 +215,7 @@ class Finder:
         parts = self._degrees["ep"]
         if not _is_stacked(name) or not shape:
             return ()
-        layer = layer_in(name)
-        dealt = self._experts.pattern(shape, layer=layer[1] if layer else None, ep=parts)
+        dealt = self._experts.pattern(shape, layer=_layer_number(name), ep=parts)
         if dealt is None:
             return () if parts == 1 else (AxisLayout("ep", parts, pattern("shard", dim=0)),)
         return (AxisLayout("ep", parts, dealt),)
@@ -218,7 +267,10 @@ class Finder:
             return "" if is_one else "pass the topology of the run where ranks hold parts of tensors"
         if ways:
             shown = " or ".join(dict.fromkeys(map(_key, ways)))
-            return f"{shown} does not leave that shape. Correct the topology, or say how it is cut (patterns=)"
+            return (
+                f"{shown} does not leave that shape. Correct the topology or what says the cut: the "
+                "parameter's partition_dim, experts=, or patterns="
+            )
         why = f" ({self._why_none})" if self._why_none else ""
         return (
             f"nothing says how {degrees} cuts it{why}. Pass family= or patterns=, or set tensor_model_parallel and "
@@ -239,12 +291,13 @@ def placed(
         layout = _agreed(found, [keys[name] for keys in told if (name := own.whole_names[0]) in keys])
         if layout is None:
             hint = "ranks hold shapes of it that no one cut gives" if found.layouts else found.hint
-            part = replace(own.part, hint=hint)
+            part = replace(own.part, hint=hint, layout=found.refused, coords=mesh.coords)
         else:
             part = replace(
                 own.part,
                 layout=layout,
                 coords=mesh.coords,
+                left_out=found.left_out,
                 global_shape=found.padded,
                 is_padded=found.padded is not None,
             )
@@ -252,8 +305,23 @@ def placed(
     return replace(model, tensors=tuple(tensors))
 
 
+def expert_layers(names: Iterable[str]) -> set[int | None]:
+    """Layers that have experts; None where a name has no number of one."""
+    return {_layer_number(name) for name in names if _EXPERTS.search(name)}
+
+
 def _agreed(found: Ways, told: Sequence[frozenset[str]]) -> Layout | None:
     return next((way for way in found.layouts if all(_key(way) in keys for keys in told)), None)
+
+
+def _cut_axis(own: LiveTensor, said: Attributes) -> str:
+    """The axis of tensor-parallel ranks that cut it."""
+    return "etp" if said.is_expert or _EXPERTS.search(own.whole_names[0]) else "tp"
+
+
+def _layer_number(name: str) -> int | None:
+    found = layer_in(name)
+    return found[1] if found else None
 
 
 def _is_stacked(name: str) -> bool:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -53,13 +53,31 @@ class ExpertMap:
             return None
         return tuple(expert for expert, ranks in own.items() for rank in ranks if rank == ep)
 
+    def differing(self, count: int, *, layer: int | None) -> tuple[list[int], list[int]]:
+        """Experts of a layer that are named beyond `count`, and those below it that are left out."""
+        own = self.layers.get(layer, self.layers.get(None))
+        if own is None:
+            return [], []
+        return sorted(set(own) - {*range(count)}), sorted({*range(count)} - set(own))
+
+    def check_layers(self, held: Collection[int | None]) -> None:
+        """Raise UsageError where the map is of layers without experts. `held`: those that have some, on any rank."""
+        odd = [repr(layer) for layer in self.layers if layer is not None and layer not in held]
+        if odd or (self.layers and not held):
+            shown = ", ".join(str(layer) for layer in sorted(own for own in held if own is not None))
+            got = f"layer {', '.join(odd)}" if odd else "all layers"
+            raise UsageError(
+                f"expected experts of layers of the model that have some ({shown or 'none has a number'}); got a map "
+                f"of {got}"
+            )
+
     def pattern(self, shape: tuple[int, ...], *, layer: int | None, ep: int) -> Pattern | None:
         """How a tensor of all experts of a layer, [experts, ...], lies over `ep` ranks; None as for `order`."""
         orders = [self.order(layer=layer, ep=rank) for rank in range(ep)]
         copies: Counter[int] = Counter()
         held = []
         for order in orders:
-            if order is None or any(expert >= shape[0] for expert in order):
+            if order is None:
                 return None
             pairs = []
             for at, expert in enumerate(order):

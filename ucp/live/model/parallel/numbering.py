@@ -224,7 +224,8 @@ def _layers(run: Numbering, counts: _Counts) -> Numbers:
     if wrong:
         raise LoadError(
             "expected layers that stages number through from 0 to the last, or each from 0; got\n"
-            f"{listed(list(wrong))}\nsay the number of each layer's module as Megatron does (layer_number, from 1)"
+            f"{listed(list(wrong))}\nsay the number of each layer's module as Megatron does (layer_number, from 1), "
+            "the same on stages that hold the same layers"
         )
     return found
 
@@ -287,7 +288,7 @@ def _added(held: Places, known: int | None, *, is_final: bool = False) -> dict[P
     `is_final`: they are numbers of the whole model.
     """
     every = sorted(number for numbers in held.values() for number in numbers)
-    alike = known is not None and all(numbers == tuple(range(known)) for numbers in held.values())
+    alike = is_final and known is not None and all(numbers == tuple(range(known)) for numbers in held.values())
     if every == [*range(len(every))] or alike or (len(held) == 1 and not is_final):
         return dict.fromkeys(held, 0)
     is_local = all(numbers == tuple(range(len(numbers))) for numbers in held.values())

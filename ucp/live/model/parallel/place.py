@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 
 from ucp.contract.protocols import SourceOptions
 from ucp.core.index import Index
+from ucp.errors import UsageError
 from ucp.live.adapters import LiveRun
-from ucp.live.model.parallel.cuts import Finder, placed
+from ucp.live.model.parallel.cuts import Finder, expert_layers, placed
 from ucp.live.model.parallel.experts import ExpertMap, Experts
 from ucp.live.model.parallel.numbering import Numbering, survey
 from ucp.live.optimizer.placed import PlacedOptimizer
@@ -37,9 +38,10 @@ class Placing:
 def place(run: LiveRun, index: Index, mesh: RunMesh, ranks: Ranks, options: Placing) -> LiveRun:
     """The run with names and parts of the whole model. Collective.
 
-    Raises LoadError where the numbers of layers or experts make no row, UsageError, FamilyError.
+    Raises LoadError where the numbers of layers or experts make no row, FamilyError, UsageError: also for a
+    map of experts that are not there.
     """
-    experts = together(ranks, lambda: ExpertMap.of(options.experts, ep=mesh.degree("ep")))
+    experts = together(ranks, lambda: _dealt(run, mesh, options.experts))
     told = ranks.share(survey(run.model))
     stored = (*index.atoms, *index.aliases)
     numbering = Numbering(told=told, mesh=mesh, rank=ranks.rank, experts=experts, chunks=run.model.chunks)
@@ -47,7 +49,9 @@ def place(run: LiveRun, index: Index, mesh: RunMesh, ranks: Ranks, options: Plac
     finder = Finder(index, mesh, count=ranks.count, options=options.family, rename=options.rename, experts=experts)
     ways = together(ranks, lambda: {} if run.is_placed else finder.ways(model))
     names = {own.name: own.whole_names[0] for own in model.tensors}
-    votes = ranks.share({names[name]: own.keys() for name, own in ways.items() if own.is_open and own.layouts})
+    open_ways = {names[name]: own.keys() for name, own in ways.items() if own.is_open and own.layouts}
+    votes, held = zip(*ranks.share((open_ways, expert_layers(names.values()))), strict=True)
+    experts.check_layers(set().union(*held))
     model = placed(model, ways, votes, mesh)
     if any(own.layouts for own in ways.values()):
         model = replace(model, notes=(*model.notes, *finder.notes))
@@ -55,3 +59,10 @@ def place(run: LiveRun, index: Index, mesh: RunMesh, ranks: Ranks, options: Plac
         return replace(run, model=model)
     parts = {own.name: own.part for own in model.tensors}
     return replace(run, model=model, optimizer=PlacedOptimizer(own=run.optimizer, parts=parts))
+
+
+def _dealt(run: LiveRun, mesh: RunMesh, said: Experts | None) -> ExpertMap:
+    if said is not None and (run.is_placed or mesh.topology is None):
+        got = "a model that says itself how it lies" if run.is_placed else "no topology: pass one, such as dp=1"
+        raise UsageError(f"expected experts= with modules of local shapes and a topology; got {got}")
+    return ExpertMap.of(said, ep=mesh.degree("ep"))
