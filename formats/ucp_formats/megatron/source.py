@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ucp.contract.companion_files import with_companions
 from ucp.contract.protocols import Evidence, Format, LocalTensors, SourceOptions
-from ucp.contract.run_extras import RunExtras
+from ucp.contract.run_extras import LossScale, RunExtras
 from ucp.core.index import Index
 from ucp.errors import UnsupportedError
 from ucp_formats.megatron.locate import (
@@ -22,7 +22,6 @@ from ucp_formats.megatron.locate import (
     the_folder,
     unknown_version,
 )
-from ucp_formats.megatron.run.loss_scale import megatron_scale
 
 __all__ = ["MegatronFormat"]
 
@@ -36,6 +35,12 @@ _REMEDIES = {
         "Load it in the job that wrote it and save it with --ckpt-format torch_dist",
     ),
 }
+
+
+def _scale(index: Index) -> LossScale | None:
+    from ucp_formats.megatron.run.loss_scale import megatron_scale
+
+    return megatron_scale(index)
 
 
 class MegatronFormat(Format):
@@ -59,7 +64,7 @@ class MegatronFormat(Format):
 
     run = RunExtras(
         schedulers=("opt_param_scheduler",),
-        scale=megatron_scale,
+        scale=_scale,
         places=re.compile(r"(?P<name>rng_state)/pp(?P<pp>\d+)\.tp(?P<tp>\d+)(?:\.ep(?P<ep>\d+))?"),
     )
 

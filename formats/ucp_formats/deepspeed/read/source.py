@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ucp.contract.protocols import Evidence, Format, SourceOptions
-from ucp.contract.run_extras import RunExtras
+from ucp.contract.run_extras import LossScale, RunExtras
 from ucp.core.index import Index
 from ucp_formats.deepspeed.locate import locate_native, saved_as, the_folder
-from ucp_formats.deepspeed.loss_scale import deepspeed_scale
 
 __all__ = ["DeepSpeedFormat"]
+
+
+def _scale(index: Index) -> LossScale | None:
+    from ucp_formats.deepspeed.loss_scale import deepspeed_scale
+
+    return deepspeed_scale(index)
 
 
 class DeepSpeedFormat(Format):
@@ -33,7 +38,7 @@ class DeepSpeedFormat(Format):
         }
     )
 
-    run = RunExtras(scale=deepspeed_scale)
+    run = RunExtras(scale=_scale)
 
     def __init__(
         self, group_names: Sequence[Sequence[str]] | None = None, options: SourceOptions | None = None
