@@ -64,7 +64,7 @@ class Box:
         >>> Box((1, 0), (2, 4)).is_flat_in((3, 4)), Box((0, 1), (2, 2)).is_flat_in((3, 4))
         (True, False)
         """
-        if self.numel <= 1:
+        if self.sizes[1:] == tuple(shape[1:]) or self.numel <= 1:
             return True
         lead = 0
         while self.sizes[lead] == 1:

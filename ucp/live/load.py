@@ -11,13 +11,14 @@ Importing this module imports no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from ucp.contract.protocols import Observer
 from ucp.conversion.options import AcceptName, DtypeLike, MemoryLike, TopologyLike, ZeroMomentsName, type_path
 from ucp.conversion.prepare import index_as_told, index_of
-from ucp.live.adapters import LiveRequest
+from ucp.io.dcp.collection import no_cycle_collection
+from ucp.live.adapters import LiveRequest, LiveRun
 from ucp.live.exchange.carry import carry
 from ucp.live.exchange.traffic import Traffic
 from ucp.live.match.decide import Decision, check_agreement, decide, match, used_anywhere
@@ -31,7 +32,7 @@ from ucp.live.model.parallel.place import Placing, place
 from ucp.live.optimizer.wrappers import innermost
 from ucp.live.parts import LoadItem
 from ucp.live.report import Clock, LoadReport, report_of
-from ucp.live.resume.beside import RunObjects, resume_of
+from ucp.live.resume.beside import Resume, RunObjects, resume_of
 from ucp.live.run.asked import ENVIRONMENT, LoadAsked
 from ucp.live.run.ranks import Ranks, ranks_of, together
 
@@ -189,17 +190,44 @@ def load_into(
         ),
     )
     beside = RunObjects(scheduler=scheduler, scaler=scaler, policy=asked.rank_extras)
-    source = asked.names.source
+    given = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "masters": masters}
+    request = LiveRequest(
+        model=model, optimizer=innermost(optimizer), mesh=asked.mesh, ranks=ranks, dtype=asked.dtype, masters=masters
+    )
+    with no_cycle_collection():  # of the user's objects there may be millions
+        plan = _plan(request, asked, beside, given, clock)
+    traffic = _carried(plan, ranks, asked)
+    clock.lap("read")
+    decision, run, resume = plan.decision, plan.run, plan.resume
+    together(ranks, lambda: _restore(decision, plan.landing))
+    together(ranks, run.finish)
+    resume = resume.beside(together(ranks, lambda: run.resume(decision.index, decision.findings)))
+    together(ranks, lambda: [step() for step in resume.steps])
+    clock.lap("restore")
+    return report_of(decision, resume, traffic, clock.seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """Everything that is known before a byte moves."""
+
+    decision: Decision
+    landing: Sequence[torch.Tensor]
+    """Where each of `decision.wants` is brought."""
+    run: LiveRun
+    resume: Resume
+
+
+def _plan(
+    request: LiveRequest, asked: LoadAsked, beside: RunObjects, given: Mapping[str, object], clock: Clock
+) -> _Plan:
+    """Match the checkpoint with the model, on all ranks alike. `given`: what the user passed beside the model."""
+    ranks, source = request.ranks, asked.names.source
     read = index_of if asked.mesh.topology is None else index_as_told  # rules may be for this run alone
     index = together(ranks, lambda: read(asked.path, source=source))
-    given = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "masters": masters}
     told = {name: None if own is None else type(own).__name__ for name, own in given.items()}
     check_agreement(ranks, index, {**asked.agreed, **told})
     clock.lap("index")
-    stepped = innermost(optimizer)
-    request = LiveRequest(
-        model=model, optimizer=stepped, mesh=asked.mesh, ranks=ranks, dtype=asked.dtype, masters=masters
-    )
     run = together(ranks, lambda: described(request))
     index, hints = under_live_names(index, without_chunks(run.model), asked.names, ranks)
     placing = Placing(family=source, rename=asked.options.rename, experts=asked.experts)
@@ -212,20 +240,14 @@ def load_into(
     decision = together(ranks, lambda: _prepared(decision))
     landing = together(ranks, lambda: [_landing(want, decision) for want in decision.wants])
     clock.lap("plan")
-    traffic = _carried(decision, landing, ranks, asked)
-    clock.lap("read")
-    together(ranks, lambda: _restore(decision, landing))
-    together(ranks, run.finish)
-    resume = resume.beside(together(ranks, lambda: run.resume(index, decision.findings)))
-    together(ranks, lambda: [step() for step in resume.steps])
-    clock.lap("restore")
-    return report_of(decision, resume, traffic, clock.seconds)
+    return _Plan(decision=decision, landing=landing, run=run, resume=resume)
 
 
-def _carried(decision: Decision, landing: Sequence[torch.Tensor], ranks: Ranks, asked: LoadAsked) -> Traffic:
+def _carried(plan: _Plan, ranks: Ranks, asked: LoadAsked) -> Traffic:
     """Bring everything that was decided to where it lands."""
+    decision = plan.decision
     try:
-        return carry(decision.wants, landing, ranks, replace(asked.carry, records=decision.index.records))
+        return carry(decision.wants, plan.landing, ranks, replace(asked.carry, records=decision.index.records))
     except Exception as error:
         error.add_note("It was found under way: the model may be partly overwritten, do not use it")
         raise

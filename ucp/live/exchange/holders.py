@@ -45,11 +45,11 @@ def digests(slices: Sequence[Slice]) -> list[int]:
     seen: Counter[int] = Counter()
     found = []
     for own in slices:
-        kind = id(own.pairs), own.dtype, own.local_shape, own.start, own.stop
+        boxes = tuple((pair.whole.offsets, pair.local.offsets, pair.local.sizes) for pair in own.pairs)
+        kind = boxes, own.dtype.value, own.local_shape, own.start, own.stop
         cut = cuts.get(kind)
         if cut is None:
-            boxes = [(pair.whole.offsets, pair.local.offsets, pair.local.sizes) for pair in own.pairs]
-            cut = cuts[kind] = repr((boxes, own.dtype.value, *kind[2:]))
+            cut = cuts[kind] = repr(kind)
         text = f"{own.param}\0{own.state}\0{cut}"
         digest = xxhash.xxh3_128_intdigest(text.encode())
         seen[digest] += 1

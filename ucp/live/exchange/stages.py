@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
+from ucp.io.dcp.collection import no_cycle_collection
 from ucp.live.exchange.holders import digests, holders
 from ucp.live.exchange.loads import Load, loads_of, own_load
 from ucp.live.exchange.read_shares import ALIGNMENT, Window, share_out
@@ -116,6 +117,7 @@ class Stage:
         )
 
 
+@no_cycle_collection()
 def plan_stages(items: Sequence[LoadItem], ranks: Ranks, *, exchange: Exchange, memory: int) -> list[Stage]:
     """The stages of this rank; the last is what it reads for itself. Collective."""
     wanted = [(at, item) for at, item in enumerate(items) if item.slice.nbytes]
