@@ -10,13 +10,17 @@ from ucp.contract.run_extras import LossScale, RunExtras
 from ucp.core.index import Index
 from ucp_formats.deepspeed.locate import locate_native, saved_as, the_folder
 
-__all__ = ["DeepSpeedFormat"]
+__all__ = ["RUN", "DeepSpeedFormat"]
 
 
 def _scale(index: Index) -> LossScale | None:
     from ucp_formats.deepspeed.loss_scale import deepspeed_scale
 
     return deepspeed_scale(index)
+
+
+RUN = RunExtras(scale=_scale)
+"""What a run of DeepSpeed goes on with, in either of its formats."""
 
 
 class DeepSpeedFormat(Format):
@@ -38,7 +42,7 @@ class DeepSpeedFormat(Format):
         }
     )
 
-    run = RunExtras(scale=_scale)
+    run = RUN
 
     def __init__(
         self, group_names: Sequence[Sequence[str]] | None = None, options: SourceOptions | None = None

@@ -5,24 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from ucp.contract.protocols import Evidence, Format, SourceOptions
-from ucp.contract.run_extras import LossScale, RunExtras
 from ucp.core.index import Index
 from ucp_formats.deepspeed.locate import locate_universal, saved_as, the_folder
+from ucp_formats.deepspeed.read.source import RUN
 
 __all__ = ["DeepSpeedUniversalFormat"]
-
-
-def _scale(index: Index) -> LossScale | None:
-    from ucp_formats.deepspeed.loss_scale import deepspeed_scale
-
-    return deepspeed_scale(index)
 
 
 class DeepSpeedUniversalFormat(Format):
     """Format `deepspeed-universal`."""
 
     name = "deepspeed-universal"
-    run = RunExtras(scale=_scale)
+    run = RUN
 
     def __init__(self, options: SourceOptions | None = None) -> None:
         self._options = options or SourceOptions()
