@@ -33,9 +33,6 @@ class Engine(Protocol):
     def states(self) -> Iterator[torch.Tensor]:
         """Masters and moments, in the same order in every run. Collective."""
 
-    def nbytes_of_states(self) -> int:
-        """Bytes of the optimizer states that this rank holds now."""
-
 
 def _model(layers: int) -> nn.Module:
     torch.manual_seed(0)
@@ -83,9 +80,6 @@ class _Fsdp2:
             for tensor in (param, own["exp_avg"], own["exp_avg_sq"]):
                 yield tensor.detach().to_local()  # type: ignore[attr-defined]  # a DTensor
 
-    def nbytes_of_states(self) -> int:
-        return _nbytes(self._optimizer)
-
 
 class _DeepSpeed:
     """ZeRO in bf16, and DeepSpeed's universal checkpoints."""
@@ -122,14 +116,6 @@ class _DeepSpeed:
         for param in self._engine.module.parameters():
             yield safe_get_full_fp32_param(param)
             yield from (safe_get_full_optimizer_state(param, state) for state in ("exp_avg", "exp_avg_sq"))
-
-    def nbytes_of_states(self) -> int:
-        return _nbytes(self._engine.optimizer.optimizer)
-
-
-def _nbytes(optimizer: torch.optim.Optimizer) -> int:
-    states = (tensor for own in optimizer.state.values() for tensor in own.values() if isinstance(tensor, torch.Tensor))
-    return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in states)
 
 
 ENGINES = {"fsdp2": _Fsdp2, **{f"zero{stage}": partial(_DeepSpeed, stage=stage) for stage in (1, 2, 3)}}
