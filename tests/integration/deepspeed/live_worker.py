@@ -4,7 +4,8 @@
 
 A job names the case to build the engine of, what to load, and what to pass to `ucp.load_into`: the engine (`engine`),
 the engine as optimizer of its module (`optimizer`), the engine without states (`weights`), its module (`module`) or its
-module with its optimizer (`apart`). Rank 0 writes `OUT/report.json`: losses, or the error; the report.
+module with its optimizer (`apart`); topology and rules where ranks share layers. Rank 0 writes `OUT/report.json`:
+losses, or the error; the report.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ sys.path.insert(0, str(_FIXTURES / "make" / "deepspeed"))
 import deepspeed  # noqa: E402
 import deepspeed_train as train  # noqa: E402
 from deepspeed_cases import CASES, case_from_json  # noqa: E402
+from deepspeed_parallel import checkpoint_info  # noqa: E402
 from deepspeed_run import start  # noqa: E402
 
 import ucp  # noqa: E402
@@ -56,9 +58,11 @@ def _carry_out(job: dict[str, Any]) -> dict[str, object]:
             "module": (engine.module, None),
             "apart": (engine.module, engine.optimizer),
         }[job["passed"]]
-        report = ucp.load_into(model, checkpoint=job["checkpoint"], optimizer=optimizer)
+        asked = {"topology": job["topology"] or None, "patterns": job["patterns"] or None}
+        report = ucp.load_into(model, checkpoint=job["checkpoint"], optimizer=optimizer, **asked)
         steps = engine.global_steps
-        engine.save_checkpoint(Path(job["out"]) / "saved")
+        told = {"universal_checkpoint_info": checkpoint_info(case.tensor_parallel_size)} if case.kind == "3d" else {}
+        engine.save_checkpoint(Path(job["out"]) / "saved", client_state=told)
         after = train._steps(run, 5)
         return {"losses": after.losses, "steps": steps, "text": str(report), "notes": report.notes}
     except ucp.UcpError as error:

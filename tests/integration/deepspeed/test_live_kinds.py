@@ -21,9 +21,11 @@ pytest.importorskip("deepspeed.runtime", reason="needs DeepSpeed; `make integrat
 
 import ucp
 from tests.integration.deepspeed.resume_sources import FIXTURES
+from tests.integration.deepspeed.test_deepspeed_parallel import autotp, grid
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
+RULES = str(FIXTURES / "autotp.toml")
 WORKER = Path(__file__).resolve().parent / "live_worker.py"
 
 
@@ -41,11 +43,16 @@ class Job:
     """What is passed: see the worker."""
     to: str = ""
     """Format that the source is converted to before it is loaded; as it is, by default."""
+    topology: str = ""
+    """Of the run, where it is passed."""
+    rules: str = ""
+    """File with a family, where nothing records how ranks cut parameters."""
 
     @property
     def name(self) -> str:
         stage = self.case.get("stage", "")
-        return f"{self.source}-{self.to}-to-z{stage}-of-{self.ranks}-{self.passed}"
+        topology = f"-{self.topology}" if self.topology else ""
+        return f"{self.source}-{self.to}-to-z{stage}-of-{self.ranks}{topology}-{self.passed}"
 
     @property
     def truth(self) -> dict[str, Any]:
@@ -72,6 +79,19 @@ WHOLE = (
 )
 """Loads of everything."""
 
+SHARED = (
+    Job(source="z1-tp2-dp2", ranks=2, topology="tp=2"),
+    Job(source="z1-tp2-dp2", ranks=4, topology="tp=2,dp=2", case={"stage": 3}),
+    Job(source="z1-tp2-dp2", ranks=4, topology="tp=4", case={"stage": 2, **grid(4, 4), **autotp(4)}),
+    Job(source="z3-tp2-dp2", ranks=4, topology="tp=2,dp=2", case={"stage": 1}, rules=RULES),
+    Job(source="z0-tp2-dp2", ranks=4, topology="tp=2,dp=2", case={"stage": 2}, rules=RULES),
+    Job(source="z2-tp2-dp2", ranks=2, topology="tp=2", to="ucp", rules=RULES),
+    Job(source="z1-pp2-tp2-dp2-bf16", ranks=4, topology="tp=2,pp=2", case=grid(4, 4, 2)),
+    Job(source="z1-pp2-tp2-dp2-bf16", ranks=4, topology="tp=2,dp=2", case=grid(4, 2, 2)),
+    Job(source="z1-pp2-tp2-dp2-bf16", ranks=4, topology="tp=4", case=grid(4, 4, 4)),
+)
+"""Loads of everything into engines whose ranks share layers."""
+
 WEIGHTS = (
     Job(source="z3-dp4-bf16", ranks=2, case={"stage": 2}, passed="weights"),
     Job(source="z3-dp4-bf16", ranks=2, case={"stage": 3}, passed="weights"),
@@ -81,7 +101,8 @@ WEIGHTS = (
 REFUSED = (
     (Job(source="z1-dp4-fp32", ranks=1, case={"stage": 1}, passed="module"), "Pass the engine as the model"),
     (Job(source="z1-dp4-fp32", ranks=1, case={"stage": 3}, passed="apart"), "Pass the engine as the model"),
-    (Job(source="z1-tp2-dp2", ranks=2), "tensor parallelism over 2 ranks"),
+    (Job(source="z1-tp2-dp2", ranks=2), "expected a topology with tp=2, as the engine has it"),
+    (Job(source="z1-tp2-dp2", ranks=2, topology="dp=2"), "got one with tp=1"),
 )
 """Loads that are refused, with what is said."""
 
@@ -90,32 +111,34 @@ REFUSED = (
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Carry out all jobs; a folder per job."""
     root = tmp_path_factory.mktemp("live")
-    jobs = sorted((*WHOLE, *WEIGHTS, *(job for job, _ in REFUSED)), key=_order)
+    jobs = sorted((*WHOLE, *SHARED, *WEIGHTS, *(job for job, _ in REFUSED)), key=_order)
     for (ranks, kind), group in groupby(jobs, key=lambda job: _order(job)[:2]):
         _launch(ranks, [_told(job, root) for job in group], root / f"jobs-{ranks}-{kind}.json")
     return root
 
 
 def _order(job: Job) -> tuple[int, str, int]:
-    """Groups of ranks outlive an engine, so each kind of parallelism has a process of its own.
+    """Groups of ranks outlive an engine, so each kind and degree of parallelism has a process of its own.
 
     Stage 3 comes last in it, as it replaces `torch.nn.functional.linear` for good.
     """
     kind = next((kind for kind in ("ep", "pp", "tp") if f"-{kind}" in job.source), "dp")
-    return job.ranks, kind, int(str(job.case.get("stage", job.source[1])))
+    return job.ranks, kind + "".join(job.topology.split(",")[:1]), int(str(job.case.get("stage", job.source[1])))
 
 
 def _told(job: Job, root: Path) -> dict[str, object]:
     checkpoint = FIXTURES / job.source / "checkpoint"
     if job.to:
         (root / job.name).mkdir()
-        ucp.convert(checkpoint, root / job.name / "converted", to=job.to)
+        ucp.convert(checkpoint, root / job.name / "converted", to=job.to, patterns=job.rules or None)
         checkpoint = root / job.name / "converted"
     return {
         "base": job.source,
         "case": {"ranks": job.ranks, **job.case},
         "checkpoint": str(checkpoint),
         "passed": job.passed,
+        "topology": job.topology,
+        "patterns": job.rules,
         "out": str(root / job.name),
     }
 
@@ -148,6 +171,24 @@ def test_what_deepspeed_then_saves_is_the_source(job: Job, results: Path) -> Non
     rerouted = "-ep" in job.source and job.ranks != job.truth["case"]["ranks"]  # each rank has room for so many tokens
     bound = 5e-3 if "bf16" in job.source or rerouted else 1e-5
     assert report["losses"] == pytest.approx(job.truth["losses_after"], rel=bound)
+
+
+@pytest.mark.parametrize("job", SHARED, ids=_name)
+def test_ranks_that_share_layers_get_their_cuts(job: Job, results: Path) -> None:
+    report = _report(job, results)
+    assert "error" not in report, report["error"]
+    told = {"patterns": job.rules or None}
+    source, saved = (
+        ucp.open(path, **told) for path in (FIXTURES / job.source / "checkpoint", results / job.name / "saved")
+    )
+    assert saved.atoms.keys() == source.atoms.keys()
+    for name, atom in source.atoms.items():
+        for state in atom.states:
+            assert source.read(name, state).equal(saved.read(name, state)), (name, state)
+    degree = job.truth["case"].get("tensor_parallel_size", 1)
+    if job.case.get("tensor_parallel_size", degree) != degree:
+        return  # each rank trains some parameters for itself: another number of ranks is another model
+    assert report["losses"] == pytest.approx(job.truth["losses_after"], rel=5e-3 if "bf16" in job.source else 1e-5)
 
 
 @pytest.mark.parametrize("job", WEIGHTS, ids=_name)

@@ -42,8 +42,9 @@ def described(request: LiveRequest) -> LiveRun:
     if lacks_memory(modules):
         model = replace(model, place=place_of(modules))
     check_axes(model.tensors, request.mesh.topology)
-    is_placed = any(not own.part.is_whole for own in model.tensors)  # torch says itself how they lie
-    run = LiveRun(model=model, prepare=partial(_prepared, modules, units, dtype), is_placed=is_placed)
+    is_known = any(not own.part.is_whole for own in model.tensors)  # torch says itself how they lie
+    prepare = partial(_prepared, modules, units, dtype)
+    run = LiveRun(model=model, prepare=prepare, is_named=is_known, is_placed=is_known)
     if isinstance(request.optimizer, optim.Optimizer) and not units and not _is_zero(request.optimizer):
         return _with_optimizer(run, request.optimizer, modules, request.masters)
     if request.masters is not None:

@@ -55,8 +55,15 @@ class PlacedOptimizer:
         self.own.put_hyper(hyper)
 
     def _placed(self, param: LiveParam) -> LiveParam:
-        own, held = param.part, self.parts.get(param.name)
-        if own is None or held is None or own.layout.axes:
+        held = self.parts.get(param.name)
+        if held is None:
             return param
-        layout = Layout(held.layout.axes, own.layout.flat)
-        return replace(param, part=replace(held, layout=layout, coords={**held.coords, **own.coords}))
+        apart = {state: _within(held, own) for state, own in param.apart.items()}
+        return replace(param, part=param.part and _within(held, param.part), apart=apart)
+
+
+def _within(held: LivePart, own: LivePart) -> LivePart:
+    """The stretch `own` of what the model holds; a part of the whole as it is."""
+    if own.layout.axes:
+        return own
+    return replace(held, layout=Layout(held.layout.axes, own.layout.flat), coords={**held.coords, **own.coords})

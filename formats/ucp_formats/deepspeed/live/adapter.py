@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -21,6 +22,7 @@ from ucp_formats.deepspeed.live.handles import Engine, PartitionedParam
 from ucp_formats.deepspeed.live.module import NamedModule, name_module
 from ucp_formats.deepspeed.live.progress import resume
 from ucp_formats.deepspeed.live.refusals import refuse
+from ucp_formats.deepspeed.live.tensor_parallel import is_tensor_parallel
 from ucp_formats.deepspeed.live.wrappers import Master, Wrapped, unwrapped
 
 if TYPE_CHECKING:
@@ -47,12 +49,14 @@ class DeepSpeedAdapter:
         """The parts of an engine. Raises UsageError without one, UnsupportedError for what is not known."""
         engine = _engine(request)
         refuse(engine)
+        is_cut = is_tensor_parallel(engine, request.mesh)
         named = name_module(engine.module, engine.expert_parallel_group)
         wrapped = unwrapped(engine.optimizer, named)
         model = _model(named, wrapped)
+        run = LiveRun(model=model, finish=wrapped.finish, is_placed=not is_cut)
         if request.optimizer is False:
-            return LiveRun(model=model, finish=wrapped.finish)
-        return LiveRun(model=model, optimizer=wrapped.optimizer, finish=wrapped.finish, resume=partial(resume, engine))
+            return run
+        return replace(run, optimizer=wrapped.optimizer, resume=partial(resume, engine))
 
 
 def _params(model: object) -> Iterator[torch.Tensor]:
@@ -87,12 +91,12 @@ def _is_engine(value: object) -> bool:
 
 def _model(named: NamedModule, wrapped: Wrapped) -> LiveModel:
     """Masters where there are any; else what the rank holds of a tensor."""
-    tensors, handles = [], {}
+    tensors, handles, marked = [], {}, {}
     for tensor, names in named.tensors.items():
         own = wrapped.masters.get(tensor) or _held(tensor)
         tensors.append(LiveTensor(names=names, dtype=dtype_of(own.memory), part=own.part))
-        handles[names[0]] = own.memory
-    return LiveModel(tensors=tuple(tensors), handles=handles, owners={}, notes=named.notes)
+        handles[names[0]], marked[names[0]] = own.memory, tensor
+    return LiveModel(tensors=tuple(tensors), handles=handles, owners={}, notes=named.notes, marked=marked)
 
 
 def _held(tensor: torch.Tensor) -> Master:

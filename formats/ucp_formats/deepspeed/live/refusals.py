@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 
 from ucp.errors import UnsupportedError, listed
@@ -16,16 +15,13 @@ def refuse(engine: Engine) -> None:
     found = list(_reasons(engine))
     if found:
         raise UnsupportedError(
-            f"expected an engine whose tensors lie in memory, cut by data parallelism alone; got\n{listed(found)}\n"
+            f"expected an engine whose tensors lie in memory, each in one place; got\n{listed(found)}\n"
             "or write files for its own load_checkpoint: ucp convert SRC DST --to deepspeed"
         )
 
 
 def _reasons(engine: Engine) -> Iterator[str]:
     optimizer = engine.optimizer
-    tp = _tensor_parallel(engine)
-    if tp > 1:
-        yield f"tensor parallelism over {tp} ranks: pass a plain Megatron-style module, or ucp convert"
     if getattr(optimizer, "swap_optimizer", False):
         yield "offload_optimizer to NVMe: its states lie in swap files; set device cpu, or none"
     if getattr(optimizer, "params_in_nvme_and_cpu", False):
@@ -38,8 +34,3 @@ def _reasons(engine: Engine) -> Iterator[str]:
         yield "offload_optimizer.ratio below 1 (Twin-Flow): some states belong to a second optimizer; set it to 1"
     if getattr(optimizer, "offloaded_states", ()):
         yield "states that engine.offload_states moved away: call engine.reload_states() first"
-
-
-def _tensor_parallel(engine: Engine) -> int:
-    """Ranks that share one copy of a layer."""
-    return int(importlib.import_module("deepspeed.utils.bwc").bwc_tensor_model_parallel_world_size(engine.mpu))

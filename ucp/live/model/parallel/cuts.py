@@ -82,7 +82,7 @@ class Finder:
         self._is_asked = False
 
     def ways(self, model: LiveModel) -> dict[str, Ways]:
-        """By own name, for tensors that the checkpoint has and that are no parts already.
+        """By own name, for tensors that the checkpoint has and that are no parts already, but for a flat cut of these.
 
         Raises FamilyError, UsageError for marks or a map of experts that cannot be.
         """
@@ -90,9 +90,9 @@ class Finder:
         wrong: list[str] = []
         for own in model.tensors:
             held = atoms_of(own, self._index, self._rename)
-            if held and own.part.is_whole:
+            if held and not own.part.layout.axes:
                 atom = self._index.atoms[held[0]]
-                said = Attributes.of(model.handles[own.name])
+                said = Attributes.of(model.marked.get(own.name, model.handles[own.name]))
                 wrong.extend(self._wrong(own, atom, said))
                 is_dealt = bool(self._experts.layers) and _is_stacked(own.whole_names[0])
                 if own.part.local_shape != atom.global_shape or said.dim is not None or is_dealt:
@@ -289,14 +289,15 @@ def placed(
             tensors.append(own)
             continue
         layout = _agreed(found, [keys[name] for keys in told if (name := own.whole_names[0]) in keys])
+        coords = {**mesh.coords, **own.part.coords}
         if layout is None:
             hint = "ranks hold shapes of it that no one cut gives" if found.layouts else found.hint
-            part = replace(own.part, hint=hint, layout=found.refused, coords=mesh.coords)
+            part = replace(own.part, hint=hint, layout=found.refused, coords=coords)
         else:
             part = replace(
                 own.part,
-                layout=layout,
-                coords=mesh.coords,
+                layout=Layout(layout.axes, own.part.layout.flat),
+                coords=coords,
                 left_out=found.left_out,
                 global_shape=found.padded,
                 is_padded=found.padded is not None,

@@ -45,7 +45,7 @@ def place(run: LiveRun, index: Index, mesh: RunMesh, ranks: Ranks, options: Plac
     told = ranks.share(survey(run.model))
     stored = (*index.atoms, *index.aliases)
     numbering = Numbering(told=told, mesh=mesh, rank=ranks.rank, experts=experts, chunks=run.model.chunks)
-    model = together(ranks, lambda: run.model if run.is_placed else numbering.named(run.model, stored, options.rename))
+    model = together(ranks, lambda: run.model if run.is_named else numbering.named(run.model, stored, options.rename))
     finder = Finder(index, mesh, count=ranks.count, options=options.family, rename=options.rename, experts=experts)
     ways = together(ranks, lambda: {} if run.is_placed else finder.ways(model))
     names = {own.name: own.whole_names[0] for own in model.tensors}
