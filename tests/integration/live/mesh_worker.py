@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import distributed, optim
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
@@ -49,10 +51,28 @@ def main() -> None:
             held = {**optimizer.state[param], "weight": param.detach()}
             for state in STATES:
                 assert torch.equal(held[state], torch.from_numpy(states[state].copy())), (names, name, state)
+    sharded_stages(saved, Path(sys.argv[1]) / "0")
     refused(saved.path.parent)
     print(f"rank {distributed.get_rank()} of {distributed.get_world_size()} is right", flush=True)
     distributed.barrier()  # a rank that leaves early takes its connections with it
     os._exit(0)
+
+
+def sharded_stages(saved: Saved, path: Path) -> None:
+    """Two stages that number their layers from 0, each sharded by FSDP2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage, shard = mesh.get_coordinate() or ()
+    (wanted,) = local(saved, Place(Topology(dp=2, pp=2), stage * 2 + shard))
+    own = module({name: states["weight"].shape for name, (_, states) in wanted.items()})
+    fully_shard(own, mesh=mesh["dp"])
+    optimizer = optim.AdamW(own.parameters())
+    load_into(own, mesh, path, optimizer=optimizer)
+    for name, (_, states) in wanted.items():
+        param = own.get_parameter(name)
+        held = {**optimizer.state[param], "weight": param.detach()}
+        for state in STATES:
+            whole = held[state].full_tensor() if isinstance(held[state], DTensor) else held[state]
+            assert torch.equal(whole, torch.from_numpy(states[state].copy())), (name, state)
 
 
 def refused(path: Path) -> None:

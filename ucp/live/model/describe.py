@@ -42,9 +42,10 @@ def described(request: LiveRequest) -> LiveRun:
     if lacks_memory(modules):
         model = replace(model, place=place_of(modules))
     check_axes(model.tensors, request.mesh.topology)
-    is_known = any(not own.part.is_whole for own in model.tensors)  # torch says itself how they lie
+    is_placed = any(not own.part.is_whole for own in model.tensors)  # torch says itself how they lie
+    is_named = is_placed and request.mesh.degree("pp") == 1  # but not how stages number their layers
     prepare = partial(_prepared, modules, units, dtype)
-    run = LiveRun(model=model, prepare=prepare, is_named=is_known, is_placed=is_known)
+    run = LiveRun(model=model, prepare=prepare, is_named=is_named, is_placed=is_placed)
     if isinstance(request.optimizer, optim.Optimizer) and not units and not _is_zero(request.optimizer):
         return _with_optimizer(run, request.optimizer, modules, request.masters)
     if request.masters is not None:
