@@ -1,4 +1,7 @@
-"""An optimizer over flat tensors, each of which holds stretches of many parameters."""
+"""An optimizer over flat tensors, each of which holds stretches of many parameters.
+
+FSDP1's flat parameters are such, and the buffers of DeepSpeed's optimizers.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +16,45 @@ from ucp.live.model.dtensor import local_of
 from ucp.live.model.fsdp1 import FlatUnit
 from ucp.live.optimizer.counts import agreed_counts
 from ucp.live.optimizer.torch_optimizer import TorchOptimizer, describe_optimizer
-from ucp.live.parts import LiveParam
+from ucp.live.parts import LiveParam, LivePart
 
 if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
 
-__all__ = ["FlatOptimizer", "describe_flat_optimizer"]
+__all__ = ["FlatOptimizer", "Slot", "Stretch", "describe_flat_optimizer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Slot:
+class Stretch:
+    """Elements of a parameter in a tensor."""
+
+    start: int
+    """First element of the tensor, in row-major order."""
+    numel: int
+    """Elements held."""
+    part: LivePart
+    """What of the parameter they are."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These elements of a tensor; one for this parameter alone may have its shape."""
+        return tensor if self.numel == tensor.numel() else tensor.view(-1).narrow(0, self.start, self.numel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
     """Where the states of a parameter lie."""
 
     key: str
     """What the optimizer beneath knows the tensor as."""
-    start: int
-    """First element of it."""
-    numel: int
-    """Elements held."""
+    usual: Stretch
+    """What of it."""
+    apart: Mapping[str, Stretch] = field(default_factory=dict)
+    """States that lie otherwise."""
+
+    def stretch(self, state: str) -> Stretch:
+        """Where a state of it lies."""
+        return self.apart.get(state, self.usual)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +63,12 @@ class FlatOptimizer:
 
     base: TorchOptimizer
     """The optimizer, by the keys of its tensors."""
-    slots: Mapping[str, _Slot]
+    slots: Mapping[str, Slot]
     """Name of a parameter to where it lies."""
+    cure: str
+    """What to do where parameters of one tensor were stepped at other counts."""
+    shapes: Mapping[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
+    """Key and state to its shape, where that is not the tensor's own."""
     made: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     """Key and state to the memory that stretches are brought into."""
 
@@ -58,11 +85,15 @@ class FlatOptimizer:
     def params(self, hyper: Sequence[Mapping[str, object]]) -> list[LiveParam]:
         """What it keeps of every parameter of which this rank has elements: that of its tensor."""
         keeps = {own.name: own.keeps for own in self.base.params(hyper)}
-        names = [name for group in self.groups() for name in group.params]
+        slots = {name: self._slot(name) for group in self.groups() for name in group.params}
         return [
-            LiveParam(name=name, keeps=keeps[self._slot(name).key])
-            for name in names
-            if self._slot(name).numel or self._slot(name).key != name
+            LiveParam(
+                name=name,
+                keeps=keeps[slot.key],
+                apart={state: own.part for state, own in slot.apart.items()},
+            )
+            for name, slot in slots.items()
+            if slot.usual.numel or slot.key != name
         ]
 
     def landing(self, name: str, state: str, dtype: DType, shape: tuple[int, ...], *, counts: bool) -> torch.Tensor:
@@ -72,12 +103,12 @@ class FlatOptimizer:
             return self.base.landing(slot.key, state, dtype, shape, counts=counts)
         whole = self.made.get((slot.key, state))
         if whole is None:
-            length = tuple(local_of(self.base.live[slot.key]).shape)
+            length = self.shapes.get((slot.key, state)) or tuple(local_of(self.base.live[slot.key]).shape)
             whole = self.base.landing(slot.key, state, dtype, length, counts=False)
             if whole is not self.base.held(slot.key).get(state):
                 whole.zero_()
             self.made[slot.key, state] = whole
-        return whole.view(-1).narrow(0, slot.start, slot.numel)
+        return slot.stretch(state).of(whole)
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
         """Take the tensors that stretches were brought into; one tensor counts the steps of all in it."""
@@ -88,9 +119,7 @@ class FlatOptimizer:
             stepped = {name: own for name, own in members.items() if own}
             for name in (members.keys() - stepped.keys()) if stepped else ():
                 self._clear(name)
-            own_counts = agreed_counts(
-                stepped, counts, cure="wrap with use_orig_params=True, or load without optimizer="
-            )
+            own_counts = agreed_counts(stepped, counts, cure=self.cure)
             brought = {state: own for members in stepped.values() for state, own in members.items()}
             self.base.put({key: {**brought, **own_counts}}, {key: frozenset(own_counts)})
         self.made.clear()
@@ -99,29 +128,33 @@ class FlatOptimizer:
         """Set hyper-parameters of every group."""
         self.base.put_hyper(hyper)
 
-    def _slot(self, name: str) -> _Slot:
-        return self.slots.get(name) or _Slot(key=name, start=0, numel=self.base.live[name].numel())
+    def _slot(self, name: str) -> Slot:
+        if name in self.slots:
+            return self.slots[name]
+        own = self.base.live[name]
+        return Slot(key=name, usual=Stretch(start=0, numel=own.numel(), part=LivePart.whole(tuple(own.shape))))
 
     def _clear(self, name: str) -> None:
         """Make the states of a parameter those of one that no gradient ever reached, beside others of its tensor."""
         own = self.slots[name]
-        for (key, _), whole in self.made.items():
+        for (key, state), whole in self.made.items():
             if key == own.key:
-                whole.view(-1).narrow(0, own.start, own.numel).zero_()
+                own.stretch(state).of(whole).zero_()
 
 
 def describe_flat_optimizer(optimizer: Optimizer, model: LiveModel, units: Sequence[FlatUnit]) -> FlatOptimizer:
     """The optimizer by names, over flat parameters of FSDP1 or stretches of them. Raises as `describe_optimizer`."""
     flat = {id(unit.flat): unit.key for unit in units if not unit.originals}
     slots = {
-        own.names[0]: _Slot(
+        own.names[0]: Slot(
             key=own.names[0] if unit.originals else unit.key,
-            start=0 if unit.originals else own.start,
-            numel=own.numel,
+            usual=Stretch(start=0 if unit.originals else own.start, numel=own.numel, part=own.part),
         )
         for unit in units
         for own in unit.stretches
     }
     return FlatOptimizer(
-        base=describe_optimizer(optimizer, replace(model, owners={**model.owners, **flat})), slots=slots
+        base=describe_optimizer(optimizer, replace(model, owners={**model.owners, **flat})),
+        slots=slots,
+        cure="wrap with use_orig_params=True, or load without optimizer=",
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ucp.contract.registry import pattern
 from ucp.core.layout import AxisLayout, Layout
+from ucp.live.optimizer.flat_optimizer import Stretch
 from ucp.live.parts import LivePart
 from ucp_formats.deepspeed.live.handles import (
     Bf16Optimizer,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Buffer",
-    "Stretch",
     "bf16_buffers",
     "chunk_of",
     "fp16_buffers",
@@ -49,22 +49,6 @@ PartOf: TypeAlias = "Callable[[nn.Parameter], LivePart]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """Elements of a parameter in a tensor."""
-
-    start: int
-    """First element of the tensor, in row-major order."""
-    numel: int
-    """Elements held."""
-    part: LivePart
-    """What of the parameter they are."""
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """These elements of a tensor; one for this parameter alone may have its shape."""
-        return tensor if self.numel == tensor.numel() else tensor.narrow(0, self.start, self.numel)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
     """A tensor that the wrapped optimizer steps."""
 
@@ -76,15 +60,6 @@ class Buffer:
     """Parameters of the group, in the order of the buffer; some may have no elements on this rank."""
     apart: Mapping[str, Mapping[nn.Parameter, Stretch]] = field(default_factory=dict)
     """States that do not lie as the masters do."""
-
-    def stretch(self, param: nn.Parameter, state: str) -> Stretch:
-        """Where a state of a parameter lies."""
-        return self.apart.get(state, self.params)[param]
-
-    def shape(self, state: str) -> tuple[int, ...]:
-        """Elements of a state, of all parameters."""
-        own = self.apart.get(state)
-        return tuple(self.tensor.shape) if own is None else (sum(stretch.numel for stretch in own.values()),)
 
 
 def zero_buffers(optimizer: ZeroOptimizer, part_of: PartOf) -> Iterator[Buffer]:
