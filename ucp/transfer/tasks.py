@@ -297,9 +297,9 @@ def bundle(items: Iterable[S], *, limit: int) -> Iterator[list[S]]:
 
 
 def _by_path(target: TargetPlan) -> list[tuple[str, list[int]]]:
-    """What is written to each output file, in the order of the files and of the bytes in them: placements, by number;
+    """Numbers of what is written to each output file, in the order of the files and of the bytes in them.
 
-    raw copies, counted on. What is empty is left out.
+    Of placements, and of raw copies, counted on; what is empty is left out.
     """
     rank = {file.path: position for position, file in enumerate(target.files)}
     sized = [(rank[p.path], p.offset, n) for n, p in enumerate(target.placements) if p.slice.start < p.slice.stop]
