@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from ucp.conversion.journal import Line
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.parts.finalize import busy_text, check_begun, unfinished
 from ucp.conversion.parts.journals import runs_in
+from ucp.conversion.parts.planning import plan_part
 from ucp.conversion.parts.run import write_part
 from ucp.conversion.prepare import Prepared, prepare
 from ucp.conversion.verify import verify_written
@@ -54,7 +56,7 @@ class ConvertReport:
     layout: str
     """Variant of the target's layout; empty for its usual one."""
     atoms: int
-    """Parameters and buffers."""
+    """Parameters and buffers; of a part, those that its share of the work is of."""
     nbytes_written: int
     """Bytes of tensors written by this run, before compression."""
     nbytes_out: int
@@ -116,11 +118,11 @@ def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer)
     check_fits(staging.data, ())
     check_destination(src, dst)
     threads = fit_threads(options.memory) if options.verify else 0
-    prepared = prepare(src, options, observer)
-    check_apart(dst, prepared.job.index.path, (file.path for file in prepared.job.index.files))
-    check_fits(staging.data, (file.path for file in prepared.job.target.files))
     if options.part is not None:
+        prepared = plan_part(src, staging, options, observer, partial(_check_shared_place, staging))
         return _report(prepared, dst, options, _part(prepared, staging, options, observer))
+    prepared = prepare(src, options, observer)
+    _check_place(staging, prepared)
     journal = _taken(staging, prepared, options)
     if journal is None:
         return _report(prepared, dst, options, None)
@@ -135,10 +137,21 @@ def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer)
     return _report(prepared, dst, options, written)
 
 
+def _check_place(staging: Staging, prepared: Prepared) -> None:
+    """Raise DestinationError where the destination would be in the way of the source, or does not fit its place."""
+    check_apart(staging.dst, prepared.job.index.path, (file.path for file in prepared.job.index.files))
+    check_fits(staging.data, (file.path for file in prepared.job.target.files))
+
+
+def _check_shared_place(staging: Staging, prepared: Prepared) -> None:
+    """The same of a place that several parts fill: whoever comes first looks for room for all of them."""
+    _check_place(staging, prepared)
+    if not staging.data.exists() and not staging.is_complete(prepared.fingerprint):
+        _check_space(prepared, staging.dst.parent)
+
+
 def _part(prepared: Prepared, staging: Staging, options: ConvertOptions, observer: Observer) -> Written | None:
     """Write a part, beside others; what was written, or None where the destination is complete."""
-    if not staging.folder.exists() and not staging.is_complete(prepared.fingerprint):
-        _check_space(prepared, staging.dst.parent)
     try:
         return write_part(prepared, staging, options, observer)
     except OSError as error:
@@ -221,7 +234,7 @@ def _report(prepared: Prepared, dst: Path, options: ConvertOptions, written: Wri
         to=options.to,
         topology=plan.topology,
         layout=options.target.layout or ("compressed" if options.target.compress else ""),
-        atoms=len(index.atoms),
+        atoms=len(index.atoms if options.part is None else _params(prepared.job)),
         nbytes_written=written.nbytes,
         nbytes_out=sum(written.files),
         files_out=len(written.files),
@@ -241,6 +254,12 @@ def _report(prepared: Prepared, dst: Path, options: ConvertOptions, written: Wri
         dropped=index.dropped,
         part=str(options.part or ""),
     )
+
+
+def _params(job: Job) -> set[str]:
+    """Parameters that the tasks of a part are of."""
+    numbers = {section.placement for task in job.tasks for fill in task.fills for section in fill.sections}
+    return {job.target.placements[own].slice.param for own in numbers if own < len(job.target.placements)}
 
 
 def _copies(job: Job) -> int:

@@ -41,6 +41,7 @@ __all__ = [
     "bundle",
     "check_target",
     "checking_placements",
+    "each_task",
     "fit_workers",
     "make_job",
     "raw_slice",
@@ -182,6 +183,11 @@ def make_job(index: Index, target: TargetPlan, share: Share | None = None) -> Jo
     tasks = tuple(_of_share(_tasks(target, crosswise), share or Share(), total=_nbytes(target)))
     checking = checking_placements(target.placements)
     return Job(index=index, target=target, tasks=tasks, checking=checking, crosswise=crosswise)
+
+
+def each_task(job: Job) -> Iterator[Task]:
+    """All tasks of the plan that a job is a share of, made one after another."""
+    return _of_share(_tasks(job.target, job.crosswise), Share(), total=_nbytes(job.target))
 
 
 def _nbytes(target: TargetPlan) -> int:
