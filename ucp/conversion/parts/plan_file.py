@@ -34,10 +34,7 @@ from ucp.core.topology import Topology
 from ucp.io.identity import size_and_time
 from ucp.transfer.tasks import Job, Share, Task, each_task, fit_workers
 
-__all__ = ["PLAN", "read_plan", "write_plan"]
-
-PLAN = "plan"
-"""Name of the file in the folder that all parts share."""
+__all__ = ["plan_path", "read_plan", "write_plan"]
 
 CHUNKS = 1024
 """Chunks of a plan, about: the finest that parts are told apart."""
@@ -72,9 +69,14 @@ class _Known(Sequence[T]):
         return self.items[at]
 
 
+def plan_path(folder: Path, key: str) -> Path:
+    """File of the plan of a conversion, by what it was made of, in the folder that its parts share."""
+    return folder / f"plan-{key}"
+
+
 def write_plan(folder: Path, key: str, prepared: Prepared) -> None:
     """Put a plan in its place, whole or not at all. `key`: what it was made of. Raises OSError."""
-    path = folder / f"{PLAN}-{secrets.token_hex(8)}"
+    path = folder / f"plan-{secrets.token_hex(8)}"
     job, encoder = prepared.job, Encoder(prepared.job)
     total = sum(own.slice.nbytes for own in job.target.placements) + sum(own.src.nbytes for own in job.target.raw)
     chunks: list[tuple[int, int, int, str]] = []
@@ -89,7 +91,7 @@ def write_plan(folder: Path, key: str, prepared: Prepared) -> None:
                 start += sum(task.nbytes for task in tasks)
             head = _packed(json.dumps(_head(key, prepared, chunks, total)).encode())
             file.write(head + _TAIL.pack(at, len(head), _MARK, xxhash.xxh3_128_digest(head)))
-        os.replace(path, folder / PLAN)
+        os.replace(path, plan_path(folder, key))
     except BaseException:
         with suppress(FileNotFoundError):
             path.unlink()
@@ -141,7 +143,7 @@ def read_plan(folder: Path, key: str, options: ConvertOptions) -> Prepared | Non
     as it was when the plan was made.
     """
     try:
-        with _opened(folder / PLAN) as file:
+        with _opened(plan_path(folder, key)) as file:
             head = _read_head(file)
             if head["key"] != key or any(size_and_time(p) != (n, t) for p, n, t, _ in head["files"]):
                 return None

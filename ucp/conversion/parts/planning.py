@@ -51,7 +51,7 @@ def plan_part(
     found = read_plan(staging.folder, key, options)
     if found is not None:
         return found
-    with _turn(staging.folder) as is_first:
+    with _turn(staging.folder, key) as is_first:
         if not is_first:
             return read_plan(staging.folder, key, options) or made()
         prepared = made()
@@ -61,9 +61,9 @@ def plan_part(
 
 
 @contextmanager
-def _turn(folder: Path) -> Iterator[bool]:
+def _turn(folder: Path, key: str) -> Iterator[bool]:
     """True for the first; for others False, once the first is done. False, too, where nothing can be written."""
-    path = folder / "plan.lock"
+    path = folder / f"plan-{key}.lock"
     try:
         folder.mkdir(exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)

@@ -287,10 +287,13 @@ class TestWhatDoesNotGoTogether:
     def test_other_options(self, source, dst, small_blocks):
         ucp.convert(source, dst, part="1/2")
         before = tree(partial(dst))
+        plans = len(list(partial(dst).glob("plan-*")))
         for asked in ({"part": "2/2"}, {"finalize": True}):
             with pytest.raises(DestinationError, match="dtypes: by default then, weight=float16 now"):
                 ucp.convert(source, dst, dtypes={"weight": "float16"}, **asked)
-        assert tree(partial(dst)) == before
+        after = tree(partial(dst))
+        assert {name: after[name] for name in before} == before
+        assert len(after) - len(before) == plans, "the plan of the other, which takes the place of none"
 
     def test_another_source(self, source, dst, tmp_path, small_blocks):
         ucp.convert(source, dst, part="1/2")
