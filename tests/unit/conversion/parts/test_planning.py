@@ -18,7 +18,7 @@ from tests.unit.conversion.test_crash import tree
 from ucp.conversion.options import make_options
 from ucp.conversion.parts import plan_file, planning
 from ucp.conversion.parts.plan_file import read_plan, write_plan
-from ucp.conversion.prepare import prepare
+from ucp.conversion.prepare import index_of, prepare
 from ucp.core.target import OutputFile
 from ucp.errors import DestinationError, UnknownFormatError
 from ucp.transfer.tasks import Share
@@ -242,15 +242,15 @@ class TestTheFirstPlans:
 
     def test_rules_that_were_edited(self, tmp_path, dst, small_blocks, plans):
         rules = tmp_path / "rules.toml"
-        rules.write_text('[[rename]]\nfrom = "lm_head.weight"\nto = "head.weight"\n')
-        asked = {"part": "1/2", "rename": rules}
-        try:
-            ucp.convert(ZERO, dst, **asked)
-        except ucp.UcpError:
-            pytest.skip("these rules are none")
-        rules.write_text('[[rename]]\nfrom = "lm_head.weight"\nto = "other.weight"\n')
-        ucp.convert(ZERO, dst, **asked)
-        assert len(plans) == 2
+        rule = '[[rename]]\nfrom = "{name}"\norder = [1, 0]\nto = "turned"\n'
+        first, second = [name for name, atom in index_of(ZERO).atoms.items() if len(atom.global_shape) == 2][:2]
+        rules.write_text(rule.format(name=first))
+        ucp.convert(ZERO, dst, part="1/2", rename=rules)
+        rules.write_text(rule.format(name=second))
+        ucp.convert(ZERO, dst.with_name("other"), part="1/2", rename=rules)
+        self.partial(dst).rename(self.partial(dst.with_name("third")))
+        ucp.convert(ZERO, dst.with_name("third"), part="2/2", rename=rules)
+        assert len(plans) == 3
 
     def test_a_damaged_plan_is_made_again(self, dst, small_blocks, plans):
         ucp.convert(ZERO, dst, part="1/2")
