@@ -176,7 +176,7 @@ def _taken(staging: Staging, prepared: Prepared, options: ConvertOptions) -> Ite
     try:
         making = Making(prepared.fingerprint, prepared.facts)
         journal = staging.open(making, resume=resume, overwrite=options.overwrite)
-        return chain(journal, *(run.lines for run in runs_in(staging)))
+        return chain(journal, chain.from_iterable(run.lines for run in runs_in(staging)))
     except OSError as error:
         raise _unwritable(staging.folder, error) from error
     except BusyError as error:

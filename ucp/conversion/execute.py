@@ -86,7 +86,8 @@ def execute(prepared: Prepared, staging: Staging, written: Written, todo: Sequen
     job, root = prepared.job, staging.data
     for file in job.target.files:
         create(root, file, afresh=not written.sums)
-    carry_out_tasks(prepared, staging, todo, written, observer)
+    if todo or not written.sums:
+        carry_out_tasks(prepared, staging, todo, written, observer)
     _check_source(job.index, written)
     receipts = seal_checksums(job, root, written.sums)
     sealed = prepared.target.seal(job.index, job.target, receipts)

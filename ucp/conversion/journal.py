@@ -41,17 +41,24 @@ def trusted(
     if not reports:
         return {}
 
-    def look(number: int) -> Done | None:
-        found = next((done for done in reports[number] if _stands(root, tasks[number], done)), None)
-        if observer is not None:
-            observer.advance(tasks[number].nbytes)
+    numbers = iter(list(reports))  # whoever is free takes the next
+
+    def look(_: int) -> dict[int, Done]:
+        found = {}
+        for number in numbers:
+            done = next((own for own in reports[number] if _stands(root, tasks[number], own)), None)
+            if done is not None:
+                found[number] = done
+            if observer is not None:
+                observer.advance(tasks[number].nbytes)
         return found
 
     if observer is not None:
         observer.begin(title="check", nbytes=sum(tasks[number].nbytes for number in reports))
     try:
         with ThreadPoolExecutor(threads) as pool:
-            return {done.task: done for done in pool.map(look, reports) if done is not None}
+            found = {number: done for own in pool.map(look, range(threads)) for number, done in own.items()}
+        return {number: found[number] for number in reports if number in found}
     finally:
         if observer is not None:
             observer.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ucp.conversion.parts.journals import PartRun, is_running, runs_in
 from ucp.conversion.prepare import Prepared
@@ -39,7 +40,7 @@ def busy_text(error: BusyError, staging: Staging) -> str:
 
 def unfinished(prepared: Prepared, staging: Staging, todo: Sequence[Task]) -> UnfinishedError:
     """The error that says what is missing: tasks, bytes, the parts that they are of, and what to run."""
-    runs = list(runs_in(staging))
+    runs = [replace(run, lines=()) for run in runs_in(staging)]  # which may be long
     job = prepared.job
     head = (
         f"{len(todo):,} of {counted(len(job.tasks), 'task')} ({sum(task.nbytes for task in todo):,} of {job.nbytes:,} "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -27,6 +28,9 @@ from ucp.io.staging import Staging
 from ucp.transfer.tasks import BLOCK, TASK
 
 __all__ = ["plan_part"]
+
+_PATIENCE = 600.0
+"""Seconds to wait for a plan that another part makes; its machine may have stopped."""
 
 _OWN = ("workers", "memory", "resume", "overwrite", "verify", "fsync", "part", "finalize")
 """Options in which parts may differ."""
@@ -83,11 +87,21 @@ def _turn(folder: Path, key: str) -> Iterator[bool]:
 
 
 def _is_locked_first(descriptor: int) -> bool:
-    """Whether nobody had the lock; else it is waited for."""
+    """Whether nobody had the lock; else it is waited for, as long as a plan may take."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        deadline = time.monotonic() + _PATIENCE
+        while not _is_free(descriptor) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return False
+    return True
+
+
+def _is_free(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
     return True
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from ucp.contract.protocols import Observer
@@ -70,9 +71,11 @@ def _joined(prepared: Prepared, staging: Staging, options: ConvertOptions) -> It
 def _own(prepared: Prepared, staging: Staging, before: Iterable[Line]) -> Iterator[Line]:
     """What any run noted of the tasks of this part, however the work was shared out then."""
     own = {task.number for task in prepared.job.tasks}
-    yield from (line for line in before if line.get("task") in own)
-    for run in runs_in(staging):
-        yield from (line for line in run.lines if line.get("task") in own)
+    for lines in chain([before], (run.lines for run in runs_in(staging))):
+        for line in lines:
+            number = line.get("task")
+            if isinstance(number, int) and number in own:
+                yield line
 
 
 def _sync(paths: Iterable[Path]) -> None:

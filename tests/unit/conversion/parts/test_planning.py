@@ -21,7 +21,6 @@ from ucp.conversion.parts.plan_file import read_plan, write_plan
 from ucp.conversion.prepare import index_of, prepare
 from ucp.core.target import OutputFile
 from ucp.errors import DestinationError, UnknownFormatError
-from ucp.transfer.tasks import Share
 
 FIXTURES = Path(__file__).parents[4] / "fixtures"
 ZERO = FIXTURES / "deepspeed" / "z1-dp4-bf16" / "checkpoint"
@@ -288,9 +287,20 @@ class TestTheFirstPlans:
         fcntl.flock(lock, fcntl.LOCK_EX)
         release = threading.Timer(0.3, lock.close)
         release.start()
-        ucp.convert(ZERO, dst, part=Share(1, 1).__str__())
+        ucp.convert(ZERO, dst, part="1/1")
         release.join()
         assert len(plans) == 1
+        ucp.convert(ZERO, dst, finalize=True)
+
+    def test_nobody_waits_for_good(self, dst, small_blocks, plans, monkeypatch):
+        """The machine of the first stands still."""
+        monkeypatch.setattr(planning, "_PATIENCE", 0.0)
+        self.partial(dst).mkdir()
+        with (self.partial(dst) / f"plan-{planning._key(ZERO, make_options())}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for number in (1, 2):
+                ucp.convert(ZERO, dst, part=(number, 2))
+            assert len(plans) == 2
         ucp.convert(ZERO, dst, finalize=True)
 
     def test_afterwards_nothing_is_left_of_it(self, dst, small_blocks):
