@@ -169,7 +169,6 @@ class Staging:
         self._check_goal(making, resume=True, overwrite=overwrite)
         self._take_lock(shared=True)
         try:
-            self._check_links()
             self._check_goal(making, resume=True, overwrite=overwrite)
             return self._begin_together(making)
         except BaseException:
