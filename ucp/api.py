@@ -95,7 +95,7 @@ def inspect(
     return index if note is None else replace(index, notes=(*index.notes, note))
 
 
-@_asked_as(make_options, without=("resume", "overwrite", "fsync", "verify"))
+@_asked_as(make_options, without=("resume", "overwrite", "fsync", "verify", "part", "finalize"))
 def plan(src: type_path, **asked: Unpack[PlanArguments]) -> PlanReport:
     """What `convert` would do with the same arguments: files, bytes, memory, casts, and what is left behind.
 
@@ -166,6 +166,11 @@ def convert(
         process is killed, not if the power fails soon after.
     verify
         Read everything back and compare it with `src`, bit for bit, before `dst` appears.
+    part
+        Do this part of the work alone, into the folder beside `dst` that all parts share: "3/8", (3, 8), or "auto" for
+        what Slurm's variables say. Parts may run in any order, at the same time, and again.
+    finalize
+        Complete what the parts did: check that all of it is there, and put `dst` in place.
     observer
         Receives progress: `begin`, `advance` and `end` (`ucp.contract.protocols.Observer`).
 
@@ -177,7 +182,7 @@ def convert(
     Raises
     ------
     UcpError
-        `dst` is then as it was.
+        `dst` is then as it was. UnfinishedError, which says what is missing, where `finalize` finds parts undone.
     """
     from ucp.conversion.convert import carry_out
 

@@ -25,6 +25,8 @@ A message says what was expected, what was found, where, and what to do::
     ├── MissingStateError       the target needs a parameter or state that the source lacks
     ├── MemoryBudgetError       the work does not fit the stated budget                     (exit code 2)
     ├── DestinationError        the destination cannot be written as asked
+    │   ├── BusyError               another conversion, or parts of this one, write it now
+    │   └── UnfinishedError         parts of the conversion are still to be done
     ├── MissingLibraryError     a library that this call needs is not installed; an ImportError too
     ├── WorkerDiedError         a worker process ended before its work was done
     └── LoadError               a live model and the checkpoint do not fit
@@ -38,6 +40,7 @@ from difflib import get_close_matches
 
 __all__ = [
     "ARGUMENTS",
+    "BusyError",
     "ChangedError",
     "CorruptError",
     "CoverError",
@@ -59,6 +62,7 @@ __all__ = [
     "TagError",
     "TopologyError",
     "UcpError",
+    "UnfinishedError",
     "UnknownFamilyError",
     "UnknownFormatError",
     "UnsupportedError",
@@ -82,6 +86,8 @@ ARGUMENTS = {
     "--optimizer": "optimizer=...",
     "--accept": "accept=...",
     "--no-fsync": "fsync=False",
+    "--part": "part=...",
+    "--finalize": "finalize=True",
 }
 """Options that messages name, and what they are called in Python."""
 
@@ -189,6 +195,14 @@ class MemoryBudgetError(UcpError):
 
 class DestinationError(UcpError):
     """The destination cannot be written as asked."""
+
+
+class BusyError(DestinationError):
+    """Another conversion, or parts of this one, write the destination now."""
+
+
+class UnfinishedError(DestinationError):
+    """Parts of the conversion are still to be done; the message says which, and how."""
 
 
 class OverlapError(UsageError, DestinationError):

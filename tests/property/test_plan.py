@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -20,7 +22,17 @@ from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.errors import CoverError, MemoryBudgetError, MissingStateError, UsageError
 from ucp.testing.strategies import cuts
-from ucp.transfer.tasks import BLOCK, SCRATCH, TASK, bundle, check_target, checking_placements, fit_workers, make_job
+from ucp.transfer.tasks import (
+    BLOCK,
+    SCRATCH,
+    TASK,
+    Share,
+    bundle,
+    check_target,
+    checking_placements,
+    fit_workers,
+    make_job,
+)
 
 PLAN = import_module("ucp.transfer.tasks")  # `ucp.plan` is the function
 ITEM = 4
@@ -128,6 +140,47 @@ def test_every_byte_is_in_exactly_one_section(case, limits):
     assert written == wanted
     assert job.nbytes == len(wanted)
     assert [own.number for own in job.tasks] == list(range(len(job.tasks)))
+
+
+@given(plans(), st.sampled_from([(16, 64), (4, 4), (40, 100), (1 << 20, 1 << 22)]), st.integers(1, 70), st.booleans())
+def test_shares_of_any_number_are_all_the_work_and_about_equal(case, limits, parts, encoded):
+    index, target = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PLAN, "BLOCK", limits[0])
+        patch.setattr(PLAN, "TASK", limits[1])
+        target = replace(target, compress=encoded)
+        whole = make_job(index, target)
+        shares = [make_job(index, target, Share(number, parts)) for number in range(1, parts + 1)]
+    assert [task for job in shares for task in job.tasks] == list(whole.tasks)
+    largest = max((task.nbytes for task in whole.tasks), default=0)
+    assert all(abs(job.nbytes - whole.nbytes / parts) <= largest for job in shares)
+    assert {job.checking for job in shares} == {whole.checking}
+
+
+@pytest.mark.parametrize("number", [1, 33, 64])
+def test_a_share_is_found_without_holding_the_others(number):
+    giant = 20_000 * BLOCK // ITEM
+    placement = Placement(slice=slice_of("giant", giant, 0, giant), path="pack", offset=0)
+    target = TargetPlan(files=(OutputFile(path="pack", nbytes=giant * ITEM),), placements=(placement,))
+    index = index_of(giant=state_of(giant))
+
+    def peak(share):
+        tracemalloc.start()
+        job = make_job(index, target, share)
+        try:
+            return tracemalloc.get_traced_memory()[1], len(job.tasks)
+        finally:
+            tracemalloc.stop()
+
+    (own, tasks), (whole, all_tasks) = peak(Share(number, 64)), peak(None)
+    assert abs(tasks - all_tasks / 64) <= 1
+    assert own < whole / 40
+
+
+@pytest.mark.parametrize(("number", "parts"), [(0, 4), (5, 4), (1, 0), (-1, 3)])
+def test_a_share_that_is_none(number, parts):
+    with pytest.raises(ValueError, match="expected a part"):
+        Share(number, parts)
 
 
 def test_a_giant_tensor_is_shared_out_and_small_ones_are_joined():

@@ -21,7 +21,7 @@ from ucp.errors import MissingLibraryError, UcpError, UsageError
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 ZERO1 = {"to": "deepspeed", "topology": "dp=2,zero=1", "exclude": ["counter"]}
 """Asked of `source`, whose counter no optimizer group has."""
-ONCE_BYTES_MOVE = {"resume", "overwrite", "fsync", "verify", "observer"}
+ONCE_BYTES_MOVE = {"resume", "overwrite", "fsync", "verify", "part", "finalize", "observer"}
 
 
 def test_the_names_are_those_promised():

@@ -6,26 +6,34 @@
    everything read;
 3. `verify_written` reads the files back, if asked;
 4. `commit` is one rename, which puts the destination in place.
+
+In parts (`ucp.conversion.parts`) each does its share of 2; whoever finalizes does the rest.
 """
 
 from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from ucp.contract.output_names import check_fits
 from ucp.contract.protocols import Observer
-from ucp.conversion.execute import Written, execute
+from ucp.conversion.execute import Written, execute, take_up
 from ucp.conversion.journal import Line
 from ucp.conversion.options import ConvertOptions
+from ucp.conversion.parts.finalize import busy_text, check_begun, unfinished
+from ucp.conversion.parts.journals import runs_in
+from ucp.conversion.parts.planning import plan_part
+from ucp.conversion.parts.run import write_part
 from ucp.conversion.prepare import Prepared, prepare
 from ucp.conversion.verify import verify_written
 from ucp.core.topology import Topology
-from ucp.errors import CorruptError, DestinationError, ReplicaError, UsageError, counted
+from ucp.errors import BusyError, CorruptError, DestinationError, ReplicaError, UsageError, counted
 from ucp.io.staging import Making, Staging, check_apart, check_destination
 from ucp.transfer.compare import fit_threads
 from ucp.transfer.tasks import Job
@@ -48,7 +56,7 @@ class ConvertReport:
     layout: str
     """Variant of the target's layout; empty for its usual one."""
     atoms: int
-    """Parameters and buffers."""
+    """Parameters and buffers; of a part, those that its share of the work is of."""
     nbytes_written: int
     """Bytes of tensors written by this run, before compression."""
     nbytes_out: int
@@ -79,6 +87,8 @@ class ConvertReport:
     """What was assumed, and what the target cannot hold."""
     dropped: tuple[str, ...]
     """What was not carried over, with the reasons."""
+    part: str = ""
+    """Which part this was, such as "3/8"; empty for all. Files and copies are counted by whoever finalizes."""
 
     def __str__(self) -> str:
         what = ", ".join(filter(None, [self.to, self.layout, str(self.topology or "")]))
@@ -90,6 +100,8 @@ class ConvertReport:
         text = [f"{self.dst} ({what}), from {self.format}: {counted(self.atoms, 'parameter')}"]
         if self.already_complete:
             text.append("already complete: nothing was written")
+        elif self.part:
+            text.append(f"part {self.part}: {copied}, {self.resumed_bytes:,} before; --finalize when all are done")
         else:
             text.append(f"{refers if self.references else copied}; {files}, and the index: {last}")
             text.append(f"{self.checked_bytes:,} bytes of the source checked against checksums, {copies}")
@@ -106,37 +118,71 @@ def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer)
     check_fits(staging.data, ())
     check_destination(src, dst)
     threads = fit_threads(options.memory) if options.verify else 0
+    if options.part is not None:
+        prepared = plan_part(src, staging, options, observer, partial(_check_shared_place, staging))
+        return _report(prepared, dst, options, _part(prepared, staging, options, observer))
     prepared = prepare(src, options, observer)
-    check_apart(dst, prepared.job.index.path, (file.path for file in prepared.job.index.files))
-    check_fits(staging.data, (file.path for file in prepared.job.target.files))
+    _check_place(staging, prepared)
     journal = _taken(staging, prepared, options)
     if journal is None:
         return _report(prepared, dst, options, None)
     with _released(staging):
-        written = execute(prepared, staging, journal, observer)
+        written, todo = take_up(prepared, staging.data, journal, observer)
+        if options.finalize and todo:
+            raise unfinished(prepared, staging, todo)
+        execute(prepared, staging, written, todo, observer)
         if options.verify:
             verify_written(prepared.job, staging.data, source=options.source, observer=observer, threads=threads)
         staging.commit(fsync=options.fsync)
     return _report(prepared, dst, options, written)
 
 
-def _taken(staging: Staging, prepared: Prepared, options: ConvertOptions) -> list[Line] | None:
-    """Take the place where the destination grows; what an earlier run did there, or None where nothing is left to do.
+def _check_place(staging: Staging, prepared: Prepared) -> None:
+    """Raise DestinationError where the destination would be in the way of the source, or does not fit its place."""
+    check_apart(staging.dst, prepared.job.index.path, (file.path for file in prepared.job.index.files))
+    check_fits(staging.data, (file.path for file in prepared.job.target.files))
+
+
+def _check_shared_place(staging: Staging, prepared: Prepared) -> None:
+    """The same of a place that several parts fill: whoever comes first looks for room for all of them."""
+    _check_place(staging, prepared)
+    if not staging.data.exists() and not staging.is_complete(prepared.fingerprint):
+        _check_space(prepared, staging.dst.parent)
+
+
+def _part(prepared: Prepared, staging: Staging, options: ConvertOptions, observer: Observer) -> Written | None:
+    """Write a part, beside others; what was written, or None where the destination is complete."""
+    try:
+        return write_part(prepared, staging, options, observer)
+    except OSError as error:
+        raise _unwritable(staging.folder, error) from error
+    finally:
+        staging.release()
+
+
+def _taken(staging: Staging, prepared: Prepared, options: ConvertOptions) -> Iterable[Line] | None:
+    """Take the place where the destination grows; what earlier runs did there, or None where nothing is left to do.
 
     Raises DestinationError.
     """
-    if options.resume and staging.is_complete(prepared.fingerprint):
+    resume = options.resume or options.finalize
+    if resume and staging.is_complete(prepared.fingerprint):
         staging.sweep()
         return None
+    if options.finalize:
+        check_begun(prepared, staging)
     if not staging.folder.exists():
         _check_space(prepared, staging.dst.parent)
     try:
         making = Making(prepared.fingerprint, prepared.facts)
-        return staging.open(making, resume=options.resume, overwrite=options.overwrite)
+        journal = staging.open(making, resume=resume, overwrite=options.overwrite)
+        return chain(journal, chain.from_iterable(run.lines for run in runs_in(staging)))
     except OSError as error:
         raise _unwritable(staging.folder, error) from error
+    except BusyError as error:
+        raise BusyError(busy_text(error, staging)) from error
     except DestinationError:
-        if options.resume and staging.is_complete(prepared.fingerprint):  # by another run, which this one waited for
+        if resume and staging.is_complete(prepared.fingerprint):  # by another run, which this one waited for
             staging.sweep()
             return None
         raise
@@ -188,7 +234,7 @@ def _report(prepared: Prepared, dst: Path, options: ConvertOptions, written: Wri
         to=options.to,
         topology=plan.topology,
         layout=options.target.layout or ("compressed" if options.target.compress else ""),
-        atoms=len(index.atoms),
+        atoms=len(index.atoms if options.part is None else _params(prepared.job)),
         nbytes_written=written.nbytes,
         nbytes_out=sum(written.files),
         files_out=len(written.files),
@@ -198,13 +244,22 @@ def _report(prepared: Prepared, dst: Path, options: ConvertOptions, written: Wri
         resumed_bytes=written.resumed,
         already_complete=already_complete,
         checked_bytes=sum(span.nbytes for span in written.spans),
-        unchecked_files=() if already_complete or not plan.placements else tuple(sorted(read - tracked)),
-        copies_checked=0 if already_complete else _copies(prepared.job),
+        unchecked_files=()
+        if already_complete or options.part or not plan.placements
+        else tuple(sorted(read - tracked)),
+        copies_checked=0 if already_complete or options.part else _copies(prepared.job),
         warnings=prepared.warnings,
         casts=plan.casts,
         notes=(*index.notes, *plan.notes),
         dropped=index.dropped,
+        part=str(options.part or ""),
     )
+
+
+def _params(job: Job) -> set[str]:
+    """Parameters that the tasks of a part are of."""
+    numbers = {section.placement for task in job.tasks for fill in task.fills for section in fill.sections}
+    return {job.target.placements[own].slice.param for own in numbers if own < len(job.target.placements)}
 
 
 def _copies(job: Job) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
 
 from ucp.contract.protocols import Engine, Observer
 from ucp.contract.registry import engine
@@ -25,7 +27,17 @@ from ucp.transfer.output_files import create, seal_checksums
 from ucp.transfer.tasks import BLOCK, Task
 from ucp.transfer.worker import Done, Step, Sum
 
-__all__ = ["Written", "execute"]
+__all__ = ["Place", "Written", "carry_out_tasks", "check_read", "execute", "take_up"]
+
+
+class Place(Protocol):
+    """Where the files of a destination grow, and what is done there is noted."""
+
+    data: Path
+    """Folder that becomes the destination."""
+
+    def note(self, line: Line) -> None:
+        """Add a line to the journal."""
 
 
 @dataclass(slots=True)
@@ -54,21 +66,28 @@ class Written:
         self.drift.extend(done.drift)
 
 
-def execute(prepared: Prepared, staging: Staging, journal: Sequence[Line], observer: Observer) -> Written:
-    """Write all files of a conversion that is decided, but for the tasks that `journal` says are done.
-
-    Raises CorruptError, ReplicaError where the source is not what it should be.
-    """
-    job, root = prepared.job, staging.data
-    written = Written()
-    finished = trusted(job, root, journal)
+def take_up(prepared: Prepared, root: Path, journal: Iterable[Line], observer: Observer) -> tuple[Written, list[Task]]:
+    """What earlier runs wrote below `root` and is there as `journal` says, and the tasks that are left."""
+    job, written = prepared.job, Written()
+    threads = prepared.workers * prepared.threads
+    finished = trusted(job, root, journal, observer=observer, threads=threads)
     for done in finished.values():
         written.add(done)
     todo = [task for task in job.tasks if task.number not in finished]
     written.resumed = job.nbytes - sum(task.nbytes for task in todo)
+    return written, todo
+
+
+def execute(prepared: Prepared, staging: Staging, written: Written, todo: Sequence[Task], observer: Observer) -> None:
+    """Write all files of a conversion that is decided, but for what is `written` already.
+
+    Raises CorruptError, ReplicaError where the source is not what it should be.
+    """
+    job, root = prepared.job, staging.data
     for file in job.target.files:
-        create(root, file, afresh=not finished)
-    _run(prepared, staging, todo, written, observer)
+        create(root, file, afresh=not written.sums)
+    if todo or not written.sums:
+        carry_out_tasks(prepared, staging, todo, written, observer)
     _check_source(job.index, written)
     receipts = seal_checksums(job, root, written.sums)
     sealed = prepared.target.seal(job.index, job.target, receipts)
@@ -78,10 +97,12 @@ def execute(prepared: Prepared, staging: Staging, journal: Sequence[Line], obser
     packed = job.target.compress  # packs of encoded blocks alone have another length than was planned
     written.files = tuple((root / own.path).stat().st_size if packed else own.nbytes for own in job.target.files)
     written.last = tuple(file.nbytes for file in closing_files)
-    return written
 
 
-def _run(prepared: Prepared, staging: Staging, todo: Sequence[Task], written: Written, observer: Observer) -> None:
+def carry_out_tasks(
+    prepared: Prepared, staging: Place, todo: Sequence[Task], written: Written, observer: Observer
+) -> None:
+    """Have an engine carry out tasks, and note each that is done."""
     job = prepared.job
     chosen: Engine = engine("processes" if prepared.workers > 1 and len(todo) > 1 else "serial")
     sizes = {task.number: task.nbytes for task in todo}
@@ -110,25 +131,31 @@ def _check_source(index: Index, written: Written) -> None:
     What lies between the pieces (padding; of a selection, the rest of the stretch) is read as well, so that every
     stretch that was read from can be checked.
     """
+    if not written.drift:
+        gatherer = Gatherer(sources=Sources(), tracked=frozenset(record.path for record in index.records))
+        for path, offset, nbytes in gaps(index.records, written.spans):
+            for low in range(offset, offset + nbytes, BLOCK):
+                gatherer.scan(path, low, min(BLOCK, offset + nbytes - low))
+        gatherer.sources.close()
+        written.spans.extend(gatherer.spans)
+    check_read(index, written)
+
+
+def check_read(index: Index, written: Written) -> None:
+    """Raise ReplicaError for copies that differ, CorruptError for stretches read whole that are not as recorded."""
     if written.drift:
         raise ReplicaError(
             f"{index.path} holds copies that should be equal and are not:\n{listed(written.drift)}\n"
             "the ranks drifted apart, the model was changed after its last step, or files of different runs were "
             "mixed. --drift first or --drift mean chooses a value where copies drifted"
         )
-    gatherer = Gatherer(sources=Sources(), tracked=frozenset(record.path for record in index.records))
-    for path, offset, nbytes in gaps(index.records, written.spans):
-        for low in range(offset, offset + nbytes, BLOCK):
-            gatherer.scan(path, low, min(BLOCK, offset + nbytes - low))
-    gatherer.sources.close()
-    wrong = mismatches(index.records, [*written.spans, *gatherer.spans])
+    wrong = mismatches(index.records, written.spans)
     if wrong:
         raise CorruptError(
             f"CRC-32 differs in {counted(len(wrong), 'record')}: these bytes are not those that were written:\n"
             f"{listed(f'{r.path}: {r.name}{owners(index, r)}' for r in wrong)}\n"
             "the files were damaged after they were saved; copy them again, or use another checkpoint"
         )
-    written.spans.extend(gatherer.spans)
 
 
 def _mark(prepared: Prepared, files: Sequence[OutputFile]) -> OutputFile:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
 
+from ucp.contract.protocols import Observer
 from ucp.errors import CorruptError
 from ucp.io.codec import codec_name, decode
 from ucp.transfer.gather import Span
@@ -23,14 +25,43 @@ def line_of(done: Done) -> Line:
     return {"task": done.task, "sums": done.sums, "spans": done.spans, "drift": done.drift}
 
 
-def trusted(job: Job, root: Path, lines: Sequence[Line]) -> dict[int, Done]:
-    """Finished tasks whose bytes are there as they were reported, by number; anything else is to be done again."""
-    found: dict[int, Done] = {}
+def trusted(
+    job: Job, root: Path, lines: Iterable[Line], *, observer: Observer | None = None, threads: int = 1
+) -> dict[int, Done]:
+    """Finished tasks whose bytes are there as they were reported, by number; anything else is to be done again.
+
+    `threads`: which read the bytes, one section each at a time.
+    """
+    tasks = {task.number: task for task in job.tasks}
+    reports: dict[int, list[Done]] = {}
     for line in lines:
         done = _done(line)
-        if done is not None and 0 <= done.task < len(job.tasks) and _stands(root, job.tasks[done.task], done):
-            found[done.task] = done
-    return found
+        if done is not None and done.task in tasks:
+            reports.setdefault(done.task, []).append(done)
+    if not reports:
+        return {}
+
+    numbers = iter(list(reports))  # whoever is free takes the next
+
+    def look(_: int) -> dict[int, Done]:
+        found = {}
+        for number in numbers:
+            done = next((own for own in reports[number] if _stands(root, tasks[number], own)), None)
+            if done is not None:
+                found[number] = done
+            if observer is not None:
+                observer.advance(tasks[number].nbytes)
+        return found
+
+    if observer is not None:
+        observer.begin(title="check", nbytes=sum(tasks[number].nbytes for number in reports))
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            found = {number: done for own in pool.map(look, range(threads)) for number, done in own.items()}
+        return {number: found[number] for number in reports if number in found}
+    finally:
+        if observer is not None:
+            observer.end()
 
 
 def _done(line: Line) -> Done | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict, TypeVar
 
 from ucp.contract.companions import Companions
 from ucp.contract.protocols import SourceOptions
+from ucp.conversion.parts.which import PartLike, part_of
 from ucp.conversion.source.new_optimizer import NewOptimizer
 from ucp.conversion.source.replica_policy import Drift
 from ucp.conversion.source.zero_moments import ZeroMoments
@@ -22,6 +23,7 @@ from ucp.core.names import NameFilter
 from ucp.core.target import TargetOptions
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
+from ucp.transfer.tasks import Share
 
 if TYPE_CHECKING:
     import torch
@@ -137,6 +139,10 @@ class ConvertOptions:
     """Which files beside the checkpoint to carry along."""
     fsync: bool = True
     """Wait until everything is on the disk; else the system brings it there in its own time."""
+    part: Share | None = None
+    """Which part of the work to do; None for all of it."""
+    finalize: bool = False
+    """Complete what parts did, and do none of their work."""
 
 
 class PlanArguments(TypedDict, total=False):
@@ -173,6 +179,8 @@ class ConvertArguments(PlanArguments, total=False):
     overwrite: bool
     fsync: bool
     verify: bool
+    part: PartLike | None
+    finalize: bool
 
 
 def make_options(
@@ -203,6 +211,8 @@ def make_options(
     overwrite: bool = False,
     fsync: bool = True,
     verify: bool = False,
+    part: PartLike | None = None,
+    finalize: bool = False,
 ) -> ConvertOptions:
     """Options as users give them, checked. Raises UsageError. See `ucp.convert`."""
     if virtual and (to != "ucp" or layout not in ("", "virtual")):
@@ -213,6 +223,8 @@ def make_options(
             raise UsageError(f"expected {argument} as text; got {text!r}")
     if tag is not None and not (isinstance(tag, str) and tag):
         raise UsageError(f"expected a tag such as global_step100; got {tag!r}")
+    if part is not None and (finalize or verify):
+        raise UsageError(f"{'--finalize' if finalize else '--verify'} is for when all parts are done: drop --part")
     return ConvertOptions(
         to=to,
         topology=None if topology is None else topology_of(topology),
@@ -237,6 +249,8 @@ def make_options(
         overwrite=overwrite,
         fsync=fsync,
         verify=verify,
+        part=None if part is None else part_of(part),
+        finalize=finalize,
     )
 
 

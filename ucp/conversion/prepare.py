@@ -226,7 +226,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     )
     plan = _planned(chosen, index, options.topology, own)
     index = _without(plan.written or index, plan)
-    job = replace(make_job(index, replace(plan, written=None)), fsync=options.fsync)
+    job = replace(make_job(index, replace(plan, written=None), options.part), fsync=options.fsync)
     workers, threads = fit_workers(options.memory, workers=options.workers or cores(), threads=2)
     return Prepared(
         job=job,

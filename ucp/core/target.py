@@ -6,7 +6,7 @@ literal bytes (headers, pickles, small text files) and checksum fields that are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ucp.core.index import Index
@@ -102,9 +102,9 @@ class TargetPlan:
 
     files: tuple[OutputFile, ...]
     """Files to create, in the order they are best written."""
-    placements: tuple[Placement, ...]
+    placements: Sequence[Placement]
     """Slices that fill them, each file's in increasing offset."""
-    raw: tuple[RawCopy, ...] = ()
+    raw: Sequence[RawCopy] = ()
     """Tensors of extras that fill them."""
     notes: tuple[str, ...] = ()
     """What the target cannot hold or restore, for the user."""

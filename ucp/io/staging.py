@@ -1,8 +1,9 @@
 """Nothing half-written looks whole: everything is prepared beside the destination and put in place by one rename.
 
 DST.ucp-partial/
-    lock            held while a conversion runs
+    lock            held while a conversion runs; parts of one conversion hold it together
     journal.jsonl   first line: fingerprint and facts of the conversion; then one line per finished task
+    parts/          what each part has to itself: journals
     data/           the destination, growing; renamed to DST at the end
 """
 
@@ -11,17 +12,19 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ucp.errors import DestinationError, IncompleteError, OverlapError, counted, listed
+from ucp.errors import BusyError, DestinationError, IncompleteError, OverlapError, counted, listed
 from ucp.io.folder import url_scheme
 
-__all__ = ["MARK", "PARTIAL", "Making", "Staging", "check_apart", "check_destination", "refuse_partial"]
+__all__ = ["MARK", "PARTIAL", "Making", "Staging", "check_apart", "check_destination", "read_lines", "refuse_partial"]
 
 PARTIAL = ".ucp-partial"
 """Suffix of the folder in which a destination grows."""
@@ -126,6 +129,7 @@ class Staging:
         self.dst = dst
         self.folder = dst.parent / (dst.name + PARTIAL)
         self.data = self.folder / "data"
+        self.parts = self.folder / "parts"
         self._journal = self.folder / "journal.jsonl"
         self._lock: int | None = None
 
@@ -155,6 +159,48 @@ class Staging:
                 self.discard()
             raise
 
+    def join(self, making: Making, *, overwrite: bool) -> list[dict[str, object]]:
+        """Take the place together with other parts of the same conversion, and begin it if none of them has.
+
+        Returns the lines of the journal, as `open` does. Raises DestinationError when something is in the way, or when
+        what was begun here is another conversion.
+        """
+        self._check_links()
+        self._check_goal(making, resume=True, overwrite=overwrite)
+        self._take_lock(shared=True)
+        try:
+            self._check_goal(making, resume=True, overwrite=overwrite)
+            return self._begin_together(making)
+        except BaseException:
+            self.release()
+            raise
+
+    def _begin_together(self, making: Making) -> list[dict[str, object]]:
+        """`join`, once nobody is at work here but parts: one of them writes the first line, and all read it."""
+        for folder in (self.data, self.parts):
+            folder.mkdir(exist_ok=True)
+        if not self._journal.exists():
+            own = self._new_journal(making)
+            with suppress(FileExistsError):  # another part was first
+                os.link(own, self._journal)
+            own.unlink()
+        lines, _ = _whole_lines(self._journal.read_bytes())
+        if not lines:
+            raise DestinationError(f"{self._journal} is damaged. Remove {self.folder}, and start over")
+        if lines[0].get("fingerprint") != making.fingerprint:
+            raise DestinationError(
+                f"{self.folder} was begun from another source, another version of it, or with other options"
+                f"{_told(making.differences(lines[0]))}All parts take the same source and options; to start over, end "
+                f"the parts that run and remove {self.folder}"
+            )
+        return lines[1:]
+
+    def _new_journal(self, making: Making) -> Path:
+        """A journal with its first line, under a name of its own."""
+        path = self.folder / f"begin-{secrets.token_hex(8)}"
+        path.write_text(json.dumps({"fingerprint": making.fingerprint, "made": dict(making.facts)}) + "\n")
+        return path
+
     def _begin(self, making: Making, *, resume: bool, overwrite: bool) -> list[dict[str, object]]:
         """`open`, once nobody else is at work here."""
         self._check_links()
@@ -168,8 +214,7 @@ class Staging:
             )
         if not lines:
             self._empty()
-            first = {"fingerprint": making.fingerprint, "made": dict(making.facts)}
-            self._journal.write_text(json.dumps(first) + "\n")
+            os.replace(self._new_journal(making), self._journal)
         return lines[1:]
 
     def _check_links(self) -> None:
@@ -189,7 +234,8 @@ class Staging:
         """Begin with nothing; by a descriptor of the folder, which a link that takes its place does not lead astray."""
         descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            shutil.rmtree("data", ignore_errors=True, dir_fd=descriptor)
+            for name in (self.data.name, self.parts.name):
+                shutil.rmtree(name, ignore_errors=True, dir_fd=descriptor)
             os.mkdir("data", dir_fd=descriptor)
         finally:
             os.close(descriptor)
@@ -259,14 +305,14 @@ class Staging:
                 f"first:\n{listed(foreign)}"
             )
 
-    def _take_lock(self) -> None:
+    def _take_lock(self, *, shared: bool = False) -> None:
         deadline = time.monotonic() + _PATIENCE
-        while not self._try_lock():
+        while not self._try_lock(shared=shared):
             if time.monotonic() > deadline:
-                raise DestinationError(f"another conversion to {self.dst} is running")
+                raise BusyError(f"another conversion to {self.dst} is running")
             time.sleep(0.05)
 
-    def _try_lock(self) -> bool:
+    def _try_lock(self, *, shared: bool = False) -> bool:
         """Lock the place, unless it is locked, or was removed by who had it before."""
         path = self.folder / "lock"
         self.folder.mkdir(exist_ok=True)
@@ -275,7 +321,7 @@ class Staging:
         except FileNotFoundError:
             return False
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             is_ours = os.fstat(descriptor).st_ino == os.stat(path).st_ino
         except (BlockingIOError, FileNotFoundError):
             is_ours = False
@@ -287,18 +333,31 @@ class Staging:
 
     def _read_journal(self) -> list[dict[str, object]]:
         """Whole lines, as far as they can be read; whatever follows them is cut off, so that lines can be added."""
-        lines: list[dict[str, object]] = []
         if not self.data.is_dir() or not self._journal.exists():
-            return lines
-        kept = 0
-        for text in self._journal.read_bytes().splitlines(keepends=True):
-            line = _line(text)
-            if line is None:
-                break
-            lines.append(line)
-            kept += len(text)
+            return []
+        lines, kept = _whole_lines(self._journal.read_bytes())
         os.truncate(self._journal, kept)
         return lines
+
+
+def read_lines(path: Path) -> list[dict[str, object]]:
+    """The lines of a journal, as far as they can be read; none where it is gone."""
+    try:
+        return _whole_lines(path.read_bytes())[0]
+    except FileNotFoundError:
+        return []
+
+
+def _whole_lines(text: bytes) -> tuple[list[dict[str, object]], int]:
+    """The lines of a journal up to the first that cannot be read, and their bytes."""
+    lines, nbytes = [], 0
+    for own in text.splitlines(keepends=True):
+        line = _line(own)
+        if line is None:
+            break
+        lines.append(line)
+        nbytes += len(own)
+    return lines, nbytes
 
 
 def _told(lines: list[str]) -> str:

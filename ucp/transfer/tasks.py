@@ -3,7 +3,8 @@
 1. every placement is cut into blocks of at most `BLOCK` bytes: a giant embedding is many blocks, of many tasks;
 2. blocks that follow one another in a file are joined to fills of at most `BLOCK` bytes: one write each;
 3. fills are bundled into tasks of about equal bytes;
-4. slices of one state whose blocks are spread over the source (`tiles`) are one task, which reads the state once.
+4. slices of one state whose blocks are spread over the source (`tiles`) are one task, which reads the state once;
+5. of these a job takes all, or those of its share (`Share`): they are made one after another, and the others forgotten.
 
 A task holds numbers only. The pieces that fill a block are resolved by whoever carries it out
 (`ucp.core.slices.resolve`), so a plan stays small however many ranks wrote the source.
@@ -12,9 +13,9 @@ A task holds numbers only. The pieces that fill a block are resolved by whoever 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from struct import unpack
 from typing import Protocol, TypeVar
 
@@ -34,11 +35,13 @@ __all__ = [
     "Fill",
     "Job",
     "Section",
+    "Share",
     "Task",
     "amount",
     "bundle",
     "check_target",
     "checking_placements",
+    "each_task",
     "fit_workers",
     "make_job",
     "raw_slice",
@@ -121,6 +124,32 @@ class Task:
     """Memory it needs while it runs."""
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One of several parts of the work, of about equal bytes: tasks that follow one another, in few files.
+
+    >>> str(Share(3, 8)), [Share.at(low, low + 10, total=40, parts=2) for low in (0, 10, 20, 30)]
+    ('3/8', [1, 1, 2, 2])
+    """
+
+    number: int = 1
+    """Which part, counted from 1."""
+    parts: int = 1
+    """How many there are."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.number <= self.parts:
+            raise ValueError(f"expected a part from 1 to {self.parts}; got {self.number}")
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.parts}"
+
+    @staticmethod
+    def at(start: int, stop: int, *, total: int, parts: int) -> int:
+        """Number of the part that a task is of: where the middle of its bytes, start:stop of all, lies."""
+        return 1 + (start + stop) * parts // (2 * total)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A whole conversion, ready to be carried out."""
@@ -130,7 +159,7 @@ class Job:
     target: TargetPlan
     """The destination."""
     tasks: tuple[Task, ...]
-    """All the work; together they write every placement once."""
+    """The work; those of all shares together write every placement once."""
     checking: frozenset[int]
     """Placements whose bytes are compared with the source's copies of them (each copy once in all)."""
     crosswise: frozenset[int] = frozenset()
@@ -144,27 +173,53 @@ class Job:
         return sum(task.nbytes for task in self.tasks)
 
 
-def make_job(index: Index, target: TargetPlan) -> Job:
-    """Plan the work. Raises CoverError, MissingStateError or UsageError when source and target do not fit."""
+def make_job(index: Index, target: TargetPlan, share: Share | None = None) -> Job:
+    """Plan the work; with `share`, the tasks of this part of it alone, numbered as among all.
+
+    Raises CoverError, MissingStateError or UsageError when source and target do not fit.
+    """
     check_target(index, target)
     crosswise = _crosswise(index, target)
-    packs = {placement.path for placement in target.placements} if target.compress else frozenset()
-    alone: list[list[Fill]] = []
-    shared: list[Fill] = []
-    spread: dict[object, list[Fill]] = {}
-    for path, sections in _by_path(target):
-        if path in packs:
-            alone.append([Fill(path=path, sections=tuple(sections))])
-            continue
-        shared.extend(_fills(path, [own for own in sections if own.placement not in crosswise]))
-        for number, own in groupby((own for own in sections if own.placement in crosswise), lambda own: own.placement):
-            spread.setdefault(_whole_of(target, number), []).append(Fill(path=path, sections=tuple(own)))
-    tasks = tuple(
-        Task(number=number, fills=tuple(own), nbytes=sum(fill.nbytes for fill in own))
-        for number, own in enumerate([*spread.values(), *alone, *bundle(shared, limit=TASK)])
-    )
+    tasks = tuple(_of_share(_tasks(target, crosswise), share or Share(), total=_nbytes(target)))
     checking = checking_placements(target.placements)
     return Job(index=index, target=target, tasks=tasks, checking=checking, crosswise=crosswise)
+
+
+def each_task(job: Job) -> Iterator[Task]:
+    """All tasks of the plan that a job is a share of, made one after another."""
+    return _of_share(_tasks(job.target, job.crosswise), Share(), total=_nbytes(job.target))
+
+
+def _nbytes(target: TargetPlan) -> int:
+    return sum(own.slice.nbytes for own in target.placements) + sum(raw.src.nbytes for raw in target.raw)
+
+
+def _of_share(tasks: Iterable[Sequence[Fill]], share: Share, *, total: int) -> Iterator[Task]:
+    """The tasks of a share; one of the others is held at a time."""
+    start = 0
+    for number, fills in enumerate(tasks):
+        stop = start + sum(fill.nbytes for fill in fills)
+        if Share.at(start, stop, total=total, parts=share.parts) == share.number:
+            yield Task(number=number, fills=tuple(fills), nbytes=stop - start)
+        start = stop
+
+
+def _tasks(target: TargetPlan, crosswise: Collection[int]) -> Iterator[Sequence[Fill]]:
+    """What each task writes, one after another: spread states, encoded packs, and bundles of all else."""
+    files = _by_path(target)
+    spread: dict[object, list[tuple[str, int]]] = {}
+    packs = {placement.path for placement in target.placements} if target.compress else frozenset()
+    for path, numbers in files:
+        for number in numbers if path not in packs else ():
+            if number in crosswise:
+                spread.setdefault(_whole_of(target, number), []).append((path, number))
+    for places in spread.values():
+        yield [Fill(path=path, sections=tuple(_sections(target, number))) for path, number in places]
+    for path, numbers in files:
+        if path in packs:
+            yield [Fill(path=path, sections=tuple(_each(target, numbers)))]
+    plain = ((path, [own for own in numbers if own not in crosswise]) for path, numbers in files if path not in packs)
+    yield from bundle(chain.from_iterable(_fills(path, _each(target, own)) for path, own in plain), limit=TASK)
 
 
 def _crosswise(index: Index, target: TargetPlan) -> frozenset[int]:
@@ -247,36 +302,41 @@ def bundle(items: Iterable[S], *, limit: int) -> Iterator[list[S]]:
         yield own
 
 
-def _by_path(target: TargetPlan) -> list[tuple[str, list[Section]]]:
-    """Sections of every output file, in the order of the files and of the bytes in them."""
+def _by_path(target: TargetPlan) -> list[tuple[str, list[int]]]:
+    """Numbers of what is written to each output file, in the order of the files and of the bytes in them.
+
+    Of placements, and of raw copies, counted on; what is empty is left out.
+    """
     rank = {file.path: position for position, file in enumerate(target.files)}
-    placed = [(rank[p.path], section) for n, p in enumerate(target.placements) for section in _blocks(n, p)]
-    base = len(target.placements)
-    for number, raw in enumerate(target.raw):
-        step = max(1, BLOCK // raw.src.dtype.itemsize)
-        for low, high in block_ranges(0, raw.src.numel, step):
-            at = raw.offset + low * raw.src.dtype.itemsize
-            section = _section(base + number, low, high, at, raw.src.dtype.itemsize)
-            placed.append((rank[raw.path], section))
-    placed.sort(key=lambda item: (item[0], item[1].offset))
-    return [
-        (target.files[position].path, [section for _, section in own])
-        for position, own in groupby(placed, key=lambda item: item[0])
-    ]
+    sized = [(rank[p.path], p.offset, n) for n, p in enumerate(target.placements) if p.slice.start < p.slice.stop]
+    raw = enumerate(target.raw, len(target.placements))
+    sized += [(rank[own.path], own.offset, number) for number, own in raw if own.src.numel]
+    by_file = groupby(sorted(sized), key=lambda item: item[0])
+    return [(target.files[position].path, [number for _, _, number in own]) for position, own in by_file]
 
 
-def _blocks(number: int, placement: Placement) -> Iterator[Section]:
-    own = placement.slice
-    itemsize = own.dtype.itemsize
-    for low, high in block_ranges(own.start, own.stop, BLOCK // itemsize):
-        yield _section(number, low, high, placement.offset + (low - own.start) * itemsize, itemsize)
+def _each(target: TargetPlan, numbers: Iterable[int]) -> Iterator[Section]:
+    return chain.from_iterable(_sections(target, number) for number in numbers)
+
+
+def _sections(target: TargetPlan, number: int) -> Iterator[Section]:
+    """The blocks of a placement, or of a raw copy."""
+    if number < len(target.placements):
+        placement = target.placements[number]
+        start, stop, itemsize = placement.slice.start, placement.slice.stop, placement.slice.dtype.itemsize
+        offset = placement.offset
+    else:
+        raw = target.raw[number - len(target.placements)]
+        start, stop, itemsize, offset = 0, raw.src.numel, raw.src.dtype.itemsize, raw.offset
+    for low, high in block_ranges(start, stop, max(1, BLOCK // itemsize)):
+        yield _section(number, low, high, offset + (low - start) * itemsize, itemsize)
 
 
 def _section(placement: int, start: int, stop: int, offset: int, itemsize: int) -> Section:
     return Section(placement=placement, start=start, stop=stop, offset=offset, nbytes=(stop - start) * itemsize)
 
 
-def _fills(path: str, sections: Sequence[Section]) -> Iterator[Fill]:
+def _fills(path: str, sections: Iterable[Section]) -> Iterator[Fill]:
     run: list[Section] = []
     for section in sections:
         joins = bool(run) and run[-1].offset + run[-1].nbytes == section.offset

@@ -27,6 +27,7 @@ __all__ = ["command"]
         "ucp convert checkpoints/ atoms/",
         "ucp convert checkpoints/ resumed/ --to deepspeed --topology dp=4,zero=3",
         "ucp convert checkpoints/ weights/ --include '*/weight' --dtype weight=bfloat16 --verify",
+        "srun -n 16 ucp convert checkpoints/ atoms/ --part auto && ucp convert checkpoints/ atoms/ --finalize",
     ),
 )
 @click.argument("src", type=PATH)
@@ -46,6 +47,17 @@ __all__ = ["command"]
 @click.option(
     "--verify", is_flag=True, help="Read everything back and compare it with SRC, bit for bit, before DST appears."
 )
+@click.option(
+    "--part",
+    metavar="K/N",
+    help="Do part K of N alone, here or on another machine that sees the same folders: in any order, side by side, "
+    "again after a failure. auto: as Slurm's variables say (srun, job arrays).",
+)
+@click.option(
+    "--finalize",
+    is_flag=True,
+    help="Complete what parts did: check that all of it is there, and put DST in place. Takes the same options.",
+)
 @progress
 @as_json
 def command(
@@ -56,6 +68,8 @@ def command(
     overwrite: bool,
     no_fsync: bool,
     verify: bool,
+    part: str | None,
+    finalize: bool,
     progress: str,
     quiet: bool,
     as_json: bool,
@@ -75,11 +89,13 @@ def command(
             overwrite=overwrite,
             fsync=not no_fsync,
             verify=verify,
+            part=part,
+            finalize=finalize,
             observer=watch(progress, quiet=quiet),
             **asked,
         )
     except KeyboardInterrupt as stop:
-        raise stopped(stop, _advice(dst)) from None
+        raise stopped(stop, _advice(dst, part)) from None
     seconds = time.monotonic() - begun
     if as_json or not quiet:
         _tell(report, seconds, verified=verify, as_json=as_json)
@@ -101,8 +117,10 @@ def _tell(report: ConvertReport, seconds: float, *, verified: bool, as_json: boo
     )
 
 
-def _advice(dst: Path) -> str:
+def _advice(dst: Path, part: str | None) -> str:
     """How to go on after an interrupt."""
+    if part is not None:
+        return f"; the same command continues this part of {dst}"
     if api.is_unfinished(dst):
         return f"; the same command with --resume continues {dst}"
     return "" if dst.exists() else "; nothing was written"
@@ -115,11 +133,19 @@ def _facts(report: ConvertReport, seconds: float, *, verified: bool) -> Iterator
         yield "", "already complete: nothing was written"
         return
     yield "tensors", _tensors(report, seconds, verified=verified)
+    if report.part:
+        yield "part", f"{report.part}; when all are done, the same command with --finalize completes it"
+        yield "resumed", _resumed(report)
+        return
     last = f"{'manifest' if report.references else 'index'}: {_files(report.files_last, report.nbytes_last)}"
     yield "files", f"{_files(report.files_out, report.nbytes_out)}, and the {last}"
-    yield "resumed", f"{nbytes_text(report.resumed_bytes)} already there" if report.resumed_bytes else ""
+    yield "resumed", _resumed(report)
     yield "checked", ", ".join(_checks(report))
     yield "verified", "read back and equal to the source" if verified else ""
+
+
+def _resumed(report: ConvertReport) -> str:
+    return f"{nbytes_text(report.resumed_bytes)} already there" if report.resumed_bytes else ""
 
 
 def _tensors(report: ConvertReport, seconds: float, *, verified: bool) -> str:

@@ -35,6 +35,7 @@ KEYS = {
     "casts",
     "notes",
     "dropped",
+    "part",
     "seconds",
     "verified",
 }

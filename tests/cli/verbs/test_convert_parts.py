@@ -1,0 +1,211 @@
+"""`ucp convert --part` and `--finalize` as real processes: at once, killed, started by Slurm's variables."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+FIXTURES = Path(__file__).parents[3] / "fixtures"
+
+PROGRAM = """
+import os, sys, threading
+from importlib import import_module
+from ucp.conversion.parts.journals import PartJournal
+from ucp.transfer.worker import Worker
+from ucp_cli.main import main
+
+import_module("ucp.io.staging")._PATIENCE = 0.5
+for name in ("transfer.tasks", "transfer.worker", "conversion.prepare", "conversion.execute", "store.target"):
+    module = import_module(f"ucp.{name}")
+    if hasattr(module, "BLOCK"):
+        module.BLOCK = 64
+import_module("ucp.transfer.tasks").TASK = 128
+carry_out, note, left = Worker.carry_out, PartJournal.note, [int(sys.argv.pop(1))]
+
+def stuck(worker, task):
+    if left[0] == 0:
+        threading.Event().wait()
+    left[0] -= 1
+    return carry_out(worker, task)
+
+def telling(journal, line):
+    note(journal, line)
+    os.write(1, b"noted\\n") if "task" in line else None
+
+if left[0] >= 0:
+    Worker.carry_out, PartJournal.note = stuck, telling
+main()
+"""
+"""`ucp` with blocks so small that a small checkpoint is many tasks.
+
+Its number says after how many tasks a worker gets stuck (-1: never); then it says when a task is noted as done.
+"""
+
+SOURCES = {
+    "deepspeed": (FIXTURES / "deepspeed" / "z1-dp4-bf16" / "checkpoint", ["--to", "deepspeed-universal"]),
+    "megatron": (FIXTURES / "megatron" / "llama-tp2-dp2-dp" / "checkpoint", []),
+    "atoms": ("atoms", ["--to", "deepspeed", "--topology", "dp=3,zero=2"]),
+}
+
+
+def command(*words: object, stuck_after: int = -1) -> list[str]:
+    return [sys.executable, "-c", PROGRAM, str(stuck_after), "convert", *map(str, words)]
+
+
+def run(*words: object, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command(*words), check=False, capture_output=True, text=True, timeout=120, env=os.environ | environment
+    )
+    assert done.returncode == code, (done.stdout, done.stderr)
+    return done
+
+
+def at_once(*commands: list[str]) -> list[str]:
+    """What commands say that run at the same time, all to a good end."""
+    started = [subprocess.Popen(own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for own in commands]
+    said = [process.communicate(timeout=120) for process in started]
+    assert [process.returncode for process in started] == [0] * len(commands), said
+    return [out for out, _ in said]
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+@contextlib.contextmanager
+def stuck(*words: object, after: int, workers: int = 1) -> Iterator[subprocess.Popen[str]]:
+    """A part that did `after` tasks and stays; ended in the end."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    asked = command(*words, "--workers", workers, stuck_after=after)
+    with subprocess.Popen(asked, start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            assert [process.stdout.readline() for _ in range(after)] == ["noted\n"] * after
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def dst(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def wanted(mixed: Path, tmp_path: Path) -> dict[str, bytes]:
+    run(mixed, tmp_path / "whole", "--workers", 1)
+    return tree(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("source", "options"), SOURCES.values(), ids=SOURCES)
+def test_parts_that_begin_at_the_same_moment(
+    ucp: Run, zero3: Path, tmp_path: Path, dst: Path, source: Path | str, options: list[str]
+) -> None:
+    if source == "atoms":
+        source = tmp_path / "atoms"
+        ucp("convert", zero3, source, "-q")
+    run(source, tmp_path / "whole", "--workers", 1, *options)
+    at_once(*(command(source, dst, *options, "--workers", 2, "--part", f"{number}/4") for number in (3, 1, 4, 2)))
+    assert not dst.exists()
+    run(source, dst, *options, "--finalize")
+    assert tree(dst) == tree(tmp_path / "whole")
+    ucp("verify", dst, "--against", source)
+
+
+def test_the_same_part_twice_at_once(mixed: Path, dst: Path, wanted: dict[str, bytes]) -> None:
+    run(mixed, dst, "--part", "2/2")
+    at_once(*[command(mixed, dst, "--part", "1/2")] * 3)
+    run(mixed, dst, "--finalize")
+    assert tree(dst) == wanted
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_part_that_is_killed_is_run_again(mixed: Path, dst: Path, wanted: dict[str, bytes], workers: int) -> None:
+    with stuck(mixed, dst, "--part", "1/2", after=2, workers=workers) as part:
+        part.kill()
+    run(mixed, dst, "--part", "2/2")
+    said = run(mixed, dst, "--finalize", code=1).stderr
+    assert "part 1/2: " in said
+    assert "it was cut off on" in said
+    assert "run the same command with --part 1/2 in place of --finalize, then finalize again" in said
+    assert "Traceback" not in said
+    assert not dst.exists()
+    again = json.loads(run(mixed, dst, "--part", "1/2", "--json").stdout)
+    assert (again["part"], again["schema"]) == ("1/2", "ucp.convert/1")
+    assert again["resumed_bytes"] > 0
+    run(mixed, dst, "--finalize", "--verify")
+    assert tree(dst) == wanted
+
+
+def test_what_needs_the_place_for_itself_is_refused_while_a_part_runs(
+    mixed: Path, dst: Path, wanted: dict[str, bytes]
+) -> None:
+    with stuck(mixed, dst, "--part", "1/2", after=1) as part:
+        run(mixed, dst, "--part", "2/2")
+        for option in ("--finalize", "--resume", "--overwrite"):
+            said = run(mixed, dst, option, code=1).stderr
+            assert "1 part is running of the conversion" in said
+            assert f"process {part.pid}" in said
+        assert "unfinished conversion" in run(mixed, dst, code=1).stderr
+    run(mixed, dst, "--part", "1/2")
+    run(mixed, dst, "--finalize")
+    assert tree(dst) == wanted
+
+
+def test_a_part_that_is_terminated_says_how_to_go_on(mixed: Path, dst: Path) -> None:
+    with stuck(mixed, dst, "--part", "1/2", after=1, workers=2) as part:
+        part.send_signal(signal.SIGTERM)
+        _, said = part.communicate(timeout=60)
+    assert said == f"Error: terminated; the same command continues this part of {dst}\n"
+    assert part.returncode == 143
+
+
+def test_nothing_is_left_to_do_afterwards(mixed: Path, dst: Path) -> None:
+    run(mixed, dst, "--part", "1/1")
+    run(mixed, dst, "--finalize")
+    for option in (["--part", "1/1"], ["--part", "2/7"], ["--finalize"]):
+        assert "already complete: nothing was written" in run(mixed, dst, *option).stdout
+    assert not dst.with_name("out.ucp-partial").exists()
+
+
+def test_parts_of_a_step_and_of_an_array(mixed: Path, tmp_path: Path, wanted: dict[str, bytes]) -> None:
+    array = {
+        f"SLURM_ARRAY_TASK_{name}": own for name, own in (("MIN", "1"), ("MAX", "3"), ("STEP", "1"), ("COUNT", "3"))
+    }
+    ways = {
+        "step": [{"SLURM_PROCID": str(task), "SLURM_NTASKS": "2"} for task in range(2)],
+        "array": [array | {"SLURM_ARRAY_TASK_ID": str(own)} for own in (1, 2, 3)],
+    }
+    for way, environments in ways.items():
+        for environment in environments:
+            run(mixed, tmp_path / way, "--part", "auto", **environment)
+        run(mixed, tmp_path / way, "--finalize")
+        assert tree(tmp_path / way) == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--part", "9/8"], "expected a part K/N such as 3/8"),
+        (["--part", "1/2", "--finalize"], "--finalize is for when all parts are done: drop --part"),
+        (["--part", "1/2", "--verify"], "--verify is for when all parts are done: drop --part"),
+    ],
+)
+def test_what_cannot_mean_anything(ucp: Run, mixed: Path, dst: Path, words: list[str], said: str) -> None:
+    assert said in ucp("convert", mixed, dst, *words, code=2).output
+    assert not dst.with_name("out.ucp-partial").exists()
+
+
+def test_it_is_explained(ucp: Run) -> None:
+    said = " ".join(ucp("convert", "--help").output.split())
+    assert "--part K/N" in said
+    assert "srun -n 16 ucp convert checkpoints/ atoms/ --part auto" in said

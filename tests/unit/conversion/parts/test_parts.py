@@ -1,0 +1,434 @@
+"""Parts in one process after another: the same bytes as one run, whatever their order, number and luck."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from importlib import import_module
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ucp
+from tests.unit.conftest import handmade
+from tests.unit.conversion.test_crash import OPTIONS, run_until, tree
+from ucp.conversion.parts.journals import PartJournal, is_running, runs_in
+from ucp.conversion.prepare import index_of
+from ucp.core.dtypes import DType
+from ucp.core.fragments import Fragment
+from ucp.core.index import StateIndex
+from ucp.core.region import Box
+from ucp.errors import BusyError, CorruptError, DestinationError, ReplicaError, UnfinishedError, UsageError
+from ucp.io.staging import Making, Staging
+from ucp.testing.handmade import Shards, make_index, write_checkpoint
+from ucp.transfer.tasks import Share
+
+FIXTURES = Path(__file__).parents[4] / "fixtures"
+
+
+def partial(dst: Path) -> Path:
+    return dst.with_name(f"{dst.name}.ucp-partial")
+
+
+def in_parts(src, dst, parts, **options):
+    for number in range(parts, 0, -1):
+        ucp.convert(src, dst, part=(number, parts), workers=1, **options)
+        assert not dst.exists()
+    return ucp.convert(src, dst, finalize=True, workers=1, **options)
+
+
+@pytest.fixture
+def dst(tmp_path):
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def wanted(source, tmp_path, small_blocks):
+    ucp.convert(source, tmp_path / "whole", workers=1)
+    return tree(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("parts", [1, 3, 200])
+def test_parts_are_one_run(source, tmp_path, dst, small_blocks, options, parts):
+    ucp.convert(source, tmp_path / "whole", workers=1, **options)
+    report = in_parts(source, dst, parts, **options)
+    assert tree(dst) == tree(tmp_path / "whole")
+    assert (report.nbytes_written, report.part) == (0, "")
+    assert not partial(dst).exists()
+
+
+@pytest.mark.parametrize(
+    ("kept", "options"),
+    [
+        ("deepspeed/z3-dp4-fp32", {}),
+        ("deepspeed/z1-pp2-tp2-dp2-bf16", {"to": "deepspeed-universal"}),
+        ("deepspeed/z1-dp4-bf16", {"to": "deepspeed", "topology": "dp=2,zero=3"}),
+        ("megatron/gpt-tp2-pp2-dp2-full", {}),
+        ("megatron/llama-tp2-dp2-dp", {"to": "megatron", "topology": "tp=4,dp=1"}),
+        ("megatron/mixtral-ep4-dp4-full", {"compress": True}),
+        ("megatron/gpt-tp2-pp2-torch", {"to": "dcp", "topology": "dp_shard=4"}),
+    ],
+)
+def test_checkpoints_of_frameworks_and_what_is_made_of_atoms(tmp_path, dst, small_blocks, kept, options):
+    src = FIXTURES / kept / "checkpoint"
+    ucp.convert(src, tmp_path / "whole", workers=1, **options)
+    in_parts(src, dst, 3, **options)
+    assert tree(dst) == tree(tmp_path / "whole")
+
+
+def test_a_store_of_atoms(tmp_path, dst, small_blocks):
+    ucp.convert(FIXTURES / "deepspeed" / "z1-tp2-dp2" / "checkpoint", tmp_path / "atoms", workers=1)
+    asked = {"to": "deepspeed", "topology": "dp=3,zero=2"}
+    ucp.convert(tmp_path / "atoms", tmp_path / "whole", workers=1, **asked)
+    in_parts(tmp_path / "atoms", dst, 4, **asked)
+    assert tree(dst) == tree(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("order", [*permutations((1, 2, 3))])
+def test_in_any_order_and_again(source, dst, wanted, order):
+    for number in (*order, *order):
+        ucp.convert(source, dst, part=(number, 3), workers=1)
+    assert ucp.convert(source, dst, finalize=True).already_complete is False
+    assert tree(dst) == wanted
+
+
+def test_a_part_again_has_nothing_to_write(source, dst, small_blocks):
+    first = ucp.convert(source, dst, part="2/3", workers=1)
+    again = ucp.convert(source, dst, part="2/3", workers=1)
+    assert (first.resumed_bytes, again.nbytes_written, again.resumed_bytes) == (0, 0, first.nbytes_written)
+    assert first.nbytes_written > 0
+    assert (first.part, first.files_out, first.nbytes_last) == ("2/3", 0, 0)
+
+
+def test_numbers_of_parts_may_differ(source, dst, wanted):
+    """What counts is which tasks are done, by whomever."""
+    ucp.convert(source, dst, part="1/2", workers=1)
+    ucp.convert(source, dst, part="3/4", workers=1)
+    report = ucp.convert(source, dst, part="7/7", workers=1)
+    assert report.nbytes_written > 0
+    with pytest.raises(UnfinishedError, match=r"(?s)part 6/7: .*--part 6/7"):
+        ucp.convert(source, dst, finalize=True)
+    ucp.convert(source, dst, part="4/4", workers=1)
+    ucp.convert(source, dst, finalize=True)
+    assert tree(dst) == wanted
+
+
+class TestWhatIsMissing:
+    def test_it_says_which_parts_and_why(self, source, dst, wanted):
+        done = ucp.convert(source, dst, part="1/4", workers=1)
+        assert run_until(45, source, dst, part="3/4") < 0
+        ucp.convert(source, dst, part="4/4", workers=1)
+        (journal,) = (run for run in runs_in(Staging(dst)) if run.share.number == 4)
+        noted = [own for own in journal.lines if "task" in own]
+        file = partial(dst) / "data" / "packs" / "00000.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-8:] = bytes(byte ^ 1 for byte in data[-8:])
+        file.write_bytes(data)
+        with pytest.raises(UnfinishedError) as caught:
+            ucp.convert(source, dst, finalize=True)
+        said = str(caught.value)
+        total = sum(len(own) for own in map(bytes, (data,)))
+        assert f"of the conversion to {dst} are missing" in said
+        assert "part 2/4: " in said
+        assert "it was never run" in said
+        assert "part 3/4: " in said
+        assert "it was cut off on" in said
+        assert "part 4/4: 1 task of" in said
+        assert "it was run to its end, and bytes are not there as it noted" in said
+        assert "part 1/4" not in said
+        assert "--part 2/4, --part 3/4, --part 4/4 in place of --finalize" in said
+        assert noted
+        assert done.nbytes_written < total
+        assert partial(dst).exists()
+        assert not dst.exists()
+        for number in (2, 3, 4):
+            ucp.convert(source, dst, part=(number, 4), workers=1)
+        ucp.convert(source, dst, finalize=True)
+        assert tree(dst) == wanted
+
+    def test_counts_are_those_of_what_is_left(self, source, dst, wanted):
+        ucp.convert(source, dst, part="2/2", workers=1)
+        whole = ucp.plan(source)
+        rest = ucp.convert(source, dst.with_name("other"), part="1/2", workers=1)
+        with pytest.raises(UnfinishedError) as caught:
+            ucp.convert(source, dst, finalize=True)
+        assert f"({rest.nbytes_written:,} of {whole.nbytes_written:,} bytes)" in str(caught.value)
+        assert f"of {whole.tasks} tasks" in str(caught.value)
+
+    def test_a_file_that_was_lost(self, source, dst, wanted):
+        for number in (1, 2):
+            ucp.convert(source, dst, part=(number, 2), workers=1)
+        (partial(dst) / "data" / "packs" / "00000.safetensors").unlink()
+        with pytest.raises(UnfinishedError, match=r"(?s)part 1/2.*part 2/2"):
+            ucp.convert(source, dst, finalize=True)
+        in_parts(source, dst, 2)
+        assert tree(dst) == wanted
+
+    def test_nothing_at_all(self, source, dst):
+        with pytest.raises(UnfinishedError, match="first run its parts"):
+            ucp.convert(source, dst, finalize=True)
+        assert not partial(dst).exists()
+
+    def test_what_one_run_left(self, source, dst, wanted):
+        run_until(150, source, dst)
+        with pytest.raises(UnfinishedError, match="with --resume in place of --finalize"):
+            ucp.convert(source, dst, finalize=True)
+
+
+class TestBesideOtherRuns:
+    @pytest.fixture(autouse=True)
+    def impatient(self, monkeypatch):
+        monkeypatch.setattr(import_module("ucp.io.staging"), "_PATIENCE", 0.1)
+
+    @pytest.fixture
+    def running(self, source, dst, small_blocks):
+        """Part 1 of 2, which has done its work and does not end."""
+        ucp.convert(source, dst, part="1/2", workers=1)
+        staging = Staging(dst)
+        first = json.loads((partial(dst) / "journal.jsonl").read_text().splitlines()[0])
+        staging.join(Making(first["fingerprint"], first["made"]), overwrite=False)
+        journal = PartJournal(staging, Share(1, 2))
+        yield journal
+        journal.close()
+        staging.release()
+
+    @pytest.mark.parametrize("options", [{"finalize": True}, {"resume": True}, {"overwrite": True}])
+    def test_what_needs_the_place_for_itself_is_refused(self, source, dst, running, options):
+        before = tree(partial(dst))
+        with pytest.raises(BusyError, match=rf"(?s)1 part is running .*part 1/2 on .*process {os.getpid()}"):
+            ucp.convert(source, dst, **options)
+        assert tree(partial(dst)) == before
+
+    def test_a_plain_run_is_refused(self, source, dst, running):
+        with pytest.raises(DestinationError, match="unfinished conversion"):
+            ucp.convert(source, dst)
+
+    def test_other_parts_and_the_same_are_not(self, source, dst, running, wanted):
+        ucp.convert(source, dst, part="2/2", workers=1)
+        ucp.convert(source, dst, part="1/2", workers=1)
+        running.close()
+
+    def test_who_is_running_is_seen_by_the_lock_alone(self, dst, running):
+        assert [is_running(run) for run in runs_in(Staging(dst))].count(True) == 1
+        running.close()
+        assert not any(map(is_running, runs_in(Staging(dst))))
+
+    def test_a_part_waits_for_who_has_the_place_for_itself(self, source, dst, small_blocks):
+        staging = Staging(dst)
+        staging.open(Making("f", {}), resume=False, overwrite=False)
+        with pytest.raises(BusyError, match="another conversion"):
+            ucp.convert(source, dst, part="1/2")
+        staging.release()
+
+
+class TestAfterwards:
+    @pytest.fixture
+    def finished(self, source, dst, wanted):
+        in_parts(source, dst, 2)
+        return {path: path.stat().st_mtime_ns for path in dst.rglob("*")}
+
+    @pytest.mark.parametrize("options", [{"part": "1/2"}, {"part": "3/5"}, {"finalize": True}, {"resume": True}])
+    def test_nothing_is_left_to_do(self, source, dst, finished, options):
+        report = ucp.convert(source, dst, **options)
+        assert report.already_complete
+        assert "nothing was written" in str(report)
+        assert {path: path.stat().st_mtime_ns for path in dst.rglob("*")} == finished
+        assert not partial(dst).exists()
+
+    def test_what_is_finished_between_two_looks(self, source, dst, finished, monkeypatch):
+        """The place is gone, and the destination there, when a part gets its turn."""
+        real, looks = Staging.is_complete, []
+
+        def is_complete(staging, fingerprint):
+            looks.append(1)
+            return len(looks) > 2 and real(staging, fingerprint)  # of `convert`, and of the part
+
+        monkeypatch.setattr(Staging, "is_complete", is_complete)
+        assert ucp.convert(source, dst, part="1/2").already_complete
+        assert not partial(dst).exists()
+
+    def test_another_conversion_does_not_replace_it_unasked(self, source, dst, finished):
+        with pytest.raises(DestinationError, match="finished conversion, made differently"):
+            ucp.convert(source, dst, part="1/2", compress=True)
+        before = tree(dst)
+        ucp.convert(source, dst, part="1/1", compress=True, overwrite=True, workers=1)
+        assert tree(dst) == before
+        with pytest.raises(DestinationError, match="finished conversion, made differently"):
+            ucp.convert(source, dst, finalize=True, compress=True)
+        ucp.convert(source, dst, finalize=True, compress=True, overwrite=True)
+        assert (dst / "packs" / "00000.zst").exists()
+
+    def test_the_rest_by_one_run(self, source, dst, wanted):
+        done = ucp.convert(source, dst, part="2/3", workers=1)
+        report = ucp.convert(source, dst, resume=True, workers=1)
+        assert report.resumed_bytes == done.nbytes_written
+        assert tree(dst) == wanted
+
+    def test_the_rest_of_one_run_by_parts(self, source, dst, wanted):
+        run_until(150, source, dst)
+        reports = [ucp.convert(source, dst, part=(number, 2), workers=1) for number in (1, 2)]
+        assert sum(report.resumed_bytes for report in reports) > 0
+        ucp.convert(source, dst, finalize=True)
+        assert tree(dst) == wanted
+
+    def test_started_over(self, source, dst, wanted):
+        """Nothing of what parts did is taken up by a run that starts over."""
+        ucp.convert(source, dst, part="1/3", workers=1)
+        assert ucp.convert(source, dst, overwrite=True, workers=1).resumed_bytes == 0
+        assert tree(dst) == wanted
+
+
+class TestWhatDoesNotGoTogether:
+    def test_other_options(self, source, dst, small_blocks):
+        ucp.convert(source, dst, part="1/2")
+        before = tree(partial(dst))
+        plans = len(list(partial(dst).glob("plan-*")))
+        for asked in ({"part": "2/2"}, {"finalize": True}):
+            with pytest.raises(DestinationError, match="dtypes: by default then, weight=float16 now"):
+                ucp.convert(source, dst, dtypes={"weight": "float16"}, **asked)
+        after = tree(partial(dst))
+        assert {name: after[name] for name in before} == before
+        assert len(after) - len(before) == plans, "the plan of the other, which takes the place of none"
+
+    def test_another_source(self, source, dst, tmp_path, small_blocks):
+        ucp.convert(source, dst, part="1/2")
+        other = handmade(tmp_path / "another")
+        with pytest.raises(DestinationError, match=r"(?s)source: \S+/source then, \S+/another now.*remove \S+partial"):
+            ucp.convert(other, dst, part="2/2")
+
+    def test_a_source_that_was_saved_again(self, dst, tmp_path, small_blocks):
+        src = shutil.copytree(FIXTURES / "deepspeed" / "z1-dp4-bf16" / "checkpoint", tmp_path / "copy")
+        ucp.convert(src, dst, part="1/2")
+        os.utime(next(src.rglob("*optim_states.pt")))
+        with pytest.raises(DestinationError, match="files of the source: not those that were read then"):
+            ucp.convert(src, dst, part="2/2")
+
+    @pytest.mark.parametrize("more", [{"finalize": True}, {"verify": True}])
+    def test_options_of_the_end_and_a_part(self, source, dst, more):
+        with pytest.raises(UsageError, match="for when all parts are done"):
+            ucp.convert(source, dst, part="1/2", **more)
+
+    def test_a_journal_that_cannot_be_read(self, source, dst, small_blocks):
+        ucp.convert(source, dst, part="1/2")
+        (partial(dst) / "journal.jsonl").write_bytes(b"\xff\n")
+        with pytest.raises(DestinationError, match=r"journal.jsonl is damaged. Remove"):
+            ucp.convert(source, dst, part="2/2")
+
+    def test_links_in_the_place(self, source, dst, tmp_path, small_blocks):
+        ucp.convert(source, dst, part="1/2")
+        (tmp_path / "elsewhere").mkdir()
+        shutil.rmtree(partial(dst) / "parts")
+        (partial(dst) / "parts").symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(DestinationError, match="expected no link"):
+            ucp.convert(source, dst, part="2/2")
+
+
+class TestDamage:
+    @pytest.fixture(autouse=True)
+    def damaged(self, source):
+        """A bit of a weight is not as the record of its checksum says."""
+        index = index_of(source)
+        ref = index.atoms["head"].states["weight"].fragments[0].ref
+        file = Path(ref.path)
+        status = file.stat()
+        data = bytearray(file.read_bytes())
+        data[ref.offset + 400] ^= 1
+        file.write_bytes(data)
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        write_checkpoint(replace(index, path=str(source)))
+
+    def test_of_the_source_is_found_by_a_part_that_read_a_record_whole(self, source, dst, small_blocks):
+        with pytest.raises(CorruptError, match="CRC-32 differs"):
+            ucp.convert(source, dst, part="1/1", workers=1)
+        assert partial(dst).exists(), "others may be at work"
+
+    def test_of_the_source_is_found_at_the_end_where_parts_read_some_of_a_record_each(self, source, dst, small_blocks):
+        failed = 0
+        for number in range(1, 100):
+            try:
+                ucp.convert(source, dst, part=(number, 99), workers=1)
+            except CorruptError:
+                failed += 1
+        assert failed == 0
+        with pytest.raises(CorruptError, match="CRC-32 differs"):
+            ucp.convert(source, dst, finalize=True)
+        assert not dst.exists()
+        assert not partial(dst).exists()
+
+
+def test_copies_that_differ(tmp_path, dst, small_blocks):
+    """Told by every part that compares them, and at the end."""
+    shards, array = Shards(tmp_path / "drifted"), np.arange(240, dtype="float32").reshape(30, 8)
+    box = Box.whole(array.shape)
+    pieces = [Fragment(box=box, ref=shards.put(array + n, file=f"{n}.bin"), replica=n) for n in (0, 1)]
+    state = StateIndex(dtype=DType.FLOAT32, global_shape=array.shape, fragments=tuple(pieces))
+    write_checkpoint(make_index(shards.folder, {("w", "weight"): state}))
+    for number in (1, 2, 1):
+        with pytest.raises(ReplicaError, match="copies that should be equal"):
+            ucp.convert(shards.folder, dst, part=(number, 2), workers=1)
+    assert partial(dst).exists(), "others may be at work"
+    with pytest.raises(ReplicaError):
+        ucp.convert(shards.folder, dst, finalize=True)
+    assert not partial(dst).exists()
+    in_parts(shards.folder, dst, 2, drift="first")
+    ucp.convert(shards.folder, tmp_path / "whole", drift="first")
+    assert tree(dst) == tree(tmp_path / "whole")
+
+
+def test_read_back_before_it_is_in_place(source, dst, wanted):
+    report = in_parts(source, dst, 3)
+    assert report.resumed_bytes > 0
+    shutil.rmtree(dst)
+    for number in (1, 2):
+        ucp.convert(source, dst, part=(number, 2), workers=2)
+    ucp.convert(source, dst, finalize=True, verify=True)
+    assert tree(dst) == wanted
+
+
+@pytest.mark.parametrize(("fsync", "expected"), [(True, True), (False, False)])
+def test_a_part_waits_for_the_disk_as_no_other_machine_can(source, dst, small_blocks, monkeypatch, fsync, expected):
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    ucp.convert(source, dst, part="1/1", fsync=fsync, workers=1)
+    packs = str(partial(dst) / "data" / "packs" / "00000.safetensors")
+    assert (packs in synced, any("/parts/" in path for path in synced)) == (expected, expected)
+
+
+@pytest.mark.parametrize("options", [{"part": "2/3"}, {"finalize": True}], ids=["part", "finalize"])
+@pytest.mark.parametrize("compress", [False, True])
+def test_killed_at_any_step(source, tmp_path, dst, small_blocks, options, compress):
+    """What is left is never taken for whole, and the same command again, by itself, does the rest."""
+    ucp.convert(source, tmp_path / "whole", workers=1, compress=compress)
+    wanted, step, killed = tree(tmp_path / "whole"), 0, 0
+    while True:
+        for number in (1, 3) if "part" in options else (1, 2, 3):
+            ucp.convert(source, dst, part=(number, 3), workers=1, compress=compress)
+        status = run_until(step, source, dst, compress=compress, **options)
+        killed += status != 0
+        assert not dst.exists() or tree(dst) == wanted
+        if "part" in options:
+            ucp.convert(source, dst, workers=1, compress=compress, **options)
+        ucp.convert(source, dst, workers=1, compress=compress, finalize=True)
+        assert tree(dst) == wanted, f"killed at step {step}"
+        assert not partial(dst).exists()
+        shutil.rmtree(dst)
+        if status == 0:
+            break
+        step += 1 + step // 4
+    assert killed > 8
+
+
+def test_the_first_of_all_killed_at_any_step(source, dst, wanted):
+    """However far it came with the place, the next part finds its way."""
+    for step in range(40):
+        run_until(step, source, dst, part="1/2")
+        ucp.convert(source, dst, part="2/2", workers=1)
+        ucp.convert(source, dst, part="1/2", workers=1)
+        ucp.convert(source, dst, finalize=True)
+        assert tree(dst) == wanted, f"killed at step {step}"
+        shutil.rmtree(dst)
