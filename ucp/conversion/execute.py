@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from ucp.contract.protocols import Engine, Observer
+from ucp.contract.protocols import Observer
 from ucp.contract.registry import engine
 from ucp.conversion.journal import Line, line_of, trusted
 from ucp.conversion.prepare import Prepared
@@ -83,7 +83,7 @@ def execute(prepared: Prepared, staging: Staging, journal: Sequence[Line], obser
 
 def _run(prepared: Prepared, staging: Staging, todo: Sequence[Task], written: Written, observer: Observer) -> None:
     job = prepared.job
-    chosen: Engine = engine("processes" if prepared.workers > 1 and len(todo) > 1 else "serial")
+    chosen = prepared.engine or engine("processes" if prepared.workers > 1 and len(todo) > 1 else "serial")
     sizes = {task.number: task.nbytes for task in todo}
     told: Counter[int] = Counter()
     threads = 1 if is_memory(staging.data) else prepared.threads  # a second one is there to work while one waits

@@ -4,6 +4,7 @@ DST.ucp-partial/
     lock            held while a conversion runs
     journal.jsonl   first line: fingerprint and facts of the conversion; then one line per finished task
     data/           the destination, growing; renamed to DST at the end
+    temporary-*     what a run needs while it goes on
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from typing import Any
 from ucp.errors import DestinationError, IncompleteError, OverlapError, counted, listed
 from ucp.io.folder import url_scheme
 
-__all__ = ["MARK", "PARTIAL", "Making", "Staging", "check_apart", "check_destination", "refuse_partial"]
+__all__ = ["MARK", "PARTIAL", "TEMPORARY", "Making", "Staging", "check_apart", "check_destination", "refuse_partial"]
 
 PARTIAL = ".ucp-partial"
 """Suffix of the folder in which a destination grows."""
 
 MARK = "ucp-conversion.json"
 """File in every destination that says how it was made; only destinations that have it may be overwritten."""
+
+TEMPORARY = "temporary-"
+"""Prefix of files beside the growing destination that a run needs while it goes on."""
 
 _PATIENCE = 10.0
 """Seconds to wait for the workers of a conversion that was killed to notice it."""
@@ -158,6 +162,8 @@ class Staging:
     def _begin(self, making: Making, *, resume: bool, overwrite: bool) -> list[dict[str, object]]:
         """`open`, once nobody else is at work here."""
         self._check_links()
+        for left in self.folder.glob(f"{TEMPORARY}*"):
+            left.unlink()
         self._put_back()
         self._check_goal(making, resume=resume, overwrite=overwrite)
         lines = self._read_journal() if resume else []
