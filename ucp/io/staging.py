@@ -132,6 +132,7 @@ class Staging:
         self.data = self.folder / "data"
         self._journal = self.folder / "journal.jsonl"
         self._lock: int | None = None
+        self._is_begun = False
 
     def is_complete(self, fingerprint: str) -> bool:
         """Whether `dst` is there and was made by the same conversion."""
@@ -167,6 +168,7 @@ class Staging:
         self._put_back()
         self._check_goal(making, resume=resume, overwrite=overwrite)
         lines = self._read_journal() if resume else []
+        self._is_begun = len(lines) > 1
         if lines and lines[0].get("fingerprint") != making.fingerprint:
             raise DestinationError(
                 f"{self.folder} was begun from another source, another version of it, or with other options"
@@ -208,6 +210,7 @@ class Staging:
 
     def note(self, line: dict[str, object]) -> None:
         """Add a line to the journal."""
+        self._is_begun = True
         with self._journal.open("a") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
@@ -217,6 +220,7 @@ class Staging:
         `fsync`: first wait until they are on the disk, so that they are whole after a loss of power too; without it a
         process that is killed at any moment does no harm still, as what it wrote is with the system already.
         """
+        self._is_begun = True  # what is replaced lies in the folder between the renames
         if fsync:
             _sync_tree(self.data)
         if self.dst.exists():
@@ -241,6 +245,13 @@ class Staging:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def give_up(self) -> None:
+        """`release`, and keep the growing part for a later --resume where a task was finished; else `discard`."""
+        if self._is_begun:
+            self.release()
+        else:
+            self.discard()
 
     def _check_goal(self, making: Making, *, resume: bool, overwrite: bool) -> None:
         if not self.dst.exists() or not any(self.dst.iterdir()):

@@ -5,77 +5,139 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 
 from ucp.errors import EngineError, MissingLibraryError, UsageError
 
-__all__ = ["connected"]
+__all__ = ["check_address", "check_installed", "connected"]
 
-_PATIENCE = 10.0
+_LISTENS = 10.0
 """Seconds to wait for the head node to take a connection."""
+
+_JOINS = 60.0
+"""Seconds to wait until a process is a driver of the cluster."""
+
+_TRIAL = """\
+import sys, ray
+try:
+    ray.init(sys.argv[1], logging_level="ERROR", log_to_driver=False)
+except Exception as error:
+    sys.exit(str(error))
+"""
+"""A process that does nothing but connect."""
+
+_REMEDY = (
+    "Run ucp on a node of the cluster (one of `ray start`), in the same environment, or name its head node: --set "
+    "address=HOST:PORT. --set address=local starts Ray on this machine, for this run"
+)
+
+
+def check_installed() -> None:
+    """Raise MissingLibraryError where there is no Ray."""
+    if find_spec("ray") is None:
+        raise MissingLibraryError(
+            "--engine ray needs Ray, which is not installed: pip install 'universal-checkpoint[ray]', with Ray in the "
+            "version that the cluster has"
+        )
+
+
+def check_address(address: str) -> None:
+    """Raise UsageError for an address that can be none of a cluster for drivers."""
+    name, colon, port = address.rpartition(":")
+    if "://" in address or (colon and not (name and port.isdigit())) or not address:
+        raise UsageError(
+            f"expected address=auto, local or HOST:PORT of a head node, as the driver must run on a node of the "
+            f"cluster; got {address!r}. Run ucp on one of its nodes, or with `ray job submit`"
+        )
 
 
 @contextmanager
 def connected(address: str) -> Generator[None, None, None]:
-    """A connection to the cluster at `address`; the one that the process has, if any.
-
-    Raises MissingLibraryError, EngineError, UsageError.
-    """
-    if find_spec("ray") is None:
-        raise MissingLibraryError(
-            "--engine ray needs Ray, which is not installed: pip install 'universal-checkpoint[ray]', in the version "
-            "that the cluster has"
-        )
+    """A connection to the cluster at `address`; the one that the process has, if any. Raises EngineError."""
     import ray
 
     if ray.is_initialized():
         yield
         return
-    _connect(address)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or address
+        check_address(address)
+    with _own_stdout():
+        _connect(address)
+        try:
+            yield
+        finally:
+            with redirect_stdout(sys.stderr):  # lines that it held back, as they might have been repeated
+                ray.shutdown()
 
 
 def _connect(address: str) -> None:
-    os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")  # or they would be printed to stdout
     import ray
 
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS") or address
-    _check_reachable(address)
     means = {"include_dashboard": False} if address == "local" else {}
+    if address != "local":
+        _check_listens(address)
+        _check_joins(address)
     with _own_signals():
         try:
             ray.init(address, logging_level="WARNING", **means)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            raise EngineError(
-                f"no Ray cluster took a connection at {address}: {error}\nRun ucp on a node of the cluster (ray start "
-                "there), or name its head node: --set address=HOST:PORT. --set address=local starts Ray here for this "
-                "run"
-            ) from error
+            raise EngineError(f"no Ray cluster at {address}: {error}\n{_REMEDY}") from error
 
 
-def _check_reachable(address: str) -> None:
-    """Raise EngineError where nothing listens at HOST:PORT: Ray would try for minutes, and end the process."""
-    if "://" in address:
-        raise UsageError(
-            f"expected address=auto, local or HOST:PORT of a head node, as the driver must be a node of the cluster; "
-            f"got {address!r}. Run ucp on one of its nodes, or with `ray job submit`"
-        )
+def _check_listens(address: str) -> None:
+    """Raise EngineError where nothing listens at HOST:PORT."""
     name, colon, port = address.rpartition(":")
     if not colon:
         return
     try:
-        socket.create_connection((name.strip("[]"), int(port)), _PATIENCE).close()
-    except (OSError, ValueError, OverflowError) as error:
+        socket.create_connection((name.strip("[]"), int(port)), _LISTENS).close()
+    except (OSError, OverflowError) as error:
+        raise EngineError(f"no Ray cluster at {address}: {error}\n{_REMEDY}") from error
+
+
+def _check_joins(address: str) -> None:
+    """Raise EngineError where another process cannot connect: Ray goes on trying for minutes, or ends the process."""
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    trial = [sys.executable, "-c", _TRIAL, address]
+    try:
+        told = subprocess.run(
+            trial, env={**os.environ, **paths}, capture_output=True, text=True, timeout=_JOINS, check=False
+        )
+    except subprocess.TimeoutExpired:
         raise EngineError(
-            f"no Ray cluster at {address}: {error}. Expected HOST:PORT of its head node, as `ray start` tells it"
-        ) from error
+            f"no Ray cluster at {address}: what listens there does not answer as one within {_JOINS:.0f} seconds. Is "
+            f"it the port of the head node (6379 unless told otherwise), and not of its dashboard?\n{_REMEDY}"
+        ) from None
+    if told.returncode:
+        raise EngineError(f"no Ray cluster took a connection at {address}: {told.stderr.strip()}\n{_REMEDY}")
+
+
+class _Sorted:
+    """stdout, but to Ray's threads stderr: what workers and nodes log is told there, and not among results."""
+
+    def __init__(self, stdout: object) -> None:
+        self._stdout = stdout
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(sys.stderr if threading.current_thread().name.startswith("ray_") else self._stdout, name)
+
+
+@contextmanager
+def _own_stdout() -> Generator[None, None, None]:
+    """Keep what Ray prints from stdout."""
+    before, ours = sys.stdout, _Sorted(sys.stdout)
+    sys.stdout = ours
+    try:
+        yield
+    finally:
+        if sys.stdout is ours:  # else a progress bar, begun before, has put back its own
+            sys.stdout = before
 
 
 @contextmanager

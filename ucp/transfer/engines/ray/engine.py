@@ -24,7 +24,7 @@ from uuid import uuid4
 from ucp.contract.protocols import Engine
 from ucp.errors import UsageError, WorkerDiedError
 from ucp.io.staging import TEMPORARY
-from ucp.transfer.engines.ray.cluster import connected
+from ucp.transfer.engines.ray.cluster import check_address, check_installed, connected
 from ucp.transfer.engines.ray.nodes import Needs, check_nodes
 from ucp.transfer.engines.ray.probe import program
 from ucp.transfer.engines.ray.worker import Run, carry_out
@@ -56,6 +56,7 @@ class _Asked:
     def of(cls, settings: Mapping[str, str]) -> _Asked:
         """As users write them. Raises UsageError."""
         usual = cls()
+        check_address(settings.get("address", usual.address))
         return cls(
             address=settings.get("address", usual.address),
             cpus=_number(settings, "cpus", float, usual.cpus),
@@ -94,7 +95,8 @@ class RayEngine(Engine):
         self._asked = asked or _Asked()
 
     def configured(self, settings: Mapping[str, str]) -> RayEngine:
-        """The same engine with these values of its `settings`. Raises UsageError."""
+        """The same engine with these values of its `settings`. Raises UsageError, MissingLibraryError."""
+        check_installed()
         return RayEngine(_Asked.of(settings))
 
     def run(

@@ -28,6 +28,8 @@ _Node: TypeAlias = Mapping[str, Any]
 """A node as `ray.nodes` describes it."""
 _File: TypeAlias = tuple[str, int, int]
 """Path, bytes, and time of the last change in nanoseconds."""
+_Answer: TypeAlias = tuple[str, str, list[str]]
+"""What `probe.look` gives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,29 +117,33 @@ def _some_files(index: Index) -> list[_File]:
     return files[:: -(-len(files) // _LOOKED_AT) or 1]
 
 
-def _answers(nodes: Sequence[_Node], run: Run, files: list[_File]) -> Iterator[tuple[str, tuple[str, str, list[str]]]]:
-    """What each node says (`probe.look`), under its name. Raises EngineError for one that says nothing."""
+def _answers(nodes: Sequence[_Node], run: Run, files: list[_File]) -> Iterator[tuple[str, _Answer]]:
+    """What each node says, under its name; nodes that are lost meanwhile are passed over. Raises EngineError."""
+    import ray
+
+    asked = _asked(nodes, run, files)
+    ready, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER)
+    faults = [(asked[ref], f"no answer within {_ANSWER:.0f} seconds") for ref in silent]
+    for ref in ready:
+        try:
+            yield _name(asked[ref]), ray.get(ref)
+        except ray.exceptions.RayError as error:
+            faults.append((asked[ref], str(error)))
+    there = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    lines = [f"{_name(node)}: {fault}" for node, fault in faults if node["NodeID"] in there]
+    _refuse(EngineError, "expected every node of the Ray cluster to answer; got", lines, "remove it, or try again")
+
+
+def _asked(nodes: Sequence[_Node], run: Run, files: list[_File]) -> dict[Any, _Node]:
+    """A task on each node, even a busy one, that looks around there."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ray.cloudpickle.register_pickle_by_value(probe)  # a node without ucp can say so
     try:
         look = ray.remote(num_cpus=0, max_retries=0)(probe.look)
-        asked = {
-            look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
-                str(run.token), files
-            ): _name(node)
-            for node in nodes
-        }
+        on = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+        refs = [look.options(scheduling_strategy=own).remote(str(run.token), files) for own in on]
     finally:
         ray.cloudpickle.unregister_pickle_by_value(probe)
-    ready, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER)
-    faults = [f"{asked[ref]}: no answer within {_ANSWER:.0f} seconds" for ref in silent]
-    answers = []
-    for ref in ready:
-        try:
-            answers.append((asked[ref], ray.get(ref)))
-        except ray.exceptions.RayError as error:
-            faults.append(f"{asked[ref]}: {error}")
-    _refuse(EngineError, "expected every node of the Ray cluster to answer; got", faults, "remove it, or try again")
-    yield from answers
+    return dict(zip(refs, nodes, strict=True))
