@@ -168,7 +168,7 @@ class Staging:
         self._put_back()
         self._check_goal(making, resume=resume, overwrite=overwrite)
         lines = self._read_journal() if resume else []
-        self._is_begun = len(lines) > 1
+        self._is_begun = bool(lines)
         if lines and lines[0].get("fingerprint") != making.fingerprint:
             raise DestinationError(
                 f"{self.folder} was begun from another source, another version of it, or with other options"
@@ -247,7 +247,7 @@ class Staging:
             self._lock = None
 
     def give_up(self) -> None:
-        """`release`, and keep the growing part for a later --resume where a task was finished; else `discard`."""
+        """`release`; and `discard` where this run began, and had finished no task: there is nothing to continue."""
         if self._is_begun:
             self.release()
         else:

@@ -132,6 +132,14 @@ class TestResults:
             ucp.convert(tmp_path / "atoms", tmp_path / engine, to="dcp", engine=engine, settings=own)
         assert tree(tmp_path / "ray") == tree(tmp_path / "serial")
 
+    @pytest.mark.parametrize(
+        "source", [DEEPSPEED / "z1-dp4-bf16", MEGATRON / "gpt-tp2-pp2-torch"], ids=lambda own: own.name
+    )
+    def test_paths_are_those_of_the_drivers_folder(self, source, settings, tmp_path, monkeypatch):
+        monkeypatch.chdir(source)
+        ucp.convert(Path("checkpoint"), os.path.relpath(tmp_path / "out"), engine="ray", settings=settings, verify=True)
+        assert ucp.diff(Path("checkpoint"), tmp_path / "out").equal
+
     def test_both_nodes_work(self, settings, small, tmp_path, monkeypatch):
         """One CPU each: two processes at once are on two nodes."""
         paced(monkeypatch, tmp_path / "pids", seconds=0.05)
