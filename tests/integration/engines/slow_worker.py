@@ -25,9 +25,10 @@ def main(source: str, destination: str, address: str, folder: str, how: str = ""
         from ucp.transfer.engines.ray.worker import carry_out as real
 
         for report in real(run, tasks):
+            mark = Path(folder) / str(os.getpid())
+            time.sleep(60 if how and mark.exists() else 0.2)
+            mark.touch()
             yield report
-            (Path(folder) / str(os.getpid())).touch()
-            time.sleep(60 if how else 0.2)
 
     engine.carry_out = carry_out
     shrink(pytest.MonkeyPatch(), block=256, task=256)

@@ -81,7 +81,7 @@ class TestBatches:
 class TestWorker:
     def test_reports_come_in_the_order_of_the_tasks(self, job, run, tmp_path, monkeypatch):
         """However threads take turns: Ray counts the reports of a batch that it repeats."""
-        real, last = Worker.carry_out, job.tasks[-1].number
+        real = Worker.carry_out
         ended = threading.Event()
 
         def slow_first(own, task):
@@ -92,9 +92,7 @@ class TestWorker:
                 ended.set()
 
         monkeypatch.setattr(Worker, "carry_out", slow_first)
-        *steps, done = carry_out(run, job.tasks)
-        assert [step.task for step in steps] == list(range(last + 1))
-        assert all(step == Step(task.number, task.nbytes) for step, task in zip(steps, job.tasks, strict=True))
+        (done,) = carry_out(run, job.tasks)
         assert list(done) == list(SerialEngine().run(job, run.root, job.tasks, workers=1, threads=1))
 
     def test_one_task_reports_on_its_way(self, tmp_path, small_blocks, monkeypatch):

@@ -8,9 +8,11 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
+from types import FrameType
+from typing import Any
 
 from ucp.errors import EngineError, MissingLibraryError, UsageError
 
@@ -21,6 +23,9 @@ _LISTENS = 10.0
 
 _JOINS = 60.0
 """Seconds to wait until a process is a driver of the cluster."""
+
+_STOPPING = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a run, beside that of the keyboard, which Ray leaves alone."""
 
 _TRIAL = """\
 import sys, ray
@@ -67,8 +72,9 @@ def connected(address: str) -> Generator[None, None, None]:
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS") or address
         check_address(address)
-    with _own_stdout():
+    with _own_stdout(), _own_signals() as keep:
         _connect(address)
+        keep()
         try:
             yield
         finally:
@@ -83,11 +89,10 @@ def _connect(address: str) -> None:
     if address != "local":
         _check_listens(address)
         _check_joins(address)
-    with _own_signals():
-        try:
-            ray.init(address, logging_level="WARNING", **means)
-        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            raise EngineError(f"no Ray cluster at {address}: {error}\n{_REMEDY}") from error
+    try:
+        ray.init(address, logging_level="WARNING", **means)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise EngineError(f"no Ray cluster at {address}: {error}\n{_REMEDY}") from error
 
 
 def _check_listens(address: str) -> None:
@@ -141,11 +146,35 @@ def _own_stdout() -> Generator[None, None, None]:
 
 
 @contextmanager
-def _own_signals() -> Generator[None, None, None]:
-    """Keep what SIGTERM does: connecting, Ray would have it end the process at once."""
-    before = signal.getsignal(signal.SIGTERM)
+def _own_signals() -> Generator[Callable[[], None], None, None]:
+    """A function that puts back what signals did that end a run; to be called once Ray has put its own in place.
+
+    What a handler raises while Ray waits, Ray makes a plain KeyboardInterrupt of: here it is raised as it was.
+    """
+    handlers = {number: signal.getsignal(number) for number in _STOPPING}
+    raised: list[BaseException] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        handler = handlers[signal.Signals(number)]
+        try:
+            if callable(handler):
+                handler(number, frame)
+        except BaseException as error:
+            raised.append(error)
+            raise
+
     try:
-        yield
+        yield lambda: _handle({number: hear if callable(own) else own for number, own in handlers.items()})
+    except KeyboardInterrupt:
+        if raised:
+            raise raised[0] from None
+        raise
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+        _handle(handlers)
+
+
+def _handle(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Have signals handled so; only the main thread can."""
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -1,8 +1,8 @@
 """The body of a Ray task: a batch of the conversion's tasks, carried out by threads of a process on some node.
 
 What a batch reports, and in which order, is the same every time: Ray repeats a batch whose process was lost, and skips
-as many reports as had arrived. So tasks that run side by side are reported in their own order. That tasks are done is
-said once their bytes are on the disk: a node that is lost then takes nothing with it.
+as many reports as had arrived. Each report takes Ray most of a millisecond, so a batch of several tasks makes one. That
+tasks are done is said once their bytes are on the disk: a node that is lost then takes nothing with it.
 """
 
 from __future__ import annotations
@@ -76,23 +76,19 @@ def _job(run: Run) -> Job:
 
 def _reports(run: Run, job: Job, tasks: Sequence[Task]) -> Iterator[Report]:
     done: list[Done] = []
-    for task, reports in _side_by_side(run, job, tasks):
-        told = 0
-        for report in reports:
-            if isinstance(report, Done):
-                done.append(report)
-                yield Step(task.number, task.nbytes - told)
-            else:
-                told += report.nbytes
-                yield report
+    for report in _carried_out(run, job, tasks):
+        if isinstance(report, Done):
+            done.append(report)
+        else:
+            yield report
     if job.fsync:
         for path in dict.fromkeys(fill.path for task in tasks for fill in task.fills):
             _sync(run.root / path)
     yield tuple(done)
 
 
-def _side_by_side(run: Run, job: Job, tasks: Sequence[Task]) -> Iterator[tuple[Task, Iterator[Step | Done]]]:
-    """Every task with its reports, in order; one alone reports on the way, several once they are done."""
+def _carried_out(run: Run, job: Job, tasks: Sequence[Task]) -> Iterator[Step | Done]:
+    """Reports of a task that is alone, on the way; of several, which are side by side, that each is done, in order."""
     local = threading.local()
     with ExitStack() as stack:
 
@@ -104,10 +100,10 @@ def _side_by_side(run: Run, job: Job, tasks: Sequence[Task]) -> Iterator[tuple[T
             yield from local.worker.carry_out(task)
 
         if len(tasks) == 1:
-            yield tasks[0], carried(tasks[0])
+            yield from carried(tasks[0])
             return
         team = stack.enter_context(ThreadPoolExecutor(run.threads))
-        yield from zip(tasks, map(iter, team.map(lambda task: list(carried(task)), tasks)), strict=True)
+        yield from team.map(lambda task: list(carried(task))[-1], tasks)
 
 
 def _sync(path: Path) -> None:
