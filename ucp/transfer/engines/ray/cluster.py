@@ -91,8 +91,8 @@ def _connect(address: str) -> None:
         _check_joins(address)
     try:
         ray.init(address, logging_level="WARNING", **means)
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise EngineError(f"no Ray cluster at {address}: {error}\n{_REMEDY}") from error
+    except Exception as error:  # Ray raises all kinds
+        raise EngineError(f"Ray cannot be used at address {address}: {error}\n{_REMEDY}") from error
 
 
 def _check_listens(address: str) -> None:
