@@ -36,34 +36,32 @@ def made(folder: Path, count: int) -> Job:
     return replace(job, tasks=tasks, fsync=False)
 
 
-def timed(engine: Engine, job: Job, root: Path) -> tuple[float, float]:
-    """Seconds until the first report, and from there to the last."""
+def timed(engine: Engine, job: Job, root: Path) -> tuple[float, str]:
+    """Seconds until the first report, and what passed from there to the last, for each task."""
     start = time.perf_counter()
     stream = engine.run(job, root, job.tasks, workers=2, threads=1)
     next(stream)
-    first = time.perf_counter()
+    first, busy = time.perf_counter(), time.process_time()
     for _ in stream:
         pass
-    return first - start, time.perf_counter() - first
+    rest, busy = time.perf_counter() - first, time.process_time() - busy
+    count = len(job.tasks)
+    return first - start, f"{1e3 * rest / count:.2f} ms a task, {1e3 * busy / count:.2f} of them work of the driver"
 
 
 def main(count: int) -> None:
-    """Print what a batch takes: alone in its call, and eight tasks to a call."""
+    """Print what tasks take alone in their batches, and eight to a batch."""
     with tempfile.TemporaryDirectory() as folder:
         job = made(Path(folder), count)
         root = Path(folder) / "out"
-        _, alone = timed(SerialEngine(), job, root)
-        print(f"serial: {1e3 * alone / count:.2f} ms a task")
+        print(f"serial: {timed(SerialEngine(), job, root)[1]}")
         start = time.perf_counter()
         ray.init("local", num_cpus=2, include_dashboard=False, logging_level="WARNING", object_store_memory=80 << 20)
         print(f"a local Ray starts in {time.perf_counter() - start:.1f} s")
-        ray_engine._batches = lambda tasks, workers: [[task] for task in tasks]
-        for _ in range(2):  # then processes are there, and have imported ucp
-            begun, rest = timed(RayEngine(), job, root)
-            print(f"ray, a task a batch: first report after {begun:.2f} s, then {1e3 * rest / count:.2f} ms a batch")
-        ray_engine._batches = lambda tasks, workers: [tasks[low : low + 8] for low in range(0, len(tasks), 8)]
-        begun, rest = timed(RayEngine(), job, root)
-        print(f"ray, eight tasks a batch: first report after {begun:.2f} s, then {1e3 * rest / count:.2f} ms a task")
+        for size in (1, 1, 8):  # the first starts processes, which import ucp
+            ray_engine._batches = lambda tasks, workers, n=size: [tasks[at : at + n] for at in range(0, len(tasks), n)]
+            begun, told = timed(RayEngine(), job, root)
+            print(f"ray, batches of {size}: first report after {begun:.2f} s, then {told}")
         ray.shutdown()
 
 
