@@ -6,6 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 # The CPU build; a plain "torch" would pull gigabytes of CUDA packages.
 TORCH := torch==2.13.0
 DEEPSPEED := deepspeed==0.19.8
+RAY := ray==2.60.0
 TRANSFORMERS := transformers==5.23.0
 ACCELERATE := accelerate==1.15.0
 LIGHTNING := lightning==2.6.6
@@ -32,6 +33,10 @@ $(VENV)/.installed-bench: $(VENV)/.installed-dev
 
 $(VENV)/.installed-deepspeed: $(VENV)/.installed-dev
 	DS_BUILD_OPS=0 $(PIP) "$(DEEPSPEED)"
+	touch $@
+
+$(VENV)/.installed-ray: $(VENV)/.installed-dev
+	$(PIP) "$(RAY)"
 	touch $@
 
 # Of its own: the tests of DeepSpeed run without transformers, those of the Trainer with both. megatron-core needs einops and psutil.
@@ -68,7 +73,7 @@ FUZZ ?=
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
-integration: $(VENV)/.installed-deepspeed $(VENV)-transformers/.installed
+integration: $(VENV)/.installed-deepspeed $(VENV)/.installed-ray $(VENV)-transformers/.installed
 	UCP_TRANSFORMERS=$(VENV)-transformers/bin/python DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m integration -p no:xdist -s
 
 # Releases of megatron-core, unpacked side by side; tests that need one fetch it themselves.

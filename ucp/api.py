@@ -155,8 +155,12 @@ def convert(
     companions
         Which files to keep that a training script saved beside `src` (Trainer state, scheduler, tokenizer): "small"
         for those of up to 64 MiB each, "all", or "none".
+    engine
+        What does the work: "processes" (of this machine), "serial", "ray" (nodes of a Ray cluster), or any installed
+        one; its settings go into `settings`, as in {"address": "auto"}. By default processes, or none where one is
+        enough.
     workers
-        Processes; by default one per core.
+        Processes; by default one per core, on a cluster as many as `memory` allows.
     memory
         Memory for the whole run, beyond the interpreter's own: bytes, or text like "1GiB".
     resume, overwrite

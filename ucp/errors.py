@@ -29,6 +29,7 @@ A message says what was expected, what was found, where, and what to do::
     │   └── UnfinishedError         parts of the conversion are still to be done
     ├── MissingLibraryError     a library that this call needs is not installed; an ImportError too
     ├── WorkerDiedError         a worker process ended before its work was done
+    ├── EngineError             the machines that an engine works on are not as it needs them
     └── LoadError               a live model and the checkpoint do not fit
 """
 
@@ -45,6 +46,7 @@ __all__ = [
     "CorruptError",
     "CoverError",
     "DestinationError",
+    "EngineError",
     "FamilyError",
     "IdleOptionError",
     "IncompleteError",
@@ -82,6 +84,7 @@ ARGUMENTS = {
     **{f"--{name}": f"{name}=True" for name in ("virtual", "compress", "resume", "overwrite", "verify")},
     "--dtype": "dtypes={...}",
     "--set": "settings={...}",
+    "--engine": "engine=...",
     "--zero-moments": "zero_moments=...",
     "--optimizer": "optimizer=...",
     "--accept": "accept=...",
@@ -215,6 +218,10 @@ class TagError(UsageError, DestinationError):
 
 class WorkerDiedError(UcpError):
     """A worker process ended before its work was done (killed, or out of memory)."""
+
+
+class EngineError(UcpError):
+    """The machines that an engine works on cannot be reached, or are not as it needs them."""
 
 
 class LoadError(UcpError):

@@ -132,6 +132,25 @@ def _targets() -> Iterable[str]:
     return registry.names("ucp.targets")
 
 
+def _engines() -> Iterable[str]:
+    from ucp.contract import registry
+
+    return registry.names("ucp.engines")
+
+
+class _EngineOption(click.Option):
+    """An option whose help lists the installed engines, which are imported only for that."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """The option, and its help with the engines in it."""
+        from ucp.contract import registry
+
+        engines = map(registry.engine, registry.names("ucp.engines"))
+        told = ", ".join(f"{engine.name} ({engine.summary})" for engine in engines)
+        record = super().get_help_record(ctx)
+        return record and (record[0], record[1].format(engines=told))
+
+
 def family_names() -> Iterable[str]:
     """Names of the families that are installed."""
     from ucp.contract import registry
@@ -231,7 +250,7 @@ _CONVERT_OPTIONS = (
         multiple=True,
         callback=_once,
         help="What the target needs and the source does not record, e.g. num_attention_heads=32 (an unknown name lists "
-        "those there are); drop=EXTRA,... leaves extras of the source out.",
+        "those there are); drop=EXTRA,... leaves extras of the source out. Also settings of --engine.",
     ),
     click.option(
         "--names",
@@ -274,7 +293,17 @@ _CONVERT_OPTIONS = (
         "Of the files that a training script saved beside the checkpoint (Trainer state, scheduler, tokenizer, ...), "
         "keep those of up to 64 MiB each, all, or none.",
     ),
-    click.option("--workers", type=count_of, metavar="N", help="Processes.  [default: one per core]"),
+    click.option(
+        "--engine",
+        cls=_EngineOption,
+        metavar="NAME",
+        shell_complete=completed(_engines),
+        help="What does the work, with its settings by --set: {engines}.  [default: processes, or serial where one is "
+        "enough]",
+    ),
+    click.option(
+        "--workers", type=count_of, metavar="N", help="Processes.  [default: one per core; on a cluster, by --memory]"
+    ),
     _MEMORY_OPTION,
 )
 

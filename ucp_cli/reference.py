@@ -5,7 +5,7 @@ python -m ucp_cli.reference > docs/reference/cli.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import click
 
@@ -41,11 +41,12 @@ A failure is one message without a traceback; `ucp --debug VERB ...` or `UCP_DEB
 _SETTINGS = """\
 ## Settings
 
-What `--set NAME=VALUE` takes, by target. Every target takes `drop=EXTRA,...`, which leaves extras of the source out,
-and megatron also what the source records among its arguments; any other name is refused. With `--names`, and to
-megatron and huggingface, sizes of the model are taken by the names of Megatron's arguments or of config.json
-(`num_attention_heads`, `num_query_groups` or `num_key_value_heads`, `head_dim`, ...), where names are translated and
-the source does not record them. With `--optimizer zero`: `lr`, `beta1`, `beta2`, `eps`, `weight_decay`."""
+What `--set NAME=VALUE` takes, by target and by engine. Every target takes `drop=EXTRA,...`, which leaves extras of
+the source out, and megatron also what the source records among its arguments; any other name is refused. With
+`--names`, and to megatron and huggingface, sizes of the model are taken by the names of Megatron's arguments or of
+config.json (`num_attention_heads`, `num_query_groups` or `num_key_value_heads`, `head_dim`, ...), where names are
+translated and the source does not record them. With `--optimizer zero`: `lr`, `beta1`, `beta2`, `eps`,
+`weight_decay`."""
 
 
 def page() -> str:
@@ -63,14 +64,21 @@ def _sections() -> Iterator[str]:
 
 
 def _settings() -> Iterator[str]:
-    """A table for every target that takes settings."""
+    """A table for every target and every engine that takes settings."""
     for target in map(registry.target, registry.names("ucp.targets")):
-        by_meaning: dict[str, list[str]] = {}
-        for name, meaning in target.settings.items():
-            by_meaning.setdefault(meaning, []).append(f"`{name}`")
-        if by_meaning:
-            rows = [f"| {', '.join(names)} | {meaning} |" for meaning, names in by_meaning.items()]
-            yield "\n".join((f"### {target.name}", "", "| setting | value |", "|---|---|", *rows))
+        yield from _table(f"### {target.name}", target.settings)
+    for engine in map(registry.engine, registry.names("ucp.engines")):
+        yield from _table(f"### --engine {engine.name}", engine.settings)
+
+
+def _table(head: str, settings: Mapping[str, str]) -> Iterator[str]:
+    """A table of settings, if there are any."""
+    by_meaning: dict[str, list[str]] = {}
+    for name, meaning in settings.items():
+        by_meaning.setdefault(meaning, []).append(f"`{name}`")
+    if by_meaning:
+        rows = [f"| {', '.join(names)} | {meaning} |" for meaning, names in by_meaning.items()]
+        yield "\n".join((head, "", "| setting | value |", "|---|---|", *rows))
 
 
 def _with_parts(title: str, command: click.Command, ctx: click.Context) -> Iterator[str]:

@@ -3,8 +3,8 @@
 A *format* says where the bytes of a checkpoint lie (`detect`, `read`). A *target* says what files a checkpoint
 consists of (`plan`, `seal`). An *engine* carries out tasks. An *observer* is told how far they are. None of them sees
 another's insides, and none reads a tensor but the engine. Formats, targets and engines are found by entry point
-(groups `ucp.formats`, `ucp.targets`, `ucp.engines`). A format or target derives from its protocol, whose members with a
-value are capabilities: it states those it has, and inherits the rest.
+(groups `ucp.formats`, `ucp.targets`, `ucp.engines`). Each derives from its protocol, whose members with a value are
+capabilities: it states those it has, and inherits the rest.
 """
 
 from __future__ import annotations
@@ -191,7 +191,19 @@ class Engine(Protocol):
     """Carries out tasks."""
 
     name: str
-    """Name, e.g. "processes"."""
+    """Name on the command line, e.g. "processes"."""
+    summary: str
+    """What does the work, in a few words: `ucp convert --help` says it."""
+    settings: Mapping[str, str] = MappingProxyType({})
+    """What `--set NAME=VALUE` takes: name to meaning, in a few words."""
+    spans_machines: bool = False
+    """Whether it works on other machines too: then `--workers` is by default as many as the memory budget allows, not
+    one per core of this machine."""
+
+    def configured(self, settings: Mapping[str, str]) -> Engine:
+        """The same engine with these values of its `settings`. Raises UsageError for one that makes no sense."""
+        del settings
+        return self
 
     def run(
         self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int

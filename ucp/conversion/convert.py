@@ -190,17 +190,17 @@ def _taken(staging: Staging, prepared: Prepared, options: ConvertOptions) -> Ite
 
 @contextmanager
 def _released(staging: Staging) -> Iterator[None]:
-    """Let go of the place when something fails; what was written stays for --resume, unless it is wrong."""
+    """Let go of the place when something fails; tasks that were done stay for --resume, unless they are wrong."""
     try:
         yield
     except OSError as error:
-        staging.release()
+        staging.give_up()
         raise _unwritable(staging.folder, error) from error
     except (CorruptError, ReplicaError):
         staging.discard()
         raise
     except BaseException:
-        staging.release()
+        staging.give_up()
         raise
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from ucp.contract.protocols import Engine, Observer
+from ucp.contract.protocols import Observer
 from ucp.contract.registry import engine
 from ucp.conversion.journal import Line, line_of, trusted
 from ucp.conversion.prepare import Prepared
@@ -104,7 +104,7 @@ def carry_out_tasks(
 ) -> None:
     """Have an engine carry out tasks, and note each that is done."""
     job = prepared.job
-    chosen: Engine = engine("processes" if prepared.workers > 1 and len(todo) > 1 else "serial")
+    chosen = prepared.engine or engine("processes" if prepared.workers > 1 and len(todo) > 1 else "serial")
     sizes = {task.number: task.nbytes for task in todo}
     told: Counter[int] = Counter()
     threads = 1 if is_memory(staging.data) else prepared.threads  # a second one is there to work while one waits

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict, TypeVar
 
 from ucp.contract.companions import Companions
-from ucp.contract.protocols import SourceOptions
+from ucp.contract.protocols import Engine, SourceOptions
+from ucp.contract.registry import engine as engine_named
 from ucp.conversion.parts.which import PartLike, part_of
 from ucp.conversion.source.new_optimizer import NewOptimizer
 from ucp.conversion.source.replica_policy import Drift
@@ -125,6 +126,8 @@ class ConvertOptions:
     """What to make for a source without optimizer states."""
     accept: frozenset[DoubtKind] = frozenset()
     """Doubts of the source that are to be passed over."""
+    engine: Engine | None = None
+    """What does the work, with its settings; None: processes of this machine."""
     workers: int = 0
     """Processes; 0 for one per core."""
     memory: int = 1 << 30
@@ -168,6 +171,7 @@ class PlanArguments(TypedDict, total=False):
     accept: Iterable[AcceptName]
     tag: str | None
     companions: CompanionsName
+    engine: str | None
     workers: int | None
     memory: MemoryLike
 
@@ -205,6 +209,7 @@ def make_options(
     accept: Iterable[AcceptName] = (),
     tag: str | None = None,
     companions: CompanionsName = "small",
+    engine: str | None = None,
     workers: int | None = None,
     memory: MemoryLike = 1 << 30,
     resume: bool = False,
@@ -225,6 +230,7 @@ def make_options(
         raise UsageError(f"expected a tag such as global_step100; got {tag!r}")
     if part is not None and (finalize or verify):
         raise UsageError(f"{'--finalize' if finalize else '--verify'} is for when all parts are done: drop --part")
+    chosen, asked = _engine(engine, settings_of(settings or {}))
     return ConvertOptions(
         to=to,
         topology=None if topology is None else topology_of(topology),
@@ -232,7 +238,7 @@ def make_options(
             dtypes=_dtypes(dtypes or {}),
             layout="virtual" if virtual else layout,
             compress=compress,
-            settings=settings_of(settings or {}),
+            settings=asked,
             tag=tag or "",
         ),
         names=NameFilter(include=_globs(include), exclude=_globs(exclude)),
@@ -243,6 +249,7 @@ def make_options(
         optimizer=None if optimizer is None else policy_of(optimizer, NewOptimizer, "an optimizer to make"),
         accept=DoubtKind.accepted(accept),
         companions=policy_of(companions, Companions, "which files beside the checkpoint to carry along,"),
+        engine=chosen,
         workers=workers_of(workers),
         memory=nbytes_of(memory),
         resume=resume,
@@ -321,6 +328,15 @@ def settings_of(asked: Mapping[str, str | int | float]) -> dict[str, str]:
             f"expected settings by name, as in {{'num_attention_heads': 32}}, each a text or a number; got {asked!r}"
         )
     return {name: str(value) for name, value in asked.items()}
+
+
+def _engine(name: str | None, settings: dict[str, str]) -> tuple[Engine | None, dict[str, str]]:
+    """The engine of that name with those of `settings` that are its own, and the others. Raises UsageError."""
+    if name is None:
+        return None, settings
+    chosen = engine_named(name)
+    own = {setting: value for setting, value in settings.items() if setting in chosen.settings}
+    return chosen.configured(own), {setting: value for setting, value in settings.items() if setting not in own}
 
 
 def _globs(asked: Iterable[str]) -> tuple[str, ...]:

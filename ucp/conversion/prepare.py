@@ -11,7 +11,8 @@ from pathlib import Path
 import xxhash
 
 from ucp.contract.companions import Companions, chosen_companions
-from ucp.contract.protocols import Observer, SourceOptions, Target
+from ucp.contract.protocols import Engine, Observer, SourceOptions, Target
+from ucp.contract.registry import engine as registered_engine
 from ucp.contract.registry import names, recognise, target, with_callables
 from ucp.contract.state_gaps import gap_text, state_gaps, with_gaps
 from ucp.conversion.options import ConvertOptions, cores
@@ -36,13 +37,16 @@ from ucp.core.topology import Topology
 from ucp.errors import FamilyError, IdleOptionError, MisfitError, UnsupportedError, UsageError, listed, nearest
 from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.identity import producer
-from ucp.transfer.tasks import BLOCK, Job, fit_workers, make_job
+from ucp.transfer.tasks import BLOCK, SCRATCH, Job, fit_workers, make_job
 
-__all__ = ["Prepared", "Silent", "Survey", "index_as_told", "index_of", "judged", "prepare", "survey"]
+__all__ = ["Prepared", "Silent", "Survey", "index_as_told", "index_of", "judged", "prepare", "survey", "workers_of"]
 
 
 _PER_ATOM, _PER_STATE, _PER_PIECE = 4 << 10, 4 << 10, 1 << 10
 """Bytes of memory, at most, that a parameter, each of its states and each piece of these take until the end."""
+
+_THREADS = 2
+"""Threads of a worker: one works while the other waits."""
 
 
 class Silent:
@@ -66,6 +70,8 @@ class Prepared:
     """The work."""
     target: Target
     """Who planned it."""
+    engine: Engine | None
+    """Who carries it out; None: processes of this machine, or this one where one is enough."""
     workers: int
     """Processes."""
     threads: int
@@ -213,9 +219,9 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     made = HYPER if options.optimizer is not None else ()
     if made:
         settings = without_hyper(settings, known)
-    _check_settings(chosen, known, settings, by_family=by_name, also=made)
+    _check_settings(chosen, known, settings, by_family=by_name, also=made, engine=options.engine)
     index, settings, family = _named(index, chosen, options, settings)
-    _check_settings(chosen, known, settings, also=made)  # sizes that are none of this family's
+    _check_settings(chosen, known, settings, also=made, engine=options.engine)  # sizes that are none of this family's
     index = chosen_companions(_tagged(index, options.target.tag), options.companions)
     own = replace(
         options.target,
@@ -227,16 +233,28 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     plan = _planned(chosen, index, options.topology, own)
     index = _without(plan.written or index, plan)
     job = replace(make_job(index, replace(plan, written=None), options.part), fsync=options.fsync)
-    workers, threads = fit_workers(options.memory, workers=options.workers or cores(), threads=2)
+    workers, threads = workers_of(options)
     return Prepared(
         job=job,
         target=chosen,
+        engine=options.engine,
         workers=workers,
         threads=threads,
         fingerprint=_fingerprint(index, options),
         facts=_facts(job, options),
         warnings=warnings,
     )
+
+
+def workers_of(options: ConvertOptions) -> tuple[int, int]:
+    """Workers, and threads in each.
+
+    Where the user does not say: as many as cores; by an engine that has more than this machine, as memory allows.
+    """
+    most = cores()
+    if options.engine is not None and options.engine.spans_machines:
+        most = max(1, options.memory // (_THREADS * (BLOCK + SCRATCH)))
+    return fit_workers(options.memory, workers=options.workers or most, threads=_THREADS)
 
 
 def _named(
@@ -317,11 +335,12 @@ def _check_settings(
     *,
     by_family: bool = False,
     also: Collection[str] = (),
+    engine: Engine | None = None,
 ) -> None:
     """Raise UsageError naming settings that the target does not take, and those that it does.
 
     `by_family`: sizes of the model may be said as well, for the family that names are translated by. `also`: settings
-    that are taken, and not by the target.
+    that are taken, and not by the target. `engine`: has taken those of its own.
     """
     unknown = [name for name in settings if name not in known]
     if unknown and by_family:
@@ -331,12 +350,23 @@ def _check_settings(
         unknown = [name for name in unknown if name not in sizes]
     if not unknown:
         return
-    near = {name: nearest(name, [*known, *also, DROP]) for name in unknown}
-    lines = listed(f"{name}{f': did you mean {own}?' if own else ''}" for name, own in near.items())
+    working = () if engine is None else engine.settings
+    near = {name: nearest(name, [*known, *also, DROP, *working]) for name in unknown}
+    lines = listed(f"{name}{_hint(name, own)}" for name, own in near.items())
     takes = ", ".join([*chosen.settings, *also, DROP])
     more = "; any argument that the source records" if len(known) > len(chosen.settings) else ""
     more += "; sizes of the model by the names of Megatron or config.json (num_attention_heads)" if by_family else ""
+    if engine is not None:
+        more += f"; the engine {engine.name} takes {', '.join(working) or 'none'}"
     raise UsageError(f"the target {chosen.name} has no such setting (--set):\n{lines}\nIt takes {takes}{more}")
+
+
+def _hint(name: str, near: str | None) -> str:
+    """What may have been meant by a setting that nobody takes."""
+    others = [other for other in names("ucp.engines") if name in registered_engine(other).settings]
+    if others:
+        return f": a setting of --engine {' or '.join(others)}"
+    return f": did you mean {near}?" if near else ""
 
 
 def _facts(job: Job, options: ConvertOptions) -> dict[str, str]:

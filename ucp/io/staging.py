@@ -5,6 +5,7 @@ DST.ucp-partial/
     journal.jsonl   first line: fingerprint and facts of the conversion; then one line per finished task
     parts/          what each part has to itself: journals
     data/           the destination, growing; renamed to DST at the end
+    temporary-*     what a run needs while it goes on
 """
 
 from __future__ import annotations
@@ -24,13 +25,26 @@ from typing import Any
 from ucp.errors import BusyError, DestinationError, IncompleteError, OverlapError, counted, listed
 from ucp.io.folder import url_scheme
 
-__all__ = ["MARK", "PARTIAL", "Making", "Staging", "check_apart", "check_destination", "read_lines", "refuse_partial"]
+__all__ = [
+    "MARK",
+    "PARTIAL",
+    "TEMPORARY",
+    "Making",
+    "Staging",
+    "check_apart",
+    "check_destination",
+    "read_lines",
+    "refuse_partial",
+]
 
 PARTIAL = ".ucp-partial"
 """Suffix of the folder in which a destination grows."""
 
 MARK = "ucp-conversion.json"
 """File in every destination that says how it was made; only destinations that have it may be overwritten."""
+
+TEMPORARY = "temporary-"
+"""Prefix of files beside the growing destination that a run needs while it goes on."""
 
 _PATIENCE = 10.0
 """Seconds to wait for the workers of a conversion that was killed to notice it."""
@@ -132,6 +146,7 @@ class Staging:
         self.parts = self.folder / "parts"
         self._journal = self.folder / "journal.jsonl"
         self._lock: int | None = None
+        self._is_begun = False
 
     def is_complete(self, fingerprint: str) -> bool:
         """Whether `dst` is there and was made by the same conversion."""
@@ -204,9 +219,12 @@ class Staging:
     def _begin(self, making: Making, *, resume: bool, overwrite: bool) -> list[dict[str, object]]:
         """`open`, once nobody else is at work here."""
         self._check_links()
+        for left in self.folder.glob(f"{TEMPORARY}*"):
+            left.unlink()
         self._put_back()
         self._check_goal(making, resume=resume, overwrite=overwrite)
         lines = self._read_journal() if resume else []
+        self._is_begun = bool(lines)
         if lines and lines[0].get("fingerprint") != making.fingerprint:
             raise DestinationError(
                 f"{self.folder} was begun from another source, another version of it, or with other options"
@@ -248,6 +266,7 @@ class Staging:
 
     def note(self, line: dict[str, object]) -> None:
         """Add a line to the journal."""
+        self._is_begun = True
         with self._journal.open("a") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
@@ -257,6 +276,7 @@ class Staging:
         `fsync`: first wait until they are on the disk, so that they are whole after a loss of power too; without it a
         process that is killed at any moment does no harm still, as what it wrote is with the system already.
         """
+        self._is_begun = True  # what is replaced lies in the folder between the renames
         if fsync:
             _sync_tree(self.data)
         if self.dst.exists():
@@ -281,6 +301,13 @@ class Staging:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def give_up(self) -> None:
+        """`release`; and `discard` where this run began, and had finished no task: there is nothing to continue."""
+        if self._is_begun:
+            self.release()
+        else:
+            self.discard()
 
     def _check_goal(self, making: Making, *, resume: bool, overwrite: bool) -> None:
         if not self.dst.exists() or not any(self.dst.iterdir()):

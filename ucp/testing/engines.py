@@ -44,6 +44,14 @@ class EngineContract:
         tasks = tuple(Task(number=n, fills=(fill,), nbytes=fill.nbytes) for n, fill in enumerate(fills))
         return replace(job, tasks=tasks)
 
+    def test_users_are_told_what_it_is(self) -> None:
+        """By name and summary; and each of its settings, which are typed as NAME=VALUE, has a meaning."""
+        engine = self.make()
+        assert engine.name.strip()
+        assert engine.summary.strip()
+        assert all(name.isidentifier() and meaning.strip() for name, meaning in engine.settings.items())
+        assert engine.configured({}).name == engine.name
+
     @pytest.mark.parametrize(("workers", "threads"), [(1, 1), (2, 1), (1, 3), (3, 2), (20, 2)])
     def test_every_task_is_reported_once(self, job: Job, tmp_path: Path, workers: int, threads: int) -> None:
         """Whatever the number of workers, and that of tasks."""

@@ -13,9 +13,9 @@ A task holds numbers only. The pieces that fill a block are resolved by whoever 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, groupby, zip_longest
 from struct import unpack
 from typing import Protocol, TypeVar
 
@@ -43,6 +43,7 @@ __all__ = [
     "checking_placements",
     "each_task",
     "fit_workers",
+    "interleave",
     "make_job",
     "raw_slice",
 ]
@@ -69,6 +70,7 @@ class Sized(Protocol):
 
 
 S = TypeVar("S", bound=Sized)
+T = TypeVar("T")
 
 _Claims = dict[tuple[RegionPair, ...], list[tuple[int, int]]]
 """Element ranges that are spoken for, in increasing order, by the regions of the local tensor they are ranges of."""
@@ -300,6 +302,19 @@ def bundle(items: Iterable[S], *, limit: int) -> Iterator[list[S]]:
         room -= item.nbytes
     if own:
         yield own
+
+
+def interleave(items: Sequence[T], key: Callable[[T], Hashable]) -> list[T]:
+    """One item of each key in turn, in order within a key: neighbours in time then differ in key, while keys last.
+
+    >>> interleave(["a1", "a2", "a3", "b1", "c1"], key=lambda item: item[0])
+    ['a1', 'b1', 'c1', 'a2', 'a3']
+    """
+    groups: dict[Hashable, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    rounds = zip_longest(*([(item,) for item in group] for group in groups.values()), fillvalue=())
+    return [item for turn in rounds for item in chain.from_iterable(turn)]
 
 
 def _by_path(target: TargetPlan) -> list[tuple[str, list[int]]]:

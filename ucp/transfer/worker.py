@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NamedTuple
+from uuid import uuid4
 
 import xxhash
 from zlib_ng import zlib_ng
@@ -24,6 +25,7 @@ from ucp.core.slices import Locator, Piece, Slice, block_ranges, resolve, starts
 from ucp.core.tensor import TensorRef
 from ucp.errors import CorruptError
 from ucp.io.codec import encode
+from ucp.io.staging import TEMPORARY
 from ucp.io.write import read_back, start_writeback, write_at
 from ucp.transfer.drift import drift, drifts
 from ucp.transfer.gather import Gatherer, Run, Sources, Span, piece_values, run_of
@@ -174,15 +176,17 @@ class Worker:
         return Sum(section.placement, section.start, section.nbytes, digest.hexdigest(), crc)
 
     def _write_encoded(self, fill: Fill, gatherer: Gatherer, found: list[str]) -> Iterator[Sum]:
-        """A whole pack, block after block; started afresh however far an earlier try came."""
+        """A whole pack, block after block; put in place at once, as another worker may be at the same task."""
         offset = 0
-        with open(self._root / fill.path, "wb") as file:
+        growing = self._root.parent / f"{TEMPORARY}{uuid4().hex}"
+        with open(growing, "xb") as file:
             for own in self._plain(fill, gatherer, found):
                 itemsize = self._job.target.placements[own.placement].slice.dtype.itemsize
                 encoded = encode(self._buffer[: own.nbytes], itemsize)
                 file.write(encoded)
                 yield own._replace(block=(offset, len(encoded)))
                 offset += len(encoded)
+        os.replace(growing, self._root / fill.path)
 
     def _plain(self, fill: Fill, gatherer: Gatherer, found: list[str]) -> Iterator[Sum]:
         """Every section of a pack in the buffer, one after another, before it is encoded."""

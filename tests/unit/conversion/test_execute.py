@@ -209,10 +209,10 @@ class TestDestination:
         class StopError(Exception): ...
 
         class Watch:
-            def begin(self, *, title, nbytes):
+            def begin(self, *, title, nbytes): ...
+            def advance(self, nbytes):
                 raise StopError
 
-            def advance(self, nbytes): ...
             def end(self): ...
 
         with pytest.raises(StopError):
@@ -222,6 +222,21 @@ class TestDestination:
         start = time.monotonic()
         ucp.convert(source, tmp_path / "out", resume=True)
         assert time.monotonic() - start < 5
+
+    def test_nothing_is_left_of_a_run_that_did_nothing(self, source, tmp_path):
+        """There is nothing to continue, and the next try needs no --overwrite."""
+
+        class Watch:
+            def begin(self, *, title, nbytes):
+                raise KeyboardInterrupt
+
+            def advance(self, nbytes): ...
+            def end(self): ...
+
+        with pytest.raises(KeyboardInterrupt):
+            ucp.convert(source, tmp_path / "out", observer=Watch())
+        assert [path.name for path in tmp_path.iterdir()] == [source.name]
+        ucp.convert(source, tmp_path / "out")
 
     def test_links_into_what_grows_are_refused(self, source, tmp_path):
         class Watch:

@@ -25,14 +25,14 @@ import xxhash
 import zstandard
 
 from ucp.contract.registry import target
-from ucp.conversion.options import ConvertOptions, cores
+from ucp.conversion.options import ConvertOptions
 from ucp.conversion.parts.plan_values import Chunk, Encoder
-from ucp.conversion.prepare import Prepared
+from ucp.conversion.prepare import Prepared, workers_of
 from ucp.core.index import Index, SourceFile
 from ucp.core.target import TargetPlan
 from ucp.core.topology import Topology
 from ucp.io.identity import size_and_time
-from ucp.transfer.tasks import Job, Share, Task, each_task, fit_workers
+from ucp.transfer.tasks import Job, Share, Task, each_task
 
 __all__ = ["plan_path", "read_plan", "write_plan"]
 
@@ -195,7 +195,7 @@ def _share_at(byte: int, total: int, share: Share) -> int:
 def _prepared(head: Mapping[str, Any], found: Chunk, options: ConvertOptions) -> Prepared:
     path, form, notes, dropped = head["source"]
     placements, raw, compress, casts, target_notes = head["target"]
-    workers, threads = fit_workers(options.memory, workers=options.workers or cores(), threads=2)
+    workers, threads = workers_of(options)
     index = Index(
         path=path,
         format=form,
@@ -229,6 +229,7 @@ def _prepared(head: Mapping[str, Any], found: Chunk, options: ConvertOptions) ->
     return Prepared(
         job=job,
         target=target(options.to),
+        engine=options.engine,
         workers=workers,
         threads=threads,
         fingerprint=head["fingerprint"],

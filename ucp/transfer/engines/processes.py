@@ -15,21 +15,20 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Generator, Hashable, Sequence
-from itertools import chain, zip_longest
+from collections.abc import Generator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from ucp.contract.protocols import Engine
 from ucp.errors import UcpError, WorkerDiedError, counted
-from ucp.transfer.tasks import Job, Task
+from ucp.transfer.tasks import Job, Task, interleave
 from ucp.transfer.worker import Done, Step, Worker
 
 if TYPE_CHECKING:
     from multiprocess.connection import Connection
 
 __all__ = ["ProcessEngine"]
-
-T = TypeVar("T")
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a run: the parent's to act on. A terminal or a scheduler sends them to every process of a group."""
@@ -39,10 +38,11 @@ _PR_SET_PDEATHSIG = 1
 """Option of prctl(2) (linux/prctl.h)."""
 
 
-class ProcessEngine:
+class ProcessEngine(Engine):
     """`workers` processes of `threads` threads each."""
 
     name = "processes"
+    summary = "processes of this machine"
 
     def run(
         self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int
@@ -51,7 +51,7 @@ class ProcessEngine:
 
         Workers are there when this returns: whoever asks may then start threads, which must not be there at a fork.
         """
-        tasks = _interleave(tasks, key=lambda task: task.fills[0].path)  # writers of one file wait for its lock
+        tasks = interleave(tasks, key=lambda task: task.fills[0].path)  # writers of one file wait for its lock
         pool: dict[Any, Any] = {}
         try:
             with _undisturbed():
@@ -62,19 +62,6 @@ class ProcessEngine:
             _stop(pool)
             raise
         return reports
-
-
-def _interleave(items: Sequence[T], key: Callable[[T], Hashable]) -> list[T]:
-    """One item of each key in turn, in order within a key: neighbours in time then differ in key, while keys last.
-
-    >>> _interleave(["a1", "a2", "a3", "b1", "c1"], key=lambda item: item[0])
-    ['a1', 'b1', 'c1', 'a2', 'a3']
-    """
-    groups: dict[Hashable, list[T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    rounds = zip_longest(*([(item,) for item in group] for group in groups.values()), fillvalue=())
-    return [item for turn in rounds for item in chain.from_iterable(turn)]
 
 
 @contextlib.contextmanager

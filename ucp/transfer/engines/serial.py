@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
+from ucp.contract.protocols import Engine
 from ucp.transfer.tasks import Job, Task
 from ucp.transfer.worker import Done, Step, Worker
 
 __all__ = ["SerialEngine"]
 
 
-class SerialEngine:
+class SerialEngine(Engine):
     """One process, one thread; `workers` and `threads` are not used."""
 
     name = "serial"
+    summary = "this process, one task after another"
 
     def run(
         self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int

@@ -1,0 +1,200 @@
+"""The Ray engine: this process plans and keeps the journal, and Ray runs batches of tasks on the nodes of a cluster.
+
+1. `connected`: to the cluster at the address;
+2. `check_nodes`: every node that may get work runs the same ucp and sees the destination and the source;
+3. the job is put into Ray's object store, once, without its tasks; a worker process fetches and unpacks it once;
+4. tasks are bundled into batches by bytes, neighbours in a file together; as many are in flight as workers may be;
+5. Ray runs a batch where a node has room, and runs it again elsewhere where its process or its node is lost.
+
+Ray's tasks, not its actors: an actor is tied to one node, and one that was lost with its node waits for room on another
+while the work given to it waits with it; a task goes to whichever node has room next, and clusters grow and shrink.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+from uuid import uuid4
+
+from ucp.contract.protocols import Engine
+from ucp.errors import UsageError, WorkerDiedError
+from ucp.io.staging import TEMPORARY
+from ucp.transfer.engines.ray.cluster import check_address, check_installed, connected
+from ucp.transfer.engines.ray.nodes import Needs, check_nodes
+from ucp.transfer.engines.ray.probe import program
+from ucp.transfer.engines.ray.worker import Run, carry_out
+from ucp.transfer.tasks import TASK, Job, Task, bundle, interleave
+from ucp.transfer.worker import Done, Step
+
+__all__ = ["RayEngine"]
+
+_BATCH = 8 * TASK
+"""Most bytes of a batch: a call takes Ray some milliseconds, and this a second or less."""
+
+_TURNS = 4
+"""Batches that each worker should get at least, so that all end at about the same time."""
+
+_ENDING = 30.0
+"""Seconds to wait for batches that were cancelled to end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """Values of the settings."""
+
+    address: str = "auto"
+    cpus: float = 1.0
+    resource: str = ""
+    retries: int = 3
+
+    @classmethod
+    def of(cls, settings: Mapping[str, str]) -> _Asked:
+        """As users write them. Raises UsageError."""
+        usual = cls()
+        check_address(settings.get("address", usual.address))
+        return cls(
+            address=settings.get("address", usual.address),
+            cpus=_number(settings, "cpus", float, usual.cpus),
+            resource=settings.get("resource", usual.resource),
+            retries=int(_number(settings, "retries", int, usual.retries)),
+        )
+
+
+def _number(settings: Mapping[str, str], name: str, kind: type[float], default: float) -> float:
+    try:
+        number = kind(settings.get(name, default))
+        if 0 <= number < float("inf"):
+            return number
+    except ValueError:
+        pass
+    raise UsageError(f"expected --set {name}={default:g} or another number, 0 or more; got {settings[name]!r}")
+
+
+class RayEngine(Engine):
+    """Batches of tasks on a Ray cluster, `workers` of them at once, of `threads` threads each."""
+
+    name = "ray"
+    summary = "nodes of a Ray cluster"
+    settings = MappingProxyType(
+        {
+            "address": "the cluster: auto (default: `RAY_ADDRESS`, or the one that this machine is a node of), "
+            "`HOST:PORT` of its head node, or local (starts Ray on this machine for the run)",
+            "cpus": "CPUs that a worker takes of its node, as Ray counts them: 1 by default, fractions allowed",
+            "resource": "custom resource of the nodes that may do the work, such as those that mount the storage",
+            "retries": "how often work is repeated whose process or node was lost: 3 by default",
+        }
+    )
+    spans_machines = True
+
+    def __init__(self, asked: _Asked | None = None) -> None:
+        self._asked = asked or _Asked()
+
+    def configured(self, settings: Mapping[str, str]) -> RayEngine:
+        """The same engine with these values of its `settings`. Raises UsageError, MissingLibraryError."""
+        check_installed()
+        return RayEngine(_Asked.of(settings))
+
+    def run(
+        self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int
+    ) -> Generator[Done | Step, None, None]:
+        """Reports of `tasks`, in the order they finish. Nothing is connected to before the first is asked for."""
+        if not tasks:
+            return
+        room = threads * max(task.projected_bytes for task in tasks)
+        needs = Needs(cpus=self._asked.cpus, memory=room, resource=self._asked.resource)
+        with connected(self._asked.address), _published(job, root, threads) as run:
+            check_nodes(run, job.index, needs)
+            stream = _reports(_submitter(run, needs, self._asked.retries), _batches(tasks, workers), workers)
+            with closing(stream):
+                yield from stream
+
+
+@contextmanager
+def _published(job: Job, root: Path, threads: int) -> Iterator[Run]:
+    """What workers are told of a run; once this is left, none of them begins to write any more."""
+    import ray
+
+    token = root.parent / f"{TEMPORARY}{uuid4().hex}"
+    token.write_text(token.name, encoding="ascii")
+    try:
+        # what a worker has no use for stays here: literal bytes of files, extras, and the tasks, which it is sent
+        index = replace(job.index, extras=(), groups=(), files=())
+        slim = replace(job, index=index, target=replace(job.target, files=()), tasks=())
+        yield Run(job=ray.put(slim), root=root, token=token, threads=threads, program=program())
+    finally:
+        token.unlink(missing_ok=True)
+
+
+def _batches(tasks: Sequence[Task], workers: int) -> list[list[Task]]:
+    """Tasks in bundles of about equal bytes, so that neighbours go to one worker, and workers to different files."""
+    limit = min(_BATCH, sum(task.nbytes for task in tasks) // (_TURNS * workers))
+    return interleave(list(bundle(tasks, limit=limit)), key=lambda batch: batch[0].fills[0].path)
+
+
+def _submitter(run: Run, needs: Needs, retries: int) -> Any:
+    """A function that gives a batch to Ray, and returns the stream of its reports."""
+    import ray
+
+    remote = ray.remote(carry_out).options(
+        num_returns="streaming",
+        num_cpus=needs.cpus,
+        memory=needs.memory,
+        resources=needs.custom,
+        max_retries=retries,
+        scheduling_strategy="SPREAD",
+    )
+    return lambda batch: remote.remote(run, batch)
+
+
+def _reports(submit: Any, batches: Sequence[Sequence[Task]], workers: int) -> Generator[Done | Step, None, None]:
+    """What the workers report; closing it ends them."""
+    import ray
+
+    waiting = deque(batches)
+    running: dict[Any, Sequence[Task]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                batch = waiting.popleft()
+                running[submit(batch)] = batch
+            (stream, *_), _ = ray.wait(list(running), num_returns=1, fetch_local=False)
+            match _next(stream):
+                case Step() as step:
+                    yield step
+                case Exception() as error:
+                    raise error
+                case tuple() as done:
+                    del running[stream]
+                    yield from done
+    finally:
+        _cancel(list(running))
+
+
+def _next(stream: Any) -> Any:
+    """The next report of a batch. Raises WorkerDiedError where none comes."""
+    import ray
+
+    try:
+        return ray.get(next(stream))
+    except StopIteration:
+        raise WorkerDiedError("a worker ended before its tasks were done; try again with --resume") from None
+    except ray.exceptions.RayError as error:
+        raise WorkerDiedError(
+            f"a worker was lost, or could not work, as often as is tried again ({type(error).__name__}: {error}). Its "
+            "node may be out of memory. Try again with --resume, and with fewer --workers or --set retries=10"
+        ) from error
+
+
+def _cancel(running: Sequence[Any]) -> None:
+    """End the processes that carry out these batches, and wait until they are gone."""
+    import ray
+
+    for stream in running:
+        ray.cancel(stream, force=True)
+    if running:
+        ray.wait([stream.completed() for stream in running], num_returns=len(running), timeout=_ENDING)

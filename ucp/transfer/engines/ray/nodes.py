@@ -1,0 +1,149 @@
+"""Which nodes of the cluster can do the work, and whether they see what they need: asked before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ucp.core.index import Index
+from ucp.errors import DestinationError, EngineError, MissingFileError, UcpError, listed
+from ucp.io.folder import url_scheme
+from ucp.transfer.engines.ray import probe
+from ucp.transfer.engines.ray.worker import Run
+
+__all__ = ["Needs", "check_nodes"]
+
+_ANSWER = 120.0
+"""Seconds to wait for the nodes to say what they see: a process is started on each."""
+
+_LOOKED_AT = 64
+"""Most source files that a node is asked about."""
+
+_SHARE = 0.001
+"""What a batch takes of a custom resource: so little that it only chooses nodes."""
+
+_Node: TypeAlias = Mapping[str, Any]
+"""A node as `ray.nodes` describes it."""
+_File: TypeAlias = tuple[str, int, int]
+"""Path, bytes, and time of the last change in nanoseconds."""
+_Answer: TypeAlias = tuple[str, str, list[str]]
+"""What `probe.look` gives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a batch takes of its node while it runs."""
+
+    cpus: float
+    """CPUs, as Ray counts them."""
+    memory: int
+    """Bytes."""
+    resource: str
+    """Custom resource that the node must have; empty for none."""
+
+    @property
+    def custom(self) -> dict[str, float]:
+        """What it takes of custom resources."""
+        return {self.resource: _SHARE} if self.resource else {}
+
+    def are_met_by(self, node: _Node) -> bool:
+        """Whether a node has them when it is idle."""
+        wanted = {"CPU": self.cpus, "memory": self.memory, **self.custom}
+        return bool(node["Alive"]) and all(node["Resources"].get(name, 0) >= own for name, own in wanted.items())
+
+
+def check_nodes(run: Run, index: Index, needs: Needs) -> None:
+    """Ask every node that may get work what it sees. Raises EngineError, DestinationError, MissingFileError."""
+    answers = list(_answers(_fit_nodes(needs), run, _some_files(index)))
+    _refuse(
+        EngineError,
+        f"expected ucp {run.program} on every node, as here, as another may write other bytes; got",
+        [f"{node}: {program or 'not installed'}" for node, (program, _, _) in answers if program != run.program],
+        "install the same on all nodes",
+    )
+    elsewhere = "that all nodes mount at the same path; or name a custom resource of those that do: --set resource=NAME"
+    _refuse(
+        DestinationError,
+        f"expected the folder {run.root} on every node, for writing; got",
+        [f"{node}: {fault}" for node, (_, fault, _) in answers if fault],
+        f"choose a destination on storage {elsewhere}",
+    )
+    _refuse(
+        MissingFileError,
+        f"expected the files of {index.path} on every node, as they are here; these are missing or others:",
+        [f"{node}: {paths[0]}" for node, (_, _, paths) in answers if paths],
+        f"copy the source to storage {elsewhere}",
+    )
+
+
+def _refuse(kind: type[UcpError], expected: str, faults: Sequence[str], remedy: str) -> None:
+    if faults:
+        raise kind(f"{expected}\n{listed(faults)}\n{remedy}")
+
+
+def _fit_nodes(needs: Needs) -> list[_Node]:
+    """Nodes that may get work. Raises EngineError where there are none: Ray would wait for one."""
+    import ray
+
+    nodes = ray.nodes()
+    fit = [node for node in nodes if needs.are_met_by(node)]
+    if fit:
+        return fit
+    custom = f" and the custom resource {needs.resource}" if needs.resource else ""
+    shown = [f"{_name(node)}: {_resources(node['Resources'])}" for node in nodes if node["Alive"]]
+    raise EngineError(
+        f"no node of the Ray cluster has {needs.cpus:g} CPUs, {needs.memory >> 20} MiB of memory{custom}:\n"
+        f"{listed(shown)}\nask for less (--set cpus=0.5) or another resource, or wait until such a node has joined"
+    )
+
+
+def _resources(has: Mapping[str, float]) -> str:
+    """Resources of a node for a message, but for those that name it."""
+    told = {name: amount for name, amount in has.items() if ":" not in name}
+    return ", ".join(f"{name} {amount:.15g}" for name, amount in sorted(told.items()))
+
+
+def _name(node: _Node) -> str:
+    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+
+
+def _some_files(index: Index) -> list[_File]:
+    """Files of the source, as they were read, on a file system: evenly over all that there are."""
+    files = [
+        (f.path, f.nbytes, f.mtime_ns) for f in index.files if not url_scheme(Path(f.path)) and Path(f.path).exists()
+    ]
+    return files[:: -(-len(files) // _LOOKED_AT) or 1]
+
+
+def _answers(nodes: Sequence[_Node], run: Run, files: list[_File]) -> Iterator[tuple[str, _Answer]]:
+    """What each node says, under its name; nodes that are lost meanwhile are passed over. Raises EngineError."""
+    import ray
+
+    asked = _asked(nodes, run, files)
+    ready, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER)
+    faults = [(asked[ref], f"no answer within {_ANSWER:.0f} seconds") for ref in silent]
+    for ref in ready:
+        try:
+            yield _name(asked[ref]), ray.get(ref)
+        except ray.exceptions.RayError as error:
+            faults.append((asked[ref], str(error)))
+    there = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    lines = [f"{_name(node)}: {fault}" for node, fault in faults if node["NodeID"] in there]
+    _refuse(EngineError, "expected every node of the Ray cluster to answer; got", lines, "remove it, or try again")
+
+
+def _asked(nodes: Sequence[_Node], run: Run, files: list[_File]) -> dict[Any, _Node]:
+    """A task on each node, even a busy one, that looks around there."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ray.cloudpickle.register_pickle_by_value(probe)  # a node without ucp can say so
+    try:
+        look = ray.remote(num_cpus=0, max_retries=0)(probe.look)
+        on = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+        refs = [look.options(scheduling_strategy=own).remote(str(run.token), files) for own in on]
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(probe)
+    return dict(zip(refs, nodes, strict=True))

@@ -1,0 +1,67 @@
+"""What a node says of itself before it is given work: standard library only, as it runs where ucp may not be installed.
+
+Ray sends this module's functions by value.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+__all__ = ["changed_files", "look", "program", "sees"]
+
+
+def look(token: str, files: list[tuple[str, int, int]]) -> tuple[str, str, list[str]]:
+    """What the node runs, what is wrong with the destination there, and which files of the source are not the same.
+
+    `token`: see `sees`. `files`: path, bytes and time of the last change in nanoseconds, as the driver sees them.
+    """
+    return program(), sees(token), changed_files(files)
+
+
+def program() -> str:
+    """Version of ucp and digest of its code, e.g. "0.1.0 (code 1f0c29ab)"; empty where it is not installed."""
+    spec = find_spec("ucp")
+    if spec is None or spec.origin is None:
+        return ""
+    folder = Path(spec.origin).parent
+    digest = sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    try:
+        number = version("universal-checkpoint")
+    except PackageNotFoundError:
+        number = "of no version"
+    return f"{number} (code {digest.hexdigest()[:8]})"
+
+
+def sees(token: str) -> str:
+    """Why the folder of `token`, a file of the driver that holds its name, cannot be written to; empty if it can."""
+    try:
+        with open(token, "r+", encoding="ascii") as file:
+            return "" if file.read() == os.path.basename(token) else "another folder lies there"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def changed_files(files: Iterable[tuple[str, int, int]]) -> list[str]:
+    """Those of `files` that are not there, or not the same."""
+    return [path for path, *told in files if told != _size_and_time(path)]
+
+
+def _size_and_time(path: str) -> list[int]:
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return []
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def host() -> str:
+    """Name of this machine."""
+    return socket.gethostname()

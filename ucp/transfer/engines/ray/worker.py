@@ -1,0 +1,115 @@
+"""The body of a Ray task: a batch of the conversion's tasks, carried out by threads of a process on some node.
+
+What a batch reports, and in which order, is the same every time: Ray repeats a batch whose process was lost, and skips
+as many reports as had arrived. Each report takes Ray most of a millisecond, so a batch of several tasks makes one. That
+tasks are done is said once their bytes are on the disk: a node that is lost then takes nothing with it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ucp.errors import DestinationError, EngineError, UcpError, WorkerDiedError
+from ucp.transfer.engines.ray.probe import host, program, sees
+from ucp.transfer.tasks import Job, Task
+from ucp.transfer.worker import Done, Step, Worker
+
+__all__ = ["Report", "Run", "carry_out"]
+
+Report: TypeAlias = Step | tuple[Done, ...] | Exception
+"""A step; or that all tasks of a batch are done; or what went wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What every batch of a run needs to know."""
+
+    job: Any
+    """Reference to the job in Ray's object store."""
+    root: Path
+    """Where the destination grows."""
+    token: Path
+    """File that is there while the run goes on: nothing is written for one that is over."""
+    threads: int
+    """Threads of a worker."""
+    program: str
+    """ucp as the driver has it."""
+
+
+_held: dict[Path, Job] = {}
+"""The job of the last run that this process worked for, by its token: it is unpacked once."""
+
+
+def carry_out(run: Run, tasks: Sequence[Task]) -> Iterator[Report]:
+    """Write what `tasks` write; the last report says that all are done, or what went wrong."""
+    try:
+        yield from _reports(run, _job(run), tasks)
+    except (UcpError, OSError) as error:
+        error.add_note(f"on {host()}")
+        yield error
+    except Exception:  # noqa: BLE001  # reported, and raised again by the driver
+        yield WorkerDiedError(f"a worker on {host()} failed in a way that was not foreseen:\n{traceback.format_exc()}")
+
+
+def _job(run: Run) -> Job:
+    """The job; where it is not held yet, this process is asked first whether it may work on it."""
+    if run.token not in _held:
+        import ray
+
+        if program() != run.program:
+            raise EngineError(
+                f"{host()} has ucp {program()}, and the driver {run.program}; install the same on every node"
+            )
+        job: Job = ray.get(run.job)
+        _held.clear()
+        _held[run.token] = job
+    return _held[run.token]
+
+
+def _reports(run: Run, job: Job, tasks: Sequence[Task]) -> Iterator[Report]:
+    done: list[Done] = []
+    for report in _carried_out(run, job, tasks):
+        if isinstance(report, Done):
+            done.append(report)
+        else:
+            yield report
+    if job.fsync:
+        for path in dict.fromkeys(fill.path for task in tasks for fill in task.fills):
+            _sync(run.root / path)
+    yield tuple(done)
+
+
+def _carried_out(run: Run, job: Job, tasks: Sequence[Task]) -> Iterator[Step | Done]:
+    """Reports of a task that is alone, on the way; of several, which are side by side, that each is done, in order."""
+    local = threading.local()
+    with ExitStack() as stack:
+
+        def carried(task: Task) -> Iterator[Step | Done]:
+            if not hasattr(local, "worker"):
+                local.worker = stack.enter_context(closing(Worker(job, run.root)))
+            if fault := sees(str(run.token)):
+                raise DestinationError(f"{run.root} cannot be written to on {host()}, or the run is over: {fault}")
+            yield from local.worker.carry_out(task)
+
+        if len(tasks) == 1:
+            yield from carried(tasks[0])
+            return
+        team = stack.enter_context(ThreadPoolExecutor(run.threads))
+        yield from team.map(lambda task: list(carried(task))[-1], tasks)
+
+
+def _sync(path: Path) -> None:
+    """Wait until what was written to a file, from this node, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
