@@ -1,7 +1,8 @@
-"""Files of torch.save whose tensors are holes: real archives, sparse files, checksums of the zeros that are read.
+"""Files of torch.save whose tensors are holes: real archives, sparse files, checksums of what is read.
 
 1. torch writes the archive and leaves the bytes of storages out (`torch.serialization.skip_data`).
-2. Small tensors, such as counts of steps, are written as they are.
+2. Small tensors, such as counts of steps, are written as they are. Others begin with a number of their own, so that no
+   two files are copies of one another, and are zeros from there on.
 3. Checksums of all storages, which torch leaves 0 then, are those of what the file reads as.
 """
 
@@ -12,13 +13,15 @@ import struct
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
+from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from zlib_ng import zlib_ng
 
-__all__ = ["item_ends", "save_with_holes"]
+__all__ = ["Item", "item_of", "save_with_holes"]
 
 _REAL_NBYTES = 64
 """Storages of at most so many bytes are written."""
@@ -45,7 +48,7 @@ def save_with_holes(value: object, path: Path) -> None:
                 crc = _filled(file.fileno(), start, tensors[int(key)], info.file_size)
                 os.pwrite(file.fileno(), crc, entry + _CENTRAL_CRC)
                 os.pwrite(file.fileno(), crc, start + info.file_size + _DESCRIPTOR_CRC)
-            entry += _CENTRAL_NBYTES + len(info.filename.encode()) + len(info.extra) + len(info.comment)
+            entry += _entry_nbytes(info)
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
@@ -66,15 +69,23 @@ def _data_start(file: int, header: int) -> int:
 
 
 def _filled(file: int, start: int, tensor: torch.Tensor, nbytes: int) -> bytes:
-    """The checksum of a storage, as it stands in the archive; a small one is written."""
+    """The checksum of a storage, as it stands in the archive; its first bytes, or all of a small one, are written."""
     if nbytes > _REAL_NBYTES:
-        return _crc_of_zeros(nbytes).to_bytes(4, "little")
+        return _marked(file, start, nbytes)
     data = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
     os.pwrite(file, data, start)
     return zlib_ng.crc32(data).to_bytes(4, "little")
 
 
-@cache
+def _marked(file: int, start: int, nbytes: int) -> bytes:
+    """Write a number that no other storage has, and give the checksum of it and the zeros that follow."""
+    data = struct.pack("<I", next(_NUMBERS))
+    os.pwrite(file, data, start)
+    rest = nbytes - len(data)
+    return zlib_ng.crc32_combine(zlib_ng.crc32(data), _crc_of_zeros(rest), rest).to_bytes(4, "little")
+
+
+@lru_cache(maxsize=1 << 12)
 def _crc_of_zeros(nbytes: int) -> int:
     """CRC-32 of so many zeros, by doubling."""
     crc, one, length = 0, zlib_ng.crc32(b"\0"), 1
@@ -85,15 +96,56 @@ def _crc_of_zeros(nbytes: int) -> int:
     return crc
 
 
+class Item(NamedTuple):
+    """What torch.save writes of a tensor to a buffer."""
+
+    head: bytes
+    """Bytes before the elements."""
+    nbytes: int
+    """Bytes of the elements."""
+    tail: bytes
+    """Bytes after them, with a checksum in two places."""
+    sums: tuple[int, int]
+    """These places in the tail."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all."""
+        return len(self.head) + self.nbytes + len(self.tail)
+
+    def write(self, file: int, start: int) -> None:
+        """Write it at byte `start`, a hole for the elements."""
+        os.pwrite(file, self.head, start)
+        crc = _marked(file, start + len(self.head), self.nbytes)
+        tail = bytearray(self.tail)
+        for at in self.sums:
+            tail[at : at + 4] = crc
+        os.pwrite(file, tail, start + len(self.head) + self.nbytes)
+
+
 @cache
-def item_ends(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, int, bytes]:
-    """What torch.save writes of a tensor to a buffer: the bytes before its elements, their number, those after."""
+def item_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Item:
+    """A tensor of that kind, saved."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "archive.pt"  # torch names the archive so where it has no name
-        save_with_holes(torch.empty(shape, dtype=dtype), path)
+        with torch.serialization.skip_data():
+            torch.save(torch.empty(shape, dtype=dtype), path)
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-            info = archive.getinfo("archive/data/0")
+            entry = archive.start_dir
+            for info in archive.infolist():
+                if info.filename == "archive/data/0":
+                    break
+                entry += _entry_nbytes(info)
             start = _data_start(file.fileno(), info.header_offset)
-            head = os.pread(file.fileno(), start, 0)
             stop = start + info.file_size
-            return head, info.file_size, os.pread(file.fileno(), path.stat().st_size - stop, stop)
+            head = os.pread(file.fileno(), start, 0)
+            tail = os.pread(file.fileno(), path.stat().st_size - stop, stop)
+            return Item(head, info.file_size, tail, (_DESCRIPTOR_CRC, entry + _CENTRAL_CRC - stop))
+
+
+def _entry_nbytes(info: zipfile.ZipInfo) -> int:
+    """Bytes of an entry of the directory."""
+    return _CENTRAL_NBYTES + len(info.filename.encode()) + len(info.extra) + len(info.comment)
+
+
+_NUMBERS = count(1)

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from tests.bench.scale.holes import item_ends
+from tests.bench.scale.holes import item_of
 from tests.bench.scale.moe import Moe
 from ucp.core.pickle_values import GlobalName, Stub
 from ucp.io.dcp.metadata import read_metadata
@@ -156,8 +156,7 @@ class _Writer:
         """Add a chunk, of the weights or of an optimizer state."""
         key = f"{prefix}{piece.key}"
         file = self._next(piece.ranks[self._turn % len(piece.ranks)])
-        head, nbytes, tail = item_ends(dtype, piece.sizes)
-        total = len(head) + nbytes + len(tail)
+        item = item_of(dtype, piece.sizes)
         known = self._state.get(key)
         if known is None:
             known = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(piece.shape), [])
@@ -165,11 +164,10 @@ class _Writer:
         assert isinstance(known, TensorStorageMetadata)  # keys of objects are others
         place = MetadataIndex(file.named(key, 0), torch.Size(piece.offsets), len(known.chunks))
         known.chunks.append(ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)))
-        self._storage[place] = _StorageInfo(file.name, file.at, total)
+        self._storage[place] = _StorageInfo(file.name, file.at, item.total)
         file.items.append(_write_item(file.named(key, 1), piece, dtype))
-        os.pwrite(file.descriptor, head, file.at)
-        os.pwrite(file.descriptor, tail, file.at + len(head) + nbytes)
-        file.at += total
+        item.write(file.descriptor, file.at)
+        file.at += item.total
 
     def _next(self, rank: int) -> _File:
         """The file of `rank` with fewest items."""
