@@ -7,18 +7,20 @@ which name, is compared with the fixtures that DeepSpeed wrote (tests/unit/bench
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from tests.bench.scale.holes import save_with_holes
+from tests.bench.scale.holes import Holes
 from tests.bench.scale.moe import Moe
 
 __all__ = ["Group", "Layer", "expert_groups", "gpt_layers", "write_expert_run", "write_pipeline_run"]
@@ -76,6 +78,8 @@ class Layer:
     """Those that are 0-d integers and not trained."""
     plain: tuple[str, ...] = ()
     """Those of the second optimizer group: norms and biases."""
+    cut: tuple[str, ...] = ()
+    """Those that differ between tensor-parallel ranks."""
     tied: str = ""
     """Key under which stages share it; empty where it is not tied."""
     has_file: bool = True
@@ -93,9 +97,12 @@ def write_expert_run(
     tag = _begun(folder)
     for layer, start in enumerate(experts):
         for number in range(run.experts):
-            tensors = {f"{start}{number}.{name}": _bf16(shape) for name, shape in own.items()}
-            save_with_holes(tensors, tag / f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt")
-    module = OrderedDict((_anew(name), _bf16(shape)) for name, shape in dense.items())
+            holes = Holes()
+            named = {f"{start}{number}.{name}": shape for name, shape in own.items()}
+            tensors = {name: holes.tensor(shape, torch.bfloat16, {0: name}) for name, shape in named.items()}
+            holes.save(tensors, tag / f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt")
+    holes = Holes()
+    module = OrderedDict((_anew(name), holes.tensor(shape, torch.bfloat16, {0: name})) for name, shape in dense.items())
     model = {
         "module": module,
         "buffer_names": [],
@@ -106,10 +113,10 @@ def write_expert_run(
         "num_experts": [run.experts],
         "ds_autoep_layers": None,
     }
-    save_with_holes(model, tag / "mp_rank_00_model_states.pt")
+    holes.save(model, tag / "mp_rank_00_model_states.pt")
     for rank in range(run.ranks):
         places = [rank // (run.ranks // group.holders) for group in run.groups]
-        _write_optimizer(tag, run.groups, places, rank=rank, mp=0)
+        _write_optimizer(tag, run.groups, places, rank=rank, mp=0, named=partial(_numbered, run, rank))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +129,20 @@ class Experts:
     """Experts of a layer."""
     groups: tuple[Group, ...]
     """Groups of the optimizer, names of experts counted on their own rank."""
+
+    @property
+    def ep(self) -> int:
+        """Expert-parallel ranks."""
+        return self.ranks // min(group.holders for group in self.groups)
+
+
+def _numbered(run: Experts, rank: int, name: str) -> str:
+    """Name of a parameter of data-parallel rank `rank`, experts counted over all ranks."""
+    first = rank % run.ep * (run.experts // run.ep)
+    return _EXPERT.sub(lambda found: f"{found[1]}{first + int(found[2])}.", name)
+
+
+_EXPERT = re.compile(r"(deepspeed_experts\.)(\d+)\.")
 
 
 def expert_groups(moe: Moe, *, ranks: int, ep: int) -> tuple[dict[str, Shape], list[str], dict[str, Shape], Experts]:
@@ -175,8 +196,10 @@ def write_pipeline_run(
     hyper = ({"lr": 0.01, "weight_decay": 0.1}, {"lr": 0.02, "weight_decay": 0.0})
     for number, layer in enumerate(layers):
         for rank in range(tp if layer.has_file else 0):
-            tensors = OrderedDict((name, _in_layer(layer, name)) for name in layer.shapes)
-            save_with_holes(tensors, tag / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
+            holes = Holes()
+            start = _start(layer, number)
+            tensors = OrderedDict((name, _in_layer(holes, layer, name, start, rank)) for name in layer.shapes)
+            holes.save(tensors, tag / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
     for stage, numbers in enumerate(stages):
         own = {f"{_start(layers[n], n)}{name}": (layers[n], name) for n in numbers for name in layers[n].shapes}
         buffers = [full for full, (layer, name) in own.items() if name in layer.buffers]
@@ -199,9 +222,10 @@ def write_pipeline_run(
                 "ds_version": VERSION,
                 "universal_checkpoint_info": info,
             }
-            save_with_holes(model, tag / f"mp_rank_{mp:02d}_model_states.pt")
+            Holes().save(model, tag / f"mp_rank_{mp:02d}_model_states.pt")
+            names = {full: _of_rank(layer, name, full, mp % tp) for full, (layer, name) in own.items()}
             for rank in range(dp):
-                _write_optimizer(tag, groups, [rank, rank], rank=rank, mp=mp)
+                _write_optimizer(tag, groups, [rank, rank], rank=rank, mp=mp, named=names.__getitem__)
 
 
 def gpt_layers(*, layers: int, hidden: int, vocabulary: int, tp: int) -> tuple[list[Layer], object]:
@@ -216,6 +240,8 @@ def gpt_layers(*, layers: int, hidden: int, vocabulary: int, tp: int) -> tuple[l
     ):
         block |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
     plain = tuple(name for name in block if name in norms or name.endswith("bias"))
+    whole = (*norms, "self_attention.dense.bias", "mlp.dense_4h_to_h.bias")
+    cut = tuple(name for name in block if name not in whole)
     word = {"word_embeddings.weight": (vocabulary // tp, hidden)}
     ends = dict.fromkeys(_ENDS, (hidden,))
     info = {
@@ -239,10 +265,10 @@ def gpt_layers(*, layers: int, hidden: int, vocabulary: int, tp: int) -> tuple[l
         ],
     }
     made = [
-        Layer(shapes=word, tied="embed"),
-        *(Layer(shapes=block, plain=plain) for _ in range(layers)),
+        Layer(shapes=word, cut=tuple(word), tied="embed"),
+        *(Layer(shapes=block, plain=plain, cut=cut) for _ in range(layers)),
         Layer(shapes=ends, plain=_ENDS),
-        Layer(shapes=word, tied="embed", has_file=False),
+        Layer(shapes=word, cut=tuple(word), tied="embed", has_file=False),
     ]
     return made, info
 
@@ -254,8 +280,16 @@ def _start(layer: Layer, number: int) -> str:
     return f"tied_modules.{layer.tied}." if layer.tied else f"{number}."
 
 
-def _in_layer(layer: Layer, name: str) -> torch.Tensor:
-    return torch.tensor(STEP) if name in layer.buffers else _bf16(layer.shapes[name])
+def _of_rank(layer: Layer, name: str, full: str, rank: int) -> str:
+    """What marks a tensor of a tensor-parallel rank: those that are not cut are the same on all."""
+    return f"{full} {rank}" if name in layer.cut else full
+
+
+def _in_layer(holes: Holes, layer: Layer, name: str, start: str, rank: int) -> torch.Tensor:
+    if name in layer.buffers:
+        return torch.tensor(STEP)
+    marks = {0: _of_rank(layer, name, f"{start}{name}", rank)}
+    return holes.tensor(layer.shapes[name], torch.bfloat16, marks)
 
 
 def _begun(folder: Path) -> Path:
@@ -264,10 +298,6 @@ def _begun(folder: Path) -> Path:
     tag.mkdir(parents=True)
     (folder / "latest").write_text(_TAG)
     return tag
-
-
-def _bf16(shape: Shape) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.bfloat16)
 
 
 def _anew(name: str) -> str:
@@ -309,17 +339,20 @@ class fragment_address:  # noqa: N801  # its name in DeepSpeed
 
 
 def _write_optimizer(
-    tag: Path, groups: Sequence[Group], places: Sequence[int], *, rank: int, mp: int
+    tag: Path, groups: Sequence[Group], places: Sequence[int], *, rank: int, mp: int, named: Callable[[str], str]
 ) -> None:
-    """Write the file of one rank. `places`: which share of each group it has."""
+    """Write the file of one rank. `places`: which share of each group it has. `named`: what marks a parameter."""
+    holes = Holes()
     cuts = [_share(group, place) for group, place in zip(groups, places, strict=True)]
     states = {
         number: {
             "step": torch.tensor(float(STEP)),
-            "exp_avg": torch.empty(numel),
-            "exp_avg_sq": torch.empty(numel),
+            **{
+                name: holes.tensor((own.numel,), torch.float32, {0: f"{name} of {number} on {mp}.{rank}"})
+                for name in ("exp_avg", "exp_avg_sq")
+            },
         }
-        for number, (numel, _, _) in enumerate(cuts)
+        for number, own in enumerate(cuts)
     }
     inner = {
         "state": states,
@@ -328,32 +361,52 @@ def _write_optimizer(
     saved = {
         "clip_grad": 1.0,
         "base_optimizer_state": inner,
-        "single_partition_of_fp32_groups": [torch.empty(numel) for numel, _, _ in cuts],
-        "group_paddings": [padding for _, padding, _ in cuts],
+        "single_partition_of_fp32_groups": [
+            holes.tensor((own.numel,), torch.float32, {at: named(name) for at, name in own.starts.items()})
+            for own in cuts
+        ],
+        "group_paddings": [own.padding for own in cuts],
         "partition_count": [group.holders for group in groups],
         "ds_version": VERSION,
-        "param_slice_mappings": [mapping for _, _, mapping in cuts],
+        "param_slice_mappings": [own.mapping for own in cuts],
     }
     root = {"optimizer_state_dict": saved, "ds_config": _config(groups[0].holders), "ds_version": VERSION}
     with _importable():
-        save_with_holes(root, tag / f"bf16_zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt")
+        holes.save(root, tag / f"bf16_zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt")
 
 
-def _share(group: Group, place: int) -> tuple[int, int, OrderedDict[str, fragment_address]]:
-    """Elements of a share, padding in it, and the parameters in it (`BF16_Optimizer._create_param_mapping`)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """A rank's share of a group."""
+
+    numel: int
+    """Its elements."""
+    padding: int
+    """How many of them are padding."""
+    mapping: OrderedDict[str, fragment_address]
+    """The parameters in it."""
+    starts: Mapping[int, str]
+    """Element where a parameter begins; -1 where it began with the last element of the share before."""
+
+
+def _share(group: Group, place: int) -> _Share:
+    """Share `place` of a group (`BF16_Optimizer._create_param_mapping`, bf16_optimizer.py, 0.19.8)."""
     used = sum(map(prod, group.shapes.values()))
     unit = 2 * group.holders  # nccl_start_alignment_factor
     numel = -(-used // unit) * 2
     low, high = place * numel, (place + 1) * numel
     mapping: OrderedDict[str, fragment_address] = OrderedDict()
+    starts: dict[int, str] = {}
     at = 0
     for name, shape in group.shapes.items():
+        if -1 <= at - low < numel:
+            starts[at - low] = name
         first, last = max(at, low), min(at + prod(shape), high)
         if first < last:
             mapping[name] = fragment_address(numel=last - first, start=first - low)
         at += prod(shape)
     padding = numel * group.holders - used if place == group.holders - 1 else 0
-    return numel, padding, mapping
+    return _Share(numel=numel, padding=padding, mapping=mapping, starts=starts)
 
 
 @contextmanager

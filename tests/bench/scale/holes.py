@@ -1,8 +1,9 @@
 """Files of torch.save whose tensors are holes: real archives, sparse files, checksums of what is read.
 
 1. torch writes the archive and leaves the bytes of storages out (`torch.serialization.skip_data`).
-2. Small tensors, such as counts of steps, are written as they are. Others begin with a number of their own, so that no
-   two files are copies of one another, and are zeros from there on.
+2. Small tensors, such as counts of steps, are written as they are. Of others a *mark* is written, two values that
+   follow from a name, and the rest are zeros: no two files are copies of one another, and a master in fp32, rounded,
+   is the weight in bf16.
 3. Checksums of all storages, which torch leaves 0 then, are those of what the file reads as.
 """
 
@@ -14,41 +15,85 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
-from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from zlib_ng import zlib_ng
 
-__all__ = ["Item", "item_of", "save_with_holes"]
+__all__ = ["Holes", "Item", "item_of", "mark"]
 
-_REAL_NBYTES = 64
-"""Storages of at most so many bytes are written."""
 _LOCAL = struct.Struct("<26xHH")
 _CENTRAL_NBYTES = 46
 _CENTRAL_CRC = 16
 _DESCRIPTOR_CRC = 4
 
 
-def save_with_holes(value: object, path: Path) -> None:
-    """`torch.save(value, path)`, with holes where the tensors in `value` (on the CPU, one storage each) are not small.
+class Holes:
+    """Makes tensors whose bytes are never looked at, and saves them."""
 
-    A tensor may be `torch.empty`: its bytes are not looked at.
-    """
-    with torch.serialization.skip_data():
-        torch.save(value, path)
-    with path.open("r+b", buffering=0) as file, zipfile.ZipFile(path) as archive:
-        entry = archive.start_dir
-        tensors = list(_tensors(value))
-        for info in archive.infolist():
-            folder, _, key = info.filename.rpartition("/")
-            if folder.endswith("/data"):
-                start = _data_start(file.fileno(), info.header_offset)
-                crc = _filled(file.fileno(), start, tensors[int(key)], info.file_size)
-                os.pwrite(file.fileno(), crc, entry + _CENTRAL_CRC)
-                os.pwrite(file.fileno(), crc, start + info.file_size + _DESCRIPTOR_CRC)
-            entry += _entry_nbytes(info)
+    def __init__(self) -> None:
+        self._marks: dict[int, dict[int, int]] = {}
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, marks: Mapping[int, str]) -> torch.Tensor:
+        """A tensor to be saved. `marks`: element to the name that is marked there; it may lie outside by one."""
+        made = torch.empty(shape, dtype=dtype)
+        values = ((at + nth, value) for at, name in marks.items() for nth, value in enumerate(mark(name)))
+        self._marks[id(made)] = {at: value for at, value in values if 0 <= at < made.numel()}
+        return made
+
+    def save(self, value: object, path: Path) -> None:
+        """`torch.save(value, path)`, with holes where a tensor is of `tensor`; others are written."""
+        with torch.serialization.skip_data():
+            torch.save(value, path)
+        with path.open("r+b", buffering=0) as file, zipfile.ZipFile(path) as archive:
+            entry = archive.start_dir
+            tensors = list(_tensors(value))
+            for info in archive.infolist():
+                folder, _, key = info.filename.rpartition("/")
+                if folder.endswith("/data"):
+                    start = _data_start(file.fileno(), info.header_offset)
+                    crc = self._fill(file.fileno(), start, tensors[int(key)], info.file_size)
+                    os.pwrite(file.fileno(), crc, entry + _CENTRAL_CRC)
+                    os.pwrite(file.fileno(), crc, start + info.file_size + _DESCRIPTOR_CRC)
+                entry += _entry_nbytes(info)
+
+    def _fill(self, file: int, start: int, tensor: torch.Tensor, nbytes: int) -> bytes:
+        """Write what is written of a storage; its checksum, as it stands in the archive."""
+        marks = self._marks.get(id(tensor))
+        if marks is not None:
+            return _fill(file, start, nbytes, tensor.dtype, marks)
+        data = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+        os.pwrite(file, data, start)
+        return zlib_ng.crc32(data).to_bytes(4, "little")
+
+
+def mark(name: str) -> tuple[int, int]:
+    """Bits of two positive bfloat16 numbers."""
+    first, second = divmod(zlib_ng.crc32(name.encode()), 1 << 16)
+    return _LEAST + first % _NUMBERS, _LEAST + second % _NUMBERS
+
+
+_LEAST, _NUMBERS = 0x0080, 0x7F00
+"""Bits of the smallest number that is not subnormal, and how many there are from there on."""
+
+
+def _fill(file: int, start: int, nbytes: int, dtype: torch.dtype, marks: Mapping[int, int]) -> bytes:
+    """Write marks, given as element to the bits of a bfloat16; the checksum of all with the zeros between."""
+    form = "<I" if dtype is torch.float32 else "<H"
+    shift, item = (16, 4) if dtype is torch.float32 else (0, 2)
+    crc, at = 0, 0
+    for element, bits in sorted(marks.items()):
+        data = struct.pack(form, bits << shift)
+        os.pwrite(file, data, start + element * item)
+        crc = _with_zeros(crc, element * item - at)
+        crc, at = zlib_ng.crc32(data, crc), (element + 1) * item
+    return _with_zeros(crc, nbytes - at).to_bytes(4, "little")
+
+
+def _with_zeros(crc: int, nbytes: int) -> int:
+    """Checksum of bytes with that checksum and so many zeros."""
+    return zlib_ng.crc32_combine(crc, _crc_of_zeros(nbytes), nbytes) if nbytes else crc
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
@@ -66,23 +111,6 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 def _data_start(file: int, header: int) -> int:
     name, extra = _LOCAL.unpack(os.pread(file, _LOCAL.size, header))
     return header + _LOCAL.size + int(name) + int(extra)
-
-
-def _filled(file: int, start: int, tensor: torch.Tensor, nbytes: int) -> bytes:
-    """The checksum of a storage, as it stands in the archive; its first bytes, or all of a small one, are written."""
-    if nbytes > _REAL_NBYTES:
-        return _marked(file, start, nbytes)
-    data = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
-    os.pwrite(file, data, start)
-    return zlib_ng.crc32(data).to_bytes(4, "little")
-
-
-def _marked(file: int, start: int, nbytes: int) -> bytes:
-    """Write a number that no other storage has, and give the checksum of it and the zeros that follow."""
-    data = struct.pack("<I", next(_NUMBERS))
-    os.pwrite(file, data, start)
-    rest = nbytes - len(data)
-    return zlib_ng.crc32_combine(zlib_ng.crc32(data), _crc_of_zeros(rest), rest).to_bytes(4, "little")
 
 
 @lru_cache(maxsize=1 << 12)
@@ -103,6 +131,8 @@ class Item(NamedTuple):
     """Bytes before the elements."""
     nbytes: int
     """Bytes of the elements."""
+    dtype: torch.dtype
+    """Their type."""
     tail: bytes
     """Bytes after them, with a checksum in two places."""
     sums: tuple[int, int]
@@ -113,10 +143,10 @@ class Item(NamedTuple):
         """Bytes of all."""
         return len(self.head) + self.nbytes + len(self.tail)
 
-    def write(self, file: int, start: int) -> None:
-        """Write it at byte `start`, a hole for the elements."""
+    def write(self, file: int, start: int, name: str) -> None:
+        """Write it at byte `start`, the elements marked by `name` and a hole."""
         os.pwrite(file, self.head, start)
-        crc = _marked(file, start + len(self.head), self.nbytes)
+        crc = _fill(file, start + len(self.head), self.nbytes, self.dtype, dict(enumerate(mark(name))))
         tail = bytearray(self.tail)
         for at in self.sums:
             tail[at : at + 4] = crc
@@ -140,12 +170,10 @@ def item_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Item:
             stop = start + info.file_size
             head = os.pread(file.fileno(), start, 0)
             tail = os.pread(file.fileno(), path.stat().st_size - stop, stop)
-            return Item(head, info.file_size, tail, (_DESCRIPTOR_CRC, entry + _CENTRAL_CRC - stop))
+            return Item(head, info.file_size, dtype, tail, (_DESCRIPTOR_CRC, entry + _CENTRAL_CRC - stop))
 
 
 def _entry_nbytes(info: zipfile.ZipInfo) -> int:
     """Bytes of an entry of the directory."""
     return _CENTRAL_NBYTES + len(info.filename.encode()) + len(info.extra) + len(info.comment)
 
-
-_NUMBERS = count(1)

@@ -45,6 +45,7 @@ __all__ = ["Layout", "write_torch_dist"]
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "megatron" / "mixtral-ep4-dp4-full" / "checkpoint"
 ITERATION = "iter_0000010"
 _STATES = ("param", "exp_avg", "exp_avg_sq")
+_MASTER = "optimizer.state.param."
 _FILES = 2
 """Files of a rank (`thread_count` of the writer)."""
 
@@ -166,7 +167,7 @@ class _Writer:
         known.chunks.append(ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)))
         self._storage[place] = _StorageInfo(file.name, file.at, item.total)
         file.items.append(_write_item(file.named(key, 1), piece, dtype))
-        item.write(file.descriptor, file.at)
+        item.write(file.descriptor, file.at, f"{key.removeprefix(_MASTER)} {piece.offsets}")
         file.at += item.total
 
     def _next(self, rank: int) -> _File:

@@ -76,12 +76,13 @@ def test_a_pipeline_is_written_as_deepspeed_does(tmp_path: Path) -> None:
         **{"qkv.weight": (8, 8), "dense.weight": (8, 4), "dense.bias": (8,)},
         **{"gate_up.weight": (12, 8), "down.weight": (8, 6)},
     }
-    own = Layer(shapes=block, buffers=("seen",), plain=(*norms, "dense.bias"))
+    cut = ("scale", "qkv.weight", "dense.weight", "gate_up.weight", "down.weight")
+    own = Layer(shapes=block, buffers=("seen",), plain=(*norms, "dense.bias"), cut=cut)
     layers = [
-        Layer(shapes=word, tied="embed"),
+        Layer(shapes=word, cut=("word.weight",), tied="embed"),
         *[own] * 3,
         Layer(shapes={"weight": (8,), "bias": (8,)}, plain=("weight", "bias")),
-        Layer(shapes=word, tied="embed", has_file=False),
+        Layer(shapes=word, cut=("word.weight",), tied="embed", has_file=False),
     ]
     folder = FIXTURES / "z1-pp2-tp2-dp2-bf16" / "checkpoint" / "global_step3"
     info = read_archive(str(folder / "mp_rank_00_model_states.pt")).root["universal_checkpoint_info"]  # type: ignore[index]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.scale.holes import item_of, save_with_holes
+from tests.bench.scale.holes import Holes, item_of
 from ucp.io.torch_file.archive import read_archive
 
 torch = pytest.importorskip("torch")
@@ -16,17 +16,21 @@ torch = pytest.importorskip("torch")
 
 def test_checksums_hold_and_small_tensors_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
-    save_with_holes({"step": torch.tensor(3.0), "big": [torch.empty(50, 3)]}, path)
+    holes = Holes()
+    big, weight = holes.tensor((50, 3), torch.float32, {7: "w"}), holes.tensor((50, 3), torch.bfloat16, {7: "w"})
+    holes.save({"step": torch.tensor(3.0), "big": [big], "weight": weight}, path)
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
     loaded = torch.load(path)
     assert float(loaded["step"]) == 3.0
-    assert loaded["big"][0].count_nonzero() == 1
+    assert loaded["big"][0].count_nonzero() == 2
+    assert loaded["weight"].equal(loaded["big"][0].to(torch.bfloat16))
 
 
 def test_large_files_take_no_space(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
-    save_with_holes({"big": torch.empty(3 << 29)}, path)
+    holes = Holes()
+    holes.save({"big": holes.tensor((3 << 29,), torch.float32, {0: "big"})}, path)
     stat = path.stat()
     assert stat.st_size > 6 << 30
     assert stat.st_blocks * 512 < 1 << 20
@@ -37,7 +41,7 @@ def test_large_files_take_no_space(tmp_path: Path) -> None:
 def test_an_item_is_what_torch_writes_to_a_buffer(tmp_path: Path) -> None:
     item = item_of(torch.float32, (30, 7))
     with (tmp_path / "item").open("w+b", buffering=0) as file:
-        item.write(file.fileno(), 0)
+        item.write(file.fileno(), 0, "w")
     buffer = io.BytesIO()
     value = torch.load(tmp_path / "item")
     torch.save(value, buffer)
