@@ -36,6 +36,12 @@ class Problems:
             if first != usual:
                 self.wrong.append(f"{file}: of another run: {what} is {described(value)}, elsewhere {elsewhere}")
 
+    def add(self, others: Problems) -> None:
+        """Add those of another."""
+        self.missing += others.missing
+        self.wrong += others.wrong
+        self.unsupported += others.unsupported
+
     def raise_any(self, where: str, what: str) -> None:
         """Raise one error with all problems, if there are any.
 

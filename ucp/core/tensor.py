@@ -55,7 +55,8 @@ class TensorRef:
     """Byte of the decoded block where element [0, ..., 0] stands, when a codec is named."""
 
     def __post_init__(self) -> None:
-        if len(self.shape) != len(self.strides) or min((self.offset, *self.shape, *self.strides)) < 0:
+        shape, strides = self.shape, self.strides
+        if len(shape) != len(strides) or self.offset < 0 or (shape and (min(shape) < 0 or min(strides) < 0)):
             raise ValueError(f"not a tensor reference: {self!r}")
 
     @property

@@ -227,9 +227,10 @@ def _tasks(target: TargetPlan, crosswise: Collection[int]) -> Iterator[Sequence[
 def _crosswise(index: Index, target: TargetPlan) -> frozenset[int]:
     """Placements and raw copies whose blocks are spread over the source."""
     found = set()
+    known: dict[object, bool] = {}
     for number, placement in enumerate(target.placements):
         own = placement.slice
-        if is_crosswise(own, index.atoms[own.param].states[own.state], nbytes=BLOCK):
+        if is_crosswise(own, index.atoms[own.param].states[own.state], nbytes=BLOCK, known=known):
             found.add(number)
     for number, raw in enumerate(target.raw, len(target.placements)):
         own, locator = raw_slice(raw.src)

@@ -48,13 +48,34 @@ CALL = 32 << 10
 """Bytes that could be read in the time that a read of its own for a short run costs."""
 
 
-def is_crosswise(own: Slice, state: StateIndex, *, nbytes: int, times: float = 2) -> bool:
+def is_crosswise(
+    own: Slice, state: StateIndex, *, nbytes: int, times: float = 2, known: dict[object, bool] | None = None
+) -> bool:
     """Whether filling a slice in its own order, `nbytes` at a time, would cost `times` its bytes, or be in short runs.
 
-    So would comparing it with the copies that the source holds.
+    So would comparing it with the copies that the source holds. `known`: answers so far, for others that lie alike.
     """
     if state.nbytes < LEAST or own.start == own.stop or _is_plain(own, state):
         return False
+    if known is None:
+        return _is_costly(own, state, nbytes, times)
+    alike = _lie(own, state), nbytes, times
+    if alike not in known:
+        known[alike] = _is_costly(own, state, nbytes, times)
+    return known[alike]
+
+
+def _lie(own: Slice, state: StateIndex) -> object:
+    """All that the cost of filling a slice depends on: how it and what the source holds lie, not where."""
+    held = [
+        (piece.box, piece.replica, piece.term, ref.dtype, ref.strides, isinstance(ref, TensorRef) and bool(ref.codec))
+        for piece, ref in ((piece, piece.ref) for piece in state.fragments)
+    ]
+    return own.pairs, own.local_shape, own.start, own.stop, own.dtype, state.global_shape, state.overlap, (*held,)
+
+
+def _is_costly(own: Slice, state: StateIndex, nbytes: int, times: float) -> bool:
+    """`is_crosswise`, found by resolving one block."""
     stop = min(own.stop, own.start + nbytes // own.dtype.itemsize)
     source = Locator(state)
     return any(

@@ -8,6 +8,7 @@ lies; the functions here turn the call into a `TensorRef`. A call of any other f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ucp.core.dtypes import DType
 from ucp.core.pickle_values import GlobalName
@@ -56,8 +57,7 @@ _MOST_DIMS = 64
 _DTYPES = {dtype.value: dtype for dtype in DType}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageId:
+class StorageId(NamedTuple):
     """What a persistent id says of a storage."""
 
     kind: GlobalName
@@ -159,7 +159,9 @@ def rebuilt_parameter(args: tuple[object, ...]) -> object:
 
 def _is_lazy(metadata: object) -> bool:
     """Whether the elements stand for their conjugate or negative (torch._utils.get_tensor_metadata)."""
-    return metadata is not None and metadata != {} and not _all_false(metadata)
+    if metadata is None or (isinstance(metadata, dict) and not metadata):
+        return False
+    return not _all_false(metadata)
 
 
 def _all_false(metadata: object) -> bool:

@@ -12,9 +12,9 @@ the next member agree on it, and reads the local header where they do not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from struct import Struct
+from typing import NamedTuple
 
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.files import SourceFile
@@ -82,8 +82,7 @@ class Window:
         return self.file.read(self.start + offset, nbytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZipMember:
+class ZipMember(NamedTuple):
     """One stored member."""
 
     name: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from ucp.io.pickle.fields import text
 from ucp.io.torch_file.archive import read_archive
 from ucp_formats.deepspeed.locate import TagFolder
 from ucp_formats.deepspeed.names import FileName, Role
+from ucp_formats.deepspeed.read.side_by_side import read_side_by_side
 from ucp_formats.deepspeed.refusals import refuse_contents
 
 __all__ = ["SavedFile", "parsed", "read_files", "source_files", "try_read"]
@@ -45,9 +47,19 @@ class SavedFile:
 
 def read_files(folder: TagFolder, problems: Problems) -> list[SavedFile]:
     """Every file of the grammar that can be read. Raises UnsupportedError for layouts that are not read."""
-    files = [read for name in folder.files if (read := try_read(folder.path, name, problems)) is not None]
+    files = []
+    for read, found in read_side_by_side(partial(_try_apart, folder.path), list(folder.files)):
+        problems.add(found)
+        if read is not None:
+            files.append(read)
     refuse_contents(str(folder.path), {file.name.name: file.root for file in files})
     return files
+
+
+def _try_apart(folder: Path, name: FileName) -> tuple[SavedFile | None, Problems]:
+    """The file of that name, or None, and what is wrong with it."""
+    problems = Problems()
+    return try_read(folder, name, problems), problems
 
 
 def try_read(folder: Path, name: FileName, problems: Problems) -> SavedFile | None:

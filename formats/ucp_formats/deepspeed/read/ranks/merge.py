@@ -141,6 +141,7 @@ class _Merger:
         self.wrong: list[str] = []
         self.extras: list[Extra] = []
         self.notes: list[str] = []
+        self._counts: dict[tuple[int, ...], StateIndex] = {}
 
     def states(self, name: str) -> dict[str, State]:
         """Whole states of a parameter."""
@@ -156,13 +157,12 @@ class _Merger:
 
     def _state(self, name: str, key: str, held: Sequence[tuple[RankPart, State]]) -> State:
         layout = self.layouts.get(name)
-        where = [f"{own.dtype} {list(_shape(own)) if layout is None else ''}" for _, own in held]
-        if len(set(where)) > 1:
-            self.wrong.append(f"{name}/{key}: {' and '.join(dict.fromkeys(where))} on several model-parallel ranks")
+        if len({(own.dtype, _shape(own) if layout is None else None) for _, own in held}) > 1:
+            where = dict.fromkeys(f"{own.dtype} {list(_shape(own)) if layout is None else ''}" for _, own in held)
+            self.wrong.append(f"{name}/{key}: {' and '.join(where)} on several model-parallel ranks")
         counts = [(part, own) for part, own in held if isinstance(own, StateIndex)]
         if len(counts) == len(held):
-            pieces = [(part, piece) for part, own in counts for piece in own.fragments]
-            return replace(counts[0][1], fragments=self._copies(f"{name}/{key}", pieces))
+            return self._count(f"{name}/{key}", counts)
         tensors = [(part, own) for part, own in held if isinstance(own, StoredTensor)]
         odd = [part.mp for part, _ in counts]
         if layout is not None:
@@ -171,6 +171,18 @@ class _Merger:
             self.wrong.append(f"{name}/{key}: of another shape than the parameter on model-parallel rank {odd}")
             return held[0][1]
         return self._joined(name, tensors)
+
+    def _count(self, what: str, counts: Sequence[tuple[RankPart, StateIndex]]) -> StateIndex:
+        """A count of several ranks as one: made once for all parameters that share the counts of the ranks."""
+        shared = tuple([id(own) for _, own in counts])
+        made = self._counts.get(shared)
+        if made is None:
+            before = len(self.wrong)
+            pieces = [(part, piece) for part, own in counts for piece in own.fragments]
+            made = replace(counts[0][1], fragments=self._copies(what, pieces))
+            if len(self.wrong) == before:
+                self._counts[shared] = made
+        return made
 
     def _joined(
         self, name: str, held: Sequence[tuple[RankPart, StoredTensor]], *, in_stage: bool = False

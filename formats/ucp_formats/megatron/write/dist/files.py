@@ -10,12 +10,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from ucp.core.dtypes import DType
 from ucp.io.dcp.emit import DcpDraft, NewChunk
 from ucp.io.torch_file.draft import Drafted, FileDraft
-from ucp.core.layout import place
+from ucp.core.layout import Layout, place
 from ucp.core.region import Box, RegionPair, intersect
 from ucp.core.names import WEIGHT
 from ucp.core.target import Literal, OutputFile
@@ -46,9 +47,10 @@ def plan_dist(own: TargetRun, folder: str) -> tuple[Drafted, ...]:
     draft = DcpDraft(folder)
     style = key_style(own.arguments)
     for tensor in own.model.tensors:
+        boxes = _rank_boxes(tensor, own.topology)
         for part in stored_parts(tensor, own.model, style):
             for key, state, dtype in _stored_states(own, tensor, part.key):
-                chunks = list(_chunks(own, tensor, part, state, dtype))
+                chunks = list(_chunks(tensor, boxes, part, state, dtype))
                 draft.tensor(key, dtype, part.shape, chunks)
     for key in extra_state_keys(own.model, style):
         draft.value(key, [None])
@@ -72,17 +74,26 @@ def _stored_states(own: TargetRun, tensor: ModelTensor, key: str) -> Iterator[tu
             yield f"optimizer.state.{state}.{key}", state, DType(own.dtypes.get(state, dtype))
 
 
-def _chunks(own: TargetRun, tensor: ModelTensor, part: StoredPart, state: str, dtype: DType) -> Iterator[NewChunk]:
-    """One chunk per box that a rank of the run holds."""
+def _chunks(
+    tensor: ModelTensor, boxes: Sequence[Box], part: StoredPart, state: str, dtype: DType
+) -> Iterator[NewChunk]:
+    """One chunk per box that a rank of the run holds. `boxes`: these."""
     lead = tuple(at for at, _ in part.lead)
-    for box in _rank_boxes(tensor, own.topology):
-        shared = intersect(box, part.box)
-        if shared is None:
+    for box in boxes:
+        pair = _shared(box, part.box)
+        if pair is None:
             continue
-        offsets = tuple(a - b for a, b in zip(shared.offsets, part.box.offsets, strict=True))
-        whole = Box.whole(shared.sizes)
-        parts = tensor.parts((RegionPair(shared, whole),), shared.sizes, state, dtype)
-        yield NewChunk(offsets=(*lead, *offsets), sizes=(*((1,) * len(lead)), *shared.sizes), parts=parts)
+        offsets = tuple(a - b for a, b in zip(pair.whole.offsets, part.box.offsets, strict=True))
+        sizes = pair.local.sizes
+        parts = tensor.parts((pair,), sizes, state, dtype)
+        yield NewChunk(offsets=(*lead, *offsets), sizes=(*((1,) * len(lead)), *sizes), parts=parts)
+
+
+@lru_cache(maxsize=1 << 12)
+def _shared(box: Box, part: Box) -> RegionPair | None:
+    """What two boxes have in common, one object for all tensors that are cut alike."""
+    shared = intersect(box, part)
+    return None if shared is None else RegionPair(shared, Box.whole(shared.sizes))
 
 
 def _rank_boxes(tensor: ModelTensor, topology: Topology) -> list[Box]:
@@ -90,9 +101,14 @@ def _rank_boxes(tensor: ModelTensor, topology: Topology) -> list[Box]:
     degrees = {"tp": topology.tp, "etp": topology.expert_tp}
     if all(degrees[axis] == 1 for axis in tensor.match.axes(degrees)):
         return [Box.whole(tensor.shape)]
-    layout = tensor.match.layout(axes=degrees, global_shape=tensor.shape)
-    placed = (own for coords in layout.ranks() for own in place(layout, tensor.shape, coords=coords))
-    return list(dict.fromkeys(own.box for own in placed if own.replica == 0 and own.box.numel))
+    return list(_boxes(tensor.match.layout(axes=degrees, global_shape=tensor.shape), tensor.shape))
+
+
+@lru_cache(maxsize=1 << 12)
+def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    """Boxes of a tensor that ranks hold under a layout."""
+    placed = (own for coords in layout.ranks() for own in place(layout, shape, coords=coords))
+    return tuple(dict.fromkeys(own.box for own in placed if own.replica == 0 and own.box.numel))
 
 
 def _common(own: TargetRun) -> dict[str, object]:
