@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import FamilyError, IdleOptionError, MisfitError, UnsupportedError, UsageError, listed, nearest
 from ucp.io.dcp.collection import no_cycle_collection
+from ucp.io.folder import files_below
 from ucp.io.identity import producer
 from ucp.transfer.tasks import BLOCK, Job, fit_workers, make_job
 
@@ -122,12 +122,11 @@ def survey(path: Path) -> Survey:
     """What lies at `path`, from names and sizes alone. Raises UnknownFormatError, IncompleteError."""
     fmt, evidence = recognise(path)
     root = evidence.root.absolute()
-    found = (Path(folder) / name for folder, _, names in os.walk(root) for name in names)
     return Survey(
         path=str(root),
         format=fmt.name,
         evidence=evidence.reasons,
-        files=tuple(_present(file) for file in (sorted(found) if root.is_dir() else [root])),
+        files=tuple(_present(file) for file in (sorted(files_below(root)) if root.is_dir() else [root])),
     )
 
 
@@ -366,7 +365,7 @@ def _fingerprint(index: Index, options: ConvertOptions) -> str:
     asked = [
         producer(),
         index.format,
-        sorted((file.path, file.nbytes, file.mtime_ns) for file in index.files),
+        sorted((file.path, file.nbytes, file.mtime_ns, *filter(None, (file.version,))) for file in index.files),
         options.to,
         str(options.topology),
         asdict(options.target),
