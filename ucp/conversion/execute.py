@@ -16,7 +16,7 @@ from ucp.conversion.verify import owners
 from ucp.core.index import Index
 from ucp.core.target import Literal, OutputFile
 from ucp.errors import CorruptError, ReplicaError, counted, listed
-from ucp.io.identity import producer
+from ucp.io.identity import check_unchanged, producer
 from ucp.io.staging import MARK, Staging
 from ucp.io.write import is_memory
 from ucp.transfer.checksums import gaps, mismatches
@@ -129,6 +129,7 @@ def _check_source(index: Index, written: Written) -> None:
             "the files were damaged after they were saved; copy them again, or use another checkpoint"
         )
     written.spans.extend(gatherer.spans)
+    check_unchanged(index.files)
 
 
 def _mark(prepared: Prepared, files: Sequence[OutputFile]) -> OutputFile:

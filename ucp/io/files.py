@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import sys
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from ucp.io.remote.ahead import Ahead, Extent
     from ucp.io.remote.file import RemoteFile
 
-__all__ = ["LocalFile", "SourceFile", "Sources", "open_source", "split_parts"]
+__all__ = ["LocalFile", "SourceFile", "Sources", "let_go", "open_source", "split_parts"]
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 OPEN_FILES = 128
@@ -218,6 +219,13 @@ def open_source(path: str) -> SourceFile:
 
 def _parts(path: str) -> tuple[str, ...]:
     return (path,) if is_there(path) else split_parts(path) or (path,)
+
+
+def let_go() -> None:
+    """End connections to stores, which a process must not inherit: to be called before one is forked."""
+    used = sys.modules.get("ucp.io.remote.link")
+    if used is not None:
+        used.hang_up()
 
 
 def split_parts(path: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from ucp.contract.protocols import Observer
 from ucp.conversion.options import AcceptName, DtypeLike, MemoryLike, TopologyLike, ZeroMomentsName, type_path
 from ucp.conversion.prepare import index_as_told, index_of
+from ucp.io.identity import check_unchanged
 from ucp.live.adapters import LiveRequest
 from ucp.live.exchange.carry import carry
 from ucp.live.exchange.traffic import Traffic
@@ -225,7 +226,9 @@ def load_into(
 def _carried(decision: Decision, landing: Sequence[torch.Tensor], ranks: Ranks, asked: LoadAsked) -> Traffic:
     """Bring everything that was decided to where it lands."""
     try:
-        return carry(decision.wants, landing, ranks, replace(asked.carry, records=decision.index.records))
+        traffic = carry(decision.wants, landing, ranks, replace(asked.carry, records=decision.index.records))
+        together(ranks, lambda: check_unchanged(decision.index.files))
+        return traffic
     except Exception as error:
         error.add_note("It was found under way: the model may be partly overwritten, do not use it")
         raise

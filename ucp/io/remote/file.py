@@ -163,8 +163,8 @@ class RemoteFile:
     def _check(self, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise MalformedError(
-                f"expected {nbytes} bytes at {offset}; the object ends at {self.nbytes}: {self.path} is truncated. Copy "
-                "it again"
+                f"expected {nbytes} bytes at {offset}; the object ends at {self.nbytes}: {self.path} is truncated. "
+                "Copy it again"
             )
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ucp.errors import UcpError, WorkerDiedError, counted
+from ucp.io.files import let_go
 from ucp.transfer.tasks import Job, Task
 from ucp.transfer.worker import Done, Step, Worker
 
@@ -53,6 +54,7 @@ class ProcessEngine:
         """
         tasks = _interleave(tasks, key=lambda task: task.fills[0].path)  # writers of one file wait for its lock
         pool: dict[Any, Any] = {}
+        let_go()
         try:
             with _undisturbed():
                 _start(pool, job, root, tasks, workers=workers, threads=threads)
@@ -177,7 +179,7 @@ def _serve(
     def serve() -> None:
         worker = Worker(job, root)
         try:
-            for report in chain.from_iterable(map(worker.carry_out, iter(take, None))):
+            for report in worker.carry_out_all(iter(take, None)):
                 send(report)
         except (UcpError, OSError) as error:
             send(error)
