@@ -58,6 +58,9 @@ class SourceFile(Protocol):
     def read(self, offset: int, nbytes: int) -> bytes:
         """The `nbytes` bytes at `offset`. Raises MalformedError past the end of the file."""
 
+    def expect(self, stretches: Sequence[tuple[int, int]]) -> None:
+        """Have stretches (first byte, one past the last) come that will be read in this order, if it takes long."""
+
     def close(self) -> None:
         """Close the file; reading afterwards is an error."""
 
@@ -133,6 +136,9 @@ class LocalFile:
         buffer = bytearray(nbytes)
         self.read_into([memoryview(buffer)], offset)
         return bytes(buffer)
+
+    def expect(self, stretches: Sequence[tuple[int, int]]) -> None:
+        """Nothing: the system reads ahead."""
 
     def close(self) -> None:
         """Close the file; reading afterwards is an error."""

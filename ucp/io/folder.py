@@ -58,10 +58,10 @@ def given(text: str | PathLike[str]) -> Path:
     if not is_url(text) or scheme_of(text) == "file":
         return Path(text)
     check_url(text)
-    from ucp.io.remote.listing import forget
+    from ucp.io.remote.listing import named
 
     path = RemotePath(text)
-    forget(str(path))
+    named(str(path))
     return path
 
 

@@ -231,6 +231,7 @@ class _Ends:
         self._file = file
         self.path = file.path
         self._spans = list(_spans(items))
+        file.expect(self._spans)
         self._starts = [start for start, _ in self._spans]
         self._held: OrderedDict[int, bytes] = OrderedDict()
         self._last = _Span(0, 0, b"")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -22,6 +22,10 @@ BUDGET = 32 << 20
 _REQUEST = 4 << 20
 _GAP = 128 << 10
 """Bytes that are read in vain rather than by a request of their own."""
+
+
+_PASSED = 50
+"""A request that was read past is done with when less than one byte in so many is left of it."""
 
 
 class Extent(NamedTuple):
@@ -46,12 +50,6 @@ class Readable(Protocol):
         """Requests under way: first byte, one past the last, what comes."""
 
 
-class Opener(Protocol):
-    """Who opens files by path."""
-
-    def __call__(self, path: str) -> Readable: ...
-
-
 @dataclass(slots=True, eq=False)
 class _Request:
     """A stretch of a file that is read at once."""
@@ -74,7 +72,7 @@ class _Request:
 class Ahead:
     """What one thread will read."""
 
-    def __init__(self, opened: Opener) -> None:
+    def __init__(self, opened: Callable[[str], Readable]) -> None:
         """`opened`: gives the file at a path."""
         self._opened = opened
         self._waiting: deque[_Request] = deque()
@@ -113,9 +111,7 @@ class Ahead:
                 end = min(stop, request.stop)
                 self._copy(file, request, view[at - offset : end - offset], at)
                 request.left -= round((end - at) * share)
-                if request.left <= 0:
-                    self._end(request)
-                    self._go_on()
+                self._tidy(request, end)
             at = end
 
     def _find(self, path: str, offset: int) -> tuple[_Request | None, int]:
@@ -136,6 +132,17 @@ class Ahead:
             start, end = max(low, offset), min(high, stop)
             if start < end:
                 view[start - offset : end - offset] = memoryview(data.result())[start - low : end - low]
+
+    def _tidy(self, request: _Request, upto: int) -> None:
+        """End requests that are used up: what is strided may leave a little of one that was read past."""
+        own = self._files[request.path]
+        place = own.index(request)
+        passed = (other for other in own[:place] if other.parts and other.left * _PASSED < other.nbytes)
+        done = [*(other for other in passed if other.stop <= upto), *([request] if request.left <= 0 else [])]
+        for other in done:
+            self._end(other)
+        if done:
+            self._go_on()
 
     def _begin(self, request: _Request, file: Readable) -> None:
         request.parts = file.start(request.start, request.stop)
@@ -179,21 +186,30 @@ def _groups(extents: Iterable[Extent]) -> Iterator[list[Extent]]:
 
 def _requests(extents: Iterable[Extent], batch: int) -> Iterator[_Request]:
     """Extents of some files, joined where they are near one another and cut where they are long."""
-    low = high = used = 0
-    path = ""
+    joined: list[Extent] = []
+    high = 0
     for extent in sorted(extents):
-        if extent.path != path or extent.start > high + _GAP:
-            yield from _cut(path, low, high, used, batch)
-            path, low, high, used = extent.path, extent.start, extent.stop, 0
-        high, used = max(high, extent.stop), used + extent.nbytes
-    yield from _cut(path, low, high, used, batch)
+        if joined and (extent.path != joined[0].path or extent.start > high + _GAP):
+            yield from _cut(joined, high, batch)
+            joined, high = [], 0
+        joined.append(extent)
+        high = max(high, extent.stop)
+    if joined:
+        yield from _cut(joined, high, batch)
 
 
-def _cut(path: str, low: int, high: int, used: int, batch: int) -> Iterator[_Request]:
-    """Requests of about equal length for one stretch."""
-    count = -(-(high - low) // _REQUEST)
-    step = -(-(high - low) // count) if count else 1
-    for start in range(low, high, step):
-        stop = min(start + step, high)
-        left = -(-used * (stop - start) // (high - low))
-        yield _Request(path=path, start=start, stop=stop, left=max(1, left), batch=batch)
+def _cut(extents: Sequence[Extent], high: int, batch: int) -> Iterator[_Request]:
+    """Requests of about equal length for one stretch, each with how many of its bytes will be used."""
+    low = extents[0].start
+    count = max(1, -(-(high - low) // _REQUEST))
+    step = max(1, -(-(high - low) // count))
+    used = [0] * count
+    for own in extents:
+        for number in range((own.start - low) // step, min(count, -(-(own.stop - low) // step))):
+            start, stop = low + number * step, low + (number + 1) * step
+            common = min(own.stop, stop) - max(own.start, start)
+            used[number] += common * own.nbytes // max(1, own.stop - own.start)
+    for number, left in enumerate(used):
+        start = low + number * step
+        if left:
+            yield _Request(path=extents[0].path, start=start, stop=min(start + step, high), left=left, batch=batch)

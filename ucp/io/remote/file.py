@@ -15,18 +15,16 @@ from itertools import pairwise
 from typing import Self
 
 from ucp.errors import MalformedError, MissingFileError
-from ucp.io.remote.ahead import Ahead
+from ucp.io.remote.ahead import Ahead, Extent
+from ucp.io.remote.ends import BLOCK, end_of
 from ucp.io.remote.failures import changed
 from ucp.io.remote.link import link_of
 from ucp.io.remote.listing import Entry, entry_of
 
-__all__ = ["BLOCK", "REQUEST", "RemoteFile"]
+__all__ = ["REQUEST", "RemoteFile"]
 
 REQUEST = 4 << 20
 """Bytes of one request, at most."""
-
-BLOCK = 256 << 10
-"""Bytes that are read for a small read; those at the end of a file are one block."""
 
 _SMALL = 64 << 10
 """Bytes of a small read."""
@@ -49,6 +47,7 @@ class RemoteFile:
         self._parts: list[tuple[str, Entry]] = []
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
         self._ahead = ahead
+        self._is_alone = ahead is None
         for part in parts:
             entry = _found(part)
             self._starts.append(self.nbytes)
@@ -96,8 +95,15 @@ class RemoteFile:
         self._fill(memoryview(data), offset)
         return bytes(data)
 
+    def expect(self, stretches: Sequence[tuple[int, int]]) -> None:
+        """Have stretches (first byte, one past the last) come that will be read in this order."""
+        self._ahead = Ahead(lambda _: self)
+        self._ahead.expect((Extent(self.path, low, high, high - low) for low, high in stretches), batch=0)
+
     def close(self) -> None:
         """Let go of what is kept."""
+        if self._is_alone and self._ahead is not None:
+            self._ahead.drop(batch=0)
         self._blocks.clear()
 
     def __enter__(self) -> Self:
@@ -144,13 +150,18 @@ class RemoteFile:
             low, high = self._block(at)
             data = self._blocks.get(low)
             if data is None:
-                data = self._blocks[low] = b"".join(own.result() for _, _, own in self.start(low, high))
+                data = self._blocks[low] = self._fetched(low, high)
                 if len(self._blocks) > _KEPT:
                     self._blocks.popitem(last=False)
             self._blocks.move_to_end(low)
             end = min(stop, high)
             view[at - offset : end - offset] = data[at - low : end - low]
             at = end
+
+    def _fetched(self, low: int, high: int) -> bytes:
+        if len(self._parts) == 1:
+            return end_of(*self._parts[0], low, high)
+        return b"".join(own.result() for _, _, own in self.start(low, high))
 
     def _block(self, offset: int) -> tuple[int, int]:
         """The block of a byte: of those counted from the start, or the last bytes of the file."""

@@ -21,7 +21,7 @@ from ucp.errors import AccessError
 from ucp.io.remote.link import link_of, version_of
 from ucp.io.remote.url import bucket_of
 
-__all__ = ["Entry", "entry_of", "folder_of", "forget", "missing_bucket"]
+__all__ = ["Entry", "entry_of", "folder_of", "forget", "missing_bucket", "named", "siblings"]
 
 _SIDE_BY_SIDE = 8
 """Folders of one parent after which all that is below the parent is listed."""
@@ -36,7 +36,7 @@ class Entry:
     nbytes: int = 0
     """Bytes of an object."""
     mtime_ns: int = 0
-    """Time of its last change, whole seconds, in nanoseconds since 1970; 0 where the store does not say."""
+    """Time of its last change, nanoseconds since 1970; 0 where the store does not say."""
     version: str = ""
     """What changes whenever its bytes do (ETag, generation), as far as the store has such a thing."""
 
@@ -56,14 +56,23 @@ class _Seen:
     """What was asked for by itself."""
     asked: dict[str, int] = field(default_factory=dict)
     """URL to how many folders in it were listed."""
+    around: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    """URL of a folder to every object below it, where that was asked for."""
     lock: threading.RLock = field(default_factory=threading.RLock)
 
 
 _seen = _Seen()
 
 
+def named(url: str) -> None:
+    """See everything afresh at and around a URL, which a user named as that of a checkpoint."""
+    forget(url)
+    with _seen.lock:
+        _seen.roots.add(url)
+
+
 def forget(url: str) -> None:
-    """See everything afresh at and around the URL that a user named."""
+    """See everything afresh at and around a URL."""
     with _seen.lock:
         folder = url + "/"
         above = tuple(_above(url))
@@ -72,7 +81,7 @@ def forget(url: str) -> None:
                 del known[own]
         for own in [own for own in _seen.single if _parent(own) in above]:
             del _seen.single[own]
-        _seen.roots.add(url)
+        _seen.around.clear()
 
 
 def entry_of(url: str) -> Entry | None:
@@ -94,6 +103,27 @@ def folder_of(url: str) -> Mapping[str, Entry] | None:
     """Names in a folder, sorted, and what they are; None where there is no such folder. Raises SourceError."""
     with _seen.lock:
         return _listed(url)
+
+
+def siblings(url: str) -> tuple[str, dict[str, Entry]]:
+    """What is known without asking of the objects around one: the folder they are in, and each with what it is.
+
+    That is the folder of the object; or the one above, where all below it was listed.
+    """
+    with _seen.lock:
+        parent = _parent(url)
+        root = _parent(parent)
+        if _seen.asked.get(root, 0) <= _SIDE_BY_SIDE:
+            return parent, _objects(parent)
+        if root not in _seen.around:
+            inside = [own for own in _seen.folders if own == root or own.startswith(root + "/")]
+            _seen.around[root] = {name: own for folder in inside for name, own in _objects(folder).items()}
+        return root, _seen.around[root]
+
+
+def _objects(folder: str) -> dict[str, Entry]:
+    inside = _seen.folders.get(folder) or {}
+    return {f"{folder}/{name}": own for name, own in inside.items() if not own.is_folder}
 
 
 def missing_bucket(url: str) -> str:
@@ -156,17 +186,20 @@ def _folder(found: Mapping[str, Mapping[str, Any]]) -> _Folder:
 def _entry(own: Mapping[str, Any]) -> Entry:
     if own["type"] == "directory":
         return Entry(is_folder=True)
-    return Entry(is_folder=False, nbytes=int(own["size"] or 0), mtime_ns=_time(own), version=version_of(own))
+    version = version_of(own)
+    return Entry(is_folder=False, nbytes=int(own["size"] or 0), mtime_ns=_time(own, exact=not version), version=version)
 
 
-def _time(own: Mapping[str, Any]) -> int:
-    """Whole seconds, which is what all answers of a store agree in; all there is where there is no version."""
+def _time(own: Mapping[str, Any], *, exact: bool) -> int:
+    """Nanoseconds; whole seconds, in which all answers of a store agree, unless nothing else tells versions apart."""
     found = next((own[key] for key in ("LastModified", "mtime", "updated", "created") if own.get(key)), None)
     if isinstance(found, str):
         found = datetime.fromisoformat(found)
     if isinstance(found, datetime):
-        return int(found.timestamp()) * 10**9
-    return int(found * 10**9) if isinstance(found, int | float) else 0
+        found = found.timestamp()
+    if not isinstance(found, int | float):
+        return 0
+    return round(found * 10**6) * 1000 if exact else int(found) * 10**9
 
 
 def _parent(url: str) -> str:
