@@ -35,8 +35,8 @@ from ucp.core.topology import Topology
 from ucp.errors import FamilyError, IdleOptionError, MisfitError, UnsupportedError, UsageError, listed, nearest
 from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.folder import files_below
-from ucp.io.identity import producer
-from ucp.transfer.tasks import BLOCK, Job, fit_workers, make_job
+from ucp.io.identity import is_remote, producer
+from ucp.transfer.tasks import BLOCK, SCRATCH, Job, fit_workers, make_job
 
 __all__ = ["Prepared", "Silent", "Survey", "index_as_told", "index_of", "judged", "prepare", "survey"]
 
@@ -101,7 +101,17 @@ class Prepared:
     @property
     def projected_bytes(self) -> int:
         """Memory that the workers need at once."""
-        return self.workers * self.threads * max((task.projected_bytes for task in self.job.tasks), default=0)
+        each = max((task.projected_bytes for task in self.job.tasks), default=0)
+        return self.workers * self.threads * (each + ahead_bytes(self.job.index))
+
+
+def ahead_bytes(index: Index) -> int:
+    """Memory of each thread for what of stores is on its way."""
+    if not is_remote(index.files):
+        return 0
+    from ucp.io.remote.ahead import BUDGET
+
+    return BUDGET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +236,8 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     plan = _planned(chosen, index, options.topology, own)
     index = _without(plan.written or index, plan)
     job = replace(make_job(index, replace(plan, written=None)), fsync=options.fsync)
-    workers, threads = fit_workers(options.memory, workers=options.workers or cores(), threads=2)
+    lane = BLOCK + SCRATCH + ahead_bytes(index)
+    workers, threads = fit_workers(options.memory, workers=options.workers or cores(), threads=2, lane=lane)
     return Prepared(
         job=job,
         target=chosen,

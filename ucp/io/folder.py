@@ -10,7 +10,7 @@ RemotePath('s3://bucket/run/step1')
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 
@@ -26,6 +26,7 @@ __all__ = [
     "names_in",
     "names_of_folder",
     "path_of",
+    "see_afresh",
     "seen_from",
     "short_text",
     "url_scheme",
@@ -63,6 +64,16 @@ def given(text: str | PathLike[str]) -> Path:
     path = RemotePath(text)
     named(str(path))
     return path
+
+
+def see_afresh(paths: Iterable[str]) -> None:
+    """Ask stores again for those of `paths` that are URLs when they are next looked at."""
+    folders = {os.path.dirname(path) for path in paths if is_url(path)}
+    if folders:
+        from ucp.io.remote.listing import forget
+
+        for folder in folders:
+            forget(folder)
 
 
 def absolute(path: str | PathLike[str]) -> str:

@@ -14,9 +14,9 @@ import xxhash
 from ucp.core.index import SourceFile
 from ucp.errors import ChangedError, listed
 from ucp.io.files import open_source, split_parts
-from ucp.io.folder import is_there, is_url, names_in, path_of
+from ucp.io.folder import is_there, is_url, names_in, path_of, see_afresh
 
-__all__ = ["check_unchanged", "entry_points", "identity_of", "producer", "size_and_time", "source_file"]
+__all__ = ["check_unchanged", "entry_points", "identity_of", "is_remote", "producer", "size_and_time", "source_file"]
 
 _TAIL = 64 << 10
 """Bytes at each end of a file that its identity is taken from."""
@@ -75,6 +75,11 @@ def source_file(path: str, role: str) -> SourceFile:
     return SourceFile(path=path, nbytes=nbytes, mtime_ns=mtime_ns, role=role, version=_version(path))
 
 
+def is_remote(files: Iterable[SourceFile]) -> bool:
+    """Whether some of the files that an index lists are objects of a store."""
+    return any(is_url(file.path) for file in files)
+
+
 def check_unchanged(files: Iterable[SourceFile]) -> None:
     """Raise ChangedError where objects of stores are others now than an index lists. Files of disks are not looked at.
 
@@ -83,10 +88,7 @@ def check_unchanged(files: Iterable[SourceFile]) -> None:
     remote = [file for file in files if is_url(file.path)]
     if not remote:
         return
-    from ucp.io.remote.listing import forget
-
-    for folder in {os.path.dirname(file.path) for file in remote}:
-        forget(folder)
+    see_afresh(file.path for file in remote)
     changed = [file.path for file in remote if _now(file) != (file.nbytes, file.mtime_ns, file.version)]
     if changed:
         raise ChangedError(

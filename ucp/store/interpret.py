@@ -22,7 +22,7 @@ from ucp.core.region import Box, local_flat_pairs
 from ucp.core.tensor import InlineTensor, Record, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, MissingFileError, UcpError, UnsupportedError, UsageError, counted, listed
-from ucp.io.folder import is_there, is_url, seen_from
+from ucp.io.folder import is_there, is_url, see_afresh, seen_from
 from ucp.io.identity import size_and_time, source_file
 from ucp.store.checked import (
     Json,
@@ -73,6 +73,8 @@ def files_of(document: object, root: Path) -> tuple[ReferredFile, ...]:
         described = [as_object(file) for file in as_list(top["files"])]
         virtual = of_kind(top["virtual"], bool)
         paths = [_referred(file, root) if virtual else inside(root, as_text(file["path"])) for file in described]
+        if virtual:
+            see_afresh(paths)
         missing = [path for path in paths if not _is_there(path, whole=not virtual)]
         if missing:
             raise MissingFileError(

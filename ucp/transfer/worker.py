@@ -25,7 +25,7 @@ from ucp.core.slices import Locator, Piece, Slice, block_ranges, resolve, resolv
 from ucp.core.tensor import TensorRef
 from ucp.errors import CorruptError
 from ucp.io.codec import encode
-from ucp.io.folder import is_url
+from ucp.io.identity import is_remote
 from ucp.io.write import read_back, start_writeback, write_at
 from ucp.transfer.drift import drift, drifts
 from ucp.transfer.gather import Gatherer, Run, Sources, Span, extent_of, piece_values, run_of
@@ -109,7 +109,7 @@ class Worker:
         self._job = job
         self._root = root
         self._sources = Sources(job.index.files)
-        self._is_remote = any(is_url(file.path) for file in job.index.files)
+        self._is_remote = is_remote(job.index.files)
         self._announced: dict[int, int] = {}
         self._tracked = frozenset(record.path for record in job.index.records)
         self._locator = lru_cache(LOCATORS)(self._make_locator)
