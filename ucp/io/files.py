@@ -229,9 +229,11 @@ def _parts(path: str) -> tuple[str, ...]:
 
 def let_go() -> None:
     """End connections to stores, which a process must not inherit: to be called before one is forked."""
-    used = sys.modules.get("ucp.io.remote.link")
-    if used is not None:
-        used.hang_up()
+    if "ucp.io.remote.ends" in sys.modules:
+        from ucp.io.remote import ends, link
+
+        ends.clear()
+        link.hang_up()
 
 
 def split_parts(path: str) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ def impatient(monkeypatch):
     """Time-outs of a second, not of fifteen."""
     s3fs = pytest.importorskip("s3fs")
     monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 1)
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     from ucp.io.files import let_go
 
     let_go()
@@ -82,7 +82,10 @@ def test_a_request_that_hangs_is_tried_again(url, proxy, tmp_path):
     ],
 )
 def test_what_does_not_pass_is_one_line(url, proxy, kind, error, told):
+    from ucp.io.remote import ends
+
     index = ucp.open(url)
+    ends.clear()
     proxy.behaviour.fault = some(kind, times=1 << 30)
     name, state = next((atom.name, state) for atom, state, _ in index.index.states())
     text = refused(lambda: index.read(name, state), error)
@@ -159,7 +162,8 @@ def test_nobody_listens(url, monkeypatch):
     from ucp.io.files import let_go
 
     let_go()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    assert "cannot be reached" in refused(lambda: ucp.inspect(url), ConnectionLostError)
+    let_go()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:hiddenpassword@127.0.0.1:9")
-    text = refused(lambda: ucp.inspect(url), ConnectionLostError)
-    assert "cannot be reached" in text
-    assert "hiddenpassword" not in text
+    assert "hiddenpassword" not in refused(lambda: ucp.inspect(url), UcpError)

@@ -11,6 +11,7 @@ that (`ucp.io.remote.file`).
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -62,6 +63,14 @@ class _Seen:
 
 
 _seen = _Seen()
+
+
+def _unlock() -> None:
+    """In a child of a fork: whoever held it is not there."""
+    _seen.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_unlock)
 
 
 def named(url: str) -> None:

@@ -79,9 +79,11 @@ def test_a_marker_object_of_a_folder_is_no_entry(memory, monkeypatch):
     assert list(names_in(given("memory://b/run"))) == ["x.pt"]
 
 
-def test_a_child_makes_connections_of_its_own(memory, monkeypatch):
+def test_a_child_makes_connections_of_its_own(memory):
+    """What is done in a child when a process is forked, done here."""
     first = link_of("memory://")
-    monkeypatch.setattr(links.os, "getpid", lambda: -1)
+    links._start_anew()
     assert link_of("memory://") is not first
     assert first in links._left
     links._left.clear()
+    first.close()
