@@ -138,7 +138,9 @@ class Link:
         size = {"size": seen.nbytes} if self._is_s3 and seen.version else {}  # nothing is asked of the store then
         file = self._fs.open(key, "rb", cache_type="none", **size)
         if size:
-            file.read_kw = {**file.read_kw, "IfMatch": f'"{seen.version}"'}
+            etag = f'"{seen.version}"'
+            file.details = {"name": key, "type": "file", "size": seen.nbytes, "ETag": etag}
+            file.read_kw = {**file.read_kw, "IfMatch": etag}
         elif (now := self._fs.info(key)) and (now["size"], version_of(now)) != (seen.nbytes, seen.version):
             raise changed(url)
         if hasattr(file, "cache"):
