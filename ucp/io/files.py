@@ -191,7 +191,9 @@ class Sources:
             self._ahead.drop(batch=batch)
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files; what was announced and not read is broken off."""
+        if self._ahead is not None:
+            self._ahead.drop(batch=None)
         while self._open:
             self._open.popitem()[1].close()
 
