@@ -80,7 +80,7 @@ integration: $(VENV)/.installed-deepspeed $(VENV)/.installed-storage $(VENV)-tra
 mcore: $(VENV)/.installed-dev
 	$(BIN)/python fixtures/make/megatron/megatron_versions.py
 
-bench: $(VENV)/.installed-bench $(VENV)/.installed-deepspeed
+bench: $(VENV)/.installed-bench $(VENV)/.installed-deepspeed $(VENV)/.installed-storage
 	DS_ACCELERATOR=cpu $(BIN)/python -m tests.bench
 
 clean:

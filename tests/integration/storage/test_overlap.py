@@ -38,9 +38,7 @@ def source(tmp_path_factory, bucket):
 @pytest.fixture
 def far(source, bucket, proxy):
     """The proxy, which answers reads itself: slowly, all together no faster than the bandwidth."""
-    for item in bucket.client.list_objects_v2(Bucket="checkpoints", Prefix="runs/far")["Contents"]:
-        body = bucket.client.get_object(Bucket="checkpoints", Key=item["Key"])["Body"].read()
-        proxy.behaviour.objects[f"/checkpoints/{item['Key']}"] = (body, item["ETag"])
+    proxy.behaviour.objects = bucket.objects("runs/far")
     proxy.behaviour.latency, proxy.behaviour.bandwidth = LATENCY, BANDWIDTH
     return proxy
 
