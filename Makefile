@@ -37,6 +37,9 @@ $(VENV)/.installed-deepspeed: $(VENV)/.installed-dev
 
 $(VENV)/.installed-ray: $(VENV)/.installed-dev
 	$(PIP) "$(RAY)"
+# A server that speaks S3, started by the tests, and what reads it; neither is needed by `make test`.
+$(VENV)/.installed-storage: $(VENV)/.installed-dev
+	$(PIP) --editable ".[s3]" "moto[server]>=5.1"
 	touch $@
 
 # Of its own: the tests of DeepSpeed run without transformers, those of the Trainer with both. megatron-core needs einops and psutil.
@@ -73,14 +76,14 @@ FUZZ ?=
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
-integration: $(VENV)/.installed-deepspeed $(VENV)/.installed-ray $(VENV)-transformers/.installed
+integration: $(VENV)/.installed-deepspeed $(VENV)/.installed-ray $(VENV)/.installed-storage $(VENV)-transformers/.installed
 	UCP_TRANSFORMERS=$(VENV)-transformers/bin/python DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m integration -p no:xdist -s
 
 # Releases of megatron-core, unpacked side by side; tests that need one fetch it themselves.
 mcore: $(VENV)/.installed-dev
 	$(BIN)/python fixtures/make/megatron/megatron_versions.py
 
-bench: $(VENV)/.installed-bench $(VENV)/.installed-deepspeed
+bench: $(VENV)/.installed-bench $(VENV)/.installed-deepspeed $(VENV)/.installed-storage
 	DS_ACCELERATOR=cpu $(BIN)/python -m tests.bench
 
 clean:

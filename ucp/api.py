@@ -30,6 +30,7 @@ from ucp.conversion.plan_report import PlanReport, preview
 from ucp.conversion.prepare import Silent, Survey, index_of, judged, survey
 from ucp.conversion.source.zero_moments import moments_note
 from ucp.core.index import Index
+from ucp.io.folder import given
 from ucp.io.staging import Staging
 
 __all__ = [
@@ -75,7 +76,7 @@ def open(  # noqa: A001  # ucp.open is the name users look for
     """
     from ucp.live.checkpoint import Checkpoint
 
-    return Checkpoint(index_of(Path(path), source=SourceOptions.of(family, patterns, shapes_from)))
+    return Checkpoint(index_of(given(path), source=SourceOptions.of(family, patterns, shapes_from)))
 
 
 def inspect(
@@ -89,8 +90,9 @@ def inspect(
 
     `family`, `patterns`, `shapes_from`: see `convert`. Raises SourceError; `survey(path)` then gives what is known.
     """
-    fmt, _ = recognise(Path(path), options=SourceOptions.of(family, patterns, shapes_from))
-    index = with_callables(judged(fmt.read(Path(path))))
+    path = given(path)
+    fmt, _ = recognise(path, options=SourceOptions.of(family, patterns, shapes_from))
+    index = with_callables(judged(fmt.read(path)))
     note = moments_note(index)
     return index if note is None else replace(index, notes=(*index.notes, note))
 
@@ -102,7 +104,7 @@ def plan(src: type_path, **asked: Unpack[PlanArguments]) -> PlanReport:
     Writes nothing. Reads indexes and windows of a few moments (the whole of those that are zero there); with `drift`
     "first" or "mean", copies of tensors too. Raises UcpError where `convert` would before it writes.
     """
-    return preview(Path(src), make_options(**asked))
+    return preview(given(src), make_options(**asked))
 
 
 @_asked_as(make_options)
@@ -190,7 +192,7 @@ def convert(
     """
     from ucp.conversion.convert import carry_out
 
-    return carry_out(Path(src), Path(dst), make_options(**asked), observer or Silent())
+    return carry_out(given(src), Path(dst), make_options(**asked), observer or Silent())
 
 
 def is_unfinished(dst: type_path) -> bool:
@@ -227,8 +229,8 @@ def verify(
     from ucp.checks.verify import prove
 
     return prove(
-        Path(path),
-        against=None if against is None else Path(against),
+        given(path),
+        against=None if against is None else given(against),
         source=SourceOptions.of(family, patterns, shapes_from),
         threads=_threads(workers, memory),
         observer=observer or Silent(),
@@ -255,8 +257,8 @@ def diff(
     from ucp.checks.verify import differences
 
     return differences(
-        Path(a),
-        Path(b),
+        given(a),
+        given(b),
         extras=extras,
         source=SourceOptions.of(family, patterns, shapes_from),
         threads=_threads(workers, memory),

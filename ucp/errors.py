@@ -16,6 +16,8 @@ A message says what was expected, what was found, where, and what to do::
     │   ├── MissingFileError        a file of the grid is not there
     │   ├── MalformedError          a file is there but truncated, of another run, or inconsistent
     │   ├── ChangedError            a file is not the one that was recorded
+    │   ├── AccessError             a store does not let us in: no credentials, or not these
+    │   ├── ConnectionLostError     a store does not answer, or breaks off, however often it is asked
     │   ├── FamilyError             the rules of a model family do not fit its names or shapes
     │   │   └── UnknownFamilyError      no family, or more than one, fits; --family says which
     │   └── IncompleteError         a conversion that was interrupted and never committed
@@ -41,8 +43,10 @@ from difflib import get_close_matches
 
 __all__ = [
     "ARGUMENTS",
+    "AccessError",
     "BusyError",
     "ChangedError",
+    "ConnectionLostError",
     "CorruptError",
     "CoverError",
     "DestinationError",
@@ -158,6 +162,14 @@ class MalformedError(SourceError):
 
 class ChangedError(SourceError):
     """A referenced file is no longer the one that was recorded."""
+
+
+class AccessError(SourceError):
+    """A store does not let us in: there are no credentials, or they do not allow it."""
+
+
+class ConnectionLostError(SourceError):
+    """A store does not answer, or breaks off, however often it is asked."""
 
 
 class FamilyError(SourceError):

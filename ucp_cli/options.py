@@ -18,6 +18,7 @@ from ucp.conversion.source.zero_moments import ZeroMoments
 from ucp.core.index import DoubtKind
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
+from ucp.io.folder import given
 
 __all__ = [
     "PATH",
@@ -50,7 +51,10 @@ class _AnyPath(click.Path):
         """The path. Raises BadParameter for ""."""
         if value == "":
             self.fail("expected a path; got '' (is a shell variable unset?)", param, ctx)
-        return super().convert(value, param, ctx)
+        try:
+            return given(value)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
 
 
 PATH = _AnyPath(path_type=Path)

@@ -25,6 +25,7 @@ from ucp.errors import (
     counted,
     listed,
 )
+from ucp.io.identity import check_unchanged
 from ucp.transfer.compare import checked_bytes
 from ucp.transfer.differences import Change, casts_between, compare, keeps_extras
 
@@ -125,6 +126,8 @@ def prove(path: Path, *, against: Path | None, source: SourceOptions, threads: i
             a, b = _without_chosen(other, index), _without_chosen(index, index)
             changes = compare(a, b, observer, cast=True, extras=kept, threads=threads)
             casts, notes = casts_between(other, index), (*notes, *_strangers(other, index))
+            check_unchanged(other.files)
+        check_unchanged(index.files)
     except _DAMAGE as error:
         problems = [str(error)]
     return VerifyReport(
@@ -160,6 +163,7 @@ def differences(
         if right.atoms[atom.name].states[name].global_shape == state.global_shape
     ]
     changes = compare(left, right, observer, extras=extras, threads=threads)
+    check_unchanged((*left.files, *right.files))
     recast = _recast(changes, left)
     return DiffReport(
         a=str(a),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 
 from ucp.contract.companions import companion_extra, is_plain_name, left_text
 from ucp.core.index import Index, SourceFile
+from ucp.io.folder import absolute, names_of_folder, path_of
+from ucp.io.identity import source_file
 from ucp.io.staging import MARK, PARTIAL
 
 __all__ = ["SaveFolder", "with_companions"]
@@ -36,33 +37,32 @@ def with_companions(index: Index, folder: SaveFolder | None, *, is_own: Callable
     files: list[SourceFile] = []
     left: dict[str, list[str]] = {}
     try:
-        for entry in _entries(folder.path.absolute(), is_own):
+        for entry in _entries(path_of(absolute(folder.path)), is_own):
             reason = _reason(entry) or _of_another(folder)
             if reason:
                 left.setdefault(reason, []).append(ascii(entry.name)[1:-1])
             else:
-                files.append(_file(entry))
+                files.append(source_file(str(entry), "companion file"))
     except OSError as error:
         left = {f"cannot be read ({error.strerror})": [str(error.filename or folder.path)]}
     return replace(
         index,
-        extras=(*index.extras, *(companion_extra(Path(own.path).name, own.path, own.nbytes) for own in files)),
+        extras=(*index.extras, *(companion_extra(os.path.basename(own.path), own.path, own.nbytes) for own in files)),
         files=(*index.files, *files),
         dropped=(*index.dropped, *(left_text(names, reason) for reason, names in left.items())),
     )
 
 
-def _entries(folder: Path, is_own: Callable[[Path], bool]) -> Iterator[os.DirEntry[str]]:
+def _entries(folder: Path, is_own: Callable[[Path], bool]) -> Iterator[Path]:
     """Entries of a folder, by name, but for those of the format and those that `ucp` made."""
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=attrgetter("name")):
-            path = Path(entry.path)
-            made_here = entry.name == MARK or entry.name.endswith(PARTIAL) or (path / MARK).is_file()
-            if not made_here and not is_own(path):
-                yield entry
+    for name in sorted(names_of_folder(folder)):
+        path = folder / name
+        made_here = name == MARK or name.endswith(PARTIAL) or (path / MARK).is_file()
+        if not made_here and not is_own(path):
+            yield path
 
 
-def _reason(entry: os.DirEntry[str]) -> str:
+def _reason(entry: Path) -> str:
     """Why an entry is not carried along; empty where it is."""
     if entry.is_symlink():
         return "links are not followed"
@@ -75,8 +75,3 @@ def _reason(entry: os.DirEntry[str]) -> str:
 
 def _of_another(folder: SaveFolder) -> str:
     return f"of {folder.newest}, which was saved last" if folder.newest else ""
-
-
-def _file(entry: os.DirEntry[str]) -> SourceFile:
-    status = entry.stat(follow_symlinks=False)
-    return SourceFile(path=entry.path, nbytes=status.st_size, mtime_ns=status.st_mtime_ns, role="companion file")

@@ -24,6 +24,7 @@ from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.tensor import Tensor
 from ucp.core.topology import Topology
 from ucp.errors import IdleOptionError, UsageError
+from ucp.io.folder import given
 
 if TYPE_CHECKING:
     from ucp.transfer.tasks import Job, Task
@@ -75,8 +76,11 @@ class SourceOptions:
         """What a user says of a source. Raises UsageError for a family by name and by file at once."""
         if family is not None and patterns is not None:
             raise UsageError("expected a family by name (--family) or by file (--patterns); got both")
-        paths = (None if path is None else Path(path) for path in (patterns, shapes_from))
-        return cls(family, *paths)
+        return cls(
+            family,
+            None if patterns is None else Path(patterns),
+            None if shapes_from is None else given(shapes_from),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from ucp.errors import (
     listed,
     nearest,
 )
-from ucp.io.folder import url_scheme
+from ucp.io.folder import is_url, url_scheme
 from ucp.io.identity import entry_points
 from ucp.io.pickle.callables import CALLS, GROUPS, unusual_calls
 from ucp.io.staging import refuse_partial
@@ -267,12 +267,14 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _absent(path: Path) -> str:
-    scheme = url_scheme(path)
-    if scheme == "file":
+    if url_scheme(path) == "file":
         return "pass the path alone, without file://"
-    if scheme:
-        return f"{scheme}:// is remote storage, and only local files are read. Copy it to this machine, or mount it"
-    return "nothing is there. Check the path"
+    if not is_url(str(path)):
+        return "nothing is there. Check the path"
+    from ucp.io.remote.listing import missing_bucket
+
+    bucket = missing_bucket(str(path))
+    return f"there is no bucket {bucket!r}" if bucket else "nothing is there. Check the URL: capitals matter in keys"
 
 
 def _remedy(path: Path) -> str | None:

@@ -33,7 +33,7 @@ from ucp.conversion.parts.run import write_part
 from ucp.conversion.prepare import Prepared, prepare
 from ucp.conversion.verify import verify_written
 from ucp.core.topology import Topology
-from ucp.errors import BusyError, CorruptError, DestinationError, ReplicaError, UsageError, counted
+from ucp.errors import BusyError, ChangedError, CorruptError, DestinationError, ReplicaError, UsageError, counted
 from ucp.io.staging import Making, Staging, check_apart, check_destination
 from ucp.transfer.compare import fit_threads
 from ucp.transfer.tasks import Job
@@ -196,7 +196,7 @@ def _released(staging: Staging) -> Iterator[None]:
     except OSError as error:
         staging.give_up()
         raise _unwritable(staging.folder, error) from error
-    except (CorruptError, ReplicaError):
+    except (ChangedError, CorruptError, ReplicaError):
         staging.discard()
         raise
     except BaseException:

@@ -18,7 +18,7 @@ from ucp.conversion.verify import owners
 from ucp.core.index import Index
 from ucp.core.target import Literal, OutputFile
 from ucp.errors import CorruptError, ReplicaError, counted, listed
-from ucp.io.identity import producer
+from ucp.io.identity import check_unchanged, is_remote, producer
 from ucp.io.staging import MARK, Staging
 from ucp.io.write import is_memory
 from ucp.transfer.checksums import gaps, mismatches
@@ -107,7 +107,8 @@ def carry_out_tasks(
     chosen = prepared.engine or engine("processes" if prepared.workers > 1 and len(todo) > 1 else "serial")
     sizes = {task.number: task.nbytes for task in todo}
     told: Counter[int] = Counter()
-    threads = 1 if is_memory(staging.data) else prepared.threads  # a second one is there to work while one waits
+    never_waits = is_memory(staging.data) and not is_remote(job.index.files)
+    threads = 1 if never_waits else prepared.threads  # a second one is there to work while one waits
     stream = chosen.run(job, staging.data, todo, workers=prepared.workers, threads=threads)
     with closing(stream):  # whatever happens here, no worker writes on
         observer.begin(title="convert", nbytes=sum(sizes.values()))
@@ -156,6 +157,7 @@ def check_read(index: Index, written: Written) -> None:
             f"{listed(f'{r.path}: {r.name}{owners(index, r)}' for r in wrong)}\n"
             "the files were damaged after they were saved; copy them again, or use another checkpoint"
         )
+    check_unchanged(index.files)
 
 
 def _mark(prepared: Prepared, files: Sequence[OutputFile]) -> OutputFile:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,7 +35,8 @@ from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import FamilyError, IdleOptionError, MisfitError, UnsupportedError, UsageError, listed, nearest
 from ucp.io.dcp.collection import no_cycle_collection
-from ucp.io.identity import producer
+from ucp.io.folder import files_below
+from ucp.io.identity import is_remote, producer
 from ucp.transfer.tasks import BLOCK, SCRATCH, Job, fit_workers, make_job
 
 __all__ = ["Prepared", "Silent", "Survey", "index_as_told", "index_of", "judged", "prepare", "survey", "workers_of"]
@@ -107,7 +107,17 @@ class Prepared:
     @property
     def projected_bytes(self) -> int:
         """Memory that the workers need at once."""
-        return self.workers * self.threads * max((task.projected_bytes for task in self.job.tasks), default=0)
+        each = max((task.projected_bytes for task in self.job.tasks), default=0)
+        return self.workers * self.threads * (each + ahead_bytes(self.job.index))
+
+
+def ahead_bytes(index: Index) -> int:
+    """Memory of each thread for what of stores is on its way."""
+    if not is_remote(index.files):
+        return 0
+    from ucp.io.remote.ahead import BUDGET
+
+    return BUDGET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,12 +138,11 @@ def survey(path: Path) -> Survey:
     """What lies at `path`, from names and sizes alone. Raises UnknownFormatError, IncompleteError."""
     fmt, evidence = recognise(path)
     root = evidence.root.absolute()
-    found = (Path(folder) / name for folder, _, names in os.walk(root) for name in names)
     return Survey(
         path=str(root),
         format=fmt.name,
         evidence=evidence.reasons,
-        files=tuple(_present(file) for file in (sorted(found) if root.is_dir() else [root])),
+        files=tuple(_present(file) for file in (sorted(files_below(root)) if root.is_dir() else [root])),
     )
 
 
@@ -233,7 +242,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     plan = _planned(chosen, index, options.topology, own)
     index = _without(plan.written or index, plan)
     job = replace(make_job(index, replace(plan, written=None), options.part), fsync=options.fsync)
-    workers, threads = workers_of(options)
+    workers, threads = workers_of(options, index)
     return Prepared(
         job=job,
         target=chosen,
@@ -246,15 +255,15 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     )
 
 
-def workers_of(options: ConvertOptions) -> tuple[int, int]:
-    """Workers, and threads in each.
+def workers_of(options: ConvertOptions, index: Index) -> tuple[int, int]:
+    """Workers, and threads in each, that read what `index` refers to.
 
     Where the user does not say: as many as cores; by an engine that has more than this machine, as memory allows.
     """
-    most = cores()
+    most, lane = cores(), BLOCK + SCRATCH + ahead_bytes(index)
     if options.engine is not None and options.engine.spans_machines:
-        most = max(1, options.memory // (_THREADS * (BLOCK + SCRATCH)))
-    return fit_workers(options.memory, workers=options.workers or most, threads=_THREADS)
+        most = max(1, options.memory // (_THREADS * lane))
+    return fit_workers(options.memory, workers=options.workers or most, threads=_THREADS, lane=lane)
 
 
 def _named(
@@ -396,7 +405,7 @@ def _fingerprint(index: Index, options: ConvertOptions) -> str:
     asked = [
         producer(),
         index.format,
-        sorted((file.path, file.nbytes, file.mtime_ns) for file in index.files),
+        sorted((file.path, file.nbytes, file.mtime_ns, *filter(None, (file.version,))) for file in index.files),
         options.to,
         str(options.topology),
         asdict(options.target),

@@ -162,6 +162,8 @@ class SourceFile:
     """Time of last change, nanoseconds since 1970."""
     role: str
     """What it holds, e.g. "optimizer states of dp rank 3"."""
+    version: str = ""
+    """What its store tells states of it apart by (ETag, generation); empty on a disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 `read_into` fills buffers in place by `preadv`, so that many threads can share one open file. DeepSpeed's FastPersist
 splits a file `name` into `name-0.4` to `name-3.4` (deepspeed/runtime/model_checkpointing/writer_factory.py); opened by
-the name of the whole, such a file reads as the concatenation of its parts.
+the name of the whole, such a file reads as the concatenation of its parts. An object of a store, which a URL names, has
+the same interface (`ucp.io.remote.file`).
 
 >>> import tempfile, pathlib
 >>> path = pathlib.Path(tempfile.mkdtemp()) / "x.bin"
@@ -17,14 +18,21 @@ from __future__ import annotations
 import os
 import re
 import stat
+import sys
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol, Self, cast
 
 from ucp.errors import MalformedError, MissingFileError, SourceError, listed
+from ucp.io.folder import is_there, is_url, names_in, path_of
 
-__all__ = ["SourceFile", "Sources", "open_source", "split_parts"]
+if TYPE_CHECKING:
+    from ucp.core.index import SourceFile as Listed
+    from ucp.io.remote.ahead import Ahead, Extent
+    from ucp.io.remote.file import RemoteFile
+
+__all__ = ["LocalFile", "SourceFile", "Sources", "let_go", "open_source", "split_parts"]
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 OPEN_FILES = 128
@@ -33,8 +41,38 @@ _PART = re.compile(r"-(?P<index>\d+)\.(?P<count>\d+)\Z")
 """Suffix of a part: `x.pt-0.4` is part 0 of 4 of `x.pt`."""
 
 
-class SourceFile:
+class SourceFile(Protocol):
     """Bytes of a source, of one file or of several read as one, read at any place by any thread."""
+
+    path: str
+    """File, or URL."""
+    nbytes: int
+    """Bytes."""
+
+    def read_into(self, views: Sequence[memoryview], offset: int) -> None:
+        """Fill `views`, in order, with the bytes from `offset` on. Raises MalformedError past the end of the file."""
+
+    def read_runs(self, buffer: memoryview, starts: Sequence[int]) -> None:
+        """Fill `buffer` with equally long runs of the file, one for each of `starts`. Raises MalformedError."""
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """The `nbytes` bytes at `offset`. Raises MalformedError past the end of the file."""
+
+    def expect(self, stretches: Sequence[tuple[int, int]]) -> None:
+        """Have stretches (first byte, one past the last) come that will be read in this order, if it takes long."""
+
+    def close(self) -> None:
+        """Close the file; reading afterwards is an error."""
+
+    def __enter__(self) -> Self:
+        """The file itself."""
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file."""
+
+
+class LocalFile:
+    """A source on this machine."""
 
     def __init__(self, path: str, parts: Sequence[str]) -> None:
         self.path = path
@@ -99,6 +137,9 @@ class SourceFile:
         self.read_into([memoryview(buffer)], offset)
         return bytes(buffer)
 
+    def expect(self, stretches: Sequence[tuple[int, int]]) -> None:
+        """Nothing: the system reads ahead."""
+
     def close(self) -> None:
         """Close the file; reading afterwards is an error."""
         while self._descriptors:
@@ -121,24 +162,52 @@ class SourceFile:
 class Sources:
     """Open source files of one thread, the least recently used closed first."""
 
-    def __init__(self, limit: int = OPEN_FILES) -> None:
+    def __init__(self, files: Iterable[Listed] = (), *, limit: int = OPEN_FILES) -> None:
+        """`files`: as an index lists them; those of stores are read only as they were then."""
         self._limit = limit
+        self._versions = {file.path: file.version for file in files if file.version}
         self._open: OrderedDict[str, SourceFile] = OrderedDict()
+        self._ahead: Ahead | None = None
 
     def get(self, path: str) -> SourceFile:
         """The file at `path`, opened if it is not open."""
         file = self._open.get(path)
         if file is None:
-            file = self._open[path] = open_source(path)
+            file = self._open[path] = self._remote(path) if is_url(path) else open_source(path)
             if len(self._open) > self._limit:
                 self._open.popitem(last=False)[1].close()
         self._open.move_to_end(path)
         return file
 
+    def expect(self, extents: Iterable[Extent], *, batch: int) -> None:
+        """Announce what will be read of stores, in about this order, under a number, so that it is on its way."""
+        remote = [extent for extent in extents if is_url(extent.path)]
+        if remote:
+            self._announced().expect(remote, batch=batch)
+
+    def drop(self, *, batch: int) -> None:
+        """Forget what was announced under that number, or an earlier one, and not read."""
+        if self._ahead is not None:
+            self._ahead.drop(batch=batch)
+
     def close(self) -> None:
-        """Close all files."""
+        """Close all files; what was announced and not read is broken off."""
+        if self._ahead is not None:
+            self._ahead.drop(batch=None)
         while self._open:
             self._open.popitem()[1].close()
+
+    def _announced(self) -> Ahead:
+        from ucp.io.remote.ahead import Ahead
+
+        if self._ahead is None:
+            self._ahead = Ahead(lambda path: cast("RemoteFile", self.get(path)))  # only URLs are announced
+        return self._ahead
+
+    def _remote(self, path: str) -> RemoteFile:
+        from ucp.io.remote.file import RemoteFile
+
+        return RemoteFile(path, _parts(path), version=self._versions.get(path, ""), ahead=self._announced())
 
 
 def open_source(path: str) -> SourceFile:
@@ -149,9 +218,24 @@ def open_source(path: str) -> SourceFile:
     MissingFileError
         Neither the file nor a complete set of parts is there.
     """
-    if not os.path.lexists(path):
-        return SourceFile(path, split_parts(path) or (path,))
-    return SourceFile(path, (path,))
+    if is_url(path):
+        from ucp.io.remote.file import RemoteFile
+
+        return RemoteFile(path, _parts(path))
+    return LocalFile(path, _parts(path))
+
+
+def _parts(path: str) -> tuple[str, ...]:
+    return (path,) if is_there(path) else split_parts(path) or (path,)
+
+
+def let_go() -> None:
+    """End connections to stores, which a process must not inherit: to be called before one is forked."""
+    if "ucp.io.remote.ends" in sys.modules:
+        from ucp.io.remote import ends, link
+
+        ends.clear()
+        link.hang_up()
 
 
 def split_parts(path: str) -> tuple[str, ...]:
@@ -166,7 +250,7 @@ def split_parts(path: str) -> tuple[str, ...]:
     """
     folder, name = os.path.split(path)
     found: dict[int, set[int]] = {}
-    for entry in _names(folder or "."):
+    for entry in names_in(path_of(folder or ".")):
         match = _PART.fullmatch(entry[len(name) :]) if entry.startswith(name) else None
         if match:
             found.setdefault(int(match["count"]), set()).add(int(match["index"]))
@@ -179,13 +263,6 @@ def split_parts(path: str) -> tuple[str, ...]:
     ((count, indices),) = found.items()
     _check_parts(path, count, indices)
     return tuple(f"{path}-{index}.{count}" for index in range(count))
-
-
-def _names(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
 
 
 def _check_parts(path: str, count: int, indices: set[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -12,10 +12,11 @@ from pathlib import Path
 import xxhash
 
 from ucp.core.index import SourceFile
+from ucp.errors import ChangedError, listed
 from ucp.io.files import open_source, split_parts
-from ucp.io.folder import names_in
+from ucp.io.folder import is_there, is_url, names_in, path_of, see_afresh
 
-__all__ = ["entry_points", "identity_of", "producer", "size_and_time", "source_file"]
+__all__ = ["check_unchanged", "entry_points", "identity_of", "is_remote", "producer", "size_and_time", "source_file"]
 
 _TAIL = 64 << 10
 """Bytes at each end of a file that its identity is taken from."""
@@ -64,22 +65,65 @@ def size_and_time(path: str) -> tuple[int, int]:
 
     Raises OSError when it is not there.
     """
-    stats = [os.stat(part) for part in (split_parts(path) if not os.path.lexists(path) else ()) or (path,)]
+    stats = [path_of(part).stat() for part in _parts(path)]
     return sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats)
 
 
 def source_file(path: str, role: str) -> SourceFile:
     """A file that was read, as an index lists it. Raises OSError when it is not there."""
     nbytes, mtime_ns = size_and_time(path)
-    return SourceFile(path=path, nbytes=nbytes, mtime_ns=mtime_ns, role=role)
+    return SourceFile(path=path, nbytes=nbytes, mtime_ns=mtime_ns, role=role, version=_version(path))
+
+
+def is_remote(files: Iterable[SourceFile]) -> bool:
+    """Whether some of the files that an index lists are objects of a store."""
+    return any(is_url(file.path) for file in files)
+
+
+def check_unchanged(files: Iterable[SourceFile]) -> None:
+    """Raise ChangedError where objects of stores are others now than an index lists. Files of disks are not looked at.
+
+    What was read between is of one state of each, if this is called afterwards.
+    """
+    remote = [file for file in files if is_url(file.path)]
+    if not remote:
+        return
+    see_afresh(file.path for file in remote)
+    changed = [file.path for file in remote if _now(file) != (file.nbytes, file.mtime_ns, file.version)]
+    if changed:
+        raise ChangedError(
+            f"objects were replaced while they were read:\n{listed(changed)}\nWait until whoever writes there is done, "
+            "then begin again"
+        )
+
+
+def _now(file: SourceFile) -> tuple[int, int, str]:
+    try:
+        return *size_and_time(file.path), _version(file.path)
+    except OSError:
+        return -1, -1, ""
+
+
+def _parts(path: str) -> tuple[str, ...]:
+    return (path,) if is_there(path) else split_parts(path) or (path,)
+
+
+def _version(path: str) -> str:
+    if not is_url(path):
+        return ""
+    from ucp.io.remote.file import RemoteFile
+
+    return RemoteFile(path, _parts(path)).version
 
 
 def identity_of(path: str) -> str:
-    """Digest of the length and both ends of a file.
+    """Digest of the length and both ends of a file; of an object, what its store tells versions of it apart by.
 
     The end of a torch file is its zip directory, with the length and CRC-32 of every member: two such files with the
     same identity hold the same bytes.
     """
+    if version := _version(path):
+        return version
     with open_source(path) as file:
         head = file.read(0, min(_TAIL, file.nbytes))
         tail = file.read(max(0, file.nbytes - _TAIL), min(_TAIL, file.nbytes))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ucp.errors import BusyError, DestinationError, IncompleteError, OverlapError, counted, listed
-from ucp.io.folder import url_scheme
+from ucp.io.folder import is_url, path_of, url_scheme
 
 __all__ = [
     "MARK",
@@ -99,7 +99,8 @@ def check_apart(dst: Path, root: str, paths: Iterable[str]) -> None:
     for others. `paths`: files that it refers to.
     """
     goal = dst.resolve()
-    source = Path(root).resolve()
+    paths = [path for path in paths if not is_url(path)]
+    source = path_of(root).resolve()
     if source.is_dir() and source in goal.parents:
         raise OverlapError(
             f"the destination {dst} lies inside the source {source}, whose readers would take it for a part of it; "

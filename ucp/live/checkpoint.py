@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Index, StateIndex
+from ucp.core.index import AtomIndex, Index, SourceFile, StateIndex
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Locator, Slice, resolve
 from ucp.core.tensor import InlineTensor, TensorRef
@@ -183,7 +183,7 @@ class Checkpoint:
         """
         source = self._state(name, state)
         box = _box(region, source.global_shape, f"{name}/{state}")
-        return _read(source, box, f"{name}/{state}")
+        return _read(source, box, f"{name}/{state}", self.index.files)
 
     def extra(self, name: str, rank: int | None = None) -> object:
         """The value of an extra with its tensors read, as a training script takes it up again.
@@ -213,7 +213,12 @@ class Checkpoint:
             raise UsageError(f"expected a TensorRef out of `.extras`; got {type(ref).__name__}, which is no tensor")
         whole = Box.whole(ref.shape)
         fragment = Fragment(box=whole, ref=ref)
-        return _read(StateIndex(dtype=ref.dtype, global_shape=ref.shape, fragments=(fragment,)), whole, "an extra")
+        return _read(
+            StateIndex(dtype=ref.dtype, global_shape=ref.shape, fragments=(fragment,)),
+            whole,
+            "an extra",
+            self.index.files,
+        )
 
     def _state(self, name: str, state: str) -> StateIndex:
         """Raises KeyError with what there is instead."""
@@ -253,7 +258,7 @@ def _box(region: Region | None, shape: tuple[int, ...], what: str) -> Box:
     return Box(tuple(low for low, _ in bounds), tuple(max(high - low, 0) for low, high in bounds))
 
 
-def _read(source: StateIndex, box: Box, what: str) -> torch.Tensor:
+def _read(source: StateIndex, box: Box, what: str, files: Sequence[SourceFile]) -> torch.Tensor:
     """Elements of a box as a tensor."""
     _need_torch()
     import torch
@@ -270,7 +275,7 @@ def _read(source: StateIndex, box: Box, what: str) -> torch.Tensor:
     tensor = torch.empty(box.sizes, dtype=getattr(torch, source.dtype.value))
     if box.numel:
         data = tensor.reshape(-1).view(torch.uint8).numpy().data
-        gatherer = Gatherer(sources=Sources())
+        gatherer = Gatherer(sources=Sources(files))
         gatherer.fill(data, source.dtype, resolve(own, Locator(source), 0, box.numel))
         gatherer.sources.close()
     return tensor

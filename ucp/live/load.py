@@ -18,6 +18,7 @@ from ucp.contract.protocols import Observer
 from ucp.conversion.options import AcceptName, DtypeLike, MemoryLike, TopologyLike, ZeroMomentsName, type_path
 from ucp.conversion.prepare import index_as_told, index_of
 from ucp.io.dcp.collection import no_cycle_collection
+from ucp.io.identity import check_unchanged
 from ucp.live.adapters import LiveRequest, LiveRun
 from ucp.live.exchange.carry import carry
 from ucp.live.exchange.traffic import Traffic
@@ -247,7 +248,9 @@ def _carried(plan: _Plan, ranks: Ranks, asked: LoadAsked) -> Traffic:
     """Bring everything that was decided to where it lands."""
     decision = plan.decision
     try:
-        return carry(decision.wants, plan.landing, ranks, replace(asked.carry, records=decision.index.records))
+        traffic = carry(decision.wants, plan.landing, ranks, replace(asked.carry, records=decision.index.records))
+        together(ranks, lambda: None if ranks.rank else check_unchanged(decision.index.files))  # one looks for all
+        return traffic
     except Exception as error:
         error.add_note("It was found under way: the model may be partly overwritten, do not use it")
         raise

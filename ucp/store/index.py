@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -12,6 +11,7 @@ from ucp.core.index import Extra, Index
 from ucp.core.tensor import Record
 from ucp.errors import ChangedError, CorruptError, MalformedError, UcpError, counted, listed
 from ucp.io.dcp.collection import no_cycle_collection
+from ucp.io.folder import names_of_folder
 from ucp.io.identity import identity_of, source_file
 from ucp.store.extras import EXTRAS, read_extra
 from ucp.store.interpret import ReferredFile, files_of, inside, interpret
@@ -76,7 +76,7 @@ def _unchecked(root: Path, stored: Sequence[StoredExtra]) -> Iterator[str]:
         )
     known = {own.file for own in stored}
     folder = root / EXTRAS
-    strays = sorted(f"{EXTRAS}/{name}" for name in (os.listdir(folder) if folder.is_dir() else ()))
+    strays = sorted(f"{EXTRAS}/{name}" for name in (names_of_folder(folder) if folder.is_dir() else ()))
     strays = [name for name in strays if name not in known]
     if strays:
         yield f"not in the manifest of {root}, not read: {', '.join(strays[:8])}{', ...' if len(strays) > 8 else ''}"

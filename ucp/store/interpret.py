@@ -22,7 +22,8 @@ from ucp.core.region import Box, local_flat_pairs
 from ucp.core.tensor import InlineTensor, Record, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, MissingFileError, UcpError, UnsupportedError, UsageError, counted, listed
-from ucp.io.identity import size_and_time
+from ucp.io.folder import is_there, is_url, see_afresh, seen_from
+from ucp.io.identity import size_and_time, source_file
 from ucp.store.checked import (
     Json,
     as_int,
@@ -72,6 +73,8 @@ def files_of(document: object, root: Path) -> tuple[ReferredFile, ...]:
         described = [as_object(file) for file in as_list(top["files"])]
         virtual = of_kind(top["virtual"], bool)
         paths = [_referred(file, root) if virtual else inside(root, as_text(file["path"])) for file in described]
+        if virtual:
+            see_afresh(paths)
         missing = [path for path in paths if not _is_there(path, whole=not virtual)]
         if missing:
             raise MissingFileError(
@@ -87,7 +90,7 @@ def _referred(described: Json, root: Path) -> str:
     path = as_text(described["path"])
     if "identity" not in described:
         raise ValueError(f"no identity of {path!r}, to which a virtual store refers")
-    return str(root / path)
+    return str(seen_from(root, path))
 
 
 def inside(root: Path, file: str) -> str:
@@ -100,7 +103,7 @@ def inside(root: Path, file: str) -> str:
     path = str(root)
     for part in parts:
         path = os.path.join(path, part)
-        if os.path.islink(path):
+        if not is_url(path) and os.path.islink(path):
             raise MalformedError(
                 f"expected the files of a store inside its folder; got a link at {path}. Put what it leads to in its "
                 "place, or make the store again"
@@ -178,15 +181,14 @@ def _is_there(path: str, *, whole: bool) -> bool:
         size_and_time(path)
     except OSError:
         return False
-    return not whole or os.path.lexists(path)
+    return not whole or is_there(path)
 
 
 def _file(path: str, described: Json) -> ReferredFile:
-    nbytes, mtime_ns = size_and_time(path)
     role = as_text(described.get("role", "pack"))
     recorded = "identity" in described
     return ReferredFile(
-        file=SourceFile(path=path, nbytes=nbytes, mtime_ns=mtime_ns, role=role),
+        file=source_file(path, role),
         nbytes=as_int(described["nbytes"]) if recorded else None,
         mtime_ns=as_int(described["mtime_ns"]) if recorded else None,
         identity=as_text(described["identity"]) if recorded else None,

@@ -25,13 +25,19 @@ from ucp.io.files import Sources
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Gatherer", "Run", "Sources", "Span", "piece_values", "run_of"]
+    from ucp.io.remote.ahead import Extent
+
+__all__ = ["Gatherer", "Run", "Sources", "Span", "extent_of", "piece_values", "run_of"]
 
 STRETCH = 8 << 20
 """Most bytes read at once for a strided or cast piece."""
 
 START = 128
 """Bytes that the place of a run takes while it is read."""
+
+
+_SPARSE = 4
+"""Bytes of a file for each that is used, above which they are not read as one stretch."""
 
 
 class Span(NamedTuple):
@@ -234,6 +240,19 @@ def run_of(piece: Piece, dtype: DType) -> Run | None:
     if isinstance(ref, InlineTensor) or not _is_direct(piece, dtype):
         return None
     return Run(ref.path, ref.offset + piece.src_offset, piece.sizes[0] * dtype.itemsize)
+
+
+def extent_of(piece: Piece) -> Extent | None:
+    """The bytes of a file that a piece is read from; None where these are none, or few of what lies between them."""
+    from ucp.io.remote.ahead import Extent
+
+    ref = piece.ref
+    if isinstance(ref, InlineTensor):
+        return None
+    if ref.codec:
+        return Extent(ref.path, ref.offset, ref.offset + ref.codec_nbytes, ref.codec_nbytes)
+    start, nbytes, extent = ref.offset + piece.src_offset, prod(piece.sizes) * ref.dtype.itemsize, piece.extent
+    return None if nbytes * _SPARSE < extent else Extent(ref.path, start, start + extent, nbytes)
 
 
 def _joint(span: Span, following: Span) -> Span:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NamedTuple
@@ -21,14 +22,15 @@ import xxhash
 from zlib_ng import zlib_ng
 
 from ucp.core.layout import Overlap
-from ucp.core.slices import Locator, Piece, Slice, block_ranges, resolve, starts_of
+from ucp.core.slices import Locator, Piece, Slice, block_ranges, resolve, resolve_copies, starts_of
 from ucp.core.tensor import TensorRef
 from ucp.errors import CorruptError
 from ucp.io.codec import encode
+from ucp.io.identity import is_remote
 from ucp.io.staging import TEMPORARY
 from ucp.io.write import read_back, start_writeback, write_at
 from ucp.transfer.drift import drift, drifts
-from ucp.transfer.gather import Gatherer, Run, Sources, Span, piece_values, run_of
+from ucp.transfer.gather import Gatherer, Run, Sources, Span, extent_of, piece_values, run_of
 from ucp.transfer.tasks import BLOCK, Fill, Job, Section, Task, bundle, raw_slice
 from ucp.transfer.tiles import tiles, within
 
@@ -108,13 +110,31 @@ class Worker:
     def __init__(self, job: Job, root: Path) -> None:
         self._job = job
         self._root = root
-        self._sources = Sources()
+        self._sources = Sources(job.index.files)
+        self._is_remote = is_remote(job.index.files)
+        self._announced: dict[int, int] = {}
         self._tracked = frozenset(record.path for record in job.index.records)
         self._locator = lru_cache(LOCATORS)(self._make_locator)
         self._buffer = memoryview(mmap.mmap(-1, TILE))  # of which what is never used takes no memory
 
+    def carry_out_all(self, tasks: Iterable[Task]) -> Iterator[Step | Done]:
+        """Every task in turn. Of stores, what the next one reads is on its way while one is carried out."""
+        if not self._is_remote:
+            yield from chain.from_iterable(map(self.carry_out, tasks))
+            return
+        waiting: deque[Task] = deque()
+        for task in tasks:
+            self._announce(task)
+            waiting.append(task)
+            if len(waiting) > 1:
+                yield from self.carry_out(waiting.popleft())
+        if waiting:
+            yield from self.carry_out(waiting.popleft())
+
     def carry_out(self, task: Task) -> Iterator[Step | Done]:
         """Write everything a task writes; the last report is that it is done. Raises UcpError or OSError."""
+        if self._is_remote:
+            self._announce(task)
         gatherer = Gatherer(sources=self._sources, tracked=self._tracked)
         found: list[str] = []
         sums: list[Sum] = []
@@ -128,7 +148,41 @@ class Worker:
                 for own in self._write_encoded(fill, gatherer, found):
                     sums.append(own)
                     yield Step(task.number, own.nbytes)
+        if self._is_remote:
+            self._sources.drop(batch=self._announced.pop(task.number))
         yield Done(task=task.number, sums=tuple(sums), spans=tuple(gatherer.spans), drift=tuple(found))
+
+    def _announce(self, task: Task) -> None:
+        """Have what a task reads of stores come, unless it was announced."""
+        if task.number not in self._announced:
+            self._announced[task.number] = number = max(self._announced.values(), default=0) + 1
+            self._sources.expect((own for piece in self._pieces(task) if (own := extent_of(piece))), batch=number)
+
+    def _pieces(self, task: Task) -> Iterator[Piece]:
+        """What a task reads, about in the order that it does."""
+        sections = [section for fill in task.fills for section in fill.sections]
+        if not self._is_encoded(task.fills[0]) and sections[0].placement in self._job.crosswise:
+            parts = self._tiles(sections)
+        else:
+            parts = (
+                (replace(own, start=section.start, stop=section.stop), locator)
+                for section in sections
+                for own, locator in (self._slice(section),)
+            )
+        is_checked = any(section.placement in self._job.checking for section in sections)
+        for own, locator in parts:
+            yield from resolve(own, locator, own.start, own.stop)
+            if is_checked and locator.replicas:
+                yield from chain.from_iterable(resolve_copies(own, locator, own.start, own.stop))
+
+    def _tiles(self, sections: Sequence[Section]) -> Iterator[tuple[Slice, Locator]]:
+        """The tiles that slices of one state are laid by."""
+        own, locator = self._slice(sections[0])
+        slices = {section.placement: self._slice(section)[0] for section in sections}.values()
+        shape = locator.state.global_shape
+        for tile in tiles(own, locator.state, nbytes=TILE):
+            if any(True for other in slices for _ in within(other, tile, shape)):
+                yield tile, locator
 
     def close(self) -> None:
         """Close source files."""

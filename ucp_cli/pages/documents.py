@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Extra, Index, StateIndex
+from ucp.core.index import AtomIndex, Extra, Index, SourceFile, StateIndex
 from ucp.core.tensor import TensorRef
 from ucp_cli.pages.tally import count_kinds, count_patterns, count_states
 from ucp_cli.pages.values import json_value, what_is_held
@@ -46,7 +46,7 @@ def index_document(index: Index, *, missing: Sequence[str], detailed: Collection
         "groups": [{"params": list(group.params), "hyper": _values(group.hyper)} for group in index.groups],
         "aliases": dict(index.aliases),
         "extras": [_extra(extra) for extra in index.extras],
-        "files": [asdict(file) for file in index.files],
+        "files": [_file(file) for file in index.files],
         "missing": list(missing),
         "doubts": [asdict(doubt) for doubt in index.doubts],
         "notes": list(index.notes),
@@ -56,7 +56,14 @@ def index_document(index: Index, *, missing: Sequence[str], detailed: Collection
 
 def survey_document(survey: Survey, problem: str) -> dict[str, object]:
     """What `ucp inspect` found of a checkpoint that cannot be read. `problem`: why."""
-    return {"schema": "ucp.inspect.partial/1", **asdict(survey), "problems": [problem]}
+    files = [_file(file) for file in survey.files]
+    return {"schema": "ucp.inspect.partial/1", **asdict(survey), "files": files, "problems": [problem]}
+
+
+def _file(file: SourceFile) -> dict[str, object]:
+    """A file; a version is told of objects in a store alone."""
+    own = asdict(file)
+    return own if file.version else {key: value for key, value in own.items() if key != "version"}
 
 
 def plan_document(report: PlanReport) -> dict[str, object]:

@@ -17,7 +17,7 @@ from ucp.contract.companion_files import SaveFolder, with_companions
 from ucp.contract.output_names import is_text
 from ucp.core.index import TAG, Extra, Index
 from ucp.errors import MalformedError, SourceError, UnknownFormatError, UsageError, counted, listed
-from ucp.io.folder import names_in, short_text
+from ucp.io.folder import absolute, is_there, names_in, names_of_folder, path_of, short_text
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, UNIVERSAL, FileName, Role, parse_name
 
 __all__ = ["Located", "TagFolder", "list_folder", "locate_native", "locate_universal", "saved_as", "the_folder"]
@@ -110,8 +110,8 @@ def the_folder(located: Located | None, path: Path) -> Located:
 
 def saved_as(index: Index, located: Located) -> Index:
     """`index` of the tag folder found, with its tag and with what lies beside it as extras."""
-    root = Path(os.path.abspath(located.root))
-    folder = root.parent if located.saved_in is None else Path(os.path.abspath(located.saved_in.path))
+    root = path_of(absolute(located.root))
+    folder = root.parent if located.saved_in is None else path_of(absolute(located.saved_in.path))
     name = root.relative_to(folder)
     named = (*index.extras, Extra(name=TAG, value=str(name))) if is_text(str(name)) else index.extras
 
@@ -124,7 +124,7 @@ def saved_as(index: Index, located: Located) -> Index:
 def list_folder(path: Path) -> TagFolder:
     """What lies in a tag folder. Raises SourceError when it cannot be listed."""
     try:
-        entries = sorted(os.listdir(path))
+        entries = sorted(names_of_folder(path))
     except OSError as error:
         raise SourceError(f"cannot list {path}: {error.strerror}") from error
     parsed = {entry: parse_name(entry) for entry in entries}
@@ -167,7 +167,7 @@ def _follow(path: Path, pointer: str) -> Path | None:
 
 def _parent(path: Path, pointers: Sequence[str]) -> SaveFolder | None:
     """The folder that a tag folder lies in, if one of `pointers` there says that checkpoints were saved in it."""
-    root = Path(os.path.abspath(path))
+    root = path_of(absolute(path))
     named = next(filter(None, (_follow(root.parent, pointer) for pointer in pointers)), None)
     if named is None:
         return None
@@ -184,7 +184,7 @@ def _only_tag(path: Path, is_tag: Callable[[Path], bool]) -> Located | None:
     if not tags:
         return None
     for pointer in (LATEST, LATEST_UNIVERSAL):
-        if os.path.lexists(path / pointer) and _follow(path, pointer) is None:
+        if is_there(path / pointer) and _follow(path, pointer) is None:
             return Located(
                 root=path, reasons=(f"tag folders {', '.join(tags[:3])}",), tags=tuple(tags), dangling=pointer
             )

@@ -26,6 +26,7 @@ from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
 from ucp.core.names import WEIGHT
 from ucp.core.topology import Topology
 from ucp.errors import FamilyError, MalformedError, UnsupportedError
+from ucp.io.folder import absolute, path_of
 from ucp.io.identity import source_file
 from ucp_formats.huggingface.locate import Form, Located, is_weights, locate, the_model
 from ucp_formats.huggingface.names import CONFIG
@@ -53,7 +54,7 @@ class HuggingFaceFormat(Format):
     def read(self, path: Path) -> Index:
         """Index of the model at `path`."""
         located = the_model(locate(path), path)
-        config = config_in(os.path.abspath(located.root))
+        config = config_in(absolute(located.root))
         _check_plain(config, located.root)
         index = _Reading(located, config, read_weights(located)).index(self.name)
         return index if located.alone else _beside(index)
@@ -85,7 +86,7 @@ class _Reading:
 
     def index(self, name: str) -> Index:
         """The index."""
-        root = os.path.abspath(self.located.root)
+        root = absolute(self.located.root)
         tensors = self._untied()
         order = self._order(tensors)
         buffers = buffers_of({name: (_dtype(own), own.shape) for name, own in tensors.items()}, self.config)
@@ -144,7 +145,7 @@ class _Reading:
         return f"transformers {version}" if isinstance(version, str) else "Hugging Face model"
 
     def _step(self) -> int | None:
-        folder = Path(os.path.abspath(self.located.root))
+        folder = path_of(absolute(self.located.root))
         found = _STEP.fullmatch(folder.name)
         return int(found[1]) if found and (folder / _TRAINER_STATE).is_file() else None
 
@@ -186,7 +187,7 @@ def _beside(index: Index) -> Index:
     def is_own(path: Path) -> bool:
         return is_weights(path.name) or path.name == CONFIG
 
-    return with_companions(index, SaveFolder(Path(index.path)), is_own=is_own)
+    return with_companions(index, SaveFolder(path_of(index.path)), is_own=is_own)
 
 
 def buffers_of(tensors: Mapping[str, tuple[DType, tuple[int, ...]]], config: Mapping[str, object]) -> set[str]:

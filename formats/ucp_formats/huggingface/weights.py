@@ -23,7 +23,7 @@ from ucp.core.fragments import Fragment
 from ucp.core.region import Box
 from ucp.core.tensor import Record, TensorRef
 from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError, listed
-from ucp.io.folder import names_in
+from ucp.io.folder import absolute, names_in
 from ucp.io.json_text import parsed
 from ucp.io.pickle.fields import described
 from ucp.io.safetensors import read_header, read_weight_map
@@ -75,7 +75,7 @@ def read_weights(located: Located) -> Weights:
     Raises MissingFileError, MalformedError or UnsupportedError with everything wrong with its files.
     """
     problems = Problems()
-    root = os.path.abspath(located.root)
+    root = absolute(located.root)
     places = read_weight_map(os.path.join(root, located.files[0])) if located.form is Form.INDEXED else None
     names = _file_names(located, places, problems)
     found = {name: own for name in names if (own := _try(os.path.join(root, name), name, problems)) is not None}

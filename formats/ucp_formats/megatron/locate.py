@@ -17,7 +17,6 @@ Without it Megatron takes the folder for one of torch.distributed.checkpoint (to
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -33,7 +32,7 @@ from ucp.errors import (
     counted,
     listed,
 )
-from ucp.io.folder import names_in, short_text
+from ucp.io.folder import absolute, is_there, names_in, path_of, short_text
 from ucp_formats.megatron.names import (
     COMMON,
     DCP_METADATA,
@@ -152,7 +151,7 @@ def is_of_the_format(path: Path) -> bool:
 
 def _parent(root: Path) -> SaveFolder | None:
     """The folder that an iteration lies in, if a tracker there says that checkpoints were saved in it."""
-    root = Path(os.path.abspath(root))
+    root = path_of(absolute(root))
     named = _tracked_name(root.parent / TRACKER)
     if named is None or not (root.parent / named).is_dir():
         return None
@@ -175,7 +174,7 @@ def _seen(path: Path, *, named: bool) -> tuple[SavedAs, str] | None:
     if ranks:
         return SavedAs.TORCH, f"{len(ranks)} folders such as {ranks[0]}" if len(ranks) > 1 else f"folder {ranks[0]}"
     if named and (path / DCP_METADATA).is_file():
-        there = os.path.lexists(path / METADATA)
+        there = is_there(path / METADATA)
         beside = f"beside a {METADATA} that names no backend" if there else f"without {METADATA}"
         return SavedAs.TORCH_DCP, f"{DCP_METADATA} {beside}"
     return None
@@ -229,7 +228,7 @@ def _only_iteration(path: Path) -> Located | None:
 
 def _unreadable_tracker(path: Path, taken: str) -> tuple[str, ...]:
     """That a tracker is there and names no iteration; nothing when there is none."""
-    if not os.path.lexists(path / TRACKER):
+    if not is_there(path / TRACKER):
         return ()
     text = short_text(path / TRACKER, most_bytes=_MOST_TRACKER_BYTES)
     held = "what is no short text" if text is None else f"{text!r}" if text else "nothing"
@@ -273,7 +272,7 @@ def lost_backend(folder: Path) -> SourceError | None:
     backend = _read_backend(folder)
     if backend is not None:
         return UnsupportedError(f"{wanted}; got {backend.name[:_SHOWN]!r}, which is not known here. {remedy}")
-    if os.path.lexists(file):
+    if is_there(file):
         text = short_text(file, most_bytes=_MOST_BYTES) if file.is_file() else None
         held = repr(text[:_SHOWN]) if text else "nothing"
         if text is None:
@@ -286,7 +285,7 @@ def lost_backend(folder: Path) -> SourceError | None:
 
 def _is_torch_dist(folder: Path) -> bool:
     """Whether a folder without the file has what only megatron-core writes: a common state."""
-    if os.path.lexists(folder / COMMON):
+    if is_there(folder / COMMON):
         return True
     try:
         from ucp.io.dcp.metadata import read_metadata

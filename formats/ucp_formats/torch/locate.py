@@ -12,7 +12,6 @@ transformers write: model and optimizer in folders of their own beside plain fil
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 from ucp.errors import MissingFileError, UnknownFormatError, UsageError, counted, listed
 from ucp.io.dcp.local import local_files, rank_of
 from ucp.io.dcp.metadata import METADATA
-from ucp.io.folder import names_in
+from ucp.io.folder import is_there, names_in
 
 __all__ = ["MODEL", "OPTIMIZER", "Located", "is_of_the_format", "locate", "step_in", "the_folder"]
 
@@ -66,7 +65,7 @@ def _seen(path: Path) -> Located | None:
     """The checkpoint that `path` itself is."""
     names = set(names_in(path))
     files = [name for name in names if rank_of(name) is not None]
-    if os.path.lexists(path / _MEGATRON):
+    if is_there(path / _MEGATRON):
         return None
     if METADATA in names or files:
         kinds = {METADATA: METADATA in names, "__*.metadata": local_files(names), "__*_*.distcp": files}
@@ -88,11 +87,7 @@ def the_folder(located: Located | None, path: Path) -> Located:
             f"{path} holds {counted(len(located.choices), 'checkpoint')}; pass one of them:\n"
             f"{listed(str(path / name) for name in located.choices)}"
         )
-    if (
-        located.parts == ("",)
-        and not os.path.lexists(located.root / METADATA)
-        and not local_files(names_in(located.root))
-    ):
+    if located.parts == ("",) and not is_there(located.root / METADATA) and not local_files(names_in(located.root)):
         raise MissingFileError(
             f"expected a file at {located.root / METADATA}; there are only the items. torch writes it last, so that "
             "the checkpoint was not finished: take an earlier one, or copy it again"

@@ -28,7 +28,7 @@ from ucp.errors import counted, listed
 from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, read_dcp
 from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.dcp.local import rank_of
-from ucp.io.folder import names_in
+from ucp.io.folder import absolute, names_in, path_of
 from ucp.io.identity import source_file
 from ucp_formats.torch.locate import Located, is_of_the_format, locate, step_in, the_folder
 from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of
@@ -55,7 +55,7 @@ class DcpFormat(Format):
         located = the_folder(locate(path), path)
         with no_cycle_collection():
             index = _Reading(located).index(self.name)
-        return with_companions(index, SaveFolder(Path(index.path)), is_own=is_of_the_format)
+        return with_companions(index, SaveFolder(path_of(index.path)), is_own=is_of_the_format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class _Part:
 
     def strays(self) -> dict[str, int]:
         """Files of items that are not referred to, with their bytes: 0 where a rank had nothing to save."""
-        folder = Path(self.dcp.folder)
+        folder = path_of(self.dcp.folder)
         names = (name for name in names_in(folder) if rank_of(name) is not None and name not in self.dcp.files)
         return {name: (folder / name).stat().st_size for name in sorted(names)}
 
@@ -116,7 +116,7 @@ class _Reading:
 
     def __init__(self, located: Located) -> None:
         self._located = located
-        self._root = os.path.abspath(located.root)
+        self._root = absolute(located.root)
         self._parts = [_Part.at(os.path.join(self._root, name) if name else self._root) for name in located.parts]
         self._saved: Parts = sorted_out((leaf for part in self._parts for leaf in part.leaves()), self._root)
         ranks = [rank for part in self._parts for rank in part.ranks()]

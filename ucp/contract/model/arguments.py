@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from ucp.contract.companions import companions_of
 from ucp.core.index import Index
 from ucp.core.pickle_values import Stub
 from ucp.errors import MalformedError
+from ucp.io.folder import is_there, path_of
 from ucp.io.json_text import read_object
 
 __all__ = ["CONFIG_EXTRA", "config_in", "recorded_arguments", "run_arguments", "said_values"]
@@ -41,7 +41,7 @@ def run_arguments(index: Index) -> Mapping[str, object]:
 def config_in(folder: str) -> dict[str, object]:
     """What `config.json` in a folder says; nothing where there is none. Raises MalformedError."""
     path = os.path.join(folder, _CONFIG_FILE)
-    return read_object(path) if os.path.lexists(path) else {}
+    return read_object(path) if is_there(path) else {}
 
 
 def said_values(texts: Mapping[str, str]) -> dict[str, object]:
@@ -72,7 +72,7 @@ def _configuration(index: Index) -> Mapping[str, object]:
     file = next((own.ref for own in companions_of(index) if own.name == _CONFIG_FILE), None)
     if file is None or file.codec or file.nbytes > _MOST_BYTES:
         return {}
-    with Path(file.path).open("rb") as stream:
+    with path_of(file.path).open("rb") as stream:
         stream.seek(file.offset)
         text = stream.read(file.nbytes)
     try:

@@ -31,7 +31,7 @@ from ucp.conversion.prepare import Prepared, workers_of
 from ucp.core.index import Index, SourceFile
 from ucp.core.target import TargetPlan
 from ucp.core.topology import Topology
-from ucp.io.identity import size_and_time
+from ucp.io.identity import source_file
 from ucp.transfer.tasks import Job, Share, Task, each_task
 
 __all__ = ["plan_path", "read_plan", "write_plan"]
@@ -128,7 +128,7 @@ def _head(key: str, prepared: Prepared, chunks: Sequence[object], total: int) ->
         "facts": dict(prepared.facts),
         "warnings": prepared.warnings,
         "source": [index.path, index.format, index.notes, index.dropped],
-        "files": [[file.path, file.nbytes, file.mtime_ns, file.role] for file in index.files],
+        "files": [[file.path, file.nbytes, file.mtime_ns, file.role, file.version] for file in index.files],
         "target": [len(plan.placements), len(plan.raw), plan.compress, plan.casts, plan.notes],
         "topology": None if plan.topology is None else str(plan.topology),
         "nbytes": total,
@@ -145,7 +145,7 @@ def read_plan(folder: Path, key: str, options: ConvertOptions) -> Prepared | Non
     try:
         with _opened(plan_path(folder, key)) as file:
             head = _read_head(file)
-            if head["key"] != key or any(size_and_time(p) != (n, t) for p, n, t, _ in head["files"]):
+            if head["key"] != key or any(source_file(own.path, own.role) != own for own in _files(head)):
                 return None
             return _prepared(head, _read_chunks(file, head, options.part or Share()), options)
     except _UNUSABLE:
@@ -173,6 +173,14 @@ def _read_head(file: BinaryIO) -> dict[str, Any]:
     return head
 
 
+def _files(head: Mapping[str, Any]) -> tuple[SourceFile, ...]:
+    """Files of the source, as they were when the plan was made."""
+    return tuple(
+        SourceFile(path=path, nbytes=nbytes, mtime_ns=mtime_ns, role=role, version=version)
+        for path, nbytes, mtime_ns, role, version in head["files"]
+    )
+
+
 def _read_chunks(file: BinaryIO, head: Mapping[str, Any], share: Share) -> Chunk:
     """The tasks of a share, and all that they refer to. Chunks without a task of it are not read."""
     total, found = head["nbytes"], Chunk()
@@ -195,7 +203,6 @@ def _share_at(byte: int, total: int, share: Share) -> int:
 def _prepared(head: Mapping[str, Any], found: Chunk, options: ConvertOptions) -> Prepared:
     path, form, notes, dropped = head["source"]
     placements, raw, compress, casts, target_notes = head["target"]
-    workers, threads = workers_of(options)
     index = Index(
         path=path,
         format=form,
@@ -204,11 +211,14 @@ def _prepared(head: Mapping[str, Any], found: Chunk, options: ConvertOptions) ->
         topology=Topology(),
         step=None,
         atoms=found.atoms,
-        files=tuple(SourceFile(path=p, nbytes=n, mtime_ns=t, role=role) for p, n, t, role in head["files"]),
+        files=tuple(
+            SourceFile(path=p, nbytes=n, mtime_ns=t, role=role, version=v) for p, n, t, role, v in head["files"]
+        ),
         records=tuple(found.records),
         notes=tuple(notes),
         dropped=tuple(dropped),
     )
+    workers, threads = workers_of(options, index)
     plan = TargetPlan(
         files=tuple(found.files.values()),
         placements=_Known(placements, found.placements),

@@ -23,6 +23,7 @@ from ucp.errors import counted
 from ucp.io.dcp.items import Item, check_files, of_other_saves, read_items
 from ucp.io.dcp.local import local_files, merged, read_local
 from ucp.io.dcp.metadata import METADATA, DcpMetadata, ItemPlace, SavedTensor, read_metadata
+from ucp.io.folder import is_there, names_of_folder, path_of
 
 __all__ = ["METADATA", "Dcp", "StoredChunk", "StoredObject", "StoredTensor", "read_dcp"]
 
@@ -119,9 +120,9 @@ def read_dcp(folder: str) -> Dcp:
         Items are transformed, or of an element type that is not known.
     """
     if (
-        not os.path.lexists(os.path.join(folder, METADATA))
-        and os.path.isdir(folder)
-        and local_files(os.listdir(folder))
+        not is_there(os.path.join(folder, METADATA))
+        and path_of(folder).is_dir()
+        and local_files(names_of_folder(folder))
     ):
         parts = read_local(folder)
         metadata = merged(folder, parts)

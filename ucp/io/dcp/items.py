@@ -19,6 +19,7 @@ from ucp.errors import MalformedError, MissingFileError, SourceError, UcpError, 
 from ucp.io.dcp.metadata import ItemPlace
 from ucp.io.dcp.template import ITEM_END, ObjectTemplate, TensorTemplate, object_template, tensor_template
 from ucp.io.files import SourceFile, open_source
+from ucp.io.folder import path_of
 from ucp.io.torch_file.archive import read_embedded
 from ucp.io.torch_file.zipdir import Window
 
@@ -60,7 +61,7 @@ def check_files(folder: str, places: Iterable[ItemPlace]) -> dict[str, int]:
     missing, sizes = [], {}
     for file in sorted(stops):
         try:
-            sizes[file] = os.stat(os.path.join(folder, file)).st_size
+            sizes[file] = path_of(os.path.join(folder, file)).stat().st_size
         except FileNotFoundError:
             missing.append(file)
             continue
@@ -230,6 +231,7 @@ class _Ends:
         self._file = file
         self.path = file.path
         self._spans = list(_spans(items))
+        file.expect(self._spans)
         self._starts = [start for start, _ in self._spans]
         self._held: OrderedDict[int, bytes] = OrderedDict()
         self._last = _Span(0, 0, b"")

@@ -17,6 +17,7 @@ from dataclasses import replace
 from ucp.errors import MissingFileError, listed
 from ucp.io.dcp.items import of_other_saves
 from ucp.io.dcp.metadata import DcpMetadata, ItemPlace, SavedTensor, read_metadata
+from ucp.io.folder import names_of_folder
 
 __all__ = ["local_files", "merged", "rank_of", "read_local"]
 
@@ -43,7 +44,7 @@ def rank_of(name: str) -> int | None:
 
 def read_local(folder: str) -> dict[str, DcpMetadata]:
     """Name of each rank's metadata to what it says. Raises MissingFileError with all that are not there."""
-    names = os.listdir(folder)
+    names = names_of_folder(folder)
     files = local_files(names)
     saved = {rank for name in names if (rank := rank_of(name)) is not None}
     missing = sorted((saved | set(range(max(files) + 1))) - files.keys())

@@ -21,6 +21,7 @@ from zlib_ng import zlib_ng
 from ucp.core.tensor import Record
 from ucp.errors import CorruptError, MalformedError, SourceError, UnsupportedError
 from ucp.io.files import SourceFile, open_source
+from ucp.io.folder import path_of
 from ucp.io.pickle.unpickle import parse_pickle
 from ucp.io.torch_file.legacy import read_legacy
 from ucp.io.torch_file.storage import StorageId, StorageRef
@@ -95,7 +96,7 @@ def _check_name(archive: Archive) -> None:
     if archive.saved_as in ("", stem):
         return
     other = os.path.join(folder, archive.saved_as + suffix)
-    if os.path.isfile(other):
+    if path_of(other).is_file():
         named = _saved_as(other)
         why = "" if named in ("", archive.saved_as) else f"what has that name as {named}{suffix}: files were exchanged"
     else:

@@ -25,6 +25,7 @@ from ucp.conversion.source.zero_moments import ZeroMoments
 from ucp.core.dtypes import DType
 from ucp.core.index import DoubtKind
 from ucp.errors import UsageError
+from ucp.io.folder import given
 from ucp.live.exchange.traffic import CarryOptions, Exchange
 from ucp.live.match.decide import LoadOptions
 from ucp.live.match.names import NamesAsked
@@ -190,7 +191,7 @@ def _told(
     path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)
     if path is None or not str(path):
         raise UsageError(f"expected a checkpoint: pass checkpoint=PATH, or set {ENVIRONMENT}")
-    return mesh, Path(_path(path, "checkpoint"))
+    return mesh, given(_path(path, "checkpoint"))
 
 
 def _is_path(topology: object) -> TypeGuard[type_path]:

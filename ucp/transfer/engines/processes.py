@@ -16,12 +16,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Generator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucp.contract.protocols import Engine
 from ucp.errors import UcpError, WorkerDiedError, counted
+from ucp.io.files import let_go
 from ucp.transfer.tasks import Job, Task, interleave
 from ucp.transfer.worker import Done, Step, Worker
 
@@ -53,6 +53,7 @@ class ProcessEngine(Engine):
         """
         tasks = interleave(tasks, key=lambda task: task.fills[0].path)  # writers of one file wait for its lock
         pool: dict[Any, Any] = {}
+        let_go()
         try:
             with _undisturbed():
                 _start(pool, job, root, tasks, workers=workers, threads=threads)
@@ -164,7 +165,7 @@ def _serve(
     def serve() -> None:
         worker = Worker(job, root)
         try:
-            for report in chain.from_iterable(map(worker.carry_out, iter(take, None))):
+            for report in worker.carry_out_all(iter(take, None)):
                 send(report)
         except (UcpError, OSError) as error:
             send(error)

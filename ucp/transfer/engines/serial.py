@@ -24,7 +24,6 @@ class SerialEngine(Engine):
         """Reports of `tasks`, in order."""
         worker = Worker(job, root)
         try:
-            for task in tasks:
-                yield from worker.carry_out(task)
+            yield from worker.carry_out_all(tasks)
         finally:
             worker.close()

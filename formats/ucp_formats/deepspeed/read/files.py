@@ -13,6 +13,8 @@ from ucp.core.index import SourceFile
 from ucp.core.tensor import Record
 from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError
 from ucp.io.files import split_parts
+from ucp.io.folder import path_of
+from ucp.io.identity import source_file
 from ucp.io.pickle.fields import text
 from ucp.io.torch_file.archive import read_archive
 from ucp_formats.deepspeed.locate import TagFolder
@@ -99,7 +101,5 @@ def _note(name: FileName, text: str, error: Exception, problems: Problems) -> No
 def source_files(paths: Iterable[tuple[str, str]]) -> Iterator[SourceFile]:
     """Identity of each file given as (path, role); of its parts, where it is split."""
     for path, role in paths:
-        whole = Path(path)
-        for part in (whole,) if whole.exists() else map(Path, split_parts(path)):
-            stat = part.stat()
-            yield SourceFile(path=str(part), nbytes=stat.st_size, mtime_ns=stat.st_mtime_ns, role=role)
+        for part in (path,) if path_of(path).exists() else split_parts(path):
+            yield source_file(part, role)

@@ -10,12 +10,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 from ucp.contract.problems import Problems
 from ucp.errors import UnsupportedError, listed
@@ -70,7 +70,7 @@ class SavedRun:
     @property
     def folder(self) -> str:
         """Where they lie."""
-        return str(Path(self.model.file.path).parent)
+        return os.path.dirname(self.model.file.path)
 
     @property
     def config(self) -> RunConfig:

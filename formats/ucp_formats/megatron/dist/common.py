@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from os.path import join, lexists
+from os.path import join
 
 from ucp.errors import MalformedError, MissingFileError
 from ucp.io.torch_file.archive import read_archive
@@ -16,6 +16,7 @@ from ucp.io.dcp.checkpoint import METADATA, Dcp, read_dcp
 from ucp.io.dcp.metadata import read_metadata
 from ucp.io.pickle.fields import described, mapping
 from ucp.io.files import split_parts
+from ucp.io.folder import is_there
 from ucp.core.tensor import Record
 from ucp_formats.megatron.run.arguments import Arguments, read_arguments
 from ucp_formats.megatron.dist.keys import GroupObjectKey, ObjectKey, parse_group_object, parse_object_key
@@ -141,7 +142,7 @@ def read_common(dcp: Dcp, objects: SavedObjects) -> CommonState:
 def _has_file(folder: str) -> bool:
     """Whether the common state has a file of its own, whatever is there under its name."""
     path = join(folder, COMMON)
-    return lexists(path) or bool(split_parts(path))
+    return is_there(path) or bool(split_parts(path))
 
 
 def _without_common(folder: str) -> str:

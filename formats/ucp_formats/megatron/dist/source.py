@@ -40,6 +40,7 @@ from ucp_formats.megatron.param_groups.rules import is_by_named_optimizer
 from ucp_formats.megatron.run.modules import is_recorded, modules_extra, modules_keeping, modules_shown, with_modules
 from ucp_formats.megatron.run.recorded_sizes import check_recorded
 from ucp_formats.megatron.state_gaps import check_gaps
+from ucp.io.folder import absolute, path_of
 
 __all__ = ["read_dist"]
 
@@ -89,7 +90,7 @@ def read_dist(located: Located, name: str, options: SourceOptions) -> Index:
 
 
 def _read(located: Located, name: str, options: SourceOptions) -> Index:
-    dcp = read_folder(os.path.abspath(located.root))
+    dcp = read_folder(absolute(located.root))
     objects = read_objects(dcp)
     common = read_common(dcp, objects)
     model = _model(_sorted_out(dcp), common, options, dcp.folder)
@@ -236,7 +237,7 @@ def _files(dcp: Dcp, common: CommonState) -> Iterator[SourceFile]:
     if common.file:
         roles[common.file] = "common state"
     backend = dcp.path(BACKEND)
-    if os.path.isfile(backend):
+    if path_of(backend).is_file():
         roles[backend] = "backend and its version"
     roles |= {dcp.path(file): "tensors and objects" for file in dcp.files}
     for path, role in roles.items():

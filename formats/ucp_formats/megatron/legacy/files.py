@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from ucp.contract.protocols import LocalTensor, LocalTensors
 from ucp.core.index import SourceFile
 from ucp.core.tensor import Record, TensorRef
 from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError
+from ucp.io.folder import names_of_folder
 from ucp.io.identity import source_file
 from ucp.io.pickle.fields import described, flattened, mapping
 from ucp.io.torch_file.archive import Archive, read_archive
@@ -159,7 +159,7 @@ def read_run(folder: Path) -> LegacyRun:
         strays=tuple(
             f"{own.name}/{name}"
             for own in folders
-            for name in sorted(os.listdir(folder / own.name))
+            for name in sorted(names_of_folder(folder / own.name))
             if is_side_file(name)
         ),
     )
@@ -176,7 +176,7 @@ def source_files(run: LegacyRun) -> Iterator[SourceFile]:
 def _rank_folders(folder: Path) -> tuple[RankFolder, ...]:
     """Folders of ranks. Refuses those of 2022-03 to 2023-05, when every data-parallel rank saved its own part."""
     try:
-        entries = sorted(os.listdir(folder))
+        entries = sorted(names_of_folder(folder))
     except OSError as error:
         raise SourceError(f"cannot list {folder}: {error.strerror}") from error
     found = tuple(own for own in map(parse_rank_folder, entries) if own is not None)

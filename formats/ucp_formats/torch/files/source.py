@@ -23,6 +23,7 @@ from ucp.core.tensor import Record
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, listed
 from ucp.io.dcp.collection import no_cycle_collection
+from ucp.io.folder import absolute, path_of
 from ucp.io.identity import source_file
 from ucp.io.torch_file.archive import read_archive
 from ucp_formats.torch.files.flat.lengths import Shapes
@@ -88,7 +89,7 @@ class _Reading:
 
     def __init__(self, located: Located, shapes: Shapes | None) -> None:
         self._located = located
-        self._folder = os.path.abspath(located.folder)
+        self._folder = absolute(located.folder)
         self._shapes = shapes
         self._in_order = True
         self._config: Mapping[str, object] = {}
@@ -139,7 +140,7 @@ class _Reading:
             raise self._no_model()
         atoms = {own: self._atom(own, leaf) for own, leaf in saved.model.items() if own not in saved.tied}
         return Index(
-            path=os.path.abspath(self._located.root),
+            path=absolute(self._located.root),
             format=name,
             evidence=self._located.reasons,
             producer=self._producer(),
@@ -190,8 +191,8 @@ class _Reading:
         for key in _STEPS:
             if isinstance(found := extras.get(key), int) and not isinstance(found, bool):
                 return found
-        named = [Path(self._folder)] if self._located.root.is_dir() else [Path(self._located.root.stem)]
-        named += [Path(self._folder).parent] if self._located.ranks > 1 else []
+        named = [path_of(self._folder)] if self._located.root.is_dir() else [Path(self._located.root.stem)]
+        named += [path_of(self._folder).parent] if self._located.ranks > 1 else []
         return next((step for own in named if (step := step_in(own.name)) is not None), None)
 
     def _notes(self, atoms: Mapping[str, AtomIndex]) -> Iterator[str]:

@@ -9,10 +9,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 
 from ucp.contract.problems import Problems
 from ucp.contract.protocols import SourceOptions
@@ -154,7 +154,7 @@ class _Universal:
         roles = [(file.path, file.name.label) for file in files]
         roles.append((self.shared.file.path, "what all parameters share"))
         return Index(
-            path=str(Path(model.file.path).parent),
+            path=os.path.dirname(model.file.path),
             format=name,
             evidence=evidence,
             producer=producer_of(model),

@@ -20,6 +20,7 @@ from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box
 from ucp.core.tensor import Record, TensorRef, contiguous_strides
 from ucp.errors import CorruptError, SourceError
+from ucp.io.folder import is_url, names_of_folder
 from ucp.io.pickle.fields import Shape, described
 from ucp.io.torch_file.archive import read_archive
 from ucp_formats.deepspeed.read.universal.paths import GLOBALS
@@ -100,6 +101,10 @@ def _entries(folder: Path, *, follow_links: bool) -> tuple[list[str], list[str]]
     """Names of the folders in a folder, and of everything else, in order."""
     inner: list[str] = []
     others: list[str] = []
+    if is_url(str(folder)):
+        for name in sorted(names_of_folder(folder)):
+            (inner if (folder / name).is_dir() else others).append(name)
+        return inner, others
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             (inner if entry.is_dir(follow_symlinks=follow_links) else others).append(entry.name)

@@ -1,0 +1,89 @@
+"""Objects are listed, not asked for one by one; and seen afresh whenever a user names them."""
+
+from __future__ import annotations
+
+import pytest
+
+from ucp.io.folder import given, names_in
+from ucp.io.remote import link as links
+from ucp.io.remote.link import link_of
+
+
+@pytest.fixture
+def requests(memory, monkeypatch):
+    """What the store is asked."""
+    asked = []
+    link = link_of("memory://")
+    for name in ("info", "list", "find"):
+        monkeypatch.setattr(link, name, counted(name, getattr(link, name), asked))
+    return asked
+
+
+def counted(name, call, asked):
+    def counts(url):
+        asked.append((name, url))
+        return call(url)
+
+    return counts
+
+
+def fill(memory, names):
+    for name in names:
+        memory.fs.pipe_file(f"memory://b/run/{name}", b"x")
+
+
+def test_a_folder_of_files_is_one_listing(memory, requests):
+    fill(memory, [f"rank{n}.pt" for n in range(500)])
+    root = given("memory://b/run")
+    assert root.is_dir()
+    assert all((root / f"rank{n}.pt").is_file() and (root / f"rank{n}.pt").stat().st_size == 1 for n in range(500))
+    assert requests == [("info", "memory://b/run"), ("list", "memory://b/run")]
+
+
+def test_many_folders_are_one_listing_of_their_parent(memory, requests):
+    fill(memory, [f"zero/p{n}/fp32.pt" for n in range(200)])
+    root = given("memory://b/run")
+    assert root.is_dir()
+    assert all((root / "zero" / name / "fp32.pt").is_file() for name in names_in(root / "zero"))
+    assert len(requests) < 15
+    assert requests[-1] == ("find", "memory://b/run/zero")
+
+
+def test_above_the_checkpoint_single_objects_are_asked_for(memory, requests):
+    fill(memory, ["step1/x.pt", "latest"])
+    root = given("memory://b/run/step1")
+    assert root.is_dir()
+    assert (root.parent / "latest").is_file()
+    assert not (root.parent / "none").exists()
+    assert (root.parent / "latest").is_file()
+    assert [name for name, _ in requests] == ["info"] * 3
+
+
+def test_named_again_it_is_seen_afresh(memory):
+    fill(memory, ["x.pt"])
+    root = given("memory://b/run")
+    assert not (root / "y.pt").exists()
+    fill(memory, ["y.pt"])
+    assert not (root / "y.pt").exists()
+    root = given("memory://b/run")
+    assert (root / "y.pt").exists()
+    memory.fs.rm("memory://b/run", recursive=True)
+    assert not given("memory://b/run").exists()
+
+
+def test_a_marker_object_of_a_folder_is_no_entry(memory, monkeypatch):
+    fill(memory, ["x.pt"])
+    link = link_of("memory://")
+    found = memory.fs.ls("memory://b/run", detail=True)
+    monkeypatch.setattr(link._fs, "ls", lambda *_, **__: [{"name": "b/run/", "size": 0, "type": "file"}, *found])
+    assert list(names_in(given("memory://b/run"))) == ["x.pt"]
+
+
+def test_a_child_makes_connections_of_its_own(memory):
+    """What is done in a child when a process is forked, done here."""
+    first = link_of("memory://")
+    links._start_anew()
+    assert link_of("memory://") is not first
+    assert first in links._left
+    links._left.clear()
+    first.close()

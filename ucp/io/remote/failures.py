@@ -1,0 +1,123 @@
+"""What the libraries of stores raise, as errors of ours: what failed, where, and what to do.
+
+Their errors are not chained to ours: a traceback would show requests, with what they were signed by.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ucp.errors import (
+    AccessError,
+    ChangedError,
+    ConnectionLostError,
+    MissingFileError,
+    MissingLibraryError,
+    SourceError,
+    UcpError,
+)
+from ucp.io.remote.url import EXTRAS, redacted, scheme_of
+
+__all__ = ["changed", "cut_short", "failure", "missing_library", "told"]
+
+_LIBRARIES = ("aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "google", "httpx", "huggingface_hub", "requests")
+"""Packages whose own exceptions are failures of a store, not mistakes of this program."""
+
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the role of the machine",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
+    "gcs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
+    "hf": "HF_TOKEN, or `hf auth login`",
+    "memory": "nothing",
+}
+"""Where each library looks for them."""
+
+_TIMEOUTS = ("Timeout", "TimedOut")
+_BROKEN = ("ClientPayloadError", "IncompleteRead", "ContentLengthError", "ResponseStreamingError", "ChunkedEncoding")
+_UNREACHED = (
+    "ConnectionError",
+    "EndpointConnection",
+    "ConnectorError",
+    "ServerDisconnected",
+    "ConnectError",
+    "OSError",
+)
+_NO_KEYS = ("Credential", "SSOToken", "TokenRetrieval", "ProfileNotFound", "RefreshError", "LocalTokenNotFound")
+_REFUSED = ("Permission", "Forbidden", "Unauthorized", "GatedRepo")
+
+
+@contextmanager
+def told(url: str) -> Iterator[None]:
+    """Raise what a library raises about `url` as an error of ours."""
+    try:
+        yield
+    except UcpError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError | ImportError) or type(error).__module__.partition(".")[0] in _LIBRARIES:
+            raise failure(error, url) from None
+        raise
+
+
+def failure(error: BaseException, url: str) -> UcpError:
+    """The error that `error`, of a library of a store, is to a user who reads `url`."""
+    scheme, kinds = scheme_of(url), [own.__name__ for own in type(error).__mro__]
+
+    def is_one(names: tuple[str, ...]) -> bool:
+        return any(name in kind for kind in kinds for name in names)
+
+    if isinstance(error, ImportError):
+        return missing_library(scheme)
+    if is_one(("FileExpired",)):
+        return changed(url)
+    if is_one(_NO_KEYS) or is_one(_REFUSED):
+        why = "there are no credentials" if is_one(_NO_KEYS) else f"the store refused ({_reason(error)})"
+        return AccessError(
+            f"cannot read {url}: {why}. Credentials come from the environment: {_CREDENTIALS[scheme]}; they must allow "
+            "listing and reading"
+        )
+    if isinstance(error, FileNotFoundError):
+        return MissingFileError(f"expected an object at {url}; nothing is there. Check the URL")
+    if isinstance(error, TimeoutError) or is_one(_TIMEOUTS):
+        return ConnectionLostError(
+            f"cannot read {url}: the store did not answer in time, though asked several times. Try again; a conversion "
+            "goes on with --resume"
+        )
+    if is_one(_BROKEN):
+        return ConnectionLostError(
+            f"cannot read {url}: answers broke off before their end, though asked for several times. Try again; a "
+            "conversion goes on with --resume"
+        )
+    if is_one(_UNREACHED) and getattr(error, "errno", None) in (None, errno.ECONNREFUSED, errno.ECONNRESET):
+        return ConnectionLostError(
+            f"cannot read {url}: the store cannot be reached ({_reason(error)}). Check the network and the endpoint"
+        )
+    return SourceError(f"cannot read {url}: {_reason(error)}")
+
+
+def missing_library(scheme: str) -> MissingLibraryError:
+    """The error for a store whose library is not installed."""
+    package, extra = EXTRAS[scheme]
+    return MissingLibraryError(
+        f"{scheme}:// is read by {package}, which is not installed: pip install 'universal-checkpoint[{extra}]'"
+    )
+
+
+def changed(url: str) -> ChangedError:
+    """The error for an object that is another one than the index was read of."""
+    return ChangedError(
+        f"{url} was replaced while it was read: it is not the object that was seen at first. Wait until whoever writes "
+        "there is done, then begin again"
+    )
+
+
+def cut_short(url: str, *, expected: int, got: int) -> ConnectionLostError:
+    """The error for an answer of another length than was asked for."""
+    return ConnectionLostError(f"expected {expected} bytes of {url}; the store gave {got}. Try again")
+
+
+def _reason(error: BaseException) -> str:
+    text = " ".join(redacted(str(error)).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -1,0 +1,202 @@
+"""Objects of a store, read as the files of a disk are: at any place, by any thread.
+
+A read of some size is cut into requests of a few MiB, made side by side. Indexes stand at the ends of files, and are
+read in small steps: a small read takes the block that it lies in, which is kept. What a worker reads next is known to
+it beforehand, and is announced (`ucp.io.remote.ahead`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from itertools import pairwise
+from typing import Self
+
+from ucp.errors import MalformedError, MissingFileError
+from ucp.io.remote.ahead import Ahead, Extent
+from ucp.io.remote.ends import BLOCK, end_of
+from ucp.io.remote.failures import changed
+from ucp.io.remote.link import link_of
+from ucp.io.remote.listing import Entry, entry_of
+
+__all__ = ["REQUEST", "RemoteFile"]
+
+REQUEST = 4 << 20
+"""Bytes of one request, at most."""
+
+_SMALL = 64 << 10
+"""Bytes of a small read."""
+
+_KEPT = 2
+"""Blocks of a file that are kept: those at its ends."""
+
+_GAP = 128 << 10
+"""Bytes that are read in vain rather than by a request of their own."""
+
+
+class RemoteFile:
+    """Bytes of an object, or of several read as one."""
+
+    def __init__(self, path: str, parts: Sequence[str], *, version: str = "", ahead: Ahead | None = None) -> None:
+        """`version`: what it is expected to be, where that is known. Raises MissingFileError, ChangedError."""
+        self.path = path
+        self.nbytes = 0
+        self._starts: list[int] = []
+        self._parts: list[tuple[str, Entry]] = []
+        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+        self._ahead = ahead
+        self._is_alone = ahead is None
+        for part in parts:
+            entry = _found(part)
+            self._starts.append(self.nbytes)
+            self._parts.append((part, entry))
+            self.nbytes += entry.nbytes
+        if version and version != self.version:
+            raise changed(path)
+
+    @property
+    def version(self) -> str:
+        """What changes whenever its bytes do; empty where the store has no such thing."""
+        return ",".join(entry.version for _, entry in self._parts)
+
+    def read_into(self, views: Sequence[memoryview], offset: int) -> None:
+        """Fill `views`, in order, with the bytes from `offset` on. Raises MalformedError past the end of the file."""
+        own = [view.cast("B") for view in views if view.nbytes]
+        total = sum(view.nbytes for view in own)
+        self._check(offset, total)
+        if len(own) == 1:
+            self._fill(own[0], offset)
+            return
+        data = memoryview(bytearray(total))
+        self._fill(data, offset)
+        at = 0
+        for view in own:
+            view[:] = data[at : at + view.nbytes]
+            at += view.nbytes
+
+    def read_runs(self, buffer: memoryview, starts: Sequence[int]) -> None:
+        """Fill `buffer` with equally long runs of the file, one for each of `starts`. Raises MalformedError."""
+        nbytes = len(buffer) // len(starts)
+        at = 0
+        for low, high, count in _joined(starts, nbytes):
+            self._check(low, high - low)
+            data = memoryview(bytearray(high - low))
+            self._fill(data, low, wanted=count * nbytes)
+            for start in starts[at : at + count]:
+                buffer[at * nbytes : (at + 1) * nbytes] = data[start - low : start - low + nbytes]
+                at += 1
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """The `nbytes` bytes at `offset`. Raises MalformedError past the end of the file."""
+        self._check(offset, nbytes)
+        data = bytearray(nbytes)
+        self._fill(memoryview(data), offset)
+        return bytes(data)
+
+    def expect(self, stretches: Sequence[tuple[int, int]]) -> None:
+        """Have stretches (first byte, one past the last) come that will be read in this order."""
+        self._ahead = Ahead(lambda _: self)
+        self._ahead.expect((Extent(self.path, low, high, high - low) for low, high in stretches), batch=0)
+
+    def close(self) -> None:
+        """Let go of what is kept."""
+        if self._is_alone and self._ahead is not None:
+            self._ahead.drop(batch=0)
+        self._blocks.clear()
+
+    def __enter__(self) -> Self:
+        """The file itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let go of what is kept."""
+        self.close()
+
+    def start(self, start: int, stop: int) -> list[tuple[int, int, Future[bytes]]]:
+        """Begin to read bytes: requests under way (first byte, one past the last, what comes)."""
+        under_way = []
+        while start < stop:
+            number = bisect_right(self._starts, start) - 1
+            url, entry = self._parts[number]
+            first = self._starts[number]
+            end = min(stop, start + REQUEST, first + entry.nbytes)
+            link = link_of(url)
+            under_way.append((start, end, link.submit(link.fetch, url, entry, start - first, end - first)))
+            start = end
+        return under_way
+
+    def _fill(self, view: memoryview, offset: int, wanted: int | None = None) -> None:
+        """Fill a buffer; `wanted`: how many of its bytes will be used."""
+        stop = offset + view.nbytes
+        if self._ahead is not None:
+            for low, high in self._ahead.take(self, view, offset, wanted=view.nbytes if wanted is None else wanted):
+                self._direct(view[low - offset : high - offset], low, high)
+        else:
+            self._direct(view, offset, stop)
+
+    def _direct(self, view: memoryview, offset: int, stop: int) -> None:
+        if stop - offset <= _SMALL:
+            self._from_blocks(view, offset, stop)
+            return
+        for low, high, data in self.start(offset, stop):
+            view[low - offset : high - offset] = data.result()
+
+    def _from_blocks(self, view: memoryview, offset: int, stop: int) -> None:
+        """Fill a small buffer from the blocks that it lies in."""
+        at = offset
+        while at < stop:
+            low, high = self._block(at)
+            data = self._blocks.get(low)
+            if data is None:
+                data = self._blocks[low] = self._fetched(low, high)
+                if len(self._blocks) > _KEPT:
+                    self._blocks.popitem(last=False)
+            self._blocks.move_to_end(low)
+            end = min(stop, high)
+            view[at - offset : end - offset] = data[at - low : end - low]
+            at = end
+
+    def _fetched(self, low: int, high: int) -> bytes:
+        if len(self._parts) == 1:
+            return end_of(*self._parts[0], low, high)
+        return b"".join(own.result() for _, _, own in self.start(low, high))
+
+    def _block(self, offset: int) -> tuple[int, int]:
+        """The block of a byte: of those counted from the start, or the last bytes of the file."""
+        last = max(0, self.nbytes - BLOCK)
+        if offset >= last:
+            return last, self.nbytes
+        low = offset // BLOCK * BLOCK
+        return low, min(low + BLOCK, last)
+
+    def _check(self, offset: int, nbytes: int) -> None:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise MalformedError(
+                f"expected {nbytes} bytes at {offset}; the object ends at {self.nbytes}: {self.path} is truncated. "
+                "Copy it again"
+            )
+
+
+def _found(url: str) -> Entry:
+    entry = entry_of(url)
+    if entry is None:
+        raise MissingFileError(f"expected an object at {url}; nothing is there. Check the URL, or copy it")
+    if entry.is_folder:
+        raise MalformedError(f"expected an object; got a folder at {url}")
+    return entry
+
+
+def _joined(starts: Sequence[int], nbytes: int) -> list[tuple[int, int, int]]:
+    """Stretches to read for runs of so many bytes: (first byte, one past the last, runs), in the order of the runs."""
+    found: list[tuple[int, int, int]] = []
+    for before, start in pairwise([None, *starts]):
+        assert start is not None
+        low, high, count = found[-1] if found else (start, start, 0)
+        near = before is not None and start >= before and start - high <= _GAP and start + nbytes - low <= 2 * REQUEST
+        if near and found:
+            found[-1] = (low, max(high, start + nbytes), count + 1)
+        else:
+            found.append((start, start + nbytes, 1))
+    return found

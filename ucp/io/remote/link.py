@@ -1,0 +1,231 @@
+"""Connections to stores: one per scheme and process, made when first needed, by the library of fsspec for it.
+
+Each has an event loop and threads of its own, so that it can be hung up before processes are forked: a child that
+inherited open connections would disturb those of its parent. After a fork that nobody told us of, the child makes new
+ones and leaves the old alone.
+
+Retries with growing pauses are the libraries' own. Of S3, botocore makes a request that failed or was throttled three
+times (`AWS_MAX_ATTEMPTS`, `AWS_RETRY_MODE`), s3fs that three times, and an answer that broke off three times: its own
+five would be 25, and half an hour before a dead store is told of. gcsfs makes six, huggingface_hub five.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from ucp.io.remote.failures import changed, cut_short, missing_library, told
+from ucp.io.remote.url import key_of, scheme_of
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+__all__ = ["REQUESTS", "Link", "Seen", "hang_up", "link_of", "version_of"]
+
+REQUESTS = 16
+"""Requests under way at once, in one process."""
+
+_TRIES = 3
+"""Times that each of the libraries tries."""
+
+Fetch = Callable[[int, int], bytes]
+"""Bytes from the first to before the last."""
+
+
+class Seen(Protocol):
+    """What a listing said of an object."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+
+    @property
+    def version(self) -> str:
+        """ETag or the like; empty where the store has none."""
+
+
+def version_of(details: Mapping[str, Any]) -> str:
+    """What changes whenever the bytes of an object do, of what a store says of it; empty where it has no such thing."""
+    found = next((details[key] for key in ("ETag", "generation", "etag", "blob_id") if details.get(key)), "")
+    return str(found).strip('"')
+
+
+class Link:
+    """A connection to the stores of one scheme."""
+
+    def __init__(self, scheme: str) -> None:
+        """Raises MissingLibraryError."""
+        self._is_s3 = scheme == "s3"
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._fs = self._made(scheme)
+        self._files: dict[tuple[str, str], Fetch] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    def info(self, url: str) -> Mapping[str, Any] | None:
+        """What is said of one object or folder; None for nothing. Raises SourceError."""
+        with told(url):
+            try:
+                return cast("Mapping[str, Any]", self._fs.info(key_of(url)))
+            except FileNotFoundError:
+                return None
+
+    def list(self, url: str) -> dict[str, Mapping[str, Any]] | None:
+        """Names in a folder, with what is said of each; None where there is no folder. Raises SourceError."""
+        with told(url):
+            try:
+                found = self._fs.ls(key_of(url), detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        inside = {_name(own): own for own in found if _key(own) != key_of(url)}
+        return inside if inside or not found else None
+
+    def find(self, url: str) -> dict[str, Mapping[str, Any]]:
+        """Every object below a folder, by its path from there, with what is said of it. Raises SourceError."""
+        with told(url):
+            found = self._fs.find(key_of(url), detail=True)
+        start = len(key_of(url)) + 1
+        return {_key(own)[start:]: own for own in found.values()}
+
+    def fetch(self, url: str, seen: Seen, start: int, stop: int) -> bytes:
+        """Bytes of an object, as long as it is the one that was seen. Raises SourceError, ChangedError.
+
+        S3 is asked for the bytes of that version alone; of other stores the version is compared before the first read,
+        and once more at the end (`ucp.io.identity.check_unchanged`).
+        """
+        with told(url):
+            data = self._fetcher(url, seen)(start, stop) or b""  # nothing when it was broken off
+        if len(data) != stop - start:
+            raise cut_short(url, expected=stop - start, got=len(data))
+        return data
+
+    def submit(self, call: Callable[..., Any], *arguments: object) -> Future[Any]:
+        """Have one of our threads do it."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(REQUESTS, thread_name_prefix="ucp-remote")
+        return self._pool.submit(call, *arguments)
+
+    def close(self) -> None:
+        """End connections and threads; what is still under way is broken off."""
+        if self._loop is not None:
+            asyncio.run_coroutine_threadsafe(_broken_off(), self._loop).result()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._files.clear()
+        if self._loop is None or self._thread is None:
+            return
+        asyncio.run_coroutine_threadsafe(_closed(self._fs), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _fetcher(self, url: str, seen: Seen) -> Fetch:
+        with self._lock:
+            found = self._files.get((url, seen.version))
+            if found is None:
+                found = self._files[url, seen.version] = self._opened(url, seen)
+        return found
+
+    def _opened(self, url: str, seen: Seen) -> Fetch:
+        key = key_of(url)
+        size = {"size": seen.nbytes} if self._is_s3 and seen.version else {}  # nothing is asked of the store then
+        file = self._fs.open(key, "rb", cache_type="none", **size)
+        if size:
+            etag = f'"{seen.version}"'
+            file.details = {"name": key, "type": "file", "size": seen.nbytes, "ETag": etag}
+            file.read_kw = {**file.read_kw, "IfMatch": etag}
+        elif (now := self._fs.info(key)) and (now["size"], version_of(now)) != (seen.nbytes, seen.version):
+            raise changed(url)
+        if hasattr(file, "cache"):
+            return cast("Fetch", file.cache.fetcher)
+        return lambda start, stop: cast("bytes", self._fs.cat_file(key, start=start, end=stop))
+
+    def _made(self, scheme: str) -> AbstractFileSystem:
+        try:
+            from fsspec import get_filesystem_class
+
+            kind = get_filesystem_class(scheme)
+        except ImportError:
+            raise missing_library(scheme) from None
+        options: dict[str, object] = {"skip_instance_cache": True, "use_listings_cache": False}
+        if getattr(kind, "async_impl", False):
+            self._loop = options["loop"] = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="ucp-remote-loop", daemon=True)
+            self._thread.start()
+        if self._is_s3:
+            options["config_kwargs"] = _s3_options()
+        fs = kind(**options)
+        if self._is_s3:
+            fs.retries = _TRIES
+        return cast("AbstractFileSystem", fs)
+
+
+def _s3_options() -> dict[str, object]:
+    """How botocore goes about it, unless the environment says otherwise."""
+    options: dict[str, object] = {"max_pool_connections": REQUESTS}
+    if not os.environ.keys() & {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"}:
+        options["retries"] = {"mode": "standard", "total_max_attempts": _TRIES}
+    return options
+
+
+async def _broken_off() -> None:
+    """End all requests that are under way."""
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+
+
+async def _closed(fs: Any) -> None:
+    """Close what a file system of s3fs or gcsfs has open; neither has a call for that which waits until it is done."""
+    if getattr(fs, "_s3creator", None) is not None:
+        await fs._s3creator.__aexit__(None, None, None)  # noqa: SLF001
+    if getattr(fs, "_session", None) is not None:
+        await fs._session.close()  # noqa: SLF001
+
+
+_links: dict[str, Link] = {}
+_lock = threading.Lock()
+_left: list[Link] = []
+"""Those of the parent, in a child: never closed there, as that would be seen by the parent."""
+
+
+def link_of(url: str) -> Link:
+    """The connection to the store of a URL, made if there is none. Raises MissingLibraryError."""
+    scheme = scheme_of(url)
+    with _lock:
+        if scheme not in _links:
+            with told(url):
+                _links[scheme] = Link(scheme)
+        return _links[scheme]
+
+
+def hang_up() -> None:
+    """End all connections of this process: before it is forked, and when it ends. The next use makes new ones."""
+    while _links:
+        _links.popitem()[1].close()
+
+
+def _start_anew() -> None:
+    """In a child: leave what the parent has open, and whatever its threads held."""
+    global _lock  # noqa: PLW0603  # of this process
+    _left.extend(_links.values())
+    _links.clear()
+    _lock = threading.Lock()
+
+
+atexit.register(hang_up)
+os.register_at_fork(after_in_child=_start_anew)
+
+
+def _key(own: Mapping[str, Any]) -> str:
+    return str(own["name"]).strip("/")
+
+
+def _name(own: Mapping[str, Any]) -> str:
+    return _key(own).rpartition("/")[2]

@@ -1,0 +1,232 @@
+"""What lies where in a store, asked once.
+
+A folder is listed by one request for every thousand entries, which also says bytes, time and version of each: nothing
+is asked of an object by itself. Where many folders side by side are looked into, all that lies below their parent is
+listed at once. Above the folder that the user named (where `latest` lies), which may hold many other runs, single
+objects are asked for.
+
+What was seen is kept until `forget`: one run sees one state of a checkpoint, and what it then reads is compared with
+that (`ucp.io.remote.file`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from ucp.errors import AccessError
+from ucp.io.remote.link import link_of, version_of
+from ucp.io.remote.url import bucket_of
+
+__all__ = ["Entry", "entry_of", "folder_of", "forget", "missing_bucket", "named", "siblings"]
+
+_SIDE_BY_SIDE = 8
+"""Folders of one parent after which all that is below the parent is listed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """An object, or a folder."""
+
+    is_folder: bool
+    """Whether it is a folder."""
+    nbytes: int = 0
+    """Bytes of an object."""
+    mtime_ns: int = 0
+    """Time of its last change, nanoseconds since 1970; 0 where the store does not say."""
+    version: str = ""
+    """What changes whenever its bytes do (ETag, generation), as far as the store has such a thing."""
+
+
+_Folder = dict[str, Entry]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was seen of all stores."""
+
+    roots: set[str] = field(default_factory=set)
+    """URLs that users named."""
+    folders: dict[str, _Folder | None] = field(default_factory=dict)
+    """URL of a folder to what lies in it; None where there is none."""
+    single: dict[str, Entry | None] = field(default_factory=dict)
+    """What was asked for by itself."""
+    asked: dict[str, int] = field(default_factory=dict)
+    """URL to how many folders in it were listed."""
+    around: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    """URL of a folder to every object below it, where that was asked for."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
+_seen = _Seen()
+
+
+def _unlock() -> None:
+    """In a child of a fork: whoever held it is not there."""
+    _seen.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_unlock)
+
+
+def named(url: str) -> None:
+    """See everything afresh at and around a URL, which a user named as that of a checkpoint."""
+    forget(url)
+    with _seen.lock:
+        _seen.roots.add(url)
+
+
+def forget(url: str) -> None:
+    """See everything afresh at and around a URL."""
+    with _seen.lock:
+        folder = url + "/"
+        above = tuple(_above(url))
+        for known in (_seen.folders, _seen.single, _seen.asked):
+            for own in [own for own in known if own == url or own.startswith(folder) or own in above]:
+                del known[own]
+        for own in [own for own in _seen.single if _parent(own) in above]:
+            del _seen.single[own]
+        _seen.around.clear()
+
+
+def entry_of(url: str) -> Entry | None:
+    """What lies at a URL; None for nothing. Raises SourceError where the store does not answer."""
+    with _seen.lock:
+        parent, name = _parent(url), url.rpartition("/")[2]
+        known = _seen.folders.get(parent)
+        if known is not None:
+            return known.get(name)
+        if url in _seen.folders:
+            return None if _seen.folders[url] is None else Entry(is_folder=True)
+        if url in _seen.roots or _is_above(parent):
+            return _alone(url)
+        inside = _listed(parent)
+        return None if inside is None else inside.get(name)
+
+
+def folder_of(url: str) -> Mapping[str, Entry] | None:
+    """Names in a folder, sorted, and what they are; None where there is no such folder. Raises SourceError."""
+    with _seen.lock:
+        return _listed(url)
+
+
+def siblings(url: str) -> tuple[str, dict[str, Entry]]:
+    """What is known without asking of the objects around one: the folder they are in, and each with what it is.
+
+    That is the folder of the object; or the one above, where all below it was listed.
+    """
+    with _seen.lock:
+        parent = _parent(url)
+        root = _parent(parent)
+        if _seen.asked.get(root, 0) <= _SIDE_BY_SIDE:
+            return parent, _objects(parent)
+        if root not in _seen.around:
+            inside = [own for own in _seen.folders if own == root or own.startswith(root + "/")]
+            _seen.around[root] = {name: own for folder in inside for name, own in _objects(folder).items()}
+        return root, _seen.around[root]
+
+
+def _objects(folder: str) -> dict[str, Entry]:
+    inside = _seen.folders.get(folder) or {}
+    return {f"{folder}/{name}": own for name, own in inside.items() if not own.is_folder}
+
+
+def missing_bucket(url: str) -> str:
+    """The bucket of a URL, if there is none of that name; else nothing."""
+    bucket = bucket_of(url)
+    scheme = url.partition("://")[0]
+    return bucket if scheme in ("s3", "gs", "gcs") and link_of(url).info(f"{scheme}://{bucket}") is None else ""
+
+
+def _alone(url: str) -> Entry | None:
+    if url not in _seen.single:
+        try:
+            found = link_of(url).info(url)
+        except AccessError:
+            if url in _seen.roots:
+                raise
+            found = None  # what a run may not see beside its checkpoint is no part of it
+        _seen.single[url] = None if found is None else _entry(found)
+    return _seen.single[url]
+
+
+def _listed(url: str) -> _Folder | None:
+    if url in _seen.folders:
+        return _seen.folders[url]
+    if (own := _seen.single.get(url)) is not None and not own.is_folder:
+        return None
+    parent = _parent(url)
+    known = _seen.folders.get(parent)
+    if known is not None and not (url.rpartition("/")[2] in known and known[url.rpartition("/")[2]].is_folder):
+        return None
+    count = _seen.asked[parent] = _seen.asked.get(parent, 0) + 1
+    if count > _SIDE_BY_SIDE and not _is_above(parent):
+        _list_below(parent)
+        return _seen.folders.setdefault(url, None)
+    found = link_of(url).list(url)
+    _seen.folders[url] = None if found is None else _folder(found)
+    return _seen.folders[url]
+
+
+def _list_below(url: str) -> None:
+    """Everything below a folder, by one listing."""
+    folders: dict[str, _Folder] = {url: {}}
+    for relative, own in link_of(url).find(url).items():
+        *parts, name = relative.split("/")
+        at = url
+        for part in parts:
+            folders[at].setdefault(part, Entry(is_folder=True))
+            at = f"{at}/{part}"
+            folders.setdefault(at, {})
+        if name:
+            folders[at][name] = _entry(own)
+    for at, inside in folders.items():
+        _seen.folders[at] = dict(sorted(inside.items()))
+
+
+def _folder(found: Mapping[str, Mapping[str, Any]]) -> _Folder:
+    return {name: _entry(own) for name, own in sorted(found.items())}
+
+
+def _entry(own: Mapping[str, Any]) -> Entry:
+    if own["type"] == "directory":
+        return Entry(is_folder=True)
+    version = version_of(own)
+    return Entry(is_folder=False, nbytes=int(own["size"] or 0), mtime_ns=_time(own, exact=not version), version=version)
+
+
+def _time(own: Mapping[str, Any], *, exact: bool) -> int:
+    """Nanoseconds; whole seconds, in which all answers of a store agree, unless nothing else tells versions apart."""
+    found = next((own[key] for key in ("LastModified", "mtime", "updated", "created") if own.get(key)), None)
+    if isinstance(found, str):
+        found = datetime.fromisoformat(found)
+    if isinstance(found, datetime):
+        found = found.timestamp()
+    if not isinstance(found, int | float):
+        return 0
+    return round(found * 10**6) * 1000 if exact else int(found) * 10**9
+
+
+def _parent(url: str) -> str:
+    return url.rpartition("/")[0]
+
+
+def _above(url: str) -> list[str]:
+    """The folders that a URL lies in."""
+    parents = []
+    while not (url := _parent(url)).endswith(("/", ":")) and url:
+        parents.append(url)
+    return parents
+
+
+def _is_above(url: str) -> bool:
+    """Whether a folder holds a checkpoint that a user named."""
+    if url.endswith(("/", ":")):
+        return True
+    return any(root.startswith(url + "/") for root in _seen.roots) and not any(
+        url == root or url.startswith(root + "/") for root in _seen.roots
+    )

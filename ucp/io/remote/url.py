@@ -1,0 +1,120 @@
+"""Which URLs name a checkpoint: scheme, bucket, key and nothing else.
+
+A URL ends up in manifests, logs and messages, so one that carries a password, a token or a signature is refused.
+
+>>> check_url("s3://bucket/run")
+>>> check_url("s3://key:secret@bucket/run")
+Traceback (most recent call last):
+ucp.errors.UsageError: expected a URL without a user and password; got s3://***@bucket/run. Credentials come from the \
+environment, as the library of the store reads them
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+from ucp.errors import UsageError
+
+__all__ = ["EXTRAS", "as_url", "bucket_of", "check_url", "key_of", "redacted", "scheme_of"]
+
+EXTRAS = {
+    "s3": ("s3fs", "s3"),
+    "gs": ("gcsfs", "gcs"),
+    "gcs": ("gcsfs", "gcs"),
+    "hf": ("huggingface_hub", "hf"),
+    "memory": ("fsspec", "s3"),
+}
+"""Scheme to the package that reads it, and the extra of ours that installs that."""
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://?")
+"""Examples: s3://bucket/run, and s3:/bucket/run, which is what pathlib makes of it."""
+
+_USER = re.compile(r"(?<=//)[^/\s]*:[^/\s]*@")
+"""Example: `key:secret@` of https://key:secret@host/."""
+
+_QUERY = re.compile(r"\?[^\s'\"]*")
+"""Example: `?X-Amz-Signature=...` of a URL that was signed."""
+
+_SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|ACCESS_KEY|CREDENTIAL|SAS", re.IGNORECASE)
+"""What is in the names of environment variables that are nobody's business."""
+
+
+def scheme_of(text: str) -> str:
+    """Scheme of a URL; empty for a path.
+
+    >>> scheme_of("s3://bucket/run"), scheme_of("s3:/bucket/run"), scheme_of("run/s3:/x")
+    ('s3', 's3', '')
+    """
+    found = _SCHEME.match(text)
+    return found[1].lower() if found else ""
+
+
+def as_url(text: str) -> str:
+    """The URL that a text is once pathlib has made one slash of its two; any other text as it is.
+
+    >>> as_url("s3:/bucket/run"), as_url("s3://bucket/run"), as_url("run/s3:/x")
+    ('s3://bucket/run', 's3://bucket/run', 'run/s3:/x')
+    """
+    scheme, _, rest = text.partition(":/")
+    return f"{scheme}://{rest}" if scheme in EXTRAS and not rest.startswith("/") else text
+
+
+def key_of(url: str) -> str:
+    """What a store calls it: the URL without its scheme.
+
+    >>> key_of("s3://bucket/run")
+    'bucket/run'
+    """
+    return url.partition("://")[2]
+
+
+def bucket_of(url: str) -> str:
+    """Bucket of a URL (of the Hugging Face Hub: its first component).
+
+    >>> bucket_of("s3://bucket/run/step1")
+    'bucket'
+    """
+    return key_of(url).partition("/")[0]
+
+
+def check_url(url: str) -> None:
+    """Raise UsageError for a URL with more than a scheme, a bucket and a key, or of a store that is not read."""
+    scheme, rest = scheme_of(url), key_of(url)
+    shown = redacted(url)
+    if shown != url and "@" in shown:
+        raise UsageError(
+            f"expected a URL without a user and password; got {shown}. Credentials come from the environment, as the "
+            "library of the store reads them"
+        )
+    if "?" in rest or "#" in rest:
+        raise UsageError(
+            f"expected a URL of a scheme, a bucket and a key; got {shown.partition('?')[0].partition('#')[0]} with a "
+            "query. Signed URLs are not read: give the process credentials of its own"
+        )
+    if scheme not in EXTRAS:
+        raise UsageError(
+            f"expected a path, or a URL of {', '.join(f'{own}://' for own in EXTRAS)}; got {shown}. Copy it to this "
+            "machine, or mount it"
+        )
+    if "::" in rest or any(part in (".", "..") for part in rest.split("/")):
+        raise UsageError(f"expected a URL without '..' and '::'; got {shown}")
+
+
+def redacted(text: str) -> str:
+    """`text` without passwords and queries of URLs, and without secrets of this process's environment.
+
+    >>> redacted("cannot connect to http://me:pw@host/x?X-Amz-Signature=1f")
+    'cannot connect to http://***@host/x?***'
+    """
+    text = _QUERY.sub("?***", _USER.sub("***@", text)) if "://" in text else text
+    for secret in _secrets():
+        text = text.replace(secret, "***")
+    return text
+
+
+def _secrets() -> Iterator[str]:
+    for name, value in os.environ.items():
+        if len(value) >= 8 and _SECRET.search(name) and "FILE" not in name:
+            yield value
