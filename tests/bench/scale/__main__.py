@@ -88,7 +88,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--series", action="append", choices=(*SERIES,), help="only this one")
     parser.add_argument("--most", type=int, default=1 << 30, help="leave out cases of more tensors")
-    parser.add_argument("--work", type=Path, default=Path(".bench/scale"), help="where checkpoints are made and removed")
+    parser.add_argument(
+        "--work", type=Path, default=Path(".bench/scale"), help="where checkpoints are made and removed"
+    )
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="where the report goes")
     asked = parser.parse_args()
     rows: list[Row] = []

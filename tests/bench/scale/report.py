@@ -77,7 +77,10 @@ def _plot(path: Path, rows: Sequence[Row]) -> None:
     usual = min((row.tensors for row in others), default=0)
     by_ranks = [row for row in others if row.tensors == usual]
     for column, (own, unit, what) in enumerate(
-        ((by_tensors, "tensors", "Megatron torch_dist, 1,024 ranks"), (by_ranks, "ranks", f"DeepSpeed, {usual:,} tensors"))
+        (
+            (by_tensors, "tensors", "Megatron torch_dist, 1,024 ranks"),
+            (by_ranks, "ranks", f"DeepSpeed, {usual:,} tensors"),
+        )
     ):
         for line, (value, label) in enumerate((("cpu_seconds", "processor seconds"), ("peak_bytes", "peak MB"))):
             axis = axes[line][column]
