@@ -66,7 +66,7 @@ def _deepspeed(ranks: int, *, layers: int, experts: int) -> Case:
         ranks=ranks,
         make=partial(_write_experts, moe=moe, ranks=ranks, ep=ep),
         tensors=4 * (layers * (3 * experts + len(moe.attention())) + len(moe.ends())),
-        plan=("--to", "deepspeed", "--topology", f"dp={ranks // 2},ep={ep // 2}"),
+        plan=("--to", "deepspeed", "--topology", f"dp={ranks // 2},ep={ep // 2},zero=1"),
     )
 
 
