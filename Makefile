@@ -1,4 +1,4 @@
-# make demo | test | check | registry | fuzz | integration | bench: each installs what it needs into .venv first.
+# make demo | test | check | registry | fuzz | integration | bench | bench-scale: each installs what it needs into .venv first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -13,7 +13,7 @@ LIGHTNING := lightning==2.6.6
 TORCHTITAN := torchtitan==0.3.0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint check registry fuzz integration bench mcore clean
+.PHONY: demo test lint check registry fuzz integration bench bench-scale mcore clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -85,6 +85,10 @@ mcore: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-bench $(VENV)/.installed-deepspeed $(VENV)/.installed-storage
 	DS_ACCELERATOR=cpu $(BIN)/python -m tests.bench
+
+# Indexes of up to a trillion parameters over sparse files: 3 GB of disk at a time, some twenty minutes.
+bench-scale: $(VENV)/.installed-bench
+	$(BIN)/python -m tests.bench.scale
 
 clean:
 	rm -rf $(VENV) $(VENV)-transformers .mcore .bench demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from tests.bench.synthetic import write_many_tensors
+from tests.bench.scale.small_tensors import write_many_tensors
 
 __all__ = ["SOURCES", "Source"]
 

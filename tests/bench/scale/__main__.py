@@ -66,7 +66,7 @@ def _deepspeed(ranks: int, *, layers: int, experts: int) -> Case:
         ranks=ranks,
         make=partial(_write_experts, moe=moe, ranks=ranks, ep=ep),
         tensors=4 * (layers * (3 * experts + len(moe.attention())) + len(moe.ends())),
-        plan=("--to", "deepspeed", "--topology", f"dp={ranks // 2},ep={ep // 2}"),
+        plan=("--to", "deepspeed", "--topology", f"dp={ranks // 2},ep={ep // 2},zero=1"),
     )
 
 
@@ -88,7 +88,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--series", action="append", choices=(*SERIES,), help="only this one")
     parser.add_argument("--most", type=int, default=1 << 30, help="leave out cases of more tensors")
-    parser.add_argument("--work", type=Path, default=Path(".bench/scale"), help="where checkpoints are made and removed")
+    parser.add_argument(
+        "--work", type=Path, default=Path(".bench/scale"), help="where checkpoints are made and removed"
+    )
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="where the report goes")
     asked = parser.parse_args()
     rows: list[Row] = []

@@ -12,7 +12,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -313,9 +313,7 @@ def _training(groups: Sequence[Group], ranks: int, mp: int, *, shape: type[tuple
     """What a model-states file says of the training so far."""
     return {
         "optimizer": None,
-        "param_shapes": [
-            OrderedDict((name, shape([*own])) for name, own in group.shapes.items()) for group in groups
-        ],
+        "param_shapes": [OrderedDict((name, shape([*own])) for name, own in group.shapes.items()) for group in groups],
         "frozen_param_shapes": None,
         "shared_params": {},
         "frozen_param_fragments": None,

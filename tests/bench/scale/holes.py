@@ -176,4 +176,3 @@ def item_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Item:
 def _entry_nbytes(info: zipfile.ZipInfo) -> int:
     """Bytes of an entry of the directory."""
     return _CENTRAL_NBYTES + len(info.filename.encode()) + len(info.extra) + len(info.comment)
-

@@ -10,15 +10,12 @@ of a tensor is saved by which rank is the writer's affair: here they take turns.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pickle
-import struct
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 
 import torch
@@ -243,7 +240,8 @@ def _objects(kept: Path, moe: Moe, layout: Layout) -> Iterator[tuple[str, int, b
     """Objects as ranks save them: key, rank and bytes."""
     saved = read_metadata(str(kept / ".metadata")).objects
     extra, random = (
-        _bytes(kept, *next(place for key, place in saved.items() if part in key)) for part in ("_extra_state", "rng_state")
+        _bytes(kept, *next(place for key, place in saved.items() if part in key))
+        for part in ("_extra_state", "rng_state")
     )
     each = moe.experts // layout.ep
     for layer in range(moe.layers):
@@ -269,7 +267,8 @@ def _bytes(folder: Path, file: str, offset: int, nbytes: int) -> bytes:
 def _common(kept: Path, moe: Moe, layout: Layout) -> dict[object, object]:
     """The common state of the fixture, for this model and these ranks."""
     root = read_archive(str(kept / "common.pt")).root
-    assert isinstance(root, dict) and isinstance(root["args"], Stub)  # as the fixture has it
+    assert isinstance(root, dict)  # as the fixture has it
+    assert isinstance(root["args"], Stub)
     saved = root["args"].state
     assert isinstance(saved, dict)
     plain = {key: value for key, value in saved.items() if isinstance(value, str | int | float | bool | None)}

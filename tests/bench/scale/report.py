@@ -36,16 +36,30 @@ class Row:
 
 
 def write_report(folder: Path, rows: Sequence[Row], *, machine: str) -> None:
-    """Write scale.json and scale.svg into `folder`, and the table between the marks of scale.md."""
+    """Write scale.json and scale.svg into `folder`, and the table between the marks of scale.md.
+
+    Rows of an earlier run that are not measured again are kept.
+    """
     day = datetime.now(UTC).date().isoformat()
+    data = folder / "scale.json"
+    before = [Row(**own) for own in json.loads(data.read_text())["rows"]] if data.exists() else []
+    rows = sorted({_case(row): row for row in (*before, *rows)}.values(), key=_place)
     document = {"date": day, "machine": machine, "rows": [asdict(row) for row in rows]}
-    (folder / "scale.json").write_text(json.dumps(document, indent=1) + "\n")
+    data.write_text(json.dumps(document, indent=1) + "\n")
     page = folder / "scale.md"
     head, _, rest = page.read_text().partition(_BEGIN)
     tail = rest.partition(_END)[2]
     table = f"Measured on {day} ({machine}).\n\n{_table(rows)}"
     page.write_text(f"{head}{_BEGIN}\n{table}\n{_END}{tail}")
     _plot(folder / "scale.svg", rows)
+
+
+def _case(row: Row) -> tuple[object, ...]:
+    return row.series, row.tensors, row.ranks, row.command
+
+
+def _place(row: Row) -> tuple[object, ...]:
+    return row.series, row.tensors, row.ranks, [*_COLOURS].index(row.command)
 
 
 _BEGIN, _END = "<!-- table: make bench-scale -->", "<!-- end -->"
@@ -77,7 +91,10 @@ def _plot(path: Path, rows: Sequence[Row]) -> None:
     usual = min((row.tensors for row in others), default=0)
     by_ranks = [row for row in others if row.tensors == usual]
     for column, (own, unit, what) in enumerate(
-        ((by_tensors, "tensors", "Megatron torch_dist, 1,024 ranks"), (by_ranks, "ranks", f"DeepSpeed, {usual:,} tensors"))
+        (
+            (by_tensors, "tensors", "Megatron torch_dist, 1,024 ranks"),
+            (by_ranks, "ranks", f"DeepSpeed, {usual:,} tensors"),
+        )
     ):
         for line, (value, label) in enumerate((("cpu_seconds", "processor seconds"), ("peak_bytes", "peak MB"))):
             axis = axes[line][column]

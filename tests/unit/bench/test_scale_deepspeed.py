@@ -61,9 +61,7 @@ def test_experts_are_written_as_deepspeed_does(tmp_path: Path) -> None:
         Group(shapes={f"{start}{n}.bias": (8,) for n in range(2)}, hyper={**rest, **own}, holders=2),
     )
     run = Experts(ranks=4, experts=4, groups=groups)
-    write_expert_run(
-        tmp_path / "made", dense=dense, experts=[start], own={"weight": (8, 8), "bias": (8,)}, run=run
-    )
+    write_expert_run(tmp_path / "made", dense=dense, experts=[start], own={"weight": (8, 8), "bias": (8,)}, run=run)
     compare(tmp_path / "made", "z1-ep2-dp4-bf16")
 
 
@@ -71,10 +69,14 @@ def test_a_pipeline_is_written_as_deepspeed_does(tmp_path: Path) -> None:
     word = {"word.weight": (6, 8)}
     norms = ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias")
     block = {
-        **{"scale": (2, 2), "seen": ()},
+        "scale": (2, 2),
+        "seen": (),
         **dict.fromkeys(norms, (8,)),
-        **{"qkv.weight": (8, 8), "dense.weight": (8, 4), "dense.bias": (8,)},
-        **{"gate_up.weight": (12, 8), "down.weight": (8, 6)},
+        "qkv.weight": (8, 8),
+        "dense.weight": (8, 4),
+        "dense.bias": (8,),
+        "gate_up.weight": (12, 8),
+        "down.weight": (8, 6),
     }
     cut = ("scale", "qkv.weight", "dense.weight", "gate_up.weight", "down.weight")
     own = Layer(shapes=block, buffers=("seen",), plain=(*norms, "dense.bias"), cut=cut)
@@ -105,5 +107,7 @@ def test_a_small_gpt_is_read(tmp_path: Path) -> None:
     layers, info = gpt_layers(layers=4, hidden=64, vocabulary=128, tp=2)
     write_pipeline_run(tmp_path / "made", stages=[(0, 1, 2), (6, 3, 4, 5)], layers=layers, tp=2, dp=2, info=info)
     index = ucp.open(tmp_path / "made").index
-    assert str(index.topology) and (index.topology.tp, index.topology.pp, index.topology.dp) == (2, 2, 2)
-    assert sum(atom.states["weight"].numel for atom in index.atoms.values()) == 128 * 64 + 2 * 64 + 4 * (12 * 64**2 + 13 * 64)
+    assert (index.topology.tp, index.topology.pp, index.topology.dp) == (2, 2, 2)
+    assert sum(atom.states["weight"].numel for atom in index.atoms.values()) == 128 * 64 + 2 * 64 + 4 * (
+        12 * 64**2 + 13 * 64
+    )

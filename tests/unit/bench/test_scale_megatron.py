@@ -42,11 +42,14 @@ def test_keys_chunks_and_items_are_those_of_megatron(made: Path) -> None:
 
 def test_the_common_state_is_that_of_megatron(made: Path) -> None:
     ours, theirs = (read_archive(str(path / ITERATION / "common.pt")).root for path in (made, FIXTURE))
-    assert isinstance(ours, dict) and isinstance(theirs, dict)
+    assert isinstance(ours, dict)
+    assert isinstance(theirs, dict)
     assert {**ours, "args": None} == {**theirs, "args": None}
     mine, other = ours["args"], theirs["args"]
-    assert isinstance(mine, Stub) and isinstance(other, Stub)
-    assert isinstance(mine.state, dict) and isinstance(other.state, dict)
+    assert isinstance(mine, Stub)
+    assert isinstance(other, Stub)
+    assert isinstance(mine.state, dict)
+    assert isinstance(other.state, dict)
     changed = {key for key, value in other.state.items() if mine.state.get(key) != value}
     assert changed <= {"attention_backend", "cp_comm_type", "vocab_size"}
 

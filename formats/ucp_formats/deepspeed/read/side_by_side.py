@@ -36,7 +36,7 @@ def read_side_by_side(read: Callable[[_T], _R], items: Sequence[_T], *, least: i
     with ExitStack() as stack:
         sources = [_started(read, batches[nth::workers], stack) for nth in range(workers)]
         for number, batch in enumerate(batches):
-            values = _received(sources[number % workers])
+            values: list[_R] | None = _received(sources[number % workers])
             yield from map(read, batch) if values is None else values
 
 
@@ -52,17 +52,18 @@ def _started(read: Callable[[_T], _R], batches: Sequence[Sequence[_T]], stack: E
     receiver, sender = os.pipe()
     child = os.fork()
     if not child:
-        with suppress(BaseException), open(sender, "wb") as sink:  # whatever goes wrong is met again by who reads it anew
+        with (
+            suppress(BaseException),
+            open(sender, "wb") as sink,
+        ):  # whatever goes wrong is met again by who reads it anew
             os.close(receiver)
             for batch in batches:
                 pickle.dump([read(item) for item in batch], sink, pickle.HIGHEST_PROTOCOL)
                 sink.flush()
         os._exit(0)
     os.close(sender)
-    source = open(receiver, "rb")  # closed with the stack
-    stack.callback(os.waitpid, child, 0)
-    stack.callback(source.close)  # a process that still writes ends by that
-    return source
+    stack.callback(os.waitpid, child, 0)  # last of all: a process that still writes ends when its pipe is closed
+    return stack.enter_context(open(receiver, "rb"))
 
 
 def _received(source: BinaryIO) -> list[_R] | None:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ucp_formats.deepspeed.read import side_by_side
+from ucp_formats.deepspeed.read.side_by_side import read_side_by_side
+from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 
 from tests.bench.scale.deepspeed import expert_groups, write_expert_run
 from tests.bench.scale.moe import Moe
 from ucp.errors import UcpError
-from ucp_formats.deepspeed.read import side_by_side
-from ucp_formats.deepspeed.read.side_by_side import read_side_by_side
-from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 
 
 @pytest.fixture
