@@ -22,8 +22,9 @@ from ucp.io.remote.url import EXTRAS, redacted, scheme_of
 
 __all__ = ["changed", "cut_short", "failure", "missing_library", "told"]
 
-_LIBRARIES = tuple(
-    ["aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "google", "httpx", "huggingface_hub", "requests", "s3fs"]
+_LIBRARIES = (
+    *("aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs"),
+    *("google", "httpx", "huggingface_hub", "requests", "s3fs"),
 )
 """Packages whose own exceptions are failures of a store, not mistakes of this program."""
 
