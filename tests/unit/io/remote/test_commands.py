@@ -24,13 +24,10 @@ from ucp_cli.verbs import cli
 
 FIXTURES = Path(__file__).parents[4] / "fixtures"
 SOURCES = [
-    "deepspeed/z0-tp2-dp2",
     "deepspeed/z2-dp2-client-state",
-    "deepspeed/z3-dp4-bf16",
     "huggingface/llama-sharded",
     "megatron/gpt-tp2-pp2-torch",
     "megatron/llama-tp2-pp2-dp2-full",
-    "torch/fsdp2-dp2-tp2",
     "torch/ddp-dp2",
 ]
 
