@@ -75,6 +75,8 @@ def test_convert_verify_and_diff(both, tmp_path, monkeypatch):
     for name, source in zip(("disk", "store"), both, strict=True):
         ucp.convert(source, tmp_path / name, workers=3, fsync=False, verify=True)
     assert tree(tmp_path / "disk", both[0]) == tree(tmp_path / "store", both[1])
+    written = b"".join(own.read_bytes() for own in (tmp_path / "store").rglob("*") if own.is_file())
+    assert not any(secret.encode() in written for secret in SECRETS.values())
     assert ucp.verify(both[1]).ok
     assert ucp.verify(tmp_path / "store", against=both[1]).ok
     assert ucp.diff(*both, extras=True).equal

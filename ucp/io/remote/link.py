@@ -64,7 +64,7 @@ class Link:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._fs = self._made(scheme)
-        self._files: dict[tuple[str, str], Fetch] = {}
+        self._files: dict[tuple[str, Seen], Fetch] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
@@ -73,7 +73,7 @@ class Link:
         with told(url):
             try:
                 return cast("Mapping[str, Any]", self._fs.info(key_of(url)))
-            except FileNotFoundError:
+            except (FileNotFoundError, NotImplementedError):  # the latter: where there can be nothing but repositories
                 return None
 
     def list(self, url: str) -> dict[str, Mapping[str, Any]] | None:
@@ -127,11 +127,8 @@ class Link:
         self._loop.close()
 
     def _fetcher(self, url: str, seen: Seen) -> Fetch:
-        with self._lock:
-            found = self._files.get((url, seen.version))
-            if found is None:
-                found = self._files[url, seen.version] = self._opened(url, seen)
-        return found
+        found = self._files.get((url, seen))
+        return found or self._files.setdefault((url, seen), self._opened(url, seen))
 
     def _opened(self, url: str, seen: Seen) -> Fetch:
         key = key_of(url)
@@ -141,7 +138,7 @@ class Link:
             etag = f'"{seen.version}"'
             file.details = {"name": key, "type": "file", "size": seen.nbytes, "ETag": etag}
             file.read_kw = {**file.read_kw, "IfMatch": etag}
-        elif (now := self._fs.info(key)) and (now["size"], version_of(now)) != (seen.nbytes, seen.version):
+        elif _differs(file.details if hasattr(file, "cache") else self._fs.info(key), seen):
             raise changed(url)
         if hasattr(file, "cache"):
             return cast("Fetch", file.cache.fetcher)
@@ -221,6 +218,10 @@ def _start_anew() -> None:
 
 atexit.register(hang_up)
 os.register_at_fork(after_in_child=_start_anew)
+
+
+def _differs(now: Mapping[str, Any], seen: Seen) -> bool:
+    return (now["size"], version_of(now)) != (seen.nbytes, seen.version)
 
 
 def _key(own: Mapping[str, Any]) -> str:
