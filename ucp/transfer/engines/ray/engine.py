@@ -109,8 +109,8 @@ class RayEngine(Engine):
         needs = Needs(cpus=self._asked.cpus, memory=room, resource=self._asked.resource)
         with connected(self._asked.address), _published(job, root, threads) as run:
             check_nodes(run, job.index, needs)
-            stream = _reports(_submitter(run, needs, self._asked.retries), _batches(tasks, workers), workers)
-            with closing(stream):
+            batches = deque(_batches(tasks, workers))
+            with closing(_reports(run, _submitter(run, needs, self._asked.retries), batches, workers)) as stream:
                 yield from stream
 
 
@@ -151,11 +151,10 @@ def _submitter(run: Run, needs: Needs, retries: int) -> Any:
     return lambda batch: remote.remote(run, batch)
 
 
-def _reports(submit: Any, batches: Sequence[Sequence[Task]], workers: int) -> Generator[Done | Step, None, None]:
+def _reports(run: Run, submit: Any, waiting: deque[list[Task]], workers: int) -> Generator[Done | Step, None, None]:
     """What the workers report; closing it ends them."""
     import ray
 
-    waiting = deque(batches)
     running: dict[Any, Sequence[Task]] = {}
     try:
         while waiting or running:
@@ -172,6 +171,7 @@ def _reports(submit: Any, batches: Sequence[Sequence[Task]], workers: int) -> Ge
                     del running[stream]
                     yield from done
     finally:
+        run.token.unlink(missing_ok=True)  # what Ray begins while the others are ended finds that it is late
         _cancel(list(running))
 
 
