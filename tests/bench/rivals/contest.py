@@ -68,11 +68,11 @@ def _contest(engine: str, repeats: int, *, ranks: int) -> None:
 def _line(runs: Sequence[Sequence[dict[str, Any]]]) -> str:
     seconds = median(max(own["seconds"] for own in told) for told in runs)
     busy = median(sum(own["busy"] for own in told) for told in runs)
-    above = max(own["above"] for told in runs for own in told)
+    grown = max(own["grown"] for told in runs for own in told)
     asked = median(sum(own["asked"] for own in told) for told in runs)
     stages = " ".join(f"{stage} {spent:.2f}" for stage, spent in runs[-1][0]["stages"].items())
     return (
-        f"{seconds:6.2f} s {busy:6.2f} CPU s  peak +{above / 2**20:.0f} MiB a rank  read {asked / 1e9:.2f} GB  {stages}"
+        f"{seconds:6.2f} s {busy:6.2f} CPU s  +{grown / 2**20:.0f} MiB a rank  read {asked / 1e9:.2f} GB  {stages}"
     )
 
 

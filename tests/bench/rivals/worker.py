@@ -40,14 +40,13 @@ def _measured(engine: Engine, way: str, folder: Path) -> dict[str, object]:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
     dist.barrier()
+    held = _status("VmRSS")
     asked, busy, began = _asked(), time.process_time(), time.perf_counter()
     stages = (engine.load_live if way == "ours" else engine.load)(folder)
     dist.barrier()
     seconds, busy = time.perf_counter() - began, time.process_time() - busy
-    asked = _asked() - asked
-    gc.collect()
-    above = _status("VmHWM") - _status("VmRSS")  # states that were never written to took no memory before
-    return {"seconds": seconds, "busy": busy, "above": above, "asked": asked, "stages": stages or {}}
+    grown = _status("VmHWM") - held  # with the states: those that were never written to took no memory before
+    return {"seconds": seconds, "busy": busy, "grown": grown, "asked": _asked() - asked, "stages": stages or {}}
 
 
 def _status(key: str) -> int:

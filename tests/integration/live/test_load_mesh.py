@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,5 @@ def test_the_mesh_says_where_ranks_are(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert sorted(line for line in done.stdout.splitlines() if line.endswith("is right")) == [
-        f"rank {rank} of 4 is right" for rank in range(4)
-    ]
+    right = re.findall(r"rank (\d) of 4 is right", done.stdout)  # lines of ranks may run into one another
+    assert sorted(right) == ["0", "1", "2", "3"]
