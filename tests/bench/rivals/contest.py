@@ -71,9 +71,7 @@ def _line(runs: Sequence[Sequence[dict[str, Any]]]) -> str:
     grown = max(own["grown"] for told in runs for own in told)
     asked = median(sum(own["asked"] for own in told) for told in runs)
     stages = " ".join(f"{stage} {spent:.2f}" for stage, spent in runs[-1][0]["stages"].items())
-    return (
-        f"{seconds:6.2f} s {busy:6.2f} CPU s  +{grown / 2**20:.0f} MiB a rank  read {asked / 1e9:.2f} GB  {stages}"
-    )
+    return f"{seconds:6.2f} s {busy:6.2f} CPU s  +{grown / 2**20:.0f} MiB a rank  read {asked / 1e9:.2f} GB  {stages}"
 
 
 def _launch(ranks: int, *words: object) -> None:
