@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from inspect import signature
 from operator import attrgetter
-from pathlib import Path
 from typing import TypeVar, Unpack
 
 import ucp  # the return types, which are imported when they are looked at
@@ -31,7 +30,7 @@ from ucp.conversion.prepare import Silent, Survey, index_of, judged, survey
 from ucp.conversion.source.zero_moments import moments_note
 from ucp.core.index import Index
 from ucp.io.folder import given
-from ucp.io.staging import Staging
+from ucp.io.staging import is_begun
 
 __all__ = [
     "PlanReport",
@@ -183,12 +182,12 @@ def convert(
     """
     from ucp.conversion.convert import carry_out
 
-    return carry_out(given(src), Path(dst), make_options(**asked), observer or Silent())
+    return carry_out(given(src), given(dst), make_options(**asked), observer or Silent())
 
 
 def is_unfinished(dst: type_path) -> bool:
     """Whether a conversion to `dst` was interrupted, so that `resume` can continue it."""
-    return Staging(Path(dst).resolve()).folder.exists()
+    return is_begun(given(dst))
 
 
 def _threads(workers: int | None, memory: MemoryLike) -> int:

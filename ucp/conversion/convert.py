@@ -2,31 +2,29 @@
 
 1. `prepare` reads the source's index, proves that its shards tile every tensor, lets the target plan its files, and
    plans the work;
-2. `execute` has an engine write them beside the destination, with a journal, and compares recorded checksums of
-   everything read;
+2. `execute` has an engine write them where the destination grows (`ucp.conversion.destination`), with a journal, and
+   compares recorded checksums of everything read;
 3. `verify_written` reads the files back, if asked;
-4. `commit` is one rename, which puts the destination in place.
+4. `commit` puts the destination in place: on a disk by one rename, in a bucket by the object that is written last.
 """
 
 from __future__ import annotations
 
-import errno
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ucp.contract.output_names import check_fits
 from ucp.contract.protocols import Observer
+from ucp.conversion.destination.choice import destination_at
+from ucp.conversion.destination.place import Destination
 from ucp.conversion.execute import Written, execute
-from ucp.conversion.journal import Line
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import Prepared, prepare
 from ucp.conversion.verify import verify_written
 from ucp.core.topology import Topology
 from ucp.errors import ChangedError, CorruptError, DestinationError, ReplicaError, UsageError, counted
-from ucp.io.staging import Making, Staging, check_apart, check_destination
+from ucp.io.staging import Making
 from ucp.transfer.compare import fit_threads
 from ucp.transfer.tasks import Job
 
@@ -79,6 +77,8 @@ class ConvertReport:
     """What was assumed, and what the target cannot hold."""
     dropped: tuple[str, ...]
     """What was not carried over, with the reasons."""
+    scratch_bytes: int = 0
+    """Bytes that files on their way to a bucket took of the scratch folder at once, at most; 0 on a disk."""
 
     def __str__(self) -> str:
         what = ", ".join(filter(None, [self.to, self.layout, str(self.topology or "")]))
@@ -102,81 +102,59 @@ def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer)
     nul = next((own for own in (src, dst) if "\0" in str(own)), None)
     if nul is not None:
         raise UsageError(f"expected paths without the character NUL, which ends one; got {str(nul)!r}")
-    staging = Staging(dst.resolve())
-    check_fits(staging.data, ())
-    check_destination(src, dst)
+    destination = destination_at(dst, options)
+    destination.check(src)
     threads = fit_threads(options.memory) if options.verify else 0
-    prepared = prepare(src, options, observer)
-    check_apart(dst, prepared.job.index.path, (file.path for file in prepared.job.index.files))
-    check_fits(staging.data, (file.path for file in prepared.job.target.files))
-    journal = _taken(staging, prepared, options)
-    if journal is None:
+    prepared = prepare(src, options, observer, beside_bytes=destination.beside_bytes)
+    destination.check_job(prepared.job)
+    if not _take(destination, prepared, options):
         return _report(prepared, dst, options, None)
-    with _released(staging):
-        written = execute(prepared, staging, journal, observer)
+    with _released(destination):
+        written = execute(prepared, destination, observer)
         if options.verify:
-            verify_written(prepared.job, staging.data, source=options.source, observer=observer, threads=threads)
-        staging.commit(fsync=options.fsync)
-    return _report(prepared, dst, options, written)
+            with destination.as_written() as path:
+                verify_written(prepared.job, path, source=options.source, observer=observer, threads=threads)
+        destination.commit(fsync=options.fsync)
+    return _report(prepared, dst, options, written, scratch=destination.scratch_bytes)
 
 
-def _taken(staging: Staging, prepared: Prepared, options: ConvertOptions) -> list[Line] | None:
-    """Take the place where the destination grows; what an earlier run did there, or None where nothing is left to do.
-
-    Raises DestinationError.
-    """
-    if options.resume and staging.is_complete(prepared.fingerprint):
-        staging.sweep()
-        return None
-    if not staging.folder.exists():
-        _check_space(prepared, staging.dst.parent)
+def _take(destination: Destination, prepared: Prepared, options: ConvertOptions) -> bool:
+    """Take the place where the destination grows, unless nothing is left to do. Raises DestinationError."""
+    if options.resume and destination.is_complete(prepared.fingerprint):
+        destination.sweep()
+        return False
     try:
         making = Making(prepared.fingerprint, prepared.facts)
-        return staging.open(making, resume=options.resume, overwrite=options.overwrite)
+        destination.open(making, resume=options.resume, overwrite=options.overwrite)
     except OSError as error:
-        raise _unwritable(staging.folder, error) from error
+        raise destination.unwritable(error) from error
     except DestinationError:
-        if options.resume and staging.is_complete(prepared.fingerprint):  # by another run, which this one waited for
-            staging.sweep()
-            return None
+        if options.resume and destination.is_complete(prepared.fingerprint):  # by another run, which was waited for
+            destination.sweep()
+            return False
         raise
+    return True
 
 
 @contextmanager
-def _released(staging: Staging) -> Iterator[None]:
+def _released(destination: Destination) -> Iterator[None]:
     """Let go of the place when something fails; what was written stays for --resume, unless it is wrong."""
     try:
         yield
     except OSError as error:
-        staging.release()
-        raise _unwritable(staging.folder, error) from error
+        destination.release()
+        raise destination.unwritable(error) from error
     except (ChangedError, CorruptError, ReplicaError):
-        staging.discard()
+        destination.discard()
         raise
     except BaseException:
-        staging.release()
+        destination.release()
         raise
 
 
-def _unwritable(folder: Path, error: OSError) -> DestinationError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = "no space is left; free some, then continue with --resume"
-    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        what = f"{error.strerror}; check the permissions, then continue with --resume"
-    else:
-        what = f"{error.strerror or error}; when that is put right, continue with --resume"
-    return DestinationError(f"cannot write {error.filename or folder}: {what}")
-
-
-def _check_space(prepared: Prepared, folder: Path) -> None:
-    free = shutil.disk_usage(folder).free
-    if prepared.nbytes_out > free:
-        raise DestinationError(
-            f"expected {prepared.nbytes_out:,} free bytes at {folder}; got {free:,}. Free some, or write elsewhere"
-        )
-
-
-def _report(prepared: Prepared, dst: Path, options: ConvertOptions, written: Written | None) -> ConvertReport:
+def _report(
+    prepared: Prepared, dst: Path, options: ConvertOptions, written: Written | None, *, scratch: int = 0
+) -> ConvertReport:
     """What was done; `written`: None where nothing was left to do."""
     index, plan = prepared.job.index, prepared.job.target
     already_complete, written = written is None, written or Written()
@@ -204,6 +182,7 @@ def _report(prepared: Prepared, dst: Path, options: ConvertOptions, written: Wri
         casts=plan.casts,
         notes=(*index.notes, *plan.notes),
         dropped=index.dropped,
+        scratch_bytes=scratch,
     )
 
 

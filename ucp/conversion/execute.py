@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 from ucp.contract.protocols import Engine, Observer
 from ucp.contract.registry import engine
-from ucp.conversion.journal import Line, line_of, trusted
+from ucp.conversion.destination.place import Begun, Destination
 from ucp.conversion.prepare import Prepared
 from ucp.conversion.verify import owners
 from ucp.core.index import Index
 from ucp.core.target import Literal, OutputFile
 from ucp.errors import CorruptError, ReplicaError, counted, listed
 from ucp.io.identity import check_unchanged, is_remote, producer
-from ucp.io.staging import MARK, Staging
+from ucp.io.staging import MARK
 from ucp.io.write import is_memory
 from ucp.transfer.checksums import gaps, mismatches
 from ucp.transfer.gather import Gatherer, Sources, Span
-from ucp.transfer.output_files import create, seal_checksums
-from ucp.transfer.tasks import BLOCK, Task
+from ucp.transfer.tasks import BLOCK
 from ucp.transfer.worker import Done, Step, Sum
 
 __all__ = ["Written", "execute"]
@@ -54,55 +53,55 @@ class Written:
         self.drift.extend(done.drift)
 
 
-def execute(prepared: Prepared, staging: Staging, journal: Sequence[Line], observer: Observer) -> Written:
-    """Write all files of a conversion that is decided, but for the tasks that `journal` says are done.
+def execute(prepared: Prepared, destination: Destination, observer: Observer) -> Written:
+    """Write all files of a conversion that is decided, but for what an earlier run wrote.
 
     Raises CorruptError, ReplicaError where the source is not what it should be.
     """
-    job, root = prepared.job, staging.data
-    written = Written()
-    finished = trusted(job, root, journal)
-    for done in finished.values():
+    begun = destination.begin(prepared.job)
+    job, written = begun.job, Written()
+    for done in begun.done:
         written.add(done)
-    todo = [task for task in job.tasks if task.number not in finished]
-    written.resumed = job.nbytes - sum(task.nbytes for task in todo)
-    for file in job.target.files:
-        create(root, file, afresh=not finished)
-    _run(prepared, staging, todo, written, observer)
+    written.resumed = job.nbytes - sum(task.nbytes for task in begun.todo)
+    _run(prepared, destination, begun, written, observer)
     _check_source(job.index, written)
-    receipts = seal_checksums(job, root, written.sums)
+    receipts = destination.finish(job, written.sums)
     sealed = prepared.target.seal(job.index, job.target, receipts)
     closing_files = (_mark(prepared, [*job.target.files, *sealed]), *sealed)
-    for last in closing_files:
-        create(root, last)
-    packed = job.target.compress  # packs of encoded blocks alone have another length than was planned
-    written.files = tuple((root / own.path).stat().st_size if packed else own.nbytes for own in job.target.files)
+    destination.add_last(closing_files)
+    written.files = tuple(map(destination.nbytes_of, job.target.files))
     written.last = tuple(file.nbytes for file in closing_files)
     return written
 
 
-def _run(prepared: Prepared, staging: Staging, todo: Sequence[Task], written: Written, observer: Observer) -> None:
-    job = prepared.job
-    chosen: Engine = engine("processes" if prepared.workers > 1 and len(todo) > 1 else "serial")
-    sizes = {task.number: task.nbytes for task in todo}
-    told: Counter[int] = Counter()
-    never_waits = is_memory(staging.data) and not is_remote(job.index.files)
+def _run(prepared: Prepared, destination: Destination, begun: Begun, written: Written, observer: Observer) -> None:
+    job, sizes = begun.job, {task.number: task.nbytes for task in begun.todo}
+    chosen: Engine = engine("processes" if prepared.workers > 1 and len(begun.todo) > 1 else "serial")
+    never_waits = is_memory(destination.root) and not is_remote(job.index.files)
     threads = 1 if never_waits else prepared.threads  # a second one is there to work while one waits
-    stream = chosen.run(job, staging.data, todo, workers=prepared.workers, threads=threads)
-    with closing(stream):  # whatever happens here, no worker writes on
-        observer.begin(title="convert", nbytes=sum(sizes.values()))
-        try:
-            for done in stream:
-                if isinstance(done, Step):
-                    told[done.task] += done.nbytes
-                    observer.advance(done.nbytes)
-                    continue
-                written.add(done)
-                written.nbytes += sizes[done.task]
-                staging.note(line_of(done))
-                observer.advance(sizes[done.task] - told[done.task])
-        finally:
-            observer.end()
+    with ExitStack() as stack:
+        for number, tasks in enumerate(destination.rounds(begun.todo)):
+            stream = chosen.run(job, destination.root, tasks, workers=prepared.workers, threads=threads)
+            with closing(stream):  # whatever happens here, no worker writes on
+                if not number:
+                    observer.begin(title="convert", nbytes=sum(sizes.values()))
+                    stack.callback(observer.end)
+                for done in _advanced(stream, sizes, observer):
+                    written.add(done)
+                    written.nbytes += sizes[done.task]
+                    destination.note(done)
+
+
+def _advanced(stream: Iterable[Done | Step], sizes: Mapping[int, int], observer: Observer) -> Iterator[Done]:
+    """Tasks that are done, each told to the observer once it was taken in; what was told on the way counts."""
+    told: Counter[int] = Counter()
+    for done in stream:
+        if isinstance(done, Step):
+            told[done.task] += done.nbytes
+            observer.advance(done.nbytes)
+            continue
+        yield done
+        observer.advance(sizes[done.task] - told[done.task])
 
 
 def _check_source(index: Index, written: Written) -> None:
@@ -112,8 +111,9 @@ def _check_source(index: Index, written: Written) -> None:
     stretch that was read from can be checked.
     """
     if written.drift:
+        lines = list(dict.fromkeys(written.drift))  # a task that wrote several files of a bucket is told of by each
         raise ReplicaError(
-            f"{index.path} holds copies that should be equal and are not:\n{listed(written.drift)}\n"
+            f"{index.path} holds copies that should be equal and are not:\n{listed(lines)}\n"
             "the ranks drifted apart, the model was changed after its last step, or files of different runs were "
             "mixed. --drift first or --drift mean chooses a value where copies drifted"
         )

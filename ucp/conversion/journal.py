@@ -13,7 +13,7 @@ from ucp.transfer.gather import Span
 from ucp.transfer.tasks import Job, Section, Task
 from ucp.transfer.worker import Done, Sum
 
-__all__ = ["line_of", "trusted"]
+__all__ = ["Line", "done_of", "line_of", "trusted"]
 
 Line = dict[str, object]
 
@@ -27,13 +27,13 @@ def trusted(job: Job, root: Path, lines: Sequence[Line]) -> dict[int, Done]:
     """Finished tasks whose bytes are there as they were reported, by number; anything else is to be done again."""
     found: dict[int, Done] = {}
     for line in lines:
-        done = _done(line)
+        done = done_of(line)
         if done is not None and 0 <= done.task < len(job.tasks) and _stands(root, job.tasks[done.task], done):
             found[done.task] = done
     return found
 
 
-def _done(line: Line) -> Done | None:
+def done_of(line: Line) -> Done | None:
     """The report that `line_of` was given; None when the line says something else."""
     match line:
         case {"task": int(task), "sums": list(sums), "spans": list(spans), "drift": list(drift)}:

@@ -137,6 +137,8 @@ class ConvertOptions:
     """Which files beside the checkpoint to carry along."""
     fsync: bool = True
     """Wait until everything is on the disk; else the system brings it there in its own time."""
+    scratch: Path | None = None
+    """Folder of a disk in which files grow that are uploaded; None for the one that the environment says."""
 
 
 class PlanArguments(TypedDict, total=False):
@@ -164,6 +166,7 @@ class PlanArguments(TypedDict, total=False):
     companions: CompanionsName
     workers: int | None
     memory: MemoryLike
+    scratch: type_path | None
 
 
 class ConvertArguments(PlanArguments, total=False):
@@ -199,6 +202,7 @@ def make_options(
     companions: CompanionsName = "small",
     workers: int | None = None,
     memory: MemoryLike = 1 << 30,
+    scratch: type_path | None = None,
     resume: bool = False,
     overwrite: bool = False,
     fsync: bool = True,
@@ -233,6 +237,7 @@ def make_options(
         companions=policy_of(companions, Companions, "which files beside the checkpoint to carry along,"),
         workers=workers_of(workers),
         memory=nbytes_of(memory),
+        scratch=None if scratch is None else Path(scratch),
         resume=resume,
         overwrite=overwrite,
         fsync=fsync,

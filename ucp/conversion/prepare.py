@@ -76,6 +76,8 @@ class Prepared:
     """What that digest is of, by name, as messages tell it; what was not asked for is left out."""
     warnings: tuple[str, ...] = ()
     """What keeps a run from resuming as it would from the source."""
+    beside_bytes: int = 0
+    """Memory that the destination takes beside the workers."""
 
     @property
     def nbytes_out(self) -> int:
@@ -100,9 +102,9 @@ class Prepared:
 
     @property
     def projected_bytes(self) -> int:
-        """Memory that the workers need at once."""
+        """Memory that the workers and the destination need at once."""
         each = max((task.projected_bytes for task in self.job.tasks), default=0)
-        return self.workers * self.threads * (each + ahead_bytes(self.job.index))
+        return self.beside_bytes + self.workers * self.threads * (each + ahead_bytes(self.job.index))
 
 
 def ahead_bytes(index: Index) -> int:
@@ -193,8 +195,8 @@ def _gap_warnings(whole: Index, index: Index) -> Iterator[str]:
         yield f"{gap_text(lost)}\nThe weights are complete (--include '*/weight')"
 
 
-def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None) -> Prepared:
-    """Decide everything: writes nothing.
+def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None, *, beside_bytes: int = 0) -> Prepared:
+    """Decide everything: writes nothing. `beside_bytes`: memory that the destination takes beside the workers.
 
     Of tensors it reads windows of moments (all of those that are zero there), and copies that are to be settled.
     """
@@ -237,12 +239,15 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     index = _without(plan.written or index, plan)
     job = replace(make_job(index, replace(plan, written=None)), fsync=options.fsync)
     lane = BLOCK + SCRATCH + ahead_bytes(index)
-    workers, threads = fit_workers(options.memory, workers=options.workers or cores(), threads=2, lane=lane)
+    workers, threads = fit_workers(
+        options.memory, workers=options.workers or cores(), threads=2, lane=lane, beside=beside_bytes
+    )
     return Prepared(
         job=job,
         target=chosen,
         workers=workers,
         threads=threads,
+        beside_bytes=beside_bytes,
         fingerprint=_fingerprint(index, options),
         facts=_facts(job, options),
         warnings=warnings,

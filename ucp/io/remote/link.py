@@ -24,7 +24,7 @@ from ucp.io.remote.url import key_of, scheme_of
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["REQUESTS", "Link", "Seen", "hang_up", "link_of", "version_of"]
+__all__ = ["REQUESTS", "Link", "Seen", "hang_up", "link_of", "put_before", "version_of"]
 
 REQUESTS = 16
 """Requests under way at once, in one process."""
@@ -63,6 +63,11 @@ class Link:
         self._files: dict[tuple[str, str], Fetch] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
+
+    @property
+    def store(self) -> Any:
+        """The file system of fsspec for it, to write to."""
+        return self._fs
 
     def info(self, url: str) -> Mapping[str, Any] | None:
         """What is said of one object or folder; None for nothing. Raises SourceError."""
@@ -184,6 +189,14 @@ def link_of(url: str) -> Link:
             with told(url):
                 _links[scheme] = Link(scheme)
         return _links[scheme]
+
+
+def put_before(url: str, made: Callable[[Link], Link]) -> Link:
+    """Have what `made` makes of the connection to the store of a URL take its place; what was there before."""
+    before = link_of(url)
+    with _lock:
+        _links[scheme_of(url)] = made(before)
+    return before
 
 
 def hang_up() -> None:
