@@ -97,20 +97,20 @@ def inspect(
 
 
 @_asked_as(make_options, without=("resume", "overwrite", "fsync", "verify"))
-def plan(src: type_path, **asked: Unpack[PlanArguments]) -> PlanReport:
+def plan(src: type_path, dst: type_path | None = None, **asked: Unpack[PlanArguments]) -> PlanReport:
     """What `convert` would do with the same arguments: files, bytes, memory, casts, and what is left behind.
 
-    Writes nothing. Reads indexes and windows of a few moments (the whole of those that are zero there); with `drift`
+    `dst` may be left out; for one in a bucket, the disk is told too that files take before they are uploaded. Writes nothing. Reads indexes and windows of a few moments (the whole of those that are zero there); with `drift`
     "first" or "mean", copies of tensors too. Raises UcpError where `convert` would before it writes.
     """
-    return preview(given(src), make_options(**asked))
+    return preview(given(src), make_options(**asked), None if dst is None else given(dst))
 
 
 @_asked_as(make_options)
 def convert(
     src: type_path, dst: type_path, *, observer: Observer | None = None, **asked: Unpack[ConvertArguments]
 ) -> ucp.ConvertReport:
-    """Convert the checkpoint at `src` to `dst`.
+    """Convert the checkpoint at `src` to `dst`, each a path or the URL of a bucket ("s3://bucket/run").
 
     Parameters
     ----------
@@ -160,6 +160,9 @@ def convert(
         Processes; by default one per core.
     memory
         Memory for the whole run, beyond the interpreter's own: bytes, or text like "1GiB".
+    scratch
+        Folder of a disk in which files grow before they are uploaded, for `dst` in a bucket; by default $UCP_SCRATCH,
+        or the system's folder for temporary files.
     resume, overwrite
         Continue an unfinished conversion; replace a destination that ucp wrote. Both: continue one that replaces it.
     fsync
@@ -178,7 +181,7 @@ def convert(
     Raises
     ------
     UcpError
-        `dst` is then as it was.
+        `dst` is then as it was; in a bucket it may be unfinished, which whoever reads it is told, until `resume`.
     """
     from ucp.conversion.convert import carry_out
 

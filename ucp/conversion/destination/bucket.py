@@ -64,22 +64,25 @@ class InBucket:
         self._nbytes: dict[str, int] = {}
         self._last: tuple[OutputFile, ...] = ()
 
-    @property
-    def room(self) -> Room:
-        """Room that is taken in the scratch folder, once a job is known."""
-        return self._room
-
     def check(self, src: Path) -> None:
         """Raise OverlapError where it could touch the source `src`."""
         check_distinct(src, path_of(self.dst))
+
+    def scratch_for(self, job: Job) -> int:
+        """Bytes of the scratch folder that files take at most before they are uploaded.
+
+        Raises DestinationError where one has no room there.
+        """
+        free = shutil.disk_usage(self._parent).free
+        self._room = room_for(job, _grown(job), free=free, place=str(self._parent))
+        return self._room.nbytes
 
     def check_job(self, job: Job) -> None:
         """The same, knowing what is read; DestinationError where keys are too long, or a file has no room to grow."""
         check_apart(path_of(self.dst), job.index.path, (file.path for file in job.index.files))
         check_fits(self._parent / f"{_NAME}/data", (file.path for file in job.target.files))
         _check_keys(self.dst, job)
-        free = shutil.disk_usage(self._parent).free
-        self._room = room_for(job, _grown(job), free=free, place=str(self._parent))
+        self.scratch_for(job)
         self._job = job
         self._numbers = {file.path: number for number, file in enumerate(job.target.files)}
 
@@ -220,7 +223,7 @@ class InBucket:
             forget(self.dst)
             check_goal(path_of(self.dst), making, resume=resume, overwrite=overwrite)
             files = marked(path_of(self.dst)).get("files", [])
-            clears = sorted(files[::-1], key=lambda name: name not in self._job.target.last)
+            clears = [*(name for name in files if name in self._job.target.last), *reversed(files)]
         first = {
             "fingerprint": making.fingerprint,
             "made": dict(making.facts),

@@ -77,7 +77,9 @@ class _Preview(Link):
             os.close(descriptor)
 
     def _entry(self, url: str) -> Mapping[str, Any]:
-        return {"name": key_of(url), "size": self._new[url].stat().st_size, "type": "file"}
+        status = self._new[url].stat()
+        version = f"{status.st_ino}-{status.st_mtime_ns}"  # what was read of another of that name is not taken for it
+        return {"name": key_of(url), "size": status.st_size, "type": "file", "ETag": version}
 
     def _is_hidden(self, url: str) -> bool:
         return url == self._hidden or url.startswith(f"{self._hidden}/")
