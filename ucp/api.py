@@ -100,8 +100,9 @@ def inspect(
 def plan(src: type_path, dst: type_path | None = None, **asked: Unpack[PlanArguments]) -> PlanReport:
     """What `convert` would do with the same arguments: files, bytes, memory, casts, and what is left behind.
 
-    `dst` may be left out; for one in a bucket, the disk is told too that files take before they are uploaded. Writes nothing. Reads indexes and windows of a few moments (the whole of those that are zero there); with `drift`
-    "first" or "mean", copies of tensors too. Raises UcpError where `convert` would before it writes.
+    `dst` may be left out; for one in a bucket, the disk is told too that files take before they are uploaded. Writes
+    nothing. Reads indexes and windows of a few moments (the whole of those that are zero there); with `drift` "first"
+    or "mean", copies of tensors too. Raises UcpError where `convert` would before it writes.
     """
     return preview(given(src), make_options(**asked), None if dst is None else given(dst))
 

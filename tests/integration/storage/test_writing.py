@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -134,9 +134,8 @@ def test_the_command_line(bucket, dst, source, scratch, tmp_path):
 @pytest.fixture
 def large(tmp_path):
     """A checkpoint of some 100 MB, as a model that is published in two files."""
-    from safetensors.numpy import save_file
-
     import numpy as np
+    from safetensors.numpy import save_file
 
     folder = tmp_path / "large"
     folder.mkdir()
@@ -147,15 +146,13 @@ def large(tmp_path):
         file = f"model-{number + 1:05}-of-00002.safetensors"
         save_file(tensors, folder / file, metadata={"format": "pt"})
         names |= dict.fromkeys(tensors, file)
-    import json
-
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     return folder
 
 
 def test_killed_in_the_middle_and_resumed_elsewhere(bucket, dst, large, proxy, tmp_path):
     """kill -9 at some tenths of the run; another process with another scratch folder goes on."""
-    asked = ("--to", "torch", "--set", "style=plain") if False else ("--layout", "per-parameter")
+    asked = ("--layout", "per-parameter")
     command("convert", large, tmp_path / "disk", *asked)
     wanted = tree(tmp_path / "disk")
     proxy.behaviour.bandwidth = 40 << 20

@@ -221,7 +221,8 @@ class InBucket:
             clears = [*self._unfinished.last(), *before.get("clears", ()), *before.get("files", ())]
         else:
             forget(self.dst)
-            check_goal(path_of(self.dst), making, resume=resume, overwrite=overwrite)
+            if stored_below(self.dst):
+                check_goal(path_of(self.dst), making, resume=resume, overwrite=overwrite)
             files = marked(path_of(self.dst)).get("files", [])
             clears = [*(name for name in files if name in self._job.target.last), *reversed(files)]
         first = {

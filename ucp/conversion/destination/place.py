@@ -52,7 +52,7 @@ class Destination(Protocol):
         """Raise OverlapError where it could touch the source `src`, DestinationError where nothing can be written."""
 
     def scratch_for(self, job: Job) -> int:
-        """Bytes of the disk that files will take at most before they are uploaded. Raises DestinationError for no room."""
+        """Bytes of the disk that files take at most before they are uploaded. Raises DestinationError for no room."""
 
     def check_job(self, job: Job) -> None:
         """The same, knowing what is read and written."""
