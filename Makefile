@@ -34,6 +34,11 @@ $(VENV)/.installed-deepspeed: $(VENV)/.installed-dev
 	DS_BUILD_OPS=0 $(PIP) "$(DEEPSPEED)"
 	touch $@
 
+# A server that speaks S3, started by the tests, and what reads it; neither is needed by `make test`.
+$(VENV)/.installed-storage: $(VENV)/.installed-dev
+	$(PIP) --editable ".[s3]" "moto[server]>=5.1"
+	touch $@
+
 # Of its own: the tests of DeepSpeed run without transformers, those of the Trainer with both. megatron-core needs einops and psutil.
 # The part of torchtitan that saves and loads needs tyro and spmd_types, none of the hundreds of megabytes of the rest.
 $(VENV)-transformers/.installed: pyproject.toml
@@ -68,14 +73,14 @@ FUZZ ?=
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
-integration: $(VENV)/.installed-deepspeed $(VENV)-transformers/.installed
+integration: $(VENV)/.installed-deepspeed $(VENV)/.installed-storage $(VENV)-transformers/.installed
 	UCP_TRANSFORMERS=$(VENV)-transformers/bin/python DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m integration -p no:xdist -s
 
 # Releases of megatron-core, unpacked side by side; tests that need one fetch it themselves.
 mcore: $(VENV)/.installed-dev
 	$(BIN)/python fixtures/make/megatron/megatron_versions.py
 
-bench: $(VENV)/.installed-bench $(VENV)/.installed-deepspeed
+bench: $(VENV)/.installed-bench $(VENV)/.installed-deepspeed $(VENV)/.installed-storage
 	DS_ACCELERATOR=cpu $(BIN)/python -m tests.bench
 
 clean:

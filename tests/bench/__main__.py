@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from subprocess import CalledProcessError
 
-from tests.bench import load, load_plan
+from tests.bench import load, load_plan, remote
 from tests.bench.measure import Sample, run
 from tests.bench.report import Row, write_report
 from tests.bench.rivals.contest import beside_dcp, beside_deepspeed
@@ -33,8 +33,9 @@ LIVE = {
     "load-plan": load_plan.main,
     "load-dcp": beside_dcp,
     "load-deepspeed": beside_deepspeed,
+    "remote": remote.main,
 }
-"""Cases that print what loading into a live model costs, and write no report; only where they are asked for."""
+"""Cases that print what a load into a live model, or a bucket, costs, and write no report; only where asked for."""
 
 CONVERTER_WORKERS = (1, 2, 4)
 """Worker counts tried with DeepSpeed's converter; the best is compared with."""

@@ -191,7 +191,9 @@ class Sources:
             self._ahead.drop(batch=batch)
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files; what was announced and not read is broken off."""
+        if self._ahead is not None:
+            self._ahead.drop(batch=None)
         while self._open:
             self._open.popitem()[1].close()
 
@@ -229,9 +231,11 @@ def _parts(path: str) -> tuple[str, ...]:
 
 def let_go() -> None:
     """End connections to stores, which a process must not inherit: to be called before one is forked."""
-    used = sys.modules.get("ucp.io.remote.link")
-    if used is not None:
-        used.hang_up()
+    if "ucp.io.remote.ends" in sys.modules:
+        from ucp.io.remote import ends, link
+
+        ends.clear()
+        link.hang_up()
 
 
 def split_parts(path: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 
 from ucp.io.remote.path import RemotePath, names_of
-from ucp.io.remote.url import check_url, scheme_of
+from ucp.io.remote.url import as_url, check_url, scheme_of
 
 __all__ = [
     "absolute",
@@ -55,7 +55,7 @@ def path_of(text: str | PathLike[str]) -> Path:
 
 def given(text: str | PathLike[str]) -> Path:
     """The path that a user names; a store is seen afresh there. Raises UsageError for a URL that is not read."""
-    text = os.fspath(text)
+    text = as_url(os.fspath(text))
     if not is_url(text) or scheme_of(text) == "file":
         return Path(text)
     check_url(text)

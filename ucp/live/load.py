@@ -227,7 +227,7 @@ def _carried(decision: Decision, landing: Sequence[torch.Tensor], ranks: Ranks, 
     """Bring everything that was decided to where it lands."""
     try:
         traffic = carry(decision.wants, landing, ranks, replace(asked.carry, records=decision.index.records))
-        together(ranks, lambda: check_unchanged(decision.index.files))
+        together(ranks, lambda: None if ranks.rank else check_unchanged(decision.index.files))  # one looks for all
         return traffic
     except Exception as error:
         error.add_note("It was found under way: the model may be partly overwritten, do not use it")

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ucp.core.index import AtomIndex, Index, Kind, ParamGroup
 from ucp.errors import counted
+from ucp.io.folder import path_of
 from ucp_cli.pages.render import facts, lines, table
 from ucp_cli.pages.tally import count_kinds, count_states
 from ucp_cli.pages.tree import Line, collapsed
@@ -183,5 +184,5 @@ def file_rows(index: Index) -> list[tuple[str, ...]]:
 
 def shown_path(index: Index, path: str) -> str:
     """`path` seen from the checkpoint, where it lies in it."""
-    root = index.path if os.path.isdir(index.path) else os.path.dirname(index.path)
+    root = index.path if path_of(index.path).is_dir() else os.path.dirname(index.path)
     return os.path.relpath(path, root) if path.startswith(root + os.sep) else path

@@ -18,6 +18,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ucp.api import Survey
+from ucp.io.folder import path_of
 from ucp_cli.pages.render import facts, lines, table
 from ucp_cli.pages.units import count_text, nbytes_text, printable, ranges_text
 
@@ -28,7 +29,7 @@ _NUMBER = re.compile(r"\d+", re.ASCII)
 
 def remains(survey: Survey, problem: str, *, each: bool) -> list[RenderableType | None]:
     """The parts of the page. `problem`: why it cannot be read; `each`: a line for every file."""
-    root = survey.path if os.path.isdir(survey.path) else os.path.dirname(survey.path)
+    root = survey.path if path_of(survey.path).is_dir() else os.path.dirname(survey.path)
     sizes = {os.path.relpath(file.path, root): file.nbytes for file in survey.files}
     evidence = f" ({', '.join(survey.evidence)})" if survey.evidence else ""
     total = f"{count_text(len(sizes))} of {nbytes_text(sum(sizes.values()))}"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,14 @@ class Bucket:
             self.client.put_object(Bucket=BUCKET, Key=name, Body=file.read_bytes())
         return f"s3://{BUCKET}/{key}"
 
+    def objects(self, key: str) -> dict[str, tuple[bytes, str]]:
+        """Objects below a key, as the proxy answers for them itself: path to bytes and ETag."""
+        found = {}
+        for item in self.client.list_objects_v2(Bucket=BUCKET, Prefix=key)["Contents"]:
+            body = self.client.get_object(Bucket=BUCKET, Key=item["Key"])["Body"].read()
+            found[f"/{BUCKET}/{item['Key']}"] = (body, item["ETag"])
+        return found
+
     def change(self, url: str, *, at: int = -1) -> None:
         """Flip a bit of an object."""
         key = url.removeprefix(f"s3://{BUCKET}/")
@@ -43,10 +52,9 @@ class Bucket:
         self.client.put_object(Bucket=BUCKET, Key=key, Body=bytes(data))
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[int]:
-    """Port of the server."""
-    pytest.importorskip("moto", reason="make integration installs it")
+@contextmanager
+def running() -> Iterator[int]:
+    """A server, while this lasts; its port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -63,6 +71,15 @@ def server() -> Iterator[int]:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[int]:
+    """Port of the server."""
+    pytest.importorskip("moto", reason="make integration installs it")
+    pytest.importorskip("s3fs", reason="make integration installs it")
+    with running() as port:
+        yield port
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 import ucp
-from ucp.errors import DestinationError, UnknownFormatError
+from ucp.errors import DestinationError, MissingLibraryError, UnknownFormatError, UsageError
 
 
 @pytest.mark.parametrize(
@@ -38,11 +39,15 @@ def test_a_single_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/run", "gs://bucket/run", Path("hf://owner/model")])
-def test_a_url_is_no_local_path(path, source, tmp_path):
-    with pytest.raises(UnknownFormatError, match=r"(s3|gs|hf):// is remote storage, and only local files are read"):
+def test_a_url_is_no_local_path(path, source, tmp_path, monkeypatch):
+    for library in ("s3fs", "gcsfs", "huggingface_hub"):
+        monkeypatch.setitem(sys.modules, library, None)  # not installed, so that nobody is asked
+    with pytest.raises(MissingLibraryError, match=r"(s3|gs|hf):// is read by \w+, which is not installed"):
         ucp.inspect(path)
-    with pytest.raises(UnknownFormatError, match="is remote storage"):
+    with pytest.raises(MissingLibraryError, match=r"universal-checkpoint\[(s3|gcs|hf)\]"):
         ucp.convert(path, tmp_path / "out")
+    with pytest.raises(UsageError, match="expected a path, or a URL of s3://"):
+        ucp.inspect("ftp://host/run")
     with pytest.raises(DestinationError, match=r"(s3|gs|hf):// is no local folder"):
         ucp.convert(source, path)
     with pytest.raises(UnknownFormatError, match="pass the path alone"):

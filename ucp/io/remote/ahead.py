@@ -89,9 +89,13 @@ class Ahead:
             own.sort(key=lambda request: request.start)
         self._go_on()
 
-    def drop(self, *, batch: int) -> None:
-        """Forget what was announced under that number, or an earlier one, and not read."""
-        for own in [own for requests in self._files.values() for own in requests if own.batch <= batch]:
+    def drop(self, *, batch: int | None) -> None:
+        """Forget what was announced under that number, or an earlier one, and not read; None: whatever was."""
+        if batch is None:
+            self._waiting.clear()
+        for own in [
+            own for requests in self._files.values() for own in requests if batch is None or own.batch <= batch
+        ]:
             self._end(own)
         self._go_on()
 

@@ -73,6 +73,10 @@ class _Ends:
     """The blocks of this process."""
 
     def __init__(self) -> None:
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """Know nothing, and nobody: in a child of a fork, what was on its way will never come."""
         self._lock = threading.Lock()
         self._blocks: OrderedDict[tuple[str, str, int], _Block] = OrderedDict()
         self._runs: dict[tuple[str, str], _Run] = {}
@@ -128,6 +132,7 @@ class _Ends:
 _ends = _Ends()
 end_of = _ends.get
 clear = _ends.clear
+os.register_at_fork(after_in_child=_ends.start_anew)
 
 
 def _natural(url: str) -> tuple[str | int, ...]:

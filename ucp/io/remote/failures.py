@@ -23,7 +23,10 @@ from ucp.io.remote.url import EXTRAS, bucket_of, redacted, scheme_of
 
 __all__ = ["changed", "cut_short", "failure", "missing_library", "told"]
 
-_LIBRARIES = ("aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "google", "httpx", "huggingface_hub", "requests")
+_LIBRARIES = (
+    *("aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs"),
+    *("google", "httpx", "huggingface_hub", "requests", "s3fs"),
+)
 """Packages whose own exceptions are failures of a store, not mistakes of this program."""
 
 _CREDENTIALS = {
@@ -69,7 +72,7 @@ def failure(error: BaseException, url: str, *, doing: str = "read") -> UcpError:
     def is_one(names: tuple[str, ...]) -> bool:
         return any(name in kind for kind in kinds for name in names)
 
-    if isinstance(error, ImportError):
+    if isinstance(error, ImportError) and EXTRAS[scheme][0] in str(error):
         return missing_library(scheme)
     if is_one(("FileExpired",)):
         return changed(url)

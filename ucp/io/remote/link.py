@@ -4,8 +4,9 @@ Each has an event loop and threads of its own, so that it can be hung up before 
 inherited open connections would disturb those of its parent. After a fork that nobody told us of, the child makes new
 ones and leaves the old alone.
 
-Retries with growing pauses are the libraries' own: botocore repeats a request that failed or was throttled
-(`AWS_MAX_ATTEMPTS`, `AWS_RETRY_MODE`), s3fs repeats an answer that broke off five times, gcsfs likewise.
+Retries with growing pauses are the libraries' own. Of S3, botocore makes a request that failed or was throttled three
+times (`AWS_MAX_ATTEMPTS`, `AWS_RETRY_MODE`), s3fs that three times, and an answer that broke off three times: its own
+five would be 25, and half an hour before a dead store is told of. gcsfs makes six, huggingface_hub five.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ __all__ = ["REQUESTS", "Link", "Seen", "hang_up", "link_of", "put_before", "vers
 
 REQUESTS = 16
 """Requests under way at once, in one process."""
+
+_TRIES = 3
+"""Times that each of the libraries tries."""
 
 Fetch = Callable[[int, int], bytes]
 """Bytes from the first to before the last."""
@@ -60,7 +64,7 @@ class Link:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._fs = self._made(scheme)
-        self._files: dict[tuple[str, str], Fetch] = {}
+        self._files: dict[tuple[str, Seen], Fetch] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
@@ -74,7 +78,7 @@ class Link:
         with told(url):
             try:
                 return cast("Mapping[str, Any]", self._fs.info(key_of(url)))
-            except FileNotFoundError:
+            except (FileNotFoundError, NotImplementedError):  # the latter: where there can be nothing but repositories
                 return None
 
     def list(self, url: str) -> dict[str, Mapping[str, Any]] | None:
@@ -101,7 +105,7 @@ class Link:
         and once more at the end (`ucp.io.identity.check_unchanged`).
         """
         with told(url):
-            data = self._fetcher(url, seen)(start, stop)
+            data = self._fetcher(url, seen)(start, stop) or b""  # nothing when it was broken off
         if len(data) != stop - start:
             raise cut_short(url, expected=stop - start, got=len(data))
         return data
@@ -114,7 +118,9 @@ class Link:
         return self._pool.submit(call, *arguments)
 
     def close(self) -> None:
-        """End connections and threads."""
+        """End connections and threads; what is still under way is broken off."""
+        if self._loop is not None:
+            asyncio.run_coroutine_threadsafe(_broken_off(), self._loop).result()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         self._files.clear()
@@ -126,19 +132,18 @@ class Link:
         self._loop.close()
 
     def _fetcher(self, url: str, seen: Seen) -> Fetch:
-        with self._lock:
-            found = self._files.get((url, seen.version))
-            if found is None:
-                found = self._files[url, seen.version] = self._opened(url, seen)
-        return found
+        found = self._files.get((url, seen))
+        return found or self._files.setdefault((url, seen), self._opened(url, seen))
 
     def _opened(self, url: str, seen: Seen) -> Fetch:
         key = key_of(url)
         size = {"size": seen.nbytes} if self._is_s3 and seen.version else {}  # nothing is asked of the store then
         file = self._fs.open(key, "rb", cache_type="none", **size)
         if size:
-            file.read_kw = {**file.read_kw, "IfMatch": f'"{seen.version}"'}
-        elif (now := self._fs.info(key)) and (now["size"], version_of(now)) != (seen.nbytes, seen.version):
+            etag = f'"{seen.version}"'
+            file.details = {"name": key, "type": "file", "size": seen.nbytes, "ETag": etag}
+            file.read_kw = {**file.read_kw, "IfMatch": etag}
+        elif _differs(file.details if hasattr(file, "cache") else self._fs.info(key), seen):
             raise changed(url)
         if hasattr(file, "cache"):
             return cast("Fetch", file.cache.fetcher)
@@ -157,8 +162,25 @@ class Link:
             self._thread = threading.Thread(target=self._loop.run_forever, name="ucp-remote-loop", daemon=True)
             self._thread.start()
         if self._is_s3:
-            options["config_kwargs"] = {"max_pool_connections": REQUESTS}
-        return cast("AbstractFileSystem", kind(**options))
+            options["config_kwargs"] = _s3_options()
+        fs = kind(**options)
+        if self._is_s3:
+            fs.retries = _TRIES
+        return cast("AbstractFileSystem", fs)
+
+
+def _s3_options() -> dict[str, object]:
+    """How botocore goes about it, unless the environment says otherwise."""
+    options: dict[str, object] = {"max_pool_connections": REQUESTS}
+    if not os.environ.keys() & {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"}:
+        options["retries"] = {"mode": "standard", "total_max_attempts": _TRIES}
+    return options
+
+
+async def _broken_off() -> None:
+    """End all requests that are under way."""
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
 
 
 async def _closed(fs: Any) -> None:
@@ -171,18 +193,12 @@ async def _closed(fs: Any) -> None:
 
 _links: dict[str, Link] = {}
 _lock = threading.Lock()
-_owner = os.getpid()
 _left: list[Link] = []
 """Those of the parent, in a child: never closed there, as that would be seen by the parent."""
 
 
 def link_of(url: str) -> Link:
     """The connection to the store of a URL, made if there is none. Raises MissingLibraryError."""
-    global _owner, _lock  # of this process
-    if _owner != os.getpid():
-        _left.extend(_links.values())
-        _links.clear()
-        _owner, _lock = os.getpid(), threading.Lock()
     scheme = scheme_of(url)
     with _lock:
         if scheme not in _links:
@@ -201,12 +217,24 @@ def put_before(url: str, made: Callable[[Link], Link]) -> Link:
 
 def hang_up() -> None:
     """End all connections of this process: before it is forked, and when it ends. The next use makes new ones."""
-    if _owner == os.getpid():
-        while _links:
-            _links.popitem()[1].close()
+    while _links:
+        _links.popitem()[1].close()
+
+
+def _start_anew() -> None:
+    """In a child: leave what the parent has open, and whatever its threads held."""
+    global _lock  # noqa: PLW0603  # of this process
+    _left.extend(_links.values())
+    _links.clear()
+    _lock = threading.Lock()
 
 
 atexit.register(hang_up)
+os.register_at_fork(after_in_child=_start_anew)
+
+
+def _differs(now: Mapping[str, Any], seen: Seen) -> bool:
+    return (now["size"], version_of(now)) != (seen.nbytes, seen.version)
 
 
 def _key(own: Mapping[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """What lies where in a store, asked once.
 
 A folder is listed by one request for every thousand entries, which also says bytes, time and version of each: nothing
-is asked of an object by itself. Where many folders side by side are looked into, all that lies below their parent is
-listed at once. Above the folder that the user named (where `latest` lies), which may hold many other runs, single
-objects are asked for.
+is asked of an object by itself. Where several folders side by side are looked into, the next ones are listed with them,
+ever more of these; and where hundreds are, all that lies below their parent is. Above the folder that the user named
+(where `latest` lies), which may hold many other runs, single objects are asked for.
 
 What was seen is kept until `forget`: one run sees one state of a checkpoint, and what it then reads is compared with
 that (`ucp.io.remote.file`).
@@ -11,10 +11,12 @@ that (`ucp.io.remote.file`).
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import islice
 from typing import Any
 
 from ucp.errors import AccessError
@@ -23,7 +25,9 @@ from ucp.io.remote.url import bucket_of
 
 __all__ = ["Entry", "entry_of", "folder_of", "forget", "missing_bucket", "named", "siblings", "time_of"]
 
-_SIDE_BY_SIDE = 8
+_SIDE_BY_SIDE = 4
+"""Folders of one parent after which others are listed with each that is asked for."""
+_WHOLE = 256
 """Folders of one parent after which all that is below the parent is listed."""
 
 
@@ -56,12 +60,20 @@ class _Seen:
     """What was asked for by itself."""
     asked: dict[str, int] = field(default_factory=dict)
     """URL to how many folders in it were listed."""
-    around: dict[str, dict[str, Entry]] = field(default_factory=dict)
-    """URL of a folder to every object below it, where that was asked for."""
+    around: dict[str, tuple[int, dict[str, Entry]]] = field(default_factory=dict)
+    """URL of a folder to every object below it that is known, and how many folders were known then."""
     lock: threading.RLock = field(default_factory=threading.RLock)
 
 
 _seen = _Seen()
+
+
+def _unlock() -> None:
+    """In a child of a fork: whoever held it is not there."""
+    _seen.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_unlock)
 
 
 def named(url: str) -> None:
@@ -108,17 +120,19 @@ def folder_of(url: str) -> Mapping[str, Entry] | None:
 def siblings(url: str) -> tuple[str, dict[str, Entry]]:
     """What is known without asking of the objects around one: the folder they are in, and each with what it is.
 
-    That is the folder of the object; or the one above, where all below it was listed.
+    That is the folder of the object; or the one above, where several folders in it were listed.
     """
     with _seen.lock:
         parent = _parent(url)
         root = _parent(parent)
         if _seen.asked.get(root, 0) <= _SIDE_BY_SIDE:
             return parent, _objects(parent)
-        if root not in _seen.around:
+        known, objects = _seen.around.get(root, (0, {}))
+        if known != len(_seen.folders):
             inside = [own for own in _seen.folders if own == root or own.startswith(root + "/")]
-            _seen.around[root] = {name: own for folder in inside for name, own in _objects(folder).items()}
-        return root, _seen.around[root]
+            objects = {name: own for folder in inside for name, own in _objects(folder).items()}
+            _seen.around[root] = len(_seen.folders), objects
+        return root, objects
 
 
 def _objects(folder: str) -> dict[str, Entry]:
@@ -155,12 +169,26 @@ def _listed(url: str) -> _Folder | None:
     if known is not None and not (url.rpartition("/")[2] in known and known[url.rpartition("/")[2]].is_folder):
         return None
     count = _seen.asked[parent] = _seen.asked.get(parent, 0) + 1
-    if count > _SIDE_BY_SIDE and not _is_above(parent):
+    if count > _WHOLE and known is not None:
         _list_below(parent)
         return _seen.folders.setdefault(url, None)
-    found = link_of(url).list(url)
+    link = link_of(url)
+    beside = _beside(url, count) if count > _SIDE_BY_SIDE and known is not None else []
+    coming = {own: link.submit(link.list, own) for own in beside}
+    _seen.asked[parent] += len(beside)
+    found = link.list(url)
     _seen.folders[url] = None if found is None else _folder(found)
+    for sibling, listing in coming.items():
+        other = listing.result()
+        _seen.folders[sibling] = None if other is None else _folder(other)
     return _seen.folders[url]
+
+
+def _beside(url: str, most: int) -> list[str]:
+    """The next folders of the parent, in order, that were not listed."""
+    parent = _parent(url)
+    folders = (f"{parent}/{name}" for name, own in (_seen.folders[parent] or {}).items() if own.is_folder)
+    return list(islice((own for own in folders if own > url and own not in _seen.folders), most))
 
 
 def _list_below(url: str) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from ucp.errors import UsageError
 
-__all__ = ["EXTRAS", "bucket_of", "check_url", "key_of", "redacted", "scheme_of"]
+__all__ = ["EXTRAS", "as_url", "bucket_of", "check_url", "key_of", "redacted", "scheme_of"]
 
 EXTRAS = {
     "s3": ("s3fs", "s3"),
@@ -49,6 +49,16 @@ def scheme_of(text: str) -> str:
     """
     found = _SCHEME.match(text)
     return found[1].lower() if found else ""
+
+
+def as_url(text: str) -> str:
+    """The URL that a text is once pathlib has made one slash of its two; any other text as it is.
+
+    >>> as_url("s3:/bucket/run"), as_url("s3://bucket/run"), as_url("run/s3:/x")
+    ('s3://bucket/run', 's3://bucket/run', 'run/s3:/x')
+    """
+    scheme, _, rest = text.partition(":/")
+    return f"{scheme}://{rest}" if scheme in EXTRAS and not rest.startswith("/") else text
 
 
 def key_of(url: str) -> str:

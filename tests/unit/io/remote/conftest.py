@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-fsspec = pytest.importorskip("fsspec", reason="torch brings it along")
-
 
 class Memory:
     """The store of memory:// URLs."""
 
     def __init__(self):
+        fsspec = pytest.importorskip("fsspec", reason="torch brings it along")
         self.fs = fsspec.filesystem("memory")
 
     def put(self, folder, url):

@@ -17,17 +17,17 @@ from click.testing import CliRunner
 import ucp
 from tests.unit.conftest import shrink
 from ucp.errors import ChangedError, MalformedError, MissingLibraryError, UnknownFormatError
+from ucp.io.remote import ends
+from ucp.io.remote import file as remote_file
+from ucp.io.remote.link import Link
 from ucp_cli.verbs import cli
 
 FIXTURES = Path(__file__).parents[4] / "fixtures"
 SOURCES = [
-    "deepspeed/z0-tp2-dp2",
     "deepspeed/z2-dp2-client-state",
-    "deepspeed/z3-dp4-bf16",
     "huggingface/llama-sharded",
     "megatron/gpt-tp2-pp2-torch",
     "megatron/llama-tp2-pp2-dp2-full",
-    "torch/fsdp2-dp2-tp2",
     "torch/ddp-dp2",
 ]
 
@@ -83,6 +83,32 @@ def test_convert_verify_and_diff(both, tmp_path, monkeypatch):
     assert ucp.verify(both[1]).ok
     assert ucp.verify(tmp_path / "disk", against=both[1]).ok
     assert ucp.diff(*both, extras=True).equal
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("megatron/llama-tp2-pp2-dp2-full", {"to": "dcp", "topology": "dp=4"}),
+        ("torch/fsdp2-dp2-tp2", {"to": "deepspeed", "topology": "dp=2,zero=1"}),
+        ("huggingface/llama-sharded", {"to": "ucp", "compress": True}),
+    ],
+)
+def test_convert_to_other_layouts_reads_hardly_more_than_there_is(memory, tmp_path, monkeypatch, name, asked):
+    """Strided, cast and encoded pieces; blocks so small that most are read crosswise."""
+    shrink(monkeypatch, block=512, task=2048)
+    got = []
+    fetch = Link.fetch
+    monkeypatch.setattr(Link, "fetch", lambda *own: got.append(own[-1] - own[-2]) or fetch(*own))
+    disk, store = stored(memory, name)
+    ucp.convert(disk, tmp_path / "disk", **asked, workers=1, fsync=False)
+    monkeypatch.setattr(ends, "BLOCK", 0)  # small objects are all ends: so that what is announced is read anew
+    monkeypatch.setattr(remote_file, "_SMALL", 0)
+    index = ucp.inspect(store)
+    got.clear()
+    ucp.convert(store, tmp_path / "store", **asked, workers=1, fsync=False)
+    assert tree(tmp_path / "disk", disk) == tree(tmp_path / "store", store)
+    announced = sum(state.nbytes for _, _, state in index.states())
+    assert announced < sum(got) < 6 * sum(file.nbytes for file in index.files), "index, copies, and what lies between"
 
 
 @pytest.mark.parametrize("name", ["atoms", "virtual"])

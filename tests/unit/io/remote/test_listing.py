@@ -41,12 +41,22 @@ def test_a_folder_of_files_is_one_listing(memory, requests):
 
 
 def test_many_folders_are_one_listing_of_their_parent(memory, requests):
-    fill(memory, [f"zero/p{n}/fp32.pt" for n in range(200)])
+    fill(memory, [f"zero/p{n:04}/fp32.pt" for n in range(2000)])
     root = given("memory://b/run")
     assert root.is_dir()
     assert all((root / "zero" / name / "fp32.pt").is_file() for name in names_in(root / "zero"))
-    assert len(requests) < 15
+    assert len(requests) < 600
     assert requests[-1] == ("find", "memory://b/run/zero")
+
+
+def test_a_look_into_some_folders_lists_few_more(memory, requests):
+    """Whoever names the folder of all runs by mistake is told at once, not after all of them were listed."""
+    fill(memory, [f"step{n:04}/x/y.pt" for n in range(1000)])
+    root = given("memory://b/run")
+    for name in sorted(names_in(root))[:50]:
+        assert [own.name for own in (root / name).iterdir()] == ["x"]
+    assert len(requests) <= 104
+    assert {name for name, _ in requests} == {"list"}
 
 
 def test_above_the_checkpoint_single_objects_are_asked_for(memory, requests):
@@ -79,9 +89,11 @@ def test_a_marker_object_of_a_folder_is_no_entry(memory, monkeypatch):
     assert list(names_in(given("memory://b/run"))) == ["x.pt"]
 
 
-def test_a_child_makes_connections_of_its_own(memory, monkeypatch):
+def test_a_child_makes_connections_of_its_own(memory):
+    """What is done in a child when a process is forked, done here."""
     first = link_of("memory://")
-    monkeypatch.setattr(links.os, "getpid", lambda: -1)
+    links._start_anew()
     assert link_of("memory://") is not first
     assert first in links._left
     links._left.clear()
+    first.close()
