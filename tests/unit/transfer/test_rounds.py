@@ -1,4 +1,4 @@
-"""Files in rounds: all bytes are written once, no round is larger than it may be, and nothing is read twice if there is room."""
+"""Files in rounds: bytes are written once, no round is too large, nothing is read twice if there is room."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 from ucp_patterns.shard import Shard
 
+from tests.unit.conftest import shrink
 from ucp.conversion.prepare import index_of
 from ucp.core.dtypes import DType
+from ucp.core.fragments import Fragment
+from ucp.core.index import StateIndex
+from ucp.core.region import Box
 from ucp.core.slices import Slice
 from ucp.core.target import OutputFile, Placement, TargetPlan
 from ucp.errors import DestinationError
@@ -29,16 +33,13 @@ def array():
 
 
 @pytest.fixture
-def job(tmp_path, array, monkeypatch, small_blocks):
+def job(tmp_path, array, monkeypatch):
     """A tensor that is transposed in the source, for four files of a row each: one task reads it for all."""
+    shrink(monkeypatch, block=4096, task=8192)
+    monkeypatch.setattr(import_module("ucp.transfer.tiles"), "LEAST", 0)
     shards = Shards(tmp_path / "source")
-    state = shards.whole(array)
-    ref = shards.put(array, order=(2, 1, 0))
-    state = type(state)(
-        dtype=state.dtype,
-        global_shape=SHAPE,
-        fragments=(type(state.fragments[0])(box=state.fragments[0].box, ref=ref),),
-    )
+    fragment = Fragment(box=Box.whole(SHAPE), ref=shards.put(array, order=(2, 1, 0)))
+    state = StateIndex(dtype=DType.INT32, global_shape=SHAPE, fragments=(fragment,))
     write_checkpoint(make_index(shards.folder, {("w", "weight"): state}))
     index = index_of(tmp_path / "source")
     files, placements = [], []

@@ -11,6 +11,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from ucp.io.folder import path_of
 from ucp.io.remote.listing import forget
 from ucp.io.remote.preview import preview
 from ucp.io.remote.unfinished import FOLDER, Unfinished
-from ucp.io.remote.write import MEMORY, abort_uploads, check_writable, put_file, remove, stored_below
+from ucp.io.remote.write import MEMORY, Stored, abort_uploads, check_writable, put_file, remove, stored_below
 from ucp.io.staging import MARK, Making, begun_otherwise, check_apart, check_distinct, check_goal, marked
 from ucp.transfer.output_files import create, fill_checksums, receipts_of
 from ucp.transfer.rounds import Room, Round, in_rounds, room_for
@@ -61,7 +62,7 @@ class InBucket:
         self._numbers: dict[str, int] = {}
         self._rounds: tuple[Round, ...] = ()
         self._growing: dict[str, _Growing] = {}
-        self._nbytes: dict[str, int] = {}
+        self._stored: dict[str, Stored] = {}
         self._last: tuple[OutputFile, ...] = ()
 
     def check(self, src: Path) -> None:
@@ -117,6 +118,7 @@ class InBucket:
     def begin(self, job: Job) -> Begun:
         """Go on with the objects that are there, as far as they are those that were noted."""
         finished = self._finished(job)
+        job = replace(job, fsync=False)  # what is uploaded need not reach the disk
         self._job, self._rounds = in_rounds(job, _grown(job), limit=self._room.limit, finished=finished)
         self._uploads = uploads_to(self._unfinished)
         todo = tuple(task for task in self._job.tasks if task.fills[0].path not in finished)
@@ -163,7 +165,8 @@ class InBucket:
 
     def nbytes_of(self, file: OutputFile) -> int:
         """Bytes of a planned file as it was uploaded."""
-        return self._nbytes.get(file.path, file.nbytes)
+        own = self._stored.get(file.path)
+        return file.nbytes if own is None else own.nbytes
 
     @contextmanager
     def as_written(self) -> Iterator[Path]:
@@ -174,6 +177,7 @@ class InBucket:
     def commit(self, *, fsync: bool) -> None:
         """Upload the last files, in order: with the last one it is there. Then nothing marks it as unfinished."""
         self._unfinished.check_ours()
+        self._check_still_there()
         self._unfinished.note_last([file.path for file in self._last])
         for file in self._last:
             put_file(f"{self.dst}/{file.path}", str(self.root / file.path))
@@ -207,6 +211,17 @@ class InBucket:
             f"cannot write {error.filename or self.root}, where files grow before they are uploaded (--scratch names "
             f"another folder): {why_unwritable(error)}"
         )
+
+    def _check_still_there(self) -> None:
+        """Raise DestinationError where objects are not those that were uploaded: somebody else wrote there too."""
+        there = stored_below(self.dst)
+        changed = [path for path, own in self._stored.items() if there.get(path) != own]
+        if changed:
+            raise DestinationError(
+                f"{counted(len(changed), 'object')} below {self.dst} changed after they were uploaded, by another "
+                f"conversion or by hand:\n{listed(changed)}\nSee that nothing else writes there, then continue with "
+                "--resume"
+            )
 
     def _go_on(self, making: Making, before: dict[str, Any]) -> None:
         if before.get("fingerprint") != making.fingerprint:
@@ -265,7 +280,7 @@ class InBucket:
                 continue
             if path in wanted and {(s.placement, s.start, s.nbytes) for s in done.sums} == wanted[path]:
                 found[path] = done
-                self._nbytes[path] = own.nbytes
+                self._stored[path] = own
         return found
 
     def _make(self, own: Round, tasks: Sequence[Task]) -> None:
@@ -295,8 +310,8 @@ class InBucket:
         found = self._uploads.wait(at_once=at_once) if self._uploads is not None else None
         if found is None:
             return False
-        path, self._nbytes[path] = found[0], found[1]
-        del self._growing[path]
+        self._stored[found.path] = found.stored
+        del self._growing[found.path]
         return True
 
     def _taken(self) -> int:

@@ -14,15 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ucp.errors import UcpError, WorkerDiedError
 from ucp.io.files import let_go
 from ucp.io.remote.unfinished import Unfinished
-from ucp.io.remote.write import UPLOADS, is_of_this_process, put_file
+from ucp.io.remote.write import UPLOADS, Stored, is_of_this_process, put_file
 from ucp.transfer.engines.processes import as_worker, undisturbed
 
-__all__ = ["Upload", "Uploads", "uploads_to"]
+__all__ = ["Upload", "Uploaded", "Uploads", "uploads_to"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +39,23 @@ class Upload:
     """What is known of it."""
 
 
+class Uploaded(NamedTuple):
+    """A file that is there."""
+
+    path: str
+    """Relative to the destination."""
+    stored: Stored
+    """What the store says of it."""
+
+
 class Uploads(Protocol):
     """Carries uploads out."""
 
     def put(self, upload: Upload) -> None:
         """Begin, or do it. Raises UcpError, OSError for what went wrong so far."""
 
-    def wait(self, *, at_once: bool = False) -> tuple[str, int] | None:
-        """The next file that is there, and its bytes; None where none is, with `at_once`, or none is under way."""
+    def wait(self, *, at_once: bool = False) -> Uploaded | None:
+        """The next file that is there; None where none is, with `at_once`, or none is under way."""
 
     def close(self) -> None:
         """End, with what is under way."""
@@ -57,12 +66,12 @@ def uploads_to(unfinished: Unfinished) -> Uploads:
     return _Here(unfinished) if is_of_this_process(unfinished.dst) else _Process(unfinished)
 
 
-def _carry_out(unfinished: Unfinished, upload: Upload) -> tuple[str, int]:
+def _carry_out(unfinished: Unfinished, upload: Upload) -> Uploaded:
     found = put_file(f"{unfinished.dst}/{upload.path}", upload.file)
     unfinished.check_ours()
     unfinished.note(upload.number, {**upload.line, "nbytes": found.nbytes, "version": found.version})
     os.unlink(upload.file)
-    return upload.path, found.nbytes
+    return Uploaded(upload.path, found)
 
 
 class _Here:
@@ -70,12 +79,12 @@ class _Here:
 
     def __init__(self, unfinished: Unfinished) -> None:
         self._unfinished = unfinished
-        self._done: list[tuple[str, int]] = []
+        self._done: list[Uploaded] = []
 
     def put(self, upload: Upload) -> None:
         self._done.append(_carry_out(self._unfinished, upload))
 
-    def wait(self, *, at_once: bool = False) -> tuple[str, int] | None:
+    def wait(self, *, at_once: bool = False) -> Uploaded | None:
         return self._done.pop(0) if self._done else None
 
     def close(self) -> None:
@@ -106,7 +115,7 @@ class _Process:
             raise self._gone() from None
         self._under_way += 1
 
-    def wait(self, *, at_once: bool = False) -> tuple[str, int] | None:
+    def wait(self, *, at_once: bool = False) -> Uploaded | None:
         if not self._under_way or (at_once and not self._reports.poll()):
             return None
         try:
@@ -116,8 +125,8 @@ class _Process:
         self._under_way -= 1
         if isinstance(report, BaseException):
             raise report
-        path, nbytes = report
-        return str(path), int(nbytes)
+        assert isinstance(report, Uploaded)  # what `_serve` sends
+        return report
 
     def close(self) -> None:
         self._process.kill()

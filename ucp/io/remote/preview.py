@@ -26,7 +26,7 @@ def preview(root: str, files: Mapping[str, Path], *, hidden: str) -> Iterator[No
     try:
         yield
     finally:
-        put_before(root, lambda _: before)
+        put_before(root, lambda now: before if isinstance(now, _Preview) else now)
         forget(root)
 
 

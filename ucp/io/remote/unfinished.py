@@ -38,7 +38,9 @@ def refuse_unfinished(url: str) -> None:
     """Raise IncompleteError when a URL is, or lies in, an unfinished conversion."""
     path = path_of(url)
     for folder in (path, *path.parents[:_ABOVE]):
-        if key_of(str(folder)) and (folder / FOLDER / _FIRST).exists():
+        if not key_of(str(folder)) or (folder == path and not (folder / FOLDER).is_dir()):
+            continue  # the latter costs nothing: what lies at the path is listed in any case
+        if (folder / FOLDER / _FIRST).exists():
             raise IncompleteError(
                 f"{folder} is an unfinished conversion; finish it with `ucp convert ... {folder} --resume`"
             )

@@ -126,9 +126,9 @@ class Mortal:
         return call
 
 
-@pytest.mark.parametrize("done", [False, True])
-@pytest.mark.parametrize("target", ["ucp", "dcp", "deepspeed"])
-@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize(
+    ("target", "replaces", "done"), [("ucp", False, False), ("dcp", False, True), ("deepspeed", True, False)]
+)
 def test_killed_at_any_moment_it_is_refused_or_complete_and_resumed(
     target, replaces, done, memory, source, tmp_path, small
 ):
@@ -252,6 +252,30 @@ def test_who_comes_later_takes_the_place(memory, scratch, source, small):
     assert ".ucp-partial/owner" in objects(memory), "it is the other's now: nothing is removed"
 
 
+def test_objects_that_somebody_else_replaced(memory, scratch, source, tmp_path, monkeypatch):
+    bucket = import_module("ucp.conversion.destination.bucket")
+    real = bucket.InBucket.add_last
+
+    def meanwhile(self, files):
+        real(self, files)
+        name = next(name for name in objects(memory) if name.startswith("packs/"))
+        memory.fs.pipe_file(f"{DST}/{name}", b"of another")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket.InBucket, "add_last", meanwhile)
+        with pytest.raises(DestinationError, match=r"(?s)1 object below .* changed after they were uploaded.*packs/"):
+            converted(source, scratch)
+    ucp.convert(source, tmp_path / "disk", fsync=False)
+    converted(source, scratch, resume=True)
+    assert objects(memory) == tree(tmp_path / "disk")
+
+
+def test_what_is_left_of_a_run_that_was_overtaken_marks_nothing(memory, scratch, source):
+    converted(source, scratch)
+    memory.fs.pipe_file(f"{DST}/.ucp-partial/files/7.json", b"{}")
+    assert ucp.inspect(DST).format == "ucp"
+
+
 def test_one_at_a_time_on_a_machine(memory, scratch, source):
     class Again:
         said = ""
@@ -269,13 +293,13 @@ def test_one_at_a_time_on_a_machine(memory, scratch, source):
 def test_two_that_begin_at_once(memory, scratch, source, monkeypatch):
     """Neither saw the other; the store lets one of them begin."""
     bucket = import_module("ucp.conversion.destination.bucket")
-    real = bucket.check_goal
+    real = bucket.marked
 
-    def meanwhile(*words, **named):
-        real(*words, **named)
+    def meanwhile(path):
         memory.fs.pipe_file(f"{DST}/.ucp-partial/conversion.json", b"{}")
+        return real(path)
 
-    monkeypatch.setattr(bucket, "check_goal", meanwhile)
+    monkeypatch.setattr(bucket, "marked", meanwhile)
     with pytest.raises(DestinationError, match="has just begun"):
         converted(source, scratch)
 
