@@ -98,7 +98,7 @@ def command(*words, code=0):
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_target_equals_what_is_written_to_a_disk(kind, bucket, dst, scratch, tmp_path, monkeypatch):
     shrink(monkeypatch, block=1024, task=4096)
-    monkeypatch.setattr(import_module("ucp.transfer.rounds"), "ROUND", 32 << 10)  # several, over forked processes
+    monkeypatch.setattr(import_module("ucp.transfer.rounds"), "ROUND", 128 << 10)  # several, over forked processes
     src = FIXTURES / SOURCES[kind]
     if kind == "atoms":
         src = tmp_path / "atoms"
@@ -150,13 +150,28 @@ def large(tmp_path):
     return folder
 
 
+def is_data(request):
+    """Whether it writes a file of the destination, or a part of one."""
+    return request.method == "PUT" and ".ucp-partial" not in request.path
+
+
+def test_uploads_are_made_side_by_side(bucket, dst, large, scratch, proxy):
+    proxy.behaviour.before = lambda own: time.sleep(0.5) if is_data(own) else None
+    ucp.convert(large, dst, layout="per-parameter", scratch=scratch)
+    puts = [own for own in proxy.behaviour.seen if is_data(own)]
+    most = max(sum(other.began <= own.began < other.ended for other in puts) for own in puts)
+    assert 3 <= most <= 12, "files side by side, and parts of them"
+
+
 def test_killed_in_the_middle_and_resumed_elsewhere(bucket, dst, large, proxy, tmp_path):
     """kill -9 at some tenths of the run; another process with another scratch folder goes on."""
     asked = ("--layout", "per-parameter")
     command("convert", large, tmp_path / "disk", *asked)
     wanted = tree(tmp_path / "disk")
-    proxy.behaviour.bandwidth = 40 << 20
+    proxy.behaviour.before = lambda own: time.sleep(0.7) if is_data(own) else None
     words = [sys.executable, "-m", "ucp", "convert", str(large), dst, *asked]
+    other = tmp_path / "other"
+    other.mkdir()
     run = subprocess.Popen([*words, "--scratch", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and sum("/files/" in key for key in keys(bucket)) < 3:
@@ -170,11 +185,10 @@ def test_killed_in_the_middle_and_resumed_elsewhere(bucket, dst, large, proxy, t
     with pytest.raises(IncompleteError):
         ucp.convert(dst, tmp_path / "out")
     before = len(proxy.behaviour.seen)
-    said = command("convert", large, dst, *asked, "--scratch", tmp_path / "disk", "--resume", "--verify")
+    proxy.behaviour.before = lambda own: None
+    said = command("convert", large, dst, *asked, "--scratch", other, "--resume", "--verify")
     assert "already there" in said
-    again = {
-        own.path for own in proxy.behaviour.seen[before:] if own.method == "PUT" and ".ucp-partial" not in own.path
-    }
+    again = {own.path for own in proxy.behaviour.seen[before:] if is_data(own)}
     assert len(again) <= len(wanted) - uploaded + 1, "what was uploaded is not uploaded again"
     assert objects(bucket) == wanted
 

@@ -9,6 +9,7 @@ this one, file after file.
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -150,6 +151,8 @@ def _serve(unfinished: Unfinished, orders: Any, reports: Any, parent: int) -> No
             report = work()
         except (UcpError, OSError) as error:
             report = error
+        except BaseException:  # noqa: BLE001  # reported, and raised again by the parent
+            report = WorkerDiedError(f"an upload failed in a way that was not foreseen:\n{traceback.format_exc()}")
         with lock:
             reports.send(report)
 
