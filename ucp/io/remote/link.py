@@ -15,7 +15,8 @@ import asyncio
 import atexit
 import os
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -32,6 +33,9 @@ REQUESTS = 16
 
 _TRIES = 3
 """Times that each of the libraries tries."""
+
+_THREADS = "ucp-remote"
+"""What the names of our threads begin with."""
 
 Fetch = Callable[[int, int], bytes]
 """Bytes from the first to before the last."""
@@ -114,7 +118,7 @@ class Link:
         """Have one of our threads do it."""
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(REQUESTS, thread_name_prefix="ucp-remote")
+                self._pool = ThreadPoolExecutor(REQUESTS, thread_name_prefix=_THREADS)
         return self._pool.submit(call, *arguments)
 
     def close(self) -> None:
@@ -127,6 +131,7 @@ class Link:
         if self._loop is None or self._thread is None:
             return
         asyncio.run_coroutine_threadsafe(_closed(self._fs), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._loop.shutdown_default_executor(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -159,7 +164,8 @@ class Link:
         options: dict[str, object] = {"skip_instance_cache": True, "use_listings_cache": False}
         if getattr(kind, "async_impl", False):
             self._loop = options["loop"] = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="ucp-remote-loop", daemon=True)
+            self._loop.set_default_executor(ThreadPoolExecutor(thread_name_prefix=_THREADS))
+            self._thread = threading.Thread(target=self._loop.run_forever, name=f"{_THREADS}-loop", daemon=True)
             self._thread.start()
         if self._is_s3:
             options["config_kwargs"] = _s3_options()
@@ -217,8 +223,21 @@ def put_before(url: str, made: Callable[[Link], Link]) -> Link:
 
 def hang_up() -> None:
     """End all connections of this process: before it is forked, and when it ends. The next use makes new ones."""
+    threads = [own.native_id for own in threading.enumerate() if own.name.startswith(_THREADS)]
     while _links:
         _links.popitem()[1].close()
+    _wait_until_gone(threads)
+
+
+def _wait_until_gone(threads: Iterable[int | None]) -> None:
+    """Wait until threads that end have ended for the system too (Linux).
+
+    Python calls a thread ended before what C libraries keep for it is freed, under locks of theirs (OpenSSL): a child
+    that is forked meanwhile would wait for those for ever.
+    """
+    deadline = time.monotonic() + 1
+    while any(os.path.exists(f"/proc/self/task/{own}") for own in threads) and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def _start_anew() -> None:
