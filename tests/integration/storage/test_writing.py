@@ -211,18 +211,24 @@ def test_parts_are_uploaded_in_bounded_memory_and_scratch(bucket, dst, large, pr
     assert objects(bucket) == tree(tmp_path / "disk")
 
 
-@pytest.mark.parametrize("kind", ["500", "503"])
+@pytest.mark.parametrize("kind", ["500", "503", "reset"])
 def test_uploads_that_fail_are_tried_again(kind, bucket, dst, source, scratch, proxy, tmp_path):
     seen = Counter()
 
-    def fault(request):
-        if request.method != "PUT":
-            return ""
-        seen[request.path] += 1
-        return kind if seen[request.path] <= 1 else ""
+    def is_first(request):
+        seen[request.path] += request.method == "PUT"
+        return request.method == "PUT" and seen[request.path] == 1
 
-    proxy.behaviour.fault = fault
+    def reset(request):
+        if is_first(request):
+            raise ConnectionResetError  # the proxy hangs up without a word
+
+    if kind == "reset":
+        proxy.behaviour.before = reset
+    else:
+        proxy.behaviour.fault = lambda request: kind if is_first(request) else ""
     ucp.convert(source, dst, scratch=scratch)
+    assert len(seen) > 5
     proxy.reset()
     ucp.convert(source, tmp_path / "disk", fsync=False)
     assert objects(bucket) == tree(tmp_path / "disk")

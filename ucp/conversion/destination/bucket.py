@@ -139,9 +139,12 @@ class InBucket:
 
     def note(self, done: Done) -> None:
         """Take in what a task says of its files; those that are complete are uploaded."""
-        for path in dict.fromkeys(fill.path for fill in self._job.tasks[done.task].fills):
+        sums: dict[str, list[Sum]] = {fill.path: [] for fill in self._job.tasks[done.task].fills}
+        for one in done.sums:
+            sums[_path_of(self._job, one.placement)].append(one)
+        for path, written in sums.items():
             own = self._growing[path]
-            own.add(done, (sum_ for sum_ in done.sums if _path_of(self._job, sum_.placement) == path))
+            own.add(done, written)
             if not own.missing:
                 self._upload(own)
         while self._collect(at_once=True):
@@ -303,7 +306,9 @@ class InBucket:
         fill_checksums(self._job, self.root, [own.file], own.done.sums)
         line = {"file": path, **line_of(own.done)}
         assert self._uploads is not None  # `begin` was called
-        self._uploads.put(Upload(number=own.number, path=path, file=str(self.root / path), line=line))
+        file = self.root / path
+        nbytes = file.stat().st_size  # of packs of encoded blocks it was not known before
+        self._uploads.put(Upload(number=own.number, path=path, file=str(file), nbytes=nbytes, line=line))
 
     def _collect(self, *, at_once: bool = False) -> bool:
         """Take in that a file is uploaded; whether there was one."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from ucp.errors import UcpError, WorkerDiedError
 from ucp.io.files import let_go
 from ucp.io.remote.unfinished import Unfinished
-from ucp.io.remote.write import UPLOADS, Stored, is_of_this_process, put_file
+from ucp.io.remote.write import SMALL, SMALL_UPLOADS, UPLOADS, Stored, is_of_this_process, put_file
 from ucp.transfer.engines.processes import as_worker, undisturbed
 
 __all__ = ["Upload", "Uploaded", "Uploads", "uploads_to"]
@@ -36,6 +36,8 @@ class Upload:
     """Relative to the destination."""
     file: str
     """Where it lies; it is removed once it is uploaded."""
+    nbytes: int
+    """Its bytes."""
     line: dict[str, object]
     """What is known of it."""
 
@@ -156,8 +158,9 @@ def _serve(unfinished: Unfinished, orders: Any, reports: Any, parent: int) -> No
         with lock:
             reports.send(report)
 
-    with ThreadPoolExecutor(UPLOADS) as pool:
+    with ThreadPoolExecutor(UPLOADS) as large, ThreadPoolExecutor(SMALL_UPLOADS) as small:
         while (upload := _next(orders)) is not None:
+            pool = small if upload.nbytes <= SMALL else large
             pool.submit(told, partial(_carry_out, unfinished, upload))
 
 

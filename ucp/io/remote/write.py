@@ -20,6 +20,8 @@ from ucp.io.remote.url import bucket_of, key_of, scheme_of
 
 __all__ = [
     "MEMORY",
+    "SMALL",
+    "SMALL_UPLOADS",
     "UPLOADS",
     "Stored",
     "abort_uploads",
@@ -35,7 +37,12 @@ __all__ = [
 ]
 
 UPLOADS = 3
-"""Files that are uploaded side by side."""
+"""Files that are uploaded side by side, beside small ones."""
+
+SMALL = 1 << 20
+"""Bytes up to which a file is small."""
+SMALL_UPLOADS = 12
+"""Small files that are uploaded side by side."""
 
 _PART = 8 << 20
 """Bytes of one part of an upload, unless the file would have too many of them."""
@@ -44,7 +51,7 @@ _PARTS = 4
 _MOST_PARTS = 10_000
 """Parts that S3 allows."""
 
-MEMORY = UPLOADS * _PARTS * _PART
+MEMORY = UPLOADS * _PARTS * _PART + SMALL_UPLOADS * SMALL
 """Bytes of memory that uploads take; more for files above 80 GB, whose parts are larger."""
 
 _WRITTEN = ("s3", "gs", "gcs", "memory")
@@ -62,7 +69,9 @@ class Stored:
 
 
 def check_writable(url: str) -> None:
-    """Raise UsageError for a store that is only read."""
+    """Raise UsageError for a store that is only read, or no bucket."""
+    if not bucket_of(url):
+        raise UsageError(f"expected the URL of a bucket, or of a folder in one, such as s3://bucket/run; got {url}")
     if scheme_of(url) not in _WRITTEN:
         known = ", ".join(f"{own}://" for own in _WRITTEN)
         raise UsageError(f"expected a destination in a folder, or of {known}; got {url}, which is only read")

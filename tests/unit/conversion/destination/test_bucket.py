@@ -364,6 +364,8 @@ def test_what_a_killed_run_left_in_scratch_is_removed(memory, scratch, source):
 def test_stores_that_are_only_read(scratch, source):
     with pytest.raises(UsageError, match="which is only read"):
         converted(source, scratch, dst="hf://owner/model")
+    with pytest.raises(UsageError, match="expected the URL of a bucket"):
+        converted(source, scratch, dst="memory://")
 
 
 def test_source_and_destination_apart(memory, scratch, source):
