@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ucp.errors import AccessError, DestinationError, UsageError
+from ucp.errors import AccessError, DestinationError, MissingFileError, UsageError
 from ucp.io.remote.failures import told
 from ucp.io.remote.link import link_of, version_of
 from ucp.io.remote.listing import time_of
@@ -133,10 +133,14 @@ def stored(url: str) -> Stored | None:
 
 
 def stored_below(url: str) -> dict[str, Stored]:
-    """All objects below a URL now, by their path from there. Raises UcpError."""
+    """All objects below a URL now, by their path from there; none where there is no bucket. Raises UcpError."""
+    try:
+        found = link_of(url).find(url)
+    except MissingFileError:
+        return {}
     return {
         name: Stored(int(own["size"] or 0), version_of(own) or str(time_of(own)))
-        for name, own in link_of(url).find(url).items()
+        for name, own in found.items()
         if own["type"] != "directory"
     }
 
