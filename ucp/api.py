@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from inspect import signature
 from operator import attrgetter
-from pathlib import Path
 from typing import TypeVar, Unpack
 
 import ucp  # the return types, which are imported when they are looked at
@@ -31,7 +30,7 @@ from ucp.conversion.prepare import Silent, Survey, index_of, judged, survey
 from ucp.conversion.source.zero_moments import moments_note
 from ucp.core.index import Index
 from ucp.io.folder import given
-from ucp.io.staging import Staging
+from ucp.io.staging import is_begun
 
 __all__ = [
     "PlanReport",
@@ -98,20 +97,21 @@ def inspect(
 
 
 @_asked_as(make_options, without=("resume", "overwrite", "fsync", "verify", "part", "finalize"))
-def plan(src: type_path, **asked: Unpack[PlanArguments]) -> PlanReport:
+def plan(src: type_path, dst: type_path | None = None, **asked: Unpack[PlanArguments]) -> PlanReport:
     """What `convert` would do with the same arguments: files, bytes, memory, casts, and what is left behind.
 
-    Writes nothing. Reads indexes and windows of a few moments (the whole of those that are zero there); with `drift`
-    "first" or "mean", copies of tensors too. Raises UcpError where `convert` would before it writes.
+    `dst` may be left out; for one in a bucket, the disk is told too that files take before they are uploaded. Writes
+    nothing. Reads indexes and windows of a few moments (the whole of those that are zero there); with `drift` "first"
+    or "mean", copies of tensors too. Raises UcpError where `convert` would before it writes.
     """
-    return preview(given(src), make_options(**asked))
+    return preview(given(src), make_options(**asked), None if dst is None else given(dst))
 
 
 @_asked_as(make_options)
 def convert(
     src: type_path, dst: type_path, *, observer: Observer | None = None, **asked: Unpack[ConvertArguments]
 ) -> ucp.ConvertReport:
-    """Convert the checkpoint at `src` to `dst`.
+    """Convert the checkpoint at `src` to `dst`, each a path or the URL of a bucket ("s3://bucket/run").
 
     Parameters
     ----------
@@ -165,6 +165,9 @@ def convert(
         Processes; by default one per core, on a cluster as many as `memory` allows.
     memory
         Memory for the whole run, beyond the interpreter's own: bytes, or text like "1GiB".
+    scratch
+        Folder of a disk in which files grow before they are uploaded, for `dst` in a bucket; by default $UCP_SCRATCH,
+        or the system's folder for temporary files.
     resume, overwrite
         Continue an unfinished conversion; replace a destination that ucp wrote. Both: continue one that replaces it.
     fsync
@@ -188,16 +191,17 @@ def convert(
     Raises
     ------
     UcpError
-        `dst` is then as it was. UnfinishedError, which says what is missing, where `finalize` finds parts undone.
+        `dst` is then as it was; in a bucket it may be unfinished, which whoever reads it is told, until `resume`.
+        UnfinishedError, which says what is missing, where `finalize` finds parts undone.
     """
     from ucp.conversion.convert import carry_out
 
-    return carry_out(given(src), Path(dst), make_options(**asked), observer or Silent())
+    return carry_out(given(src), given(dst), make_options(**asked), observer or Silent())
 
 
 def is_unfinished(dst: type_path) -> bool:
     """Whether a conversion to `dst` was interrupted, so that `resume` can continue it."""
-    return Staging(Path(dst).resolve()).folder.exists()
+    return is_begun(given(dst))
 
 
 def _threads(workers: int | None, memory: MemoryLike) -> int:

@@ -82,7 +82,10 @@ __all__ = [
 
 ARGUMENTS = {
     **{f"--{name}": f"{name}=..." for name in ("to", "topology", "layout", "include", "exclude", "family", "patterns")},
-    **{f"--{name}": f"{name}=..." for name in ("names", "rename", "drift", "tag", "companions", "workers", "memory")},
+    **{
+        f"--{name}": f"{name}=..."
+        for name in ("names", "rename", "drift", "tag", "companions", "workers", "memory", "scratch")
+    },
     "--against": "against=...",
     "--shapes-from": "shapes_from=...",
     **{f"--{name}": f"{name}=True" for name in ("virtual", "compress", "resume", "overwrite", "verify")},

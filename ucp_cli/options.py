@@ -309,6 +309,13 @@ _CONVERT_OPTIONS = (
         "--workers", type=count_of, metavar="N", help="Processes.  [default: one per core; on a cluster, by --memory]"
     ),
     _MEMORY_OPTION,
+    click.option(
+        "--scratch",
+        type=PATH,
+        metavar="DIR",
+        help="Where files grow before they are uploaded to a DST in a bucket.  [default: $UCP_SCRATCH, or the "
+        "system's temporary folder]",
+    ),
 )
 
 

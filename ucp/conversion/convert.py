@@ -2,39 +2,35 @@
 
 1. `prepare` reads the source's index, proves that its shards tile every tensor, lets the target plan its files, and
    plans the work;
-2. `execute` has an engine write them beside the destination, with a journal, and compares recorded checksums of
-   everything read;
+2. `execute` has an engine write them where the destination grows (`ucp.conversion.destination`), with a journal, and
+   compares recorded checksums of everything read;
 3. `verify_written` reads the files back, if asked;
-4. `commit` is one rename, which puts the destination in place.
+4. `commit` puts the destination in place: on a disk by one rename, in a bucket by the object that is written last.
 
 In parts (`ucp.conversion.parts`) each does its share of 2; whoever finalizes does the rest.
 """
 
 from __future__ import annotations
 
-import errno
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
 from pathlib import Path
 
-from ucp.contract.output_names import check_fits
 from ucp.contract.protocols import Observer
-from ucp.conversion.execute import Written, execute, take_up
-from ucp.conversion.journal import Line
+from ucp.conversion.destination.choice import destination_at
+from ucp.conversion.destination.place import Destination
+from ucp.conversion.execute import Written, execute
 from ucp.conversion.options import ConvertOptions
-from ucp.conversion.parts.finalize import busy_text, check_begun, unfinished
-from ucp.conversion.parts.journals import runs_in
+from ucp.conversion.parts.finalize import check_begun, unfinished
 from ucp.conversion.parts.planning import plan_part
 from ucp.conversion.parts.run import write_part
 from ucp.conversion.prepare import Prepared, prepare
 from ucp.conversion.verify import verify_written
 from ucp.core.topology import Topology
-from ucp.errors import BusyError, ChangedError, CorruptError, DestinationError, ReplicaError, UsageError, counted
-from ucp.io.staging import Making, Staging, check_apart, check_destination
+from ucp.errors import ChangedError, CorruptError, DestinationError, ReplicaError, UsageError, counted
+from ucp.io.staging import Making, Staging
+from ucp.io.write import check_space
 from ucp.transfer.compare import fit_threads
 from ucp.transfer.tasks import Job
 
@@ -89,6 +85,8 @@ class ConvertReport:
     """What was not carried over, with the reasons."""
     part: str = ""
     """Which part this was, such as "3/8"; empty for all. Files and copies are counted by whoever finalizes."""
+    scratch_bytes: int = 0
+    """Bytes that files on their way to a bucket took of the scratch folder at once, at most; 0 on a disk."""
 
     def __str__(self) -> str:
         what = ", ".join(filter(None, [self.to, self.layout, str(self.topology or "")]))
@@ -114,115 +112,97 @@ def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer)
     nul = next((own for own in (src, dst) if "\0" in str(own)), None)
     if nul is not None:
         raise UsageError(f"expected paths without the character NUL, which ends one; got {str(nul)!r}")
-    staging = Staging(dst.resolve())
-    check_fits(staging.data, ())
-    check_destination(src, dst)
+    destination = destination_at(dst, options)
+    destination.check(src)
     threads = fit_threads(options.memory) if options.verify else 0
     if options.part is not None:
-        prepared = plan_part(src, staging, options, observer, partial(_check_shared_place, staging))
-        return _report(prepared, dst, options, _part(prepared, staging, options, observer))
-    prepared = prepare(src, options, observer)
-    _check_place(staging, prepared)
-    journal = _taken(staging, prepared, options)
-    if journal is None:
-        return _report(prepared, dst, options, None)
-    with _released(staging):
-        written, todo = take_up(prepared, staging.data, journal, observer)
-        if options.finalize and todo:
-            raise unfinished(prepared, staging, todo)
-        execute(prepared, staging, written, todo, observer)
+        return _report(*_part(src, destination, options, observer), dst, options)
+    prepared = prepare(src, options, observer, beside_bytes=destination.beside_bytes)
+    destination.check_job(prepared.job)
+    if not _take(destination, prepared, options):
+        return _report(prepared, None, dst, options)
+    with _released(destination):
+        begun = destination.begin(prepared.job, observer, prepared.workers * prepared.threads)
+        if options.finalize and begun.todo:
+            raise unfinished(prepared, _shared(destination), begun.todo)
+        written = execute(prepared, destination, begun, observer)
         if options.verify:
-            verify_written(prepared.job, staging.data, source=options.source, observer=observer, threads=threads)
-        staging.commit(fsync=options.fsync)
-    return _report(prepared, dst, options, written)
+            with destination.as_written() as path:
+                verify_written(prepared.job, path, source=options.source, observer=observer, threads=threads)
+        destination.commit(fsync=options.fsync)
+    return _report(prepared, written, dst, options, scratch=destination.scratch_bytes)
 
 
-def _check_place(staging: Staging, prepared: Prepared) -> None:
-    """Raise DestinationError where the destination would be in the way of the source, or does not fit its place."""
-    check_apart(staging.dst, prepared.job.index.path, (file.path for file in prepared.job.index.files))
-    check_fits(staging.data, (file.path for file in prepared.job.target.files))
+def _shared(destination: Destination) -> Staging:
+    """What parts share. Raises UsageError where they cannot."""
+    if destination.shared is None:
+        raise UsageError(
+            "parts of a conversion share a folder of a disk, and the destination is in a bucket: write to a folder "
+            "that all of them see, and upload that; or leave out --part and --finalize"
+        )
+    return destination.shared
 
 
-def _check_shared_place(staging: Staging, prepared: Prepared) -> None:
-    """The same of a place that several parts fill: whoever comes first looks for room for all of them."""
-    _check_place(staging, prepared)
-    if not staging.data.exists() and not staging.is_complete(prepared.fingerprint):
-        _check_space(prepared, staging.dst.parent)
+def _part(
+    src: Path, destination: Destination, options: ConvertOptions, observer: Observer
+) -> tuple[Prepared, Written | None]:
+    """Write a part, beside others; the plan, and what was written, or None where the destination is complete."""
+    staging = _shared(destination)
 
+    def check(prepared: Prepared) -> None:
+        destination.check_job(prepared.job)
+        if not staging.data.exists() and not staging.is_complete(prepared.fingerprint):
+            check_space(prepared.nbytes_out, staging.dst.parent)  # for all parts, by whoever comes first
 
-def _part(prepared: Prepared, staging: Staging, options: ConvertOptions, observer: Observer) -> Written | None:
-    """Write a part, beside others; what was written, or None where the destination is complete."""
+    prepared = plan_part(src, staging, options, observer, check)
     try:
-        return write_part(prepared, staging, options, observer)
+        return prepared, write_part(prepared, staging, options, observer)
     except OSError as error:
-        raise _unwritable(staging.folder, error) from error
+        raise destination.unwritable(error) from error
     finally:
         staging.release()
 
 
-def _taken(staging: Staging, prepared: Prepared, options: ConvertOptions) -> Iterable[Line] | None:
-    """Take the place where the destination grows; what earlier runs did there, or None where nothing is left to do.
-
-    Raises DestinationError.
-    """
+def _take(destination: Destination, prepared: Prepared, options: ConvertOptions) -> bool:
+    """Take the place where the destination grows, unless nothing is left to do. Raises DestinationError."""
     resume = options.resume or options.finalize
-    if resume and staging.is_complete(prepared.fingerprint):
-        staging.sweep()
-        return None
+    if resume and destination.is_complete(prepared.fingerprint):
+        destination.sweep()
+        return False
     if options.finalize:
-        check_begun(prepared, staging)
-    if not staging.folder.exists():
-        _check_space(prepared, staging.dst.parent)
+        check_begun(prepared, _shared(destination))
     try:
         making = Making(prepared.fingerprint, prepared.facts)
-        journal = staging.open(making, resume=resume, overwrite=options.overwrite)
-        return chain(journal, chain.from_iterable(run.lines for run in runs_in(staging)))
+        destination.open(making, resume=resume, overwrite=options.overwrite)
     except OSError as error:
-        raise _unwritable(staging.folder, error) from error
-    except BusyError as error:
-        raise BusyError(busy_text(error, staging)) from error
+        raise destination.unwritable(error) from error
     except DestinationError:
-        if resume and staging.is_complete(prepared.fingerprint):  # by another run, which this one waited for
-            staging.sweep()
-            return None
+        if resume and destination.is_complete(prepared.fingerprint):  # by another run, which was waited for
+            destination.sweep()
+            return False
         raise
+    return True
 
 
 @contextmanager
-def _released(staging: Staging) -> Iterator[None]:
+def _released(destination: Destination) -> Iterator[None]:
     """Let go of the place when something fails; tasks that were done stay for --resume, unless they are wrong."""
     try:
         yield
     except OSError as error:
-        staging.give_up()
-        raise _unwritable(staging.folder, error) from error
+        destination.release()
+        raise destination.unwritable(error) from error
     except (ChangedError, CorruptError, ReplicaError):
-        staging.discard()
+        destination.discard()
         raise
     except BaseException:
-        staging.give_up()
+        destination.release()
         raise
 
 
-def _unwritable(folder: Path, error: OSError) -> DestinationError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = "no space is left; free some, then continue with --resume"
-    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        what = f"{error.strerror}; check the permissions, then continue with --resume"
-    else:
-        what = f"{error.strerror or error}; when that is put right, continue with --resume"
-    return DestinationError(f"cannot write {error.filename or folder}: {what}")
-
-
-def _check_space(prepared: Prepared, folder: Path) -> None:
-    free = shutil.disk_usage(folder).free
-    if prepared.nbytes_out > free:
-        raise DestinationError(
-            f"expected {prepared.nbytes_out:,} free bytes at {folder}; got {free:,}. Free some, or write elsewhere"
-        )
-
-
-def _report(prepared: Prepared, dst: Path, options: ConvertOptions, written: Written | None) -> ConvertReport:
+def _report(
+    prepared: Prepared, written: Written | None, dst: Path, options: ConvertOptions, *, scratch: int = 0
+) -> ConvertReport:
     """What was done; `written`: None where nothing was left to do."""
     index, plan = prepared.job.index, prepared.job.target
     already_complete, written = written is None, written or Written()
@@ -253,6 +233,7 @@ def _report(prepared: Prepared, dst: Path, options: ConvertOptions, written: Wri
         notes=(*index.notes, *plan.notes),
         dropped=index.dropped,
         part=str(options.part or ""),
+        scratch_bytes=scratch,
     )
 
 

@@ -4,40 +4,42 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from ucp.contract.protocols import Observer
 from ucp.contract.registry import engine
-from ucp.conversion.journal import Line, line_of, trusted
+from ucp.conversion.destination.place import Begun, Destination
 from ucp.conversion.prepare import Prepared
 from ucp.conversion.verify import owners
 from ucp.core.index import Index
 from ucp.core.target import Literal, OutputFile
 from ucp.errors import CorruptError, ReplicaError, counted, listed
 from ucp.io.identity import check_unchanged, is_remote, producer
-from ucp.io.staging import MARK, Staging
+from ucp.io.staging import MARK
 from ucp.io.write import is_memory
 from ucp.transfer.checksums import gaps, mismatches
 from ucp.transfer.gather import Gatherer, Sources, Span
-from ucp.transfer.output_files import create, seal_checksums
 from ucp.transfer.tasks import BLOCK, Task
 from ucp.transfer.worker import Done, Step, Sum
 
-__all__ = ["Place", "Written", "carry_out_tasks", "check_read", "execute", "take_up"]
+__all__ = ["Place", "Written", "carry_out_tasks", "check_read", "execute"]
 
 
 class Place(Protocol):
-    """Where the files of a destination grow, and what is done there is noted."""
+    """Where the files of a destination grow, and what is done there is noted; every `Destination` is one."""
 
-    data: Path
-    """Folder that becomes the destination."""
+    root: Path
+    """Folder of a disk that tasks write below."""
 
-    def note(self, line: Line) -> None:
-        """Add a line to the journal."""
+    def rounds(self, todo: Sequence[Task]) -> Iterator[Sequence[Task]]:
+        """Tasks that may be carried out together, in turn; the files that they write are made."""
+
+    def note(self, done: Done) -> None:
+        """Remember that a task is done."""
 
 
 @dataclass(slots=True)
@@ -66,64 +68,56 @@ class Written:
         self.drift.extend(done.drift)
 
 
-def take_up(prepared: Prepared, root: Path, journal: Iterable[Line], observer: Observer) -> tuple[Written, list[Task]]:
-    """What earlier runs wrote below `root` and is there as `journal` says, and the tasks that are left."""
-    job, written = prepared.job, Written()
-    threads = prepared.workers * prepared.threads
-    finished = trusted(job, root, journal, observer=observer, threads=threads)
-    for done in finished.values():
-        written.add(done)
-    todo = [task for task in job.tasks if task.number not in finished]
-    written.resumed = job.nbytes - sum(task.nbytes for task in todo)
-    return written, todo
-
-
-def execute(prepared: Prepared, staging: Staging, written: Written, todo: Sequence[Task], observer: Observer) -> None:
-    """Write all files of a conversion that is decided, but for what is `written` already.
+def execute(prepared: Prepared, destination: Destination, begun: Begun, observer: Observer) -> Written:
+    """Write all files of a conversion that is decided, but for what an earlier run wrote.
 
     Raises CorruptError, ReplicaError where the source is not what it should be.
     """
-    job, root = prepared.job, staging.data
-    for file in job.target.files:
-        create(root, file, afresh=not written.sums)
-    if todo or not written.sums:
-        carry_out_tasks(prepared, staging, todo, written, observer)
+    job = begun.job
+    written = carry_out_tasks(prepared, destination, begun, observer)
     _check_source(job.index, written)
-    receipts = seal_checksums(job, root, written.sums)
+    receipts = destination.finish(job, written.sums)
     sealed = prepared.target.seal(job.index, job.target, receipts)
     closing_files = (_mark(prepared, [*job.target.files, *sealed]), *sealed)
-    for last in closing_files:
-        create(root, last)
-    packed = job.target.compress  # packs of encoded blocks alone have another length than was planned
-    written.files = tuple((root / own.path).stat().st_size if packed else own.nbytes for own in job.target.files)
+    destination.add_last(closing_files)
+    written.files = tuple(map(destination.nbytes_of, job.target.files))
     written.last = tuple(file.nbytes for file in closing_files)
+    return written
 
 
-def carry_out_tasks(
-    prepared: Prepared, staging: Place, todo: Sequence[Task], written: Written, observer: Observer
-) -> None:
-    """Have an engine carry out tasks, and note each that is done."""
-    job = prepared.job
-    chosen = prepared.engine or engine("processes" if prepared.workers > 1 and len(todo) > 1 else "serial")
-    sizes = {task.number: task.nbytes for task in todo}
-    told: Counter[int] = Counter()
-    never_waits = is_memory(staging.data) and not is_remote(job.index.files)
+def carry_out_tasks(prepared: Prepared, place: Place, begun: Begun, observer: Observer) -> Written:
+    """Have an engine carry out the tasks that are left, and note each that is done; what is known of all."""
+    job, sizes, written = begun.job, {task.number: task.nbytes for task in begun.todo}, Written()
+    for done in begun.done:
+        written.add(done)
+    written.resumed = job.nbytes - sum(sizes.values())
+    chosen = prepared.engine or engine("processes" if prepared.workers > 1 and len(begun.todo) > 1 else "serial")
+    never_waits = is_memory(place.root) and not is_remote(job.index.files)
     threads = 1 if never_waits else prepared.threads  # a second one is there to work while one waits
-    stream = chosen.run(job, staging.data, todo, workers=prepared.workers, threads=threads)
-    with closing(stream):  # whatever happens here, no worker writes on
-        observer.begin(title="convert", nbytes=sum(sizes.values()))
-        try:
-            for done in stream:
-                if isinstance(done, Step):
-                    told[done.task] += done.nbytes
-                    observer.advance(done.nbytes)
-                    continue
-                written.add(done)
-                written.nbytes += sizes[done.task]
-                staging.note(line_of(done))
-                observer.advance(sizes[done.task] - told[done.task])
-        finally:
-            observer.end()
+    with ExitStack() as stack:
+        for number, tasks in enumerate(place.rounds(begun.todo)):
+            stream = chosen.run(job, place.root, tasks, workers=prepared.workers, threads=threads)
+            with closing(stream):  # whatever happens here, no worker writes on
+                if not number:
+                    observer.begin(title="convert", nbytes=sum(sizes.values()))
+                    stack.callback(observer.end)
+                for done in _advanced(stream, sizes, observer):
+                    written.add(done)
+                    written.nbytes += sizes[done.task]
+                    place.note(done)
+    return written
+
+
+def _advanced(stream: Iterable[Done | Step], sizes: Mapping[int, int], observer: Observer) -> Iterator[Done]:
+    """Tasks that are done, each told to the observer once it was taken in; what was told on the way counts."""
+    told: Counter[int] = Counter()
+    for done in stream:
+        if isinstance(done, Step):
+            told[done.task] += done.nbytes
+            observer.advance(done.nbytes)
+            continue
+        yield done
+        observer.advance(sizes[done.task] - told[done.task])
 
 
 def _check_source(index: Index, written: Written) -> None:
@@ -145,8 +139,9 @@ def _check_source(index: Index, written: Written) -> None:
 def check_read(index: Index, written: Written) -> None:
     """Raise ReplicaError for copies that differ, CorruptError for stretches read whole that are not as recorded."""
     if written.drift:
+        lines = list(dict.fromkeys(written.drift))  # a task that wrote several files of a bucket is told of by each
         raise ReplicaError(
-            f"{index.path} holds copies that should be equal and are not:\n{listed(written.drift)}\n"
+            f"{index.path} holds copies that should be equal and are not:\n{listed(lines)}\n"
             "the ranks drifted apart, the model was changed after its last step, or files of different runs were "
             "mixed. --drift first or --drift mean chooses a value where copies drifted"
         )

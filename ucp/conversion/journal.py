@@ -15,7 +15,7 @@ from ucp.transfer.gather import Span
 from ucp.transfer.tasks import Job, Section, Task
 from ucp.transfer.worker import Done, Sum
 
-__all__ = ["line_of", "trusted"]
+__all__ = ["Line", "done_of", "line_of", "trusted"]
 
 Line = dict[str, object]
 
@@ -35,7 +35,7 @@ def trusted(
     tasks = {task.number: task for task in job.tasks}
     reports: dict[int, list[Done]] = {}
     for line in lines:
-        done = _done(line)
+        done = done_of(line)
         if done is not None and done.task in tasks:
             reports.setdefault(done.task, []).append(done)
     if not reports:
@@ -64,7 +64,7 @@ def trusted(
             observer.end()
 
 
-def _done(line: Line) -> Done | None:
+def done_of(line: Line) -> Done | None:
     """The report that `line_of` was given; None when the line says something else."""
     match line:
         case {"task": int(task), "sums": list(sums), "spans": list(spans), "drift": list(drift)}:

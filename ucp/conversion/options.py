@@ -146,6 +146,8 @@ class ConvertOptions:
     """Which part of the work to do; None for all of it."""
     finalize: bool = False
     """Complete what parts did, and do none of their work."""
+    scratch: Path | None = None
+    """Folder of a disk in which files grow that are uploaded; None for the one that the environment says."""
 
 
 class PlanArguments(TypedDict, total=False):
@@ -174,6 +176,7 @@ class PlanArguments(TypedDict, total=False):
     engine: str | None
     workers: int | None
     memory: MemoryLike
+    scratch: type_path | None
 
 
 class ConvertArguments(PlanArguments, total=False):
@@ -212,6 +215,7 @@ def make_options(
     engine: str | None = None,
     workers: int | None = None,
     memory: MemoryLike = 1 << 30,
+    scratch: type_path | None = None,
     resume: bool = False,
     overwrite: bool = False,
     fsync: bool = True,
@@ -252,6 +256,7 @@ def make_options(
         engine=chosen,
         workers=workers_of(workers),
         memory=nbytes_of(memory),
+        scratch=None if scratch is None else Path(scratch),
         resume=resume,
         overwrite=overwrite,
         fsync=fsync,

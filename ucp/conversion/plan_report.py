@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ucp.conversion.destination.choice import destination_at
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import prepare
 from ucp.core.index import Index
@@ -70,6 +71,10 @@ class PlanReport:
     """What was assumed, and what the target cannot hold or restore."""
     dropped: tuple[str, ...]
     """What is not carried over, with the reasons."""
+    scratch: str = ""
+    """Folder of this machine in which files grow before they are uploaded; empty where none is."""
+    scratch_bytes: int = 0
+    """Bytes that they take there at once, at most."""
 
     @property
     def nbytes_read(self) -> int:
@@ -89,14 +94,21 @@ class PlanReport:
             f"{counted(len(self.files), 'file')} of {self.nbytes_out:,} bytes{packs}, and the index",
             f"{counted(self.tasks, 'task')} by {by}, {memory}",
         ]
+        if self.scratch:
+            text.append(f"{self.scratch_bytes:,} bytes of {self.scratch} at most, for files before they are uploaded")
         told = {"warning": self.warnings, "cast": self.casts, "note": self.notes, "dropped": self.dropped}
         text += [f"{kind}: {line}" for kind, lines in told.items() for line in lines]
         return "\n".join(text)
 
 
-def preview(src: Path, options: ConvertOptions) -> PlanReport:
-    """Decide the conversion of `src`, and tell what it would do; writes nothing. Raises UcpError as `convert` does."""
-    prepared = prepare(src, options)
+def preview(src: Path, options: ConvertOptions, dst: Path | None = None) -> PlanReport:
+    """Decide the conversion of `src`, and tell what it would do; writes nothing. Raises UcpError as `convert` does.
+
+    `dst`: where to, as far as that matters: nothing is looked at there.
+    """
+    destination = None if dst is None else destination_at(dst, options)
+    prepared = prepare(src, options, beside_bytes=0 if destination is None else destination.beside_bytes)
+    scratch_bytes = 0 if destination is None else destination.scratch_for(prepared.job)
     index, target = prepared.job.index, prepared.job.target
     return PlanReport(
         source=index,
@@ -121,4 +133,6 @@ def preview(src: Path, options: ConvertOptions) -> PlanReport:
         casts=target.casts,
         notes=(*index.notes, *target.notes),
         dropped=index.dropped,
+        scratch=str(destination.root) if destination is not None and destination.beside_bytes else "",
+        scratch_bytes=scratch_bytes,
     )

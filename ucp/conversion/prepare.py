@@ -82,6 +82,8 @@ class Prepared:
     """What that digest is of, by name, as messages tell it; what was not asked for is left out."""
     warnings: tuple[str, ...] = ()
     """What keeps a run from resuming as it would from the source."""
+    beside_bytes: int = 0
+    """Memory that the destination takes beside the workers."""
 
     @property
     def nbytes_out(self) -> int:
@@ -106,9 +108,9 @@ class Prepared:
 
     @property
     def projected_bytes(self) -> int:
-        """Memory that the workers need at once."""
+        """Memory that the workers and the destination need at once."""
         each = max((task.projected_bytes for task in self.job.tasks), default=0)
-        return self.workers * self.threads * (each + ahead_bytes(self.job.index))
+        return self.beside_bytes + self.workers * self.threads * (each + ahead_bytes(self.job.index))
 
 
 def ahead_bytes(index: Index) -> int:
@@ -199,8 +201,8 @@ def _gap_warnings(whole: Index, index: Index) -> Iterator[str]:
         yield f"{gap_text(lost)}\nThe weights are complete (--include '*/weight')"
 
 
-def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None) -> Prepared:
-    """Decide everything: writes nothing.
+def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None, *, beside_bytes: int = 0) -> Prepared:
+    """Decide everything: writes nothing. `beside_bytes`: memory that the destination takes beside the workers.
 
     Of tensors it reads windows of moments (all of those that are zero there), and copies that are to be settled.
     """
@@ -242,28 +244,31 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     plan = _planned(chosen, index, options.topology, own)
     index = _without(plan.written or index, plan)
     job = replace(make_job(index, replace(plan, written=None), options.part), fsync=options.fsync)
-    workers, threads = workers_of(options, index)
+    workers, threads = workers_of(options, index, beside_bytes)
     return Prepared(
         job=job,
         target=chosen,
         engine=options.engine,
         workers=workers,
         threads=threads,
+        beside_bytes=beside_bytes,
         fingerprint=_fingerprint(index, options),
         facts=_facts(job, options),
         warnings=warnings,
     )
 
 
-def workers_of(options: ConvertOptions, index: Index) -> tuple[int, int]:
-    """Workers, and threads in each, that read what `index` refers to.
+def workers_of(options: ConvertOptions, index: Index, beside_bytes: int = 0) -> tuple[int, int]:
+    """Workers, and threads in each, that read what `index` refers to. `beside_bytes`: memory that others take.
 
     Where the user does not say: as many as cores; by an engine that has more than this machine, as memory allows.
     """
     most, lane = cores(), BLOCK + SCRATCH + ahead_bytes(index)
     if options.engine is not None and options.engine.spans_machines:
         most = max(1, options.memory // (_THREADS * lane))
-    return fit_workers(options.memory, workers=options.workers or most, threads=_THREADS, lane=lane)
+    return fit_workers(
+        options.memory, workers=options.workers or most, threads=_THREADS, lane=lane, beside=beside_bytes
+    )
 
 
 def _named(

@@ -106,6 +106,9 @@ class TargetPlan:
     """Slices that fill them, each file's in increasing offset."""
     raw: Sequence[RawCopy] = ()
     """Tensors of extras that fill them."""
+    last: tuple[str, ...] = ()
+    """Paths of `files` without tensors by which the framework knows a checkpoint: where files come one by one, these do
+    after all others."""
     notes: tuple[str, ...] = ()
     """What the target cannot hold or restore, for the user."""
     casts: tuple[str, ...] = ()

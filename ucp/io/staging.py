@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ucp.errors import BusyError, DestinationError, IncompleteError, OverlapError, counted, listed
-from ucp.io.folder import is_url, path_of, url_scheme
+from ucp.io.folder import files_below, is_url, path_of, url_scheme
 
 __all__ = [
     "MARK",
@@ -31,8 +31,13 @@ __all__ = [
     "TEMPORARY",
     "Making",
     "Staging",
+    "begun_otherwise",
     "check_apart",
     "check_destination",
+    "check_distinct",
+    "check_goal",
+    "is_begun",
+    "marked",
     "read_lines",
     "refuse_partial",
 ]
@@ -50,8 +55,22 @@ _PATIENCE = 10.0
 """Seconds to wait for the workers of a conversion that was killed to notice it."""
 
 
+def is_begun(dst: Path) -> bool:
+    """Whether an unfinished conversion to `dst` lies there."""
+    if is_url(str(dst)):
+        from ucp.io.remote.unfinished import Unfinished
+
+        return Unfinished(str(dst)).is_there()
+    return Staging(dst.resolve()).folder.exists()
+
+
 def refuse_partial(path: Path) -> None:
     """Raise IncompleteError when `path` is, or lies in, the growing part of an unfinished conversion."""
+    if is_url(str(path)):
+        from ucp.io.remote.unfinished import refuse_unfinished
+
+        refuse_unfinished(str(path))
+        return
     for folder in (path, *path.parents):
         if folder.name.endswith(PARTIAL) and (folder / "journal.jsonl").exists():
             goal = folder.with_name(folder.name.removesuffix(PARTIAL))
@@ -62,11 +81,8 @@ def refuse_partial(path: Path) -> None:
 
 def check_destination(src: Path, dst: Path) -> None:
     """Raise OverlapError where writing `dst` could touch the source `src`, DestinationError where it cannot be."""
-    source, goal = src.resolve(), dst.resolve()
-    if goal == source or source in goal.parents:
-        raise OverlapError(f"the destination {dst} is the source {src} or lies inside it; choose another folder")
-    if goal in source.parents:
-        raise OverlapError(f"the source {src} lies inside the destination {dst}; choose another folder")
+    check_distinct(src, dst)
+    goal = dst.resolve()
     if os.path.ismount(goal):
         raise DestinationError(f"{dst} is a mount point: it cannot be put in place by a rename. Name a folder in it")
     if dst.exists() and not dst.is_dir():
@@ -77,10 +93,19 @@ def check_destination(src: Path, dst: Path) -> None:
     scheme = url_scheme(dst)
     if scheme:
         raise DestinationError(
-            f"{scheme}:// is no local folder, and only these are written; copy from there afterwards"
+            f"expected a folder, or the URL of a bucket such as s3://bucket/run; got {dst} of {scheme}://"
         )
     if not parent.is_dir():
         raise DestinationError(f"parent directory {parent} does not exist; create it first")
+
+
+def check_distinct(src: Path, dst: Path) -> None:
+    """Raise OverlapError where `dst` is the source `src`, or one lies in the other."""
+    source, goal = src.resolve(), dst.resolve()
+    if goal == source or source in goal.parents:
+        raise OverlapError(f"the destination {dst} is the source {src} or lies inside it; choose another folder")
+    if goal in source.parents:
+        raise OverlapError(f"the source {src} lies inside the destination {dst}; choose another folder")
 
 
 def _holds_current_folder(goal: Path) -> bool:
@@ -99,14 +124,13 @@ def check_apart(dst: Path, root: str, paths: Iterable[str]) -> None:
     for others. `paths`: files that it refers to.
     """
     goal = dst.resolve()
-    paths = [path for path in paths if not is_url(path)]
     source = path_of(root).resolve()
     if source.is_dir() and source in goal.parents:
         raise OverlapError(
             f"the destination {dst} lies inside the source {source}, whose readers would take it for a part of it; "
             "choose a folder beside it"
         )
-    inside = [path for path in paths if goal in Path(path).resolve().parents]
+    inside = [path for path in paths if goal in path_of(path).resolve().parents]
     if inside:
         raise OverlapError(
             f"the source refers to {counted(len(inside), 'file')} in the destination {dst}, such as {inside[0]}; "
@@ -151,7 +175,7 @@ class Staging:
 
     def is_complete(self, fingerprint: str) -> bool:
         """Whether `dst` is there and was made by the same conversion."""
-        return _marked(self.dst).get("fingerprint") == fingerprint
+        return marked(self.dst).get("fingerprint") == fingerprint
 
     def open(self, making: Making, *, resume: bool, overwrite: bool) -> list[dict[str, object]]:
         """Take the place, and return the journal lines of tasks an earlier run finished (none unless `resume`).
@@ -159,7 +183,7 @@ class Staging:
         Raises DestinationError when something is in the way.
         """
         self._check_links()
-        self._check_goal(making, resume=resume, overwrite=overwrite)
+        check_goal(self.dst, making, resume=resume, overwrite=overwrite)
         if self.folder.exists() and not (resume or overwrite):
             raise DestinationError(
                 f"an unfinished conversion lies at {self.folder}; continue it with --resume, or discard it and start "
@@ -182,10 +206,10 @@ class Staging:
         what was begun here is another conversion.
         """
         self._check_links()
-        self._check_goal(making, resume=True, overwrite=overwrite)
+        check_goal(self.dst, making, resume=True, overwrite=overwrite)
         self._take_lock(shared=True)
         try:
-            self._check_goal(making, resume=True, overwrite=overwrite)
+            check_goal(self.dst, making, resume=True, overwrite=overwrite)
             return self._begin_together(making)
         except BaseException:
             self.release()
@@ -223,14 +247,11 @@ class Staging:
         for left in self.folder.glob(f"{TEMPORARY}*"):
             left.unlink()
         self._put_back()
-        self._check_goal(making, resume=resume, overwrite=overwrite)
+        check_goal(self.dst, making, resume=resume, overwrite=overwrite)
         lines = self._read_journal() if resume else []
         self._is_begun = bool(lines)
         if lines and lines[0].get("fingerprint") != making.fingerprint:
-            raise DestinationError(
-                f"{self.folder} was begun from another source, another version of it, or with other options"
-                f"{_told(making.differences(lines[0]))}Start over with --overwrite, without --resume"
-            )
+            raise begun_otherwise(self.folder, making, lines[0])
         if not lines:
             self._empty()
             os.replace(self._new_journal(making), self._journal)
@@ -310,29 +331,6 @@ class Staging:
         else:
             self.discard()
 
-    def _check_goal(self, making: Making, *, resume: bool, overwrite: bool) -> None:
-        if not self.dst.exists() or not any(self.dst.iterdir()):
-            return
-        if not (self.dst / MARK).exists():
-            raise DestinationError(
-                f"{self.dst} is not empty, and was not written by ucp (it has no {MARK}); choose another folder, or "
-                "remove it yourself"
-            )
-        if not overwrite and resume:
-            raise DestinationError(
-                f"{self.dst} is a finished conversion, made differently{_told(making.differences(_marked(self.dst)))}"
-                "--resume continues what was begun from the same source with the same options. Choose another folder, "
-                "or replace this one with --overwrite"
-            )
-        if not overwrite:
-            raise DestinationError(f"{self.dst} is not empty; choose another folder, or pass --overwrite")
-        foreign = sorted(_tree(self.dst) - set(_marked(self.dst).get("files", ())))
-        if foreign:
-            raise DestinationError(
-                f"{self.dst} holds {counted(len(foreign), 'file')} that ucp did not write there; move them away "
-                f"first:\n{listed(foreign)}"
-            )
-
     def _take_lock(self, *, shared: bool = False) -> None:
         deadline = time.monotonic() + _PATIENCE
         while not self._try_lock(shared=shared):
@@ -388,6 +386,39 @@ def _whole_lines(text: bytes) -> tuple[list[dict[str, object]], int]:
     return lines, nbytes
 
 
+def check_goal(dst: Path, making: Making, *, resume: bool, overwrite: bool) -> None:
+    """Raise DestinationError where what lies at `dst` is not to be replaced, or not by this conversion."""
+    if not dst.exists() or not any(dst.iterdir()):
+        return
+    if not (dst / MARK).exists():
+        raise DestinationError(
+            f"{dst} is not empty, and was not written by ucp (it has no {MARK}); choose another folder, or "
+            "remove it yourself"
+        )
+    if not overwrite and resume:
+        raise DestinationError(
+            f"{dst} is a finished conversion, made differently{_told(making.differences(marked(dst)))}"
+            "--resume continues what was begun from the same source with the same options. Choose another folder, "
+            "or replace this one with --overwrite"
+        )
+    if not overwrite:
+        raise DestinationError(f"{dst} is not empty; choose another folder, or pass --overwrite")
+    foreign = sorted({str(file.relative_to(dst)) for file in files_below(dst)} - set(marked(dst).get("files", ())))
+    if foreign:
+        raise DestinationError(
+            f"{dst} holds {counted(len(foreign), 'file')} that ucp did not write there; move them away "
+            f"first:\n{listed(foreign)}"
+        )
+
+
+def begun_otherwise(place: Path | str, making: Making, recorded: Mapping[str, Any]) -> DestinationError:
+    """The error for an unfinished conversion at `place` that is another than the one that is asked for."""
+    return DestinationError(
+        f"{place} was begun from another source, another version of it, or with other options"
+        f"{_told(making.differences(recorded))}Start over with --overwrite, without --resume"
+    )
+
+
 def _told(lines: list[str]) -> str:
     """Lines between what goes before and the advice that follows."""
     return f":\n{listed(lines)}\n" if lines else ". "
@@ -402,18 +433,13 @@ def _line(text: bytes) -> dict[str, object] | None:
     return line if isinstance(line, dict) and text.endswith(b"\n") else None
 
 
-def _marked(dst: Path) -> dict[str, Any]:
+def marked(dst: Path) -> dict[str, Any]:
     """What the destination says of how it was made; empty when it says nothing."""
     try:
         document = json.loads((dst / MARK).read_text())
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}
-
-
-def _tree(root: Path) -> set[str]:
-    """All files below `root`, relative to it."""
-    return {str((Path(folder) / name).relative_to(root)) for folder, _, names in os.walk(root) for name in names}
 
 
 def _sync_tree(root: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from ucp.errors import DestinationError
 
-__all__ = ["is_memory", "read_back", "reserve", "start_writeback", "write_at"]
+__all__ = ["check_space", "is_memory", "read_back", "reserve", "start_writeback", "write_at"]
 
 _WORTH_RESERVING = 1 << 20
 """Bytes below which a file is not worth a call of its own."""
@@ -64,6 +65,15 @@ def reserve(descriptor: int, nbytes: int) -> None:
         if ctypes.get_errno() == errno.ENOSPC:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.ftruncate(descriptor, nbytes)
+
+
+def check_space(nbytes: int, folder: Path) -> None:
+    """Raise DestinationError where fewer bytes are free at `folder`."""
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise DestinationError(
+            f"expected {nbytes:,} free bytes at {folder}; got {free:,}. Free some, or write elsewhere"
+        )
 
 
 def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:

@@ -13,7 +13,7 @@ from ucp.transfer.checksums import combine, file_crc, patches
 from ucp.transfer.tasks import Job
 from ucp.transfer.worker import Sum
 
-__all__ = ["create", "seal_checksums"]
+__all__ = ["create", "fill_checksums", "receipts_of"]
 
 
 def create(root: Path, file: OutputFile, *, afresh: bool = True) -> None:
@@ -34,13 +34,10 @@ def create(root: Path, file: OutputFile, *, afresh: bool = True) -> None:
         os.close(descriptor)
 
 
-def seal_checksums(job: Job, root: Path, sums: Iterable[Sum]) -> Receipts:
-    """Fill in the checksum fields of all files; what is known of all that was written."""
-    blocks: dict[int, list[Sum]] = defaultdict(list)
-    for own in sorted(sums, key=lambda own: own.start):
-        blocks[own.placement].append(own)
-    written = _stretches(job, blocks)
-    for file in job.target.files:
+def fill_checksums(job: Job, root: Path, files: Iterable[OutputFile], sums: Iterable[Sum]) -> None:
+    """Fill in the checksum fields of `files`, which are of the job and lie below `root`."""
+    written = _stretches(job, _by_placement(sums))
+    for file in files:
         if not file.crcs:
             continue
         descriptor = os.open(root / file.path, os.O_WRONLY | os.O_CLOEXEC)
@@ -49,15 +46,29 @@ def seal_checksums(job: Job, root: Path, sums: Iterable[Sum]) -> Receipts:
                 write_at(descriptor, data, offset)
         finally:
             os.close(descriptor)
+
+
+def receipts_of(job: Job, sums: Iterable[Sum]) -> Receipts:
+    """What is known of all that was written."""
+    blocks = _by_placement(sums)
+    written = _stretches(job, blocks)
     filled = {placement.path for placement in job.target.placements}
     return Receipts(
-        placements=tuple(_receipt(placement, blocks[at]) for at, placement in enumerate(job.target.placements)),
+        placements=tuple(_receipt(placement, blocks.get(at, ())) for at, placement in enumerate(job.target.placements)),
         files={
             file.path: file_crc(file, written.get(file.path, ()))
             for file in job.target.files
             if file.path not in filled
         },
     )
+
+
+def _by_placement(sums: Iterable[Sum]) -> dict[int, list[Sum]]:
+    """Sums by placement, in the order of their elements."""
+    blocks: dict[int, list[Sum]] = defaultdict(list)
+    for own in sorted(sums, key=lambda own: own.start):
+        blocks[own.placement].append(own)
+    return blocks
 
 
 def _receipt(placement: Placement, blocks: Sequence[Sum]) -> Receipt:
@@ -71,10 +82,19 @@ def _receipt(placement: Placement, blocks: Sequence[Sum]) -> Receipt:
 
 def _stretches(job: Job, blocks: Mapping[int, Sequence[Sum]]) -> dict[str, list[tuple[int, int, int]]]:
     """What was written beside literals, by file: offset, bytes, CRC-32, in increasing offset."""
-    places = [(p.path, p.offset, p.slice.start, p.slice.dtype.itemsize) for p in job.target.placements]
-    places += [(raw.path, raw.offset, 0, raw.src.dtype.itemsize) for raw in job.target.raw]
     written: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-    for number, (path, offset, start, itemsize) in enumerate(places):
-        for own in blocks.get(number, ()):
-            written[path].append((offset + (own.start - start) * itemsize, own.nbytes, own.crc32))
+    for number, own in blocks.items():
+        path, offset, start, itemsize = _place(job, number)
+        for one in own:
+            written[path].append((offset + (one.start - start) * itemsize, one.nbytes, one.crc32))
     return {path: sorted(own) for path, own in written.items()}
+
+
+def _place(job: Job, number: int) -> tuple[str, int, int, int]:
+    """Where a placement, or a raw copy counted on from them, goes: file, byte, first element, bytes of each."""
+    placements = job.target.placements
+    if number < len(placements):
+        own = placements[number]
+        return own.path, own.offset, own.slice.start, own.slice.dtype.itemsize
+    raw = job.target.raw[number - len(placements)]
+    return raw.path, raw.offset, 0, raw.src.dtype.itemsize

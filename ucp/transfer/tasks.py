@@ -263,15 +263,18 @@ def raw_slice(ref: TensorRef) -> tuple[Slice, Locator]:
     return own, Locator(state)
 
 
-def fit_workers(memory: int, *, workers: int, threads: int, lane: int = BLOCK + SCRATCH) -> tuple[int, int]:
+def fit_workers(
+    memory: int, *, workers: int, threads: int, lane: int = BLOCK + SCRATCH, beside: int = 0
+) -> tuple[int, int]:
     """Workers and threads in each that fit `memory` bytes, at most as many as asked for. `lane`: bytes of one thread.
 
-    Raises MemoryBudgetError when not even one thread fits.
+    `beside`: bytes for others. Raises MemoryBudgetError when not even one thread fits.
     """
-    lanes = memory // lane
+    lanes = (memory - beside) // lane
     if lanes < 1:
+        need = "the need of one thread" + (f" and of uploads, {amount(beside)}" if beside else "")
         raise MemoryBudgetError(
-            f"expected a memory budget of at least {amount(lane)}, the need of one thread; got {amount(memory)}. "
+            f"expected a memory budget of at least {amount(lane + beside)}, {need}; got {amount(memory)}. "
             "Raise --memory"
         )
     workers = min(workers, lanes)

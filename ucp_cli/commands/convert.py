@@ -38,7 +38,11 @@ __all__ = ["command"]
     is_flag=True,
     help="Continue an interrupted conversion; with --overwrite, one that replaces DST.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace a DST that ucp wrote, once the new one is complete.")
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace a DST that ucp wrote, once the new one is complete (in a bucket: at once).",
+)
 @click.option(
     "--no-fsync",
     is_flag=True,
@@ -77,7 +81,8 @@ def command(
 ) -> None:
     """Convert a checkpoint to atoms, or for another run or framework.
 
-    SRC is a checkpoint of any format; it is never written to. DST is a folder that appears once it is complete.
+    SRC is a checkpoint of any format; it is never written to. DST is a folder that appears once it is complete, or the
+    URL of a bucket (s3://bucket/run), where what is unfinished is refused by `ucp` as a source.
     Numbers are copied bit for bit, except for casts requested with --dtype.
     """
     begun = time.monotonic()
@@ -139,6 +144,7 @@ def _facts(report: ConvertReport, seconds: float, *, verified: bool) -> Iterator
         return
     last = f"{'manifest' if report.references else 'index'}: {_files(report.files_last, report.nbytes_last)}"
     yield "files", f"{_files(report.files_out, report.nbytes_out)}, and the {last}"
+    yield "scratch", f"{nbytes_text(report.scratch_bytes)} at most" if report.scratch_bytes else ""
     yield "resumed", _resumed(report)
     yield "checked", ", ".join(_checks(report))
     yield "verified", "read back and equal to the source" if verified else ""

@@ -40,11 +40,11 @@ _DISK = 1 << 30
 def command(*, src: Path, dst: Path | None, as_json: bool, **asked: Unpack[PlanArguments]) -> None:
     """Show what a conversion would do.
 
-    Takes the options of `ucp convert` (DST may be left out) and writes nothing. Reads indexes and windows of a few
+    Takes the options of `ucp convert` (DST may be left out: of one in a bucket, the disk that files take before they
+    are uploaded is shown too) and writes nothing. Reads indexes and windows of a few
     moments (the whole of those that are zero there); with --drift first or mean, copies of tensors too.
     """
-    del dst  # what would be written is the same anywhere
-    report = api.plan(src, **asked)
+    report = api.plan(src, dst, **asked)
     if as_json:
         write_json(plan_document(report))
         return
@@ -72,6 +72,8 @@ def _facts(report: PlanReport) -> Iterator[tuple[str, str]]:
     workers = f"{counted(report.workers, 'worker')} of {counted(report.threads, 'thread')}"
     yield "work", f"{counted(report.tasks, 'task')} by {workers}"
     yield "memory", f"{nbytes_text(report.projected_bytes)} at most, of {nbytes_text(report.memory)} allowed"
+    if report.scratch:
+        yield "scratch", f"{nbytes_text(report.scratch_bytes)} of {report.scratch} at most, for files to be uploaded"
     yield "index", f"{nbytes_text(report.index_bytes)} of memory at most, beside that"
 
 

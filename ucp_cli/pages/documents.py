@@ -85,6 +85,7 @@ def plan_document(report: PlanReport) -> dict[str, object]:
         "memory": report.memory,
         "projected_bytes": report.projected_bytes,
         "index_bytes": report.index_bytes,
+        **({"scratch": report.scratch, "scratch_bytes": report.scratch_bytes} if report.scratch else {}),
         "patterns": count_patterns(report.source),
         "warnings": list(report.warnings),
         "casts": list(report.casts),
@@ -95,7 +96,10 @@ def plan_document(report: PlanReport) -> dict[str, object]:
 
 def convert_document(report: ConvertReport, *, seconds: float, verified: bool) -> dict[str, object]:
     """What `ucp convert` did."""
-    return {"schema": "ucp.convert/1", **asdict(report), "seconds": round(seconds, 3), "verified": verified}
+    told = asdict(report)
+    scratch = told.pop("scratch_bytes")
+    beside = {"scratch_bytes": scratch} if scratch else {}
+    return {"schema": "ucp.convert/1", **told, **beside, "seconds": round(seconds, 3), "verified": verified}
 
 
 def verify_document(report: VerifyReport) -> dict[str, object]:

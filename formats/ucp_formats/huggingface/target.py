@@ -98,8 +98,9 @@ class HuggingFaceTarget(Target):
             ),
             dropped=tuple(_left_out(index)),
         )
-        texts = _texts(index, config, shards)
-        return _with_published(replace(plan, files=(*texts, *plan.files)), written, config)
+        texts = tuple(_texts(index, config, shards))
+        last = tuple(own.path for own in texts if own.path == _INDEX)
+        return _with_published(replace(plan, files=(*texts, *plan.files), last=last), written, config)
 
 
 def _check_options(topology: Topology | None, options: TargetOptions) -> None:

@@ -15,6 +15,7 @@ has them by default (torch 2.13, `torch/optim/adamw.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ucp.contract.companions import companions_of, is_companion, place_companions
 from ucp.contract.protocols import Target
@@ -28,6 +29,7 @@ from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import UsageError, counted
 from ucp.io.dcp.emit import DcpDraft, NewChunk
+from ucp.io.dcp.metadata import METADATA
 from ucp.io.torch_file.draft import Drafted, Part, target_plan
 from ucp.transfer.probe import Prober
 from ucp_formats.torch.counts import Counts
@@ -82,6 +84,7 @@ class DcpTarget(Target):
             draft.optimizer()
             draft.others()
         plan = target_plan(index, draft.finish(), notes=draft.notes, topology=wanted)
+        plan = replace(plan, last=tuple(own.path for own in plan.files if own.path.rpartition("/")[2] == METADATA))
         return place_companions(index, draft.counts.told(plan))
 
 

@@ -181,7 +181,7 @@ def test_an_interrupted_replacement_is_continued_with_both_options(
     ucp: Run, zero3: Path, atoms: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("convert", zero3, atoms, "--layout", "per-parameter", "--overwrite")
-    monkeypatch.setattr(EXECUTION, "seal_checksums", stop)
+    monkeypatch.setattr(EXECUTION, "fill_checksums", stop)
     assert "the same command with --resume continues" in ucp(*words, code=130).stderr
     monkeypatch.undo()
     assert "made differently" in ucp(*words[:-1], "--resume", code=1).stderr
@@ -193,7 +193,7 @@ def test_an_interrupted_replacement_is_continued_with_both_options(
 
 
 CONVERSION = import_module("ucp.conversion.convert")
-EXECUTION = import_module("ucp.conversion.execute")
+EXECUTION = import_module("ucp.conversion.destination.disk")
 PREPARATION = import_module("ucp.conversion.prepare")
 
 
@@ -203,7 +203,7 @@ def stop(*words: object, **named: object) -> None:
 
 
 def test_an_interrupt_says_how_to_go_on(ucp: Run, zero3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EXECUTION, "seal_checksums", stop)
+    monkeypatch.setattr(EXECUTION, "fill_checksums", stop)
     said = ucp("convert", zero3, tmp_path / "out", code=130).stderr
     assert said == f"Error: interrupted; the same command with --resume continues {tmp_path / 'out'}\n"
     monkeypatch.undo()
@@ -211,7 +211,7 @@ def test_an_interrupt_says_how_to_go_on(ucp: Run, zero3: Path, tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("module", "step"), [(CONVERSION, "prepare"), (CONVERSION, "_check_space"), (PREPARATION, "make_job")]
+    ("module", "step"), [(CONVERSION, "prepare"), (EXECUTION, "check_space"), (PREPARATION, "make_job")]
 )
 def test_an_interrupt_before_anything_is_written_has_nothing_to_resume(
     ucp: Run, zero3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, step: str

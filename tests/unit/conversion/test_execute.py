@@ -461,7 +461,7 @@ class TestSystem:
     def test_a_disk_that_fills_up_is_one_clear_error(
         self, large, small_disk, monkeypatch, workers, layout, small_blocks
     ):
-        monkeypatch.setattr(import_module("ucp.conversion.convert"), "_check_space", lambda *_: None)
+        monkeypatch.setattr(import_module("ucp.conversion.destination.disk"), "check_space", lambda *_: None)
         with pytest.raises(DestinationError, match="no space is left; free some, then continue with --resume"):
             ucp.convert(large, small_disk / "out", workers=workers, layout=layout)
         assert not (small_disk / "out").exists()
@@ -474,7 +474,7 @@ class TestSystem:
     @pytest.mark.parametrize("left", range(0, 40_000, 3_300))
     def test_a_disk_that_fills_up_anywhere(self, source, small_disk, monkeypatch, left):
         """Also in a header, in the manifest, or in the journal: a short write is never taken for a whole one."""
-        monkeypatch.setattr(import_module("ucp.conversion.convert"), "_check_space", lambda *_: None)
+        monkeypatch.setattr(import_module("ucp.conversion.destination.disk"), "check_space", lambda *_: None)
         (small_disk / "filler").write_bytes(bytes(64 * 1024 - 4096 - left // 4096 * 4096))
         try:
             ucp.convert(source, small_disk / "out", workers=1, layout="per-parameter")

@@ -25,7 +25,7 @@ from ucp.core.target import OutputFile, Placement, RawCopy, TargetPlan
 from ucp.errors import MalformedError, ReplicaError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.transfer.engines.serial import SerialEngine
-from ucp.transfer.output_files import create, seal_checksums
+from ucp.transfer.output_files import create, receipts_of
 from ucp.transfer.tasks import make_job
 from ucp.transfer.tiles import is_crosswise, tiles, within
 
@@ -176,7 +176,7 @@ def test_parts_of_all_ranks_are_filled_from_one_reading(tmp_path, nbytes_read, o
     for rank, part in enumerate(np.split(array, 4, axis=dim)):
         found = b"".join((tmp_path / f"{half}{rank}").read_bytes()[8:] for half in "ab")
         assert found == part.tobytes()
-    assert [r.crc32 for r in seal_checksums(job, tmp_path, done.sums).placements] == [
+    assert [r.crc32 for r in receipts_of(job, done.sums).placements] == [
         zlib.crc32((tmp_path / one.path).read_bytes()[8:]) for one in files
     ]
 

@@ -18,8 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ucp.conversion.journal import line_of
 from ucp.io.staging import Staging, read_lines
-from ucp.transfer.tasks import Share
+from ucp.transfer.tasks import Share, Task
+from ucp.transfer.worker import Done
 
 __all__ = ["PartJournal", "PartRun", "is_running", "runs_in"]
 
@@ -31,21 +33,28 @@ class PartJournal:
 
     def __init__(self, staging: Staging, share: Share) -> None:
         """Begin it. Raises OSError."""
-        self.data = staging.data
+        self.root = staging.data
         path = staging.parts / f"{share.number}-of-{share.parts}-{secrets.token_hex(8)}{_SUFFIX}"
         self._file = path.open("xb", buffering=0)
         fcntl.flock(self._file, fcntl.LOCK_EX)  # somebody may be looking whether it is locked
-        self.note({"part": share.number, "parts": share.parts, "host": socket.gethostname(), "process": os.getpid()})
+        self._add({"part": share.number, "parts": share.parts, "host": socket.gethostname(), "process": os.getpid()})
 
-    def note(self, line: dict[str, object]) -> None:
-        """Add a line."""
+    def rounds(self, todo: Sequence[Task]) -> Iterator[Sequence[Task]]:
+        """All at once."""
+        yield todo
+
+    def note(self, done: Done) -> None:
+        """Add a line for a task that is done."""
+        self._add(line_of(done))
+
+    def _add(self, line: dict[str, object]) -> None:
         text = memoryview(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         while text:
             text = text[self._file.write(text) :]
 
     def end(self, *, fsync: bool) -> None:
         """Say that all is done."""
-        self.note({"end": True})
+        self._add({"end": True})
         if fsync:
             os.fsync(self._file.fileno())
 

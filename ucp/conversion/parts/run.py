@@ -14,7 +14,8 @@ from itertools import chain
 from pathlib import Path
 
 from ucp.contract.protocols import Observer
-from ucp.conversion.execute import Written, carry_out_tasks, check_read, take_up
+from ucp.conversion.destination.disk import taken_up
+from ucp.conversion.execute import Written, carry_out_tasks, check_read
 from ucp.conversion.journal import Line
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.parts.finalize import busy_text
@@ -40,12 +41,14 @@ def write_part(prepared: Prepared, staging: Staging, options: ConvertOptions, ob
         staging.sweep()
         return None
     with closing(PartJournal(staging, options.part or Share())) as journal:
-        written, todo = take_up(prepared, staging.data, _own(prepared, staging, before), observer)
+        threads = prepared.workers * prepared.threads
+        own = _own(prepared, staging, before)
+        begun = taken_up(prepared.job, staging.data, own, observer=observer, threads=threads)
         filled = {fill.path for task in prepared.job.tasks for fill in task.fills}
         for file in prepared.job.target.files:
             if file.path in filled:
                 create(staging.data, replace(file, literals=()), afresh=False)
-        carry_out_tasks(prepared, journal, todo, written, observer)
+        written = carry_out_tasks(prepared, journal, begun, observer)
         check_read(prepared.job.index, written)
         if options.fsync:
             _sync(staging.data / path for path in filled)

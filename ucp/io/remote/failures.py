@@ -13,12 +13,13 @@ from ucp.errors import (
     AccessError,
     ChangedError,
     ConnectionLostError,
+    DestinationError,
     MissingFileError,
     MissingLibraryError,
     SourceError,
     UcpError,
 )
-from ucp.io.remote.url import EXTRAS, redacted, scheme_of
+from ucp.io.remote.url import EXTRAS, bucket_of, redacted, scheme_of
 
 __all__ = ["changed", "cut_short", "failure", "missing_library", "told"]
 
@@ -52,20 +53,20 @@ _REFUSED = ("Permission", "Forbidden", "Unauthorized", "GatedRepo")
 
 
 @contextmanager
-def told(url: str) -> Iterator[None]:
-    """Raise what a library raises about `url` as an error of ours."""
+def told(url: str, *, doing: str = "read") -> Iterator[None]:
+    """Raise what a library raises about `url` as an error of ours. `doing`: what to, "read" or "write"."""
     try:
         yield
     except UcpError:
         raise
     except Exception as error:
         if isinstance(error, OSError | ImportError) or type(error).__module__.partition(".")[0] in _LIBRARIES:
-            raise failure(error, url) from None
+            raise failure(error, url, doing=doing) from None
         raise
 
 
-def failure(error: BaseException, url: str) -> UcpError:
-    """The error that `error`, of a library of a store, is to a user who reads `url`."""
+def failure(error: BaseException, url: str, *, doing: str = "read") -> UcpError:
+    """The error that `error`, of a library of a store, is to a user who reads or writes `url`."""
     scheme, kinds = scheme_of(url), [own.__name__ for own in type(error).__mro__]
 
     def is_one(names: tuple[str, ...]) -> bool:
@@ -78,26 +79,29 @@ def failure(error: BaseException, url: str) -> UcpError:
     if is_one(_NO_KEYS) or is_one(_REFUSED):
         why = "there are no credentials" if is_one(_NO_KEYS) else f"the store refused ({_reason(error)})"
         return AccessError(
-            f"cannot read {url}: {why}. Credentials come from the environment: {_CREDENTIALS[scheme]}; they must allow "
-            "listing and reading"
+            f"cannot {doing} {url}: {why}. Credentials come from the environment: {_CREDENTIALS[scheme]}; they must "
+            f"allow listing and reading{', writing and deleting' if doing == 'write' else ''}"
         )
+    if isinstance(error, FileNotFoundError) and doing == "write":
+        return DestinationError(f"cannot write {url}: there is no bucket {bucket_of(url)!r}. Create it first")
     if isinstance(error, FileNotFoundError):
         return MissingFileError(f"expected an object at {url}; nothing is there. Check the URL")
     if isinstance(error, TimeoutError) or is_one(_TIMEOUTS):
         return ConnectionLostError(
-            f"cannot read {url}: the store did not answer in time, though asked several times. Try again; a conversion "
-            "goes on with --resume"
+            f"cannot {doing} {url}: the store did not answer in time, though asked several times. Try again; a "
+            "conversion goes on with --resume"
         )
     if is_one(_BROKEN):
         return ConnectionLostError(
-            f"cannot read {url}: answers broke off before their end, though asked for several times. Try again; a "
+            f"cannot {doing} {url}: answers broke off before their end, though asked for several times. Try again; a "
             "conversion goes on with --resume"
         )
     if is_one(_UNREACHED) and getattr(error, "errno", None) in (None, errno.ECONNREFUSED, errno.ECONNRESET):
         return ConnectionLostError(
-            f"cannot read {url}: the store cannot be reached ({_reason(error)}). Check the network and the endpoint"
+            f"cannot {doing} {url}: the store cannot be reached ({_reason(error)}). Check the network and the endpoint"
         )
-    return SourceError(f"cannot read {url}: {_reason(error)}")
+    kind = DestinationError if doing == "write" else SourceError
+    return kind(f"cannot {doing} {url}: {_reason(error)}")
 
 
 def missing_library(scheme: str) -> MissingLibraryError:

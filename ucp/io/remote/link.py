@@ -15,7 +15,8 @@ import asyncio
 import atexit
 import os
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -25,13 +26,16 @@ from ucp.io.remote.url import key_of, scheme_of
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["REQUESTS", "Link", "Seen", "hang_up", "link_of", "version_of"]
+__all__ = ["REQUESTS", "Link", "Seen", "hang_up", "link_of", "put_before", "version_of"]
 
 REQUESTS = 16
 """Requests under way at once, in one process."""
 
 _TRIES = 3
 """Times that each of the libraries tries."""
+
+_THREADS = "ucp-remote"
+"""What the names of our threads begin with."""
 
 Fetch = Callable[[int, int], bytes]
 """Bytes from the first to before the last."""
@@ -67,6 +71,11 @@ class Link:
         self._files: dict[tuple[str, Seen], Fetch] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
+
+    @property
+    def store(self) -> Any:
+        """The file system of fsspec for it, to write to."""
+        return self._fs
 
     def info(self, url: str) -> Mapping[str, Any] | None:
         """What is said of one object or folder; None for nothing. Raises SourceError."""
@@ -109,7 +118,7 @@ class Link:
         """Have one of our threads do it."""
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(REQUESTS, thread_name_prefix="ucp-remote")
+                self._pool = ThreadPoolExecutor(REQUESTS, thread_name_prefix=_THREADS)
         return self._pool.submit(call, *arguments)
 
     def close(self) -> None:
@@ -122,6 +131,7 @@ class Link:
         if self._loop is None or self._thread is None:
             return
         asyncio.run_coroutine_threadsafe(_closed(self._fs), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._loop.shutdown_default_executor(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -154,7 +164,8 @@ class Link:
         options: dict[str, object] = {"skip_instance_cache": True, "use_listings_cache": False}
         if getattr(kind, "async_impl", False):
             self._loop = options["loop"] = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="ucp-remote-loop", daemon=True)
+            self._loop.set_default_executor(ThreadPoolExecutor(thread_name_prefix=_THREADS))
+            self._thread = threading.Thread(target=self._loop.run_forever, name=f"{_THREADS}-loop", daemon=True)
             self._thread.start()
         if self._is_s3:
             options["config_kwargs"] = _s3_options()
@@ -202,10 +213,31 @@ def link_of(url: str) -> Link:
         return _links[scheme]
 
 
+def put_before(url: str, made: Callable[[Link], Link]) -> Link:
+    """Have what `made` makes of the connection to the store of a URL take its place; what was there before."""
+    before = link_of(url)
+    with _lock:
+        _links[scheme_of(url)] = made(before)
+    return before
+
+
 def hang_up() -> None:
     """End all connections of this process: before it is forked, and when it ends. The next use makes new ones."""
+    threads = [own.native_id for own in threading.enumerate() if own.name.startswith(_THREADS)]
     while _links:
         _links.popitem()[1].close()
+    _wait_until_gone(threads)
+
+
+def _wait_until_gone(threads: Iterable[int | None]) -> None:
+    """Wait until threads that end have ended for the system too (Linux).
+
+    Python calls a thread ended before what C libraries keep for it is freed, under locks of theirs (OpenSSL): a child
+    that is forked meanwhile would wait for those for ever.
+    """
+    deadline = time.monotonic() + 1
+    while any(os.path.exists(f"/proc/self/task/{own}") for own in threads) and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def _start_anew() -> None:

@@ -23,7 +23,7 @@ from ucp.errors import AccessError
 from ucp.io.remote.link import link_of, version_of
 from ucp.io.remote.url import bucket_of
 
-__all__ = ["Entry", "entry_of", "folder_of", "forget", "missing_bucket", "named", "siblings"]
+__all__ = ["Entry", "entry_of", "folder_of", "forget", "missing_bucket", "named", "siblings", "time_of"]
 
 _SIDE_BY_SIDE = 4
 """Folders of one parent after which others are listed with each that is asked for."""
@@ -215,10 +215,11 @@ def _entry(own: Mapping[str, Any]) -> Entry:
     if own["type"] == "directory":
         return Entry(is_folder=True)
     version = version_of(own)
-    return Entry(is_folder=False, nbytes=int(own["size"] or 0), mtime_ns=_time(own, exact=not version), version=version)
+    time = time_of(own, exact=not version)
+    return Entry(is_folder=False, nbytes=int(own["size"] or 0), mtime_ns=time, version=version)
 
 
-def _time(own: Mapping[str, Any], *, exact: bool) -> int:
+def time_of(own: Mapping[str, Any], *, exact: bool = True) -> int:
     """Nanoseconds; whole seconds, in which all answers of a store agree, unless nothing else tells versions apart."""
     found = next((own[key] for key in ("LastModified", "mtime", "updated", "created") if own.get(key)), None)
     if isinstance(found, str):

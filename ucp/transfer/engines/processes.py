@@ -28,7 +28,7 @@ from ucp.transfer.worker import Done, Step, Worker
 if TYPE_CHECKING:
     from multiprocess.connection import Connection
 
-__all__ = ["ProcessEngine"]
+__all__ = ["ProcessEngine", "as_worker", "undisturbed"]
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a run: the parent's to act on. A terminal or a scheduler sends them to every process of a group."""
@@ -55,7 +55,7 @@ class ProcessEngine(Engine):
         pool: dict[Any, Any] = {}
         let_go()
         try:
-            with _undisturbed():
+            with undisturbed():
                 _start(pool, job, root, tasks, workers=workers, threads=threads)
             reports = _reports(pool, len(tasks))
             next(reports)
@@ -66,7 +66,7 @@ class ProcessEngine(Engine):
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Generator[None, None, None]:
+def undisturbed() -> Generator[None, None, None]:
     """Keep signals that end a run waiting: every worker is known here, and deaf to them, before they are heard."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
     try:
@@ -142,14 +142,19 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _serve(
-    job: Job, root: Path, tasks: Sequence[Task], *, queue: Any, threads: int, sender: Connection, parent: int
-) -> None:
-    """Body of a worker process; `parent`: process without which there is nobody to work for."""
+def as_worker(parent: int) -> None:
+    """Make this process one that ends with its parent, and is deaf to the signals that end a run."""
     _end_with(parent)
     for number in _STOPPING:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+
+
+def _serve(
+    job: Job, root: Path, tasks: Sequence[Task], *, queue: Any, threads: int, sender: Connection, parent: int
+) -> None:
+    """Body of a worker process; `parent`: process without which there is nobody to work for."""
+    as_worker(parent)
     lock = threading.Lock()
 
     def take() -> Task | None:

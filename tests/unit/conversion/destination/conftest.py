@@ -1,0 +1,3 @@
+from tests.unit.io.remote.conftest import memory
+
+__all__ = ["memory"]

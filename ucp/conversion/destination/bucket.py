@@ -1,0 +1,385 @@
+"""A destination in a bucket, where nothing is renamed or written in place.
+
+Files grow in a scratch folder, few at a time (`ucp.transfer.rounds`), and are uploaded when they are complete. What is
+known of each is noted in the bucket beside them (`ucp.io.remote.unfinished`), so that any machine can go on. The files
+by which the framework, and `ucp`, know a finished checkpoint are uploaded at the end, one after another.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ucp.contract.output_names import check_fits
+from ucp.contract.protocols import Observer
+from ucp.conversion.destination.disk import why_unwritable
+from ucp.conversion.destination.place import Begun
+from ucp.conversion.destination.scratch import Scratch, scratch_folder
+from ucp.conversion.destination.uploads import Upload, Uploads, uploads_to
+from ucp.conversion.journal import done_of, line_of
+from ucp.conversion.options import ConvertOptions
+from ucp.core.target import OutputFile, Receipts
+from ucp.errors import DestinationError, UcpError, counted, listed
+from ucp.io.folder import path_of
+from ucp.io.remote.listing import forget
+from ucp.io.remote.preview import preview
+from ucp.io.remote.unfinished import FOLDER, Unfinished
+from ucp.io.remote.write import MEMORY, Stored, abort_uploads, check_writable, put_file, remove, stored_below
+from ucp.io.staging import MARK, Making, Staging, begun_otherwise, check_apart, check_distinct, check_goal, marked
+from ucp.transfer.output_files import create, fill_checksums, receipts_of
+from ucp.transfer.rounds import Room, Round, in_rounds, room_for
+from ucp.transfer.tasks import Job, Task
+from ucp.transfer.worker import Done, Sum
+
+__all__ = ["InBucket"]
+
+_NAME = f"ucp-scratch-{'0' * 25}"
+"""As long as the name of a scratch folder."""
+
+_MOST_KEY = 1024
+"""Bytes of a key that S3 and Google's store allow."""
+
+
+class InBucket:
+    """A prefix of a bucket."""
+
+    beside_bytes = MEMORY
+
+    def __init__(self, dst: str, options: ConvertOptions) -> None:
+        """Raises UsageError for a store that is only read, DestinationError for no scratch folder."""
+        check_writable(dst)
+        self.dst = dst
+        self.root = self._parent = scratch_folder(options.scratch)
+        self.scratch_bytes = 0
+        self.shared: Staging | None = None
+        self._unfinished = Unfinished(dst)
+        self._scratch: Scratch | None = None
+        self._uploads: Uploads | None = None
+        self._room = Room(limit=0, nbytes=0)
+        self._numbers: dict[str, int] = {}
+        self._rounds: tuple[Round, ...] = ()
+        self._growing: dict[str, _Growing] = {}
+        self._stored: dict[str, Stored] = {}
+        self._last: tuple[OutputFile, ...] = ()
+
+    def check(self, src: Path) -> None:
+        """Raise OverlapError where it could touch the source `src`."""
+        check_distinct(src, path_of(self.dst))
+
+    def scratch_for(self, job: Job) -> int:
+        """Bytes of the scratch folder that files take at most before they are uploaded.
+
+        Raises DestinationError where one has no room there.
+        """
+        free = shutil.disk_usage(self._parent).free
+        self._room = room_for(job, _grown(job), free=free, place=str(self._parent))
+        return self._room.nbytes
+
+    def check_job(self, job: Job) -> None:
+        """The same, knowing what is read; DestinationError where keys are too long, or a file has no room to grow."""
+        check_apart(path_of(self.dst), job.index.path, (file.path for file in job.index.files))
+        check_fits(self._parent / f"{_NAME}/data", (file.path for file in job.target.files))
+        _check_keys(self.dst, job)
+        self.scratch_for(job)
+        self._job = job
+        self._numbers = {file.path: number for number, file in enumerate(job.target.files)}
+
+    def is_complete(self, fingerprint: str) -> bool:
+        """Whether the same conversion was made here, and finished."""
+        forget(self.dst)
+        return marked(path_of(self.dst)).get("fingerprint") == fingerprint and not self.is_begun()
+
+    def is_begun(self) -> bool:
+        """Whether an unfinished conversion lies here."""
+        return self._unfinished.is_there()
+
+    def open(self, making: Making, *, resume: bool, overwrite: bool) -> None:
+        """Take the place, and clear what is to go. Raises DestinationError when something is in the way."""
+        self._scratch = Scratch(self._parent, self.dst)
+        self.root = self._scratch.root
+        try:
+            before = self._unfinished.first()
+            if before and not resume and not overwrite:
+                raise DestinationError(
+                    f"an unfinished conversion lies at {self.dst}; continue it with --resume, or discard it and start "
+                    "over with --overwrite"
+                )
+            if before and resume:
+                self._go_on(making, before)
+            else:
+                self._start(making, before, resume=resume, overwrite=overwrite)
+        except BaseException:
+            self._scratch.close()
+            raise
+
+    def begin(self, job: Job, observer: Observer, threads: int) -> Begun:
+        """Go on with the objects that are there, as far as they are those that were noted: none is read."""
+        del observer, threads
+        finished = self._finished(job)
+        job = replace(job, fsync=False)  # what is uploaded need not reach the disk
+        self._job, self._rounds = in_rounds(job, _grown(job), limit=self._room.limit, finished=finished)
+        self._uploads = uploads_to(self._unfinished)
+        todo = tuple(task for task in self._job.tasks if task.fills[0].path not in finished)
+        return Begun(job=self._job, done=tuple(finished.values()), todo=todo)
+
+    def rounds(self, todo: Sequence[Task]) -> Iterator[Sequence[Task]]:
+        """The tasks of each round, when there is room for its files."""
+        number_of = {file.path: number for number, own in enumerate(self._rounds) for file in own.files}
+        tasks: dict[int, list[Task]] = defaultdict(list)
+        for task in todo:
+            tasks[number_of[task.fills[0].path]].append(task)
+        for number, own in enumerate(self._rounds):
+            while self._taken() + own.nbytes > self._room.nbytes and self._collect():
+                pass
+            self._make(own, tasks[number])
+            if tasks[number]:
+                yield tasks[number]
+
+    def note(self, done: Done) -> None:
+        """Take in what a task says of its files; those that are complete are uploaded."""
+        sums: dict[str, list[Sum]] = {fill.path: [] for fill in self._job.tasks[done.task].fills}
+        for one in done.sums:
+            sums[_path_of(self._job, one.placement)].append(one)
+        for path, written in sums.items():
+            own = self._growing[path]
+            own.add(done, written)
+            if not own.missing:
+                self._upload(own)
+        while self._collect(at_once=True):
+            pass
+
+    def finish(self, job: Job, sums: Sequence[Sum]) -> Receipts:
+        """Wait until all is uploaded."""
+        while self._collect():
+            pass
+        self._stop()
+        return receipts_of(job, sums)
+
+    def add_last(self, files: Sequence[OutputFile]) -> None:
+        """Make the last files here; they are uploaded by `commit`."""
+        planned = [file for file in self._job.target.files if file.path in self._job.target.last]
+        first, *sealed = files
+        self._last = (first, *planned, *sealed)
+        for file in self._last:
+            create(self.root, file)
+        fill_checksums(self._job, self.root, planned, ())
+
+    def nbytes_of(self, file: OutputFile) -> int:
+        """Bytes of a planned file as it was uploaded."""
+        own = self._stored.get(file.path)
+        return file.nbytes if own is None else own.nbytes
+
+    @contextmanager
+    def as_written(self) -> Iterator[Path]:
+        """The destination as it will be, with the last files."""
+        with preview(self.dst, {file.path: self.root / file.path for file in self._last}, hidden=FOLDER):
+            yield path_of(self.dst)
+
+    def commit(self, *, fsync: bool) -> None:
+        """Upload the last files, in order: with the last one it is there. Then nothing marks it as unfinished."""
+        self._unfinished.check_ours()
+        self._check_still_there()
+        self._unfinished.note_last([file.path for file in self._last])
+        for file in self._last:
+            put_file(f"{self.dst}/{file.path}", str(self.root / file.path))
+        self._unfinished.clear()
+        self.release()
+
+    def discard(self) -> None:
+        """Remove what was written, unless another conversion took the place; what stays is refused as unfinished."""
+        self._stop()
+        with suppress(UcpError):
+            self._unfinished.check_ours()
+            abort_uploads(self.dst)
+            remove(f"{self.dst}/{name}" for name in self._names())
+            self._unfinished.clear()
+        self.release()
+
+    def sweep(self) -> None:
+        """Nothing is left behind here by what is finished."""
+
+    def release(self) -> None:
+        """Let go of the scratch folder; what was uploaded stays, to be resumed."""
+        self._stop()
+        forget(self.dst)
+        if self._scratch is not None:
+            self._scratch.close()
+            self._scratch = None
+
+    def unwritable(self, error: OSError) -> DestinationError:
+        """The error that a failure of the scratch folder's disk is."""
+        return DestinationError(
+            f"cannot write {error.filename or self.root}, where files grow before they are uploaded (--scratch names "
+            f"another folder): {why_unwritable(error)}"
+        )
+
+    def _check_still_there(self) -> None:
+        """Raise DestinationError where objects are not those that were uploaded: somebody else wrote there too."""
+        there = stored_below(self.dst)
+        changed = [path for path, own in self._stored.items() if there.get(path) != own]
+        if changed:
+            raise DestinationError(
+                f"{counted(len(changed), 'object')} below {self.dst} changed after they were uploaded, by another "
+                f"conversion or by hand:\n{listed(changed)}\nSee that nothing else writes there, then continue with "
+                "--resume"
+            )
+
+    def _go_on(self, making: Making, before: dict[str, Any]) -> None:
+        if before.get("fingerprint") != making.fingerprint:
+            raise begun_otherwise(self.dst, making, before)
+        self._unfinished.take()
+        abort_uploads(self.dst)
+        self._clear(before.get("clears", ()))
+
+    def _start(self, making: Making, before: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
+        """Begin, in place of what is there if that may go."""
+        if before:
+            clears = [*self._unfinished.last(), *before.get("clears", ()), *before.get("files", ())]
+        else:
+            forget(self.dst)
+            if stored_below(self.dst):
+                check_goal(path_of(self.dst), making, resume=resume, overwrite=overwrite)
+            files = marked(path_of(self.dst)).get("files", [])
+            clears = [*(name for name in files if name in self._job.target.last), *reversed(files)]
+        first = {
+            "fingerprint": making.fingerprint,
+            "made": dict(making.facts),
+            "clears": clears,
+            "files": self._names(),
+        }
+        if not self._unfinished.begin(first, anew=bool(before)):
+            raise DestinationError(f"another conversion to {self.dst} has just begun. Run one at a time")
+        self._unfinished.take()
+        if before:
+            abort_uploads(self.dst)
+            self._unfinished.forget_files()
+        self._clear(clears)
+
+    def _clear(self, names: Sequence[str]) -> None:
+        """Remove what is replaced: first the file that made it a checkpoint."""
+        there = stored_below(self.dst) if names else {}
+        known = {str(line.get("file")) for line in self._unfinished.lines()} if names else set()
+        urls = [f"{self.dst}/{name}" for name in dict.fromkeys(names) if name in there and name not in known]
+        remove(urls[:1])
+        remove(urls[1:])
+
+    def _names(self) -> list[str]:
+        """What this conversion writes, as far as it is known."""
+        planned = [file.path for file in self._job.target.files]
+        return list(dict.fromkeys([*(file.path for file in self._last), MARK, *planned]))
+
+    def _finished(self, job: Job) -> dict[str, Done]:
+        """Reports of files whose objects are there as they were noted, by path."""
+        lines = list(self._unfinished.lines())
+        there = stored_below(self.dst) if lines else {}
+        wanted = _sections(job) if lines else {}
+        found: dict[str, Done] = {}
+        for line in lines:
+            path, done = str(line.get("file")), done_of(line)
+            own = there.get(path)
+            if done is None or own is None or (own.nbytes, own.version) != (line.get("nbytes"), line.get("version")):
+                continue
+            if path in wanted and {(s.placement, s.start, s.nbytes) for s in done.sums} == wanted[path]:
+                found[path] = done
+                self._stored[path] = own
+        return found
+
+    def _make(self, own: Round, tasks: Sequence[Task]) -> None:
+        """Make the files of a round; those that nothing is written to are complete."""
+        missing: dict[str, set[int]] = defaultdict(set)
+        for task in tasks:
+            for fill in task.fills:
+                missing[fill.path].add(task.number)
+        for file in own.files:
+            create(self.root, file)
+            number = self._numbers[file.path]
+            self._growing[file.path] = _Growing(number, file, own.room[file.path], missing[file.path])
+        self.scratch_bytes = max(self.scratch_bytes, self._taken())
+        for file in own.files:
+            if not missing[file.path]:
+                self._upload(self._growing[file.path])
+
+    def _upload(self, own: _Growing) -> None:
+        path = own.file.path
+        fill_checksums(self._job, self.root, [own.file], own.done.sums)
+        line = {"file": path, **line_of(own.done)}
+        assert self._uploads is not None  # `begin` was called
+        file = self.root / path
+        nbytes = file.stat().st_size  # of packs of encoded blocks it was not known before
+        self._uploads.put(Upload(number=own.number, path=path, file=str(file), nbytes=nbytes, line=line))
+
+    def _collect(self, *, at_once: bool = False) -> bool:
+        """Take in that a file is uploaded; whether there was one."""
+        found = self._uploads.wait(at_once=at_once) if self._uploads is not None else None
+        if found is None:
+            return False
+        self._stored[found.path] = found.stored
+        del self._growing[found.path]
+        return True
+
+    def _taken(self) -> int:
+        return sum(own.room for own in self._growing.values())
+
+    def _stop(self) -> None:
+        if self._uploads is not None:
+            self._uploads.close()
+            self._uploads = None
+
+
+class _Growing:
+    """A file that is not uploaded yet."""
+
+    def __init__(self, number: int, file: OutputFile, room: int, missing: set[int]) -> None:
+        self.number = number
+        self.file = file
+        self.room = room
+        self.missing = missing
+        """Tasks that are still to write to it."""
+        self.done = Done(task=number, sums=(), spans=(), drift=())
+        """What those reported that did."""
+
+    def add(self, done: Done, sums: Iterable[Sum]) -> None:
+        """Take in the report of a task; of what it wrote, perhaps to several files, these are the sums of this one."""
+        self.missing.discard(done.task)
+        self.done = Done(
+            task=self.number,
+            sums=(*self.done.sums, *sums),
+            spans=(*self.done.spans, *done.spans),
+            drift=(*self.done.drift, *done.drift),
+        )
+
+
+def _grown(job: Job) -> list[OutputFile]:
+    """Files that grow; the others are written last."""
+    return [file for file in job.target.files if file.path not in job.target.last]
+
+
+def _path_of(job: Job, number: int) -> str:
+    """File of a placement, or of a raw copy counted on from these."""
+    placements = job.target.placements
+    return placements[number].path if number < len(placements) else job.target.raw[number - len(placements)].path
+
+
+def _sections(job: Job) -> dict[str, set[tuple[int, int, int]]]:
+    """What is written to each file: placement, first element, bytes."""
+    found: dict[str, set[tuple[int, int, int]]] = {file.path: set() for file in job.target.files}
+    for task in job.tasks:
+        for fill in task.fills:
+            found[fill.path].update((own.placement, own.start, own.nbytes) for own in fill.sections)
+    return found
+
+
+def _check_keys(dst: str, job: Job) -> None:
+    """Raise DestinationError for keys that are longer than stores allow."""
+    prefix = len(dst.partition("://")[2].partition("/")[2].encode()) + 1
+    long = [file.path for file in job.target.files if prefix + len(file.path.encode()) > _MOST_KEY]
+    if long:
+        raise DestinationError(
+            f"expected keys of at most {_MOST_KEY} bytes below {dst}; got {counted(len(long), 'longer one')}:\n"
+            f"{listed(long)}\nchoose a shorter destination, or a layout or target that makes no files of names"
+        )

@@ -1,0 +1,147 @@
+"""A destination on a disk: it grows in a folder beside, and is put in place by one rename (`ucp.io.staging`)."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from pathlib import Path
+
+from ucp.contract.output_names import check_fits
+from ucp.contract.protocols import Observer
+from ucp.conversion.destination.place import Begun
+from ucp.conversion.journal import Line, line_of, trusted
+from ucp.conversion.parts.finalize import busy_text
+from ucp.conversion.parts.journals import runs_in
+from ucp.core.target import OutputFile, Receipts
+from ucp.errors import BusyError, DestinationError
+from ucp.io.staging import Making, Staging, check_apart, check_destination
+from ucp.io.write import check_space
+from ucp.transfer.output_files import create, fill_checksums, receipts_of
+from ucp.transfer.tasks import Job, Task
+from ucp.transfer.worker import Done, Sum
+
+__all__ = ["OnDisk", "taken_up", "why_unwritable"]
+
+
+class OnDisk:
+    """A folder."""
+
+    beside_bytes = 0
+    scratch_bytes = 0
+
+    def __init__(self, dst: Path) -> None:
+        self._named = dst
+        self._staging = Staging(dst.resolve())
+        self.shared: Staging | None = self._staging
+        self._journal: Iterable[Line] = ()
+        self._begun: Begun | None = None
+        self._is_packed = False
+        self.root = self._staging.data
+
+    def check(self, src: Path) -> None:
+        """Raise OverlapError where it could touch the source `src`, DestinationError where nothing can be written."""
+        check_fits(self.root, ())
+        check_destination(src, self._named)
+
+    def scratch_for(self, job: Job) -> int:
+        """None: files are where they will be."""
+        del job
+        return 0
+
+    def check_job(self, job: Job) -> None:
+        """The same, knowing what is read and written."""
+        check_apart(self._named, job.index.path, (file.path for file in job.index.files))
+        check_fits(self.root, (file.path for file in job.target.files))
+        self._is_packed = job.target.compress
+        self._nbytes = sum(file.nbytes for file in job.target.files)
+
+    def is_complete(self, fingerprint: str) -> bool:
+        """Whether the same conversion was made here, and finished."""
+        return self._staging.is_complete(fingerprint)
+
+    def is_begun(self) -> bool:
+        """Whether an unfinished conversion lies here."""
+        return self._staging.folder.exists()
+
+    def open(self, making: Making, *, resume: bool, overwrite: bool) -> None:
+        """Take the place. Raises DestinationError when something is in the way."""
+        if not self.is_begun():
+            check_space(self._nbytes, self._staging.dst.parent)
+        try:
+            own = self._staging.open(making, resume=resume, overwrite=overwrite)
+        except BusyError as error:
+            raise BusyError(busy_text(error, self._staging)) from error
+        self._journal = chain(own, chain.from_iterable(run.lines for run in runs_in(self._staging)))
+
+    def begin(self, job: Job, observer: Observer, threads: int) -> Begun:
+        """Go on with what is there, as far as it is what was reported; `threads` read it."""
+        self._begun = taken_up(job, self.root, self._journal, observer=observer, threads=threads)
+        return self._begun
+
+    def rounds(self, todo: Sequence[Task]) -> Iterator[Sequence[Task]]:
+        """All at once: every file is there. None where all was done before."""
+        assert self._begun is not None
+        for file in self._begun.job.target.files:
+            create(self.root, file, afresh=not self._begun.done)
+        if todo or not self._begun.done:
+            yield todo
+
+    def note(self, done: Done) -> None:
+        """Add a line to the journal."""
+        self._staging.note(line_of(done))
+
+    def finish(self, job: Job, sums: Sequence[Sum]) -> Receipts:
+        """Fill in the checksum fields of all files."""
+        fill_checksums(job, self.root, job.target.files, sums)
+        return receipts_of(job, sums)
+
+    def add_last(self, files: Sequence[OutputFile]) -> None:
+        """Make the files that say what the others hold."""
+        for file in files:
+            create(self.root, file)
+
+    def nbytes_of(self, file: OutputFile) -> int:
+        """Bytes of a planned file; packs of encoded blocks alone have another length than was planned."""
+        return (self.root / file.path).stat().st_size if self._is_packed else file.nbytes
+
+    def as_written(self) -> AbstractContextManager[Path]:
+        """The folder in which it grows."""
+        return nullcontext(self.root)
+
+    def commit(self, *, fsync: bool) -> None:
+        """Put the destination in place, by a rename."""
+        self._staging.commit(fsync=fsync)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        self._staging.discard()
+
+    def sweep(self) -> None:
+        """Remove what a finished conversion that was cut off left behind."""
+        self._staging.sweep()
+
+    def release(self) -> None:
+        """Let go of the place; what was written stays, to be resumed, if any of it was."""
+        self._staging.give_up()
+
+    def unwritable(self, error: OSError) -> DestinationError:
+        """The error that a failure of the disk is."""
+        return DestinationError(f"cannot write {error.filename or self._staging.folder}: {why_unwritable(error)}")
+
+
+def taken_up(job: Job, root: Path, journal: Iterable[Line], *, observer: Observer, threads: int) -> Begun:
+    """What earlier runs wrote below `root` and is there as `journal` says, and the tasks that are left."""
+    finished = trusted(job, root, journal, observer=observer, threads=threads)
+    todo = tuple(task for task in job.tasks if task.number not in finished)
+    return Begun(job=job, done=tuple(finished.values()), todo=todo)
+
+
+def why_unwritable(error: OSError) -> str:
+    """Why the disk takes no more, and what to do."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "no space is left; free some, then continue with --resume"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{error.strerror}; check the permissions, then continue with --resume"
+    return f"{error.strerror or error}; when that is put right, continue with --resume"

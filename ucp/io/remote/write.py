@@ -1,0 +1,180 @@
+"""Objects written to a store, whole, by its library: uploads in parts, retries and checks are its own.
+
+There is no rename there, and nothing is written in place: an object is there when all of it is, or not at all.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ucp.errors import AccessError, DestinationError, MissingFileError, UsageError
+from ucp.io.remote.failures import told
+from ucp.io.remote.link import link_of, version_of
+from ucp.io.remote.listing import time_of
+from ucp.io.remote.url import bucket_of, key_of, scheme_of
+
+__all__ = [
+    "MEMORY",
+    "SMALL",
+    "SMALL_UPLOADS",
+    "UPLOADS",
+    "Stored",
+    "abort_uploads",
+    "check_writable",
+    "create",
+    "is_of_this_process",
+    "put_file",
+    "read",
+    "remove",
+    "stored",
+    "stored_below",
+    "write",
+]
+
+UPLOADS = 3
+"""Files that are uploaded side by side, beside small ones."""
+
+SMALL = 1 << 20
+"""Bytes up to which a file is small."""
+SMALL_UPLOADS = 12
+"""Small files that are uploaded side by side."""
+
+_PART = 8 << 20
+"""Bytes of one part of an upload, unless the file would have too many of them."""
+_PARTS = 4
+"""Parts of a file that are under way at once."""
+_MOST_PARTS = 10_000
+"""Parts that S3 allows."""
+
+MEMORY = UPLOADS * _PARTS * _PART + SMALL_UPLOADS * SMALL
+"""Bytes of memory that uploads take; more for files above 80 GB, whose parts are larger."""
+
+_WRITTEN = ("s3", "gs", "gcs", "memory")
+"""Schemes of stores that are written to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a store says of an object."""
+
+    nbytes: int
+    """Bytes."""
+    version: str
+    """ETag or generation; its time in nanoseconds, where the store has no such thing."""
+
+
+def check_writable(url: str) -> None:
+    """Raise UsageError for a store that is only read, or no bucket."""
+    if not bucket_of(url):
+        raise UsageError(f"expected the URL of a bucket, or of a folder in one, such as s3://bucket/run; got {url}")
+    if scheme_of(url) not in _WRITTEN:
+        known = ", ".join(f"{own}://" for own in _WRITTEN)
+        raise UsageError(f"expected a destination in a folder, or of {known}; got {url}, which is only read")
+
+
+def is_of_this_process(url: str) -> bool:
+    """Whether other processes see nothing of what is written there."""
+    return scheme_of(url) == "memory"
+
+
+def put_file(url: str, path: str) -> Stored:
+    """Upload a file; what the store says of it. Raises UcpError, and OSError where the file cannot be read."""
+    size = os.stat(path).st_size
+    part = max(_PART, math.ceil(size / _MOST_PARTS))
+    options = {"s3": {"chunksize": part, "max_concurrency": _PARTS}, "gs": {"chunksize": _PARTS * part}}
+    with told(url, doing="write"):
+        link_of(url).store.put_file(path, key_of(url), **options.get(scheme_of(url), {}))
+    found = stored(url)
+    if found is None or found.nbytes != size:
+        raise DestinationError(
+            f"expected {size:,} bytes at {url} after they were uploaded; the store has "
+            f"{'nothing' if found is None else f'{found.nbytes:,}'} there. Does something else write or clean up there?"
+        )
+    return found
+
+
+def write(url: str, data: bytes) -> None:
+    """Write a small object. Raises UcpError."""
+    with told(url, doing="write"):
+        link_of(url).store.pipe_file(key_of(url), data)
+
+
+def create(url: str, data: bytes) -> bool:
+    """Write a small object unless there is one; whether it was written. Raises UcpError.
+
+    A store that knows no condition on a write overwrites: who looked before may be too late.
+    """
+    with told(url, doing="write"):
+        try:
+            link_of(url).store.pipe_file(key_of(url), data, mode="create")
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno == errno.ENOSYS or "NotImplemented" in str(error):
+                write(url, data)
+                return True
+            if error.errno in (errno.EINVAL, errno.EBUSY) and stored(url) is not None:  # 412 and 409 of S3
+                return False
+            raise
+    return True
+
+
+def stored(url: str) -> Stored | None:
+    """What is said of one object now; None where there is none. Raises UcpError."""
+    found = link_of(url).info(url)
+    if found is None or found["type"] == "directory":
+        return None
+    return Stored(int(found["size"] or 0), version_of(found) or str(time_of(found)))
+
+
+def stored_below(url: str) -> dict[str, Stored]:
+    """All objects below a URL now, by their path from there; none where there is no bucket. Raises UcpError."""
+    try:
+        found = link_of(url).find(url)
+    except MissingFileError:
+        return {}
+    return {
+        name: Stored(int(own["size"] or 0), version_of(own) or str(time_of(own)))
+        for name, own in found.items()
+        if own["type"] != "directory"
+    }
+
+
+def read(url: str) -> bytes:
+    """A small object as it is now; empty where there is none. Raises UcpError."""
+    with told(url):
+        try:
+            return bytes(link_of(url).store.cat_file(key_of(url)))
+        except FileNotFoundError:
+            return b""
+
+
+def remove(urls: Iterable[str]) -> None:
+    """Remove objects, as far as they are there, in no order. Raises UcpError."""
+    for found in [link_of(url).submit(_remove, url) for url in urls]:
+        found.result()
+
+
+def _remove(url: str) -> None:
+    with told(url, doing="write"), suppress(FileNotFoundError):
+        link_of(url).store.rm_file(key_of(url))
+
+
+def abort_uploads(url: str) -> None:
+    """End uploads below a URL that a process which is gone has left unfinished: nobody sees them, but they are stored.
+
+    Only S3 has them; who may not list them leaves them to the rule of the bucket for its life cycle.
+    """
+    store = link_of(url).store
+    if not hasattr(store, "list_multipart_uploads"):
+        return
+    prefix = key_of(url).partition("/")[2]
+    with suppress(AccessError), told(url, doing="write"):
+        for own in store.list_multipart_uploads(bucket_of(url)):
+            if own["Key"].startswith(f"{prefix}/"):
+                store.call_s3("abort_multipart_upload", Bucket=bucket_of(url), Key=own["Key"], UploadId=own["UploadId"])

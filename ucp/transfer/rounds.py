@@ -1,0 +1,131 @@
+"""Which files grow at once, where there is room for few of them at a time.
+
+1. the files of a plan, in order, are dealt into rounds of some bytes;
+2. tasks are cut where they write files of several rounds, and ordered by round;
+3. a round's tasks are carried out together: when the last that writes a file is done, the file may be taken away.
+
+A state that is spread over the source is read once for all files that take of it (`ucp.transfer.tiles`): where these
+are of several rounds, it is read once for each. So rounds are as small as they may be without that, if there is room.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from ucp.core.target import OutputFile
+from ucp.errors import DestinationError
+from ucp.transfer.tasks import BLOCK, Fill, Job, Task
+
+__all__ = ["ROUND", "Room", "Round", "in_rounds", "room_for"]
+
+ROUND = 4 << 30
+"""Bytes of the files of a round, unless one of them is larger."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """How much of the disk is taken at once."""
+
+    limit: int
+    """Bytes of the files of one round, at most."""
+    nbytes: int
+    """Bytes of all files that are there at once, at most: of a round, and of those being uploaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """Files that grow together."""
+
+    files: tuple[OutputFile, ...]
+    """The files."""
+    room: Mapping[str, int]
+    """Bytes that each takes while it grows, by path."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take together."""
+        return sum(self.room.values())
+
+
+def room_for(job: Job, files: Sequence[OutputFile], *, free: int, place: str) -> Room:
+    """The room that rounds take of `free` bytes at `place`. Raises DestinationError where a file does not fit."""
+    sizes = _sizes(job, files)
+    largest = max(sizes, key=lambda path: sizes[path], default="")
+    least, total = sizes.get(largest, 0), sum(sizes.values())
+    if least > free:
+        raise DestinationError(
+            f"expected {least:,} free bytes for {largest} at {place}, where a file grows before it is uploaded; got "
+            f"{free:,}. Free some; name a folder with more by --scratch or UCP_SCRATCH; or have smaller files written: "
+            "more ranks, or another layout"
+        )
+    limit = max(least, ROUND)
+    if _is_cut(job, _dealt(files, sizes, limit)):
+        limit = max(least, min(total, free // 2))
+    return Room(limit=limit, nbytes=min(total, 2 * limit, free))
+
+
+def in_rounds(
+    job: Job, files: Sequence[OutputFile], *, limit: int, finished: Collection[str] = ()
+) -> tuple[Job, tuple[Round, ...]]:
+    """`job` with its tasks cut and ordered by rounds of `files` that take at most `limit` bytes; the rounds.
+
+    Tasks of files that are `finished` come first, and are of no round.
+    """
+    sizes = _sizes(job, files)
+    dealt = _dealt([file for file in files if file.path not in finished], sizes, limit)
+    number_of = {file.path: number for number, own in enumerate(dealt) for file in own}
+    parts = [(number_of.get(path, -1), path_fills) for path, path_fills in _by_round(job, number_of)]
+    parts.sort(key=lambda part: part[0])
+    tasks = tuple(
+        Task(number=at, fills=fills, nbytes=sum(fill.nbytes for fill in fills)) for at, (_, fills) in enumerate(parts)
+    )
+    rounds = tuple(Round(files=tuple(own), room={file.path: sizes[file.path] for file in own}) for own in dealt)
+    return replace(job, tasks=tasks), rounds
+
+
+def _by_round(job: Job, number_of: Mapping[str, int]) -> list[tuple[str, tuple[Fill, ...]]]:
+    """The fills of every task, those of one round together, with one of their files."""
+    found = []
+    for task in job.tasks:
+        ordered = sorted(task.fills, key=lambda fill: number_of.get(fill.path, -1))
+        for _, own in groupby(ordered, key=lambda fill: number_of.get(fill.path, -1)):
+            fills = tuple(own)
+            found.append((fills[0].path, fills))
+    return found
+
+
+def _dealt(files: Sequence[OutputFile], sizes: Mapping[str, int], limit: int) -> list[list[OutputFile]]:
+    """Neighbours together, up to `limit` bytes."""
+    dealt: list[list[OutputFile]] = []
+    room = 0
+    for file in files:
+        if not dealt or sizes[file.path] > room:
+            dealt.append([])
+            room = limit
+        dealt[-1].append(file)
+        room -= sizes[file.path]
+    return dealt
+
+
+def _is_cut(job: Job, dealt: Sequence[Sequence[OutputFile]]) -> bool:
+    """Whether a state that is read once for several files would be read once for each of several rounds."""
+    number_of = {file.path: number for number, own in enumerate(dealt) for file in own}
+    return any(
+        len({number_of[fill.path] for fill in task.fills}) > 1
+        for task in job.tasks
+        if task.fills[0].sections[0].placement in job.crosswise
+    )
+
+
+def _sizes(job: Job, files: Sequence[OutputFile]) -> dict[str, int]:
+    """Room that each file takes while it grows; encoded ones may come out a little longer than what they hold."""
+    packed: dict[str, int] = defaultdict(int)
+    if job.target.compress:
+        for task in job.tasks:
+            for fill in task.fills:
+                rows = sum(own.nbytes for own in fill.sections if own.placement in job.crosswise)
+                packed[fill.path] += fill.nbytes + rows + fill.nbytes // 256 + BLOCK // 64
+    return {file.path: max(file.nbytes, packed.get(file.path, 0)) for file in files}
