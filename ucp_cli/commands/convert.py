@@ -27,7 +27,8 @@ __all__ = ["command"]
         "ucp convert checkpoints/ atoms/",
         "ucp convert checkpoints/ resumed/ --to deepspeed --topology dp=4,zero=3",
         "ucp convert checkpoints/ weights/ --include '*/weight' --dtype weight=bfloat16 --verify",
-        "srun -n 16 ucp convert checkpoints/ atoms/ --part auto && ucp convert checkpoints/ atoms/ --finalize",
+        "ucp convert checkpoints/ atoms/ --part 3/8",
+        "ucp convert checkpoints/ atoms/ --finalize",
     ),
 )
 @click.argument("src", type=PATH)

@@ -208,4 +208,4 @@ def test_what_cannot_mean_anything(ucp: Run, mixed: Path, dst: Path, words: list
 def test_it_is_explained(ucp: Run) -> None:
     said = " ".join(ucp("convert", "--help").output.split())
     assert "--part K/N" in said
-    assert "srun -n 16 ucp convert checkpoints/ atoms/ --part auto" in said
+    assert "ucp convert checkpoints/ atoms/ --part 3/8" in said

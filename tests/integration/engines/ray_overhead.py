@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import ray
 
 from ucp.contract.protocols import Engine
 from ucp.core.target import TargetOptions
@@ -51,6 +50,8 @@ def timed(engine: Engine, job: Job, root: Path) -> tuple[float, str]:
 
 def main(count: int) -> None:
     """Print what tasks take alone in their batches, and eight to a batch."""
+    import ray
+
     with tempfile.TemporaryDirectory() as folder:
         job = made(Path(folder), count)
         root = Path(folder) / "out"
