@@ -39,7 +39,7 @@ $(VENV)/.installed-ray: $(VENV)/.installed-dev
 	$(PIP) "$(RAY)"
 # A server that speaks S3, started by the tests, and what reads it; neither is needed by `make test`.
 $(VENV)/.installed-storage: $(VENV)/.installed-dev
-	$(PIP) --editable ".[s3]" "moto[server]>=5.1"
+	$(PIP) --editable ".[s3]" "s3fs>=2026.4" "moto[server]>=5.1"
 	touch $@
 
 # Of its own: the tests of DeepSpeed run without transformers, those of the Trainer with both. megatron-core needs einops and psutil.
