@@ -59,19 +59,20 @@ def tree(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
-def paced(monkeypatch, folder: Path, *, seconds: float, first: float | None = None):
-    """Have workers report slowly, but for their first report (after `first` seconds); who does is in `folder`."""
+def paced(monkeypatch, folder: Path, *, seconds: float, spares_first: bool = False):
+    """Have workers report slowly, if wished all but the first of all reports; who does is in `folder`."""
     folder.mkdir()
 
     def carry_out(run, tasks):
         from ucp.transfer.engines.ray.worker import carry_out as real
 
         for report in real(run, tasks):
-            begun = folder / f"begun-{os.getpid()}"
-            if first is not None and not begun.exists():
-                begun.touch()
-                time.sleep(first)
-            else:
+            try:
+                (folder / "begun").touch(exist_ok=False)
+                is_spared = spares_first
+            except FileExistsError:
+                is_spared = False
+            if not is_spared:
                 (folder / str(os.getpid())).touch()
                 time.sleep(seconds)
             yield report
@@ -259,7 +260,7 @@ def check_gone(processes: list[int]) -> None:
 class TestGivingUp:
     def test_no_worker_is_left(self, settings, small, tmp_path, monkeypatch):
         """Ray says that they were ended, and the system may take a moment."""
-        paced(monkeypatch, tmp_path / "pids", seconds=60, first=0)
+        paced(monkeypatch, tmp_path / "pids", seconds=60, spares_first=True)
         job = begun(handmade(tmp_path / "source"), tmp_path / "out")
         stream = RayEngine().configured(settings).run(job, tmp_path / "out", job.tasks, workers=2, threads=1)
         next(stream)
