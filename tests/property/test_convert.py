@@ -34,7 +34,7 @@ def small_blocks():
     """Blocks of 64 bytes, tasks of 192; and no waiting for the disk."""
     with pytest.MonkeyPatch.context() as patch:
         for name in (
-            "transfer.tasks",
+            "transfer.job",
             "transfer.worker",
             "transfer.compare",
             "conversion.prepare",
@@ -44,7 +44,7 @@ def small_blocks():
             module = import_module(f"ucp.{name}")
             if hasattr(module, "BLOCK"):
                 patch.setattr(module, "BLOCK", 64)
-        patch.setattr(import_module("ucp.transfer.tasks"), "TASK", 192)
+        patch.setattr(import_module("ucp.transfer.job"), "TASK", 192)
         patch.setattr(import_module("ucp.transfer.gather"), "STRETCH", 48)
         patch.setattr(import_module("ucp.transfer.worker"), "SPANS", 2)
         patch.setattr(import_module("ucp.transfer.worker"), "TILE", 128)

@@ -22,19 +22,10 @@ from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.errors import CoverError, MemoryBudgetError, MissingStateError, UsageError
 from ucp.testing.strategies import cuts
-from ucp.transfer.tasks import (
-    BLOCK,
-    SCRATCH,
-    TASK,
-    Share,
-    bundle,
-    check_target,
-    checking_placements,
-    fit_workers,
-    make_job,
-)
+from ucp.transfer.job import check_target, checking_placements, make_job
+from ucp.transfer.tasks import BLOCK, SCRATCH, TASK, Share, bundle, fit_workers
 
-PLAN = import_module("ucp.transfer.tasks")  # `ucp.plan` is the function
+PLAN = import_module("ucp.transfer.job")  # `ucp.plan` is the function
 ITEM = 4
 
 
@@ -140,6 +131,16 @@ def test_every_byte_is_in_exactly_one_section(case, limits):
     assert written == wanted
     assert job.nbytes == len(wanted)
     assert [own.number for own in job.tasks] == list(range(len(job.tasks)))
+    assert [job.tasks[number] for number in range(len(job.tasks))] == [*job.tasks]
+    _check_joined(job.tasks, block=block, task=task)
+
+
+def _check_joined(tasks, *, block, task):
+    for before, after in itertools.pairwise(tasks):
+        assert before.nbytes + after.fills[0].nbytes > task, "two tasks would have been one"
+    for one, other in itertools.pairwise(fill for own in tasks for fill in own.fills):
+        apart = one.path != other.path or one.offset + one.nbytes != other.offset
+        assert apart or one.nbytes + other.nbytes > block, "two fills would have been one"
 
 
 @given(plans(), st.sampled_from([(16, 64), (4, 4), (40, 100), (1 << 20, 1 << 22)]), st.integers(1, 70), st.booleans())
@@ -157,24 +158,22 @@ def test_shares_of_any_number_are_all_the_work_and_about_equal(case, limits, par
     assert {job.checking for job in shares} == {whole.checking}
 
 
-@pytest.mark.parametrize("number", [1, 33, 64])
-def test_a_share_is_found_without_holding_the_others(number):
+def test_of_a_list_of_tasks_only_where_each_begins_is_held():
     giant = 20_000 * BLOCK // ITEM
     placement = Placement(slice=slice_of("giant", giant, 0, giant), path="pack", offset=0)
     target = TargetPlan(files=(OutputFile(path="pack", nbytes=giant * ITEM),), placements=(placement,))
     index = index_of(giant=state_of(giant))
 
-    def peak(share):
-        tracemalloc.start()
-        job = make_job(index, target, share)
-        try:
-            return tracemalloc.get_traced_memory()[1], len(job.tasks)
-        finally:
-            tracemalloc.stop()
-
-    (own, tasks), (whole, all_tasks) = peak(Share(number, 64)), peak(None)
-    assert abs(tasks - all_tasks / 64) <= 1
-    assert own < whole / 40
+    tracemalloc.start()
+    try:
+        whole = make_job(index, target)
+        assert tracemalloc.get_traced_memory()[1] < 40 * len(whole.tasks)
+    finally:
+        tracemalloc.stop()
+    own = make_job(index, target, Share(33, 64)).tasks
+    assert abs(len(own) - len(whole.tasks) / 64) <= 1
+    assert own[-1] == whole.tasks[own[-1].number]
+    assert list(own) == [task for task in whole.tasks if own[0].number <= task.number <= own[-1].number]
 
 
 @pytest.mark.parametrize(("number", "parts"), [(0, 4), (5, 4), (1, 0), (-1, 3)])

@@ -27,7 +27,8 @@ from ucp.errors import IdleOptionError, UsageError
 from ucp.io.folder import given
 
 if TYPE_CHECKING:
-    from ucp.transfer.tasks import Job, Task
+    from ucp.transfer.job import Job
+    from ucp.transfer.tasks import Task
     from ucp.transfer.worker import Done, Step
 
 __all__ = [

@@ -32,7 +32,7 @@ from ucp.errors import ChangedError, CorruptError, DestinationError, ReplicaErro
 from ucp.io.staging import Making, Staging
 from ucp.io.write import check_space
 from ucp.transfer.compare import fit_threads
-from ucp.transfer.tasks import Job
+from ucp.transfer.job import Job
 
 __all__ = ["ConvertReport", "carry_out"]
 

@@ -12,7 +12,8 @@ from ucp.contract.protocols import Observer
 from ucp.errors import CorruptError
 from ucp.io.codec import codec_name, decode
 from ucp.transfer.gather import Span
-from ucp.transfer.tasks import Job, Section, Task
+from ucp.transfer.job import Job
+from ucp.transfer.tasks import Section, Task
 from ucp.transfer.worker import Done, Sum
 
 __all__ = ["Line", "done_of", "line_of", "trusted"]

@@ -37,7 +37,8 @@ from ucp.errors import FamilyError, IdleOptionError, MisfitError, UnsupportedErr
 from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.folder import files_below
 from ucp.io.identity import is_remote, producer
-from ucp.transfer.tasks import BLOCK, SCRATCH, Job, fit_workers, make_job
+from ucp.transfer.job import Job, make_job
+from ucp.transfer.tasks import BLOCK, SCRATCH, fit_workers
 
 __all__ = ["Prepared", "Silent", "Survey", "index_as_told", "index_of", "judged", "prepare", "survey", "workers_of"]
 
@@ -109,7 +110,7 @@ class Prepared:
     @property
     def projected_bytes(self) -> int:
         """Memory that the workers and the destination need at once."""
-        each = max((task.projected_bytes for task in self.job.tasks), default=0)
+        each = max((task.projected_bytes for task in self.job.tasks[:1]), default=0)  # tasks are alike
         return self.beside_bytes + self.workers * self.threads * (each + ahead_bytes(self.job.index))
 
 

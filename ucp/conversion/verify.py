@@ -14,7 +14,7 @@ from ucp.core.tensor import Record, TensorRef
 from ucp.errors import CorruptError, listed
 from ucp.transfer.compare import compare_copies, scan_digests, scan_records
 from ucp.transfer.differences import compare, keeps_extras
-from ucp.transfer.tasks import Job
+from ucp.transfer.job import Job
 
 __all__ = ["damage", "drift", "owners", "verify_written"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from ucp.errors import MissingFileError, UcpError
 from ucp.store.target import StoreTarget
 from ucp.testing.handmade import Shards, make_index
 from ucp.transfer.engines.serial import SerialEngine
-from ucp.transfer.tasks import Job, Task, make_job
+from ucp.transfer.job import Job, make_job
+from ucp.transfer.tasks import Task
 from ucp.transfer.worker import Done
 
 __all__ = ["EngineContract"]
@@ -115,7 +117,7 @@ class EngineContract:
         assert list(stream) == []
 
     def _run(
-        self, job: Job, root: Path, *, tasks: tuple[Task, ...] | None = None, workers: int = 2, threads: int = 2
+        self, job: Job, root: Path, *, tasks: Sequence[Task] | None = None, workers: int = 2, threads: int = 2
     ) -> list[Done]:
         chosen = job.tasks if tasks is None else tasks
         stream = self.make().run(job, _created(job, root), chosen, workers=workers, threads=threads)

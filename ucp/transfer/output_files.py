@@ -10,7 +10,8 @@ from pathlib import Path
 from ucp.core.target import OutputFile, Placement, Receipt, Receipts
 from ucp.io.write import reserve, write_at
 from ucp.transfer.checksums import combine, file_crc, patches
-from ucp.transfer.tasks import Job
+from ucp.transfer.job import Job
+from ucp.transfer.task_list import extent_of
 from ucp.transfer.worker import Sum
 
 __all__ = ["create", "fill_checksums", "receipts_of"]
@@ -84,17 +85,8 @@ def _stretches(job: Job, blocks: Mapping[int, Sequence[Sum]]) -> dict[str, list[
     """What was written beside literals, by file: offset, bytes, CRC-32, in increasing offset."""
     written: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for number, own in blocks.items():
-        path, offset, start, itemsize = _place(job, number)
+        at = extent_of(job.target, number)
         for one in own:
-            written[path].append((offset + (one.start - start) * itemsize, one.nbytes, one.crc32))
+            offset = at.offset + (one.start - at.start) * at.itemsize
+            written[at.path].append((offset, one.nbytes, one.crc32))
     return {path: sorted(own) for path, own in written.items()}
-
-
-def _place(job: Job, number: int) -> tuple[str, int, int, int]:
-    """Where a placement, or a raw copy counted on from them, goes: file, byte, first element, bytes of each."""
-    placements = job.target.placements
-    if number < len(placements):
-        own = placements[number]
-        return own.path, own.offset, own.slice.start, own.slice.dtype.itemsize
-    raw = job.target.raw[number - len(placements)]
-    return raw.path, raw.offset, 0, raw.src.dtype.itemsize

@@ -17,7 +17,8 @@ from itertools import groupby
 
 from ucp.core.target import OutputFile
 from ucp.errors import DestinationError
-from ucp.transfer.tasks import BLOCK, Fill, Job, Task
+from ucp.transfer.job import Job
+from ucp.transfer.tasks import BLOCK, Fill, Task
 
 __all__ = ["ROUND", "Room", "Round", "in_rounds", "room_for"]
 

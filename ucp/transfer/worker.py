@@ -31,7 +31,8 @@ from ucp.io.staging import TEMPORARY
 from ucp.io.write import read_back, start_writeback, write_at
 from ucp.transfer.drift import drift, drifts
 from ucp.transfer.gather import Gatherer, Run, Sources, Span, extent_of, piece_values, run_of
-from ucp.transfer.tasks import BLOCK, Fill, Job, Section, Task, bundle, raw_slice
+from ucp.transfer.job import Job, raw_slice
+from ucp.transfer.tasks import BLOCK, Fill, Section, Task, bundle
 from ucp.transfer.tiles import tiles, within
 
 __all__ = ["Done", "Step", "Sum", "Worker"]

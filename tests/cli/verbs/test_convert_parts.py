@@ -25,11 +25,11 @@ from ucp.transfer.worker import Worker
 from ucp_cli.main import main
 
 import_module("ucp.io.staging")._PATIENCE = 0.5
-for name in ("transfer.tasks", "transfer.worker", "conversion.prepare", "conversion.execute", "store.target"):
+for name in ("transfer.job", "transfer.worker", "conversion.prepare", "conversion.execute", "store.target"):
     module = import_module(f"ucp.{name}")
     if hasattr(module, "BLOCK"):
         module.BLOCK = 64
-import_module("ucp.transfer.tasks").TASK = 128
+import_module("ucp.transfer.job").TASK = 128
 carry_out, note, left = Worker.carry_out, PartJournal.note, [int(sys.argv.pop(1))]
 
 def stuck(worker, task):

@@ -19,9 +19,9 @@ from ucp.core.target import OutputFile, Placement, TargetPlan
 from ucp.errors import DestinationError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.transfer.engines.serial import SerialEngine
+from ucp.transfer.job import make_job
 from ucp.transfer.output_files import create
 from ucp.transfer.rounds import in_rounds, room_for
-from ucp.transfer.tasks import make_job
 
 RANKS = 4
 SHAPE = (64, 32, 16)

@@ -25,8 +25,8 @@ from ucp.core.target import OutputFile, Placement, RawCopy, TargetPlan
 from ucp.errors import MalformedError, ReplicaError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.transfer.engines.serial import SerialEngine
+from ucp.transfer.job import make_job
 from ucp.transfer.output_files import create, receipts_of
-from ucp.transfer.tasks import make_job
 from ucp.transfer.tiles import is_crosswise, tiles, within
 
 BLOCK = 4 << 10
@@ -38,7 +38,7 @@ SHAPE = (96, 40, 12)
 def small(monkeypatch):
     """Bounds in proportion to the tensors here."""
     bounds = {
-        "transfer.tasks": {"BLOCK": BLOCK, "TASK": 4 * BLOCK},
+        "transfer.job": {"BLOCK": BLOCK, "TASK": 4 * BLOCK},
         "transfer.worker": {
             "BLOCK": BLOCK,
             "TILE": 2 * BLOCK,

@@ -31,9 +31,10 @@ from ucp.io.remote.preview import preview
 from ucp.io.remote.unfinished import FOLDER, Unfinished
 from ucp.io.remote.write import MEMORY, Stored, abort_uploads, check_writable, put_file, remove, stored_below
 from ucp.io.staging import MARK, Making, Staging, begun_otherwise, check_apart, check_distinct, check_goal, marked
+from ucp.transfer.job import Job
 from ucp.transfer.output_files import create, fill_checksums, receipts_of
 from ucp.transfer.rounds import Room, Round, in_rounds, room_for
-from ucp.transfer.tasks import Job, Task
+from ucp.transfer.tasks import Task
 from ucp.transfer.worker import Done, Sum
 
 __all__ = ["InBucket"]

@@ -18,8 +18,9 @@ from ucp.core.target import OutputFile, Receipts
 from ucp.errors import BusyError, DestinationError
 from ucp.io.staging import Making, Staging, check_apart, check_destination
 from ucp.io.write import check_space
+from ucp.transfer.job import Job
 from ucp.transfer.output_files import create, fill_checksums, receipts_of
-from ucp.transfer.tasks import Job, Task
+from ucp.transfer.tasks import Task
 from ucp.transfer.worker import Done, Sum
 
 __all__ = ["OnDisk", "taken_up", "why_unwritable"]

@@ -21,7 +21,8 @@ from ucp.contract.protocols import Observer
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import DestinationError
 from ucp.io.staging import Making, Staging
-from ucp.transfer.tasks import Job, Task
+from ucp.transfer.job import Job
+from ucp.transfer.tasks import Task
 from ucp.transfer.worker import Done, Sum
 
 __all__ = ["Begun", "Destination"]

@@ -15,7 +15,7 @@ import os
 import secrets
 import stat
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,8 @@ from ucp.core.index import Index, SourceFile
 from ucp.core.target import TargetPlan
 from ucp.core.topology import Topology
 from ucp.io.identity import source_file
-from ucp.transfer.tasks import Job, Share, Task, each_task
+from ucp.transfer.job import Job, every_task
+from ucp.transfer.tasks import Share, Task
 
 __all__ = ["plan_path", "read_plan", "write_plan"]
 
@@ -83,7 +84,7 @@ def write_plan(folder: Path, key: str, prepared: Prepared) -> None:
     at = start = 0
     try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            for tasks in _bundled(each_task(job), limit=total // CHUNKS):
+            for tasks in _bundled(every_task(job), limit=total // CHUNKS):
                 data = _packed(encoder.chunk(tasks))
                 file.write(data)
                 chunks.append((start, at, len(data), xxhash.xxh3_128_hexdigest(data)))
@@ -98,7 +99,7 @@ def write_plan(folder: Path, key: str, prepared: Prepared) -> None:
         raise
 
 
-def _bundled(tasks: Iterator[Task], *, limit: int) -> Iterator[list[Task]]:
+def _bundled(tasks: Iterable[Task], *, limit: int) -> Iterator[list[Task]]:
     """Tasks that follow one another, of `limit` bytes or a little more."""
     own: list[Task] = []
     nbytes = 0
@@ -232,6 +233,7 @@ def _prepared(head: Mapping[str, Any], found: Chunk, options: ConvertOptions) ->
         index=index,
         target=plan,
         tasks=tuple(found.tasks),
+        nbytes=sum(task.nbytes for task in found.tasks),
         checking=frozenset(found.checking),
         crosswise=frozenset(found.crosswise),
         fsync=options.fsync,

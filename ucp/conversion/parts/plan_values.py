@@ -20,7 +20,8 @@ from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
 from ucp.core.target import OutputFile, Placement, RawCopy
 from ucp.core.tensor import InlineTensor, Record, Tensor, TensorRef
-from ucp.transfer.tasks import Fill, Job, Section, Share, Task
+from ucp.transfer.job import Job
+from ucp.transfer.tasks import Fill, Section, Share, Task
 
 __all__ = ["Chunk", "Encoder"]
 

@@ -28,7 +28,8 @@ from ucp.transfer.engines.ray.cluster import check_address, check_installed, con
 from ucp.transfer.engines.ray.nodes import Needs, check_nodes
 from ucp.transfer.engines.ray.probe import program
 from ucp.transfer.engines.ray.worker import Run, carry_out
-from ucp.transfer.tasks import TASK, Job, Task, bundle, interleave
+from ucp.transfer.job import Job
+from ucp.transfer.tasks import TASK, Task, bundle, interleave
 from ucp.transfer.worker import Done, Step
 
 __all__ = ["RayEngine"]

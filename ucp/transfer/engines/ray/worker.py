@@ -19,7 +19,8 @@ from typing import Any, TypeAlias
 
 from ucp.errors import DestinationError, EngineError, UcpError, WorkerDiedError
 from ucp.transfer.engines.ray.probe import host, program, sees
-from ucp.transfer.tasks import Job, Task
+from ucp.transfer.job import Job
+from ucp.transfer.tasks import Task
 from ucp.transfer.worker import Done, Step, Worker
 
 __all__ = ["Report", "Run", "carry_out"]

@@ -1,0 +1,171 @@
+"""A conversion as work: its tasks, and the proof that they can fill the target from the source."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from struct import unpack
+
+from ucp.core.dtypes import DType
+from ucp.core.fragments import Fragment
+from ucp.core.index import Index, StateIndex
+from ucp.core.region import Box, RegionPair, intersect
+from ucp.core.slices import Locator, Slice
+from ucp.core.target import Placement, TargetPlan
+from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.errors import CoverError, MissingStateError, UsageError, listed
+from ucp.transfer.task_list import TaskList, task_list
+from ucp.transfer.tasks import BLOCK, TASK, Share, Task
+from ucp.transfer.tiles import is_crosswise
+
+__all__ = ["Job", "check_target", "checking_placements", "every_task", "make_job", "raw_slice"]
+
+_EXACT = 1 << 24
+"""Whole numbers up to it are the same in float32."""
+
+_Claims = dict[tuple[RegionPair, ...], list[tuple[int, int]]]
+"""Element ranges that are spoken for, in increasing order, by the regions of the local tensor they are ranges of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A whole conversion, ready to be carried out."""
+
+    index: Index
+    """The source."""
+    target: TargetPlan
+    """The destination."""
+    tasks: Sequence[Task]
+    """The work; those of all shares together write every placement once."""
+    nbytes: int
+    """Bytes the tasks write."""
+    checking: frozenset[int]
+    """Placements whose bytes are compared with the source's copies of them (each copy once in all)."""
+    crosswise: frozenset[int] = frozenset()
+    """Placements (and raw copies, counted on) that are filled in the order of the source, as `tiles` says."""
+    fsync: bool = True
+    """Whether the bytes must be on the disk at the end, so that bringing them there may as well begin early."""
+
+
+def make_job(index: Index, target: TargetPlan, share: Share | None = None) -> Job:
+    """Plan the work; with `share`, the tasks of this part of it alone, numbered as among all.
+
+    Raises CoverError, MissingStateError or UsageError when source and target do not fit.
+    """
+    check_target(index, target)
+    crosswise = _crosswise(index, target)
+    tasks = _task_list(target, crosswise)
+    if share is not None:
+        tasks = tasks.of(share)
+    checking = checking_placements(target.placements)
+    return Job(index=index, target=target, tasks=tasks, nbytes=tasks.nbytes, checking=checking, crosswise=crosswise)
+
+
+def every_task(job: Job) -> Sequence[Task]:
+    """All tasks of the plan that a job may be a share of."""
+    return _task_list(job.target, job.crosswise)
+
+
+def _task_list(target: TargetPlan, crosswise: Collection[int]) -> TaskList:
+    return task_list(target, crosswise, block=BLOCK, limit=TASK)
+
+
+def _crosswise(index: Index, target: TargetPlan) -> frozenset[int]:
+    """Placements and raw copies whose blocks are spread over the source."""
+    found = set()
+    known: dict[object, bool] = {}
+    for number, placement in enumerate(target.placements):
+        own = placement.slice
+        if is_crosswise(own, index.atoms[own.param].states[own.state], nbytes=BLOCK, known=known):
+            found.add(number)
+    for number, raw in enumerate(target.raw, len(target.placements)):
+        own, locator = raw_slice(raw.src)
+        if is_crosswise(own, locator.state, nbytes=BLOCK):
+            found.add(number)
+    return frozenset(found)
+
+
+def raw_slice(ref: TensorRef) -> tuple[Slice, Locator]:
+    """A tensor of an extra as a slice, and where its pieces are found."""
+    box = Box.whole(ref.shape)
+    state = StateIndex(dtype=ref.dtype, global_shape=ref.shape, fragments=(Fragment(box=box, ref=ref),))
+    own = Slice(
+        param="extra",
+        state="",
+        dtype=ref.dtype,
+        pairs=(RegionPair(box, box),),
+        local_shape=ref.shape,
+        start=0,
+        stop=ref.numel,
+    )
+    return own, Locator(state)
+
+
+def check_target(index: Index, target: TargetPlan) -> None:
+    """Prove that every slice can be filled from the source, and that no two write the same bytes."""
+    missing = [p.slice for p in target.placements if not _held(index, p.slice)]
+    if missing:
+        names = sorted({f"{own.param}/{own.state}" for own in missing})
+        raise MissingStateError(f"the target needs states that {index.path} does not hold:\n{listed(names)}")
+    for placement in target.placements:
+        own = placement.slice
+        source = index.atoms[own.param].states[own.state]
+        is_usual = own.dtype is source.dtype or (own.dtype.is_floating and source.dtype.is_floating)
+        if not is_usual and not _is_whole_number(source):
+            raise UsageError(f"{own.param}/{own.state} is {source.dtype}: it cannot be cast to {own.dtype}")
+    _check_disjoint(target)
+
+
+def _is_whole_number(state: StateIndex) -> bool:
+    """Whether a state is a count that every type of numbers holds: a plain whole number below 2**24."""
+    ref = state.fragments[0].ref
+    if not isinstance(ref, InlineTensor) or ref.shape:
+        return False
+    if ref.dtype is DType.FLOAT64:
+        (number,) = unpack("<d", ref.data)
+        return bool(number.is_integer() and abs(number) < _EXACT)
+    return ref.dtype is DType.INT64 and abs(int.from_bytes(ref.data, "little", signed=True)) < _EXACT
+
+
+def _held(index: Index, own: Slice) -> bool:
+    return own.param in index.atoms and own.state in index.atoms[own.param].states
+
+
+def _check_disjoint(target: TargetPlan) -> None:
+    limits = {file.path: file.nbytes for file in target.files}
+    spans = [(p.path, p.offset, p.slice.nbytes) for p in target.placements]
+    spans += [(raw.path, raw.offset, raw.src.nbytes) for raw in target.raw]
+    spans += [(f.path, part.offset, len(part.data)) for f in target.files for part in f.literals]
+    before: tuple[str, int] = ("", 0)
+    for path, offset, nbytes in sorted(span for span in spans if span[2]):
+        if (path == before[0] and offset < before[1]) or (offset + nbytes > limits[path] and not target.compress):
+            raise CoverError(f"bytes {offset}:{offset + nbytes} of {path} are planned twice, or past its end")
+        before = (path, offset + nbytes)
+
+
+def checking_placements(placements: Sequence[Placement]) -> frozenset[int]:
+    """Placements that between them hold every element of a state at most once: those that check the copies."""
+    chosen: set[int] = set()
+    claimed: dict[tuple[str, str], _Claims] = {}
+    for number, placement in enumerate(placements):
+        own = placement.slice
+        if _claim(claimed.setdefault((own.param, own.state), {}), own):
+            chosen.add(number)
+    return frozenset(chosen)
+
+
+def _claim(claims: _Claims, own: Slice) -> bool:
+    """Whether nothing of a slice was spoken for before; from now on it is."""
+    ranges = claims.get(own.pairs)
+    if ranges is None:
+        if any(intersect(a.whole, b.whole) for pairs in claims for a in pairs for b in own.pairs):
+            return False
+        ranges = claims[own.pairs] = []
+    if own.start == own.stop:
+        return True
+    at = bisect_right(ranges, (own.start, own.stop))
+    if (at and own.start < ranges[at - 1][1]) or (at < len(ranges) and ranges[at][0] < own.stop):
+        return False
+    ranges.insert(at, (own.start, own.stop))
+    return True

@@ -1,0 +1,301 @@
+"""The tasks of a plan as a list of which only where each begins is kept: some 24 bytes a task.
+
+1. `task_list` goes through the placements in the order of the files and counts: blocks, fills, bundles. A plan has
+   millions of blocks, and none of them is made.
+2. `TaskList` makes a task when it is asked for.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from typing import NamedTuple, overload
+
+from ucp.core.slices import block_ranges
+from ucp.core.target import TargetPlan
+from ucp.transfer.tasks import Fill, Section, Share, Task
+
+__all__ = ["Extent", "TaskList", "extent_of", "task_list"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskList(Sequence[Task]):
+    """Tasks in the order of their numbers, each made when it is asked for.
+
+    First those that write certain placements whole, then bundles of all others, in the order of the files.
+    """
+
+    target: TargetPlan
+    """What they write."""
+    block: int
+    """Bytes of a block."""
+    whole: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]
+    """Of each of the first: output files, and the placements that it writes to each."""
+    bundled: array[int]
+    """Placements (and raw copies, counted on) that the bundles write, in order."""
+    begins: array[int]
+    """Of each bundle, and of the end of all: the position in `bundled` where it begins."""
+    blocks: array[int]
+    """The same: the block of that placement."""
+    starts: array[int]
+    """Of each task, and of the end of all: bytes that those before it write."""
+    listed: range
+    """Numbers of the tasks that are in the list."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they write."""
+        return self.starts[self.listed.stop] - self.starts[self.listed.start]
+
+    def of(self, share: Share) -> TaskList:
+        """Those of a share of all."""
+
+        def part(number: int) -> int:
+            low, high = self.starts[number : number + 2]
+            return Share.at(low, high, total=self.starts[-1], parts=share.parts)
+
+        every = range(len(self.starts) - 1)
+        low = bisect_left(every, share.number, key=part)
+        return replace(self, listed=range(low, bisect_left(every, share.number + 1, lo=low, key=part)))
+
+    def __len__(self) -> int:
+        return len(self.listed)
+
+    def __iter__(self) -> Iterator[Task]:
+        return map(self._made, self.listed)
+
+    @overload
+    def __getitem__(self, at: int) -> Task: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Task]: ...
+    def __getitem__(self, at: int | slice) -> Task | Sequence[Task]:
+        numbers = self.listed[at]
+        return self._made(numbers) if isinstance(numbers, int) else tuple(map(self._made, numbers))
+
+    def _made(self, number: int) -> Task:
+        bundle = number - len(self.whole)
+        fills = self._whole(number) if bundle < 0 else self._bundle(bundle)
+        return Task(number=number, fills=tuple(fills), nbytes=self.starts[number + 1] - self.starts[number])
+
+    def _whole(self, number: int) -> Iterator[Fill]:
+        for path, placements in self.whole[number]:
+            sections = (_sections(extent_of(self.target, own), own, self.block) for own in placements)
+            yield Fill(path=path, sections=tuple(chain.from_iterable(sections)))
+
+    def _bundle(self, number: int) -> Iterator[Fill]:
+        first, last = self.begins[number : number + 2]
+        begin, end = self.blocks[number : number + 2]
+        for path, each in groupby(range(first, last + bool(end)), key=lambda at: self._extent(at).path):
+            sections = (
+                _sections(
+                    self._extent(at),
+                    self.bundled[at],
+                    self.block,
+                    begin if at == first else 0,
+                    end if at == last else None,
+                )
+                for at in each
+            )
+            yield from _fills(path, chain.from_iterable(sections), self.block)
+
+    def _extent(self, at: int) -> Extent:
+        return extent_of(self.target, self.bundled[at])
+
+
+def task_list(target: TargetPlan, crosswise: Collection[int], *, block: int, limit: int) -> TaskList:
+    """All tasks that fill a target. `crosswise`: placements whose blocks are spread over the source.
+
+    `block`: bytes of a block, a multiple of every itemsize. `limit`: bytes of a bundle.
+    """
+    files = _by_path(target)
+    packs = {placement.path for placement in target.placements} if target.compress else frozenset()
+    plain = [(path, numbers) for path, numbers in files if path not in packs]
+    spread: dict[object, list[tuple[str, tuple[int, ...]]]] = {}
+    for path, numbers in plain:
+        for number in numbers:
+            if number in crosswise:
+                spread.setdefault(_state_of(target, number), []).append((path, (number,)))
+    whole = [tuple(own) for own in spread.values()]
+    whole += [((path, tuple(numbers)),) for path, numbers in files if path in packs]
+    cut = _Cut(target, block=block, limit=limit)
+    for own in whole:
+        cut.whole(number for _, numbers in own for number in numbers)
+    for _, numbers in plain:
+        for number in numbers:
+            if number not in crosswise:
+                cut.add(number)
+    return cut.tasks(tuple(whole))
+
+
+def _state_of(target: TargetPlan, number: int) -> object:
+    """What is read at once where it is read for placement `number`: a state in the type it is written in."""
+    if number >= len(target.placements):
+        return number
+    own = target.placements[number].slice
+    return own.param, own.state, own.dtype
+
+
+class _Cut:
+    """Where bundles begin, found by counting: of millions of blocks none is made.
+
+    A whole block is a fill of its own, as none can be joined to it; what is left of a placement, and small ones, are
+    joined to a fill while they follow one another in a file.
+    """
+
+    def __init__(self, target: TargetPlan, *, block: int, limit: int) -> None:
+        """`block`: bytes of a block. `limit`: bytes of a bundle, a whole number of blocks."""
+        self._target, self._block, self._limit = target, block, limit
+        self._bundled, self._begins, self._blocks = array("q"), array("q"), array("q")
+        self._starts = array("q")
+        self._nbytes = 0
+        """Bytes of all tasks so far."""
+        self._room = -1
+        """Bytes that the last bundle can still take; below 0 where there is none yet."""
+        self._fill: _Growing | None = None
+
+    def whole(self, numbers: Iterable[int]) -> None:
+        """A task that writes these placements and nothing else; all such tasks come first."""
+        self._starts.append(self._nbytes)
+        self._nbytes += sum(extent_of(self._target, number).nbytes for number in numbers)
+
+    def add(self, number: int) -> None:
+        """The next placement."""
+        own, at = extent_of(self._target, number), len(self._bundled)
+        self._bundled.append(number)
+        if self._fill is not None and self._fill.joins(own, self._block):
+            self._fill = self._fill._replace(nbytes=self._fill.nbytes + own.nbytes)
+            return
+        self._close()
+        full, rest = divmod(own.nbytes, self._block)
+        self._add_full(at, full)
+        if rest:
+            self._fill = _Growing(own.path, own.offset + full * self._block, rest, at, full)
+
+    def _add_full(self, at: int, blocks: int) -> None:
+        done = min(blocks, max(self._room, 0) // self._block)
+        self._room -= done * self._block
+        self._nbytes += done * self._block
+        while done < blocks:
+            taken = min(blocks - done, max(1, self._limit // self._block))
+            self._begin(at, done)
+            self._room -= taken * self._block
+            self._nbytes += taken * self._block
+            done += taken
+
+    def _begin(self, at: int, block: int) -> None:
+        self._begins.append(at)
+        self._blocks.append(block)
+        self._starts.append(self._nbytes)
+        self._room = self._limit
+
+    def _close(self) -> None:
+        """Put the fill that grew into a bundle."""
+        fill, self._fill = self._fill, None
+        if fill is None:
+            return
+        if fill.nbytes > self._room:
+            self._begin(fill.at, fill.block)
+        self._room -= fill.nbytes
+        self._nbytes += fill.nbytes
+
+    def tasks(self, whole: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]) -> TaskList:
+        """The list of all tasks. `whole`: see there."""
+        self._close()
+        self._begin(len(self._bundled), 0)
+        return TaskList(
+            target=self._target,
+            block=self._block,
+            whole=whole,
+            bundled=self._bundled,
+            begins=self._begins,
+            blocks=self._blocks,
+            starts=self._starts,
+            listed=range(len(self._starts) - 1),
+        )
+
+
+class _Growing(NamedTuple):
+    """A fill that may grow."""
+
+    path: str
+    """Output file."""
+    offset: int
+    """Its first byte there."""
+    nbytes: int
+    """Its bytes so far."""
+    at: int
+    """Position of the placement that it begins with."""
+    block: int
+    """Block of that placement."""
+
+    def joins(self, own: Extent, block: int) -> bool:
+        """Whether a placement is joined to it."""
+        follows = self.path == own.path and self.offset + self.nbytes == own.offset
+        return follows and self.nbytes + own.nbytes <= block
+
+
+def _by_path(target: TargetPlan) -> list[tuple[str, list[int]]]:
+    """Numbers of what is written to each output file, in the order of the files and of the bytes in them.
+
+    Of placements, and of raw copies, counted on; what is empty is left out.
+    """
+    rank = {file.path: position for position, file in enumerate(target.files)}
+    sized = [(rank[p.path], p.offset, n) for n, p in enumerate(target.placements) if p.slice.start < p.slice.stop]
+    raw = enumerate(target.raw, len(target.placements))
+    sized += [(rank[own.path], own.offset, number) for number, own in raw if own.src.numel]
+    by_file = groupby(sorted(sized), key=lambda item: item[0])
+    return [(target.files[position].path, [number for _, _, number in own]) for position, own in by_file]
+
+
+class Extent(NamedTuple):
+    """Where a placement, or a raw copy, goes."""
+
+    path: str
+    """Output file."""
+    offset: int
+    """Byte in it of the first element."""
+    start: int
+    """First element of the slice's local tensor."""
+    stop: int
+    """One past the last."""
+    itemsize: int
+    """Bytes of an element."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are written."""
+        return (self.stop - self.start) * self.itemsize
+
+
+def extent_of(target: TargetPlan, number: int) -> Extent:
+    """Where placement `number` goes; counted on from placements, raw copies."""
+    if number < len(target.placements):
+        placement = target.placements[number]
+        own = placement.slice
+        return Extent(placement.path, placement.offset, own.start, own.stop, own.dtype.itemsize)
+    raw = target.raw[number - len(target.placements)]
+    return Extent(raw.path, raw.offset, 0, raw.src.numel, raw.src.dtype.itemsize)
+
+
+def _sections(own: Extent, placement: int, block: int, first: int = 0, last: int | None = None) -> Iterator[Section]:
+    """Blocks `first` to `last` of a placement."""
+    step = max(1, block // own.itemsize)
+    stop = own.stop if last is None else min(own.stop, own.start + last * step)
+    for low, high in block_ranges(own.start + first * step, stop, step):
+        offset = own.offset + (low - own.start) * own.itemsize
+        yield Section(placement=placement, start=low, stop=high, offset=offset, nbytes=(high - low) * own.itemsize)
+
+
+def _fills(path: str, sections: Iterable[Section], block: int) -> Iterator[Fill]:
+    run: list[Section] = []
+    for section in sections:
+        joins = bool(run) and run[-1].offset + run[-1].nbytes == section.offset
+        if run and not (joins and section.offset + section.nbytes - run[0].offset <= block):
+            yield Fill(path=path, sections=tuple(run))
+            run = []
+        run.append(section)
+    if run:
+        yield Fill(path=path, sections=tuple(run))
