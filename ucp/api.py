@@ -16,6 +16,7 @@ from typing import TypeVar, Unpack
 import ucp  # the return types, which are imported when they are looked at
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.contract.registry import recognise, with_callables
+from ucp.conversion.collection import no_cycle_collection
 from ucp.conversion.options import (
     ConvertArguments,
     MemoryLike,
@@ -78,6 +79,7 @@ def open(  # noqa: A001  # ucp.open is the name users look for
     return Checkpoint(index_of(given(path), source=SourceOptions.of(family, patterns, shapes_from)))
 
 
+@no_cycle_collection()
 def inspect(
     path: type_path,
     *,

@@ -14,6 +14,7 @@ from ucp.contract.protocols import Engine, Observer, SourceOptions, Target
 from ucp.contract.registry import engine as registered_engine
 from ucp.contract.registry import names, recognise, target, with_callables
 from ucp.contract.state_gaps import gap_text, state_gaps, with_gaps
+from ucp.conversion.collection import no_cycle_collection
 from ucp.conversion.options import ConvertOptions, cores
 from ucp.conversion.source.copied_ranks import copied_ranks
 from ucp.conversion.source.new_optimizer import HYPER, with_optimizer, without_hyper
@@ -34,7 +35,6 @@ from ucp.core.names import WEIGHT, NameFilter
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import FamilyError, IdleOptionError, MisfitError, UnsupportedError, UsageError, listed, nearest
-from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.folder import files_below
 from ucp.io.identity import is_remote, producer
 from ucp.transfer.job import Job, make_job
@@ -157,6 +157,7 @@ def _present(path: Path) -> SourceFile:
     )
 
 
+@no_cycle_collection()
 def index_of(
     path: Path,
     names: NameFilter | None = None,
@@ -202,6 +203,7 @@ def _gap_warnings(whole: Index, index: Index) -> Iterator[str]:
         yield f"{gap_text(lost)}\nThe weights are complete (--include '*/weight')"
 
 
+@no_cycle_collection()
 def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None, *, beside_bytes: int = 0) -> Prepared:
     """Decide everything: writes nothing. `beside_bytes`: memory that the destination takes beside the workers.
 
@@ -290,8 +292,7 @@ def _named(
 def _planned(chosen: Target, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
     """The plan of the target. Raises MisfitError where this model is none for it."""
     try:
-        with no_cycle_collection():
-            return chosen.plan(index, topology, options)
+        return chosen.plan(index, topology, options)
     except (UnsupportedError, FamilyError) as error:
         raise MisfitError(str(error)) from error
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from ucp.core.index import Extra, Index
 from ucp.core.tensor import Record
 from ucp.errors import ChangedError, CorruptError, MalformedError, UcpError, counted, listed
-from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.folder import names_of_folder
 from ucp.io.identity import identity_of, source_file
 from ucp.store.extras import EXTRAS, read_extra
@@ -23,11 +22,10 @@ __all__ = ["read_store"]
 def read_store(root: Path) -> Index:
     """Index of the store in the folder `root`. Raises ChangedError when a file it refers to is another one now."""
     path = inside(root, MANIFEST)
-    with no_cycle_collection():
-        document = parse(read_text(path), path)
-        files = files_of(document, root)
-        _check_unchanged(files, root)
-        index, stored = interpret(document, root, [own.file for own in files])
+    document = parse(read_text(path), path)
+    files = files_of(document, root)
+    _check_unchanged(files, root)
+    index, stored = interpret(document, root, [own.file for own in files])
     extras, records = _extras(root, stored)
     unchecked = tuple(_unchecked(root, stored))
     return replace(

@@ -26,7 +26,6 @@ from ucp.core.region import Box
 from ucp.core.tensor import Record
 from ucp.errors import counted, listed
 from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, read_dcp
-from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.dcp.local import rank_of
 from ucp.io.folder import absolute, names_in, path_of
 from ucp.io.identity import source_file
@@ -53,8 +52,7 @@ class DcpFormat(Format):
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
         located = the_folder(locate(path), path)
-        with no_cycle_collection():
-            index = _Reading(located).index(self.name)
+        index = _Reading(located).index(self.name)
         return with_companions(index, SaveFolder(path_of(index.path)), is_own=is_of_the_format)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from ucp.io.dcp.collection import no_cycle_collection
+from ucp.conversion.collection import no_cycle_collection
 from ucp.live.exchange.holders import digests, holders
 from ucp.live.exchange.loads import Load, loads_of, own_load
 from ucp.live.exchange.read_shares import ALIGNMENT, Window, share_out

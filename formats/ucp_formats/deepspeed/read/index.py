@@ -22,7 +22,6 @@ from ucp.core.layout import Layout
 from ucp.core.names import WEIGHT
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, listed
-from ucp.io.dcp.collection import no_cycle_collection
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.locate import Located, TagFolder, list_folder
 from ucp_formats.deepspeed.names import UNIVERSAL
@@ -50,17 +49,16 @@ def read_native(
     """
     folder = list_folder(located.root)
     refuse_names(folder)
-    with no_cycle_collection():
-        grid = read_grid(folder)
-        checksums = Checksums(record for file in grid.files for record in file.records)
-        refuse_idle_options(options, grid.tp, str(folder.path))
-        if grid.is_plain:
-            merged = _read_plain(grid, checksums, group_names)
-        else:
-            from ucp_formats.deepspeed.read.ranks.parallel import expert_degree, read_parallel
+    grid = read_grid(folder)
+    checksums = Checksums(record for file in grid.files for record in file.records)
+    refuse_idle_options(options, grid.tp, str(folder.path))
+    if grid.is_plain:
+        merged = _read_plain(grid, checksums, group_names)
+    else:
+        from ucp_formats.deepspeed.read.ranks.parallel import expert_degree, read_parallel
 
-            merged = read_parallel(grid, checksums, options, _mesh(grid, expert_degree(grid)))
-        return _index(name, located, grid, merged)
+        merged = read_parallel(grid, checksums, options, _mesh(grid, expert_degree(grid)))
+    return _index(name, located, grid, merged)
 
 
 def _mesh(grid: SavedGrid, ep: int) -> Mesh:

@@ -19,7 +19,6 @@ from ucp.core.names import WEIGHT
 from ucp.core.tensor import Record
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredTensor
-from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.identity import source_file
 from ucp_formats.megatron.dist.atoms import EMBEDDING, atom_of, tied_output
 from ucp_formats.megatron.dist.common import CommonState, SavedObjects, read_common, read_folder, read_objects
@@ -85,11 +84,6 @@ def read_dist(located: Located, name: str, options: SourceOptions) -> Index:
 
     `name`: of the format. `options`: may name the family of the model.
     """
-    with no_cycle_collection():
-        return _read(located, name, options)
-
-
-def _read(located: Located, name: str, options: SourceOptions) -> Index:
     dcp = read_folder(absolute(located.root))
     objects = read_objects(dcp)
     common = read_common(dcp, objects)

@@ -22,7 +22,6 @@ from ucp.core.names import WEIGHT
 from ucp.core.tensor import Record
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, listed
-from ucp.io.dcp.collection import no_cycle_collection
 from ucp.io.folder import absolute, path_of
 from ucp.io.identity import source_file
 from ucp.io.torch_file.archive import read_archive
@@ -74,8 +73,7 @@ class TorchFormat(Format):
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
         located = the_files(locate(path), path)
-        with no_cycle_collection():
-            index = _Reading(located, self._shapes()).index(self.name)
+        index = _Reading(located, self._shapes()).index(self.name)
         folder = SaveFolder(located.root) if located.root.is_dir() else None
         return with_companions(index, folder, is_own=lambda own: is_of_the_format(own) or own.name in _names(located))
 
