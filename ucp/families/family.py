@@ -32,6 +32,8 @@ _COMPUTED = re.compile(r"(?:\{|\+)=([^}]*)\}")
 _MOST_WAYS = 256
 """Ways in which the parts of one name that a style writes otherwise may combine."""
 
+_Ways = tuple[tuple[Alias, tuple[Template, ...]], ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
@@ -79,6 +81,10 @@ class Family:
     _entries: dict[tuple[str | None, str], tuple[Stored, ...]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
+    _ways: dict[tuple[int, str], tuple[Rule, _Ways]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    """By the identity of a rule, which is kept beside, and the style."""
     _limits: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -260,13 +266,21 @@ class Family:
         if not matches:
             raise FamilyError(self._no_fit([name], []))
         rule, fields = matches[0].rules[0], matches[0].fields
-        aliases = sorted(self._aliases(rule, style), key=lambda own: self._holds(own.when) is False)
-        return tuple((own, tuple(Template(each).filled(fields) for each in own.names)) for own in aliases)
+        return tuple((own, tuple(name.filled(fields) for name in names)) for own, names in self._ways_of(rule, style))
 
     def written(self, rule: Rule, style: str) -> tuple[str, ...]:
         """Templates of the names that a style writes for a rule; empty when it has none. Raises UsageError."""
-        ways = sorted(self._aliases(rule, style), key=lambda own: self._holds(own.when) is False)
-        return ways[0].names if ways else ()
+        ways = self._ways_of(rule, style)
+        return ways[0][0].names if ways else ()
+
+    def _ways_of(self, rule: Rule, style: str) -> _Ways:
+        """Ways in which a style may store a rule's parameters, and the templates of each, the likeliest first."""
+        known, ways = self._ways.get((id(rule), style), (None, ()))
+        if known is not rule:
+            aliases = sorted(self._aliases(rule, style), key=lambda own: self._holds(own.when) is False)
+            ways = tuple((own, tuple(map(Template, own.names))) for own in aliases)
+            self._ways[id(rule), style] = rule, ways
+        return ways
 
     def _stored_as(self, name: str, style: str | None) -> Sequence[Stored]:
         """Entries whose templates may be that of a stored name; the table of them is made when it is first needed."""

@@ -137,6 +137,9 @@ def _joined(
     family: Family, unit: _Unit, named: Named, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Made]]:
     """Canonical tensors of a unit."""
+    if named.alias is None and not named.stacked and 0 not in shapes[unit.names[0]]:  # most: it has this name
+        yield named.canonical, Made.whole(unit.names[0], shapes[unit.names[0]])
+        return
     alias, depth = unit.alias, len(named.stacked)
     try:
         seen = [alias.seen(part, shapes[name], depth, family.values) for part, name in enumerate(unit.names)]

@@ -97,14 +97,20 @@ class DcpDraft:
 
     def value(self, key: str, value: object, *, rank: int | None = None) -> None:
         """A value of plain parts and tensors of the source, in the file of a rank where one is given."""
-        self._saved[key] = Stub(GlobalName(_MODULE, "BytesStorageMetadata"))
+        self.values((key,), value, rank=rank)
+
+    def values(self, keys: Iterable[str], value: object, *, rank: int | None = None) -> None:
+        """The same value under each of `keys`, an item of each."""
         moved: dict[NewStorage, TensorRef] = {}
         layout = layout_torch_zip(grafted(value, moved))
-        start = self._place(key, None, _Item.of(layout, None), NewChunk(offsets=(0,), sizes=(0,), rank=rank))
-        file = self._newest[rank]
-        file.raw += [
-            RawCopy(src=ref, path=file.path, offset=start + layout.storages[storage]) for storage, ref in moved.items()
-        ]
+        item, chunk = _Item.of(layout, None), NewChunk(offsets=(0,), sizes=(0,), rank=rank)
+        for key in keys:
+            self._saved[key] = Stub(GlobalName(_MODULE, "BytesStorageMetadata"))
+            start = self._place(key, None, item, chunk)
+            file = self._newest[rank]
+            file.raw += [
+                RawCopy(src=ref, path=file.path, offset=start + layout.storages[s]) for s, ref in moved.items()
+            ]
 
     def path(self, key: str, path: tuple[object, ...]) -> None:
         """Where in the nested dict that a script saves and loads `key` stands."""

@@ -61,7 +61,7 @@ class _Writer:
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
         self.storages: dict[NewStorage, int] = {}
-        self._memo: dict[object, int] = {}
+        self.memo: dict[object, int] = {}
         self._count = 0
         self._alive: list[object] = []
         self._open: dict[object, int] = {}
@@ -112,7 +112,7 @@ class _Writer:
 
     def got(self, key: object) -> bool:
         """Whether what `key` stands for was written before; if so, refer to it."""
-        index = self._memo.get(key)
+        index = self.memo.get(key)
         if index is None:
             return False
         self.out += b"h" + bytes([index]) if index < 256 else b"j" + index.to_bytes(4, "little")
@@ -120,7 +120,7 @@ class _Writer:
 
     def memoize(self, key: object) -> None:
         """Remember the value just written."""
-        index = self._memo[key] = self._count
+        index = self.memo[key] = self._count
         self._count += 1
         self.out += b"q" + bytes([index]) if index < 256 else b"r" + index.to_bytes(4, "little")
 
@@ -323,10 +323,10 @@ def _batches(
             w.out += b"("
         for value in chain.from_iterable(batch):
             leaf = _LEAVES.get(type(value))
-            if leaf is None:
-                yield w.saving(value)
-            else:  # is written without steps: all before it are done
+            if leaf is not None:  # is written without steps: all before it are done
                 leaf(w, value)
+            elif not _flat_stub(w, value):
+                yield w.saving(value)
         w.out += many if marked else one
 
 
@@ -347,6 +347,39 @@ def _stub(w: _Writer, value: Stub) -> None:
         return
     w.enter(key, len(value.args))
     w.then(*_made(w, value), lambda: w.leave(key))
+
+
+def _flat_stub(w: _Writer, value: object) -> bool:
+    """Whether a value is an object without arguments, of a dict of leaves and known objects, written here at once.
+
+    Of these `.metadata` has millions: what `_stub` does, but for the steps.
+    """
+    if type(value) is not Stub or not value.has_state or value.args or value.kwargs or value.entries or value.items:
+        return False
+    state = value.state
+    if type(state) is not dict or not 1 < len(state) <= _BATCH or "." in value.made_by.qualname:
+        return False
+    memo = w.memo
+    for own in state.values():
+        if type(own) not in _LEAVES and ("object", id(own)) not in memo:
+            return False
+    if any(type(key) is not str for key in state) or ("object", id(value)) in memo or ("object", id(state)) in memo:
+        return False
+    _global(w, value.made_by)
+    w.out += b")\x81" if value.new else b")R"
+    w.memoize(w.identity(value))
+    w.out += b"}"
+    w.memoize(w.identity(state))
+    w.out += b"("
+    for key, own in state.items():
+        _str(w, key)
+        leaf = _LEAVES.get(type(own))
+        if leaf is None:
+            w.got(("object", id(own)))
+        else:
+            leaf(w, own)
+    w.out += b"ub"
+    return True
 
 
 def _made(w: _Writer, value: Stub) -> tuple[Callable[[], None], ...]:

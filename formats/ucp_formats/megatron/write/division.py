@@ -88,13 +88,16 @@ def _cut_problems(model: Model, own: Topology) -> Iterator[str]:
     """Dims that are cut into parts of other lengths: a line per axis, every kind of tensor once."""
     degrees = {"tp": own.tp, "etp": own.expert_tp}
     seen: dict[str, dict[str, None]] = {}
+    kinds: dict[tuple[str, tuple[int, ...]], ModelTensor] = {}
     for tensor in model.tensors:
+        kinds.setdefault((tensor.match.rule.name.text, tensor.shape), tensor)
+    for (name, shape), tensor in kinds.items():
         if tensor.match.rule.padded is None:
             for axis in _uneven_axes(tensor, degrees):
-                seen.setdefault(axis, {})[f"{tensor.match.rule.name} {list(tensor.shape)}"] = None
-    for axis, kinds in seen.items():
-        shown = ", ".join(list(kinds)[:_MOST_KINDS])
-        more = f" and {len(kinds) - _MOST_KINDS} more like it" if len(kinds) > _MOST_KINDS else ""
+                seen.setdefault(axis, {})[f"{name} {list(shape)}"] = None
+    for axis, uneven in seen.items():
+        shown = ", ".join(list(uneven)[:_MOST_KINDS])
+        more = f" and {len(uneven) - _MOST_KINDS} more like it" if len(uneven) > _MOST_KINDS else ""
         yield f"dims: {axis}={degrees[axis]} does not divide {shown}{more}"
 
 

@@ -52,8 +52,7 @@ def plan_dist(own: TargetRun, folder: str) -> tuple[Drafted, ...]:
             for key, state, dtype in _stored_states(own, tensor, part.key):
                 chunks = list(_chunks(tensor, boxes, part, state, dtype))
                 draft.tensor(key, dtype, part.shape, chunks)
-    for key in extra_state_keys(own.model, style):
-        draft.value(key, [None])
+    draft.values(extra_state_keys(own.model, style), [None])
     pp, tp = own.topology.pp, own.topology.tp
     for at, value in own.random.items():
         draft.value(f"rng_state/shard_{at.pp}.{at.tp}_{pp}.{tp}", [value])
