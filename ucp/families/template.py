@@ -36,6 +36,7 @@ _COUNT = re.compile(r"\.[0-9]+(?=\.)")
 _DIGITS = re.compile(r"[0-9]+")
 
 
+@lru_cache(maxsize=1 << 17)  # of one model's names the same is asked again and again
 def outline(name: str) -> str:
     """The name with `#` for every number: equal for all names that one template can stand for.
 

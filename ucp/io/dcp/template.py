@@ -20,7 +20,7 @@ from ucp.io.torch_file.zipdir import Window, ZipMember, data_offset, read_direct
 
 __all__ = ["ITEM_END", "ObjectTemplate", "TensorTemplate", "object_template", "tensor_template"]
 
-ITEM_END = 4096
+ITEM_END = 2048
 """Bytes at both ends of an item within which the structure of a template must lie."""
 
 _SERIALIZATION_ID = "/.data/serialization_id"

@@ -71,7 +71,9 @@ def _common() -> re.Pattern[bytes]:
     """Instructions that stay, then one that becomes a request or (group 3) bytes that are none of these or cut off."""
     texts = [re.escape(bytes([n])) + b"%%s.{%d}" % n for n in range(256)]
     short, long = (b"|".join(texts).replace(b"%s", zeros) for zeros in (b"", rb"\0\0\0"))
-    stay = rb"[()012N\]lt}\x85-\x89\x8f\x94]++|[Khq].|[jJ]....|M..|G.{8}|r..[\0\1]\0|\x8c(?:%s)|X(?:%s)" % (short, long)
+    longs = b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(9))  # offsets in files above 2 GB
+    stay = rb"[()012N\]lt}\x85-\x89\x8f\x94]++|[Khq].|[jJ]....|M..|G.{8}|r..[\0\1]\0"
+    stay += rb"|\x8c(?:%s)|X(?:%s)|\x8a(?:%s)" % (short, long, longs)
     return re.compile(rb"((?:%s)*+)(?:(ub|[QRabdeosu\x81\x90-\x93])|(.*))" % stay, re.DOTALL)
 
 

@@ -130,7 +130,13 @@ class _Machine(pickle.Unpickler):
         """The arguments of a call, which may copy them: instructions of a few bytes may repeat it without end."""
         if type(args) is not tuple:
             raise PickleFaultError(f"a call whose arguments are a {type(args).__name__}; expected a tuple")
-        self.count(len(args) + sum(len(own) for own in args if isinstance(own, Sized)))
+        values = len(args)
+        for own in args:
+            if type(own) is tuple or isinstance(own, Sized):  # the commonest first
+                values += len(own)
+        self._left -= values
+        if self._left < 0:
+            self.count(0)  # raises
         return args
 
     def count(self, values: int) -> None:

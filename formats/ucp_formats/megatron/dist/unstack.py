@@ -110,6 +110,7 @@ def check_tiled(wholes: Iterable[Whole], where: str) -> None:
     problems = [
         f"{whole.name} {gap.box} of {list(whole.shape)}: held by {'nothing' if not gap.owners else 'several pieces'}"
         for whole in wholes
+        if len(whole.pieces) != 1 or whole.pieces[0].box.sizes != whole.shape
         if _lie_inside(whole)  # what lies past the end, `check_cover` tells
         for gap in uncovered(whole.shape, [piece.box for piece in whole.pieces])
     ]
@@ -166,7 +167,10 @@ class _Apart:
     def _is_borne_out(self, inner: Shape, problems: list[str]) -> bool:
         """Whether there are bytes for as many tensors as the dims say; they may be damaged, and say anything."""
         saved, count = self._tensor.saved, prod(self._shape[: self._lead])
-        held = sum(min(chunk.ref.numel, chunk.ref.extent // saved.dtype.itemsize) for chunk in self._tensor.chunks)
+        refs = [chunk.ref for chunk in self._tensor.chunks]
+        held = sum(
+            ref.numel if ref.is_contiguous else min(ref.numel, ref.extent // saved.dtype.itemsize) for ref in refs
+        )
         told = sum(prod(chunk.sizes) for chunk in self._tensor.chunks)
         if count <= (held if prod(inner) else _MOST_EMPTY) and told <= held:
             return True
@@ -181,7 +185,7 @@ class _Apart:
 
     def _cut(self, chunk: StoredChunk) -> Iterator[tuple[Shape, Piece]]:
         lead = self._lead
-        box = Box(chunk.offsets[lead:], chunk.sizes[lead:])
+        box = _box(chunk.offsets[lead:], chunk.sizes[lead:])
         for at in product(*map(range, chunk.sizes[:lead])):
             index = tuple(map(int.__add__, chunk.offsets[:lead], at))
             yield index, Piece(box, _inner(chunk.ref, at))
