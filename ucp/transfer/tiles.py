@@ -53,9 +53,10 @@ def is_crosswise(
 ) -> bool:
     """Whether filling a slice in its own order, `nbytes` at a time, would cost `times` its bytes, or be in short runs.
 
-    So would comparing it with the copies that the source holds. `known`: answers so far, for others that lie alike.
+    So would comparing it with the copies that the source holds. `known`: answers so far, for others that lie alike, and
+    of states that are there as long as it is.
     """
-    if state.nbytes < LEAST or own.start == own.stop or _is_plain(own, state):
+    if state.nbytes < LEAST or own.start == own.stop or (_is_stretch(own, state) and _is_plain(state, known)):
         return False
     if known is None:
         return _is_costly(own, state, nbytes, times)
@@ -84,16 +85,22 @@ def _is_costly(own: Slice, state: StateIndex, nbytes: int, times: float) -> bool
     )
 
 
-def _is_plain(own: Slice, state: StateIndex) -> bool:
-    """Whether slice and pieces are stretches of the row-major order, as nearly all are."""
-    return (
-        len(own.pairs) == 1
-        and own.pairs[0].whole.is_flat_in(state.global_shape)
-        and all(
+def _is_stretch(own: Slice, state: StateIndex) -> bool:
+    """Whether a slice is a stretch of the row-major order, as nearly all are."""
+    return len(own.pairs) == 1 and own.pairs[0].whole.is_flat_in(state.global_shape)
+
+
+def _is_plain(state: StateIndex, known: dict[object, bool] | None) -> bool:
+    """Whether all pieces are stretches of the row-major order, as nearly all are; asked for by every slice of it."""
+    found = None if known is None else known.get(id(state))
+    if found is None:
+        found = all(
             isinstance(ref, TensorRef) and ref.is_contiguous and not ref.codec and box.is_flat_in(state.global_shape)
             for ref, box in ((fragment.ref, fragment.box) for fragment in state.fragments)
         )
-    )
+        if known is not None:
+            known[id(state)] = found
+    return found
 
 
 def _cost(pieces: Sequence[Piece]) -> int:

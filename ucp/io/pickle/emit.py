@@ -264,6 +264,12 @@ def _tuple(w: _Writer, value: tuple[object, ...]) -> None:
         return
     if len(value) > 3:
         w.out += b"("
+    if _LEAVES.keys() >= set(map(type, value)):  # no steps: it holds nothing that could hold it
+        for item in value:
+            _LEAVES[type(item)](w, item)
+        w.out += (b"\x85", b"\x86", b"\x87")[len(value) - 1] if len(value) <= 3 else b"t"
+        w.memoize(key)
+        return
     w.enter(key, len(value))
     w.each(chain((w.saving(item) for item in value), [lambda: _close_tuple(w, key, len(value))]))
 

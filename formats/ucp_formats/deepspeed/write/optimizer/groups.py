@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from struct import unpack
 
 from ucp.contract.rank_extras import Checksums
@@ -42,7 +43,7 @@ class Scalar:
     """Whether the others are known to agree, by values in the index or recorded checksums."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: what all of its parameters share is asked for by every rank, and kept
 class Group:
     """One parameter group."""
 
@@ -66,7 +67,7 @@ class Group:
         """Name and elements of each parameter."""
         return tuple((atom.name, atom.states[WEIGHT].numel) for atom in self.params)
 
-    @property
+    @cached_property
     def state_names(self) -> tuple[str, ...]:
         """All states but the weight, in the order in which a parameter has them."""
         known = {*self.elementwise, *self.scalars}
@@ -82,9 +83,19 @@ class Group:
         """Type of a flat tensor of the weights."""
         return _common(stored_dtype(atom, WEIGHT, dtypes) for atom in self.params)
 
+    @cached_property
+    def _shared(self) -> dict[str, Scalar]:
+        return {}
+
     def scalar(self, state: str, params: Iterable[str] | None = None) -> Scalar:
         """The value of a count for `params` (all, if not given). Raises UnsupportedError when they differ."""
-        chosen = set(params) if params is not None else {atom.name for atom in self.params}
+        if params is not None:
+            return self._scalar(state, set(params))
+        if state not in self._shared:
+            self._shared[state] = self._scalar(state, {atom.name for atom in self.params})
+        return self._shared[state]
+
+    def _scalar(self, state: str, chosen: Container[str]) -> Scalar:
         holders = [atom for atom in self.params if state in atom.states and atom.name in chosen]
         holders = holders or [atom for atom in self.params if state in atom.states]
         first = holders[0].states[state].fragments[0].ref
