@@ -62,7 +62,7 @@ def make_job(index: Index, target: TargetPlan, share: Share | None = None) -> Jo
     return Job(index=index, target=target, tasks=tasks, nbytes=tasks.nbytes, checking=checking, crosswise=crosswise)
 
 
-def every_task(job: Job) -> Sequence[Task]:
+def every_task(job: Job) -> TaskList:
     """All tasks of the plan that a job may be a share of."""
     return _task_list(job.target, job.crosswise)
 

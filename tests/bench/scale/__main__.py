@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from pathlib import Path
 
 from tests.bench.measure import run
@@ -47,7 +48,7 @@ def _megatron(experts: int, *, layers: int) -> Case:
     moe = Moe(layers=layers, experts=experts)
     ep = min(64, experts)
     layout = Layout(tp=8, pp=16, ep=ep, dp=8)
-    degrees = f"tp=4,pp=1,ep={min(128, experts)},etp=1,dp=256"
+    degrees = f"tp=4,pp=1,ep={gcd(128, experts)},etp=1,dp=256"
     return Case(
         series="Megatron torch_dist",
         ranks=layout.world,
@@ -76,7 +77,11 @@ def _write_experts(folder: Path, *, moe: Moe, ranks: int, ep: int) -> None:
 
 
 SERIES: dict[str, tuple[Case, ...]] = {
-    "tensors": tuple(_megatron(experts, layers=61) for experts in (4, 16, 64, 128, 256)),
+    "tensors": (
+        _megatron(4, layers=19),  # 1,000 tensors
+        *(_megatron(experts, layers=61) for experts in (4, 16, 64, 128, 256)),
+        _megatron(320, layers=58),  # 149,652
+    ),
     "ranks": tuple(_deepspeed(ranks, layers=8, experts=64) for ranks in (8, 32, 128, 512, RANKS)),
     "large": (_deepspeed(RANKS, layers=61, experts=256),),
 }

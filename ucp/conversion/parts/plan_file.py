@@ -15,25 +15,24 @@ import os
 import secrets
 import stat
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, overload
+from typing import Any, BinaryIO
 
 import xxhash
 import zstandard
 
 from ucp.contract.registry import target
 from ucp.conversion.options import ConvertOptions
-from ucp.conversion.parts.plan_values import Chunk, Encoder
+from ucp.conversion.parts.plan_values import Chunk, Encoder, Known
 from ucp.conversion.prepare import Prepared, workers_of
 from ucp.core.index import Index, SourceFile
 from ucp.core.target import TargetPlan
 from ucp.core.topology import Topology
 from ucp.io.identity import source_file
 from ucp.transfer.job import Job, every_task
-from ucp.transfer.tasks import Share, Task
+from ucp.transfer.tasks import Share
 
 __all__ = ["plan_path", "read_plan", "write_plan"]
 
@@ -45,30 +44,6 @@ _TAIL = struct.Struct("<QQ8s16s")
 _MARK = b"ucp plan"
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, IndexError, struct.error, zstandard.ZstdError)
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Known(Sequence[T]):
-    """A sequence of which some items are known, each at its place."""
-
-    length: int
-    """How many there are."""
-    items: Mapping[int, T]
-    """Those that are known."""
-
-    def __len__(self) -> int:
-        return self.length
-
-    @overload
-    def __getitem__(self, at: int) -> T: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[T]: ...
-    def __getitem__(self, at: int | slice) -> T | Sequence[T]:
-        if isinstance(at, slice):
-            raise TypeError("expected a number; got a slice: not all items are known")
-        return self.items[at]
-
 
 def plan_path(folder: Path, key: str) -> Path:
     """File of the plan of a conversion, by what it was made of, in the folder that its parts share."""
@@ -78,18 +53,17 @@ def plan_path(folder: Path, key: str) -> Path:
 def write_plan(folder: Path, key: str, prepared: Prepared) -> None:
     """Put a plan in its place, whole or not at all. `key`: what it was made of. Raises OSError."""
     path = folder / f"plan-{secrets.token_hex(8)}"
-    job, encoder = prepared.job, Encoder(prepared.job)
-    total = sum(own.slice.nbytes for own in job.target.placements) + sum(own.src.nbytes for own in job.target.raw)
+    every, encoder = every_task(prepared.job), Encoder(prepared.job)
+    total = every.nbytes
     chunks: list[tuple[int, int, int, str]] = []
-    at = start = 0
+    at = 0
     try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            for tasks in _bundled(every_task(job), limit=total // CHUNKS):
-                data = _packed(encoder.chunk(tasks))
+            for numbers in every.ranges(total // CHUNKS):
+                data = _packed(encoder.chunk(every, numbers))
                 file.write(data)
-                chunks.append((start, at, len(data), xxhash.xxh3_128_hexdigest(data)))
+                chunks.append((every.starts[numbers.start], at, len(data), xxhash.xxh3_128_hexdigest(data)))
                 at += len(data)
-                start += sum(task.nbytes for task in tasks)
             head = _packed(json.dumps(_head(key, prepared, chunks, total)).encode())
             file.write(head + _TAIL.pack(at, len(head), _MARK, xxhash.xxh3_128_digest(head)))
         os.replace(path, plan_path(folder, key))
@@ -97,20 +71,6 @@ def write_plan(folder: Path, key: str, prepared: Prepared) -> None:
         with suppress(FileNotFoundError):
             path.unlink()
         raise
-
-
-def _bundled(tasks: Iterable[Task], *, limit: int) -> Iterator[list[Task]]:
-    """Tasks that follow one another, of `limit` bytes or a little more."""
-    own: list[Task] = []
-    nbytes = 0
-    for task in tasks:
-        own.append(task)
-        nbytes += task.nbytes
-        if nbytes > limit:
-            yield own
-            own, nbytes = [], 0
-    if own:
-        yield own
 
 
 def _packed(text: bytes) -> bytes:
@@ -193,7 +153,7 @@ def _read_chunks(file: BinaryIO, head: Mapping[str, Any], share: Share) -> Chunk
         data = file.read(nbytes)
         if xxhash.xxh3_128_hexdigest(data) != digest:
             raise ValueError("a chunk is damaged")
-        found.add(_unpacked(data), start, share, total)
+        found.add(_unpacked(data), share, total)
     return found
 
 
@@ -222,8 +182,8 @@ def _prepared(head: Mapping[str, Any], found: Chunk, options: ConvertOptions) ->
     workers, threads = workers_of(options, index)
     plan = TargetPlan(
         files=tuple(found.files.values()),
-        placements=_Known(placements, found.placements),
-        raw=_Known(raw, found.raw),
+        placements=Known(placements, found.placements),
+        raw=Known(raw, found.raw),
         compress=compress,
         casts=tuple(casts),
         notes=tuple(target_notes),

@@ -6,11 +6,12 @@ What is read is put together from numbers and strings by the classes below alone
 from __future__ import annotations
 
 import json
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
@@ -18,17 +19,42 @@ from ucp.core.index import AtomIndex, Kind, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
-from ucp.core.target import OutputFile, Placement, RawCopy
+from ucp.core.target import OutputFile, Placement, RawCopy, TargetPlan
 from ucp.core.tensor import InlineTensor, Record, Tensor, TensorRef
 from ucp.transfer.job import Job
-from ucp.transfer.tasks import Fill, Section, Share, Task
+from ucp.transfer.task_list import TaskList, extent_of
+from ucp.transfer.tasks import Share, Task
 
-__all__ = ["Chunk", "Encoder"]
+__all__ = ["Chunk", "Encoder", "Known"]
 
-_VALUES = (Box, RegionPair, TensorRef, InlineTensor, Fragment, Slice, Placement, RawCopy, Section, Fill, Task, Record)
+T = TypeVar("T")
+
+_VALUES = (Box, RegionPair, TensorRef, InlineTensor, Fragment, Slice, Placement, RawCopy, Record)
 _LISTED: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     kind: attrgetter(*(own.name for own in fields(kind))) for kind in _VALUES
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Known(Sequence[T]):
+    """A sequence of which some items are known, each at its place."""
+
+    length: int
+    """How many there are."""
+    items: Mapping[int, T]
+    """Those that are known."""
+
+    def __len__(self) -> int:
+        return self.length
+
+    @overload
+    def __getitem__(self, at: int) -> T: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[T]: ...
+    def __getitem__(self, at: int | slice) -> T | Sequence[T]:
+        if isinstance(at, slice):
+            raise TypeError("expected a number; got a slice: not all items are known")
+        return self.items[at]
 
 
 @dataclass(slots=True)
@@ -52,17 +78,12 @@ class Chunk:
     crosswise: set[int] = field(default_factory=set)
     """See `Job`."""
 
-    def add(self, text: bytes, start: int, share: Share, total: int) -> None:
-        """Take in what `Encoder.chunk` made: of its tasks, which begin at byte `start` of `total`, those of `share`.
+    def add(self, text: bytes, share: Share, total: int) -> None:
+        """Take in what `Encoder.chunk` made: of its tasks those of `share`, where all write `total` bytes.
 
         Raises ValueError, KeyError, TypeError, IndexError for anything else.
         """
         said = json.loads(text)
-        for task in map(_task, said["tasks"]):
-            stop = start + task.nbytes
-            if Share.at(start, stop, total=total, parts=share.parts) == share.number:
-                self.tasks.append(task)
-            start = stop
         self.placements |= {int(number): _placement(own) for number, own in said["placements"].items()}
         self.raw |= {
             int(number): RawCopy(src=_ref(src), path=p, offset=o) for number, (src, p, o) in said["raw"].items()
@@ -75,6 +96,14 @@ class Chunk:
         self.records += [Record(path=p, name=n, offset=o, nbytes=b, crc32=c) for p, n, o, b, c in said["records"]]
         self.checking |= set(said["checking"])
         self.crosswise |= set(said["crosswise"])
+        placed = Known(said["base"], self.placements), Known(said["base"], self.raw)
+        tasks = _tasks(said["tasks"], TargetPlan(files=(), placements=placed[0], raw=placed[1]))
+        starts = tasks.starts
+        self.tasks += [
+            replace(task, number=said["first"] + task.number)
+            for task in tasks
+            if Share.at(*starts[task.number : task.number + 2], total=total, parts=share.parts) == share.number
+        ]
 
 
 class Encoder:
@@ -88,10 +117,10 @@ class Encoder:
             self._records.setdefault(record.path, []).append(record)
         self._starts = {path: [record.offset for record in own] for path, own in self._records.items()}
 
-    def chunk(self, tasks: Sequence[Task]) -> bytes:
-        """Tasks with all that they refer to."""
-        job, base = self._job, len(self._job.target.placements)
-        numbers = sorted({section.placement for task in tasks for fill in task.fills for section in fill.sections})
+    def chunk(self, every: TaskList, wanted: range) -> bytes:
+        """Tasks that follow one another, with all that they refer to."""
+        job, base, tasks = self._job, len(self._job.target.placements), every.cut(wanted)
+        numbers = sorted({*tasks.bundled, *(number for own in tasks.whole for _, part in own for number in part)})
         placements = {number: job.target.placements[number] for number in numbers if number < base}
         raw = {number - base: job.target.raw[number - base] for number in numbers if number >= base}
         states: dict[str, dict[str, StateIndex]] = {}
@@ -100,11 +129,13 @@ class Encoder:
             states.setdefault(name, {})[state] = job.index.atoms[name].states[state]
         refs = [piece.ref for own in states.values() for state in own.values() for piece in state.fragments]
         said = {
-            "tasks": tasks,
+            "first": wanted.start,
+            "base": base,
+            "tasks": [tasks.block, tasks.whole, *map(list, (tasks.bundled, tasks.begins, tasks.blocks, tasks.starts))],
             "placements": placements,
             "raw": raw,
             "atoms": [_described(job.index.atoms[name], own) for name, own in states.items()],
-            "files": {fill.path: self._nbytes[fill.path] for task in tasks for fill in task.fills},
+            "files": {path: self._nbytes[path] for path in (extent_of(job.target, number).path for number in numbers)},
             "records": list(self._met([*refs, *(own.src for own in raw.values())])),
             "checking": [number for number in numbers if number in job.checking],
             "crosswise": [number for number in numbers if number in job.crosswise],
@@ -139,15 +170,19 @@ def _described(atom: AtomIndex, states: Mapping[str, StateIndex]) -> object:
     return [atom.name, atom.global_shape, atom.kind, said]
 
 
-def _task(said: list[Any]) -> Task:
-    number, fills, nbytes, projected = said
-    own = tuple(Fill(path=path, sections=tuple(map(_section, sections))) for path, sections in fills)
-    return Task(number=number, fills=own, nbytes=nbytes, projected_bytes=projected)
-
-
-def _section(said: list[int]) -> Section:
-    placement, start, stop, offset, nbytes = said
-    return Section(placement=placement, start=start, stop=stop, offset=offset, nbytes=nbytes)
+def _tasks(said: list[Any], target: TargetPlan) -> TaskList:
+    block, whole, *numbers = said
+    bundled, begins, blocks, starts = (array("q", own) for own in numbers)
+    return TaskList(
+        target=target,
+        block=block,
+        whole=tuple(tuple((path, tuple(part)) for path, part in own) for own in whole),
+        bundled=bundled,
+        begins=begins,
+        blocks=blocks,
+        starts=starts,
+        listed=range(len(starts) - 1),
+    )
 
 
 def _placement(said: list[Any]) -> Placement:
