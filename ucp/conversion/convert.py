@@ -29,7 +29,8 @@ from ucp.conversion.prepare import Prepared, prepare
 from ucp.conversion.verify import verify_written
 from ucp.core.topology import Topology
 from ucp.errors import ChangedError, CorruptError, DestinationError, ReplicaError, UsageError, counted
-from ucp.io.staging import Making, Staging
+from ucp.io.goal import Making
+from ucp.io.staging import Staging
 from ucp.io.write import check_space
 from ucp.transfer.compare import fit_threads
 from ucp.transfer.tasks import Job

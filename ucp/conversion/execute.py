@@ -18,8 +18,8 @@ from ucp.conversion.verify import owners
 from ucp.core.index import Index
 from ucp.core.target import Literal, OutputFile
 from ucp.errors import CorruptError, ReplicaError, counted, listed
+from ucp.io.goal import MARK
 from ucp.io.identity import check_unchanged, is_remote, producer
-from ucp.io.staging import MARK
 from ucp.io.write import is_memory
 from ucp.transfer.checksums import gaps, mismatches
 from ucp.transfer.gather import Gatherer, Sources, Span

@@ -26,11 +26,12 @@ from ucp.conversion.options import ConvertOptions
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import DestinationError, UcpError, counted, listed
 from ucp.io.folder import path_of
+from ucp.io.goal import MARK, Making, begun_otherwise, check_apart, check_distinct, check_goal, marked
 from ucp.io.remote.listing import forget
 from ucp.io.remote.preview import preview
 from ucp.io.remote.unfinished import FOLDER, Unfinished
 from ucp.io.remote.write import MEMORY, Stored, abort_uploads, check_writable, put_file, remove, stored_below
-from ucp.io.staging import MARK, Making, Staging, begun_otherwise, check_apart, check_distinct, check_goal, marked
+from ucp.io.staging import Staging
 from ucp.transfer.output_files import create, fill_checksums, receipts_of
 from ucp.transfer.rounds import Room, Round, in_rounds, room_for
 from ucp.transfer.tasks import Job, Task

@@ -16,7 +16,8 @@ from ucp.conversion.parts.finalize import busy_text
 from ucp.conversion.parts.journals import runs_in
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import BusyError, DestinationError
-from ucp.io.staging import Making, Staging, check_apart, check_destination
+from ucp.io.goal import Making, check_apart, check_destination
+from ucp.io.staging import Staging
 from ucp.io.write import check_space
 from ucp.transfer.output_files import create, fill_checksums, receipts_of
 from ucp.transfer.tasks import Job, Task

@@ -20,7 +20,8 @@ from typing import Protocol
 from ucp.contract.protocols import Observer
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import DestinationError
-from ucp.io.staging import Making, Staging
+from ucp.io.goal import Making
+from ucp.io.staging import Staging
 from ucp.transfer.tasks import Job, Task
 from ucp.transfer.worker import Done, Sum
 

@@ -22,7 +22,8 @@ from ucp.conversion.parts.finalize import busy_text
 from ucp.conversion.parts.journals import PartJournal, runs_in
 from ucp.conversion.prepare import Prepared
 from ucp.errors import BusyError, DestinationError
-from ucp.io.staging import Making, Staging
+from ucp.io.goal import Making
+from ucp.io.staging import Staging
 from ucp.transfer.output_files import create
 from ucp.transfer.tasks import Share
 

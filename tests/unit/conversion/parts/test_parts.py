@@ -23,7 +23,8 @@ from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
 from ucp.core.region import Box
 from ucp.errors import BusyError, CorruptError, DestinationError, ReplicaError, UnfinishedError, UsageError
-from ucp.io.staging import Making, Staging
+from ucp.io.goal import Making
+from ucp.io.staging import Staging
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.transfer.tasks import Share
 
