@@ -2,7 +2,7 @@
 
 DST.ucp-partial/
     lock            held while a conversion runs; parts of one conversion hold it together
-    journal.jsonl   first line: fingerprint and facts of the conversion; then one line per finished task
+    journal.jsonl   first line: fingerprint and facts of the conversion, and a token; then one line per finished task
     parts/          what each part has to itself: journals
     data/           the destination, growing; renamed to DST at the end
     temporary-*     what a run needs while it goes on
@@ -16,14 +16,17 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+
+import xxhash
 
 from ucp.errors import BusyError, DestinationError, IncompleteError, listed
 from ucp.io.folder import is_url
 from ucp.io.goal import Making, begun_otherwise, check_goal, marked
 
-__all__ = ["PARTIAL", "TEMPORARY", "Staging", "is_begun", "read_lines", "refuse_partial"]
+__all__ = ["PARTIAL", "TEMPORARY", "Staging", "is_begun", "lines_of", "refuse_partial", "sync"]
 
 PARTIAL = ".ucp-partial"
 """Suffix of the folder in which a destination grows."""
@@ -138,7 +141,8 @@ class Staging:
     def _new_journal(self, making: Making) -> Path:
         """A journal with its first line, under a name of its own."""
         path = self.folder / f"begin-{secrets.token_hex(8)}"
-        path.write_text(json.dumps({"fingerprint": making.fingerprint, "made": dict(making.facts)}) + "\n")
+        head = {"fingerprint": making.fingerprint, "made": dict(making.facts), "begun": secrets.token_hex(8)}
+        path.write_text(json.dumps(head) + "\n")
         return path
 
     def _begin(self, making: Making, *, resume: bool, overwrite: bool) -> list[dict[str, object]]:
@@ -192,6 +196,18 @@ class Staging:
         with self._journal.open("a") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
+    def reopen(self) -> None:
+        """Say that another run than parts is at work here, before it is; if that was begun before."""
+        if self._is_begun:
+            self.note({"resumed": True})
+            sync(self._journal)
+
+    def identity(self) -> str:
+        """Digest of all that was noted here but by parts: another one once it is begun anew, or reopened."""
+        text = self._journal.read_bytes()
+        _, nbytes = _whole_lines(text)
+        return xxhash.xxh3_64_hexdigest(text[:nbytes])
+
     def commit(self, *, fsync: bool = True) -> None:
         """Put the destination in place. Its files must be complete.
 
@@ -205,7 +221,7 @@ class Staging:
             os.rename(self.dst, self.folder / f"old-{time.time_ns()}")
         os.rename(self.data, self.dst)
         if fsync:
-            _sync_folder(self.dst.parent)
+            sync(self.dst.parent)
         self.discard()
 
     def discard(self) -> None:
@@ -266,24 +282,20 @@ class Staging:
         return lines
 
 
-def read_lines(path: Path) -> list[dict[str, object]]:
-    """The lines of a journal, as far as they can be read; none where it is gone."""
-    try:
-        return _whole_lines(path.read_bytes())[0]
-    except FileNotFoundError:
-        return []
+def lines_of(texts: Iterable[bytes]) -> Iterator[dict[str, object]]:
+    """Lines of a journal up to the first that cannot be read."""
+    for text in texts:
+        line = _line(text)
+        if line is None:
+            return
+        yield line
 
 
 def _whole_lines(text: bytes) -> tuple[list[dict[str, object]], int]:
     """The lines of a journal up to the first that cannot be read, and their bytes."""
-    lines, nbytes = [], 0
-    for own in text.splitlines(keepends=True):
-        line = _line(own)
-        if line is None:
-            break
-        lines.append(line)
-        nbytes += len(own)
-    return lines, nbytes
+    texts = text.splitlines(keepends=True)
+    lines = list(lines_of(texts))
+    return lines, sum(map(len, texts[: len(lines)]))
 
 
 def _line(text: bytes) -> dict[str, object] | None:
@@ -298,11 +310,12 @@ def _line(text: bytes) -> dict[str, object] | None:
 def _sync_tree(root: Path) -> None:
     for folder, _, names in os.walk(root):
         for name in names:
-            _sync_folder(Path(folder) / name)
-        _sync_folder(Path(folder))
+            sync(Path(folder) / name)
+        sync(Path(folder))
 
 
-def _sync_folder(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or which names a folder has, is on the disk: as far as this machine wrote it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

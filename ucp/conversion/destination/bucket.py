@@ -118,9 +118,9 @@ class InBucket:
             self._scratch.close()
             raise
 
-    def begin(self, job: Job, observer: Observer, threads: int) -> Begun:
+    def begin(self, job: Job, observer: Observer, threads: int, *, believe: bool) -> Begun:
         """Go on with the objects that are there, as far as they are those that were noted: none is read."""
-        del observer, threads
+        del observer, threads, believe
         finished = self._finished(job)
         job = replace(job, fsync=False)  # what is uploaded need not reach the disk
         self._job, self._rounds = in_rounds(job, _grown(job), limit=self._room.limit, finished=finished)

@@ -38,6 +38,10 @@ class Begun:
     """Reports of what an earlier run wrote and is there."""
     todo: tuple[Task, ...]
     """Tasks that are left."""
+    believed: int = 0
+    """Bytes of what was done that were not read back, as parts vouch for them."""
+    read_back: int = 0
+    """Bytes of what was done that were read back."""
 
 
 class Destination(Protocol):
@@ -70,8 +74,11 @@ class Destination(Protocol):
     def open(self, making: Making, *, resume: bool, overwrite: bool) -> None:
         """Take the place. Raises DestinationError when something is in the way."""
 
-    def begin(self, job: Job, observer: Observer, threads: int) -> Begun:
-        """Go on with what is there, as far as it is what was reported; `threads` read it."""
+    def begin(self, job: Job, observer: Observer, threads: int, *, believe: bool) -> Begun:
+        """Go on with what is there, as far as it is what was reported; `threads` read it.
+
+        `believe`: without a look at it, where parts vouch for it (`ucp.conversion.parts.sealed`).
+        """
 
     def rounds(self, todo: Sequence[Task]) -> Iterator[Sequence[Task]]:
         """Tasks that may be carried out together, in turn; the files that they write are made."""
