@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +22,7 @@ from ucp.errors import DestinationError, UnfinishedError
 from ucp.io.goal import Making
 from ucp.io.staging import Staging
 from ucp.transfer.tasks import Share
+from ucp.transfer.worker import Worker
 
 FIXTURES = Path(__file__).parents[4] / "fixtures"
 PACK = "packs/00000.safetensors"
@@ -219,8 +219,8 @@ class TestCutOff:
             finalize(source, dst)
             assert tree(dst) == wanted, f"killed at step {step}"
             shutil.rmtree(dst)
-            step += 2 + step // 3
-        assert killed > 8
+            step += 3 + step // 2
+        assert killed > 5
 
 
 @pytest.mark.parametrize("edit", ["last line", "half", "changed", "missing", "added", "head", "all"])
@@ -309,32 +309,35 @@ def damage(path: Path, how: str) -> None:
 
 
 class TestOtherRuns:
-    def test_a_resume_that_was_cut_off_puts_everything_in_doubt(self, source, dst, wanted, read):
-        """It reads all back, and writes again what is wrong: whatever it had seen, its successor has to see."""
-        killed, step = 0, 0
-        while True:
-            own = [part(source, dst, number) for number in (1, 2)]
-            scribble(source, dst, 2)
-            if run_until(step, source, dst, resume=True) == 0:
-                break
-            killed += 1
-            lines = (partial(dst) / "journal.jsonl").read_text() if partial(dst).exists() else ""
-            try:
-                report = finalize(source, dst)
-            except UnfinishedError:
-                part(source, dst, 3)
-                if "resumed" not in lines:
-                    part(source, dst, 2)  # nobody had looked
-                with suppress(UnfinishedError):
-                    finalize(source, dst)
-                if not dst.exists():
-                    ucp.convert(source, dst, workers=1, resume=True)
-            else:
-                assert report.believed_bytes == 0 < sum(own)
-            assert tree(dst) == wanted, f"killed at step {step}"
-            shutil.rmtree(dst)
-            step += 3 + step // 3
-        assert killed > 8
+    @pytest.mark.parametrize("how", ["removed", "emptied"])
+    def test_a_resume_that_was_cut_off_puts_everything_in_doubt(self, source, dst, wanted, monkeypatch, how):
+        """It has made the files again that it found lost, and written nothing yet."""
+        for number in (1, 2, 3):
+            part(source, dst, number)
+        damage(partial(dst) / "data" / PACK, how)
+
+        def killed(worker, task):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "carry_out", killed)
+            with pytest.raises(KeyboardInterrupt):
+                ucp.convert(source, dst, workers=1, resume=True)
+        assert (partial(dst) / "data" / PACK).stat().st_size == len(wanted[PACK])
+        with pytest.raises(UnfinishedError, match=r"(?s)part 1/3: .*part 2/3: .*part 3/3: "):
+            finalize(source, dst)
+        ucp.convert(source, dst, workers=1, resume=True)
+        assert tree(dst) == wanted
+
+    @pytest.mark.parametrize("step", [10, 20, 40, 70])
+    def test_a_resume_killed_at_any_step(self, source, dst, wanted, step):
+        own = [part(source, dst, number) for number in (1, 2)]
+        assert run_until(step, source, dst, resume=True) < 0
+        is_reopened = "resumed" in (partial(dst) / "journal.jsonl").read_text()
+        part(source, dst, 3)
+        believed = finalize(source, dst).believed_bytes
+        assert (believed < sum(own)) is is_reopened
+        assert tree(dst) == wanted
 
     def test_parts_after_it_are_believed(self, source, dst, wanted, read):
         own = [part(source, dst, 1)]
