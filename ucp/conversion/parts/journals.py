@@ -1,6 +1,6 @@
 """What each part has done: a journal for every run of a part, which nobody else writes to.
 
-DST.ucp-partial/parts/<token>.jsonl
+DST.ucp-partial/parts/K-of-N-<token>.jsonl
     head    which part, on which machine, which process; what the folder was when it began; which runs were over then
     lost    files that were gone which another run had found there, before they are made again; or could not be synced
     files   what it writes to: all there, in full length; before it writes to them
