@@ -181,7 +181,8 @@ def convert(
         Do this part of the work alone, into the folder beside `dst` that all parts share: "3/8", (3, 8), or "auto" for
         what Slurm's variables say. Parts may run in any order, at the same time, and again.
     finalize
-        Complete what the parts did: check that all of it is there, and put `dst` in place.
+        Complete what the parts did: check that all of it is there, and put `dst` in place. Read back only what was
+        written with `fsync=False` or by a part that was cut off.
     observer
         Receives progress: `begin`, `advance` and `end` (`ucp.contract.protocols.Observer`).
 

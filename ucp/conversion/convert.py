@@ -29,7 +29,8 @@ from ucp.conversion.prepare import Prepared, prepare
 from ucp.conversion.verify import verify_written
 from ucp.core.topology import Topology
 from ucp.errors import ChangedError, CorruptError, DestinationError, ReplicaError, UsageError, counted
-from ucp.io.staging import Making, Staging
+from ucp.io.goal import Making
+from ucp.io.staging import Staging
 from ucp.io.write import check_space
 from ucp.transfer.compare import fit_threads
 from ucp.transfer.job import Job
@@ -67,6 +68,10 @@ class ConvertReport:
     """Pieces in files of the source that a virtual destination refers to; 0 for any other."""
     resumed_bytes: int
     """Bytes that an earlier run had already written."""
+    believed_bytes: int
+    """How many of these `finalize` did not read back: the part that wrote them had synced them, and ended."""
+    read_back_bytes: int
+    """How many of these were read back and compared with their digests."""
     already_complete: bool
     """Whether there was nothing to do."""
     checked_bytes: int
@@ -103,6 +108,9 @@ class ConvertReport:
         else:
             text.append(f"{refers if self.references else copied}; {files}, and the index: {last}")
             text.append(f"{self.checked_bytes:,} bytes of the source checked against checksums, {copies}")
+            believed = f"{self.believed_bytes:,} bytes of earlier runs believed as noted"
+            if self.believed_bytes or self.read_back_bytes:
+                text.append(f"{believed}, {self.read_back_bytes:,} read back and compared")
         told = {"warning": self.warnings, "cast": self.casts, "note": self.notes, "dropped": self.dropped}
         return "\n".join([*text, *(f"{kind}: {line}" for kind, lines in told.items() for line in lines)])
 
@@ -122,7 +130,8 @@ def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer)
     if not _take(destination, prepared, options):
         return _report(prepared, None, dst, options)
     with _released(destination):
-        begun = destination.begin(prepared.job, observer, prepared.workers * prepared.threads)
+        lanes, believe = prepared.workers * prepared.threads, options.finalize and not options.verify
+        begun = destination.begin(prepared.job, observer, lanes, believe=believe)
         if options.finalize and begun.todo:
             raise unfinished(prepared, _shared(destination), begun.todo)
         written = execute(prepared, destination, begun, observer)
@@ -222,6 +231,8 @@ def _report(
         files_last=len(written.last),
         references=prepared.references,
         resumed_bytes=written.resumed,
+        believed_bytes=written.believed,
+        read_back_bytes=written.read_back,
         already_complete=already_complete,
         checked_bytes=sum(span.nbytes for span in written.spans),
         unchecked_files=()

@@ -18,8 +18,8 @@ from ucp.conversion.verify import owners
 from ucp.core.index import Index
 from ucp.core.target import Literal, OutputFile
 from ucp.errors import CorruptError, ReplicaError, counted, listed
+from ucp.io.goal import MARK
 from ucp.io.identity import check_unchanged, is_remote, producer
-from ucp.io.staging import MARK
 from ucp.io.write import is_memory
 from ucp.transfer.checksums import gaps, mismatches
 from ucp.transfer.gather import Gatherer, Sources, Span
@@ -56,6 +56,10 @@ class Written:
     """Bytes of tensors written by this run."""
     resumed: int = 0
     """Bytes of tensors that an earlier run had written."""
+    believed: int = 0
+    """How many of these were not read back, as parts vouch for them."""
+    read_back: int = 0
+    """How many of these were read back."""
     files: tuple[int, ...] = ()
     """Bytes of each file that holds tensors, or lies beside."""
     last: tuple[int, ...] = ()
@@ -91,6 +95,7 @@ def carry_out_tasks(prepared: Prepared, place: Place, begun: Begun, observer: Ob
     for done in begun.done:
         written.add(done)
     written.resumed = job.nbytes - sum(sizes.values())
+    written.believed, written.read_back = begun.believed, begun.read_back
     chosen = prepared.engine or engine("processes" if prepared.workers > 1 and len(begun.todo) > 1 else "serial")
     never_waits = is_memory(place.root) and not is_remote(job.index.files)
     threads = 1 if never_waits else prepared.threads  # a second one is there to work while one waits

@@ -16,7 +16,7 @@ from ucp.transfer.job import Job
 from ucp.transfer.tasks import Section, Task
 from ucp.transfer.worker import Done, Sum
 
-__all__ = ["Line", "done_of", "line_of", "trusted"]
+__all__ = ["Line", "done_of", "fits", "line_of", "trusted"]
 
 Line = dict[str, object]
 
@@ -37,8 +37,8 @@ def trusted(
     reports: dict[int, list[Done]] = {}
     for line in lines:
         done = done_of(line)
-        if done is not None and done.task in tasks:
-            reports.setdefault(done.task, []).append(done)
+        if done is not None and done.task in tasks and done not in (noted := reports.setdefault(done.task, [])):
+            noted.append(done)
     if not reports:
         return {}
 
@@ -81,11 +81,16 @@ def done_of(line: Line) -> Done | None:
     return None
 
 
+def fits(task: Task, done: Done) -> bool:
+    """Whether a report is of what a task writes."""
+    wanted = [(own.placement, own.start, own.nbytes) for fill in task.fills for own in fill.sections]
+    return wanted == [(own.placement, own.start, own.nbytes) for own in done.sums]
+
+
 def _stands(root: Path, task: Task, done: Done) -> bool:
-    sections = [(fill.path, section) for fill in task.fills for section in fill.sections]
-    wanted = [(section.placement, section.start, section.nbytes) for _, section in sections]
-    if wanted != [(own.placement, own.start, own.nbytes) for own in done.sums]:
+    if not fits(task, done):
         return False
+    sections = [(fill.path, section) for fill in task.fills for section in fill.sections]
     try:
         return all(
             xxhash.xxh3_64_hexdigest(_stored(root / path, section, own)) == own.digest

@@ -2,7 +2,7 @@
 
 DST.ucp-partial/
     lock            held while a conversion runs; parts of one conversion hold it together
-    journal.jsonl   first line: fingerprint and facts of the conversion; then one line per finished task
+    journal.jsonl   first line: fingerprint and facts of the conversion, and a token; then one line per finished task
     parts/          what each part has to itself: journals
     data/           the destination, growing; renamed to DST at the end
     temporary-*     what a run needs while it goes on
@@ -16,37 +16,20 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ucp.errors import BusyError, DestinationError, IncompleteError, OverlapError, counted, listed
-from ucp.io.folder import files_below, is_url, path_of, url_scheme
+import xxhash
 
-__all__ = [
-    "MARK",
-    "PARTIAL",
-    "TEMPORARY",
-    "Making",
-    "Staging",
-    "begun_otherwise",
-    "check_apart",
-    "check_destination",
-    "check_distinct",
-    "check_goal",
-    "is_begun",
-    "marked",
-    "read_lines",
-    "refuse_partial",
-]
+from ucp.errors import BusyError, DestinationError, IncompleteError, listed
+from ucp.io.folder import is_url
+from ucp.io.goal import Making, begun_otherwise, check_goal, marked
+
+__all__ = ["PARTIAL", "TEMPORARY", "Staging", "is_begun", "lines_of", "refuse_partial", "sync"]
 
 PARTIAL = ".ucp-partial"
 """Suffix of the folder in which a destination grows."""
-
-MARK = "ucp-conversion.json"
-"""File in every destination that says how it was made; only destinations that have it may be overwritten."""
 
 TEMPORARY = "temporary-"
 """Prefix of files beside the growing destination that a run needs while it goes on."""
@@ -77,88 +60,6 @@ def refuse_partial(path: Path) -> None:
             raise IncompleteError(
                 f"{folder} is an unfinished conversion to {goal}; finish it with `ucp convert ... {goal} --resume`"
             )
-
-
-def check_destination(src: Path, dst: Path) -> None:
-    """Raise OverlapError where writing `dst` could touch the source `src`, DestinationError where it cannot be."""
-    check_distinct(src, dst)
-    goal = dst.resolve()
-    if os.path.ismount(goal):
-        raise DestinationError(f"{dst} is a mount point: it cannot be put in place by a rename. Name a folder in it")
-    if dst.exists() and not dst.is_dir():
-        raise DestinationError(f"expected a folder, or nothing, at {dst}; a file is there")
-    if _holds_current_folder(goal):
-        raise DestinationError(f"{dst} is, or holds, the current folder, which a rename would replace; go elsewhere")
-    parent = goal.parent
-    scheme = url_scheme(dst)
-    if scheme:
-        raise DestinationError(
-            f"expected a folder, or the URL of a bucket such as s3://bucket/run; got {dst} of {scheme}://"
-        )
-    if not parent.is_dir():
-        raise DestinationError(f"parent directory {parent} does not exist; create it first")
-
-
-def check_distinct(src: Path, dst: Path) -> None:
-    """Raise OverlapError where `dst` is the source `src`, or one lies in the other."""
-    source, goal = src.resolve(), dst.resolve()
-    if goal == source or source in goal.parents:
-        raise OverlapError(f"the destination {dst} is the source {src} or lies inside it; choose another folder")
-    if goal in source.parents:
-        raise OverlapError(f"the source {src} lies inside the destination {dst}; choose another folder")
-
-
-def _holds_current_folder(goal: Path) -> bool:
-    try:
-        here = Path.cwd()
-    except FileNotFoundError:  # removed by somebody
-        return False
-    return goal == here or goal in here.parents
-
-
-def check_apart(dst: Path, root: str, paths: Iterable[str]) -> None:
-    """Raise OverlapError where `dst` would lie in the source, or take the place of what it consists of.
-
-    `root`: what the source was resolved to (the tag folder that `latest` names, the store that a manifest is of);
-    readers of it take what lies there for a part of it. Beside it, in the folder that it was saved to, there is room
-    for others. `paths`: files that it refers to.
-    """
-    goal = dst.resolve()
-    source = path_of(root).resolve()
-    if source.is_dir() and source in goal.parents:
-        raise OverlapError(
-            f"the destination {dst} lies inside the source {source}, whose readers would take it for a part of it; "
-            "choose a folder beside it"
-        )
-    inside = [path for path in paths if goal in path_of(path).resolve().parents]
-    if inside:
-        raise OverlapError(
-            f"the source refers to {counted(len(inside), 'file')} in the destination {dst}, such as {inside[0]}; "
-            "choose another folder"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Making:
-    """Which conversion it is."""
-
-    fingerprint: str
-    """Equal for conversions that write the same bytes."""
-    facts: Mapping[str, str]
-    """What is made from what, and how, by name (source, target, topology, ...): what messages tell of it."""
-
-    def differences(self, recorded: Mapping[str, Any]) -> list[str]:
-        """How the conversion that left `recorded` is another: a line for each fact."""
-        there = recorded.get("made")
-        if not isinstance(there, dict):
-            return []
-        return list(self._apart(there)) or ["files of the source: not those that were read then, or changed since"]
-
-    def _apart(self, there: Mapping[str, Any]) -> Iterator[str]:
-        for name in dict.fromkeys((*self.facts, *there)):
-            own, other = self.facts.get(name), there.get(name)
-            if own != other:
-                yield f"{name}: {other or 'by default'} then, {own or 'by default'} now"
 
 
 class Staging:
@@ -228,17 +129,20 @@ class Staging:
         if not lines:
             raise DestinationError(f"{self._journal} is damaged. Remove {self.folder}, and start over")
         if lines[0].get("fingerprint") != making.fingerprint:
-            raise DestinationError(
-                f"{self.folder} was begun from another source, another version of it, or with other options"
-                f"{_told(making.differences(lines[0]))}All parts take the same source and options; to start over, end "
-                f"the parts that run and remove {self.folder}"
+            raise begun_otherwise(
+                self.folder,
+                making,
+                lines[0],
+                advice="All parts take the same source and options; to start over, end the parts that run and remove "
+                f"{self.folder}",
             )
         return lines[1:]
 
     def _new_journal(self, making: Making) -> Path:
         """A journal with its first line, under a name of its own."""
         path = self.folder / f"begin-{secrets.token_hex(8)}"
-        path.write_text(json.dumps({"fingerprint": making.fingerprint, "made": dict(making.facts)}) + "\n")
+        head = {"fingerprint": making.fingerprint, "made": dict(making.facts), "begun": secrets.token_hex(8)}
+        path.write_text(json.dumps(head) + "\n")
         return path
 
     def _begin(self, making: Making, *, resume: bool, overwrite: bool) -> list[dict[str, object]]:
@@ -292,6 +196,18 @@ class Staging:
         with self._journal.open("a") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
+    def reopen(self) -> None:
+        """Say that another run than parts is at work here, before it is; if that was begun before."""
+        if self._is_begun:
+            self.note({"resumed": True})
+            sync(self._journal)
+
+    def identity(self) -> str:
+        """Digest of all that was noted here but by parts: another one once it is begun anew, or reopened."""
+        text = self._journal.read_bytes()
+        _, nbytes = _whole_lines(text)
+        return xxhash.xxh3_64_hexdigest(text[:nbytes])
+
     def commit(self, *, fsync: bool = True) -> None:
         """Put the destination in place. Its files must be complete.
 
@@ -305,7 +221,7 @@ class Staging:
             os.rename(self.dst, self.folder / f"old-{time.time_ns()}")
         os.rename(self.data, self.dst)
         if fsync:
-            _sync_folder(self.dst.parent)
+            sync(self.dst.parent)
         self.discard()
 
     def discard(self) -> None:
@@ -366,62 +282,20 @@ class Staging:
         return lines
 
 
-def read_lines(path: Path) -> list[dict[str, object]]:
-    """The lines of a journal, as far as they can be read; none where it is gone."""
-    try:
-        return _whole_lines(path.read_bytes())[0]
-    except FileNotFoundError:
-        return []
+def lines_of(texts: Iterable[bytes]) -> Iterator[dict[str, object]]:
+    """Lines of a journal up to the first that cannot be read."""
+    for text in texts:
+        line = _line(text)
+        if line is None:
+            return
+        yield line
 
 
 def _whole_lines(text: bytes) -> tuple[list[dict[str, object]], int]:
     """The lines of a journal up to the first that cannot be read, and their bytes."""
-    lines, nbytes = [], 0
-    for own in text.splitlines(keepends=True):
-        line = _line(own)
-        if line is None:
-            break
-        lines.append(line)
-        nbytes += len(own)
-    return lines, nbytes
-
-
-def check_goal(dst: Path, making: Making, *, resume: bool, overwrite: bool) -> None:
-    """Raise DestinationError where what lies at `dst` is not to be replaced, or not by this conversion."""
-    if not dst.exists() or not any(dst.iterdir()):
-        return
-    if not (dst / MARK).exists():
-        raise DestinationError(
-            f"{dst} is not empty, and was not written by ucp (it has no {MARK}); choose another folder, or "
-            "remove it yourself"
-        )
-    if not overwrite and resume:
-        raise DestinationError(
-            f"{dst} is a finished conversion, made differently{_told(making.differences(marked(dst)))}"
-            "--resume continues what was begun from the same source with the same options. Choose another folder, "
-            "or replace this one with --overwrite"
-        )
-    if not overwrite:
-        raise DestinationError(f"{dst} is not empty; choose another folder, or pass --overwrite")
-    foreign = sorted({str(file.relative_to(dst)) for file in files_below(dst)} - set(marked(dst).get("files", ())))
-    if foreign:
-        raise DestinationError(
-            f"{dst} holds {counted(len(foreign), 'file')} that ucp did not write there; move them away "
-            f"first:\n{listed(foreign)}"
-        )
-
-
-def begun_otherwise(place: Path | str, making: Making, recorded: Mapping[str, Any]) -> DestinationError:
-    """The error for an unfinished conversion at `place` that is another than the one that is asked for."""
-    return DestinationError(
-        f"{place} was begun from another source, another version of it, or with other options"
-        f"{_told(making.differences(recorded))}Start over with --overwrite, without --resume"
-    )
-
-
-def _told(lines: list[str]) -> str:
-    """Lines between what goes before and the advice that follows."""
-    return f":\n{listed(lines)}\n" if lines else ". "
+    texts = text.splitlines(keepends=True)
+    lines = list(lines_of(texts))
+    return lines, sum(map(len, texts[: len(lines)]))
 
 
 def _line(text: bytes) -> dict[str, object] | None:
@@ -433,23 +307,15 @@ def _line(text: bytes) -> dict[str, object] | None:
     return line if isinstance(line, dict) and text.endswith(b"\n") else None
 
 
-def marked(dst: Path) -> dict[str, Any]:
-    """What the destination says of how it was made; empty when it says nothing."""
-    try:
-        document = json.loads((dst / MARK).read_text())
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
 def _sync_tree(root: Path) -> None:
     for folder, _, names in os.walk(root):
         for name in names:
-            _sync_folder(Path(folder) / name)
-        _sync_folder(Path(folder))
+            sync(Path(folder) / name)
+        sync(Path(folder))
 
 
-def _sync_folder(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or which names a folder has, is on the disk: as far as this machine wrote it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

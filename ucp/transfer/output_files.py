@@ -14,7 +14,7 @@ from ucp.transfer.job import Job
 from ucp.transfer.task_list import extent_of
 from ucp.transfer.worker import Sum
 
-__all__ = ["create", "fill_checksums", "receipts_of"]
+__all__ = ["create", "fill_checksums", "is_whole", "receipts_of"]
 
 
 def create(root: Path, file: OutputFile, *, afresh: bool = True) -> None:
@@ -33,6 +33,14 @@ def create(root: Path, file: OutputFile, *, afresh: bool = True) -> None:
             write_at(descriptor, part.data, part.offset)
     finally:
         os.close(descriptor)
+
+
+def is_whole(root: Path, file: OutputFile) -> bool:
+    """Whether a file is there below `root`, in its full length."""
+    try:
+        return (root / file.path).stat().st_size >= file.nbytes
+    except OSError:
+        return False
 
 
 def fill_checksums(job: Job, root: Path, files: Iterable[OutputFile], sums: Iterable[Sum]) -> None:

@@ -61,7 +61,8 @@ __all__ = ["command"]
 @click.option(
     "--finalize",
     is_flag=True,
-    help="Complete what parts did: check that all of it is there, and put DST in place. Takes the same options.",
+    help="Complete what parts did: check that all of it is there, and put DST in place. Reads back only what was "
+    "written with --no-fsync or by a part that was cut off. Takes the same options.",
 )
 @progress
 @as_json
@@ -152,7 +153,11 @@ def _facts(report: ConvertReport, seconds: float, *, verified: bool) -> Iterator
 
 
 def _resumed(report: ConvertReport) -> str:
-    return f"{nbytes_text(report.resumed_bytes)} already there" if report.resumed_bytes else ""
+    if not report.resumed_bytes:
+        return ""
+    amounts = {"believed as noted": report.believed_bytes, "read back": report.read_back_bytes}
+    how = ", ".join(f"{nbytes_text(nbytes)} {what}" for what, nbytes in amounts.items() if nbytes)
+    return f"{nbytes_text(report.resumed_bytes)} already there{how and f': {how}'}"
 
 
 def _tensors(report: ConvertReport, seconds: float, *, verified: bool) -> str:

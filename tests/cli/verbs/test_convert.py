@@ -27,6 +27,8 @@ KEYS = {
     "files_last",
     "references",
     "resumed_bytes",
+    "believed_bytes",
+    "read_back_bytes",
     "already_complete",
     "checked_bytes",
     "unchecked_files",

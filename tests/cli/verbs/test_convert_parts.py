@@ -157,7 +157,9 @@ def test_what_needs_the_place_for_itself_is_refused_while_a_part_runs(
             assert f"process {part.pid}" in said
         assert "unfinished conversion" in run(mixed, dst, code=1).stderr
     run(mixed, dst, "--part", "1/2")
-    run(mixed, dst, "--finalize")
+    said = run(mixed, dst, "--finalize").stdout
+    assert "already there: " in said
+    assert " believed as noted\n" in said
     assert tree(dst) == wanted
 
 

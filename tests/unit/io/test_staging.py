@@ -8,7 +8,8 @@ import pytest
 
 import ucp
 from ucp.errors import DestinationError, IncompleteError
-from ucp.io.staging import MARK, Making, Staging, check_destination, refuse_partial
+from ucp.io.goal import MARK, Making
+from ucp.io.staging import Staging, refuse_partial
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 
@@ -179,13 +180,6 @@ def test_what_grows_is_refused_from_inside(staging):
         with pytest.raises(IncompleteError, match="--resume"):
             refuse_partial(path)
     refuse_partial(staging.dst)
-
-
-def test_a_current_folder_that_is_gone_is_in_nobodys_way(tmp_path, monkeypatch):
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    check_destination(tmp_path / "source", tmp_path / "out")
 
 
 class TestLinks:

@@ -26,11 +26,12 @@ from ucp.conversion.options import ConvertOptions
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import DestinationError, UcpError, counted, listed
 from ucp.io.folder import path_of
+from ucp.io.goal import MARK, Making, begun_otherwise, check_apart, check_distinct, check_goal, marked
 from ucp.io.remote.listing import forget
 from ucp.io.remote.preview import preview
 from ucp.io.remote.unfinished import FOLDER, Unfinished
 from ucp.io.remote.write import MEMORY, Stored, abort_uploads, check_writable, put_file, remove, stored_below
-from ucp.io.staging import MARK, Making, Staging, begun_otherwise, check_apart, check_distinct, check_goal, marked
+from ucp.io.staging import Staging
 from ucp.transfer.job import Job
 from ucp.transfer.output_files import create, fill_checksums, receipts_of
 from ucp.transfer.rounds import Room, Round, in_rounds, room_for
@@ -118,9 +119,9 @@ class InBucket:
             self._scratch.close()
             raise
 
-    def begin(self, job: Job, observer: Observer, threads: int) -> Begun:
+    def begin(self, job: Job, observer: Observer, threads: int, *, believe: bool) -> Begun:
         """Go on with the objects that are there, as far as they are those that were noted: none is read."""
-        del observer, threads
+        del observer, threads, believe
         finished = self._finished(job)
         job = replace(job, fsync=False)  # what is uploaded need not reach the disk
         self._job, self._rounds = in_rounds(job, _grown(job), limit=self._room.limit, finished=finished)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 
 from ucp.contract.output_names import check_fits
 from ucp.contract.protocols import Observer
@@ -14,9 +16,11 @@ from ucp.conversion.destination.place import Begun
 from ucp.conversion.journal import Line, line_of, trusted
 from ucp.conversion.parts.finalize import busy_text
 from ucp.conversion.parts.journals import runs_in
+from ucp.conversion.parts.sealed import vouched
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import BusyError, DestinationError
-from ucp.io.staging import Making, Staging, check_apart, check_destination
+from ucp.io.goal import Making, check_apart, check_destination
+from ucp.io.staging import Staging
 from ucp.io.write import check_space
 from ucp.transfer.job import Job
 from ucp.transfer.output_files import create, fill_checksums, receipts_of
@@ -74,11 +78,14 @@ class OnDisk:
             own = self._staging.open(making, resume=resume, overwrite=overwrite)
         except BusyError as error:
             raise BusyError(busy_text(error, self._staging)) from error
-        self._journal = chain(own, chain.from_iterable(run.lines for run in runs_in(self._staging)))
+        self._journal = chain(own, chain.from_iterable(run.lines() for run in runs_in(self._staging)))
 
-    def begin(self, job: Job, observer: Observer, threads: int) -> Begun:
+    def begin(self, job: Job, observer: Observer, threads: int, *, believe: bool) -> Begun:
         """Go on with what is there, as far as it is what was reported; `threads` read it."""
-        self._begun = taken_up(job, self.root, self._journal, observer=observer, threads=threads)
+        if not believe:
+            self._staging.reopen()
+        known = vouched(job, self._staging) if believe else {}
+        self._begun = taken_up(job, self.root, self._journal, known=known, observer=observer, threads=threads)
         return self._begun
 
     def rounds(self, todo: Sequence[Task]) -> Iterator[Sequence[Task]]:
@@ -132,11 +139,28 @@ class OnDisk:
         return DestinationError(f"cannot write {error.filename or self._staging.folder}: {why_unwritable(error)}")
 
 
-def taken_up(job: Job, root: Path, journal: Iterable[Line], *, observer: Observer, threads: int) -> Begun:
-    """What earlier runs wrote below `root` and is there as `journal` says, and the tasks that are left."""
-    finished = trusted(job, root, journal, observer=observer, threads=threads)
-    todo = tuple(task for task in job.tasks if task.number not in finished)
-    return Begun(job=job, done=tuple(finished.values()), todo=todo)
+def taken_up(
+    job: Job,
+    root: Path,
+    journal: Iterable[Line],
+    *,
+    known: Mapping[int, Done] = MappingProxyType({}),
+    observer: Observer,
+    threads: int,
+) -> Begun:
+    """What earlier runs wrote below `root`, and the tasks that are left: what is there as `journal` says.
+
+    `known`: reports that are believed, by task; what they speak of is not read.
+    """
+    rest = replace(job, tasks=tuple(task for task in job.tasks if task.number not in known))
+    finished = trusted(rest, root, journal, observer=observer, threads=threads) if rest.tasks else {}
+    return Begun(
+        job=job,
+        done=(*known.values(), *finished.values()),
+        todo=tuple(task for task in rest.tasks if task.number not in finished),
+        believed=job.nbytes - rest.nbytes,
+        read_back=sum(task.nbytes for task in rest.tasks if task.number in finished),
+    )
 
 
 def why_unwritable(error: OSError) -> str:

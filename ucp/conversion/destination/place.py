@@ -20,7 +20,8 @@ from typing import Protocol
 from ucp.contract.protocols import Observer
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import DestinationError
-from ucp.io.staging import Making, Staging
+from ucp.io.goal import Making
+from ucp.io.staging import Staging
 from ucp.transfer.job import Job
 from ucp.transfer.tasks import Task
 from ucp.transfer.worker import Done, Sum
@@ -38,6 +39,10 @@ class Begun:
     """Reports of what an earlier run wrote and is there."""
     todo: tuple[Task, ...]
     """Tasks that are left."""
+    believed: int = 0
+    """Bytes of what was done that were not read back, as parts vouch for them."""
+    read_back: int = 0
+    """Bytes of what was done that were read back."""
 
 
 class Destination(Protocol):
@@ -70,8 +75,11 @@ class Destination(Protocol):
     def open(self, making: Making, *, resume: bool, overwrite: bool) -> None:
         """Take the place. Raises DestinationError when something is in the way."""
 
-    def begin(self, job: Job, observer: Observer, threads: int) -> Begun:
-        """Go on with what is there, as far as it is what was reported; `threads` read it."""
+    def begin(self, job: Job, observer: Observer, threads: int, *, believe: bool) -> Begun:
+        """Go on with what is there, as far as it is what was reported; `threads` read it.
+
+        `believe`: without a look at it, where parts vouch for it (`ucp.conversion.parts.sealed`).
+        """
 
     def rounds(self, todo: Sequence[Task]) -> Iterator[Sequence[Task]]:
         """Tasks that may be carried out together, in turn; the files that they write are made."""

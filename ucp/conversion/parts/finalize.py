@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from ucp.conversion.parts.journals import PartRun, is_running, runs_in
+from ucp.conversion.parts.shares import numbered
 from ucp.conversion.prepare import Prepared
 from ucp.errors import BusyError, UnfinishedError, counted, listed
 from ucp.io.staging import Staging
@@ -40,7 +40,7 @@ def busy_text(error: BusyError, staging: Staging) -> str:
 
 def unfinished(prepared: Prepared, staging: Staging, todo: Sequence[Task]) -> UnfinishedError:
     """The error that says what is missing: tasks, bytes, the parts that they are of, and what to run."""
-    runs = [replace(run, lines=()) for run in runs_in(staging)]  # which may be long
+    runs = list(runs_in(staging))
     job = prepared.job
     head = (
         f"{len(todo):,} of {counted(len(job.tasks), 'task')} ({sum(task.nbytes for task in todo):,} of {job.nbytes:,} "
@@ -63,17 +63,10 @@ def _by_part(prepared: Prepared, todo: Sequence[Task], parts: int) -> dict[Share
     """Tasks by the part of so many that they are of, in order."""
     left = {task.number for task in todo}
     found: dict[Share, list[Task]] = {}
-    for task, number in _numbered(prepared, parts):
+    for task, number in numbered(prepared.job, parts):
         if task.number in left:
             found.setdefault(Share(number, parts), []).append(task)
     return found
-
-
-def _numbered(prepared: Prepared, parts: int) -> Iterator[tuple[Task, int]]:
-    start, total = 0, prepared.job.nbytes
-    for task in prepared.job.tasks:
-        yield task, Share.at(start, start + task.nbytes, total=total, parts=parts)
-        start += task.nbytes
 
 
 def _amount(tasks: Sequence[Task]) -> str:

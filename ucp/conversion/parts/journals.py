@@ -1,7 +1,11 @@
 """What each part has done: a journal for every run of a part, which nobody else writes to.
 
-DST.ucp-partial/parts/<token>.jsonl
-    first line: which part, on which machine, which process; then one line per finished task; a last one at the end.
+DST.ucp-partial/parts/K-of-N-<token>.jsonl
+    head    which part, on which machine, which process; what the folder was when it began; which runs were over then
+    lost    files that were gone which another run had found there, before they are made again; or could not be synced
+    files   what it writes to: all there, in full length; before it writes to them
+    task    one line per finished task
+    end     that all is done, whether it was synced before, and the digest of all lines above: the seal
     It is locked while the run goes on, by its worker processes too.
 
 Parts that run twice, at the same time even, write the same bytes to the same places, each with its own journal.
@@ -12,14 +16,18 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ucp.conversion.journal import line_of
-from ucp.io.staging import Staging, read_lines
+import xxhash
+
+from ucp.conversion.journal import Line, line_of
+from ucp.errors import DestinationError
+from ucp.io.staging import Staging, lines_of, sync
 from ucp.transfer.tasks import Share, Task
 from ucp.transfer.worker import Done
 
@@ -27,17 +35,39 @@ __all__ = ["PartJournal", "PartRun", "is_running", "runs_in"]
 
 _SUFFIX = ".jsonl"
 
+_NAME = re.compile(r"(\d{1,9})-of-(\d{1,9})-[0-9a-f]+\.jsonl")
+"""Example: 3-of-8-0f1e2d3c4b5a6978.jsonl."""
+
+_TASK = b'{"task":'
+"""How a line of a task begins."""
+
 
 class PartJournal:
     """The journal of this run of a part, beside the bytes that it speaks of."""
 
-    def __init__(self, staging: Staging, share: Share) -> None:
-        """Begin it. Raises OSError."""
+    def __init__(self, staging: Staging, share: Share, *, over: Iterable[str] = ()) -> None:
+        """Begin it. `over`: journals of runs that are over, and left what is read back before it is relied on.
+
+        Raises OSError.
+        """
         self.root = staging.data
-        path = staging.parts / f"{share.number}-of-{share.parts}-{secrets.token_hex(8)}{_SUFFIX}"
-        self._file = path.open("xb", buffering=0)
+        self._dst = staging.dst
+        self._digest = xxhash.xxh3_64()
+        self._path = staging.parts / f"{share.number}-of-{share.parts}-{secrets.token_hex(8)}{_SUFFIX}"
+        self._file = self._path.open("xb", buffering=0)
         fcntl.flock(self._file, fcntl.LOCK_EX)  # somebody may be looking whether it is locked
-        self._add({"part": share.number, "parts": share.parts, "host": socket.gethostname(), "process": os.getpid()})
+        own = {"part": share.number, "parts": share.parts, "host": socket.gethostname(), "process": os.getpid()}
+        self._add({**own, "identity": staging.identity(), "over": list(over)})
+
+    def lose(self, paths: Sequence[str]) -> None:
+        """Say that what others wrote to these files may be gone."""
+        self._add({"lost": list(paths)})
+        self._sync()
+
+    def begin(self, paths: Sequence[str]) -> None:
+        """Say which files are there, before anything is written to them."""
+        self._add({"files": list(paths)})
+        self._sync()
 
     def rounds(self, todo: Sequence[Task]) -> Iterator[Sequence[Task]]:
         """All at once."""
@@ -47,16 +77,39 @@ class PartJournal:
         """Add a line for a task that is done."""
         self._add(line_of(done))
 
-    def _add(self, line: dict[str, object]) -> None:
-        text = memoryview(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-        while text:
-            text = text[self._file.write(text) :]
+    def keep(self, done: Iterable[Done]) -> None:
+        """Add a line for every task that another run did, and that this one has read back."""
+        for own in done:
+            self._add(line_of(own))
 
     def end(self, *, fsync: bool) -> None:
-        """Say that all is done."""
-        self._add({"end": True})
+        """Say that all is done. `fsync`: and that it is on the disk."""
+        self._add(_seal(self._digest.hexdigest(), synced=fsync))
         if fsync:
-            os.fsync(self._file.fileno())
+            self._sync()
+
+    def _add(self, line: Line) -> None:
+        text = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        if not self._is_there():
+            raise DestinationError(
+                f"the folder in which {self._dst} grows was removed, or begun anew, while this part was running; run "
+                "it again if it is still wanted"
+            )
+        self._digest.update(text)
+        rest = memoryview(text)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def _sync(self) -> None:
+        """Wait until it is on the disk, where it is found by name."""
+        os.fsync(self._file.fileno())
+        sync(self._path.parent)
+
+    def _is_there(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         """Let go of it."""
@@ -73,26 +126,70 @@ class PartRun:
     """Machine and process."""
     path: Path
     """Its journal."""
-    has_ended: bool
+    identity: str = ""
+    """What `Staging.identity` was when it began."""
+    over: frozenset[str] = frozenset()
+    """Names of journals of runs that were over before it began."""
+    lost: tuple[str, ...] = ()
+    """Files that were gone, and that it made again; or that it could not sync."""
+    files: tuple[str, ...] = ()
+    """Files that were all there when it began to write; none where it did not come so far."""
+    has_ended: bool = False
     """Whether it came to its end."""
-    lines: Sequence[dict[str, object]]
-    """Its tasks."""
+    is_sealed: bool = False
+    """Whether all that it did was on the disk at its end, and its journal is as it wrote it."""
+
+    def lines(self) -> Iterator[Line]:
+        """Its tasks, among other lines, as far as they can be read."""
+        yield from lines_of(_read(self.path))
 
 
 def runs_in(staging: Staging) -> Iterator[PartRun]:
     """Every run of a part that left a journal."""
     for path in sorted(staging.parts.glob(f"*{_SUFFIX}")):
-        match read_lines(path):
-            case [{"part": int(number), "parts": int(parts), "host": host, "process": process}, *lines] if (
-                1 <= number <= parts
-            ):
-                yield PartRun(
-                    share=Share(number, parts),
-                    where=f"{host}, process {process}",
-                    path=path,
-                    has_ended=bool(lines) and "end" in lines[-1],
-                    lines=lines,
-                )
+        name = _NAME.fullmatch(path.name)
+        if name and 1 <= int(name[1]) <= int(name[2]):
+            yield _run(path, Share(int(name[1]), int(name[2])))
+
+
+def _run(path: Path, share: Share) -> PartRun:
+    """A run by its journal, of which lines of tasks, which may be many, are not looked into."""
+    text = _read(path)
+    *above, last = text or [b""]
+    told: dict[str, object] = {}
+    lost: list[str] = []
+    for line in lines_of(own for own in text if not own.startswith(_TASK)):
+        told |= line
+        lost += _texts(line.get("lost"))
+    end = next(lines_of([last]), {})
+    digest = xxhash.xxh3_64_hexdigest(b"".join(above))
+    return PartRun(
+        share=share,
+        where=f"{told['host']}, process {told.get('process')}" if "host" in told else "an unknown machine",
+        path=path,
+        identity=str(told.get("identity", "")),
+        over=frozenset(_texts(told.get("over"))),
+        lost=tuple(lost),
+        files=_texts(told.get("files")),
+        has_ended="end" in end,
+        is_sealed=end == _seal(digest, synced=True),
+    )
+
+
+def _seal(digest: str, *, synced: bool) -> Line:
+    return {"end": True, "synced": synced, "digest": digest}
+
+
+def _texts(told: object) -> tuple[str, ...]:
+    return tuple(map(str, told)) if isinstance(told, list) else ()
+
+
+def _read(path: Path) -> list[bytes]:
+    """Lines of a journal; none where it is gone."""
+    try:
+        return path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
 
 
 def is_running(run: PartRun) -> bool:

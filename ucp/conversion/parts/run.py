@@ -6,8 +6,7 @@ tensors is written by whoever finalizes. So parts may begin at the same time, an
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain
@@ -19,11 +18,14 @@ from ucp.conversion.execute import Written, carry_out_tasks, check_read
 from ucp.conversion.journal import Line
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.parts.finalize import busy_text
-from ucp.conversion.parts.journals import PartJournal, runs_in
+from ucp.conversion.parts.journals import PartJournal, is_running, runs_in
+from ucp.conversion.parts.sealed import vouches
+from ucp.conversion.parts.shares import overlap
 from ucp.conversion.prepare import Prepared
 from ucp.errors import BusyError, DestinationError
-from ucp.io.staging import Making, Staging
-from ucp.transfer.output_files import create
+from ucp.io.goal import Making
+from ucp.io.staging import Staging, sync
+from ucp.transfer.output_files import create, is_whole
 from ucp.transfer.tasks import Share
 
 __all__ = ["write_part"]
@@ -40,18 +42,16 @@ def write_part(prepared: Prepared, staging: Staging, options: ConvertOptions, ob
         staging.release()
         staging.sweep()
         return None
-    with closing(PartJournal(staging, options.part or Share())) as journal:
+    with closing(_journal(staging, options.part or Share())) as journal:
+        filled = _make_files(prepared, staging, journal)
         threads = prepared.workers * prepared.threads
         own = _own(prepared, staging, before)
         begun = taken_up(prepared.job, staging.data, own, observer=observer, threads=threads)
-        filled = {fill.path for task in prepared.job.tasks for fill in task.fills}
-        for file in prepared.job.target.files:
-            if file.path in filled:
-                create(staging.data, replace(file, literals=()), afresh=False)
+        journal.keep(begun.done)
         written = carry_out_tasks(prepared, journal, begun, observer)
         check_read(prepared.job.index, written)
         if options.fsync:
-            _sync(staging.data / path for path in filled)
+            _sync(staging.data, filled, journal)
         journal.end(fsync=options.fsync)
     return written
 
@@ -71,21 +71,48 @@ def _joined(prepared: Prepared, staging: Staging, options: ConvertOptions) -> It
     return None if staging.is_complete(prepared.fingerprint) else before
 
 
+def _journal(staging: Staging, share: Share) -> PartJournal:
+    """A journal that names runs of the same tasks which left no seal and are over: this one looks at what they did."""
+    identity = staging.identity()
+    runs = [run for run in runs_in(staging) if overlap(run.share, share) and not vouches(run, identity)]
+    return PartJournal(staging, share, over=[run.path.name for run in runs if not is_running(run)])
+
+
+def _make_files(prepared: Prepared, staging: Staging, journal: PartJournal) -> list[str]:
+    """Make what is missing of the files that the tasks write to; all of these.
+
+    Another run's note that files were there is read before it is seen that they are not: so they were lost since.
+    """
+    filled = {fill.path for task in prepared.job.tasks for fill in task.fills}
+    files = [file for file in prepared.job.target.files if file.path in filled]
+    known = {path for run in runs_in(staging) for path in run.files}
+    lost = [file.path for file in files if file.path in known and not is_whole(staging.data, file)]
+    if lost:
+        journal.lose(lost)
+    for file in files:
+        create(staging.data, replace(file, literals=()), afresh=False)
+    journal.begin([file.path for file in files])
+    return [file.path for file in files]
+
+
 def _own(prepared: Prepared, staging: Staging, before: Iterable[Line]) -> Iterator[Line]:
     """What any run noted of the tasks of this part, however the work was shared out then."""
     own = {task.number for task in prepared.job.tasks}
-    for lines in chain([before], (run.lines for run in runs_in(staging))):
+    for lines in chain([before], (run.lines() for run in runs_in(staging))):
         for line in lines:
             number = line.get("task")
             if isinstance(number, int) and number in own:
                 yield line
 
 
-def _sync(paths: Iterable[Path]) -> None:
-    """Wait until files are on the disk: on the machine that wrote them, as no other can."""
+def _sync(root: Path, paths: Sequence[str], journal: PartJournal) -> None:
+    """Wait until files are on the disk, by their names: on the machine that wrote them, as no other can."""
     for path in paths:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            sync(root / path)
+        except OSError:
+            journal.lose([path])  # the system says so once, and to one: bytes of another part may be gone, too
+            raise
+    folders = {folder for path in paths for folder in (root / path).parents if folder.is_relative_to(root)}
+    for folder in sorted(folders, reverse=True):
+        sync(folder)

@@ -23,7 +23,8 @@ from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
 from ucp.core.region import Box
 from ucp.errors import BusyError, CorruptError, DestinationError, ReplicaError, UnfinishedError, UsageError
-from ucp.io.staging import Making, Staging
+from ucp.io.goal import Making
+from ucp.io.staging import Staging
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.transfer.tasks import Share
 
@@ -122,9 +123,9 @@ class TestWhatIsMissing:
     def test_it_says_which_parts_and_why(self, source, dst, wanted):
         done = ucp.convert(source, dst, part="1/4", workers=1)
         assert run_until(45, source, dst, part="3/4") < 0
-        ucp.convert(source, dst, part="4/4", workers=1)
+        ucp.convert(source, dst, part="4/4", workers=1, fsync=False)
         (journal,) = (run for run in runs_in(Staging(dst)) if run.share.number == 4)
-        noted = [own for own in journal.lines if "task" in own]
+        noted = [own for own in journal.lines() if "task" in own]
         file = partial(dst) / "data" / "packs" / "00000.safetensors"
         data = bytearray(file.read_bytes())
         data[-8:] = bytes(byte ^ 1 for byte in data[-8:])
@@ -346,6 +347,7 @@ class TestDamage:
         with pytest.raises(CorruptError, match="CRC-32 differs"):
             ucp.convert(source, dst, part="1/1", workers=1)
         assert partial(dst).exists(), "others may be at work"
+        assert not any(run.is_sealed for run in runs_in(Staging(dst)))
 
     def test_of_the_source_is_found_at_the_end_where_parts_read_some_of_a_record_each(self, source, dst, small_blocks):
         failed = 0
@@ -395,8 +397,7 @@ def test_a_part_waits_for_the_disk_as_no_other_machine_can(source, dst, small_bl
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
     ucp.convert(source, dst, part="1/1", fsync=fsync, workers=1)
-    packs = str(partial(dst) / "data" / "packs" / "00000.safetensors")
-    assert (packs in synced, any("/parts/" in path for path in synced)) == (expected, expected)
+    assert (str(partial(dst) / "data" / "packs" / "00000.safetensors") in synced) is expected
 
 
 @pytest.mark.parametrize("options", [{"part": "2/3"}, {"finalize": True}], ids=["part", "finalize"])
