@@ -6,6 +6,7 @@ import contextlib
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -22,8 +23,15 @@ from ucp.transfer.tasks import BLOCK
 __all__ = ["FormatContract"]
 
 
+_CHECKPOINTS = pytest.StashKey[Sequence[Path]]()
+_INDEXES = pytest.StashKey[Sequence[Index]]()
+
+
 class FormatContract:
-    """Override `make` and `paths`; every test runs on each checkpoint."""
+    """Override `make` and `paths`; every test runs on each checkpoint.
+
+    `paths` is asked once for all tests of a class, and its checkpoints are indexed once: no test changes them.
+    """
 
     def make(self) -> Format:
         """A new format."""
@@ -34,16 +42,20 @@ class FormatContract:
         raise NotImplementedError
 
     @pytest.fixture
-    def checkpoints(self, tmp_path: Path) -> Sequence[Path]:
+    def checkpoints(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
         """What `paths` gives."""
-        folder = tmp_path / "checkpoints"
-        folder.mkdir()
-        return self.paths(folder)
+        kept = class_stash(request)
+        if _CHECKPOINTS not in kept:
+            kept[_CHECKPOINTS] = self.paths(tmp_path_factory.mktemp("checkpoints"))
+        return kept[_CHECKPOINTS]
 
     @pytest.fixture
-    def indexes(self, checkpoints: Sequence[Path]) -> Sequence[Index]:
+    def indexes(self, request: pytest.FixtureRequest, checkpoints: Sequence[Path]) -> Sequence[Index]:
         """Their indexes."""
-        return [self.make().read(path) for path in checkpoints]
+        kept = class_stash(request)
+        if _INDEXES not in kept:
+            kept[_INDEXES] = [self.make().read(path) for path in checkpoints]
+        return kept[_INDEXES]
 
     def test_its_own_are_recognised(self, checkpoints: Sequence[Path]) -> None:
         """With the evidence, and a root that is there."""
@@ -165,6 +177,13 @@ class FormatContract:
                 victim.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
                 with contextlib.suppress(UcpError):
                     check_cover(self.make().read(copy))
+
+
+def class_stash(request: pytest.FixtureRequest) -> pytest.Stash:
+    """What the tests of a class share."""
+    own = request.node.getparent(pytest.Class)
+    assert own is not None
+    return cast("pytest.Stash", own.stash)  # `node` is untyped in pytest
 
 
 def _files(path: Path) -> list[Path]:

@@ -52,9 +52,10 @@ def wanted(source, tmp_path, small_blocks):
     return tree(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("parts", [1, 3, 200])
-def test_parts_are_one_run(source, tmp_path, dst, small_blocks, options, parts):
+@pytest.mark.parametrize(("parts", "name"), [(1, "packed"), *((3, name) for name in OPTIONS), (200, "compressed")])
+def test_parts_are_one_run(source, tmp_path, dst, small_blocks, parts, name):
+    """Parts of all that there is, of some, and of nothing: there are more of them than tasks."""
+    options = OPTIONS[name]
     ucp.convert(source, tmp_path / "whole", workers=1, **options)
     report = in_parts(source, dst, parts, **options)
     assert tree(dst) == tree(tmp_path / "whole")
