@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import ucp
-from tests.unit.conftest import handmade
+from tests.unit.conftest import handmade, shrink
 from tests.unit.conversion.test_crash import OPTIONS, run_until, tree
 from ucp.conversion.parts.journals import PartJournal, is_running, runs_in
 from ucp.conversion.prepare import index_of
@@ -72,7 +72,8 @@ def test_parts_are_one_run(source, tmp_path, dst, small_blocks, parts, name):
         ("megatron/gpt-tp2-pp2-torch", {"to": "dcp", "topology": "dp_shard=4"}),
     ],
 )
-def test_checkpoints_of_frameworks_and_what_is_made_of_atoms(tmp_path, dst, small_blocks, kept, options):
+def test_checkpoints_of_frameworks_and_what_is_made_of_atoms(tmp_path, dst, monkeypatch, kept, options):
+    shrink(monkeypatch, block=512, task=1024)
     src = FIXTURES / kept / "checkpoint"
     ucp.convert(src, tmp_path / "whole", workers=1, **options)
     in_parts(src, dst, 3, **options)

@@ -76,7 +76,7 @@ def test_inspect(both):
 
 
 def test_convert_verify_and_diff(both, tmp_path, monkeypatch):
-    shrink(monkeypatch, block=512, task=1024)
+    shrink(monkeypatch, block=2048, task=4096)
     for name, source in zip(("disk", "store"), both, strict=True):
         ucp.convert(source, tmp_path / name, workers=2, fsync=False, verify=True)
     assert tree(tmp_path / "disk", both[0]) == tree(tmp_path / "store", both[1])
