@@ -6,6 +6,7 @@ import contextlib
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -22,8 +23,15 @@ from ucp.transfer.tasks import BLOCK
 __all__ = ["FormatContract"]
 
 
+_CHECKPOINTS = pytest.StashKey[Sequence[Path]]()
+_INDEXES = pytest.StashKey[Sequence[Index]]()
+
+
 class FormatContract:
-    """Override `make` and `paths`; every test runs on each checkpoint."""
+    """Override `make` and `paths`; every test runs on each checkpoint.
+
+    `paths` is asked once for all tests of a class, and its checkpoints are indexed once: no test changes them.
+    """
 
     def make(self) -> Format:
         """A new format."""
@@ -34,16 +42,20 @@ class FormatContract:
         raise NotImplementedError
 
     @pytest.fixture
-    def checkpoints(self, tmp_path: Path) -> Sequence[Path]:
+    def checkpoints(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
         """What `paths` gives."""
-        folder = tmp_path / "checkpoints"
-        folder.mkdir()
-        return self.paths(folder)
+        kept = class_stash(request)
+        if _CHECKPOINTS not in kept:
+            kept[_CHECKPOINTS] = self.paths(tmp_path_factory.mktemp("checkpoints"))
+        return kept[_CHECKPOINTS]
 
     @pytest.fixture
-    def indexes(self, checkpoints: Sequence[Path]) -> Sequence[Index]:
+    def indexes(self, request: pytest.FixtureRequest, checkpoints: Sequence[Path]) -> Sequence[Index]:
         """Their indexes."""
-        return [self.make().read(path) for path in checkpoints]
+        kept = class_stash(request)
+        if _INDEXES not in kept:
+            kept[_INDEXES] = [self.make().read(path) for path in checkpoints]
+        return kept[_INDEXES]
 
     def test_its_own_are_recognised(self, checkpoints: Sequence[Path]) -> None:
         """With the evidence, and a root that is there."""
@@ -130,10 +142,10 @@ class FormatContract:
             assert copy.atoms == index.atoms
             assert copy.records == index.records
 
-    def test_reading_twice_gives_the_same(self, checkpoints: Sequence[Path]) -> None:
+    def test_reading_twice_gives_the_same(self, checkpoints: Sequence[Path], indexes: Sequence[Index]) -> None:
         """An index is a function of the checkpoint."""
-        for path in checkpoints:
-            first, second = self.make().read(path), self.make().read(path)
+        for path, first in zip(checkpoints, indexes, strict=True):
+            second = self.make().read(path)
             assert first.atoms == second.atoms
             assert list(first.atoms) == list(second.atoms)
             assert (first.groups, first.files, first.records) == (second.groups, second.files, second.records)
@@ -159,12 +171,20 @@ class FormatContract:
     def test_a_file_cut_short_is_an_expected_error(self, checkpoints: Sequence[Path], tmp_path: Path) -> None:
         """Whichever it is: a UcpError, or a file that reading does without."""
         for number, path in enumerate(checkpoints):
+            copy = _copied(path, tmp_path / f"cut-{number}-{path.name}")
             for file in sorted(_files(path)):
-                copy = _copied(path, tmp_path / f"cut-{number}-{file.name}")
-                victim = copy / file.relative_to(path) if path.is_dir() else copy
-                victim.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+                victim, data = copy / file.relative_to(path) if path.is_dir() else copy, file.read_bytes()
+                victim.write_bytes(data[: len(data) // 2])
                 with contextlib.suppress(UcpError):
                     check_cover(self.make().read(copy))
+                victim.write_bytes(data)
+
+
+def class_stash(request: pytest.FixtureRequest) -> pytest.Stash:
+    """What the tests of a class share."""
+    own = request.node.getparent(pytest.Class)
+    assert own is not None
+    return cast("pytest.Stash", own.stash)  # `node` is untyped in pytest
 
 
 def _files(path: Path) -> list[Path]:

@@ -13,6 +13,7 @@ from ucp.contract.registry import recognise
 from ucp.conversion.convert import carry_out
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import Silent, index_of, prepare
+from ucp.testing.formats import class_stash
 from ucp.transfer.differences import compare
 
 __all__ = ["TargetContract"]
@@ -20,29 +21,52 @@ __all__ = ["TargetContract"]
 Case = tuple[Path, ConvertOptions]
 
 
+_SOURCES = pytest.StashKey[Sequence[Case]]()
+_WRITTEN = pytest.StashKey[Sequence[Path]]()
+
+
 class TargetContract:
-    """Override `cases`; every test runs on each. The target is found by entry point, as users find it."""
+    """Override `cases`; every test runs on each. The target is found by entry point, as users find it.
+
+    `cases` is asked once for all tests of a class, and each case converted once where a test only looks at the outcome.
+    """
 
     def cases(self, folder: Path) -> Sequence[Case]:
         """Source checkpoints, kept or made below `folder`, with what is asked of the target."""
         raise NotImplementedError
 
     @pytest.fixture
-    def sources(self, tmp_path: Path) -> Sequence[Case]:
+    def sources(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sequence[Case]:
         """What `cases` gives."""
-        folder = tmp_path / "sources"
-        folder.mkdir()
-        return self.cases(folder)
+        kept = class_stash(request)
+        if _SOURCES not in kept:
+            kept[_SOURCES] = self.cases(tmp_path_factory.mktemp("sources"))
+        return kept[_SOURCES]
 
-    def test_planning_writes_nothing(self, sources: Sequence[Case], tmp_path: Path) -> None:
+    @pytest.fixture
+    def written(
+        self, request: pytest.FixtureRequest, sources: Sequence[Case], tmp_path_factory: pytest.TempPathFactory
+    ) -> Sequence[Path]:
+        """What one worker makes of each case; the source stays as it was."""
+        kept = class_stash(request)
+        if _WRITTEN not in kept:
+            folder, made = tmp_path_factory.mktemp("written"), []
+            for number, (path, options) in enumerate(sources):
+                before = _tree(path)
+                made.append(_converted(path, folder / str(number), replace(options, workers=1)))
+                assert _tree(path) == before
+            kept[_WRITTEN] = made
+        return kept[_WRITTEN]
+
+    def test_planning_writes_nothing(self, sources: Sequence[Case]) -> None:
         """And gives the same plan again."""
         assert sources
-        before = sorted(tmp_path.rglob("*"))
+        before = [sorted(path.parent.rglob("*")) for path, _ in sources]
         for path, options in sources:
             first, second = prepare(path, options), prepare(path, options)
             assert first.job.target == second.job.target
             assert first.fingerprint == second.fingerprint
-        assert sorted(tmp_path.rglob("*")) == before
+        assert [sorted(path.parent.rglob("*")) for path, _ in sources] == before
 
     def test_a_job_travels(self, sources: Sequence[Case]) -> None:
         """It can be sent to another process."""
@@ -58,35 +82,34 @@ class TargetContract:
             paths = [file.path for file in prepare(path, options).job.target.files]
             assert len(paths) == len(set(paths))
 
-    def test_what_is_written_reads_back(self, sources: Sequence[Case], tmp_path: Path) -> None:
-        """Bit for bit, after the casts that were asked for; the source stays as it was."""
-        for number, (path, options) in enumerate(sources):
-            before = _tree(path)
-            written = _converted(path, tmp_path / f"out-{number}", options)
-            fmt, _ = recognise(written)
+    def test_what_is_written_reads_back(self, sources: Sequence[Case], written: Sequence[Path]) -> None:
+        """Bit for bit, after the casts that were asked for."""
+        for (path, options), own in zip(sources, written, strict=True):
+            fmt, _ = recognise(own)
             assert fmt.name == options.to
-            source, back = index_of(path, options.names), index_of(written)
+            source, back = index_of(path, options.names), index_of(own)
             held = {name: atom for name, atom in source.atoms.items() if name in back.atoms}
             assert compare(replace(source, atoms=held), back, Silent(), cast=True) == []
-            assert _tree(path) == before
 
-    def test_it_writes_the_same_bytes_again(self, sources: Sequence[Case], tmp_path: Path) -> None:
+    def test_it_writes_the_same_bytes_again(
+        self, sources: Sequence[Case], written: Sequence[Path], tmp_path: Path
+    ) -> None:
         """In another folder, with another engine."""
-        for number, (path, options) in enumerate(sources):
-            one = _converted(path, tmp_path / f"one-{number}", replace(options, workers=1))
-            two = _converted(path, tmp_path / f"two-{number}", replace(options, workers=2))
-            assert _tree(one) == _tree(two)
+        for number, ((path, options), own) in enumerate(zip(sources, written, strict=True)):
+            again = _converted(path, tmp_path / str(number), replace(options, workers=2))
+            assert _tree(again) == _tree(own)
 
-    def test_an_interrupted_run_is_completed(self, sources: Sequence[Case], tmp_path: Path) -> None:
+    def test_an_interrupted_run_is_completed(
+        self, sources: Sequence[Case], written: Sequence[Path], tmp_path: Path
+    ) -> None:
         """To the same bytes as if nothing had happened; until then nobody takes it for a checkpoint."""
-        for number, (path, options) in enumerate(sources):
-            whole = _converted(path, tmp_path / f"whole-{number}", options)
+        for number, ((path, options), own) in enumerate(zip(sources, written, strict=True)):
             goal = tmp_path / f"resumed-{number}"
             with pytest.raises(_InterruptedRunError):
                 carry_out(path, goal, replace(options, workers=1), _Impatient())
             assert not goal.exists()
             _converted(path, goal, replace(options, resume=True))
-            assert _tree(goal) == _tree(whole)
+            assert _tree(goal) == _tree(own)
 
 
 class _InterruptedRunError(Exception):

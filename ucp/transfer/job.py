@@ -38,14 +38,19 @@ class Job:
     """The destination."""
     tasks: Sequence[Task]
     """The work; those of all shares together write every placement once."""
-    nbytes: int
-    """Bytes the tasks write."""
     checking: frozenset[int]
     """Placements whose bytes are compared with the source's copies of them (each copy once in all)."""
     crosswise: frozenset[int] = frozenset()
     """Placements (and raw copies, counted on) that are filled in the order of the source, as `tiles` says."""
     fsync: bool = True
     """Whether the bytes must be on the disk at the end, so that bringing them there may as well begin early."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the tasks write."""
+        if isinstance(self.tasks, TaskList):
+            return self.tasks.nbytes  # which makes none of them
+        return sum(task.nbytes for task in self.tasks)
 
 
 def make_job(index: Index, target: TargetPlan, share: Share | None = None) -> Job:
@@ -59,7 +64,7 @@ def make_job(index: Index, target: TargetPlan, share: Share | None = None) -> Jo
     if share is not None:
         tasks = tasks.of(share)
     checking = checking_placements(target.placements)
-    return Job(index=index, target=target, tasks=tasks, nbytes=tasks.nbytes, checking=checking, crosswise=crosswise)
+    return Job(index=index, target=target, tasks=tasks, checking=checking, crosswise=crosswise)
 
 
 def every_task(job: Job) -> TaskList:

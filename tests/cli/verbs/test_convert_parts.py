@@ -1,21 +1,20 @@
-"""`ucp convert --part` and `--finalize` as real processes: at once, killed, started by Slurm's variables."""
+"""`ucp convert --part` and `--finalize`: as real processes where several run at once or one is killed."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Run
-
-FIXTURES = Path(__file__).parents[3] / "fixtures"
+from tests.unit.conftest import shrink
 
 PROGRAM = """
 import os, sys, threading
@@ -51,23 +50,9 @@ main()
 Its number says after how many tasks a worker gets stuck (-1: never); then it says when a task is noted as done.
 """
 
-SOURCES = {
-    "deepspeed": (FIXTURES / "deepspeed" / "z1-dp4-bf16" / "checkpoint", ["--to", "deepspeed-universal"]),
-    "megatron": (FIXTURES / "megatron" / "llama-tp2-dp2-dp" / "checkpoint", []),
-    "atoms": ("atoms", ["--to", "deepspeed", "--topology", "dp=3,zero=2"]),
-}
-
 
 def command(*words: object, stuck_after: int = -1) -> list[str]:
     return [sys.executable, "-c", PROGRAM, str(stuck_after), "convert", *map(str, words)]
-
-
-def run(*words: object, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        command(*words), check=False, capture_output=True, text=True, timeout=120, env=os.environ | environment
-    )
-    assert done.returncode == code, (done.stdout, done.stderr)
-    return done
 
 
 def at_once(*commands: list[str]) -> list[str]:
@@ -100,64 +85,69 @@ def dst(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
+@pytest.fixture(autouse=True)
+def as_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands in this process have blocks and patience as small as those of `PROGRAM`."""
+    shrink(monkeypatch, block=64, task=128)
+    monkeypatch.setattr(import_module("ucp.io.staging"), "_PATIENCE", 0.5)
+
+
 @pytest.fixture
-def wanted(mixed: Path, tmp_path: Path) -> dict[str, bytes]:
-    run(mixed, tmp_path / "whole", "--workers", 1)
+def wanted(ucp: Run, mixed: Path, tmp_path: Path) -> dict[str, bytes]:
+    ucp("convert", mixed, tmp_path / "whole", "--workers", 1, "-q")
     return tree(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(("source", "options"), SOURCES.values(), ids=SOURCES)
-def test_parts_that_begin_at_the_same_moment(
-    ucp: Run, zero3: Path, tmp_path: Path, dst: Path, source: Path | str, options: list[str]
-) -> None:
-    if source == "atoms":
-        source = tmp_path / "atoms"
-        ucp("convert", zero3, source, "-q")
-    run(source, tmp_path / "whole", "--workers", 1, *options)
-    at_once(*(command(source, dst, *options, "--workers", 2, "--part", f"{number}/4") for number in (3, 1, 4, 2)))
+def test_parts_that_begin_at_the_same_moment(ucp: Run, mixed: Path, tmp_path: Path, dst: Path) -> None:
+    """Other sources and targets in parts: tests/unit/conversion/parts, one process after another."""
+    options = ["--to", "deepspeed-universal"]
+    ucp("convert", mixed, tmp_path / "whole", "--workers", 1, *options)
+    at_once(*(command(mixed, dst, *options, "--workers", 2, "--part", f"{number}/4") for number in (3, 1, 4, 2)))
     assert not dst.exists()
-    run(source, dst, *options, "--finalize")
+    ucp("convert", mixed, dst, *options, "--finalize")
     assert tree(dst) == tree(tmp_path / "whole")
-    ucp("verify", dst, "--against", source)
+    ucp("verify", dst, "--against", mixed)
 
 
-def test_the_same_part_twice_at_once(mixed: Path, dst: Path, wanted: dict[str, bytes]) -> None:
-    run(mixed, dst, "--part", "2/2")
+def test_the_same_part_twice_at_once(ucp: Run, mixed: Path, dst: Path, wanted: dict[str, bytes]) -> None:
+    ucp("convert", mixed, dst, "--part", "2/2")
     at_once(*[command(mixed, dst, "--part", "1/2")] * 3)
-    run(mixed, dst, "--finalize")
+    ucp("convert", mixed, dst, "--finalize")
     assert tree(dst) == wanted
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_part_that_is_killed_is_run_again(mixed: Path, dst: Path, wanted: dict[str, bytes], workers: int) -> None:
+def test_a_part_that_is_killed_is_run_again(
+    ucp: Run, mixed: Path, dst: Path, wanted: dict[str, bytes], workers: int
+) -> None:
     with stuck(mixed, dst, "--part", "1/2", after=2, workers=workers) as part:
         part.kill()
-    run(mixed, dst, "--part", "2/2")
-    said = run(mixed, dst, "--finalize", code=1).stderr
+    ucp("convert", mixed, dst, "--part", "2/2")
+    said = ucp("convert", mixed, dst, "--finalize", code=1).stderr
     assert "part 1/2: " in said
     assert "it was cut off on" in said
     assert "run the same command with --part 1/2 in place of --finalize, then finalize again" in said
     assert "Traceback" not in said
     assert not dst.exists()
-    again = json.loads(run(mixed, dst, "--part", "1/2", "--json").stdout)
+    again = json.loads(ucp("convert", mixed, dst, "--part", "1/2", "--json").stdout)
     assert (again["part"], again["schema"]) == ("1/2", "ucp.convert/1")
     assert again["resumed_bytes"] > 0
-    run(mixed, dst, "--finalize", "--verify")
+    ucp("convert", mixed, dst, "--finalize", "--verify")
     assert tree(dst) == wanted
 
 
 def test_what_needs_the_place_for_itself_is_refused_while_a_part_runs(
-    mixed: Path, dst: Path, wanted: dict[str, bytes]
+    ucp: Run, mixed: Path, dst: Path, wanted: dict[str, bytes]
 ) -> None:
     with stuck(mixed, dst, "--part", "1/2", after=1) as part:
-        run(mixed, dst, "--part", "2/2")
+        ucp("convert", mixed, dst, "--part", "2/2")
         for option in ("--finalize", "--resume", "--overwrite"):
-            said = run(mixed, dst, option, code=1).stderr
+            said = ucp("convert", mixed, dst, option, code=1).stderr
             assert "1 part is running of the conversion" in said
             assert f"process {part.pid}" in said
-        assert "unfinished conversion" in run(mixed, dst, code=1).stderr
-    run(mixed, dst, "--part", "1/2")
-    said = run(mixed, dst, "--finalize").stdout
+        assert "unfinished conversion" in ucp("convert", mixed, dst, code=1).stderr
+    ucp("convert", mixed, dst, "--part", "1/2")
+    said = ucp("convert", mixed, dst, "--finalize").stdout
     assert "already there: " in said
     assert " believed as noted\n" in said
     assert tree(dst) == wanted
@@ -171,15 +161,17 @@ def test_a_part_that_is_terminated_says_how_to_go_on(mixed: Path, dst: Path) -> 
     assert part.returncode == 143
 
 
-def test_nothing_is_left_to_do_afterwards(mixed: Path, dst: Path) -> None:
-    run(mixed, dst, "--part", "1/1")
-    run(mixed, dst, "--finalize")
+def test_nothing_is_left_to_do_afterwards(ucp: Run, mixed: Path, dst: Path) -> None:
+    ucp("convert", mixed, dst, "--part", "1/1")
+    ucp("convert", mixed, dst, "--finalize")
     for option in (["--part", "1/1"], ["--part", "2/7"], ["--finalize"]):
-        assert "already complete: nothing was written" in run(mixed, dst, *option).stdout
+        assert "already complete: nothing was written" in ucp("convert", mixed, dst, *option).stdout
     assert not dst.with_name("out.ucp-partial").exists()
 
 
-def test_parts_of_a_step_and_of_an_array(mixed: Path, tmp_path: Path, wanted: dict[str, bytes]) -> None:
+def test_parts_of_a_step_and_of_an_array(
+    ucp: Run, mixed: Path, tmp_path: Path, wanted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     array = {
         f"SLURM_ARRAY_TASK_{name}": own for name, own in (("MIN", "1"), ("MAX", "3"), ("STEP", "1"), ("COUNT", "3"))
     }
@@ -189,8 +181,11 @@ def test_parts_of_a_step_and_of_an_array(mixed: Path, tmp_path: Path, wanted: di
     }
     for way, environments in ways.items():
         for environment in environments:
-            run(mixed, tmp_path / way, "--part", "auto", **environment)
-        run(mixed, tmp_path / way, "--finalize")
+            with monkeypatch.context() as patch:
+                for name, own in environment.items():
+                    patch.setenv(name, own)
+                ucp("convert", mixed, tmp_path / way, "--part", "auto")
+        ucp("convert", mixed, tmp_path / way, "--finalize")
         assert tree(tmp_path / way) == wanted
 
 

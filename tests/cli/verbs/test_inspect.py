@@ -58,8 +58,12 @@ def test_every_kept_checkpoint_is_shown_or_refused_by_name(ucp: Run, path: Path)
         assert said in ucp("inspect", path, code=1).stderr
         return
     assert re.search("^complete +yes", ucp("inspect", path).stdout, re.MULTILINE)
-    assert "Files\n" in ucp("inspect", path, "--param", "*", "--files").stdout
-    assert json.loads(ucp("inspect", path, "--json", "--param", "*").stdout)["missing"] == []
+    document = json.loads(ucp("inspect", path, "--json", "--param", "*").stdout)
+    assert document["missing"] == []
+    name = list(document["atoms"])[-1]
+    page = ucp("inspect", path, "--param", name.replace("[", "[[]"), "--files").stdout
+    assert f"{name}\n" in page
+    assert "Files\n" in page
 
 
 def test_the_page_says_what_it_is(ucp: Run, mixed: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import ucp
+from ucp.core.index import Index
 from ucp.errors import UnsupportedError
 
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures" / "deepspeed"
@@ -37,25 +38,32 @@ def _write(src: Path, dst: Path, topology: ucp.Topology | None) -> ucp.ConvertRe
     return ucp.convert(src, dst, to=to, topology=topology, workers=1)
 
 
-def _settings(path: Path) -> list[tuple[frozenset[str], dict[str, object]]]:
+def _settings(index: Index) -> list[tuple[frozenset[str], dict[str, object]]]:
     """Parameters with elements and hyper-parameters of each group."""
-    index = ucp.inspect(path)
     return [
         (frozenset(name for name in group.params if 0 not in index.atoms[name].global_shape), dict(group.hyper))
         for group in index.groups
     ]
 
 
-@pytest.mark.parametrize("topology", TARGETS, ids=str)
-@pytest.mark.parametrize("name", _sources())
+def _cells() -> list[tuple[str, ucp.Topology | None]]:
+    """Every source into a universal checkpoint and, source by source in turn, into ZeRO 0 and 2 or 1 and 3."""
+    cells = []
+    for number, name in enumerate(_sources()):
+        if name != "z1-dp2-counting":  # DeepSpeed loads no counts but step from a universal checkpoint: see below
+            cells.append((name, None))
+        cells += [(name, own) for own in TARGETS[1 + number % 2 :: 2]]
+    return cells
+
+
+@pytest.mark.parametrize(("name", "topology"), _cells(), ids=str)
 def test_reads_back_equal(name: str, topology: ucp.Topology | None, tmp_path: Path) -> None:
-    if name == "z1-dp2-counting" and topology is None:
-        pytest.skip("DeepSpeed loads no counts but step from a universal checkpoint: see below")
     src, dst = _checkpoint(name), tmp_path / "dst"
     _write(src, dst, topology)
     assert ucp.diff(src, dst).equal
-    assert _settings(dst) == _settings(src)
-    assert ucp.inspect(dst).step == ucp.inspect(src).step
+    before, after = ucp.inspect(src), ucp.inspect(dst)
+    assert _settings(after) == _settings(before)
+    assert after.step == before.step
 
 
 def test_counts_but_step_are_not_written_universally(tmp_path: Path) -> None:
@@ -74,7 +82,7 @@ def test_a_chain_of_all_targets_ends_where_it_began(name: str, tmp_path: Path) -
         _write(last, tmp_path / str(number), topology)
         last = tmp_path / str(number)
     assert ucp.diff(src, last).equal
-    assert _settings(last) == _settings(src)
+    assert _settings(ucp.inspect(last)) == _settings(ucp.inspect(src))
 
 
 @pytest.mark.parametrize("virtual", [False, True])

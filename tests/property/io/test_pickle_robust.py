@@ -29,7 +29,7 @@ PROGRAM = st.lists(
     max_size=60,
 ).map(b"".join)
 FLIPS = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=4)
-ON_DISK = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ON_DISK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @cache
@@ -64,7 +64,7 @@ def answers(path: Path, data: bytes) -> None:
         assert str(path) in str(error)  # noqa: PT017
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=700, deadline=None)
 @given(PROGRAM)
 def test_any_program_is_read_or_refused(program: bytes) -> None:
     try:
@@ -73,7 +73,7 @@ def test_any_program_is_read_or_refused(program: bytes) -> None:
         assert str(error).startswith("test: ")  # noqa: PT017
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(FLIPS, st.integers(0, 5))
 def test_damaged_pickles_are_read_or_refused(flips: list[tuple[float, int]], protocol: int) -> None:
     data = pickle.dumps({"a": [1, 2.5, "x", b"y", (None, True)], "b": OrderedDict(c={1, 2}), "d": 2**80}, protocol)
@@ -89,10 +89,11 @@ def test_damaged_archives_are_read_or_refused(tmp_path: Path, flips: list[tuple[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
-@pytest.mark.parametrize("mask", [0x01, 0xFF])
-def test_every_single_damaged_byte_is_read_or_refused(zipped: bool, mask: int, tmp_path: Path) -> None:
+def test_every_single_damaged_byte_is_read_or_refused(zipped: bool, tmp_path: Path) -> None:
+    """By one bit and by all, in turn."""
     data = archive(zipped)
     for index in range(len(data)):
+        mask = (0x01, 0xFF)[index % 2]
         answers(tmp_path / "x.pt", data[:index] + bytes([data[index] ^ mask]) + data[index + 1 :])
 
 

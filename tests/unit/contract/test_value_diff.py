@@ -68,7 +68,7 @@ def test_tensors_are_given_once_or_differ_in_shape():
     assert found(ref, 3) == [("", "tensor 2x3 int8", "3")]
 
 
-def deep(leaf, depth=100_000):
+def deep(leaf, depth=30_000):
     for _ in range(depth):
         leaf = [leaf]
     return leaf

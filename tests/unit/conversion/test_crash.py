@@ -1,8 +1,9 @@
 """kill -9 at every step: what is left is refused by every reader, and completed by --resume to the same bytes.
 
 A conversion runs in a forked child that kills itself at its n-th call of the system (open, write, rename, ...), for
-every n there is. Power failure is another matter: it is covered as far as digests of what an earlier run wrote are
-compared before they are believed.
+numbers n that lie the farther apart the larger they are: preparing differs from call to call, and tasks do not. Every
+n there is: tests/integration/conversion/test_every_call.py. Power failure is another matter: it is covered as far as
+digests of what an earlier run wrote are compared before they are believed.
 """
 
 from __future__ import annotations
@@ -67,8 +68,19 @@ def check_refused(dst: Path) -> None:
             ucp.open(partial / "data")
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_run_killed_at_any_step_is_completed(source, tmp_path, options, small_blocks):
+DENSE, COARSE = 10, 3
+"""Calls up to which each is the last one; beyond, one in so many of what was made before."""
+
+
+@pytest.mark.parametrize(
+    ("name", "dense"), [(name, DENSE if name == "packed" else COARSE) for name in OPTIONS], ids=OPTIONS
+)
+def test_a_run_killed_at_many_steps_is_completed(source, tmp_path, name, dense, small_blocks):
+    assert check_killed(source, tmp_path, dense=dense, **OPTIONS[name]) > 8
+
+
+def check_killed(source: Path, tmp_path: Path, *, dense: int, **options) -> int:
+    """Number of steps at which a run was killed, refused and completed; `dense`: as that of `DENSE`."""
     whole = tmp_path / "whole"
     ucp.convert(source, whole, workers=1, **options)
     wanted, before = tree(whole), tree(source)
@@ -89,12 +101,12 @@ def test_a_run_killed_at_any_step_is_completed(source, tmp_path, options, small_
         for path in sorted(dst.rglob("*"), reverse=True):
             path.unlink() if path.is_file() else path.rmdir()
         dst.rmdir()
-        step += 1 + step // 15
-    assert killed > 20
+        step += 1 + step // dense
     assert tree(source) == before
+    return killed
 
 
-@pytest.mark.parametrize("step", [*range(8), *range(8, 60, 9), 140, 200])
+@pytest.mark.parametrize("step", [0, 3, 17, 60, 200])
 def test_a_run_killed_twice_is_completed(source, tmp_path, step, small_blocks):
     ucp.convert(source, tmp_path / "whole", workers=1)
     dst = tmp_path / "out"
@@ -122,7 +134,7 @@ def test_overwriting_keeps_the_old_until_the_new_is_whole(source, tmp_path, smal
             assert tree(kept) == old
         ucp.convert(source, dst, workers=1, overwrite=True, resume=True, layout="per-parameter")
         assert tree(dst) == new
-        step += 1 + step // 4
+        step += 1 + step // 3
     assert tree(dst) == new
 
 
@@ -138,8 +150,7 @@ def test_what_was_put_aside_is_put_back(source, tmp_path, small_blocks):
     assert tree(dst) == old
 
 
-@pytest.mark.parametrize("lines", [0, 1, 3, 7])
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(("lines", "workers"), [(0, 2), (1, 3), (3, 2), (7, 3)])
 def test_a_parent_killed_with_its_workers_at_work(source, tmp_path, lines, workers, small_blocks):
     ucp.convert(source, tmp_path / "whole", workers=1)
     dst = tmp_path / "out"

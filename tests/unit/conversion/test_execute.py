@@ -447,7 +447,7 @@ class TestSystem:
     @pytest.fixture
     def large(self, tmp_path):
         shards = Shards(tmp_path / "large")
-        array = np.arange(60_000, dtype="float32").reshape(600, 100)
+        array = np.arange(20_000, dtype="float32").reshape(200, 100)
         write_checkpoint(make_index(shards.folder, {("w", "weight"): shards.whole(array)}))
         return shards.folder
 

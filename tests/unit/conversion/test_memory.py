@@ -2,7 +2,7 @@
 
 Measured: a fresh interpreter converts a tensor several times larger than the budget with two workers, and tells
 when it is about to begin. From then on the proportional set size (PSS, `/proc/PID/smaps_rollup`: memory shared by
-processes is counted once) of it and its workers is summed every few milliseconds; what it was at the beginning (the
+processes is counted once) of it and its workers is summed every ten milliseconds; what it was at the beginning (the
 interpreter and the libraries it imported) is subtracted. The page cache belongs to nobody and is not counted.
 """
 
@@ -124,7 +124,7 @@ def peak_of(src: Path, dst: Path, *, runner: str = RUNNER, memory: int = BUDGET,
         process.stdin.flush()
         while process.poll() is None:
             peak = max(peak, sum(map(pss, family(process.pid))))
-            time.sleep(0.003)
+            time.sleep(0.01)
         assert process.returncode == 0
     return peak - rest
 
@@ -143,15 +143,12 @@ def disk(tmp_path_factory):
 
 
 CASES = {
-    "copied": ({}, {}),
     "columns": ({"columns": 8}, {}),
     "cast-and-compared": ({"cast_copy": True}, {"dtypes": {"weight": "float64"}}),
     "narrowed": ({}, {"dtypes": {"weight": "float8_e5m2"}}),
     "averaged": ({"terms": 2, "dtype": DType.BFLOAT16}, {}),
-    "transposed": ({"transposed": True}, {}),
     "transposed-and-compared": ({"transposed": True, "cast_copy": True}, {}),
     "transposed-and-compressed": ({"transposed": True}, {"compress": True}),
-    "compressed": ({"dtype": DType.BFLOAT16}, {"compress": True}),
 }
 
 
@@ -166,19 +163,17 @@ def test_peak_memory_is_within_the_budget(disk, case):
 
 
 @pytest.mark.slow
-def test_reading_what_is_compressed_is_within_the_budget(disk):
+def test_writing_and_reading_what_is_compressed_is_within_the_budget(disk):
     source = sparse_source(disk / "source", dtype=DType.BFLOAT16)
-    peak_of(source, disk / "packed", compress=True)
-    peak = peak_of(disk / "packed", disk / "out")
-    print(f"decompressed: {peak / MIB:.0f} MiB")
-    assert peak < BUDGET + 3 * PER_INTERPRETER
+    peaks = [peak_of(source, disk / "packed", compress=True), peak_of(disk / "packed", disk / "out")]
+    print(f"compressed, decompressed: {[peak // MIB for peak in peaks]} MiB")
+    assert max(peaks) < BUDGET + 3 * PER_INTERPRETER
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtypes", "memory"),
     [
-        (("bfloat16", "bfloat16"), 40 * MIB),
         (("bfloat16", "bfloat16"), 160 * MIB),
         (("float8_e5m2", "float16"), 40 * MIB),
     ],

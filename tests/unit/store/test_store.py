@@ -73,8 +73,11 @@ def memory_format(monkeypatch):
     return fmt
 
 
-@pytest.mark.parametrize("options", LAYOUTS, ids=LABELS)
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("options", "workers"),
+    [*((own, 1) for own in LAYOUTS), ({"layout": "per-parameter"}, 2), ({"compress": True}, 2)],
+    ids=[*LABELS, "per-parameter-2", "compressed-2"],
+)
 class TestEveryLayout:
     def test_bytes_come_back(self, source, arrays, tmp_path, options, workers, small_blocks):
         ucp.convert(source, tmp_path / "out", workers=workers, **options)

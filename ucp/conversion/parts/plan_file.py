@@ -193,7 +193,6 @@ def _prepared(head: Mapping[str, Any], found: Chunk, options: ConvertOptions) ->
         index=index,
         target=plan,
         tasks=tuple(found.tasks),
-        nbytes=sum(task.nbytes for task in found.tasks),
         checking=frozenset(found.checking),
         crosswise=frozenset(found.crosswise),
         fsync=options.fsync,

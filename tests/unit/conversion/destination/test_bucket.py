@@ -57,6 +57,10 @@ def scratch(tmp_path):
 
 @pytest.fixture
 def small(monkeypatch):
+    shrink_rounds(monkeypatch)
+
+
+def shrink_rounds(monkeypatch):
     shrink(monkeypatch, block=1024, task=2048)
     monkeypatch.setattr(import_module("ucp.transfer.rounds"), "ROUND", SMALL)
 
@@ -70,8 +74,14 @@ def converted(source, scratch, dst=DST, **asked):
     return ucp.convert(source, dst, scratch=scratch, workers=1, **asked)
 
 
-@pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("target", TARGETS)
+CELLS = [
+    *((tuple(SOURCES)[number % len(SOURCES)], target) for number, target in enumerate(TARGETS)),
+    *((kind, target) for kind in SOURCES for target in ("ucp", "dcp")),
+]
+"""Every target from a source, and two of them from all; one cannot be written from its source."""
+
+
+@pytest.mark.parametrize(("kind", "target"), sorted(set(CELLS)))
 def test_it_equals_what_is_written_to_a_disk(kind, target, memory, scratch, tmp_path, small):
     src = FIXTURES / SOURCES[kind]
     try:
@@ -104,12 +114,17 @@ class Mortal:
     """Ends the run at the n-th operation that changes the store, before or after it is done."""
 
     def __init__(self, monkeypatch, memory, *, at, done):
-        self.left = at
+        self.at = self.left = at
         self.is_dead = False
         kind = type(memory.fs)
         for name in ("put_file", "pipe_file", "rm_file"):
             real = getattr(kind, name)
             monkeypatch.setattr(kind, name, self._mortal(real, done))
+
+    @property
+    def calls(self):
+        """Operations that were asked for."""
+        return self.at - self.left
 
     def _mortal(self, real, done):
         def call(*words, **named):
@@ -129,37 +144,48 @@ class Mortal:
 @pytest.mark.parametrize(
     ("target", "replaces", "done"), [("ucp", False, False), ("dcp", False, True), ("deepspeed", True, False)]
 )
-def test_killed_at_any_moment_it_is_refused_or_complete_and_resumed(
+def test_killed_at_many_moments_it_is_refused_or_complete_and_resumed(
     target, replaces, done, memory, source, tmp_path, small
 ):
-    """Every operation on the store is the last one, in turn."""
+    """One operation on the store of three is the last one, and each of the few that publish.
+
+    Every operation: tests/integration/conversion/test_every_call.py.
+    """
+    check_killed(memory, source, tmp_path, target, replaces=replaces, done=done, stride=3)
+
+
+def check_killed(memory, source, tmp_path, target, *, replaces, done, stride):
     ucp.convert(source, tmp_path / "disk", fsync=False, workers=1, **TARGETS[target])
     wanted = tree(tmp_path / "disk")
-    for at in range(200):
-        memory.fs.store.clear()
-        scratch = tmp_path / f"scratch-{at}"
-        scratch.mkdir()
-        if replaces:
-            converted(source, scratch, **TARGETS["torch"])
+    with pytest.MonkeyPatch.context() as patch:
+        unharmed = run_until(memory, patch, source, tmp_path / "unharmed", target, replaces, at=1 << 30, done=done)
+    assert objects(memory) == wanted
+    assert unharmed.calls > len(wanted)
+    for at in sorted({*range(0, unharmed.calls, stride), *range(unharmed.calls - 4, unharmed.calls)}):
         with pytest.MonkeyPatch.context() as patch:
-            mortal = Mortal(patch, memory, at=at, done=done)
-            with suppress(Killed):
-                converted(source, scratch, overwrite=replaces, **TARGETS[target])
-        if not mortal.is_dead:
-            break
-        other = tmp_path / f"other-{at}"
-        other.mkdir()
+            assert run_until(memory, patch, source, tmp_path / f"{at}", target, replaces, at=at, done=done).is_dead
         if ".ucp-partial/conversion.json" in objects(memory):
             with pytest.raises(IncompleteError, match="--resume"):
                 ucp.inspect(DST)
             assert ucp.api.is_unfinished(DST)
         elif replaces and objects(memory) != wanted:
             assert ucp.inspect(DST).format == "torch"
+        other = tmp_path / f"other-{at}"
+        other.mkdir()
         converted(source, other, resume=True, overwrite=replaces, **TARGETS[target])
         assert objects(memory) == wanted, at
-    else:
-        pytest.fail("it never came to its end")
-    assert at > len(wanted)
+
+
+def run_until(memory, patch, source, scratch, target, replaces, *, at, done):
+    """Convert anew, or in place of another checkpoint, up to an operation on the store."""
+    memory.fs.store.clear()
+    scratch.mkdir()
+    if replaces:
+        converted(source, scratch, **TARGETS["torch"])
+    mortal = Mortal(patch, memory, at=at, done=done)
+    with suppress(Killed):
+        converted(source, scratch, overwrite=replaces, **TARGETS[target])
+    return mortal
 
 
 class Interrupt:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import ucp
-from tests.unit.conftest import handmade
+from tests.unit.conftest import handmade, shrink
 from tests.unit.conversion.test_crash import OPTIONS, run_until, tree
 from ucp.conversion.parts.journals import PartJournal, is_running, runs_in
 from ucp.conversion.prepare import index_of
@@ -53,9 +53,10 @@ def wanted(source, tmp_path, small_blocks):
     return tree(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("parts", [1, 3, 200])
-def test_parts_are_one_run(source, tmp_path, dst, small_blocks, options, parts):
+@pytest.mark.parametrize(("parts", "name"), [(1, "packed"), *((3, name) for name in OPTIONS), (200, "compressed")])
+def test_parts_are_one_run(source, tmp_path, dst, small_blocks, parts, name):
+    """Parts of all that there is, of some, and of nothing: there are more of them than tasks."""
+    options = OPTIONS[name]
     ucp.convert(source, tmp_path / "whole", workers=1, **options)
     report = in_parts(source, dst, parts, **options)
     assert tree(dst) == tree(tmp_path / "whole")
@@ -68,14 +69,12 @@ def test_parts_are_one_run(source, tmp_path, dst, small_blocks, options, parts):
     [
         ("deepspeed/z3-dp4-fp32", {}),
         ("deepspeed/z1-pp2-tp2-dp2-bf16", {"to": "deepspeed-universal"}),
-        ("deepspeed/z1-dp4-bf16", {"to": "deepspeed", "topology": "dp=2,zero=3"}),
-        ("megatron/gpt-tp2-pp2-dp2-full", {}),
         ("megatron/llama-tp2-dp2-dp", {"to": "megatron", "topology": "tp=4,dp=1"}),
-        ("megatron/mixtral-ep4-dp4-full", {"compress": True}),
         ("megatron/gpt-tp2-pp2-torch", {"to": "dcp", "topology": "dp_shard=4"}),
     ],
 )
-def test_checkpoints_of_frameworks_and_what_is_made_of_atoms(tmp_path, dst, small_blocks, kept, options):
+def test_checkpoints_of_frameworks_and_what_is_made_of_atoms(tmp_path, dst, monkeypatch, kept, options):
+    shrink(monkeypatch, block=512, task=1024)
     src = FIXTURES / kept / "checkpoint"
     ucp.convert(src, tmp_path / "whole", workers=1, **options)
     in_parts(src, dst, 3, **options)
@@ -400,10 +399,19 @@ def test_a_part_waits_for_the_disk_as_no_other_machine_can(source, dst, small_bl
     assert (str(partial(dst) / "data" / "packs" / "00000.safetensors") in synced) is expected
 
 
-@pytest.mark.parametrize("options", [{"part": "2/3"}, {"finalize": True}], ids=["part", "finalize"])
-@pytest.mark.parametrize("compress", [False, True])
-def test_killed_at_any_step(source, tmp_path, dst, small_blocks, options, compress):
-    """What is left is never taken for whole, and the same command again, by itself, does the rest."""
+@pytest.mark.parametrize(
+    ("options", "compress"), [({"part": "2/3"}, True), ({"finalize": True}, False)], ids=["part", "finalize"]
+)
+def test_killed_at_many_steps(source, tmp_path, dst, small_blocks, options, compress):
+    """What is left is never taken for whole, and the same command again, by itself, does the rest.
+
+    Every step: tests/integration/conversion/test_every_call.py.
+    """
+    assert check_part_killed(source, tmp_path, dst, compress=compress, dense=4, **options) > 8
+
+
+def check_part_killed(source, tmp_path, dst, *, compress, dense, **options):
+    """Number of steps at which one of three parts, or the end of all, was killed and run again."""
     ucp.convert(source, tmp_path / "whole", workers=1, compress=compress)
     wanted, step, killed = tree(tmp_path / "whole"), 0, 0
     while True:
@@ -419,14 +427,17 @@ def test_killed_at_any_step(source, tmp_path, dst, small_blocks, options, compre
         assert not partial(dst).exists()
         shutil.rmtree(dst)
         if status == 0:
-            break
-        step += 1 + step // 4
-    assert killed > 8
+            return killed
+        step += 1 + step // dense
 
 
-def test_the_first_of_all_killed_at_any_step(source, dst, wanted):
-    """However far it came with the place, the next part finds its way."""
-    for step in range(40):
+def test_the_first_of_all_killed_at_many_steps(source, dst, wanted):
+    """However far it came with the place, the next part finds its way; here at one step of three of the first 40."""
+    check_first_killed(source, dst, wanted, steps=range(0, 40, 3))
+
+
+def check_first_killed(source, dst, wanted, *, steps):
+    for step in steps:
         run_until(step, source, dst, part="1/2")
         ucp.convert(source, dst, part="2/2", workers=1)
         ucp.convert(source, dst, part="1/2", workers=1)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import ucp
+from tests.unit.conftest import shrink
 from tests.unit.conversion.test_crash import tree
 from ucp.conversion.options import make_options
 from ucp.conversion.parts import plan_file, planning
@@ -56,15 +57,20 @@ def used(job):
         ("megatron/mixtral-ep4-dp4-full", {"layout": "per-parameter", "drift": "first"}),
     ],
 )
-@pytest.mark.parametrize("parts", [1, 3, 64])
-def test_a_piece_is_what_the_part_would_plan(tmp_path, small_blocks, kept, asked, parts):
+@pytest.mark.parametrize("parts", [3, 64])
+def test_a_piece_is_what_the_part_would_plan(tmp_path, monkeypatch, kept, asked, parts):
+    """All pieces are read; the first, one in the middle and the last are planned anew."""
+    shrink(monkeypatch, block=256, task=512)
     whole = planned(FIXTURES / kept / "checkpoint", tmp_path / "shared", **asked)
     seen = set()
     for number in range(1, parts + 1):
         options = make_options(**asked, part=(number, parts))
-        own = prepare(FIXTURES / kept / "checkpoint", options)
         read = read_plan(tmp_path / "shared", "key", options)
         assert read is not None
+        seen |= {task.number for task in read.job.tasks}
+        if number not in {1, (parts + 1) // 2, parts}:
+            continue
+        own = prepare(FIXTURES / kept / "checkpoint", options)
         assert list(read.job.tasks) == list(own.job.tasks)
         numbers = used(own.job)[-1]
         assert used(read.job) == used(own.job)
@@ -84,7 +90,6 @@ def test_a_piece_is_what_the_part_would_plan(tmp_path, small_blocks, kept, asked
         known = {ref for state in used(own.job)[2].values() for ref in (piece.ref for piece in state.fragments)}
         met = {r for r in own.job.index.records for ref in known if _lies_in(ref, r)}
         assert met <= set(read.job.index.records) <= set(own.job.index.records)
-        seen |= {task.number for task in read.job.tasks}
     assert seen == {task.number for task in whole.job.tasks}
 
 
@@ -132,7 +137,7 @@ class TestWhatIsNotTrusted:
         """A flipped bit, a cut, a byte more: in chunks of this part, or in the head."""
         data = (shared / "plan-key").read_bytes()
         whole = self.read(shared)
-        for at in range(0, len(data), 97):
+        for at in range(0, len(data), 197):
             (shared / "plan-key").write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
             read = self.read(shared)
             assert read is None or list(read.job.tasks) == list(whole.job.tasks), f"byte {at}"

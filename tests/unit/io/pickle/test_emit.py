@@ -206,7 +206,7 @@ def test_an_object_among_its_own_arguments_is_refused() -> None:
 
 
 def test_depth_is_no_danger() -> None:
-    depth = 50_000
+    depth = 30_000
     value: object = None
     for index in range(depth):
         value = ([value], {1: value}, (value,), Stub(GlobalName("a", "b"), state=value, has_state=True))[index % 4]

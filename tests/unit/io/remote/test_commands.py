@@ -76,7 +76,7 @@ def test_inspect(both):
 
 
 def test_convert_verify_and_diff(both, tmp_path, monkeypatch):
-    shrink(monkeypatch, block=512, task=1024)
+    shrink(monkeypatch, block=2048, task=4096)
     for name, source in zip(("disk", "store"), both, strict=True):
         ucp.convert(source, tmp_path / name, workers=2, fsync=False, verify=True)
     assert tree(tmp_path / "disk", both[0]) == tree(tmp_path / "store", both[1])
@@ -112,7 +112,9 @@ def test_convert_to_other_layouts_reads_hardly_more_than_there_is(memory, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["atoms", "virtual"])
-def test_atoms_in_a_store(both, tmp_path, memory, name):
+@pytest.mark.parametrize("kept", [SOURCES[0], SOURCES[1]])
+def test_atoms_in_a_store(kept, tmp_path, memory, name):
+    both = stored(memory, kept)
     ucp.convert(both[0], tmp_path / name, virtual=name == "virtual", fsync=False)
     url = memory.put(tmp_path / name, f"memory://bucket/{name}")
     assert ucp.inspect(url).shapes == ucp.inspect(both[0]).shapes

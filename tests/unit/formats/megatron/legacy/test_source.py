@@ -8,6 +8,7 @@ import pytest
 import torch
 from ucp_formats.megatron.source import MegatronFormat
 
+from tests.unit.formats.megatron.conftest import FakeLegacy
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, check_cover
 from ucp.core.slices import Locator, resolve, resolve_copies, whole_slice
@@ -60,10 +61,19 @@ def read(index: Index, name: str, state: str) -> torch.Tensor:
     return torch.frombuffer(data, dtype=dtype).reshape(found.global_shape)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=shown)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=shown)
-def test_every_state_is_what_was_cut(fake_legacy, tmp_path: Path, layout, optimizer) -> None:
-    run = fake_legacy(**layout, **optimizer)
+CELLS = [(layout, optimizer) for layout in LAYOUTS for optimizer in OPTIMIZERS]
+"""Every layout with every optimizer: tests/integration/megatron/test_megatron_legacy_cells.py reads them all."""
+SOME = [own for number, own in enumerate(CELLS) if (number + number // len(OPTIMIZERS)) % 3 == 0]
+"""A third of them, shifted from layout to layout: each layout with 3 or 4 optimizers, each optimizer with 4 or 5."""
+
+
+@pytest.mark.parametrize(("layout", "optimizer"), SOME, ids=shown)
+def test_every_state_is_what_was_cut(tmp_path: Path, layout, optimizer) -> None:
+    check_what_was_cut(FakeLegacy(**layout, **optimizer), tmp_path)
+
+
+def check_what_was_cut(run: FakeLegacy, tmp_path: Path) -> None:
+    """The run's files hold its tensors, bit for bit."""
     index = MegatronFormat().read(run.save(tmp_path))
     check_cover(index)
     assert set(index.atoms) == set(run.masters)
