@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Any
 
 from ucp.errors import AccessError
-from ucp.io.remote.link import link_of, version_of
+from ucp.io.remote.link import link_of, see_afresh, version_of
 from ucp.io.remote.url import bucket_of
 
 __all__ = ["Entry", "entry_of", "folder_of", "forget", "missing_bucket", "named", "siblings", "time_of"]
@@ -85,6 +85,7 @@ def named(url: str) -> None:
 
 def forget(url: str) -> None:
     """See everything afresh at and around a URL."""
+    see_afresh(url)
     with _seen.lock:
         folder = url + "/"
         above = tuple(_above(url))
