@@ -35,7 +35,7 @@ _TRIES = 3
 
 _CONNECT = 15.0
 _SILENCE = 30.0
-"""Seconds in which Google's store has to take a connection, and to say something; gcsfs waits for five minutes."""
+"""Seconds in which Google's store has to take a connection, and to say something; gcsfs waits for ever."""
 
 Fetch = Callable[[int, int], bytes]
 """Bytes from the first to before the last."""
@@ -128,7 +128,7 @@ def _gcs_kind(scheme: str) -> type[AbstractFileSystem]:
 def _gcs_options() -> dict[str, object]:
     from aiohttp import ClientTimeout
 
-    return {"session_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=_SILENCE)}}
+    return {"requests_timeout": ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=_SILENCE)}
 
 
 def _gcs_reads(fs: Any, key: str, seen: Seen) -> Fetch:

@@ -29,6 +29,7 @@ __all__ = [
     "check_writable",
     "create",
     "is_of_this_process",
+    "is_written",
     "put_file",
     "read",
     "remove",
@@ -69,9 +70,14 @@ def check_writable(url: str) -> None:
     """Raise UsageError for a store that is only read, or no bucket."""
     if not bucket_of(url):
         raise UsageError(f"expected the URL of a bucket, or of a folder in one, such as s3://bucket/run; got {url}")
-    if scheme_of(url) not in _WRITTEN:
+    if not is_written(url):
         known = ", ".join(f"{own}://" for own in _WRITTEN)
         raise UsageError(f"expected a destination in a folder, or of {known}; got {url}, which is only read")
+
+
+def is_written(url: str) -> bool:
+    """Whether a store is written to, not read alone."""
+    return scheme_of(url) in _WRITTEN
 
 
 def is_of_this_process(url: str) -> bool:
