@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,6 +46,10 @@ def proxy(line: Proxy, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Itera
     """The proxy, well-behaved, between the process and the store."""
     from ucp.io.files import let_go
 
+    gcsfs = pytest.importorskip("gcsfs", reason="make integration installs it")
+    monkeypatch.setattr(
+        gcsfs.retry, "asyncio", SimpleNamespace(sleep=lambda _: asyncio.sleep(0.1))
+    )  # not half a minute
     monkeypatch.setenv(bucket.variable, line.url)
     line.reset()
     yield line

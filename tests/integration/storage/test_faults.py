@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
 import traceback
 import warnings
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,12 +48,11 @@ def is_of_tensors(request):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """Time-outs of a second, not of fifteen or thirty, and short pauses."""
-    s3fs, gcsfs = pytest.importorskip("s3fs"), pytest.importorskip("gcsfs")
+    """Time-outs of a second, not of fifteen or thirty."""
+    s3fs = pytest.importorskip("s3fs")
     monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 1)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
     monkeypatch.setattr("ucp.io.remote.stores._SILENCE", 1.0)
-    monkeypatch.setattr(gcsfs.retry, "asyncio", SimpleNamespace(sleep=lambda _: asyncio.sleep(0.1)))
     from ucp.io.files import let_go
 
     let_go()

@@ -16,11 +16,14 @@ import pytest
 
 import ucp
 from tests.integration.storage.servers import BUCKET
-from tests.integration.storage.test_faults import SECRETS, impatient, refused  # noqa: F401
+from tests.integration.storage.test_faults import SECRETS, refused
 from tests.unit.conftest import shrink
 from ucp.errors import AccessError, DestinationError, IncompleteError, UcpError
 
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning"),  # aiohttp, of the parts of gcsfs
+]
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 SOURCES = {
