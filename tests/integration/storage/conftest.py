@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
@@ -46,10 +44,7 @@ def proxy(line: Proxy, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Itera
     """The proxy, well-behaved, between the process and the store."""
     from ucp.io.files import let_go
 
-    gcsfs = pytest.importorskip("gcsfs", reason="make integration installs it")
-    monkeypatch.setattr(
-        gcsfs.retry, "asyncio", SimpleNamespace(sleep=lambda _: asyncio.sleep(0.1))
-    )  # not half a minute
+    bucket.hurry(monkeypatch)
     monkeypatch.setenv(bucket.variable, line.url)
     line.reset()
     yield line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from urllib.parse import quote
 
@@ -54,6 +56,9 @@ class Bucket:
     def objects(self, prefix: str) -> dict[str, tuple[bytes, str]]:
         """Objects whose keys begin with a prefix: bytes and version."""
         return {key: (self.read(key), version) for key, version in self.versions(prefix).items()}
+
+    def hurry(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have the library pause shortly before it tries again."""
 
     def write(self, key: str, data: bytes) -> None:
         """Write an object."""
@@ -155,6 +160,11 @@ class Gcs(Bucket):
             found |= {own["name"]: own["generation"] for own in answer.get("items", ())}
             if not (page := answer.get("nextPageToken", "")):
                 return found
+
+    def hurry(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from gcsfs import retry
+
+        monkeypatch.setattr(retry, "asyncio", SimpleNamespace(sleep=lambda _: asyncio.sleep(0.1)))
 
     def _asked(self, method: str, what: str) -> Any:
         answer = self._session.request(method, f"{self._endpoint}/storage/v1/b/{BUCKET}/o{what}")
