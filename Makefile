@@ -37,9 +37,9 @@ $(VENV)/.installed-deepspeed: $(VENV)/.installed-dev
 
 $(VENV)/.installed-ray: $(VENV)/.installed-dev
 	$(PIP) "$(RAY)"
-# A server that speaks S3, started by the tests, and what reads it; neither is needed by `make test`.
+# Servers that speak S3 and the interface of Google's store, started by the tests, and what reads them; none is needed by `make test`.
 $(VENV)/.installed-storage: $(VENV)/.installed-dev
-	$(PIP) --editable ".[s3]" "s3fs>=2026.4" "moto[server]>=5.1"
+	$(PIP) --editable ".[s3,gcs,hf]" "s3fs>=2026.4" "moto[server]>=5.1" "gcsfs>=2026.4" "gcp-storage-emulator>=2026.7.18" "huggingface_hub>=2.0"
 	touch $@
 
 # Of its own: the tests of DeepSpeed run without transformers, those of the Trainer with both. megatron-core needs einops and psutil.

@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import os
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from inspect import signature
 from operator import attrgetter
@@ -30,7 +31,7 @@ from ucp.conversion.plan_report import PlanReport, preview
 from ucp.conversion.prepare import Silent, Survey, index_of, judged, survey
 from ucp.conversion.source.zero_moments import moments_note
 from ucp.core.index import Index
-from ucp.io.folder import given
+from ucp.io.folder import given, is_url
 from ucp.io.staging import is_begun
 
 __all__ = [
@@ -207,11 +208,12 @@ def is_unfinished(dst: type_path) -> bool:
     return is_begun(given(dst))
 
 
-def _threads(workers: int | None, memory: MemoryLike) -> int:
-    """Threads that compare. Raises UsageError, MemoryBudgetError."""
+def _threads(workers: int | None, memory: MemoryLike, paths: Iterable[type_path | None]) -> int:
+    """Threads that compare what lies at some paths. Raises UsageError, MemoryBudgetError."""
     from ucp.transfer.compare import fit_threads
 
-    return fit_threads(nbytes_of(memory), asked=workers_of(workers))
+    remote = any(path is not None and is_url(os.fspath(path)) for path in paths)
+    return fit_threads(nbytes_of(memory), asked=workers_of(workers), remote=remote)
 
 
 def verify(
@@ -230,8 +232,8 @@ def verify(
     Reads every byte that has a recorded checksum, compares copies that should be equal, and proves that shards tile
     every tensor. Against another checkpoint, a state of another dtype is compared after the cast; extras are compared
     if `path` holds atoms of the same run in the layout of `against`. `family`, `patterns` and `shapes_from`: see
-    `convert`; they apply to both, as far as their formats need them. `workers`: threads, by default four; `memory`:
-    bytes for all of them, beyond the interpreter's own.
+    `convert`; they apply to both, as far as their formats need them. `workers`: threads, by default four, or eight with
+    a bucket; `memory`: bytes for all of them, beyond the interpreter's own.
     """
     from ucp.checks.verify import prove
 
@@ -239,7 +241,7 @@ def verify(
         given(path),
         against=None if against is None else given(against),
         source=SourceOptions.of(family, patterns, shapes_from),
-        threads=_threads(workers, memory),
+        threads=_threads(workers, memory, (path, against)),
         observer=observer or Silent(),
     )
 
@@ -268,6 +270,6 @@ def diff(
         given(b),
         extras=extras,
         source=SourceOptions.of(family, patterns, shapes_from),
-        threads=_threads(workers, memory),
+        threads=_threads(workers, memory, (a, b)),
         observer=observer or Silent(),
     )

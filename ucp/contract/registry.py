@@ -271,10 +271,9 @@ def _absent(path: Path) -> str:
         return "pass the path alone, without file://"
     if not is_url(str(path)):
         return "nothing is there. Check the path"
-    from ucp.io.remote.listing import missing_bucket
+    from ucp.io.remote.listing import why_absent
 
-    bucket = missing_bucket(str(path))
-    return f"there is no bucket {bucket!r}" if bucket else "nothing is there. Check the URL: capitals matter in keys"
+    return why_absent(str(path))
 
 
 def _remedy(path: Path) -> str | None:

@@ -29,6 +29,7 @@ from ucp.conversion.prepare import Prepared, prepare
 from ucp.conversion.verify import verify_written
 from ucp.core.topology import Topology
 from ucp.errors import ChangedError, CorruptError, DestinationError, ReplicaError, UsageError, counted
+from ucp.io.folder import url_scheme
 from ucp.io.goal import Making
 from ucp.io.staging import Staging
 from ucp.io.write import check_space
@@ -122,7 +123,8 @@ def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer)
         raise UsageError(f"expected paths without the character NUL, which ends one; got {str(nul)!r}")
     destination = destination_at(dst, options)
     destination.check(src)
-    threads = fit_threads(options.memory) if options.verify else 0
+    remote = any(url_scheme(own) for own in (src, dst))
+    threads = fit_threads(options.memory, remote=remote) if options.verify else 0
     if options.part is not None:
         return _report(*_part(src, destination, options, observer), dst, options)
     prepared = prepare(src, options, observer, beside_bytes=destination.beside_bytes)

@@ -46,6 +46,8 @@ __all__ = [
 
 THREADS = 4
 """Threads where nobody says how many."""
+REMOTE_THREADS = 8
+"""The same where something lies in a store: each waits for the block that it asked for."""
 
 LANE = 5 * BLOCK
 """Bytes that one thread may need: a block of each side, one that is decoded or cast, an encoded one, and the rest."""
@@ -54,9 +56,12 @@ _WIDEST = 16
 """Bytes of an element as which two types are compared that differ."""
 
 
-def fit_threads(memory: int, *, asked: int = 0) -> int:
-    """Threads that fit `memory` bytes: at most `asked` (0: `THREADS`). Raises MemoryBudgetError when not one does."""
-    return fit_workers(memory, workers=asked or THREADS, threads=1, lane=LANE)[0]
+def fit_threads(memory: int, *, asked: int = 0, remote: bool = False) -> int:
+    """Threads that fit `memory` bytes: at most `asked` (0: `THREADS`). Raises MemoryBudgetError when not one does.
+
+    `remote`: whether something lies in a store.
+    """
+    return fit_workers(memory, workers=asked or (REMOTE_THREADS if remote else THREADS), threads=1, lane=LANE)[0]
 
 
 class Pair(NamedTuple):

@@ -1,98 +1,40 @@
-"""A real S3 server (that of moto), and a proxy in front of it that misbehaves as it is told."""
+"""Servers of S3 and of Google's store, and a proxy in front of each that misbehaves as it is told."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from tests.integration.storage.proxy import Proxy
-
-BUCKET = "checkpoints"
-SECRETS = {"AWS_ACCESS_KEY_ID": "AKIDneverprinted", "AWS_SECRET_ACCESS_KEY": "s3cr3t/never+printed"}
+from tests.integration.storage.servers import SERVERS, Bucket, running
 
 
-class Bucket:
-    """The bucket that tests put checkpoints into."""
-
-    def __init__(self, endpoint: str) -> None:
-        import boto3
-
-        self.client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
-        self.client.create_bucket(Bucket=BUCKET)
-
-    def put(self, folder: Path, key: str) -> str:
-        """Copy a folder, or a file; its URL."""
-        files = [own for own in folder.rglob("*") if own.is_file()] if folder.is_dir() else [folder]
-        for file in files:
-            name = f"{key}/{file.relative_to(folder)}" if folder.is_dir() else key
-            self.client.put_object(Bucket=BUCKET, Key=name, Body=file.read_bytes())
-        return f"s3://{BUCKET}/{key}"
-
-    def objects(self, key: str) -> dict[str, tuple[bytes, str]]:
-        """Objects below a key, as the proxy answers for them itself: path to bytes and ETag."""
-        found = {}
-        for item in self.client.list_objects_v2(Bucket=BUCKET, Prefix=key)["Contents"]:
-            body = self.client.get_object(Bucket=BUCKET, Key=item["Key"])["Body"].read()
-            found[f"/{BUCKET}/{item['Key']}"] = (body, item["ETag"])
-        return found
-
-    def change(self, url: str, *, at: int = -1) -> None:
-        """Flip a bit of an object."""
-        key = url.removeprefix(f"s3://{BUCKET}/")
-        data = bytearray(self.client.get_object(Bucket=BUCKET, Key=key)["Body"].read())
-        data[at] ^= 1
-        self.client.put_object(Bucket=BUCKET, Key=key, Body=bytes(data))
-
-
-@contextmanager
-def running() -> Iterator[int]:
-    """A server, while this lasts; its port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    quiet = "import logging; logging.getLogger('werkzeug').setLevel(logging.ERROR)"
-    code = f"{quiet}; from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        for _ in range(300):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
-        yield port
-    finally:
-        process.kill()
-        process.wait()
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test runs on every server, or on those that its mark `store` names."""
+    if "server" in metafunc.fixturenames:
+        mark = metafunc.definition.get_closest_marker("store")
+        metafunc.parametrize("server", mark.args if mark else list(SERVERS), indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[int]:
-    """Port of the server."""
-    pytest.importorskip("moto", reason="make integration installs it")
-    pytest.importorskip("s3fs", reason="make integration installs it")
-    with running() as port:
-        yield port
+def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
+    """Scheme and port of a server."""
+    with running(SERVERS[request.param]) as port:
+        yield request.param, port
 
 
 @pytest.fixture(scope="session")
-def bucket(server: int) -> Bucket:
+def bucket(server: tuple[str, int]) -> Bucket:
     """The bucket, reached without the proxy."""
-    os.environ.update(SECRETS, AWS_DEFAULT_REGION="us-east-1")
-    return Bucket(f"http://127.0.0.1:{server}")
+    scheme, port = server
+    return SERVERS[scheme](f"http://127.0.0.1:{port}")
 
 
 @pytest.fixture(scope="session")
-def line(server: int) -> Iterator[Proxy]:
+def line(server: tuple[str, int]) -> Iterator[Proxy]:
     """The proxy, one for all tests: connections to it are kept."""
-    proxy = Proxy(server)
+    proxy = Proxy(server[1])
     yield proxy
     proxy.close()
 
@@ -102,7 +44,8 @@ def proxy(line: Proxy, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Itera
     """The proxy, well-behaved, between the process and the store."""
     from ucp.io.files import let_go
 
-    monkeypatch.setenv("AWS_ENDPOINT_URL", line.url)
+    bucket.hurry(monkeypatch)
+    monkeypatch.setenv(bucket.variable, line.url)
     line.reset()
     yield line
     line.reset()

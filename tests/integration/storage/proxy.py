@@ -1,4 +1,4 @@
-"""A proxy in front of an S3 server: slows answers down, breaks them, and counts what was asked for.
+"""A proxy in front of a store: slows answers down, breaks them, and counts what was asked for.
 
 Bandwidth is shared by all requests, as that of a network card is; latency is that of each.
 """
@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
+from urllib.parse import parse_qs, unquote, urlsplit
 
 Fault = Literal["", "500", "503", "403", "cut", "hang"]
 CHUNK = 256 << 10
-KEPT = ("host", "content-length", "transfer-encoding", "connection", "expect")
+KEPT = ("content-length", "transfer-encoding", "connection", "expect")
 
 
 @dataclass
@@ -34,6 +35,32 @@ class Request:
         """Whether it is for bytes of an object."""
         return self.method == "GET" and "range" in self.headers
 
+    @property
+    def is_write(self) -> bool:
+        """Whether it brings bytes of an object: S3 has them put, Google's store posted."""
+        return self.method == "PUT" or (self.method == "POST" and self.path.startswith("/upload/"))
+
+    @property
+    def is_part(self) -> bool:
+        """Whether these are some of several parts of an object."""
+        return self.is_write and bool(self._query.keys() & {"partNumber", "upload_id"})
+
+    @property
+    def key(self) -> str:
+        """Key of the object."""
+        path = urlsplit(self.path).path
+        named = path.partition("/o/")[2] if "/b/" in path else path.lstrip("/").partition("/")[2]
+        return unquote(named) or self._query.get("name", [""])[0]
+
+    @property
+    def version(self) -> str:
+        """The version of the object that is asked for; empty: any."""
+        return self.headers.get("if-match", "").strip('"') or self._query.get("ifGenerationMatch", [""])[0]
+
+    @property
+    def _query(self) -> dict[str, list[str]]:
+        return parse_qs(urlsplit(self.path).query)
+
 
 @dataclass
 class Behaviour:
@@ -44,7 +71,7 @@ class Behaviour:
     fault: Callable[[Request], Fault] = lambda request: ""
     before: Callable[[Request], None] = lambda request: None
     objects: dict[str, tuple[bytes, str]] = field(default_factory=dict)
-    """Path to bytes and ETag of what the proxy answers itself: the server copies the whole object each time."""
+    """Key to bytes and version of what the proxy answers itself: the server copies the whole object each time."""
     seen: list[Request] = field(default_factory=list)
 
 
@@ -105,8 +132,8 @@ class Proxy:
             code = {"500": "InternalError", "503": "SlowDown", "403": "AccessDenied"}[fault]
             self._answer(handler, int(fault), f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode())
             return
-        if request.is_read and request.path in does.objects:
-            self._send_range(handler, request, *does.objects[request.path])
+        if request.is_read and request.key in does.objects:
+            self._send_range(handler, request, *does.objects[request.key])
             return
         connection = HTTPConnection("127.0.0.1", port)
         connection.request(
@@ -130,12 +157,12 @@ class Proxy:
             self._send(handler, data, request)
         request.ended = time.monotonic()
 
-    def _send_range(self, handler: BaseHTTPRequestHandler, request: Request, data: bytes, etag: str) -> None:
+    def _send_range(self, handler: BaseHTTPRequestHandler, request: Request, data: bytes, version: str) -> None:
         first, _, last = request.headers["range"].removeprefix("bytes=").partition("-")
-        assert request.headers["if-match"] == etag
+        assert request.version == version
         part = data[int(first) : int(last) + 1]
         handler.send_response(206)
-        handler.send_header("ETag", etag)
+        handler.send_header("ETag", f'"{version}"')
         handler.send_header("Content-Range", f"bytes {first}-{last}/{len(data)}")
         handler.send_header("Content-Length", str(len(part)))
         handler.end_headers()

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import ucp
-from tests.integration.storage.conftest import SECRETS
+from tests.integration.storage.servers import SERVERS
 from tests.unit.conftest import shrink
 
 pytestmark = pytest.mark.integration
 
+SECRETS = [own for kind in SERVERS.values() for own in kind.secrets.values()]
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 SOURCES = {
     "deepspeed": "deepspeed/z2-dp2-client-state/checkpoint",
@@ -55,7 +56,7 @@ def command(*words, code=0):
         [sys.executable, "-m", "ucp", *map(str, words)], capture_output=True, text=True, check=False, env=os.environ
     )
     assert done.returncode == code, done.stderr
-    for secret in SECRETS.values():
+    for secret in SECRETS:
         assert secret not in done.stdout + done.stderr
     return done.stdout
 
@@ -76,7 +77,7 @@ def test_convert_verify_and_diff(both, tmp_path, monkeypatch):
         ucp.convert(source, tmp_path / name, workers=3, fsync=False, verify=True)
     assert tree(tmp_path / "disk", both[0]) == tree(tmp_path / "store", both[1])
     written = b"".join(own.read_bytes() for own in (tmp_path / "store").rglob("*") if own.is_file())
-    assert not any(secret.encode() in written for secret in SECRETS.values())
+    assert not any(secret.encode() in written for secret in SECRETS)
     assert ucp.verify(both[1]).ok
     assert ucp.verify(tmp_path / "store", against=both[1]).ok
     assert ucp.diff(*both, extras=True).equal
@@ -93,7 +94,7 @@ def test_references_into_a_bucket(both, tmp_path, bucket):
     command("convert", both[1], tmp_path / "virtual", "--virtual")
     text = (tmp_path / "virtual/ucp.json").read_text()
     assert both[1] in text
-    assert not any(secret in text for secret in SECRETS.values())
+    assert not any(secret in text for secret in SECRETS)
     assert ucp.diff(tmp_path / "virtual", both[0], extras=True).equal
     file = next(own["path"] for own in json.loads(text)["files"])
     bucket.change(file)

@@ -21,18 +21,21 @@ from ucp.errors import (
 )
 from ucp.io.remote.url import EXTRAS, bucket_of, redacted, scheme_of
 
-__all__ = ["changed", "cut_short", "failure", "missing_library", "told"]
+__all__ = ["CREDENTIALS", "changed", "cut_short", "failure", "missing_library", "told"]
 
 _LIBRARIES = (
-    *("aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs"),
-    *("google", "httpx", "huggingface_hub", "requests", "s3fs"),
+    *("aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "google"),
+    *("httpx", "httpx2", "huggingface_hub", "requests", "s3fs"),
 )
 """Packages whose own exceptions are failures of a store, not mistakes of this program."""
 
-_CREDENTIALS = {
+_SPEAK = ("aiohttp", "gcsfs", "huggingface_hub")
+"""Those that also raise ValueError itself for what a store answers, or for a name or an endpoint that none has."""
+
+CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the role of the machine",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
-    "gcs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
+    "gs": "GOOGLE_APPLICATIONCREDENTIALS, or `gcloud auth application-default login`",
+    "gcs": "GOOGLE_APPLICATIONCREDENTIALS, or `gcloud auth application-default login`",
     "hf": "HF_TOKEN, or `hf auth login`",
     "memory": "nothing",
 }
@@ -50,6 +53,8 @@ _UNREACHED = (
 )
 _NO_KEYS = ("Credential", "SSOToken", "TokenRetrieval", "ProfileNotFound", "RefreshError", "LocalTokenNotFound")
 _REFUSED = ("Permission", "Forbidden", "Unauthorized", "GatedRepo")
+_ANSWERED = ("HttpError", "HTTPError")
+"""Errors that say what a store answered: it was reached."""
 
 
 @contextmanager
@@ -60,9 +65,24 @@ def told(url: str, *, doing: str = "read") -> Iterator[None]:
     except UcpError:
         raise
     except Exception as error:
-        if isinstance(error, OSError | ImportError) or type(error).__module__.partition(".")[0] in _LIBRARIES:
+        if _is_of_store(error):
             raise failure(error, url, doing=doing) from None
         raise
+
+
+def _is_of_store(error: Exception) -> bool:
+    """Whether an error is one of a store, or of its library, rather than a mistake of this program."""
+    if isinstance(error, OSError | ImportError) or _package(type(error).__module__) in _LIBRARIES:
+        return True
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    where = "" if at is None else _package(at.tb_frame.f_globals.get("__name__", ""))
+    return isinstance(error, ValueError) and where in _SPEAK
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def failure(error: BaseException, url: str, *, doing: str = "read") -> UcpError:
@@ -76,10 +96,10 @@ def failure(error: BaseException, url: str, *, doing: str = "read") -> UcpError:
         return missing_library(scheme)
     if is_one(("FileExpired",)):
         return changed(url)
-    if is_one(_NO_KEYS) or is_one(_REFUSED):
+    if is_one(_NO_KEYS) or is_one(_REFUSED) or _status(error) in (401, 403):
         why = "there are no credentials" if is_one(_NO_KEYS) else f"the store refused ({_reason(error)})"
         return AccessError(
-            f"cannot {doing} {url}: {why}. Credentials come from the environment: {_CREDENTIALS[scheme]}; they must "
+            f"cannot {doing} {url}: {why}. Credentials come from the environment: {CREDENTIALS[scheme]}; they must "
             f"allow listing and reading{', writing and deleting' if doing == 'write' else ''}"
         )
     if isinstance(error, FileNotFoundError) and doing == "write":
@@ -96,12 +116,21 @@ def failure(error: BaseException, url: str, *, doing: str = "read") -> UcpError:
             f"cannot {doing} {url}: answers broke off before their end, though asked for several times. Try again; a "
             "conversion goes on with --resume"
         )
-    if is_one(_UNREACHED) and getattr(error, "errno", None) in (None, errno.ECONNREFUSED, errno.ECONNRESET):
+    lost = getattr(error, "errno", None) in (None, errno.ECONNREFUSED, errno.ECONNRESET)
+    if lost and is_one(_UNREACHED) and not is_one(_ANSWERED):
         return ConnectionLostError(
             f"cannot {doing} {url}: the store cannot be reached ({_reason(error)}). Check the network and the endpoint"
         )
     kind = DestinationError if doing == "write" else SourceError
     return kind(f"cannot {doing} {url}: {_reason(error)}")
+
+
+def _status(error: BaseException) -> int:
+    """The status of HTTP that an error of gcsfs or huggingface_hub stands for; 0 where it says none."""
+    if isinstance(error, OSError) and str(error).startswith("Forbidden: "):  # what gcsfs makes of 403
+        return 403
+    found = str(getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None))
+    return int(found) if found.isdecimal() else 0
 
 
 def missing_library(scheme: str) -> MissingLibraryError:

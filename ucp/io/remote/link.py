@@ -3,10 +3,6 @@
 Each has an event loop and threads of its own, so that it can be hung up before processes are forked: a child that
 inherited open connections would disturb those of its parent. After a fork that nobody told us of, the child makes new
 ones and leaves the old alone.
-
-Retries with growing pauses are the libraries' own. Of S3, botocore makes a request that failed or was throttled three
-times (`AWS_MAX_ATTEMPTS`, `AWS_RETRY_MODE`), s3fs that three times, and an answer that broke off three times: its own
-five would be 25, and half an hour before a dead store is told of. gcsfs makes six, huggingface_hub five.
 """
 
 from __future__ import annotations
@@ -18,39 +14,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ucp.io.remote.failures import changed, cut_short, missing_library, told
+from ucp.io.remote.stores import REQUESTS, Fetch, Seen, store_of
 from ucp.io.remote.url import key_of, scheme_of
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["REQUESTS", "Link", "Seen", "hang_up", "link_of", "put_before", "version_of"]
-
-REQUESTS = 16
-"""Requests under way at once, in one process."""
-
-_TRIES = 3
-"""Times that each of the libraries tries."""
+__all__ = ["Link", "hang_up", "link_of", "put_before", "see_afresh", "version_of"]
 
 _THREADS = "ucp-remote"
 """What the names of our threads begin with."""
-
-Fetch = Callable[[int, int], bytes]
-"""Bytes from the first to before the last."""
-
-
-class Seen(Protocol):
-    """What a listing said of an object."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes."""
-
-    @property
-    def version(self) -> str:
-        """ETag or the like; empty where the store has none."""
 
 
 def version_of(details: Mapping[str, Any]) -> str:
@@ -64,11 +40,13 @@ class Link:
 
     def __init__(self, scheme: str) -> None:
         """Raises MissingLibraryError."""
-        self._is_s3 = scheme == "s3"
+        self._own = store_of(scheme)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._fs = self._made(scheme)
         self._files: dict[tuple[str, Seen], Fetch] = {}
+        self._pins: dict[str, str] = {}
+        self._pinning = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
@@ -81,7 +59,7 @@ class Link:
         """What is said of one object or folder; None for nothing. Raises SourceError."""
         with told(url):
             try:
-                return cast("Mapping[str, Any]", self._fs.info(key_of(url)))
+                return cast("Mapping[str, Any]", self._fs.info(self._key(url)))
             except (FileNotFoundError, NotImplementedError):  # the latter: where there can be nothing but repositories
                 return None
 
@@ -89,30 +67,36 @@ class Link:
         """Names in a folder, with what is said of each; None where there is no folder. Raises SourceError."""
         with told(url):
             try:
-                found = self._fs.ls(key_of(url), detail=True)
+                key = self._key(url)
+                found = self._fs.ls(key, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        inside = {_name(own): own for own in found if _key(own) != key_of(url)}
+        inside = {_name(own): own for own in found if _path(own) != key}
         return inside if inside or not found else None
 
     def find(self, url: str) -> dict[str, Mapping[str, Any]]:
         """Every object below a folder, by its path from there, with what is said of it. Raises SourceError."""
         with told(url):
-            found = self._fs.find(key_of(url), detail=True)
-        start = len(key_of(url)) + 1
-        return {_key(own)[start:]: own for own in found.values()}
+            key = self._key(url)
+            found = self._fs.find(key, detail=True)
+        return {_path(own)[len(key) + 1 :]: own for own in found.values()}
 
     def fetch(self, url: str, seen: Seen, start: int, stop: int) -> bytes:
         """Bytes of an object, as long as it is the one that was seen. Raises SourceError, ChangedError.
 
-        S3 is asked for the bytes of that version alone; of other stores the version is compared before the first read,
-        and once more at the end (`ucp.io.identity.check_unchanged`).
+        S3 and Google's store are asked for the bytes of that version alone; of others the version is compared before
+        the first read. At the end all are compared once more (`ucp.io.identity.check_unchanged`).
         """
         with told(url):
             data = self._fetcher(url, seen)(start, stop) or b""  # nothing when it was broken off
         if len(data) != stop - start:
             raise cut_short(url, expected=stop - start, got=len(data))
         return data
+
+    def see_afresh(self) -> None:
+        """Take the newest state of a repository for what is asked next."""
+        with self._pinning:
+            self._pins.clear()
 
     def submit(self, call: Callable[..., Any], *arguments: object) -> Future[Any]:
         """Have one of our threads do it."""
@@ -141,46 +125,42 @@ class Link:
         return found or self._files.setdefault((url, seen), self._opened(url, seen))
 
     def _opened(self, url: str, seen: Seen) -> Fetch:
-        key = key_of(url)
-        size = {"size": seen.nbytes} if self._is_s3 and seen.version else {}  # nothing is asked of the store then
-        file = self._fs.open(key, "rb", cache_type="none", **size)
-        if size:
-            etag = f'"{seen.version}"'
-            file.details = {"name": key, "type": "file", "size": seen.nbytes, "ETag": etag}
-            file.read_kw = {**file.read_kw, "IfMatch": etag}
-        elif _differs(file.details if hasattr(file, "cache") else self._fs.info(key), seen):
+        key = self._key(url)
+        if self._own.reads is not None and seen.version:
+            return self._own.reads(self._fs, key, seen)
+        file = self._fs.open(key, "rb", cache_type="none")
+        if _differs(file.details if hasattr(file, "cache") else self._fs.info(key), seen):
             raise changed(url)
         if hasattr(file, "cache"):
             return cast("Fetch", file.cache.fetcher)
         return lambda start, stop: cast("bytes", self._fs.cat_file(key, start=start, end=stop))
 
+    def _key(self, url: str) -> str:
+        """What the store calls it; where there are states of a whole repository, in the one that was seen first."""
+        key = key_of(url)
+        if self._own.pinned is None:
+            return key
+        with self._pinning:
+            root = next((own for own in self._pins if key == own or key.startswith(f"{own}/")), None)
+            if root is None:
+                root, self._pins[root] = self._own.pinned(self._fs, key)
+            return self._pins[root] + key[len(root) :]
+
     def _made(self, scheme: str) -> AbstractFileSystem:
         try:
-            from fsspec import get_filesystem_class
-
-            kind = get_filesystem_class(scheme)
+            kind = self._own.kind(scheme)
+            options = {"skip_instance_cache": True, "use_listings_cache": False, **self._own.options()}
         except ImportError:
             raise missing_library(scheme) from None
-        options: dict[str, object] = {"skip_instance_cache": True, "use_listings_cache": False}
         if getattr(kind, "async_impl", False):
             self._loop = options["loop"] = asyncio.new_event_loop()
             self._loop.set_default_executor(ThreadPoolExecutor(thread_name_prefix=_THREADS))
             self._thread = threading.Thread(target=self._loop.run_forever, name=f"{_THREADS}-loop", daemon=True)
             self._thread.start()
-        if self._is_s3:
-            options["config_kwargs"] = _s3_options()
         fs = kind(**options)
-        if self._is_s3:
-            fs.retries = _TRIES
-        return cast("AbstractFileSystem", fs)
-
-
-def _s3_options() -> dict[str, object]:
-    """How botocore goes about it, unless the environment says otherwise."""
-    options: dict[str, object] = {"max_pool_connections": REQUESTS}
-    if not os.environ.keys() & {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"}:
-        options["retries"] = {"mode": "standard", "total_max_attempts": _TRIES}
-    return options
+        for name, value in self._own.settings.items():
+            setattr(fs, name, value)
+        return fs
 
 
 async def _broken_off() -> None:
@@ -211,6 +191,12 @@ def link_of(url: str) -> Link:
             with told(url):
                 _links[scheme] = Link(scheme)
         return _links[scheme]
+
+
+def see_afresh(url: str) -> None:
+    """Have the connection to the store of a URL, if there is one, keep to nothing that it saw."""
+    if (own := _links.get(scheme_of(url))) is not None:
+        own.see_afresh()
 
 
 def put_before(url: str, made: Callable[[Link], Link]) -> Link:
@@ -256,9 +242,9 @@ def _differs(now: Mapping[str, Any], seen: Seen) -> bool:
     return (now["size"], version_of(now)) != (seen.nbytes, seen.version)
 
 
-def _key(own: Mapping[str, Any]) -> str:
+def _path(own: Mapping[str, Any]) -> str:
     return str(own["name"]).strip("/")
 
 
 def _name(own: Mapping[str, Any]) -> str:
-    return _key(own).rpartition("/")[2]
+    return _path(own).rpartition("/")[2]

@@ -20,10 +20,11 @@ from itertools import islice
 from typing import Any
 
 from ucp.errors import AccessError
-from ucp.io.remote.link import link_of, version_of
-from ucp.io.remote.url import bucket_of
+from ucp.io.remote.failures import CREDENTIALS
+from ucp.io.remote.link import link_of, see_afresh, version_of
+from ucp.io.remote.url import bucket_of, scheme_of
 
-__all__ = ["Entry", "entry_of", "folder_of", "forget", "missing_bucket", "named", "siblings", "time_of"]
+__all__ = ["Entry", "entry_of", "folder_of", "forget", "named", "siblings", "time_of", "why_absent"]
 
 _SIDE_BY_SIDE = 4
 """Folders of one parent after which others are listed with each that is asked for."""
@@ -85,6 +86,7 @@ def named(url: str) -> None:
 
 def forget(url: str) -> None:
     """See everything afresh at and around a URL."""
+    see_afresh(url)
     with _seen.lock:
         folder = url + "/"
         above = tuple(_above(url))
@@ -140,11 +142,14 @@ def _objects(folder: str) -> dict[str, Entry]:
     return {f"{folder}/{name}": own for name, own in inside.items() if not own.is_folder}
 
 
-def missing_bucket(url: str) -> str:
-    """The bucket of a URL, if there is none of that name; else nothing."""
-    bucket = bucket_of(url)
-    scheme = url.partition("://")[0]
-    return bucket if scheme in ("s3", "gs", "gcs") and link_of(url).info(f"{scheme}://{bucket}") is None else ""
+def why_absent(url: str) -> str:
+    """What may be the reason that nothing is at a URL, and what to do."""
+    scheme, bucket = scheme_of(url), bucket_of(url)
+    if scheme == "hf":
+        return f"nothing is there. Check the URL; a private model needs a token: {CREDENTIALS[scheme]}"
+    if scheme in ("s3", "gs", "gcs") and link_of(url).info(f"{scheme}://{bucket}") is None:
+        return f"there is no bucket {bucket!r}"
+    return "nothing is there. Check the URL: capitals matter in keys"
 
 
 def _alone(url: str) -> Entry | None:
@@ -164,10 +169,10 @@ def _listed(url: str) -> _Folder | None:
         return _seen.folders[url]
     if (own := _seen.single.get(url)) is not None and not own.is_folder:
         return None
+    if _is_no_folder(url):
+        return None
     parent = _parent(url)
     known = _seen.folders.get(parent)
-    if known is not None and not (url.rpartition("/")[2] in known and known[url.rpartition("/")[2]].is_folder):
-        return None
     count = _seen.asked[parent] = _seen.asked.get(parent, 0) + 1
     if count > _WHOLE and known is not None:
         _list_below(parent)
@@ -182,6 +187,17 @@ def _listed(url: str) -> _Folder | None:
         other = listing.result()
         _seen.folders[sibling] = None if other is None else _folder(other)
     return _seen.folders[url]
+
+
+def _is_no_folder(url: str) -> bool:
+    """Whether a listing has shown that there is no folder: perhaps that what it would lie in is an object."""
+    parent = _parent(url)
+    if parent.endswith(("/", ":")):
+        return False
+    if parent not in _seen.folders:
+        return _is_no_folder(parent)
+    own = (_seen.folders[parent] or {}).get(url.rpartition("/")[2])
+    return own is None or not own.is_folder
 
 
 def _beside(url: str, most: int) -> list[str]:

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ucp.io.remote.link import Link, Seen, put_before
+from ucp.io.remote.link import Link, put_before
 from ucp.io.remote.listing import forget
+from ucp.io.remote.stores import Seen
 from ucp.io.remote.url import key_of
 
 __all__ = ["preview"]
@@ -40,6 +41,7 @@ class _Preview(Link):
         self._hidden = f"{root}/{hidden}"
         self.submit = link.submit  # type: ignore[method-assign]
         self.close = link.close  # type: ignore[method-assign]
+        self.see_afresh = link.see_afresh  # type: ignore[method-assign]
 
     def info(self, url: str) -> Mapping[str, Any] | None:
         if url in self._new:

@@ -18,7 +18,7 @@ from ucp.errors import DestinationError, IncompleteError
 from ucp.io.folder import path_of
 from ucp.io.remote.link import link_of
 from ucp.io.remote.url import key_of
-from ucp.io.remote.write import create, read, remove, stored, stored_below, write
+from ucp.io.remote.write import create, is_written, read, remove, stored, stored_below, write
 
 __all__ = ["FOLDER", "Unfinished", "refuse_unfinished"]
 
@@ -36,6 +36,8 @@ _ABOVE = 2
 
 def refuse_unfinished(url: str) -> None:
     """Raise IncompleteError when a URL is, or lies in, an unfinished conversion."""
+    if not is_written(url):
+        return
     path = path_of(url)
     for folder in (path, *path.parents[:_ABOVE]):
         if not key_of(str(folder)) or (folder == path and not (folder / FOLDER).is_dir()):

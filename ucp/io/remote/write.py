@@ -6,16 +6,17 @@ There is no rename there, and nothing is written in place: an object is there wh
 from __future__ import annotations
 
 import errno
-import math
 import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from ucp.errors import AccessError, DestinationError, MissingFileError, UsageError
 from ucp.io.remote.failures import told
 from ucp.io.remote.link import link_of, version_of
 from ucp.io.remote.listing import time_of
+from ucp.io.remote.stores import PART, PARTS, store_of
 from ucp.io.remote.url import bucket_of, key_of, scheme_of
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "check_writable",
     "create",
     "is_of_this_process",
+    "is_written",
     "put_file",
     "read",
     "remove",
@@ -44,15 +46,11 @@ SMALL = 1 << 20
 SMALL_UPLOADS = 12
 """Small files that are uploaded side by side."""
 
-_PART = 8 << 20
-"""Bytes of one part of an upload, unless the file would have too many of them."""
-_PARTS = 4
-"""Parts of a file that are under way at once."""
-_MOST_PARTS = 10_000
-"""Parts that S3 allows."""
+_WHOLE = 5 << 20
+"""Bytes up to which a file is sent in one request where that is done here, as gcsfs has it."""
 
-MEMORY = UPLOADS * _PARTS * _PART + SMALL_UPLOADS * SMALL
-"""Bytes of memory that uploads take; more for files above 80 GB, whose parts are larger."""
+MEMORY = UPLOADS * PARTS * PART + SMALL_UPLOADS * SMALL
+"""Bytes of memory that uploads take; more for files above 80 GB in S3, whose parts are larger."""
 
 _WRITTEN = ("s3", "gs", "gcs", "memory")
 """Schemes of stores that are written to."""
@@ -72,9 +70,14 @@ def check_writable(url: str) -> None:
     """Raise UsageError for a store that is only read, or no bucket."""
     if not bucket_of(url):
         raise UsageError(f"expected the URL of a bucket, or of a folder in one, such as s3://bucket/run; got {url}")
-    if scheme_of(url) not in _WRITTEN:
+    if not is_written(url):
         known = ", ".join(f"{own}://" for own in _WRITTEN)
         raise UsageError(f"expected a destination in a folder, or of {known}; got {url}, which is only read")
+
+
+def is_written(url: str) -> bool:
+    """Whether a store is written to, not read alone."""
+    return scheme_of(url) in _WRITTEN
 
 
 def is_of_this_process(url: str) -> bool:
@@ -84,11 +87,12 @@ def is_of_this_process(url: str) -> bool:
 
 def put_file(url: str, path: str) -> Stored:
     """Upload a file; what the store says of it. Raises UcpError, and OSError where the file cannot be read."""
-    size = os.stat(path).st_size
-    part = max(_PART, math.ceil(size / _MOST_PARTS))
-    options = {"s3": {"chunksize": part, "max_concurrency": _PARTS}, "gs": {"chunksize": _PARTS * part}}
+    size, own = os.stat(path).st_size, store_of(scheme_of(url))
     with told(url, doing="write"):
-        link_of(url).store.put_file(path, key_of(url), **options.get(scheme_of(url), {}))
+        if own.puts is not None and size < _WHOLE:
+            own.puts(link_of(url).store, key_of(url), Path(path).read_bytes(), new=False)
+        else:
+            link_of(url).store.put_file(path, key_of(url), **own.parts(size))
     found = stored(url)
     if found is None or found.nbytes != size:
         raise DestinationError(
@@ -101,7 +105,7 @@ def put_file(url: str, path: str) -> Stored:
 def write(url: str, data: bytes) -> None:
     """Write a small object. Raises UcpError."""
     with told(url, doing="write"):
-        link_of(url).store.pipe_file(key_of(url), data)
+        _put(url, data, new=False)
 
 
 def create(url: str, data: bytes) -> bool:
@@ -111,7 +115,7 @@ def create(url: str, data: bytes) -> bool:
     """
     with told(url, doing="write"):
         try:
-            link_of(url).store.pipe_file(key_of(url), data, mode="create")
+            _put(url, data, new=True)
         except FileExistsError:
             return False
         except OSError as error:
@@ -122,6 +126,14 @@ def create(url: str, data: bytes) -> bool:
                 return False
             raise
     return True
+
+
+def _put(url: str, data: bytes, *, new: bool) -> None:
+    store, own = link_of(url).store, store_of(scheme_of(url))
+    if own.puts is not None:
+        own.puts(store, key_of(url), data, new=new)
+    else:
+        store.pipe_file(key_of(url), data, **({"mode": "create"} if new else {}))
 
 
 def stored(url: str) -> Stored | None:

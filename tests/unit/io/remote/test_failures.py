@@ -25,6 +25,12 @@ def of(library, name, text="", base=Exception):
     return type(name, (base,), {"__module__": f"{library}.exceptions"})(text)
 
 
+def coded(library, name, status):
+    error = of(library, name, "x")
+    error.code = status
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "said"),
     [
@@ -41,6 +47,11 @@ def of(library, name, text="", base=Exception):
         (of("s3fs", "FileExpired", base=OSError), ChangedError, "was replaced while it was read"),
         (ImportError("s3fs"), MissingLibraryError, r"universal-checkpoint\[s3\]"),
         (OSError(121, "InternalError"), SourceError, "InternalError"),
+        (OSError("Forbidden: b/bucket/o\nno access"), AccessError, "refused"),  # as gcsfs tells of 403
+        (coded("gcsfs", "HttpError", 401), AccessError, "refused"),
+        (coded("gcsfs", "HttpError", 500), SourceError, "HttpError"),
+        (of("huggingface_hub", "HfHubHTTPError", "500", base=OSError), SourceError, "HfHubHTTPError: 500"),
+        (of("httpx2", "ConnectError", "no route"), ConnectionLostError, "cannot be reached"),
     ],
 )
 def test_each_failure_is_told(error, kind, said):
@@ -59,6 +70,15 @@ def test_every_scheme_says_where_its_credentials_come_from(scheme):
 def test_mistakes_of_this_program_stay_mistakes():
     with pytest.raises(TypeError), told("s3://bucket/x"):
         raise TypeError("len() of None")
+
+
+def test_what_a_library_says_of_a_name_is_no_mistake_of_this_program():
+    said = {"__name__": "huggingface_hub.hf_file_system"}
+    exec("def resolve(): raise ValueError('expected namespace/name')", said)
+    with pytest.raises(SourceError, match="namespace/name"), told("hf://gpt2"):
+        said["resolve"]()
+    with pytest.raises(ValueError, match="ours"), told("hf://gpt2"):
+        raise ValueError("ours")
 
 
 def test_no_secret_is_told(monkeypatch):

@@ -97,3 +97,12 @@ def test_a_child_makes_connections_of_its_own(memory):
     assert first in links._left
     links._left.clear()
     first.close()
+
+
+def test_nothing_lies_in_an_object_and_nothing_is_asked(memory, requests):
+    fill(memory, ["model.safetensors"])
+    root = given("memory://b/run")
+    assert list(names_in(root)) == ["model.safetensors"]
+    assert not (root / "model.safetensors" / "x" / "y").exists()
+    assert not (root / "no-folder" / "x").is_dir()
+    assert requests == [("list", "memory://b/run")]
