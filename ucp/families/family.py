@@ -21,6 +21,7 @@ from ucp.families.expression import Expression, ExpressionError
 from ucp.families.match import Match
 from ucp.families.naming import CANONICAL, Evidence, Named, Stored, Style, Tied, order_key, positions_of, undecided
 from ucp.families.rule import Alias, Rule
+from ucp.families.tables import Tables
 from ucp.families.template import LONGEST, MOST_SHIFT, Template, kind, outline
 from ucp.families.toml.config import ConfigPart
 
@@ -85,6 +86,8 @@ class Family:
         init=False, repr=False, compare=False, default_factory=dict
     )
     """By the identity of a rule, which is kept beside, and the style."""
+    _tables: Tables = field(init=False, repr=False, compare=False, default_factory=Tables)
+    """Shared by the copies that are bound to models."""
     _limits: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -116,7 +119,11 @@ class Family:
             way, value = next(((way, value) for way, value in values if value is not None), (None, None))
             if value is not None and found.setdefault(name, value) != value:
                 conflicts.append(f"{name} is {found[name]} in the family, {value} in the checkpoint ({way})")
-        return replace(self, values=found, conflicts=tuple(conflicts))
+        return self._shared(replace(self, values=found, conflicts=tuple(conflicts)))
+
+    def _shared(self, copy: Family) -> Family:
+        object.__setattr__(copy, "_tables", self._tables)
+        return copy
 
     def _tensor_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
         """Name used in `sizes` to shape, where all tensors of that template have the same; `has_NAME` to 1 or 0."""
@@ -141,7 +148,7 @@ class Family:
             for entry in self._stored_as(name, None)
             if entry.rule.name.text in telling and (fields := entry.template.fields_in(name)) is not None
         }
-        return replace(self, held=frozenset(held)) if telling else self
+        return self._shared(replace(self, held=frozenset(held))) if telling else self
 
     def match(self, names: Iterable[str]) -> dict[str, Match]:
         """Rule of every canonical name, those that are ignored left out.
@@ -285,12 +292,7 @@ class Family:
     def _stored_as(self, name: str, style: str | None) -> Sequence[Stored]:
         """Entries whose templates may be that of a stored name; the table of them is made when it is first needed."""
         if not self._entries and not self.abstract:
-            found: dict[tuple[str | None, str], dict[tuple[Template, Template], Stored]] = {}
-            for entry in self._stored_names():
-                for own in (entry.style, None):  # None: any, the canonical one first
-                    alike = found.setdefault((own, entry.template.outline), {})
-                    alike.setdefault((entry.template, entry.rule.name), entry)
-            self._entries.update((key, tuple(alike.values())) for key, alike in found.items())
+            self._entries.update(self._tables.get(self.values, self._stored_names()))
         return self._entries.get((style, outline(name)), ())
 
     def _stored_names(self) -> Iterable[Stored]:
