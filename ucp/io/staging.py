@@ -152,7 +152,11 @@ class Making:
         there = recorded.get("made")
         if not isinstance(there, dict):
             return []
-        return list(self._apart(there)) or ["files of the source: not those that were read then, or changed since"]
+        files = (
+            "files of the source: not those that were read then, or changed since; or those of --rename, --patterns, "
+            "--shapes-from or --set config"
+        )
+        return list(self._apart(there)) or [files]
 
     def _apart(self, there: Mapping[str, Any]) -> Iterator[str]:
         for name in dict.fromkeys((*self.facts, *there)):
@@ -193,7 +197,7 @@ class Staging:
         try:
             return self._begin(making, resume=resume, overwrite=overwrite)
         except BaseException:
-            if self._journal.exists():
+            if self._journal.exists() or self._has_parts():
                 self.release()
             else:
                 self.discard()
@@ -219,6 +223,8 @@ class Staging:
         """`join`, once nobody is at work here but parts: one of them writes the first line, and all read it."""
         for folder in (self.data, self.parts):
             folder.mkdir(exist_ok=True)
+        if self._has_parts() and not self._journal.exists():  # in this order: parts begin once it is there
+            raise self._damaged()
         if not self._journal.exists():
             own = self._new_journal(making)
             with suppress(FileExistsError):  # another part was first
@@ -226,14 +232,31 @@ class Staging:
             own.unlink()
         lines, _ = _whole_lines(self._journal.read_bytes())
         if not lines:
-            raise DestinationError(f"{self._journal} is damaged. Remove {self.folder}, and start over")
+            raise self._damaged()
         if lines[0].get("fingerprint") != making.fingerprint:
-            raise DestinationError(
-                f"{self.folder} was begun from another source, another version of it, or with other options"
-                f"{_told(making.differences(lines[0]))}All parts take the same source and options; to start over, end "
-                f"the parts that run and remove {self.folder}"
-            )
+            raise self._begun_otherwise(making, lines[0])
         return lines[1:]
+
+    def _has_parts(self) -> bool:
+        """Whether parts of a conversion were at work here."""
+        return any(self.parts.glob("*"))
+
+    def _damaged(self) -> DestinationError:
+        """The error for what parts did where nothing says any more of which conversion it is."""
+        return DestinationError(
+            f"{self._journal} is damaged, or gone: it says which conversion parts worked on. Remove {self.folder}, and "
+            "start over"
+        )
+
+    def _begun_otherwise(self, making: Making, recorded: Mapping[str, Any]) -> DestinationError:
+        """The error for another conversion that was begun here, by parts or by one run."""
+        if not self._has_parts():
+            return begun_otherwise(self.folder, making, recorded)
+        then = (
+            "All parts, and --finalize, take the same source and options; to start over, end the parts that run and "
+            f"remove {self.folder}"
+        )
+        return begun_otherwise(self.folder, making, recorded, then=then)
 
     def _new_journal(self, making: Making) -> Path:
         """A journal with its first line, under a name of its own."""
@@ -250,8 +273,10 @@ class Staging:
         check_goal(self.dst, making, resume=resume, overwrite=overwrite)
         lines = self._read_journal() if resume else []
         self._is_begun = bool(lines)
+        if resume and self._has_parts() and not lines and self.data.is_dir():
+            raise self._damaged()
         if lines and lines[0].get("fingerprint") != making.fingerprint:
-            raise begun_otherwise(self.folder, making, lines[0])
+            raise self._begun_otherwise(making, lines[0])
         if not lines:
             self._empty()
             os.replace(self._new_journal(making), self._journal)
@@ -411,11 +436,17 @@ def check_goal(dst: Path, making: Making, *, resume: bool, overwrite: bool) -> N
         )
 
 
-def begun_otherwise(place: Path | str, making: Making, recorded: Mapping[str, Any]) -> DestinationError:
+def begun_otherwise(
+    place: Path | str,
+    making: Making,
+    recorded: Mapping[str, Any],
+    *,
+    then: str = "Start over with --overwrite, without --resume",
+) -> DestinationError:
     """The error for an unfinished conversion at `place` that is another than the one that is asked for."""
     return DestinationError(
         f"{place} was begun from another source, another version of it, or with other options"
-        f"{_told(making.differences(recorded))}Start over with --overwrite, without --resume"
+        f"{_told(making.differences(recorded))}{then}"
     )
 
 

@@ -170,8 +170,10 @@ def test_a_part_that_is_terminated_says_how_to_go_on(mixed: Path, dst: Path) -> 
 
 
 def test_nothing_is_left_to_do_afterwards(mixed: Path, dst: Path) -> None:
-    run(mixed, dst, "--part", "1/1")
-    run(mixed, dst, "--finalize")
+    said = run(mixed, dst, "--part", "1/1").stdout
+    assert "part 1/1 of" in said.partition("\n")[0]
+    assert "--finalize completes it" in said
+    assert "0 B/s" not in run(mixed, dst, "--finalize").stdout
     for option in (["--part", "1/1"], ["--part", "2/7"], ["--finalize"]):
         assert "already complete: nothing was written" in run(mixed, dst, *option).stdout
     assert not dst.with_name("out.ucp-partial").exists()

@@ -60,7 +60,10 @@ def told(url: str, *, doing: str = "read") -> Iterator[None]:
     except UcpError:
         raise
     except Exception as error:
-        if isinstance(error, OSError | ImportError) or type(error).__module__.partition(".")[0] in _LIBRARIES:
+        if (
+            isinstance(error, OSError | ImportError | ValueError)
+            or type(error).__module__.partition(".")[0] in _LIBRARIES
+        ):
             raise failure(error, url, doing=doing) from None
         raise
 

@@ -41,6 +41,7 @@ def of(library, name, text="", base=Exception):
         (of("s3fs", "FileExpired", base=OSError), ChangedError, "was replaced while it was read"),
         (ImportError("s3fs"), MissingLibraryError, r"universal-checkpoint\[s3\]"),
         (OSError(121, "InternalError"), SourceError, "InternalError"),
+        (ValueError("Invalid endpoint: nonsense"), SourceError, "Invalid endpoint: nonsense"),
     ],
 )
 def test_each_failure_is_told(error, kind, said):
