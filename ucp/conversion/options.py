@@ -149,6 +149,11 @@ class ConvertOptions:
     scratch: Path | None = None
     """Folder of a disk in which files grow that are uploaded; None for the one that the environment says."""
 
+    @property
+    def own_files(self) -> tuple[Path, ...]:
+        """Files of the user's own which decide what is written, beside the source: rules, and shapes."""
+        return tuple(filter(None, (self.naming.rules, self.source.patterns, self.source.shapes_from)))
+
 
 class PlanArguments(TypedDict, total=False):
     """What `ucp.plan` and `ucp.convert` are asked: see `ucp.convert`, and `make_options` for the defaults."""

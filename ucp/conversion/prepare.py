@@ -36,7 +36,7 @@ from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import FamilyError, IdleOptionError, MisfitError, UnsupportedError, UsageError, listed, nearest
 from ucp.io.folder import files_below
-from ucp.io.identity import is_remote, producer
+from ucp.io.identity import contents_of, is_remote, producer
 from ucp.transfer.job import Job, make_job
 from ucp.transfer.tasks import BLOCK, SCRATCH, fit_workers
 
@@ -255,7 +255,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         workers=workers,
         threads=threads,
         beside_bytes=beside_bytes,
-        fingerprint=_fingerprint(index, options),
+        fingerprint=_fingerprint(index, plan, options),
         facts=_facts(job, options),
         warnings=warnings,
     )
@@ -402,13 +402,20 @@ def _facts(job: Job, options: ConvertOptions) -> dict[str, str]:
         "names": ":".join(filter(None, (options.naming.source, options.naming.style))),
         "renamed by": str(options.naming.rules or ""),
         "family": options.source.family or str(options.source.patterns or ""),
+        "shapes": str(options.source.shapes_from or ""),
         "of copies that differ": "" if options.drift is Drift.ERROR else options.drift.value,
         "program": producer(),
     }
     return {name: value for name, value in asked.items() if value}
 
 
-def _fingerprint(index: Index, options: ConvertOptions) -> str:
+def _fingerprint(index: Index, plan: TargetPlan, options: ConvertOptions) -> str:
+    """Digest of all that decides what is written: of files of the user's own the contents, which may be edited."""
+    literals = xxhash.xxh3_128()
+    for file in plan.files:  # with what the target took from elsewhere, such as a config.json
+        literals.update(repr((file.path, file.nbytes, [part.offset for part in file.literals])).encode())
+        for part in file.literals:
+            literals.update(part.data)
     asked = [
         producer(),
         index.format,
@@ -420,6 +427,8 @@ def _fingerprint(index: Index, options: ConvertOptions) -> str:
         [options.naming.style, options.naming.source, str(options.naming.rules)],
         [options.source.family, str(options.source.patterns), options.drift.value, options.companions.value],
         options.optimizer,
+        [(str(path), contents_of(path)) for path in options.own_files],
+        literals.hexdigest(),
         BLOCK,
     ]
     return xxhash.xxh3_128_hexdigest(json.dumps(asked, sort_keys=True).encode())

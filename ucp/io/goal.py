@@ -44,7 +44,11 @@ class Making:
         there = recorded.get("made")
         if not isinstance(there, dict):
             return []
-        return list(self._apart(there)) or ["files of the source: not those that were read then, or changed since"]
+        files = (
+            "files of the source: not those that were read then, or changed since; or those of --rename, --patterns, "
+            "--shapes-from or --set config"
+        )
+        return list(self._apart(there)) or [files]
 
     def _apart(self, there: Mapping[str, Any]) -> Iterator[str]:
         for name in dict.fromkeys((*self.facts, *there)):

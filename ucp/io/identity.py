@@ -14,9 +14,18 @@ import xxhash
 from ucp.core.index import SourceFile
 from ucp.errors import ChangedError, listed
 from ucp.io.files import open_source, split_parts
-from ucp.io.folder import is_there, is_url, names_in, path_of, see_afresh
+from ucp.io.folder import files_below, is_there, is_url, names_in, path_of, see_afresh
 
-__all__ = ["check_unchanged", "entry_points", "identity_of", "is_remote", "producer", "size_and_time", "source_file"]
+__all__ = [
+    "check_unchanged",
+    "contents_of",
+    "entry_points",
+    "identity_of",
+    "is_remote",
+    "producer",
+    "size_and_time",
+    "source_file",
+]
 
 _TAIL = 64 << 10
 """Bytes at each end of a file that its identity is taken from."""
@@ -114,6 +123,15 @@ def _version(path: str) -> str:
     from ucp.io.remote.file import RemoteFile
 
     return RemoteFile(path, _parts(path)).version
+
+
+def contents_of(path: Path) -> str:
+    """Digest of all bytes of a file; of a folder, of the names, sizes and times in it. Raises OSError, SourceError."""
+    if path.is_dir():
+        stats = [(str(own), *size_and_time(str(own))) for own in sorted(files_below(path))]
+        return xxhash.xxh3_128_hexdigest(repr(stats).encode())
+    with open_source(str(path)) as file:
+        return xxhash.xxh3_128_hexdigest(file.read(0, file.nbytes))
 
 
 def identity_of(path: str) -> str:

@@ -16,9 +16,10 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -94,7 +95,7 @@ class Staging:
         try:
             return self._begin(making, resume=resume, overwrite=overwrite)
         except BaseException:
-            if self._journal.exists():
+            if self._journal.exists() or self._has_parts():
                 self.release()
             else:
                 self.discard()
@@ -120,6 +121,8 @@ class Staging:
         """`join`, once nobody is at work here but parts: one of them writes the first line, and all read it."""
         for folder in (self.data, self.parts):
             folder.mkdir(exist_ok=True)
+        if self._has_parts() and not self._journal.exists():  # in this order: parts begin once it is there
+            raise self._damaged()
         if not self._journal.exists():
             own = self._new_journal(making)
             with suppress(FileExistsError):  # another part was first
@@ -127,16 +130,31 @@ class Staging:
             own.unlink()
         lines, _ = _whole_lines(self._journal.read_bytes())
         if not lines:
-            raise DestinationError(f"{self._journal} is damaged. Remove {self.folder}, and start over")
+            raise self._damaged()
         if lines[0].get("fingerprint") != making.fingerprint:
-            raise begun_otherwise(
-                self.folder,
-                making,
-                lines[0],
-                advice="All parts take the same source and options; to start over, end the parts that run and remove "
-                f"{self.folder}",
-            )
+            raise self._begun_otherwise(making, lines[0])
         return lines[1:]
+
+    def _has_parts(self) -> bool:
+        """Whether parts of a conversion were at work here."""
+        return any(self.parts.glob("*"))
+
+    def _damaged(self) -> DestinationError:
+        """The error for what parts did where nothing says any more of which conversion it is."""
+        return DestinationError(
+            f"{self._journal} is damaged, or gone: it says which conversion parts worked on. Remove {self.folder}, and "
+            "start over"
+        )
+
+    def _begun_otherwise(self, making: Making, recorded: Mapping[str, Any]) -> DestinationError:
+        """The error for another conversion that was begun here, by parts or by one run."""
+        if not self._has_parts():
+            return begun_otherwise(self.folder, making, recorded)
+        advice = (
+            "All parts, and --finalize, take the same source and options; to start over, end the parts that run and "
+            f"remove {self.folder}"
+        )
+        return begun_otherwise(self.folder, making, recorded, advice=advice)
 
     def _new_journal(self, making: Making) -> Path:
         """A journal with its first line, under a name of its own."""
@@ -154,8 +172,10 @@ class Staging:
         check_goal(self.dst, making, resume=resume, overwrite=overwrite)
         lines = self._read_journal() if resume else []
         self._is_begun = bool(lines)
+        if resume and self._has_parts() and not lines and self.data.is_dir():
+            raise self._damaged()
         if lines and lines[0].get("fingerprint") != making.fingerprint:
-            raise begun_otherwise(self.folder, making, lines[0])
+            raise self._begun_otherwise(making, lines[0])
         if not lines:
             self._empty()
             os.replace(self._new_journal(making), self._journal)

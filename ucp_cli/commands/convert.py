@@ -135,14 +135,15 @@ def _advice(dst: Path, part: str | None) -> str:
 
 def _facts(report: ConvertReport, seconds: float, *, verified: bool) -> Iterator[tuple[str, str]]:
     layout = ", ".join(filter(None, [report.to, report.layout, str(report.topology or "")]))
-    yield "wrote", f"{report.dst} ({layout})"
+    part = "" if report.already_complete or not report.part else f"part {report.part} of "
+    yield "wrote", f"{part}{report.dst} ({layout})"
     if report.already_complete:
         yield "", "already complete: nothing was written"
         return
     yield "tensors", _tensors(report, seconds, verified=verified)
     if report.part:
-        yield "part", f"{report.part}; when all are done, the same command with --finalize completes it"
         yield "resumed", _resumed(report)
+        yield "then", "when all parts are done, the same command with --finalize completes it"
         return
     last = f"{'manifest' if report.references else 'index'}: {_files(report.files_last, report.nbytes_last)}"
     yield "files", f"{_files(report.files_out, report.nbytes_out)}, and the {last}"
@@ -165,8 +166,9 @@ def _tensors(report: ConvertReport, seconds: float, *, verified: bool) -> str:
     whose, spent = f"of {counted(report.atoms, 'parameter')}", f"in {seconds_text(seconds)}"
     if report.references:
         return f"{counted(report.references, 'reference')} into the source, {whose}; nothing copied; {spent}"
-    rate = "with --verify" if verified else rate_text(report.nbytes_written, seconds)
-    return f"{nbytes_text(report.nbytes_written)} written, {whose}, {spent} ({rate})"
+    rate = rate_text(report.nbytes_written, seconds) if report.nbytes_written else ""
+    how = "with --verify" if verified else rate
+    return f"{nbytes_text(report.nbytes_written)} written, {whose}, {spent}{f' ({how})' if how else ''}"
 
 
 def _files(count: int, nbytes: int) -> str:

@@ -162,8 +162,10 @@ def test_a_part_that_is_terminated_says_how_to_go_on(mixed: Path, dst: Path) -> 
 
 
 def test_nothing_is_left_to_do_afterwards(ucp: Run, mixed: Path, dst: Path) -> None:
-    ucp("convert", mixed, dst, "--part", "1/1")
-    ucp("convert", mixed, dst, "--finalize")
+    said = ucp("convert", mixed, dst, "--part", "1/1").stdout
+    assert "part 1/1 of" in said.partition("\n")[0]
+    assert "--finalize completes it" in said
+    assert "0 B/s" not in ucp("convert", mixed, dst, "--finalize").stdout
     for option in (["--part", "1/1"], ["--part", "2/7"], ["--finalize"]):
         assert "already complete: nothing was written" in ucp("convert", mixed, dst, *option).stdout
     assert not dst.with_name("out.ucp-partial").exists()

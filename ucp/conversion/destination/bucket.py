@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -234,17 +234,22 @@ class InBucket:
     def _go_on(self, making: Making, before: dict[str, Any]) -> None:
         if before.get("fingerprint") != making.fingerprint:
             raise begun_otherwise(self.dst, making, before)
+        clears = before.get("clears", ())
+        self._check_foreign([*clears, *self._written_last(before), *self._names()])
         self._unfinished.take()
         abort_uploads(self.dst)
-        self._clear(before.get("clears", ()))
+        self._clear(clears)
 
     def _start(self, making: Making, before: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
         """Begin, in place of what is there if that may go."""
         if before:
-            clears = [*self._unfinished.last(), *before.get("clears", ()), *before.get("files", ())]
+            clears = [*self._written_last(before), *before.get("clears", ()), *before.get("files", ())]
+            self._check_foreign(clears)
         else:
             forget(self.dst)
             if stored_below(self.dst):
+                if self.is_begun():
+                    raise self._just_begun()
                 check_goal(path_of(self.dst), making, resume=resume, overwrite=overwrite)
             files = marked(path_of(self.dst)).get("files", [])
             clears = [*(name for name in files if name in self._job.target.last), *reversed(files)]
@@ -255,12 +260,34 @@ class InBucket:
             "files": self._names(),
         }
         if not self._unfinished.begin(first, anew=bool(before)):
-            raise DestinationError(f"another conversion to {self.dst} has just begun. Run one at a time")
+            raise self._just_begun()
         self._unfinished.take()
         if before:
             abort_uploads(self.dst)
             self._unfinished.forget_files()
         self._clear(clears)
+
+    def _written_last(self, before: Mapping[str, Any]) -> list[str]:
+        """Files that say what the others hold, as far as an earlier run came so far.
+
+        One that was ended while it removed what it had said of them had written them all, its mark among them.
+        """
+        mark = marked(path_of(self.dst))
+        is_own = mark.get("fingerprint") == before.get("fingerprint")
+        return self._unfinished.last() or (list(mark.get("files", ())) if is_own else [])
+
+    def _just_begun(self) -> DestinationError:
+        return DestinationError(f"another conversion to {self.dst} has just begun. Run one at a time")
+
+    def _check_foreign(self, known: Iterable[str]) -> None:
+        """Raise DestinationError for objects below an unfinished destination that no conversion wrote or replaces."""
+        found = (name for name in stored_below(self.dst) if not name.startswith(f"{FOLDER}/"))
+        foreign = sorted(set(found).difference(known))
+        if foreign:
+            raise DestinationError(
+                f"{self.dst} holds {counted(len(foreign), 'file')} that ucp did not write there; move them away "
+                f"first:\n{listed(foreign)}"
+            )
 
     def _clear(self, names: Sequence[str]) -> None:
         """Remove what is replaced: first the file that made it a checkpoint."""

@@ -21,4 +21,6 @@ def destination_at(dst: Path, options: ConvertOptions) -> Destination:
         return InBucket(str(dst), options)
     if options.scratch is not None:
         raise UsageError(f"a scratch folder is for destinations in a bucket, and {dst} is none: drop --scratch")
+    if options.part is not None or options.finalize:
+        return OnDisk(dst, again=f"run {'this part' if options.part else '--finalize'} again")
     return OnDisk(dst)

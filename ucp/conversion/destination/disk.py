@@ -29,6 +29,9 @@ from ucp.transfer.worker import Done, Sum
 
 __all__ = ["OnDisk", "taken_up", "why_unwritable"]
 
+AGAIN = "continue with --resume"
+"""How a conversion that failed goes on."""
+
 
 class OnDisk:
     """A folder."""
@@ -36,8 +39,10 @@ class OnDisk:
     beside_bytes = 0
     scratch_bytes = 0
 
-    def __init__(self, dst: Path) -> None:
+    def __init__(self, dst: Path, *, again: str = AGAIN) -> None:
+        """`again`: how a command goes on that failed."""
         self._named = dst
+        self._again = again
         self._staging = Staging(dst.resolve())
         self.shared: Staging | None = self._staging
         self._journal: Iterable[Line] = ()
@@ -136,7 +141,8 @@ class OnDisk:
 
     def unwritable(self, error: OSError) -> DestinationError:
         """The error that a failure of the disk is."""
-        return DestinationError(f"cannot write {error.filename or self._staging.folder}: {why_unwritable(error)}")
+        why = why_unwritable(error, again=self._again)
+        return DestinationError(f"cannot write {error.filename or self._staging.folder}: {why}")
 
 
 def taken_up(
@@ -163,10 +169,10 @@ def taken_up(
     )
 
 
-def why_unwritable(error: OSError) -> str:
+def why_unwritable(error: OSError, *, again: str = AGAIN) -> str:
     """Why the disk takes no more, and what to do."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "no space is left; free some, then continue with --resume"
+        return f"no space is left; free some, then {again}"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{error.strerror}; check the permissions, then continue with --resume"
-    return f"{error.strerror or error}; when that is put right, continue with --resume"
+        return f"{error.strerror}; check the permissions, then {again}"
+    return f"{error.strerror or error}; when that is put right, {again}"

@@ -32,7 +32,7 @@ __all__ = ["plan_part"]
 _PATIENCE = 600.0
 """Seconds to wait for a plan that another part makes; its machine may have stopped."""
 
-_OWN = ("workers", "memory", "resume", "overwrite", "verify", "fsync", "part", "finalize")
+_OWN = ("engine", "workers", "memory", "resume", "overwrite", "verify", "fsync", "part", "finalize")
 """Options in which parts may differ."""
 
 
@@ -112,8 +112,8 @@ def _key(src: Path, options: ConvertOptions) -> str:
     Files of the user's own, rules and shapes, are told by size and time. Raises SourceError where nothing can be read.
     """
     asked = {name: own for name, own in asdict(options).items() if name not in _OWN}
-    own_files = (options.naming.rules, options.source.patterns, options.source.shapes_from)
-    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in own_files if path and path.exists()]
+    own = [path for path in options.own_files if path.exists()]
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in own]
     root = recognise(src)[1].root.absolute()
     said = [producer(), str(src.absolute()), str(root), asked, stats, BLOCK, TASK]
     return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True, default=_plain).encode())

@@ -29,7 +29,7 @@ _LIBRARIES = (
 )
 """Packages whose own exceptions are failures of a store, not mistakes of this program."""
 
-_SPEAK = ("aiohttp", "gcsfs", "huggingface_hub")
+_SPEAK = ("aiohttp", "botocore", "gcsfs", "huggingface_hub")
 """Those that also raise ValueError itself for what a store answers, or for a name or an endpoint that none has."""
 
 CREDENTIALS = {

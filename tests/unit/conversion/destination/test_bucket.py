@@ -242,6 +242,31 @@ def test_an_unfinished_conversion_is_not_begun_over_by_accident(interrupted, mem
     assert objects(memory) == tree(tmp_path / "disk")
 
 
+@pytest.mark.parametrize("asked", [{"resume": True, **TARGETS["dcp"]}, {"overwrite": True}])
+def test_what_others_put_into_an_unfinished_one(asked, interrupted, memory, tmp_path):
+    """Readers would take it for a part of what is completed beside it."""
+    memory.fs.pipe_file(f"{DST}/__9_9.distcp", b"x")
+    before = objects(memory)
+    with pytest.raises(DestinationError, match=r"(?s)1 file that ucp did not write there.*__9_9"):
+        converted(interrupted, tmp_path, **asked)
+    assert objects(memory) == before
+    memory.fs.rm_file(f"{DST}/__9_9.distcp")
+    converted(interrupted, tmp_path, **asked)
+
+
+def test_one_that_began_between_two_looks(memory, scratch, source, monkeypatch):
+    bucket = import_module("ucp.conversion.destination.bucket")
+    real = bucket.forget
+
+    def meanwhile(url):
+        real(url)
+        memory.fs.pipe_file(f"{DST}/.ucp-partial/conversion.json", b"{}")
+
+    monkeypatch.setattr(bucket, "forget", meanwhile)
+    with pytest.raises(DestinationError, match="has just begun"):
+        converted(source, scratch)
+
+
 def test_a_finished_one_is_replaced_only_when_asked(memory, scratch, source, tmp_path, small):
     converted(source, scratch)
     with pytest.raises(DestinationError, match="not empty; choose another folder, or pass --overwrite"):

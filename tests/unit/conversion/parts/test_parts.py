@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -289,7 +290,9 @@ class TestWhatDoesNotGoTogether:
         before = tree(partial(dst))
         plans = len(list(partial(dst).glob("plan-*")))
         for asked in ({"part": "2/2"}, {"finalize": True}):
-            with pytest.raises(DestinationError, match="dtypes: by default then, weight=float16 now"):
+            with pytest.raises(
+                DestinationError, match=r"(?s)dtypes: by default then, weight=float16 now.*remove \S+partial"
+            ):
                 ucp.convert(source, dst, dtypes={"weight": "float16"}, **asked)
         after = tree(partial(dst))
         assert {name: after[name] for name in before} == before
@@ -308,6 +311,25 @@ class TestWhatDoesNotGoTogether:
         with pytest.raises(DestinationError, match="files of the source: not those that were read then"):
             ucp.convert(src, dst, part="2/2")
 
+    @pytest.mark.parametrize("again", [{"finalize": True}, {"resume": True}, {"part": "1/1"}])
+    def test_rules_that_were_edited(self, tmp_path, dst, small_blocks, again):
+        """Tensors of one shape under exchanged names: each is as long, and where the other was."""
+        shards, rules = Shards(tmp_path / "two"), tmp_path / "rules.toml"
+        states = {(name, "weight"): shards.whole(np.full((4, 4), n, "float32")) for n, name in enumerate("ab")}
+        write_checkpoint(make_index(shards.folder, states))
+        src = shards.folder
+        asked = {"to": "huggingface", "settings": {"config": "none"}, "rename": rules}
+        _write_rules(rules, a="x", b="y")
+        ucp.convert(src, dst, part="1/1", **asked)
+        _write_rules(rules, a="y", b="x")
+        with pytest.raises(DestinationError, match="changed since; or those of --rename"):
+            ucp.convert(src, dst, **again, **asked)
+        _write_rules(rules, a="x", b="y")
+        ucp.convert(src, dst, finalize=True, **asked)
+        _write_rules(rules, a="y", b="x")
+        with pytest.raises(DestinationError, match="made differently"):
+            ucp.convert(src, dst, resume=True, **asked)
+
     @pytest.mark.parametrize("more", [{"finalize": True}, {"verify": True}])
     def test_options_of_the_end_and_a_part(self, source, dst, more):
         with pytest.raises(UsageError, match="for when all parts are done"):
@@ -316,8 +338,35 @@ class TestWhatDoesNotGoTogether:
     def test_a_journal_that_cannot_be_read(self, source, dst, small_blocks):
         ucp.convert(source, dst, part="1/2")
         (partial(dst) / "journal.jsonl").write_bytes(b"\xff\n")
-        with pytest.raises(DestinationError, match=r"journal.jsonl is damaged. Remove"):
+        with pytest.raises(DestinationError, match=r"journal.jsonl is damaged, or gone.*Remove"):
             ucp.convert(source, dst, part="2/2")
+
+    @pytest.mark.parametrize("asked", [{"finalize": True}, {"resume": True}, {"part": "1/2"}])
+    @pytest.mark.parametrize("is_gone", [False, True])
+    def test_what_parts_did_outlasts_a_damaged_journal(self, source, dst, small_blocks, asked, is_gone):
+        """Nothing else says which conversion they worked on: their bytes may be those of other options."""
+        ucp.convert(source, dst, part="1/1", dtypes={"weight": "float16"})
+        journal = partial(dst) / "journal.jsonl"
+        journal.unlink() if is_gone else journal.write_text("garb")
+        before = {name: data for name, data in tree(partial(dst)).items() if "data" in name or "parts" in name}
+        with pytest.raises(DestinationError, match=r"journal.jsonl is damaged, or gone.*Remove"):
+            ucp.convert(source, dst, **asked)
+        assert before.items() <= tree(partial(dst)).items()
+
+    @pytest.mark.parametrize(
+        ("asked", "said"), [({"part": "2/2"}, "run this part again"), ({"finalize": True}, "run --finalize again")]
+    )
+    def test_a_full_disk(self, source, dst, small_blocks, monkeypatch, asked, said):
+        for number in (1, 2):
+            ucp.convert(source, dst, part=(number, 2))
+
+        def full(*words, **named):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(Staging, "join", full)
+        monkeypatch.setattr(Staging, "open", full)
+        with pytest.raises(DestinationError, match=f"no space is left; free some, then {said}"):
+            ucp.convert(source, dst, **asked)
 
     def test_links_in_the_place(self, source, dst, tmp_path, small_blocks):
         ucp.convert(source, dst, part="1/2")
@@ -444,3 +493,8 @@ def check_first_killed(source, dst, wanted, *, steps):
         ucp.convert(source, dst, finalize=True)
         assert tree(dst) == wanted, f"killed at step {step}"
         shutil.rmtree(dst)
+
+
+def _write_rules(path: Path, **names: str) -> None:
+    """Rules that write parameters under other names."""
+    path.write_text("".join(f'[[rename]]\nfrom = "{old}"\nto = "{new}"\n' for old, new in names.items()))

@@ -53,7 +53,9 @@ class TestSettings:
         with pytest.raises(UsageError, match=r"expected address=auto, local or HOST:PORT.*ray job submit"):
             RayEngine().configured({"address": address})
 
-    @pytest.mark.parametrize(("name", "value"), [("cpus", "many"), ("cpus", "-1"), ("cpus", "nan"), ("retries", "1.5")])
+    @pytest.mark.parametrize(
+        ("name", "value"), [("cpus", "many"), ("cpus", "-1"), ("cpus", "nan"), ("cpus", "0.00001"), ("retries", "1.5")]
+    )
     def test_what_is_no_number(self, name, value):
         with pytest.raises(UsageError, match=f"expected --set {name}=.* got '{value}'"):
             RayEngine().configured({name: value})

@@ -40,6 +40,9 @@ _BATCH = 8 * TASK
 _TURNS = 4
 """Batches that each worker should get at least, so that all end at about the same time."""
 
+_DIGITS = 4
+"""Decimals to which Ray counts CPUs."""
+
 _ENDING = 30.0
 """Seconds to wait for batches that were cancelled to end."""
 
@@ -58,9 +61,14 @@ class _Asked:
         """As users write them. Raises UsageError."""
         usual = cls()
         check_address(settings.get("address", usual.address))
+        cpus = _number(settings, "cpus", float, usual.cpus)
+        if round(cpus, _DIGITS) != cpus:
+            raise UsageError(
+                f"expected --set cpus=1 or another number, of at most {_DIGITS} decimals; got {settings['cpus']!r}"
+            )
         return cls(
             address=settings.get("address", usual.address),
-            cpus=_number(settings, "cpus", float, usual.cpus),
+            cpus=cpus,
             resource=settings.get("resource", usual.resource),
             retries=int(_number(settings, "retries", int, usual.retries)),
         )
