@@ -272,6 +272,7 @@ class InBucket:
 
         One that was ended while it removed what it had said of them had written them all, its mark among them.
         """
+        forget(self.dst)
         mark = marked(path_of(self.dst))
         is_own = mark.get("fingerprint") == before.get("fingerprint")
         return self._unfinished.last() or (list(mark.get("files", ())) if is_own else [])
