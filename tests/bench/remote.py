@@ -14,7 +14,7 @@ import time
 import warnings
 from pathlib import Path
 
-from tests.integration.storage.conftest import SECRETS, Bucket, running
+from tests.integration.storage.servers import S3, running
 from tests.integration.storage.proxy import Proxy
 
 __all__ = ["main"]
@@ -27,9 +27,8 @@ LINKS = ((100e6, 0.03), (40e6, 0.1))
 
 def main(repeats: int) -> None:
     """Print a line for each link and number of workers."""
-    with tempfile.TemporaryDirectory() as work, running() as port:
-        os.environ.update(SECRETS, AWS_DEFAULT_REGION="us-east-1")
-        bucket, proxy = Bucket(f"http://127.0.0.1:{port}"), Proxy(port)
+    with tempfile.TemporaryDirectory() as work, running(S3) as port:
+        bucket, proxy = S3(f"http://127.0.0.1:{port}"), Proxy(port)
         url, nbytes = bucket.put(_source(Path(work)), "bench"), COUNT << 22
         objects = bucket.objects("bench")
         for bandwidth, latency in LINKS:
