@@ -14,8 +14,8 @@ import time
 import warnings
 from pathlib import Path
 
-from tests.integration.storage.servers import S3, running
 from tests.integration.storage.proxy import Proxy
+from tests.integration.storage.servers import S3, running
 
 __all__ = ["main"]
 
