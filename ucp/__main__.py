@@ -3,5 +3,5 @@
 from importlib.metadata import entry_points
 
 if __name__ == "__main__":
-    (command,) = entry_points(group="console_scripts", name="ucp")
+    command, *_ = entry_points(group="console_scripts", name="ucp")  # of two installations the first, as for imports
     command.load()()
