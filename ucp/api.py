@@ -28,11 +28,12 @@ from ucp.conversion.options import (
     workers_of,
 )
 from ucp.conversion.plan_report import PlanReport, preview
-from ucp.conversion.prepare import Silent, Survey, index_of, judged, survey
+from ucp.conversion.prepare import Silent
+from ucp.conversion.source.read import Survey, index_of, judged, survey
 from ucp.conversion.source.zero_moments import moments_note
 from ucp.core.index import Index
+from ucp.io.destination.staging import is_begun
 from ucp.io.folder import given, is_url
-from ucp.io.staging import is_begun
 
 __all__ = [
     "PlanReport",

@@ -20,12 +20,12 @@ from ucp_cli.verbs import cli
 PROGRAM = """
 import os, signal, sys, threading
 from importlib import import_module
-from ucp.io.staging import Staging
+from ucp.io.destination.staging import Staging
 from ucp.transfer.worker import Worker
 from ucp_cli.main import main
 
 for name in (
-    "transfer.job",
+    "transfer.plan.job",
     "transfer.worker",
     "transfer.compare",
     "conversion.prepare",
@@ -35,7 +35,7 @@ for name in (
     module = import_module(f"ucp.{name}")
     if hasattr(module, "BLOCK"):
         module.BLOCK = 64
-import_module("ucp.transfer.job").TASK = 128
+import_module("ucp.transfer.plan.job").TASK = 128
 carry_out, note = Worker.carry_out, Staging.note
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup of whoever runs the tests would keep it away
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ucp_patterns.shard import Shard
 
 import ucp
-from ucp.conversion.prepare import index_of
+from ucp.conversion.source.read import index_of
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
@@ -34,7 +34,7 @@ def small_blocks():
     """Blocks of 64 bytes, tasks of 192; and no waiting for the disk."""
     with pytest.MonkeyPatch.context() as patch:
         for name in (
-            "transfer.job",
+            "transfer.plan.job",
             "transfer.worker",
             "transfer.compare",
             "conversion.prepare",
@@ -44,12 +44,12 @@ def small_blocks():
             module = import_module(f"ucp.{name}")
             if hasattr(module, "BLOCK"):
                 patch.setattr(module, "BLOCK", 64)
-        patch.setattr(import_module("ucp.transfer.job"), "TASK", 192)
+        patch.setattr(import_module("ucp.transfer.plan.job"), "TASK", 192)
         patch.setattr(import_module("ucp.transfer.gather"), "STRETCH", 48)
         patch.setattr(import_module("ucp.transfer.worker"), "SPANS", 2)
         patch.setattr(import_module("ucp.transfer.worker"), "TILE", 128)
         for name, nbytes in (("LEAST", 100), ("CALL", 8), ("GAP", 16)):
-            patch.setattr(import_module("ucp.transfer.tiles"), name, nbytes)
+            patch.setattr(import_module("ucp.transfer.plan.tiles"), name, nbytes)
         patch.setattr(import_module("ucp.core.slices"), "GAP", 16)
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield

@@ -22,10 +22,10 @@ from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.errors import CoverError, MemoryBudgetError, MissingStateError, UsageError
 from ucp.testing.strategies import cuts
-from ucp.transfer.job import check_target, checking_placements, make_job
-from ucp.transfer.tasks import BLOCK, SCRATCH, TASK, Share, bundle, fit_workers
+from ucp.transfer.plan.job import check_target, checking_placements, make_job
+from ucp.transfer.plan.tasks import BLOCK, SCRATCH, TASK, Share, bundle, fit_workers
 
-PLAN = import_module("ucp.transfer.job")  # `ucp.plan` is the function
+PLAN = import_module("ucp.transfer.plan.job")  # `ucp.plan` is the function
 ITEM = 4
 
 

@@ -13,7 +13,7 @@ from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.testing.strategies import random_array
 
 BLOCK_USERS = (
-    "transfer.job",
+    "transfer.plan.job",
     "transfer.worker",
     "transfer.compare",
     "conversion.prepare",
@@ -40,7 +40,7 @@ def shrink(monkeypatch, *, block: int, task: int) -> None:
         module = import_module(f"ucp.{name}")
         if hasattr(module, "BLOCK"):
             monkeypatch.setattr(module, "BLOCK", block)
-    monkeypatch.setattr(import_module("ucp.transfer.job"), "TASK", task)
+    monkeypatch.setattr(import_module("ucp.transfer.plan.job"), "TASK", task)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from ucp.contract.companions import is_companion
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.contract.registry import recognise
 from ucp.contract.state_gaps import gap_text, state_gaps
-from ucp.conversion.prepare import index_of
+from ucp.conversion.source.read import index_of
 from ucp.conversion.verify import damage
 from ucp.conversion.verify import drift as find_drift
 from ucp.core.index import TAG, Index

@@ -27,8 +27,8 @@ from ucp.errors import IdleOptionError, UsageError
 from ucp.io.folder import given
 
 if TYPE_CHECKING:
-    from ucp.transfer.job import Job
-    from ucp.transfer.tasks import Task
+    from ucp.transfer.plan.job import Job
+    from ucp.transfer.plan.tasks import Task
     from ucp.transfer.worker import Done, Step
 
 __all__ = [

@@ -29,12 +29,12 @@ from ucp.conversion.prepare import Prepared, prepare
 from ucp.conversion.verify import verify_written
 from ucp.core.topology import Topology
 from ucp.errors import ChangedError, CorruptError, DestinationError, ReplicaError, UsageError, counted
+from ucp.io.destination.goal import Making
+from ucp.io.destination.staging import Staging
+from ucp.io.destination.write import check_space
 from ucp.io.folder import url_scheme
-from ucp.io.goal import Making
-from ucp.io.staging import Staging
-from ucp.io.write import check_space
 from ucp.transfer.compare import fit_threads
-from ucp.transfer.job import Job
+from ucp.transfer.plan.job import Job
 
 __all__ = ["ConvertReport", "carry_out"]
 

@@ -18,12 +18,12 @@ from ucp.conversion.verify import owners
 from ucp.core.index import Index
 from ucp.core.target import Literal, OutputFile
 from ucp.errors import CorruptError, ReplicaError, counted, listed
-from ucp.io.goal import MARK
+from ucp.io.destination.goal import MARK
+from ucp.io.destination.write import is_memory
 from ucp.io.identity import check_unchanged, is_remote, producer
-from ucp.io.write import is_memory
 from ucp.transfer.checksums import gaps, mismatches
 from ucp.transfer.gather import Gatherer, Sources, Span
-from ucp.transfer.tasks import BLOCK, Task
+from ucp.transfer.plan.tasks import BLOCK, Task
 from ucp.transfer.worker import Done, Step, Sum
 
 __all__ = ["Place", "Written", "carry_out_tasks", "check_read", "execute"]

@@ -12,8 +12,8 @@ from ucp.contract.protocols import Observer
 from ucp.errors import CorruptError
 from ucp.io.codec import codec_name, decode
 from ucp.transfer.gather import Span
-from ucp.transfer.job import Job
-from ucp.transfer.tasks import Section, Task
+from ucp.transfer.plan.job import Job
+from ucp.transfer.plan.tasks import Section, Task
 from ucp.transfer.worker import Done, Sum
 
 __all__ = ["Line", "done_of", "fits", "line_of", "trusted"]

@@ -24,7 +24,7 @@ from ucp.core.names import NameFilter
 from ucp.core.target import TargetOptions
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
-from ucp.transfer.tasks import Share
+from ucp.transfer.plan.tasks import Share
 
 if TYPE_CHECKING:
     import torch

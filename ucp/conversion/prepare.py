@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import xxhash
-
-from ucp.contract.companions import Companions, chosen_companions
-from ucp.contract.protocols import Engine, Observer, SourceOptions, Target
+from ucp.contract.companions import chosen_companions
+from ucp.contract.protocols import Engine, Observer, Target
 from ucp.contract.registry import engine as registered_engine
-from ucp.contract.registry import names, recognise, target, with_callables
-from ucp.contract.state_gaps import gap_text, state_gaps, with_gaps
+from ucp.contract.registry import names, target, with_callables
+from ucp.contract.state_gaps import gap_text, state_gaps
 from ucp.conversion.collection import no_cycle_collection
+from ucp.conversion.fingerprint import facts_of, fingerprint_of
 from ucp.conversion.options import ConvertOptions, cores
-from ucp.conversion.source.copied_ranks import copied_ranks
 from ucp.conversion.source.new_optimizer import HYPER, with_optimizer, without_hyper
-from ucp.conversion.source.replica_policy import Drift, resolve_drift
+from ucp.conversion.source.read import index_as_told, index_of
+from ucp.conversion.source.replica_policy import resolve_drift
 from ucp.conversion.source.selection import DROP, part_warnings, selected, without_extras
 from ucp.conversion.source.zero_moments import ZeroMoments, check_moments
 from ucp.core.index import (
@@ -26,21 +24,17 @@ from ucp.core.index import (
     AtomIndex,
     Extra,
     Index,
-    SourceFile,
-    check_cover,
     check_doubts,
-    check_names,
 )
-from ucp.core.names import WEIGHT, NameFilter
+from ucp.core.names import WEIGHT
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
-from ucp.errors import FamilyError, IdleOptionError, MisfitError, UnsupportedError, UsageError, listed, nearest
-from ucp.io.folder import files_below
-from ucp.io.identity import contents_of, is_remote, producer
-from ucp.transfer.job import Job, make_job
-from ucp.transfer.tasks import BLOCK, SCRATCH, fit_workers
+from ucp.errors import FamilyError, MisfitError, UnsupportedError, UsageError, listed, nearest
+from ucp.io.identity import is_remote
+from ucp.transfer.plan.job import Job, make_job
+from ucp.transfer.plan.tasks import BLOCK, SCRATCH, fit_workers
 
-__all__ = ["Prepared", "Silent", "Survey", "index_as_told", "index_of", "judged", "prepare", "survey", "workers_of"]
+__all__ = ["Prepared", "Silent", "prepare", "workers_of"]
 
 
 _PER_ATOM, _PER_STATE, _PER_PIECE = 4 << 10, 4 << 10, 1 << 10
@@ -123,75 +117,6 @@ def ahead_bytes(index: Index) -> int:
     return BUDGET
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
-    """What can be told of a checkpoint whose index cannot be read."""
-
-    path: str
-    """Directory or file that was resolved, absolute."""
-    format: str
-    """Name of the format that it looks like."""
-    evidence: tuple[str, ...]
-    """What the format was recognised by."""
-    files: tuple[SourceFile, ...]
-    """Every file there, by name; what they hold is not known."""
-
-
-def survey(path: Path) -> Survey:
-    """What lies at `path`, from names and sizes alone. Raises UnknownFormatError, IncompleteError."""
-    fmt, evidence = recognise(path)
-    root = evidence.root.absolute()
-    return Survey(
-        path=str(root),
-        format=fmt.name,
-        evidence=evidence.reasons,
-        files=tuple(_present(file) for file in (sorted(files_below(root)) if root.is_dir() else [root])),
-    )
-
-
-def _present(path: Path) -> SourceFile:
-    """A file as it is; a link that leads nowhere has no bytes."""
-    status = path.stat() if path.exists() else path.lstat()
-    return SourceFile(
-        path=str(path), nbytes=status.st_size if path.exists() else 0, mtime_ns=status.st_mtime_ns, role=""
-    )
-
-
-@no_cycle_collection()
-def index_of(
-    path: Path,
-    names: NameFilter | None = None,
-    *,
-    source: SourceOptions | None = None,
-    unfinished: bool = False,
-) -> Index:
-    """Index of the checkpoint at `path`, its cover proved; only what `names` keeps.
-
-    `source`: what the user says of it. `unfinished`: it may be the growing part of a conversion.
-
-    Raises SourceError, CoverError, UsageError.
-    """
-    fmt, _ = recognise(path, unfinished=unfinished, options=source)
-    index = fmt.read(path)
-    check_cover(index)
-    check_names(index)
-    index = judged(index)
-    return index if names is None else selected(index, names)
-
-
-def judged(index: Index) -> Index:
-    """`index` with what its own contents tell against it: copied files, and states that were lost."""
-    return with_gaps(replace(index, doubts=(*index.doubts, *copied_ranks(index))))
-
-
-def index_as_told(path: Path, *, source: SourceOptions, unfinished: bool = False) -> Index:
-    """`index_of`; what the user says may be for another, and is left aside where the reader has no use for it."""
-    try:
-        return index_of(path, source=source, unfinished=unfinished)
-    except IdleOptionError:
-        return index_of(path, unfinished=unfinished)
-
-
 def _gap_warnings(whole: Index, index: Index) -> Iterator[str]:
     """What the parameters lack of which `index` has a state beside the weight, where the source lost it."""
     lost = {
@@ -255,8 +180,8 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         workers=workers,
         threads=threads,
         beside_bytes=beside_bytes,
-        fingerprint=_fingerprint(index, plan, options),
-        facts=_facts(job, options),
+        fingerprint=fingerprint_of(index, plan, options),
+        facts=facts_of(job, options),
         warnings=warnings,
     )
 
@@ -383,52 +308,3 @@ def _hint(name: str, near: str | None) -> str:
     if others:
         return f": a setting of --engine {' or '.join(others)}"
     return f": did you mean {near}?" if near else ""
-
-
-def _facts(job: Job, options: ConvertOptions) -> dict[str, str]:
-    asked = {
-        "source": job.index.path,
-        "target": options.to,
-        "topology": str(options.topology or job.target.topology or ""),
-        "layout": options.target.layout,
-        "compression": "zstd" if options.target.compress else "",
-        "dtypes": ", ".join(f"{state}={dtype}" for state, dtype in sorted(options.target.dtypes.items())),
-        "settings": ", ".join(f"{name}={value}" for name, value in sorted(options.target.settings.items())),
-        "included": ", ".join(options.names.include),
-        "left out": ", ".join(options.names.exclude),
-        "tag": options.target.tag,
-        "new optimizer": options.optimizer or "",
-        "companion files": "" if options.companions is Companions.SMALL else options.companions.value,
-        "names": ":".join(filter(None, (options.naming.source, options.naming.style))),
-        "renamed by": str(options.naming.rules or ""),
-        "family": options.source.family or str(options.source.patterns or ""),
-        "shapes": str(options.source.shapes_from or ""),
-        "of copies that differ": "" if options.drift is Drift.ERROR else options.drift.value,
-        "program": producer(),
-    }
-    return {name: value for name, value in asked.items() if value}
-
-
-def _fingerprint(index: Index, plan: TargetPlan, options: ConvertOptions) -> str:
-    """Digest of all that decides what is written: of files of the user's own the contents, which may be edited."""
-    literals = xxhash.xxh3_128()
-    for file in plan.files:  # with what the target took from elsewhere, such as a config.json
-        literals.update(repr((file.path, file.nbytes, [part.offset for part in file.literals])).encode())
-        for part in file.literals:
-            literals.update(part.data)
-    asked = [
-        producer(),
-        index.format,
-        sorted((file.path, file.nbytes, file.mtime_ns, *filter(None, (file.version,))) for file in index.files),
-        options.to,
-        str(options.topology),
-        asdict(options.target),
-        asdict(options.names),
-        [options.naming.style, options.naming.source, str(options.naming.rules)],
-        [options.source.family, str(options.source.patterns), options.drift.value, options.companions.value],
-        options.optimizer,
-        [(str(path), contents_of(path)) for path in options.own_files],
-        literals.hexdigest(),
-        BLOCK,
-    ]
-    return xxhash.xxh3_128_hexdigest(json.dumps(asked, sort_keys=True).encode())

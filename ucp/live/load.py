@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from ucp.contract.protocols import Observer
 from ucp.conversion.collection import no_cycle_collection
 from ucp.conversion.options import AcceptName, DtypeLike, MemoryLike, TopologyLike, ZeroMomentsName, type_path
-from ucp.conversion.prepare import index_as_told, index_of
+from ucp.conversion.source.read import index_as_told, index_of
 from ucp.io.identity import check_unchanged
 from ucp.live.adapters import LiveRequest, LiveRun
 from ucp.live.exchange.carry import carry

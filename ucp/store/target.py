@@ -28,7 +28,7 @@ from ucp.io.safetensors import layout_safetensors
 from ucp.store.extras import EXTRAS, extra_file
 from ucp.store.manifest import MANIFEST, SourceIdentity, Stored, StoredExtra, describe, dump, is_inline
 from ucp.store.values import is_plain
-from ucp.transfer.tasks import BLOCK
+from ucp.transfer.plan.tasks import BLOCK
 
 __all__ = ["LAYOUTS", "StoreTarget", "recogniser"]
 

@@ -16,8 +16,8 @@ from ucp.errors import MissingFileError, UcpError
 from ucp.store.target import StoreTarget
 from ucp.testing.handmade import Shards, make_index
 from ucp.transfer.engines.serial import SerialEngine
-from ucp.transfer.job import Job, make_job
-from ucp.transfer.tasks import Task
+from ucp.transfer.plan.job import Job, make_job
+from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done
 
 __all__ = ["EngineContract"]

@@ -18,7 +18,7 @@ from ucp.core.tensor import TensorRef
 from ucp.errors import UcpError
 from ucp.store.values import to_json
 from ucp.transfer.gather import Gatherer, Sources
-from ucp.transfer.tasks import BLOCK
+from ucp.transfer.plan.tasks import BLOCK
 
 __all__ = ["FormatContract"]
 

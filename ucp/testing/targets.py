@@ -12,7 +12,8 @@ import pytest
 from ucp.contract.registry import recognise
 from ucp.conversion.convert import carry_out
 from ucp.conversion.options import ConvertOptions
-from ucp.conversion.prepare import Silent, index_of, prepare
+from ucp.conversion.prepare import Silent, prepare
+from ucp.conversion.source.read import index_of
 from ucp.testing.formats import class_stash
 from ucp.transfer.differences import compare
 

@@ -23,8 +23,8 @@ from ucp.io.elements import Difference, differing, viewed, widened, without_payl
 from ucp.transfer.checksums import mismatches
 from ucp.transfer.drift import drifts
 from ucp.transfer.gather import Gatherer, Sources, Span
-from ucp.transfer.tasks import BLOCK, bundle, fit_workers
-from ucp.transfer.tiles import blocks, is_crosswise
+from ucp.transfer.plan.tasks import BLOCK, bundle, fit_workers
+from ucp.transfer.plan.tiles import blocks, is_crosswise
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ucp.core.target import OutputFile, Placement, Receipt, Receipts
-from ucp.io.write import reserve, write_at
+from ucp.io.destination.write import reserve, write_at
 from ucp.transfer.checksums import combine, file_crc, patches
-from ucp.transfer.job import Job
-from ucp.transfer.task_list import extent_of
+from ucp.transfer.plan.job import Job
+from ucp.transfer.plan.task_list import extent_of
 from ucp.transfer.worker import Sum
 
 __all__ = ["create", "fill_checksums", "is_whole", "receipts_of"]

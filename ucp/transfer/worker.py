@@ -26,14 +26,14 @@ from ucp.core.slices import Locator, Piece, Slice, block_ranges, resolve, resolv
 from ucp.core.tensor import TensorRef
 from ucp.errors import CorruptError
 from ucp.io.codec import encode
+from ucp.io.destination.staging import TEMPORARY
+from ucp.io.destination.write import read_back, start_writeback, write_at
 from ucp.io.identity import is_remote
-from ucp.io.staging import TEMPORARY
-from ucp.io.write import read_back, start_writeback, write_at
 from ucp.transfer.drift import drift, drifts
 from ucp.transfer.gather import Gatherer, Run, Sources, Span, extent_of, piece_values, run_of
-from ucp.transfer.job import Job, raw_slice
-from ucp.transfer.tasks import BLOCK, Fill, Section, Task, bundle
-from ucp.transfer.tiles import tiles, within
+from ucp.transfer.plan.job import Job, raw_slice
+from ucp.transfer.plan.tasks import BLOCK, Fill, Section, Task, bundle
+from ucp.transfer.plan.tiles import tiles, within
 
 __all__ = ["Done", "Step", "Sum", "Worker"]
 

@@ -23,12 +23,12 @@ from ucp.conversion.parts.journals import PartJournal
 from ucp.transfer.worker import Worker
 from ucp_cli.main import main
 
-import_module("ucp.io.staging")._PATIENCE = 0.5
-for name in ("transfer.job", "transfer.worker", "conversion.prepare", "conversion.execute", "store.target"):
+import_module("ucp.io.destination.staging")._PATIENCE = 0.5
+for name in ("transfer.plan.job", "transfer.worker", "conversion.prepare", "conversion.execute", "store.target"):
     module = import_module(f"ucp.{name}")
     if hasattr(module, "BLOCK"):
         module.BLOCK = 64
-import_module("ucp.transfer.job").TASK = 128
+import_module("ucp.transfer.plan.job").TASK = 128
 carry_out, note, left = Worker.carry_out, PartJournal.note, [int(sys.argv.pop(1))]
 
 def stuck(worker, task):
@@ -89,7 +89,7 @@ def dst(tmp_path: Path) -> Path:
 def as_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands in this process have blocks and patience as small as those of `PROGRAM`."""
     shrink(monkeypatch, block=64, task=128)
-    monkeypatch.setattr(import_module("ucp.io.staging"), "_PATIENCE", 0.5)
+    monkeypatch.setattr(import_module("ucp.io.destination.staging"), "_PATIENCE", 0.5)
 
 
 @pytest.fixture

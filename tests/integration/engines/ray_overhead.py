@@ -17,9 +17,9 @@ from ucp.testing.handmade import Shards, make_index
 from ucp.transfer.engines.ray import engine as ray_engine
 from ucp.transfer.engines.ray.engine import RayEngine
 from ucp.transfer.engines.serial import SerialEngine
-from ucp.transfer.job import Job, make_job
 from ucp.transfer.output_files import create
-from ucp.transfer.tasks import Task
+from ucp.transfer.plan.job import Job, make_job
+from ucp.transfer.plan.tasks import Task
 
 
 def made(folder: Path, count: int) -> Job:

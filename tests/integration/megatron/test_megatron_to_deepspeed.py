@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("deepspeed.runtime", reason="needs DeepSpeed; `make integration` installs it")
 
 import ucp
-from ucp.conversion.prepare import index_of
+from ucp.conversion.source.read import index_of
 from ucp.core.index import ParamGroup
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]

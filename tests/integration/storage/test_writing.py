@@ -96,7 +96,7 @@ def command(*words, code=0):
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_target_equals_what_is_written_to_a_disk(kind, bucket, dst, scratch, tmp_path, monkeypatch):
     shrink(monkeypatch, block=1024, task=4096)
-    monkeypatch.setattr(import_module("ucp.transfer.rounds"), "ROUND", 128 << 10)  # several, over forked processes
+    monkeypatch.setattr(import_module("ucp.transfer.plan.rounds"), "ROUND", 128 << 10)  # several, over forked processes
     src = FIXTURES / SOURCES[kind]
     if kind == "atoms":
         src = tmp_path / "atoms"

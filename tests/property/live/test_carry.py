@@ -42,8 +42,8 @@ BOUNDS = {
     "live.exchange.stages._SMALL": 0,
     "live.exchange.reading._SPAN": 64,
     "live.exchange.loads.BLOCK": 64,
-    "transfer.tiles.LEAST": 32,
-    "transfer.tiles.CALL": 32,
+    "transfer.plan.tiles.LEAST": 32,
+    "transfer.plan.tiles.CALL": 32,
 }
 
 

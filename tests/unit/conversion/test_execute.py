@@ -18,7 +18,7 @@ import pytest
 
 import ucp
 from tests.unit.conftest import sample_arrays
-from ucp.conversion.prepare import index_of
+from ucp.conversion.source.read import index_of
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
@@ -161,7 +161,7 @@ class TestDestination:
             ucp.convert(source, place)
 
     def test_two_at_once_do_not_mix(self, source, tmp_path, monkeypatch):
-        monkeypatch.setattr(import_module("ucp.io.staging"), "_PATIENCE", 0.2)
+        monkeypatch.setattr(import_module("ucp.io.destination.staging"), "_PATIENCE", 0.2)
 
         class Watch:
             error: Exception | None = None

@@ -9,7 +9,8 @@ import pytest
 
 import ucp
 from ucp.conversion.options import ConvertOptions, make_options
-from ucp.conversion.prepare import Silent, index_of, prepare
+from ucp.conversion.prepare import Silent, prepare
+from ucp.conversion.source.read import index_of
 from ucp.conversion.source.replica_policy import Drift, resolve_drift
 from ucp.core.index import Loss
 from ucp.core.names import NameFilter

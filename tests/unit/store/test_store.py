@@ -13,7 +13,7 @@ import safetensors.numpy
 
 import ucp
 from ucp.contract.protocols import Evidence, Format
-from ucp.conversion.prepare import index_of
+from ucp.conversion.source.read import index_of
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import Extra, Index, Kind, Loss, StateIndex

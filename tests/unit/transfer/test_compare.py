@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ucp
-from ucp.conversion.prepare import index_of
+from ucp.conversion.source.read import index_of
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import Kind, ParamGroup, StateIndex, check_cover

@@ -1,8 +1,8 @@
 """A destination in a bucket, where nothing is renamed or written in place.
 
-Files grow in a scratch folder, few at a time (`ucp.transfer.rounds`), and are uploaded when they are complete. What is
-known of each is noted in the bucket beside them (`ucp.io.remote.unfinished`), so that any machine can go on. The files
-by which the framework, and `ucp`, know a finished checkpoint are uploaded at the end, one after another.
+Files grow in a scratch folder, few at a time (`ucp.transfer.plan.rounds`), and are uploaded when they are complete.
+What is known of each is noted in the bucket beside them (`ucp.io.remote.unfinished`), so that any machine can go on.
+The files by which the framework, and `ucp`, know a finished checkpoint are uploaded at the end, one after another.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ucp.conversion.journal import done_of, line_of
 from ucp.conversion.options import ConvertOptions
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import DestinationError, UcpError, counted, listed
+from ucp.io.destination.goal import MARK, Making, begun_otherwise, check_apart, check_distinct, check_goal, marked
+from ucp.io.destination.staging import Staging
 from ucp.io.folder import path_of
-from ucp.io.goal import MARK, Making, begun_otherwise, check_apart, check_distinct, check_goal, marked
 from ucp.io.remote.listing import forget
 from ucp.io.remote.preview import preview
 from ucp.io.remote.unfinished import FOLDER, Unfinished
 from ucp.io.remote.write import MEMORY, Stored, abort_uploads, check_writable, put_file, remove, stored_below
-from ucp.io.staging import Staging
-from ucp.transfer.job import Job
 from ucp.transfer.output_files import create, fill_checksums, receipts_of
-from ucp.transfer.rounds import Room, Round, in_rounds, room_for
-from ucp.transfer.tasks import Task
+from ucp.transfer.plan.job import Job
+from ucp.transfer.plan.rounds import Room, Round, in_rounds, room_for
+from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Sum
 
 __all__ = ["InBucket"]

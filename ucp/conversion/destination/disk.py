@@ -1,4 +1,4 @@
-"""A destination on a disk: it grows in a folder beside, and is put in place by one rename (`ucp.io.staging`)."""
+"""A destination on a disk: it grows beside, and is put in place by one rename (`ucp.io.destination.staging`)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ucp.conversion.parts.journals import runs_in
 from ucp.conversion.parts.sealed import vouched
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import BusyError, DestinationError
-from ucp.io.goal import Making, check_apart, check_destination
-from ucp.io.staging import Staging
-from ucp.io.write import check_space
-from ucp.transfer.job import Job
+from ucp.io.destination.goal import Making, check_apart, check_destination
+from ucp.io.destination.staging import Staging
+from ucp.io.destination.write import check_space
 from ucp.transfer.output_files import create, fill_checksums, receipts_of
-from ucp.transfer.tasks import Task
+from ucp.transfer.plan.job import Job
+from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Sum
 
 __all__ = ["OnDisk", "taken_up", "why_unwritable"]

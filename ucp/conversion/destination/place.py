@@ -20,10 +20,10 @@ from typing import Protocol
 from ucp.contract.protocols import Observer
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import DestinationError
-from ucp.io.goal import Making
-from ucp.io.staging import Staging
-from ucp.transfer.job import Job
-from ucp.transfer.tasks import Task
+from ucp.io.destination.goal import Making
+from ucp.io.destination.staging import Staging
+from ucp.transfer.plan.job import Job
+from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Sum
 
 __all__ = ["Begun", "Destination"]

@@ -9,8 +9,8 @@ from ucp.conversion.parts.journals import PartRun, is_running, runs_in
 from ucp.conversion.parts.shares import numbered
 from ucp.conversion.prepare import Prepared
 from ucp.errors import BusyError, UnfinishedError, counted, listed
-from ucp.io.staging import Staging
-from ucp.transfer.tasks import Share, Task
+from ucp.io.destination.staging import Staging
+from ucp.transfer.plan.tasks import Share, Task
 
 __all__ = ["busy_text", "check_begun", "unfinished"]
 

@@ -27,8 +27,8 @@ import xxhash
 
 from ucp.conversion.journal import Line, line_of
 from ucp.errors import DestinationError
-from ucp.io.staging import Staging, lines_of, sync
-from ucp.transfer.tasks import Share, Task
+from ucp.io.destination.staging import Staging, lines_of, sync
+from ucp.transfer.plan.tasks import Share, Task
 from ucp.transfer.worker import Done
 
 __all__ = ["PartJournal", "PartRun", "is_running", "runs_in"]

@@ -31,8 +31,8 @@ from ucp.core.index import Index, SourceFile
 from ucp.core.target import TargetPlan
 from ucp.core.topology import Topology
 from ucp.io.identity import source_file
-from ucp.transfer.job import Job, every_task
-from ucp.transfer.tasks import Share
+from ucp.transfer.plan.job import Job, every_task
+from ucp.transfer.plan.tasks import Share
 
 __all__ = ["plan_path", "read_plan", "write_plan"]
 

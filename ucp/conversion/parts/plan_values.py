@@ -21,9 +21,9 @@ from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
 from ucp.core.target import OutputFile, Placement, RawCopy, TargetPlan
 from ucp.core.tensor import InlineTensor, Record, Tensor, TensorRef
-from ucp.transfer.job import Job
-from ucp.transfer.task_list import TaskList, extent_of
-from ucp.transfer.tasks import Share, Task
+from ucp.transfer.plan.job import Job
+from ucp.transfer.plan.task_list import TaskList, extent_of
+from ucp.transfer.plan.tasks import Share, Task
 
 __all__ = ["Chunk", "Encoder", "Known"]
 

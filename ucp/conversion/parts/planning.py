@@ -23,9 +23,9 @@ from ucp.contract.registry import recognise
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.parts.plan_file import read_plan, write_plan
 from ucp.conversion.prepare import Prepared, prepare
+from ucp.io.destination.staging import Staging
 from ucp.io.identity import producer
-from ucp.io.staging import Staging
-from ucp.transfer.tasks import BLOCK, TASK
+from ucp.transfer.plan.tasks import BLOCK, TASK
 
 __all__ = ["plan_part"]
 

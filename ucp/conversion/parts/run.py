@@ -23,10 +23,10 @@ from ucp.conversion.parts.sealed import vouches
 from ucp.conversion.parts.shares import overlap
 from ucp.conversion.prepare import Prepared
 from ucp.errors import BusyError, DestinationError
-from ucp.io.goal import Making
-from ucp.io.staging import Staging, sync
+from ucp.io.destination.goal import Making
+from ucp.io.destination.staging import Staging, sync
 from ucp.transfer.output_files import create, is_whole
-from ucp.transfer.tasks import Share
+from ucp.transfer.plan.tasks import Share
 
 __all__ = ["write_part"]
 

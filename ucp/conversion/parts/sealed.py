@@ -22,10 +22,10 @@ from pathlib import Path
 from ucp.conversion.journal import done_of, fits
 from ucp.conversion.parts.journals import PartRun, runs_in
 from ucp.conversion.parts.shares import numbered, overlap
-from ucp.io.staging import Staging
-from ucp.transfer.job import Job
+from ucp.io.destination.staging import Staging
 from ucp.transfer.output_files import is_whole
-from ucp.transfer.tasks import Task
+from ucp.transfer.plan.job import Job
+from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done
 
 __all__ = ["vouched", "vouches"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ucp.transfer.job import Job
-from ucp.transfer.tasks import Share, Task
+from ucp.transfer.plan.job import Job
+from ucp.transfer.plan.tasks import Share, Task
 
 __all__ = ["numbered", "overlap"]
 

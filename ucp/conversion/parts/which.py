@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 
 from ucp.errors import UsageError
-from ucp.transfer.tasks import Share
+from ucp.transfer.plan.tasks import Share
 
 __all__ = ["AUTO", "PartLike", "part_of", "slurm_part"]
 

@@ -17,7 +17,7 @@ from ucp.live.exchange.reading import Reader
 from ucp.live.run.ranks import Ranks, together
 from ucp.transfer.checksums import gaps, mismatches
 from ucp.transfer.gather import Span
-from ucp.transfer.tasks import BLOCK
+from ucp.transfer.plan.tasks import BLOCK
 
 __all__ = ["check_records"]
 

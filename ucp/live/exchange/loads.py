@@ -14,8 +14,8 @@ from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice, whole_slice
 from ucp.core.tensor import TensorRef
 from ucp.live.parts import LoadItem
-from ucp.transfer.tasks import BLOCK
-from ucp.transfer.tiles import is_crosswise, source_order
+from ucp.transfer.plan.tasks import BLOCK
+from ucp.transfer.plan.tiles import is_crosswise, source_order
 
 __all__ = ["Load", "loads_of", "own_load"]
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from ucp.contract.protocols import Engine
 from ucp.errors import UcpError, WorkerDiedError, counted
 from ucp.io.files import let_go
-from ucp.transfer.job import Job
-from ucp.transfer.tasks import Task, interleave
+from ucp.transfer.plan.job import Job
+from ucp.transfer.plan.tasks import Task, interleave
 from ucp.transfer.worker import Done, Step, Worker
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from ucp.contract.protocols import Engine
-from ucp.transfer.job import Job
-from ucp.transfer.tasks import Task
+from ucp.transfer.plan.job import Job
+from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Step, Worker
 
 __all__ = ["SerialEngine"]

@@ -62,7 +62,7 @@ def small(monkeypatch):
 
 def shrink_rounds(monkeypatch):
     shrink(monkeypatch, block=1024, task=2048)
-    monkeypatch.setattr(import_module("ucp.transfer.rounds"), "ROUND", SMALL)
+    monkeypatch.setattr(import_module("ucp.transfer.plan.rounds"), "ROUND", SMALL)
 
 
 @pytest.fixture

@@ -18,16 +18,16 @@ import ucp
 from tests.unit.conftest import handmade, shrink
 from tests.unit.conversion.test_crash import OPTIONS, run_until, tree
 from ucp.conversion.parts.journals import PartJournal, is_running, runs_in
-from ucp.conversion.prepare import index_of
+from ucp.conversion.source.read import index_of
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
 from ucp.core.region import Box
 from ucp.errors import BusyError, CorruptError, DestinationError, ReplicaError, UnfinishedError, UsageError
-from ucp.io.goal import Making
-from ucp.io.staging import Staging
+from ucp.io.destination.goal import Making
+from ucp.io.destination.staging import Staging
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
-from ucp.transfer.tasks import Share
+from ucp.transfer.plan.tasks import Share
 
 FIXTURES = Path(__file__).parents[4] / "fixtures"
 
@@ -184,7 +184,7 @@ class TestWhatIsMissing:
 class TestBesideOtherRuns:
     @pytest.fixture(autouse=True)
     def impatient(self, monkeypatch):
-        monkeypatch.setattr(import_module("ucp.io.staging"), "_PATIENCE", 0.1)
+        monkeypatch.setattr(import_module("ucp.io.destination.staging"), "_PATIENCE", 0.1)
 
     @pytest.fixture
     def running(self, source, dst, small_blocks):

@@ -19,7 +19,8 @@ from tests.unit.conversion.test_crash import tree
 from ucp.conversion.options import make_options
 from ucp.conversion.parts import plan_file, planning
 from ucp.conversion.parts.plan_file import read_plan, write_plan
-from ucp.conversion.prepare import index_of, prepare
+from ucp.conversion.prepare import prepare
+from ucp.conversion.source.read import index_of
 from ucp.core.target import OutputFile
 from ucp.errors import DestinationError, UnknownFormatError
 

@@ -19,9 +19,9 @@ from ucp.conversion.options import make_options
 from ucp.conversion.parts.journals import PartJournal, runs_in
 from ucp.conversion.prepare import prepare
 from ucp.errors import DestinationError, UnfinishedError
-from ucp.io.goal import Making
-from ucp.io.staging import Staging
-from ucp.transfer.tasks import Share
+from ucp.io.destination.goal import Making
+from ucp.io.destination.staging import Staging
+from ucp.transfer.plan.tasks import Share
 from ucp.transfer.worker import Worker
 
 FIXTURES = Path(__file__).parents[4] / "fixtures"

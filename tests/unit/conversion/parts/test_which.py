@@ -4,7 +4,7 @@ import pytest
 
 from ucp.conversion.parts.which import part_of, slurm_part
 from ucp.errors import UsageError
-from ucp.transfer.tasks import Share
+from ucp.transfer.plan.tasks import Share
 
 
 def array(own, *, first, last, count, step=1, **more):

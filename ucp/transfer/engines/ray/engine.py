@@ -23,13 +23,13 @@ from uuid import uuid4
 
 from ucp.contract.protocols import Engine
 from ucp.errors import UsageError, WorkerDiedError
-from ucp.io.staging import TEMPORARY
+from ucp.io.destination.staging import TEMPORARY
 from ucp.transfer.engines.ray.cluster import check_address, check_installed, connected
 from ucp.transfer.engines.ray.nodes import Needs, check_nodes
 from ucp.transfer.engines.ray.probe import program
 from ucp.transfer.engines.ray.worker import Run, carry_out
-from ucp.transfer.job import Job
-from ucp.transfer.tasks import TASK, Task, bundle, interleave
+from ucp.transfer.plan.job import Job
+from ucp.transfer.plan.tasks import TASK, Task, bundle, interleave
 from ucp.transfer.worker import Done, Step
 
 __all__ = ["RayEngine"]

@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 
 from ucp.errors import DestinationError, EngineError, UcpError, WorkerDiedError
 from ucp.transfer.engines.ray.probe import host, program, sees
-from ucp.transfer.job import Job
-from ucp.transfer.tasks import Task
+from ucp.transfer.plan.job import Job
+from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Step, Worker
 
 __all__ = ["Report", "Run", "carry_out"]

@@ -22,7 +22,7 @@ from ucp.core.target import OutputFile, TargetOptions, TargetPlan
 from ucp.core.tensor import InlineTensor, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.io.torch_file.archive import read_archive
-from ucp.transfer.job import check_target
+from ucp.transfer.plan.job import check_target
 
 Array = NDArray[np.generic]
 

@@ -4,8 +4,9 @@
 2. tasks are cut where they write files of several rounds, and ordered by round;
 3. a round's tasks are carried out together: when the last that writes a file is done, the file may be taken away.
 
-A state that is spread over the source is read once for all files that take of it (`ucp.transfer.tiles`): where these
-are of several rounds, it is read once for each. So rounds are as small as they may be without that, if there is room.
+A state that is spread over the source is read once for all files that take of it (`ucp.transfer.plan.tiles`): where
+these are of several rounds, it is read once for each. So rounds are as small as they may be without that, if there is
+room.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from itertools import groupby
 
 from ucp.core.target import OutputFile
 from ucp.errors import DestinationError
-from ucp.transfer.job import Job
-from ucp.transfer.tasks import BLOCK, Fill, Task
+from ucp.transfer.plan.job import Job
+from ucp.transfer.plan.tasks import BLOCK, Fill, Task
 
 __all__ = ["ROUND", "Room", "Round", "in_rounds", "room_for"]
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, overload
 
 from ucp.core.slices import block_ranges
 from ucp.core.target import TargetPlan
-from ucp.transfer.tasks import Fill, Section, Share, Task
+from ucp.transfer.plan.tasks import Fill, Section, Share, Task
 
 __all__ = ["Extent", "TaskList", "extent_of", "task_list"]
 

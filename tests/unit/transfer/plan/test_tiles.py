@@ -14,7 +14,7 @@ import pytest
 from ucp_patterns.shard import Shard
 
 import ucp
-from ucp.conversion.prepare import index_of
+from ucp.conversion.source.read import index_of
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
@@ -25,9 +25,9 @@ from ucp.core.target import OutputFile, Placement, RawCopy, TargetPlan
 from ucp.errors import MalformedError, ReplicaError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.transfer.engines.serial import SerialEngine
-from ucp.transfer.job import make_job
 from ucp.transfer.output_files import create, receipts_of
-from ucp.transfer.tiles import is_crosswise, tiles, within
+from ucp.transfer.plan.job import make_job
+from ucp.transfer.plan.tiles import is_crosswise, tiles, within
 
 BLOCK = 4 << 10
 SHAPE = (96, 40, 12)
@@ -38,7 +38,7 @@ SHAPE = (96, 40, 12)
 def small(monkeypatch):
     """Bounds in proportion to the tensors here."""
     bounds = {
-        "transfer.job": {"BLOCK": BLOCK, "TASK": 4 * BLOCK},
+        "transfer.plan.job": {"BLOCK": BLOCK, "TASK": 4 * BLOCK},
         "transfer.worker": {
             "BLOCK": BLOCK,
             "TILE": 2 * BLOCK,
@@ -47,7 +47,7 @@ def small(monkeypatch):
             "SPANS": 8,
         },
         "transfer.gather": {"STRETCH": BLOCK},
-        "transfer.tiles": {"LEAST": BLOCK, "CALL": 1 << 10, "GAP": 32},
+        "transfer.plan.tiles": {"LEAST": BLOCK, "CALL": 1 << 10, "GAP": 32},
         "core.slices": {"GAP": 32},
     }
     bounds |= {

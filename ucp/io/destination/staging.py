@@ -24,8 +24,8 @@ from typing import Any
 import xxhash
 
 from ucp.errors import BusyError, DestinationError, IncompleteError, listed
+from ucp.io.destination.goal import Making, begun_otherwise, check_goal, marked
 from ucp.io.folder import is_url
-from ucp.io.goal import Making, begun_otherwise, check_goal, marked
 
 __all__ = ["PARTIAL", "TEMPORARY", "Staging", "is_begun", "lines_of", "refuse_partial", "sync"]
 

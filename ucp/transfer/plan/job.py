@@ -15,9 +15,9 @@ from ucp.core.slices import Locator, Slice
 from ucp.core.target import Placement, TargetPlan
 from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.errors import CoverError, MissingStateError, UsageError, listed
-from ucp.transfer.task_list import TaskList, task_list
-from ucp.transfer.tasks import BLOCK, TASK, Share, Task
-from ucp.transfer.tiles import is_crosswise
+from ucp.transfer.plan.task_list import TaskList, task_list
+from ucp.transfer.plan.tasks import BLOCK, TASK, Share, Task
+from ucp.transfer.plan.tiles import is_crosswise
 
 __all__ = ["Job", "check_target", "checking_placements", "every_task", "make_job", "raw_slice"]
 

@@ -9,7 +9,7 @@ import pytest
 from ucp_patterns.shard import Shard
 
 from tests.unit.conftest import shrink
-from ucp.conversion.prepare import index_of
+from ucp.conversion.source.read import index_of
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
@@ -19,9 +19,9 @@ from ucp.core.target import OutputFile, Placement, TargetPlan
 from ucp.errors import DestinationError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.transfer.engines.serial import SerialEngine
-from ucp.transfer.job import make_job
 from ucp.transfer.output_files import create
-from ucp.transfer.rounds import in_rounds, room_for
+from ucp.transfer.plan.job import make_job
+from ucp.transfer.plan.rounds import in_rounds, room_for
 
 RANKS = 4
 SHAPE = (64, 32, 16)
@@ -36,7 +36,7 @@ def array():
 def job(tmp_path, array, monkeypatch):
     """A tensor that is transposed in the source, for four files of a row each: one task reads it for all."""
     shrink(monkeypatch, block=4096, task=8192)
-    monkeypatch.setattr(import_module("ucp.transfer.tiles"), "LEAST", 0)
+    monkeypatch.setattr(import_module("ucp.transfer.plan.tiles"), "LEAST", 0)
     shards = Shards(tmp_path / "source")
     fragment = Fragment(box=Box.whole(SHAPE), ref=shards.put(array, order=(2, 1, 0)))
     state = StateIndex(dtype=DType.INT32, global_shape=SHAPE, fragments=(fragment,))
@@ -94,7 +94,7 @@ def test_what_is_finished_is_of_no_round(job):
 
 def test_where_there_is_room_nothing_is_read_twice(job, monkeypatch):
     each, total = job.target.files[0].nbytes, sum(file.nbytes for file in job.target.files)
-    monkeypatch.setattr(import_module("ucp.transfer.rounds"), "ROUND", each)
+    monkeypatch.setattr(import_module("ucp.transfer.plan.rounds"), "ROUND", each)
     assert room_for(job, job.target.files, free=10 * total, place="/s").limit == total
     assert room_for(job, job.target.files, free=total, place="/s").limit == total // 2
     tight = room_for(job, job.target.files, free=each, place="/s")

@@ -8,8 +8,8 @@ import pytest
 
 import ucp
 from ucp.errors import DestinationError, IncompleteError
-from ucp.io.goal import MARK, Making
-from ucp.io.staging import Staging, refuse_partial
+from ucp.io.destination.goal import MARK, Making
+from ucp.io.destination.staging import Staging, refuse_partial
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 
@@ -106,7 +106,7 @@ def test_what_was_begun_otherwise_says_how(staging):
 
 
 def test_only_one_at_a_time(staging, tmp_path, monkeypatch):
-    monkeypatch.setattr(import_module("ucp.io.staging"), "_PATIENCE", 0.1)
+    monkeypatch.setattr(import_module("ucp.io.destination.staging"), "_PATIENCE", 0.1)
     begun(staging)
     with pytest.raises(DestinationError, match="is running"):
         begun(Staging(tmp_path / "out"), resume=True)

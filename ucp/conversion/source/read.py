@@ -1,0 +1,88 @@
+"""What lies at a path: the index of a checkpoint, or what can be told without it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ucp.contract.protocols import SourceOptions
+from ucp.contract.registry import recognise
+from ucp.contract.state_gaps import with_gaps
+from ucp.conversion.collection import no_cycle_collection
+from ucp.conversion.source.copied_ranks import copied_ranks
+from ucp.conversion.source.selection import selected
+from ucp.core.index import Index, SourceFile, check_cover, check_names
+from ucp.core.names import NameFilter
+from ucp.errors import IdleOptionError
+from ucp.io.folder import files_below
+
+__all__ = ["Survey", "index_as_told", "index_of", "judged", "survey"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What can be told of a checkpoint whose index cannot be read."""
+
+    path: str
+    """Directory or file that was resolved, absolute."""
+    format: str
+    """Name of the format that it looks like."""
+    evidence: tuple[str, ...]
+    """What the format was recognised by."""
+    files: tuple[SourceFile, ...]
+    """Every file there, by name; what they hold is not known."""
+
+
+def survey(path: Path) -> Survey:
+    """What lies at `path`, from names and sizes alone. Raises UnknownFormatError, IncompleteError."""
+    fmt, evidence = recognise(path)
+    root = evidence.root.absolute()
+    return Survey(
+        path=str(root),
+        format=fmt.name,
+        evidence=evidence.reasons,
+        files=tuple(_present(file) for file in (sorted(files_below(root)) if root.is_dir() else [root])),
+    )
+
+
+def _present(path: Path) -> SourceFile:
+    """A file as it is; a link that leads nowhere has no bytes."""
+    status = path.stat() if path.exists() else path.lstat()
+    return SourceFile(
+        path=str(path), nbytes=status.st_size if path.exists() else 0, mtime_ns=status.st_mtime_ns, role=""
+    )
+
+
+@no_cycle_collection()
+def index_of(
+    path: Path,
+    names: NameFilter | None = None,
+    *,
+    source: SourceOptions | None = None,
+    unfinished: bool = False,
+) -> Index:
+    """Index of the checkpoint at `path`, its cover proved; only what `names` keeps.
+
+    `source`: what the user says of it. `unfinished`: it may be the growing part of a conversion.
+
+    Raises SourceError, CoverError, UsageError.
+    """
+    fmt, _ = recognise(path, unfinished=unfinished, options=source)
+    index = fmt.read(path)
+    check_cover(index)
+    check_names(index)
+    index = judged(index)
+    return index if names is None else selected(index, names)
+
+
+def judged(index: Index) -> Index:
+    """`index` with what its own contents tell against it: copied files, and states that were lost."""
+    return with_gaps(replace(index, doubts=(*index.doubts, *copied_ranks(index))))
+
+
+def index_as_told(path: Path, *, source: SourceOptions, unfinished: bool = False) -> Index:
+    """`index_of`; what the user says may be for another, and is left aside where the reader has no use for it."""
+    try:
+        return index_of(path, source=source, unfinished=unfinished)
+    except IdleOptionError:
+        return index_of(path, unfinished=unfinished)

@@ -1,0 +1,1 @@
+"""What may lie at a destination, where it grows, and how its bytes are written."""

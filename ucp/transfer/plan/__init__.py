@@ -1,0 +1,1 @@
+"""What a conversion will do, block by block, decided before a byte moves: values alone, no files."""
