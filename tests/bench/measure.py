@@ -14,10 +14,10 @@ from pathlib import Path
 __all__ = ["Sample", "run"]
 
 _PERIOD = 0.02
-"""Seconds between two looks at memory, at least."""
+"""Seconds between two looks at memory."""
 
 _SHARE = 0.02
-"""Of the time, at most, that is spent looking: a look holds up a process, the longer the more memory it has."""
+"""Of the time, at most, that is spent on shares of memory: counting holds up a process, the longer the more it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,8 @@ class Sample:
     cpu_seconds: float
     """User and system time of it and its children, which a busy machine disturbs less."""
     peak_bytes: int
-    """Largest sum of proportional set sizes (memory of its own, plus its share of what is shared) over the tree."""
+    """Largest sum that was seen of proportional set sizes (memory of its own, plus a share of what is shared) over the
+    tree; no less than the most that any one process had."""
 
 
 def run(command: Sequence[str], *, env: Mapping[str, str] | None = None, watch: bool = True) -> Sample:
@@ -58,10 +59,16 @@ def _cpu_of_children() -> float:
 
 
 def _watch(process: subprocess.Popen[bytes], peak: list[int]) -> None:
+    again = time.perf_counter()
     while process.poll() is None:
-        began = time.perf_counter()
-        peak[0] = max(peak[0], sum(_resident(pid) for pid in _tree(process.pid)))
-        time.sleep(max(_PERIOD, (time.perf_counter() - began) / _SHARE))
+        tree, now = _tree(process.pid), time.perf_counter()
+        seen = [_kilobytes(pid, "status", "VmHWM:") for pid in tree]
+        if now >= again:
+            seen.append(sum(_kilobytes(pid, "smaps_rollup", "Pss:") for pid in tree))
+            ended = time.perf_counter()
+            again = ended + (ended - now) / _SHARE
+        peak[0] = max(peak[0], *seen)
+        time.sleep(_PERIOD)
 
 
 def _tree(root: int) -> list[int]:
@@ -76,11 +83,12 @@ def _tree(root: int) -> list[int]:
     return found
 
 
-def _resident(pid: int) -> int:
+def _kilobytes(pid: int, page: str, entry: str) -> int:
+    """Bytes that a line of a page below /proc gives in kB; 0 where the process is gone."""
     try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
+        for line in Path(f"/proc/{pid}/{page}").read_text().splitlines():
+            if line.startswith(entry):
                 return int(line.split()[1]) * 1024
     except OSError:
-        pass
+        return 0
     return 0
