@@ -7,7 +7,6 @@ tasks are done is said once their bytes are on the disk: a node that is lost the
 
 from __future__ import annotations
 
-import os
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ucp.errors import DestinationError, EngineError, UcpError, WorkerDiedError
+from ucp.io.destination.staging import sync
 from ucp.transfer.engines.ray.probe import host, program, sees
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Task
@@ -84,7 +84,7 @@ def _reports(run: Run, job: Job, tasks: Sequence[Task]) -> Iterator[Report]:
             yield report
     if job.fsync:
         for path in dict.fromkeys(fill.path for task in tasks for fill in task.fills):
-            _sync(run.root / path)
+            sync(run.root / path)
     yield tuple(done)
 
 
@@ -105,12 +105,3 @@ def _carried_out(run: Run, job: Job, tasks: Sequence[Task]) -> Iterator[Step | D
             return
         team = stack.enter_context(ThreadPoolExecutor(run.threads))
         yield from team.map(lambda task: list(carried(task))[-1], tasks)
-
-
-def _sync(path: Path) -> None:
-    """Wait until what was written to a file, from this node, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
