@@ -6,6 +6,7 @@ Workers leave their numbers in FOLDER.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -33,6 +34,7 @@ def main(source: str, destination: str, address: str, folder: str, how: str = ""
     engine.carry_out = carry_out
     shrink(pytest.MonkeyPatch(), block=256, task=256)
     if how:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it runs in the background ignore it
         from ucp_cli.main import main as command
 
         sys.argv = ["ucp", "convert", source, destination, "--engine", "ray", "--set", f"address={address}"]

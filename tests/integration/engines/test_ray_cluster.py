@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -274,7 +275,11 @@ class TestGivingUp:
         source = handmade(tmp_path / "source")
         script = Path(__file__).with_name("slow_worker.py")
         arguments = [sys.executable, script, source, tmp_path / "out", cluster.address, tmp_path / "pids", "command"]
-        with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as command:
+        with (
+            subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as command,
+            ExitStack() as stack,
+        ):
+            stack.callback(command.kill)
             wait_for_tasks(tmp_path / "out", 1)
             working = pids(tmp_path / "pids")
             command.send_signal(number)
