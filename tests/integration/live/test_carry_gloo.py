@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory):
 
 def start(checkpoint, out, mode):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(COUNT)]
-    launcher += ["--monitor-interval", "5"]  # which ends the ranks that outlive one: they are to say first what they saw
+    launcher += ["--monitor-interval", "5"]  # of the watch that ends all ranks when one dies: they are to write first
     command = [*launcher, str(HERE / "carry_worker.py"), str(checkpoint), str(out), mode]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
