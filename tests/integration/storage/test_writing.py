@@ -153,9 +153,11 @@ def is_data(request):
     return request.is_write and ".ucp-partial" not in request.key
 
 
-def test_uploads_are_made_side_by_side(bucket, dst, large, scratch, proxy):
+def test_uploads_are_made_side_by_side_and_told_of(bucket, dst, large, scratch, proxy):
     proxy.behaviour.before = lambda own: time.sleep(0.5) if is_data(own) else None
-    ucp.convert(large, dst, layout="per-parameter", scratch=scratch)
+    told = command("convert", large, dst, "--layout", "per-parameter", "--scratch", scratch, "--progress", "log")
+    assert "convert: done" in told
+    assert "upload: done" in told
     puts = [own for own in proxy.behaviour.seen if is_data(own)]
     most = max(sum(other.began <= own.began < other.ended for other in puts) for own in puts)
     assert 3 <= most <= 12, "files side by side, and parts of them"

@@ -121,7 +121,8 @@ class InBucket:
 
     def begin(self, job: Job, observer: Observer, threads: int, *, believe: bool) -> Begun:
         """Go on with the objects that are there, as far as they are those that were noted: none is read."""
-        del observer, threads, believe
+        del threads, believe
+        self._observer = observer
         finished = self._finished(job)
         job = replace(job, fsync=False)  # what is uploaded need not reach the disk
         self._job, self._rounds = in_rounds(job, _grown(job), limit=self._room.limit, finished=finished)
@@ -157,8 +158,15 @@ class InBucket:
 
     def finish(self, job: Job, sums: Sequence[Sum]) -> Receipts:
         """Wait until all is uploaded."""
-        while self._collect():
-            pass
+        left = self._taken()
+        if left:
+            self._observer.begin(title="upload", nbytes=left)
+            try:
+                while self._collect():
+                    self._observer.advance(left - self._taken())
+                    left = self._taken()
+            finally:
+                self._observer.end()
         self._stop()
         return receipts_of(job, sums)
 

@@ -29,13 +29,13 @@ _LIBRARIES = (
 )
 """Packages whose own exceptions are failures of a store, not mistakes of this program."""
 
-_SPEAK = ("aiohttp", "botocore", "gcsfs", "huggingface_hub")
+_SPEAK = ("aiobotocore", "aiohttp", "botocore", "gcsfs", "huggingface_hub")
 """Those that also raise ValueError itself for what a store answers, or for a name or an endpoint that none has."""
 
 CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the role of the machine",
-    "gs": "GOOGLE_APPLICATIONCREDENTIALS, or `gcloud auth application-default login`",
-    "gcs": "GOOGLE_APPLICATIONCREDENTIALS, or `gcloud auth application-default login`",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
+    "gcs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
     "hf": "HF_TOKEN, or `hf auth login`",
     "memory": "nothing",
 }
@@ -97,7 +97,7 @@ def failure(error: BaseException, url: str, *, doing: str = "read") -> UcpError:
     if is_one(("FileExpired",)):
         return changed(url)
     if is_one(_NO_KEYS) or is_one(_REFUSED) or _status(error) in (401, 403):
-        why = "there are no credentials" if is_one(_NO_KEYS) else f"the store refused ({_reason(error)})"
+        why = f"{'there are no credentials' if is_one(_NO_KEYS) else 'the store refused'} ({_reason(error)})"
         return AccessError(
             f"cannot {doing} {url}: {why}. Credentials come from the environment: {CREDENTIALS[scheme]}; they must "
             f"allow listing and reading{', writing and deleting' if doing == 'write' else ''}"

@@ -80,7 +80,7 @@ def bucket_of(url: str) -> str:
 
 
 def check_url(url: str) -> None:
-    """Raise UsageError for a URL with more than a scheme, a bucket and a key, or of a store that is not read."""
+    """Raise UsageError for a URL of anything but a scheme, a bucket and a key, or of a store that is not read."""
     scheme, rest = scheme_of(url), key_of(url)
     shown = redacted(url)
     if shown != url and "@" in shown:
@@ -98,6 +98,8 @@ def check_url(url: str) -> None:
             f"expected a path, or a URL of {', '.join(f'{own}://' for own in EXTRAS)}; got {shown}. Copy it to this "
             "machine, or mount it"
         )
+    if not bucket_of(url):
+        raise UsageError(f"expected the URL of a bucket, or of a folder in one, such as s3://bucket/run; got {shown}")
     if "::" in rest or any(part in (".", "..") for part in rest.split("/")):
         raise UsageError(f"expected a URL without '..' and '::'; got {shown}")
 

@@ -67,9 +67,7 @@ class Stored:
 
 
 def check_writable(url: str) -> None:
-    """Raise UsageError for a store that is only read, or no bucket."""
-    if not bucket_of(url):
-        raise UsageError(f"expected the URL of a bucket, or of a folder in one, such as s3://bucket/run; got {url}")
+    """Raise UsageError for a store that is only read."""
     if not is_written(url):
         known = ", ".join(f"{own}://" for own in _WRITTEN)
         raise UsageError(f"expected a destination in a folder, or of {known}; got {url}, which is only read")

@@ -6,6 +6,7 @@ import traceback
 
 import pytest
 
+from ucp import inspect
 from ucp.errors import (
     AccessError,
     ChangedError,
@@ -13,9 +14,10 @@ from ucp.errors import (
     MissingFileError,
     MissingLibraryError,
     SourceError,
+    UsageError,
 )
 from ucp.io.remote.failures import told
-from ucp.io.remote.url import EXTRAS, redacted
+from ucp.io.remote.url import EXTRAS, check_url, redacted
 
 SECRET = "wJalrXUtnFEMI/K7MDENG"
 
@@ -36,6 +38,7 @@ def coded(library, name, status):
     [
         (of("botocore", "NoCredentialsError"), AccessError, "there are no credentials"),
         (of("botocore", "TokenRetrievalError"), AccessError, "there are no credentials"),
+        (of("botocore", "ProfileNotFound", "no profile x"), AccessError, r"\(ProfileNotFound: no profile x\)"),
         (PermissionError("Forbidden"), AccessError, r"refused \(PermissionError: Forbidden\)"),
         (of("huggingface_hub", "GatedRepoError", "gated"), AccessError, "refused"),
         (FileNotFoundError("x"), MissingFileError, "nothing is there"),
@@ -79,6 +82,21 @@ def test_what_a_library_says_of_a_name_is_no_mistake_of_this_program():
         said["resolve"]()
     with pytest.raises(ValueError, match="ours"), told("hf://gpt2"):
         raise ValueError("ours")
+
+
+def test_an_endpoint_without_a_scheme_is_told_in_one_line(monkeypatch):
+    pytest.importorskip("s3fs")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:5555")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "me")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    with pytest.raises(SourceError, match=r"cannot read s3://bucket/run.*Invalid endpoint: 127\.0\.0\.1:5555"):
+        inspect("s3://bucket/run")
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///", "memory://"])
+def test_a_url_of_no_bucket_is_refused(url):
+    with pytest.raises(UsageError, match="expected the URL of a bucket"):
+        check_url(url)
 
 
 def test_no_secret_is_told(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -40,6 +41,14 @@ _REMEDY = (
     "Run ucp on a node of the cluster (one of `ray start`), in the same environment, or name its head node: --set "
     "address=HOST:PORT. --set address=local starts Ray on this machine, for this run"
 )
+
+_TOKEN = (
+    "This cluster takes only who has its token (~/.ray/auth_token of its head node, or what RAY_AUTH_TOKEN was there): "
+    "set RAY_AUTH_MODE=token here, or on a node of the cluster use --set address=auto"
+)
+
+_LOGGED = re.compile(r"^\[[^]]*\] \S+: ")
+"""What Ray writes before each line that it logs, such as `[2026-11-23 23:51:20 W 20414] gcs_client.cc:210: `."""
 
 
 def check_installed() -> None:
@@ -120,7 +129,9 @@ def _check_joins(address: str) -> None:
             f"it the port of the head node (6379 unless told otherwise), and not of its dashboard?\n{_REMEDY}"
         ) from None
     if told.returncode:
-        raise EngineError(f"no Ray cluster took a connection at {address}: {told.stderr.strip()}\n{_REMEDY}")
+        lines = dict.fromkeys(_LOGGED.sub("", line) for line in told.stderr.strip().splitlines())
+        remedy = _TOKEN if "InvalidAuthToken" in told.stderr else _REMEDY
+        raise EngineError(f"no Ray cluster took a connection at {address}: {'; '.join(lines)}\n{remedy}")
 
 
 class _Sorted:
