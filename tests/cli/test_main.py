@@ -108,7 +108,7 @@ def test_reading_commands_import_no_torch(zero3: Path) -> None:
     [
         ("deepspeed/z3-dp4-fp32/checkpoint", "ucp_formats.deepspeed", "read.index"),
         ("deepspeed/z1-dp4-fp32/universal", "ucp_formats.deepspeed", "read.universal.index"),
-        ("megatron/llama-tp2-dp2-dp/checkpoint", "ucp_formats.megatron", "dist.source"),
+        ("megatron/llama-tp2-dp2-dp/checkpoint", "ucp_formats.megatron", "torch_dist.source"),
         ("megatron/gpt-tp2-pp2-torch/checkpoint", "ucp_formats.megatron", "legacy.source"),
     ],
 )

@@ -92,7 +92,7 @@ class MegatronFormat(Format):
             refused = unknown_version(located.root)
             if refused is not None:
                 raise refused
-            from ucp_formats.megatron.dist.source import read_dist
+            from ucp_formats.megatron.torch_dist.source import read_dist
 
             return read_dist(located, self.name, self._options)
         if located.saved_as is SavedAs.TORCH:

@@ -20,8 +20,8 @@ from ucp.live.adapters import LiveModel
 from ucp.live.model.module import dtype_of
 from ucp.live.parts import LivePart, LiveTensor
 from ucp.live.run.ranks import Ranks, together
-from ucp_formats.megatron.dist.names import DistNames, names_of
 from ucp_formats.megatron.live.sharded import Sharded, sharded_tensors
+from ucp_formats.megatron.torch_dist.names import DistNames, names_of
 
 if TYPE_CHECKING:
     from torch import nn

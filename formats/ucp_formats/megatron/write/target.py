@@ -32,14 +32,14 @@ from ucp_formats.megatron.write.arguments.carried import relaid_arguments
 from ucp_formats.megatron.write.arguments.configured import configured, scaling_note
 from ucp_formats.megatron.write.arguments.derived import derived_arguments
 from ucp_formats.megatron.write.arguments.settings import SETTINGS, check_asked, check_settings
-from ucp_formats.megatron.write.dist.files import dist_places, plan_dist
-from ucp_formats.megatron.write.dist.keys import Norms, key_style, stored_parts
 from ucp_formats.megatron.write.division import check_division
 from ucp_formats.megatron.write.extras import common_state, consumed_samples, extra_notes, lost_lines, lost_states
 from ucp_formats.megatron.write.groups import check_members, is_native, optimizer_chain
 from ucp_formats.megatron.write.legacy.files import legacy_places, plan_legacy
 from ucp_formats.megatron.write.model import Model, check_layers, target_model
 from ucp_formats.megatron.write.run import TargetRun, check_topology, experts_apart, random_states
+from ucp_formats.megatron.write.torch_dist.files import dist_places, plan_dist
+from ucp_formats.megatron.write.torch_dist.keys import Norms, key_style, stored_parts
 
 __all__ = ["MegatronTarget"]
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ucp.core.index import Loss, ParamGroup, StateIndex
-from ucp.io.pickle.fields import mapping
 from ucp.contract.rank_extras import Checksums
 from ucp.contract.scalars import scalar_state
+from ucp.core.index import Loss, ParamGroup, StateIndex
 from ucp.core.names import STEP
-from ucp_formats.megatron.dist.common import CommonState, SavedObjects, as_list, optimizer_dicts
+from ucp.io.pickle.fields import mapping
 from ucp_formats.megatron.param_groups.rules import SavedGroup, deal, rank_free
+from ucp_formats.megatron.torch_dist.common import CommonState, SavedObjects, as_list, optimizer_dicts
 
 __all__ = ["DistGroups", "read_groups"]
 

@@ -1,10 +1,10 @@
 """Canonical names of keys, and orders of registration."""
 
 import pytest
-from ucp_formats.megatron.dist import names as dist_names
+from ucp_formats.megatron.torch_dist import names as dist_names
 
-from ucp.errors import FamilyError
 from ucp.contract.protocols import SourceOptions
+from ucp.errors import FamilyError
 
 KEYS = {
     "embedding.word_embeddings.weight": (16, 8),

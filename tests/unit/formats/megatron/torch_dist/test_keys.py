@@ -1,7 +1,7 @@
 """The grammar of keys alone."""
 
 import pytest
-from ucp_formats.megatron.dist.keys import (
+from ucp_formats.megatron.torch_dist.keys import (
     PARTS,
     BucketKey,
     GroupObjectKey,

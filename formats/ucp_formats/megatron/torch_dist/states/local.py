@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ucp.core.region import Box, RegionPair
-from ucp_formats.megatron.dist.unstack import Piece, Whole
 from ucp_formats.megatron.flat_buffer.boxes import Candidate
+from ucp_formats.megatron.torch_dist.unstack import Piece, Whole
 
 __all__ = ["local_tensor"]
 

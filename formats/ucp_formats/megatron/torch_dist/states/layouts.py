@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ucp.core.dtypes import DType
-from ucp.errors import MalformedError, counted, listed
 from ucp.core.fragments import Fragment
-from ucp.io.dcp.checkpoint import StoredTensor
-from ucp.core.region import Box
 from ucp.core.names import WEIGHT
+from ucp.core.region import Box
 from ucp.core.tensor import TensorRef
-from ucp_formats.megatron.dist.states.buckets import BucketStates, BucketPlace
-from ucp_formats.megatron.dist.keys import ModelKey, StateKey
-from ucp_formats.megatron.dist.unstack import Flattened, Piece, Whole, taken_apart
+from ucp.errors import MalformedError, counted, listed
+from ucp.io.dcp.checkpoint import StoredTensor
+from ucp_formats.megatron.torch_dist.keys import ModelKey, StateKey
+from ucp_formats.megatron.torch_dist.states.buckets import BucketPlace, BucketStates
+from ucp_formats.megatron.torch_dist.unstack import Flattened, Piece, Whole, taken_apart
 
 __all__ = ["DistStates", "from_buckets", "from_state_keys", "state_dtype"]
 

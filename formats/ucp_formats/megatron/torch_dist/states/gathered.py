@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError
 from ucp.io.pickle.fields import described, mapping
-from ucp.core.tensor import TensorRef
-from ucp_formats.megatron.dist.states.buckets import Bucket, where_is
-from ucp_formats.megatron.dist.keys import BucketKey, GroupObjectKey
 from ucp_formats.megatron.flat_buffer.boxes import FlatBuffer
+from ucp_formats.megatron.torch_dist.keys import BucketKey, GroupObjectKey
+from ucp_formats.megatron.torch_dist.states.buckets import Bucket, where_is
 
 __all__ = ["gathered_buckets"]
 

@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os.path import join
 
+from ucp.core.tensor import Record
 from ucp.errors import MalformedError, MissingFileError
-from ucp.io.torch_file.archive import read_archive
 from ucp.io.dcp.checkpoint import METADATA, Dcp, read_dcp
 from ucp.io.dcp.metadata import read_metadata
-from ucp.io.pickle.fields import described, mapping
 from ucp.io.files import split_parts
 from ucp.io.folder import is_there
-from ucp.core.tensor import Record
-from ucp_formats.megatron.run.arguments import Arguments, read_arguments
-from ucp_formats.megatron.dist.keys import GroupObjectKey, ObjectKey, parse_group_object, parse_object_key
+from ucp.io.pickle.fields import described, mapping
+from ucp.io.torch_file.archive import read_archive
 from ucp_formats.megatron.names import COMMON
+from ucp_formats.megatron.run.arguments import Arguments, read_arguments
+from ucp_formats.megatron.torch_dist.keys import GroupObjectKey, ObjectKey, parse_group_object, parse_object_key
 
 __all__ = ["CommonState", "SavedObjects", "as_list", "optimizer_dicts", "read_common", "read_folder", "read_objects"]
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.core.fragments import Fragment
+from ucp.core.tensor import TensorRef
+from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import StoredTensor
 from ucp.transfer.probe import Prober
-from ucp.core.tensor import TensorRef
-from ucp_formats.megatron.dist.keys import BucketKey
-from ucp_formats.megatron.dist.states.local import local_tensor
-from ucp_formats.megatron.dist.unstack import Whole
 from ucp_formats.megatron.flat_buffer.boxes import Candidate, FlatBuffer, Stretch, fragments_of
-from ucp_formats.megatron.param_groups.rules import expert_numbers, is_expert
 from ucp_formats.megatron.flat_buffer.matcher import Fingerprints, FlatBufferMatcher, Found, Placement
+from ucp_formats.megatron.param_groups.rules import expert_numbers, is_expert
+from ucp_formats.megatron.torch_dist.keys import BucketKey
+from ucp_formats.megatron.torch_dist.states.local import local_tensor
+from ucp_formats.megatron.torch_dist.unstack import Whole
 
-__all__ = ["MASTER", "Bucket", "BucketPlace", "BucketStates", "Grid",  "place_buckets", "stored_buckets", "where_is"]
+__all__ = ["MASTER", "Bucket", "BucketPlace", "BucketStates", "Grid", "place_buckets", "stored_buckets", "where_is"]
 
 MASTER = "param"
 """State that holds the masters."""

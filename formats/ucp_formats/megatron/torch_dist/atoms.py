@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ucp.core.index import AtomIndex, Kind, StateIndex
 from ucp.core.fragments import Fragment
+from ucp.core.index import AtomIndex, Kind, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.names import STEP, WEIGHT
-from ucp_formats.megatron.dist.groups import DistGroups
-from ucp_formats.megatron.dist.names import DistNames
-from ucp_formats.megatron.dist.unstack import Whole
-from ucp_formats.megatron.dist.states.layouts import DistStates, state_dtype
+from ucp_formats.megatron.torch_dist.groups import DistGroups
+from ucp_formats.megatron.torch_dist.names import DistNames
+from ucp_formats.megatron.torch_dist.states.layouts import DistStates, state_dtype
+from ucp_formats.megatron.torch_dist.unstack import Whole
 
 __all__ = ["EMBEDDING", "OUTPUT", "atom_of", "tied_output"]
 

@@ -15,11 +15,11 @@ from math import prod
 from typing import NamedTuple
 
 from ucp.core.dtypes import DType
-from ucp.errors import CoverError, MalformedError, counted, listed
-from ucp.io.dcp.checkpoint import StoredChunk, StoredTensor
 from ucp.core.region import Box, local_flat_pairs, uncovered
 from ucp.core.tensor import TensorRef, contiguous_strides
-from ucp_formats.megatron.dist.keys import PARTS, ModelKey
+from ucp.errors import CoverError, MalformedError, counted, listed
+from ucp.io.dcp.checkpoint import StoredChunk, StoredTensor
+from ucp_formats.megatron.torch_dist.keys import PARTS, ModelKey
 
 __all__ = ["Piece", "Whole", "check_tiled", "taken_apart"]
 
@@ -264,9 +264,7 @@ def _fused(parts: Sequence[Whole]) -> Whole:
     for part, length in zip(parts, lengths, strict=True):
         pieces += [Piece(_below(box, before), ref) for box, ref in part.pieces] if before else part.pieces
         before += length
-    return Whole(
-        name=first.name, shape=(before, *first.shape[1:]), dtype=first.dtype, pieces=pieces, parts=lengths
-    )
+    return Whole(name=first.name, shape=(before, *first.shape[1:]), dtype=first.dtype, pieces=pieces, parts=lengths)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -12,7 +12,7 @@ from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family
 from ucp.errors import UnknownFamilyError
 from ucp.families.family import Family
-from ucp_formats.megatron.dist.keys import ModelKey, parse_model_key
+from ucp_formats.megatron.torch_dist.keys import ModelKey, parse_model_key
 
 __all__ = ["DistNames", "names_of"]
 
@@ -94,7 +94,9 @@ class DistNames:
         return list(names) if self.family is None else self.family.sorted(names)
 
 
-def names_of(shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, object], options: SourceOptions) -> DistNames:
+def names_of(
+    shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, object], options: SourceOptions
+) -> DistNames:
     """Names for the tensors of a model, given its keys and their shapes.
 
     Raises FamilyError naming all keys without a rule, when the user named the family.

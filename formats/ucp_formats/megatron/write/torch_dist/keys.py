@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ucp.errors import FamilyError
 from ucp.core.region import Box
+from ucp.errors import FamilyError
 from ucp_formats.megatron.write.model import Model, ModelTensor
 
 __all__ = ["KeyStyle", "Norms", "StoredPart", "extra_state_keys", "key_style", "stacked_key", "stored_parts"]

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from ucp.contract.rank_extras import Checksums
 from ucp.core.index import Extra
 from ucp.core.pickle_values import GlobalName, Stub
-from ucp.contract.rank_extras import Checksums
 from ucp.core.tensor import InlineTensor, TensorRef
-from ucp_formats.megatron.dist.common import CommonState, SavedObjects, optimizer_dicts
-from ucp_formats.megatron.dist.keys import ObjectKey
+from ucp_formats.megatron.torch_dist.common import CommonState, SavedObjects, optimizer_dicts
+from ucp_formats.megatron.torch_dist.keys import ObjectKey
 
 __all__ = ["dist_extras", "is_empty"]
 

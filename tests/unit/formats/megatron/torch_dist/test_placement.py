@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ucp_formats.megatron.dist.states.buckets import BucketPlace
+from ucp_formats.megatron.torch_dist.states.buckets import BucketPlace
 
 from ucp.core.index import Index
 from ucp.core.layout import Layout
@@ -16,7 +16,9 @@ EMBEDDING, NORM, QKV = (
 
 
 def laid(index: Index, name: str) -> dict[str, str]:
-    return {own.axis: f"{own.pattern.name}{getattr(own.pattern, 'owner', '')}" for own in index.atoms[name].layout.every}
+    return {
+        own.axis: f"{own.pattern.name}{getattr(own.pattern, 'owner', '')}" for own in index.atoms[name].layout.every
+    }
 
 
 def saved(run, tmp_path, **arguments):

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ucp_formats.megatron.dist.states.buckets import MASTER, Bucket, BucketStates, Grid, place_buckets
-from ucp_formats.megatron.dist.keys import BucketKey
-from ucp_formats.megatron.dist.unstack import Piece, Whole
 from ucp_formats.megatron.flat_buffer.boxes import FlatBuffer, Stretch
+from ucp_formats.megatron.torch_dist.keys import BucketKey
+from ucp_formats.megatron.torch_dist.states.buckets import MASTER, Bucket, BucketStates, Grid, place_buckets
+from ucp_formats.megatron.torch_dist.unstack import Piece, Whole
 
 from ucp.core.dtypes import DType
-from ucp.errors import MalformedError
-from ucp.transfer.probe import cast_bits
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef
+from ucp.errors import MalformedError
+from ucp.transfer.probe import cast_bits
 
 NAMES = tuple(f"{kind}{layer}" for layer in range(4) for kind in "nw")
 """A norm, all one, and a weight in each of four layers, in registration order."""

@@ -14,19 +14,19 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from ucp.core.dtypes import DType
-from ucp.io.dcp.emit import DcpDraft, NewChunk
-from ucp.io.torch_file.draft import Drafted, FileDraft
 from ucp.core.layout import Layout, place
-from ucp.core.region import Box, RegionPair, intersect
 from ucp.core.names import WEIGHT
+from ucp.core.region import Box, RegionPair, intersect
 from ucp.core.target import Literal, OutputFile
 from ucp.core.topology import Topology
-from ucp_formats.megatron.write.dist.keys import StoredPart, extra_state_keys, key_style, stored_parts
+from ucp.io.dcp.emit import DcpDraft, NewChunk
+from ucp.io.torch_file.draft import Drafted, FileDraft
 from ucp_formats.megatron.names import COMMON, METADATA, GridPlace
 from ucp_formats.megatron.write.arguments.carried import namespace
 from ucp_formats.megatron.write.groups import OptimizerGroup
 from ucp_formats.megatron.write.model import ModelTensor
 from ucp_formats.megatron.write.run import TargetRun
+from ucp_formats.megatron.write.torch_dist.keys import StoredPart, extra_state_keys, key_style, stored_parts
 
 __all__ = ["dist_places", "plan_dist"]
 

@@ -19,15 +19,15 @@ from ucp.core.layout import AxisLayout, Layout, place
 from ucp.core.region import Box, intersect, uncovered
 from ucp.errors import FamilyError, TopologyError, UnsupportedError, listed
 from ucp.families.family import Family
-from ucp_formats.megatron.dist.atoms import EMBEDDING, OUTPUT
-from ucp_formats.megatron.dist.common import CommonState
-from ucp_formats.megatron.dist.names import DistNames
-from ucp_formats.megatron.dist.states.layouts import DistStates
-from ucp_formats.megatron.dist.unstack import Whole
 from ucp_formats.megatron.flat_buffer.layout import bucket_multiple
 from ucp_formats.megatron.param_groups.rules import expert_numbers
 from ucp_formats.megatron.run.mesh import along, data_parallel, known, stages
 from ucp_formats.megatron.run.stages import Chunk, stage_layers
+from ucp_formats.megatron.torch_dist.atoms import EMBEDDING, OUTPUT
+from ucp_formats.megatron.torch_dist.common import CommonState
+from ucp_formats.megatron.torch_dist.names import DistNames
+from ucp_formats.megatron.torch_dist.states.layouts import DistStates
+from ucp_formats.megatron.torch_dist.unstack import Whole
 
 __all__ = ["Layouts", "layouts_of"]
 
@@ -66,18 +66,17 @@ class Layouts:
         if not self.contradicted:
             return ()
         lines = listed(f"{name}: {why}" for name, why in self.contradicted.items())
-        return (
-            "pieces in .metadata are not those that the rules of the family place over the ranks of the arguments; they "
-            f"are read as recorded, and no layout is stated for them:\n{lines}",
+        note = (
+            "pieces in .metadata are not those that the rules of the family place over the ranks of the arguments; "
+            f"they are read as recorded, and no layout is stated for them:\n{lines}"
         )
+        return (note,)
 
 
 _NOWHERE = Layout()
 
 
-def layouts_of(
-    weights: Mapping[str, Whole], names: DistNames, common: CommonState, states: DistStates
-) -> Layouts:
+def layouts_of(weights: Mapping[str, Whole], names: DistNames, common: CommonState, states: DistStates) -> Layouts:
     """Layouts of the parameters `weights`, whose states are `states`."""
     found = Layouts()
     mesh = common.arguments.topology()

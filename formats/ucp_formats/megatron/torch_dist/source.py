@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -19,19 +18,8 @@ from ucp.core.names import WEIGHT
 from ucp.core.tensor import Record
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredTensor
+from ucp.io.folder import absolute, path_of
 from ucp.io.identity import source_file
-from ucp_formats.megatron.dist.atoms import EMBEDDING, atom_of, tied_output
-from ucp_formats.megatron.dist.common import CommonState, SavedObjects, read_common, read_folder, read_objects
-from ucp_formats.megatron.dist.extras import dist_extras, is_empty
-from ucp_formats.megatron.dist.groups import read_groups
-from ucp_formats.megatron.dist.keys import BucketKey, StateKey, parse_bucket_key, parse_state_key
-from ucp_formats.megatron.dist.names import DistNames, names_of
-from ucp_formats.megatron.dist.placement import layouts_of
-from ucp_formats.megatron.dist.shifted import checked_masters
-from ucp_formats.megatron.dist.states.buckets import Grid, place_buckets, stored_buckets
-from ucp_formats.megatron.dist.states.gathered import gathered_buckets
-from ucp_formats.megatron.dist.states.layouts import DistStates, from_buckets, from_state_keys
-from ucp_formats.megatron.dist.unstack import Whole, check_tiled, taken_apart
 from ucp_formats.megatron.locate import Located
 from ucp_formats.megatron.names import METADATA as BACKEND
 from ucp_formats.megatron.names import parse_iteration
@@ -39,7 +27,18 @@ from ucp_formats.megatron.param_groups.rules import is_by_named_optimizer
 from ucp_formats.megatron.run.modules import is_recorded, modules_extra, modules_keeping, modules_shown, with_modules
 from ucp_formats.megatron.run.recorded_sizes import check_recorded
 from ucp_formats.megatron.state_gaps import check_gaps
-from ucp.io.folder import absolute, path_of
+from ucp_formats.megatron.torch_dist.atoms import EMBEDDING, atom_of, tied_output
+from ucp_formats.megatron.torch_dist.common import CommonState, SavedObjects, read_common, read_folder, read_objects
+from ucp_formats.megatron.torch_dist.extras import dist_extras, is_empty
+from ucp_formats.megatron.torch_dist.groups import read_groups
+from ucp_formats.megatron.torch_dist.keys import BucketKey, StateKey, parse_bucket_key, parse_state_key
+from ucp_formats.megatron.torch_dist.names import DistNames, names_of
+from ucp_formats.megatron.torch_dist.placement import layouts_of
+from ucp_formats.megatron.torch_dist.shifted import checked_masters
+from ucp_formats.megatron.torch_dist.states.buckets import Grid, place_buckets, stored_buckets
+from ucp_formats.megatron.torch_dist.states.gathered import gathered_buckets
+from ucp_formats.megatron.torch_dist.states.layouts import DistStates, from_buckets, from_state_keys
+from ucp_formats.megatron.torch_dist.unstack import Whole, check_tiled, taken_apart
 
 __all__ = ["read_dist"]
 

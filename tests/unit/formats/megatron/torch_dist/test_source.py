@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ucp.core.index import Kind
-from ucp.errors import MalformedError, MissingFileError, UnsupportedError
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.tensor import InlineTensor
+from ucp.errors import MalformedError, MissingFileError, UnsupportedError
 
 LAYOUTS = ("full", "buckets", "bucket_space", "gathered", "model_space", "plain")
 

@@ -2,9 +2,9 @@
 
 import pytest
 from ucp_formats.megatron.run.arguments import Arguments
-from ucp_formats.megatron.dist.common import CommonState, SavedObjects
-from ucp_formats.megatron.dist.extras import dist_extras, is_empty
-from ucp_formats.megatron.dist.keys import GroupObjectKey, ObjectKey
+from ucp_formats.megatron.torch_dist.common import CommonState, SavedObjects
+from ucp_formats.megatron.torch_dist.extras import dist_extras, is_empty
+from ucp_formats.megatron.torch_dist.keys import GroupObjectKey, ObjectKey
 
 from ucp.core.dtypes import DType
 from ucp.core.pickle_values import GlobalName, Stub

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ucp.core.index import AtomIndex, Kind, Loss, StateIndex
-from ucp.errors import listed
 from ucp.core.fragments import Fragment
-from ucp.transfer.probe import Prober
+from ucp.core.index import AtomIndex, Kind, Loss, StateIndex
 from ucp.core.names import WEIGHT
-from ucp_formats.megatron.dist.atoms import EMBEDDING
+from ucp.errors import listed
+from ucp.transfer.probe import Prober
+from ucp_formats.megatron.torch_dist.atoms import EMBEDDING
 
 __all__ = ["Checked", "checked_masters"]
 
