@@ -11,7 +11,7 @@ Pure values: files are read in `ucp.families`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
@@ -222,19 +222,23 @@ class Family:
         Raises FamilyError when it can be two parameters, and what is beside it does not tell (see `among`).
         """
         found: dict[str, Named] = {}
-        for entry in self._stored_as(name, style):
-            fields = entry.template.fields_in(name)
-            if fields is not None and self._within(fields):
-                rule = entry.rule
-                stacked = tuple(own for own in rule.name.fields if own not in fields)
-                named = Named(rule, rule.name.filled(fields), fields, stacked, entry.part, entry.alias, entry.style)
-                found.setdefault(named.canonical, named)
+        for named in self.readings(name, style):
+            found.setdefault(named.canonical, named)
         if len(found) > 1:
             told = [own for own in found.values() if self.held.intersection(own.beside)]
             if len(told) != 1:
                 raise FamilyError(f"in the family {self.name!r}, {undecided(name, list(found.values()), told)}")
             return told[0]
         return next(iter(found.values()), None)
+
+    def readings(self, name: str, style: str | None = None) -> Iterator[Named]:
+        """All that a stored name can stand for in that style (None: in any)."""
+        for entry in self._stored_as(name, style):
+            fields = entry.template.fields_in(name)
+            if fields is not None and self._within(fields):
+                rule = entry.rule
+                stacked = tuple(own for own in rule.name.fields if own not in fields)
+                yield Named(rule, rule.name.filled(fields), fields, stacked, entry.part, entry.alias, entry.style)
 
     def rules_of(self, name: str) -> tuple[Rule, ...]:
         """Rules that a stored name of any style can be of; several where only the rest of the model tells."""

@@ -276,6 +276,8 @@ class Rule:
     """What they are, for people."""
     buffer: bool = False
     """Not trained: no optimizer state."""
+    shape: tuple[OptionValue, ...] = ()
+    """Length of every dim of the global tensor; -1 for one that sizes do not tell, empty where none is stated."""
     padded: int | None = None
     """Dim that is padded to a multiple that depends on the layout; None for none."""
     aliases: Mapping[str, tuple[Alias, ...]] = field(default_factory=dict)

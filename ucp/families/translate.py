@@ -265,7 +265,7 @@ def _under(index: tuple[int, ...], box: Box) -> Box:
 def _misfit(family: Family, tensors: Sequence[str], error: Exception) -> FamilyError:
     if isinstance(error, UnknownNameError):
         ways = [str(way) for way in family.sizes.get(str(error), ()) if str(way).isidentifier()] or [str(error)]
-        why = f"nothing records how many {error} the model has. Say it: --set {ways[0]}=8"
+        why = f"nothing records how many {error} the model has. Say it: --set {ways[0]}=N"
         why += f" (or {', '.join(ways[1:])})" if ways[1:] else ""
     elif not family.source:  # rules of the user's own
         why = f"{error}. Correct the rule (dim, groups, blocks, lengths, view, order)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ucp.contract.companions import companions_of
 from ucp.core.index import Index
@@ -17,6 +17,9 @@ __all__ = ["CONFIG_EXTRA", "config_in", "recorded_arguments", "run_arguments", "
 
 CONFIG_EXTRA = "config"
 """Name of the extra that is a parsed config.json."""
+_RUN_ARGUMENTS = ("args", "client_state/args")
+_MODEL_ARGUMENTS = ("model_args", "client_state/model_args")
+"""Names of extras: sizes of the model as nanoGPT saves them (`n_head`, `n_embd`, ...)."""
 _CONFIG_FILE = "config.json"
 _MOST_BYTES = 4 << 20
 """Longest config.json that is read."""
@@ -25,17 +28,15 @@ _MOST_BYTES = 4 << 20
 def recorded_arguments(index: Index) -> Mapping[str, object]:
     """Sizes and settings of the model, by the names of whoever recorded them; empty where nobody did.
 
-    Those of config.json, and before them those of the run. Raises MalformedError for a config.json that is none.
+    Those of config.json, before them those of the model (`model_args` of nanoGPT), and before these those of the run.
+    Raises MalformedError for a config.json that is none.
     """
-    return {**_configuration(index), **run_arguments(index)}
+    return {**_configuration(index), **_extra(index, _MODEL_ARGUMENTS), **run_arguments(index)}
 
 
 def run_arguments(index: Index) -> Mapping[str, object]:
     """Arguments of the run, as Megatron-LM and Megatron-DeepSpeed save them (`args`); empty where there are none."""
-    for extra in index.extras:
-        if extra.name in ("args", "client_state/args") and extra.rank in (None, 0):
-            return _by_name(extra.value.state if isinstance(extra.value, Stub) else extra.value)
-    return {}
+    return _extra(index, _RUN_ARGUMENTS)
 
 
 def config_in(folder: str) -> dict[str, object]:
@@ -79,6 +80,14 @@ def _configuration(index: Index) -> Mapping[str, object]:
         return _by_name(json.loads(text))
     except ValueError as error:
         raise MalformedError(f"expected a configuration of a model (JSON) in {file.path}; {error}") from error
+
+
+def _extra(index: Index, names: Collection[str]) -> dict[str, object]:
+    """Entries of the first extra with one of these names, of all ranks or the first; empty where there is none."""
+    for extra in index.extras:
+        if extra.name in names and extra.rank in (None, 0):
+            return _by_name(extra.value.state if isinstance(extra.value, Stub) else extra.value)
+    return {}
 
 
 def _by_name(value: object) -> dict[str, object]:

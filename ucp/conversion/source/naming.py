@@ -16,6 +16,7 @@ from ucp.core.patches import Made, arranged, with_copy
 from ucp.errors import FamilyError, UnknownFamilyError, UnsupportedError, UsageError, listed
 from ucp.families.family import CANONICAL, Family
 from ucp.families.library import rules_text
+from ucp.families.styles import find_source_style
 from ucp.families.toml.rename import renames_of
 from ucp.families.translate import translated
 from ucp.transfer.probe import Prober
@@ -63,22 +64,26 @@ def under_names(
 
 
 def under_style(index: Index, family: Family, style: str, source: str = "") -> Index:
-    """The source under the names of `style`; as it is where it has them. `source`: style of its own; empty for any.
+    """The source under the names of `style`; as it is where it has them.
 
-    Raises FamilyError, UnsupportedError.
+    `source`: style of its own; empty for the one that has its names and shapes. Raises FamilyError, UnsupportedError.
     """
-    index, made = restyled(index, family, style, source)
+    shown = "" if source else find_source_style(family, index.shapes)
+    index, made = restyled(index, family, style, source or shown or "")
     shapes = index.shapes
     if made.keys() == shapes.keys() and all(own.renames and own.sources == (name,) for name, own in made.items()):
         return index
     _check_counts(index, made)
-    return _translated(index, made, family, style)
+    index = _translated(index, made, family, style)
+    note = f"the names of the source are taken to be those of {shown}, as its shapes are: --names SOURCE:STYLE says others"
+    return replace(index, notes=(*index.notes, note)) if shown else index
 
 
 def restyled(index: Index, family: Family, style: str, source: str = "") -> tuple[Index, dict[str, Made]]:
     """The source, each tensor in it once, and every tensor of `style`, made of these. See `under_style`."""
-    index = _without_copies(index, family, source or None)
-    return index, translated(family, index.shapes, style, source=source or None)
+    known = source or find_source_style(family, index.shapes)
+    index = _without_copies(index, family, known)
+    return index, translated(family, index.shapes, style, source=known)
 
 
 def family_sizes() -> set[str]:

@@ -16,7 +16,7 @@ from ucp.families.toml.fields import (
     texts_of,
 )
 
-__all__ = ["alias_of", "alias_table", "aliases_by_rule"]
+__all__ = ["alias_of", "alias_table", "aliases_by_rule", "lengths_of"]
 
 _ALIAS_KEYS = frozenset(
     {
@@ -42,8 +42,8 @@ def alias_of(value: object, place: Place) -> Alias:
     table = table_of(value, place)
     only(table, _ALIAS_KEYS, place)
     names = texts_of(table["names"], place.at("names")) if "names" in table else (text_of(table.get("name"), place),)
-    blocks, view, lengths = (_options(table.get(key, []), place.at(key)) for key in ("blocks", "view", "lengths"))
-    views = [_options(own, place.at("views")) for own in items_of(table.get("views", []), place.at("views"))]
+    blocks, view, lengths = (lengths_of(table.get(key, []), place.at(key)) for key in ("blocks", "view", "lengths"))
+    views = [lengths_of(own, place.at("views")) for own in items_of(table.get("views", []), place.at("views"))]
     orders = [_order(own, place.at("orders")) for own in items_of(table.get("orders", []), place.at("orders"))]
     for key, each in (("lengths", lengths), ("views", views), ("orders", orders)):
         if each and len(each) != len(names):
@@ -65,7 +65,8 @@ def alias_of(value: object, place: Place) -> Alias:
     )
 
 
-def _options(value: object, place: Place) -> tuple[OptionValue, ...]:
+def lengths_of(value: object, place: Place) -> tuple[OptionValue, ...]:
+    """Lengths of dims: numbers, expressions, -1 for one that is left open. Raises UsageError."""
     options = tuple(one_option_of(own, place) for own in items_of(value, place))
     if any(isinstance(own, int) and own < -1 for own in options):
         raise place.wrong("lengths, or -1 for what is left", value)

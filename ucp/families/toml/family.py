@@ -16,7 +16,7 @@ from ucp.families.expression import Expression
 from ucp.families.family import CANONICAL, Evidence, Family, Style, Tied
 from ucp.families.rule import DIM, Alias, AxisRule, PatternFactory, Rule
 from ucp.families.template import Template
-from ucp.families.toml.alias import alias_table, aliases_by_rule
+from ucp.families.toml.alias import alias_table, aliases_by_rule, lengths_of
 from ucp.families.toml.config import config_parts, more_parts
 from ucp.families.toml.fields import (
     Place,
@@ -56,7 +56,7 @@ _KEYS = frozenset(
     }
 )
 
-_RULE_KEYS = frozenset({"name", "when", "meaning", "buffer", "padded", "alias"})
+_RULE_KEYS = frozenset({"name", "when", "meaning", "buffer", "shape", "padded", "alias"})
 
 _MOST_RULES = 10_000
 """Rules of a family, and places in its order."""
@@ -190,6 +190,7 @@ def _rule(value: object, place: Place, pattern: Callable[[str], PatternFactory],
         when=expression_of(table["when"], place.at("when")) if "when" in table else None,
         meaning=text_of(table.get("meaning", ""), place.at("meaning")),
         buffer=flag_of(table.get("buffer", False), place.at("buffer")),
+        shape=lengths_of(table.get("shape", []), place.at("shape")),
         padded=None if padded is None else dim_of(padded, place.at("padded")),
         aliases=alias_table(table.get("alias", {}), place.at("alias")),
         source=family,
@@ -280,6 +281,7 @@ def _checked(family: Family, place: Place) -> Family:
     names = {*family.sizes, *family.given, *_AXES, DIM}
     for rule in family.rules:
         own = [e for axis in rule.axes for e in axis.expressions] + ([rule.when] if rule.when else [])
+        own += [length for length in rule.shape if isinstance(length, Expression)]
         unknown = sorted({name for expression in own for name in expression.names} - names)
         if unknown:
             raise place.wrong(f"names under [sizes] or [given], for {rule}", unknown)

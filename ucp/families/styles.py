@@ -1,0 +1,127 @@
+"""Which naming style the names of a checkpoint are of, where several styles store other elements under one name.
+
+1. A name is contested where two styles arrange the same parameter differently under it: nanoGPT's `c_attn.weight` is
+   [out, in], that of GPT-2 in Hugging Face [in, out].
+2. Every style that has all names is held against the shapes that the rules state (`shape_conflicts`). The shapes of the
+   whole model decide, so a square matrix goes with the others.
+
+Pure values: names and shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from ucp.errors import FamilyError, listed
+from ucp.families.expression import Expression, ExpressionError
+from ucp.families.family import CANONICAL, Family, distinct_shapes
+from ucp.families.naming import Named
+from ucp.families.rule import Alias, OptionValue
+
+__all__ = ["find_source_style", "shape_conflicts"]
+
+_Lengths = tuple[int | None, ...]
+"""Length of every dim; None for one that is not known."""
+
+
+def find_source_style(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """The style of the names of a model; None where all styles that have them arrange the parameters alike.
+
+    `family`: bound to the model. `shapes`: of global tensors, by name in any style. Raises FamilyError where no style
+    has the shapes, or several that store other elements have.
+    """
+    few = {name: shape for name, shape in distinct_shapes(shapes).items() if not family.ignores(name)}
+    styles = (CANONICAL, *family.styles)
+    readings = {style: {name: _arrangement(family, name, style) for name in few} for style in styles}
+    contested = [name for name in few if len({own[name] for own in readings.values()} - {None}) > 1]
+    if not contested:
+        return None
+    fitting: dict[tuple[object, ...], str] = {}
+    conflicts: list[str] = []
+    for style in (style for style in styles if None not in readings[style].values()):
+        problem = next(shape_conflicts(family, few, style), None)
+        if problem is None:
+            fitting.setdefault(tuple(readings[style][name] for name in contested), style)
+        else:
+            conflicts.append(f"{style}: {problem}")
+    if len(fitting) == 1:
+        return next(iter(fitting.values()))
+    raise FamilyError(_undecided(family, contested[0], list(fitting.values()), conflicts))
+
+
+def shape_conflicts(family: Family, shapes: Mapping[str, tuple[int, ...]], style: str) -> Iterator[str]:
+    """A line for every kind of tensor of `style` whose shape is not that of its rule.
+
+    `family`: bound to the model. Dims whose lengths its sizes do not tell, and names of no rule, are passed over.
+    """
+    for name, shape in distinct_shapes(shapes).items():
+        named = next(family.readings(name, style), None)
+        lengths = None if named is None else _stored_lengths(family, named)
+        if lengths is None:
+            continue
+        same_dims = len(lengths) == len(shape)
+        if not same_dims or any(known not in (None, length) for known, length in zip(lengths, shape, strict=True)):
+            expected = ", ".join("any" if known is None else str(known) for known in lengths)
+            yield f"{name} is {list(shape)}, expected [{expected}]"
+
+
+def _arrangement(family: Family, name: str, style: str) -> tuple[object, ...] | None:
+    """What a name of a style stands for, and how its elements lie, whatever else is called; None for no such name."""
+    named = next(family.readings(name, style), None)
+    if named is None:
+        return None
+    alias = named.alias or Alias(names=(named.rule.name.text,))
+    bare = replace(alias, names=("",) * len(alias.names), when=None, beside=())
+    return named.canonical, named.part, named.stacked, bare
+
+
+def _stored_lengths(family: Family, named: Named) -> _Lengths | None:
+    """Shape of a stored tensor by its rule; None where the rule states none, or the tensor is viewed in another."""
+    stated = {
+        rule.shape for rule in family.rules if rule.name == named.rule.name and family.holds(rule) is not False
+    }
+    if len(stated) != 1 or not (shape := stated.pop()):
+        return None
+    lengths = [_length(own, family.values) for own in shape]
+    alias = named.alias
+    if alias is None:
+        return tuple([None] * len(named.stacked) + lengths)
+    if alias.view or alias.views:
+        return None
+    if len(alias.names) > 1:
+        lengths[alias.dim] = _part_length(alias, named.part, lengths[alias.dim], family.values)
+    lengths = [None] * len(named.stacked) + lengths
+    order = (alias.orders[named.part] if alias.orders else alias.order) or range(len(lengths))
+    return tuple(length for _, length in sorted(zip(order, lengths, strict=True), key=lambda pair: pair[0]))
+
+
+def _part_length(alias: Alias, part: int, joined: int | None, values: Mapping[str, object]) -> int | None:
+    """Length of one of several tensors along the dim in which they join."""
+    if alias.lengths:
+        return _length(alias.lengths[part], values)
+    return None if joined is None else joined // len(alias.names)
+
+
+def _length(option: OptionValue, values: Mapping[str, object]) -> int | None:
+    if isinstance(option, Expression):
+        try:
+            return option.value(values)
+        except ExpressionError:
+            return None
+    return option if isinstance(option, int) and option >= 0 else None
+
+
+def _undecided(family: Family, name: str, fitting: list[str], conflicts: list[str]) -> str:
+    if not fitting:
+        why = f":\n{listed(conflicts)}" if conflicts else ", and no style has all of the names"
+        return (
+            f"several styles of {family.name!r} store other elements under names such as {name}, and the shapes are "
+            f"those of none{why}\nA config.json or --set of another model would show so; else choose another family "
+            "(--family)"
+        )
+    return (
+        f"several styles of {family.name!r} store other elements under names such as {name}, and the shapes do not "
+        f"tell whose they are: {' or '.join(fitting)}. Take the whole model, without --include and --exclude, or say "
+        f"the style of the source before the colon: --names {fitting[0]}:STYLE or {fitting[1]}:STYLE"
+    )
