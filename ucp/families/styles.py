@@ -78,20 +78,19 @@ def _arrangement(family: Family, name: str, style: str) -> tuple[object, ...] | 
 
 def _stored_lengths(family: Family, named: Named) -> _Lengths | None:
     """Shape of a stored tensor by its rule; None where the rule states none, or the tensor is viewed in another."""
-    stated = {
-        rule.shape for rule in family.rules if rule.name == named.rule.name and family.holds(rule) is not False
-    }
+    stated = {rule.shape for rule in family.rules if rule.name == named.rule.name and family.holds(rule) is not False}
     if len(stated) != 1 or not (shape := stated.pop()):
         return None
     lengths = [_length(own, family.values) for own in shape]
+    unknown: list[int | None] = [None] * len(named.stacked)
     alias = named.alias
     if alias is None:
-        return tuple([None] * len(named.stacked) + lengths)
+        return (*unknown, *lengths)
     if alias.view or alias.views:
         return None
     if len(alias.names) > 1:
         lengths[alias.dim] = _part_length(alias, named.part, lengths[alias.dim], family.values)
-    lengths = [None] * len(named.stacked) + lengths
+    lengths = [*unknown, *lengths]
     order = (alias.orders[named.part] if alias.orders else alias.order) or range(len(lengths))
     return tuple(length for _, length in sorted(zip(order, lengths, strict=True), key=lambda pair: pair[0]))
 

@@ -68,22 +68,24 @@ def under_style(index: Index, family: Family, style: str, source: str = "") -> I
 
     `source`: style of its own; empty for the one that has its names and shapes. Raises FamilyError, UnsupportedError.
     """
-    shown = "" if source else find_source_style(family, index.shapes)
-    index, made = restyled(index, family, style, source or shown or "")
+    shown = None if source else find_source_style(family, index.shapes)
+    index, made = restyled(index, family, style, source or shown)
     shapes = index.shapes
     if made.keys() == shapes.keys() and all(own.renames and own.sources == (name,) for name, own in made.items()):
         return index
     _check_counts(index, made)
     index = _translated(index, made, family, style)
-    note = f"the names of the source are taken to be those of {shown}, as its shapes are: --names SOURCE:STYLE says others"
+    note = f"the source is read under the naming style {shown}, whose shapes it has; --names SOURCE:STYLE overrides"
     return replace(index, notes=(*index.notes, note)) if shown else index
 
 
-def restyled(index: Index, family: Family, style: str, source: str = "") -> tuple[Index, dict[str, Made]]:
-    """The source, each tensor in it once, and every tensor of `style`, made of these. See `under_style`."""
-    known = source or find_source_style(family, index.shapes)
-    index = _without_copies(index, family, known)
-    return index, translated(family, index.shapes, style, source=known)
+def restyled(index: Index, family: Family, style: str, source: str | None) -> tuple[Index, dict[str, Made]]:
+    """The source, each tensor in it once, and every tensor of `style`, made of these. `source`: style; None for any.
+
+    Raises FamilyError, UnsupportedError.
+    """
+    index = _without_copies(index, family, source)
+    return index, translated(family, index.shapes, style, source=source)
 
 
 def family_sizes() -> set[str]:

@@ -1,8 +1,9 @@
 """The checkpoint under the names of the live model: as the user says, or as all names of all ranks show.
 
 1. Rules of the user's own, and a style that the user names, are taken as they are said.
-2. Else, where the names of some rank are not those of the checkpoint, every rank says which styles of the chosen family
-   have all of its own, and which give them its shapes. One that holds for all ranks is taken; between two none is.
+2. Else, where names or shapes of some rank are not those of the checkpoint, every rank says which styles of the chosen
+   family have all of its own, and which give them its shapes. One that holds for all ranks is taken; between two none
+   is. Where the names agree, only shapes speak for another style.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import islice
 
 from ucp.contract.model.arguments import recorded_arguments, said_values
 from ucp.contract.protocols import SourceOptions
@@ -21,6 +23,7 @@ from ucp.core.names import WEIGHT
 from ucp.core.patches import Made
 from ucp.errors import FamilyError, UnknownFamilyError, UnsupportedError, UsageError
 from ucp.families.family import CANONICAL, Family
+from ucp.families.styles import find_source_style
 from ucp.live.parts import LiveTensor
 from ucp.live.run.ranks import Ranks, together
 
@@ -68,13 +71,14 @@ def under_live_names(
     """
     index = together(ranks, lambda: _as_said(index, asked))
     held = [own for own in tensors if 0 not in own.part.local_shape]
-    fits = together(ranks, lambda: all(_is_in(asked.called(own), index.shapes, index.aliases) for own in held))
-    if asked.naming != Naming() or all(ranks.share(fits)):
+    fits = together(ranks, lambda: _fit(index, held, asked))
+    same_names, same_shapes = (all(each) for each in zip(*ranks.share(fits), strict=True))
+    if asked.naming != Naming() or same_shapes:
         return index, ()
     found = together(ranks, lambda: _styles(index, held, asked))
-    ways = found.agreed(ranks)
+    ways = found.agreed(ranks, by_shape=same_names)
     if found.family is None or len(ways) != 1:
-        return index, (_hint(ways, found.failures),) if ways or found.failures else ()
+        return index, found.hints(ways)
     family = found.family
     return together(ranks, lambda: under_style(index, family, ways[0])), ()
 
@@ -101,16 +105,33 @@ class _Styles:
     """Styles in which they have the shapes of this rank."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """Style with such names to why the checkpoint cannot be brought to it."""
+    undecided: str = ""
+    """Why the style of the checkpoint itself is not known."""
 
-    def agreed(self, ranks: Ranks) -> list[str]:
-        """Styles that hold for all ranks, one of those that come to the same; all that stay. Collective."""
+    def agreed(self, ranks: Ranks, *, by_shape: bool) -> list[str]:
+        """Styles that hold for all ranks, one of those that come to the same; all that stay. Collective.
+
+        `by_shape`: only those in which the shapes are those of all ranks.
+        """
         told = ranks.share((frozenset(self.named), self.shaped))
         named, shaped = (reduce(frozenset.intersection, each) for each in zip(*told, strict=True))
         ways: list[str] = []
-        for style in (own for own in self.named if own in (shaped or named)):
+        for style in (own for own in self.named if own in (shaped if by_shape else shaped or named)):
             if not any(self.named[style] == self.named[own] for own in ways):
                 ways.append(style)
         return ways
+
+    def hints(self, ways: Sequence[str]) -> tuple[str, ...]:
+        """How to say the style, where `ways` are not one, or why it cannot be had; nothing where neither would help."""
+        if ways:
+            names = " or ".join(f"names={way!r}" for way in ways)
+            return (f"several naming styles have the names of the model, for other tensors: pass {names}",)
+        if self.undecided:
+            return (self.undecided,)
+        return tuple(
+            f"the names of the model are those of the style {style}, to which the checkpoint cannot be brought: {why}"
+            for style, why in islice(self.failures.items(), 1)
+        )
 
 
 def _styles(index: Index, tensors: Sequence[LiveTensor], asked: NamesAsked) -> _Styles:
@@ -120,18 +141,31 @@ def _styles(index: Index, tensors: Sequence[LiveTensor], asked: NamesAsked) -> _
         return _Styles()
     named: dict[str, Mapping[str, Made]] = {}
     failures: dict[str, str] = {}
+    try:
+        source = find_source_style(family, index.shapes)
+    except FamilyError as error:
+        return _Styles(family=family, undecided=str(error))
     for style in (CANONICAL, *family.styles):
         if not all(_is_read(family, asked.called(own), style) for own in tensors):
             continue
         try:
-            _, made = restyled(index, family, style)
+            _, made = restyled(index, family, style, source)
         except (FamilyError, UnsupportedError) as error:
             failures[style] = str(error)
             continue
         if all(_is_in(asked.called(own), made) for own in tensors):
             named[style] = made
-    shaped = (style for style, made in named.items() if all(_is_shaped(own, asked, made) for own in tensors))
+    shapes = {style: {name: each.shape for name, each in made.items()} for style, made in named.items()}
+    shaped = (style for style, each in shapes.items() if all(_is_shaped(own, asked, each) for own in tensors))
     return _Styles(family=family, named=named, shaped=frozenset(shaped), failures=failures)
+
+
+def _fit(index: Index, tensors: Sequence[LiveTensor], asked: NamesAsked) -> tuple[bool, bool]:
+    """Whether the checkpoint has the names of this rank, and whether it has its shapes under them."""
+    if not all(_is_in(asked.called(own), index.shapes, index.aliases) for own in tensors):
+        return False, False
+    shapes = _shapes(index)
+    return True, all(_is_shaped(own, asked, shapes) for own in tensors)
 
 
 def _is_in(names: Sequence[str], held: Collection[str], aliases: Collection[str] = ()) -> bool:
@@ -145,19 +179,16 @@ def _is_read(family: Family, names: Sequence[str], style: str) -> bool:
         return False
 
 
-def _is_shaped(own: LiveTensor, asked: NamesAsked, made: Mapping[str, Made]) -> bool:
-    shape = next(made[name].shape for name in asked.called(own) if name in made)
+def _shapes(index: Index) -> Mapping[str, tuple[int, ...]]:
+    """Shapes of all tensors of the checkpoint, under second names too."""
+    shapes = index.shapes
+    return {**{alias: shapes[name] for alias, name in index.aliases.items() if name in shapes}, **shapes}
+
+
+def _is_shaped(own: LiveTensor, asked: NamesAsked, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    shape = next(shapes[name] for name in asked.called(own) if name in shapes)
     try:
         own.part.slice_of(own.name, WEIGHT, shape, own.dtype)
     except ValueError:
         return False
     return True
-
-
-def _hint(ways: Sequence[str], failures: Mapping[str, str]) -> str:
-    """How to say the style."""
-    if ways:
-        said = " or ".join(f"names={way!r}" for way in ways)
-        return f"the names of the model are those of several styles, which store other tensors under them: pass {said}"
-    style, why = next(iter(failures.items()))
-    return f"the names of the model are those of the style {style}, to which the checkpoint cannot be brought: {why}"

@@ -188,3 +188,23 @@ def test_weights_of_another_type_than_said_are_refused(styled):
     with pytest.raises(LoadError, match="expected floating weights of bfloat16, as dtype says"):
         ucp.load_into(model, LLAMA, dtype=torch.bfloat16)
     ucp.load_into(model.bfloat16(), LLAMA, dtype="bf16")
+
+
+@pytest.mark.parametrize(("source", "other"), [("nanogpt", "huggingface"), ("huggingface", "nanogpt")])
+def test_shapes_tell_the_style_of_the_checkpoint_too(styled, tmp_path, source, other):
+    """Both have the names of the model; its matrices lie transposed, the square ones among them."""
+    folder = tmp_path / source
+    ucp.convert(GPT, folder, names=source, to="dcp", settings={"drop": "args", "num_attention_heads": 4})
+    model = module_of(styled(GPT, other))
+    ucp.load_into(model, folder, settings={"num_attention_heads": 4})
+    check(model, None, styled(GPT, other))
+    with pytest.raises(LoadError, match="--set n_head=N"):
+        ucp.load_into(model, folder)
+
+
+def test_a_model_of_other_shapes_is_of_no_other_style(styled):
+    model = module_of(styled(GPT, "huggingface"))
+    model.transformer.wpe.weight = nn.Parameter(torch.zeros(3, 20))
+    with pytest.raises(LoadError, match="wpe") as caught:
+        ucp.load_into(model, styled(GPT, "huggingface").index.path)
+    assert "names=" not in str(caught.value)
