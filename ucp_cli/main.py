@@ -14,9 +14,9 @@ from ucp_cli.stopping import heed_termination
 
 __all__ = ["main"]
 
-_OBJECTS_BETWEEN_COLLECTIONS = 500_000
-"""An index is millions of objects without cycles; by Python's own setting (700), looking for some takes a tenth of the
-time."""
+_OBJECTS_BETWEEN_COLLECTIONS = 10_000_000
+"""An index is millions of objects without cycles: with Python's default threshold (700), or a collection right after
+planning, the search for them takes a tenth of the time."""
 
 
 def main() -> None:

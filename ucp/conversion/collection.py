@@ -27,7 +27,4 @@ def no_cycle_collection() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            if not gc.get_freeze_count():  # else what the user froze would be thawed
-                gc.freeze()  # both together make all objects old, so that the next search need not walk them
-                gc.unfreeze()
             gc.enable()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from ucp.io.destination.write import is_memory
 from ucp.io.identity import check_unchanged, is_remote, producer
 from ucp.transfer.checksums import gaps, mismatches
 from ucp.transfer.gather import Gatherer, Sources, Span
+from ucp.transfer.plan.task_list import nbytes_of
 from ucp.transfer.plan.tasks import BLOCK, Task
 from ucp.transfer.worker import Done, Step, Sum
 
@@ -93,10 +94,10 @@ def execute(prepared: Prepared, destination: Destination, begun: Begun, observer
 
 def carry_out_tasks(prepared: Prepared, place: Place, begun: Begun, observer: Observer) -> Written:
     """Have an engine carry out the tasks that are left, and note each that is done; what is known of all."""
-    job, sizes, written = begun.job, {task.number: task.nbytes for task in begun.todo}, Written()
+    job, todo_nbytes, written = begun.job, nbytes_of(begun.todo), Written()
     for done in begun.done:
         written.add(done)
-    written.resumed = job.nbytes - sum(sizes.values())
+    written.resumed = job.nbytes - todo_nbytes
     written.believed, written.read_back = begun.believed, begun.read_back
     chosen = prepared.engine or engine("processes" if prepared.workers > 1 and len(begun.todo) > 1 else "serial")
     never_waits = is_memory(place.root) and not is_remote(job.index.files)
@@ -106,16 +107,16 @@ def carry_out_tasks(prepared: Prepared, place: Place, begun: Begun, observer: Ob
             stream = chosen.run(job, place.root, tasks, workers=prepared.workers, threads=threads)
             with closing(stream):  # whatever happens here, no worker writes on
                 if not number:
-                    observer.begin(title="convert", nbytes=sum(sizes.values()))
+                    observer.begin(title="convert", nbytes=todo_nbytes)
                     stack.callback(observer.end)
-                for done in _advanced(stream, sizes, observer):
+                for done in _advanced(stream, observer):
                     written.add(done)
-                    written.nbytes += sizes[done.task]
+                    written.nbytes += done.nbytes
                     place.note(done)
     return written
 
 
-def _advanced(stream: Iterable[Done | Step], sizes: Mapping[int, int], observer: Observer) -> Iterator[Done]:
+def _advanced(stream: Iterable[Done | Step], observer: Observer) -> Iterator[Done]:
     """Tasks that are done, each told to the observer once it was taken in; what was told on the way counts."""
     told: Counter[int] = Counter()
     for done in stream:
@@ -124,7 +125,7 @@ def _advanced(stream: Iterable[Done | Step], sizes: Mapping[int, int], observer:
             observer.advance(done.nbytes)
             continue
         yield done
-        observer.advance(sizes[done.task] - told[done.task])
+        observer.advance(done.nbytes - told[done.task])
 
 
 def _check_source(index: Index, written: Written) -> None:

@@ -33,12 +33,13 @@ def trusted(
 
     `threads`: which read the bytes, one section each at a time.
     """
-    tasks = {task.number: task for task in job.tasks}
-    reports: dict[int, list[Done]] = {}
+    noted: dict[int, list[Done]] = {}
     for line in lines:
         done = done_of(line)
-        if done is not None and done.task in tasks and done not in (noted := reports.setdefault(done.task, [])):
-            noted.append(done)
+        if done is not None and done not in (same_task := noted.setdefault(done.task, [])):
+            same_task.append(done)
+    tasks = {task.number: task for task in job.tasks if task.number in noted} if noted else {}
+    reports = {number: noted[number] for number in noted if number in tasks}
     if not reports:
         return {}
 

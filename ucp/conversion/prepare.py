@@ -27,6 +27,7 @@ from ucp.core.index import (
     check_doubts,
 )
 from ucp.core.names import WEIGHT
+from ucp.core.pickle_values import nbytes_in_memory
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import FamilyError, MisfitError, UnsupportedError, UsageError, listed, nearest
@@ -37,8 +38,12 @@ from ucp.transfer.plan.tasks import BLOCK, SCRATCH, fit_workers
 __all__ = ["Prepared", "Silent", "prepare", "workers_of"]
 
 
-_PER_ATOM, _PER_STATE, _PER_PIECE = 4 << 10, 4 << 10, 1 << 10
-"""Bytes of memory, at most, that a parameter, each of its states and each piece of these take until the end."""
+_PER_ATOM, _PER_STATE, _PER_PIECE, _PER_PLACEMENT, _PER_BLOCK = 4 << 10, 4 << 10, 1 << 10, 3 << 10, 1 << 10
+"""Bytes of memory, at most, that a parameter, each of its states, each piece of these, each slice that the target
+writes and the checksums of each block of it take until the end."""
+
+_COPIES_OF_EXTRAS = 8
+"""Extras are in memory as values, as the pickle they were read from, and as the files that are written of them."""
 
 _THREADS = 2
 """Threads of a worker: one works while the other waits."""
@@ -99,7 +104,16 @@ class Prepared:
         """Memory that the index of the source and the plan take, at most, beside that of the workers."""
         states = [state for _, _, state in self.job.index.states()]
         pieces = sum(len(state.fragments) for state in states)
-        return len(self.job.index.atoms) * _PER_ATOM + len(states) * _PER_STATE + pieces * _PER_PIECE
+        atoms, placements = len(self.job.index.atoms), len(self.job.target.placements)
+        extras = nbytes_in_memory(extra.value for extra in self.job.index.extras) * _COPIES_OF_EXTRAS
+        return (
+            atoms * _PER_ATOM
+            + len(states) * _PER_STATE
+            + pieces * _PER_PIECE
+            + placements * _PER_PLACEMENT
+            + self.job.nbytes // BLOCK * _PER_BLOCK
+            + extras
+        )
 
     @property
     def projected_bytes(self) -> int:

@@ -7,10 +7,13 @@ any class: the recipe that the pickle gave for it, which can be written out agai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-__all__ = ["GlobalName", "Stub", "TorchSize"]
+__all__ = ["GlobalName", "Stub", "TorchSize", "nbytes_in_memory", "parts_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +70,32 @@ class TorchSize(tuple[int, ...]):
     """
 
     __slots__ = ()
+
+
+def parts_of(value: object) -> Iterable[object]:
+    """Values that a container holds, but for the arguments that make a stub; nothing for any other value."""
+    if isinstance(value, Stub):
+        return (value.state, *value.items, *chain.from_iterable(value.entries))
+    if isinstance(value, dict):
+        return (*value, *value.values(), *(vars(value).values() if isinstance(value, OrderedDict) else ()))
+    return value if isinstance(value, list | tuple | set | frozenset) else ()
+
+
+def nbytes_in_memory(values: Iterable[object]) -> int:
+    """Bytes of memory that values and all they hold take; each object is counted once.
+
+    >>> nbytes_in_memory([b"x" * 1000, [b"y" * 1000] * 2]) < 2500
+    True
+    """
+    seen: set[int] = set()
+    nbytes, rest = 0, list(values)
+    while rest:
+        value = rest.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        nbytes += sys.getsizeof(value)
+        if isinstance(value, Stub):
+            rest += (value.args, value.kwargs)
+        rest += parts_of(value)
+    return nbytes

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, groupby
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -21,6 +21,7 @@ from uuid import uuid4
 import xxhash
 from zlib_ng import zlib_ng
 
+from ucp.core.index import Index
 from ucp.core.layout import Overlap
 from ucp.core.slices import Locator, Piece, Slice, block_ranges, resolve, resolve_copies, starts_of
 from ucp.core.tensor import TensorRef
@@ -84,6 +85,11 @@ class Done:
     drift: tuple[str, ...] = field(default=())
     """Copies that differ from what was taken, one line each."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the task wrote, uncompressed."""
+        return sum(section.nbytes for section in self.sums)
+
 
 class Step(NamedTuple):
     """Report of a task that takes long, on the way."""
@@ -115,7 +121,7 @@ class Worker:
         self._is_remote = is_remote(job.index.files)
         self._announced: dict[int, int] = {}
         self._tracked = frozenset(record.path for record in job.index.records)
-        self._locator = lru_cache(LOCATORS)(self._make_locator)
+        self._locator = lru_cache(LOCATORS)(partial(_make_locator, job.index))  # a bound method would be a cycle
         self._buffer = memoryview(mmap.mmap(-1, TILE))  # of which what is never used takes no memory
 
     def carry_out_all(self, tasks: Iterable[Task]) -> Iterator[Step | Done]:
@@ -347,8 +353,9 @@ class Worker:
         ref = self._job.target.raw[section.placement - len(placements)].src
         return raw_slice(ref)
 
-    def _make_locator(self, param: str, state: str) -> Locator:
-        return Locator(self._job.index.atoms[param].states[state])
+
+def _make_locator(index: Index, param: str, state: str) -> Locator:
+    return Locator(index.atoms[param].states[state])
 
 
 @contextmanager

@@ -22,3 +22,13 @@ def test_what_was_is_restored(*, was_on: bool) -> None:
 def paused_and_failing() -> None:
     with no_cycle_collection():
         raise ValueError(f"seen {gc.isenabled()}")
+
+
+def test_garbage_of_the_caller_stays_young() -> None:
+    """What a library makes old, Python searches for cycles only after a long time."""
+    gc.collect()
+    cycle: list[object] = []
+    cycle.append(cycle)
+    with no_cycle_collection():
+        pass
+    assert any(value is cycle for value in gc.get_objects(generation=0))

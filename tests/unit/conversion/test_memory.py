@@ -8,11 +8,14 @@ interpreter and the libraries it imported) is subtracted. The page cache belongs
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +28,8 @@ from ucp.core.layout import Overlap
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
+from ucp.transfer.plan.task_list import pick_tasks
+from ucp.transfer.worker import Worker
 
 MIB = 1 << 20
 BUDGET = 128 * MIB
@@ -198,16 +203,76 @@ def many_parameters(folder: Path, count: int) -> Path:
     return shards.folder
 
 
-def test_the_memory_of_the_index_is_what_the_plan_says(tmp_path: Path) -> None:
-    """Of a conversion to atoms, parameter by parameter: the more there are, the more, and not more than stated."""
-    peaks, stated = [], []
-    for count in (50, 250):
-        source = many_parameters(tmp_path / f"source{count}", count)
-        stated.append(ucp.plan(source).index_bytes)
-        tracemalloc.start(1)
-        try:
-            ucp.convert(source, tmp_path / f"atoms{count}", workers=1)
-            peaks.append(tracemalloc.get_traced_memory()[1])
-        finally:
-            tracemalloc.stop()
+@pytest.mark.parametrize(("target", "topology"), [("ucp", None), ("dcp", "dp=2")])
+def test_the_memory_of_the_index_is_what_the_plan_says(tmp_path: Path, target: str, topology: str | None) -> None:
+    """The more parameters, the more memory, and no more than `plan` states."""
+    stated, peaks = zip(
+        *(
+            memory_of(many_parameters(tmp_path / f"source{count}", count), to=target, topology=topology)
+            for count in (50, 250)
+        ),
+        strict=True,
+    )
     assert 0 < peaks[1] - peaks[0] <= stated[1] - stated[0] <= 4 * (peaks[1] - peaks[0])
+
+
+@pytest.mark.parametrize("target", ["ucp", "torch"])
+@pytest.mark.parametrize(
+    "client_state",
+    [
+        [{"sample": number, "name": str(number)} for number in range(20_000)],
+        bytes(range(256)) * 20_000,
+        "x" * 5_000_000,
+    ],
+    ids=["small dicts", "bytes", "text"],
+)
+def test_the_memory_of_client_state_is_what_the_plan_says(tmp_path: Path, client_state: object, target: str) -> None:
+    torch = pytest.importorskip("torch")
+    stated, peaks = [], []
+    for name, value in (("without", None), ("with", client_state)):
+        (tmp_path / name).mkdir()
+        torch.save({"model": {"weight": torch.ones(2)}, "client": value}, tmp_path / name / "ckpt.pt")
+        plan, peak = memory_of(tmp_path / name, to=target)
+        stated.append(plan)
+        peaks.append(peak)
+    assert 1 << 20 < peaks[1] - peaks[0] <= stated[1] - stated[0] <= 4 * (peaks[1] - peaks[0])
+
+
+def memory_of(source: Path, **options: Any) -> tuple[int, int]:
+    """Bytes that `plan` states for the index, and the peak of a conversion, which buffers add the same to each time."""
+    stated = ucp.plan(source, **options).index_bytes
+    tracemalloc.start(1)
+    try:
+        ucp.convert(source, source.with_name(f"{source.name}-{options['to']}"), workers=1, **options)
+        return stated, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_finished_conversion_leaves_no_buffer_in_a_cycle(tmp_path: Path) -> None:
+    source = many_parameters(tmp_path / "source", 2)
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(2):
+            ucp.convert(source, tmp_path / f"atoms{number}", workers=1)
+        assert not [value for value in gc.get_objects() if type(value) is Worker]
+    finally:
+        gc.enable()
+
+
+def test_tasks_are_made_when_an_engine_takes_them() -> None:
+    """A plan of 13 TiB has 445,000 tasks."""
+    made: list[int] = []
+
+    class Tasks(Sequence[int]):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, at: int) -> int:
+            made.append(at)
+            return at
+
+    picked = pick_tasks(Tasks(), (5, 0, 3))
+    assert not made
+    assert (picked[1], len(picked), list(picked[1:])) == (0, 3, [0, 3])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -24,6 +24,7 @@ from ucp.io.destination.staging import Staging
 from ucp.io.destination.write import check_space
 from ucp.transfer.output_files import create, fill_checksums, receipts_of
 from ucp.transfer.plan.job import Job
+from ucp.transfer.plan.task_list import nbytes_of, pick_tasks
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Sum
 
@@ -158,15 +159,23 @@ def taken_up(
 
     `known`: reports that are believed, by task; what they speak of is not read.
     """
-    rest = replace(job, tasks=tuple(task for task in job.tasks if task.number not in known))
+    rest = replace(job, tasks=_without(job.tasks, known))
     finished = trusted(rest, root, journal, observer=observer, threads=threads) if rest.tasks else {}
+    todo = _without(rest.tasks, finished)
     return Begun(
         job=job,
         done=(*known.values(), *finished.values()),
-        todo=tuple(task for task in rest.tasks if task.number not in finished),
+        todo=todo,
         believed=job.nbytes - rest.nbytes,
-        read_back=sum(task.nbytes for task in rest.tasks if task.number in finished),
+        read_back=rest.nbytes - nbytes_of(todo),
     )
+
+
+def _without(tasks: Sequence[Task], numbers: Collection[int]) -> Sequence[Task]:
+    """Tasks but those of some numbers; as they are where there are none, so that no task is made here."""
+    if not numbers:
+        return tasks
+    return pick_tasks(tasks, (position for position, task in enumerate(tasks) if task.number not in numbers))
 
 
 def why_unwritable(error: OSError, *, again: str = AGAIN) -> str:

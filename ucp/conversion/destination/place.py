@@ -37,7 +37,7 @@ class Begun:
     """The work, cut as it is best done here."""
     done: tuple[Done, ...]
     """Reports of what an earlier run wrote and is there."""
-    todo: tuple[Task, ...]
+    todo: Sequence[Task]
     """Tasks that are left."""
     believed: int = 0
     """Bytes of what was done that were not read back, as parts vouch for them."""

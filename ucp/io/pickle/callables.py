@@ -6,12 +6,10 @@ unpickles them.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
-from itertools import chain
 
 from ucp.core.dtypes import DType
-from ucp.core.pickle_values import GlobalName, Stub
+from ucp.core.pickle_values import GlobalName, Stub, parts_of
 
 __all__ = ["CALLS", "GROUPS", "callables_of", "unusual_calls"]
 
@@ -79,12 +77,7 @@ def callables_of(value: object) -> Iterator[GlobalName]:
         if isinstance(own, Stub):
             yield own.made_by
             rest += [(own.args, True), (own.kwargs, True)]
-            parts: Iterable[object] = (own.state, *own.items, *chain.from_iterable(own.entries))
-        elif isinstance(own, dict):
-            parts = (*own, *own.values(), *(vars(own).values() if isinstance(own, OrderedDict) else ()))
-        else:
-            parts = own
-        rest += [(part, is_argument) for part in parts]
+        rest += [(part, is_argument) for part in parts_of(own)]
 
 
 def unusual_calls(values: Iterable[tuple[str, object]], usual: Collection[str]) -> Iterator[str]:

@@ -52,7 +52,10 @@ def emit_pickle(root: object) -> EmittedPickle:
     """
     writer = _Writer()
     writer.write(root)
-    return EmittedPickle(data=bytes(writer.out), storages=tuple(writer.storages))
+    storages = tuple(writer.storages)
+    data = writer.out
+    del writer  # its memo may be as large as what it wrote, and `data` is about to be copied
+    return EmittedPickle(data=bytes(data), storages=storages)
 
 
 class _Writer:
@@ -186,7 +189,8 @@ def _float(w: _Writer, value: float) -> None:
 def _str(w: _Writer, value: str) -> None:
     if not w.got(value):
         data = value.encode("utf-8", "surrogatepass")
-        w.out += b"X" + len(data).to_bytes(4, "little") + data
+        w.out += b"X" + len(data).to_bytes(4, "little")
+        w.out += data  # not joined before: it may be hundreds of megabytes
         w.memoize(value)
 
 

@@ -23,6 +23,7 @@ from ucp.contract.protocols import Engine
 from ucp.errors import UcpError, WorkerDiedError, counted
 from ucp.io.files import let_go
 from ucp.transfer.plan.job import Job
+from ucp.transfer.plan.task_list import pick_tasks
 from ucp.transfer.plan.tasks import Task, interleave
 from ucp.transfer.worker import Done, Step, Worker
 
@@ -52,12 +53,13 @@ class ProcessEngine(Engine):
 
         Workers are there when this returns: whoever asks may then start threads, which must not be there at a fork.
         """
-        tasks = interleave(tasks, key=lambda task: task.fills[0].path)  # writers of one file wait for its lock
+        order = interleave(range(len(tasks)), key=lambda at: tasks[at].fills[0].path)  # writers of one file wait
+        in_turn = pick_tasks(tasks, order)
         pool: dict[Any, Any] = {}
         let_go()
         try:
             with undisturbed():
-                _start(pool, job, root, tasks, workers=workers, threads=threads)
+                _start(pool, job, root, in_turn, workers=workers, threads=threads)
             reports = _reports(pool, len(tasks))
             next(reports)
         except BaseException:

@@ -15,7 +15,7 @@ from ucp.core.slices import Locator, Slice
 from ucp.core.target import Placement, TargetPlan
 from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.errors import CoverError, MissingStateError, UsageError, listed
-from ucp.transfer.plan.task_list import TaskList, task_list
+from ucp.transfer.plan.task_list import TaskList, nbytes_of, task_list
 from ucp.transfer.plan.tasks import BLOCK, TASK, Share, Task
 from ucp.transfer.plan.tiles import is_crosswise
 
@@ -48,9 +48,7 @@ class Job:
     @property
     def nbytes(self) -> int:
         """Bytes the tasks write."""
-        if isinstance(self.tasks, TaskList):
-            return self.tasks.nbytes  # which makes none of them
-        return sum(task.nbytes for task in self.tasks)
+        return nbytes_of(self.tasks)
 
 
 def make_job(index: Index, target: TargetPlan, share: Share | None = None) -> Job:

@@ -18,7 +18,7 @@ from ucp.core.slices import block_ranges
 from ucp.core.target import TargetPlan
 from ucp.transfer.plan.tasks import Fill, Section, Share, Task
 
-__all__ = ["Extent", "TaskList", "extent_of", "task_list"]
+__all__ = ["Extent", "PickedTasks", "TaskList", "extent_of", "nbytes_of", "pick_tasks", "task_list"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +126,38 @@ class TaskList(Sequence[Task]):
 
     def _extent(self, at: int) -> Extent:
         return extent_of(self.target, self.bundled[at])
+
+
+@dataclass(frozen=True, slots=True)
+class PickedTasks(Sequence[Task]):
+    """Some of the tasks of a sequence, each taken from it when it is asked for: 8 bytes a task."""
+
+    tasks: Sequence[Task]
+    """Where they are taken from."""
+    positions: array[int]
+    """Of each, its position there."""
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @overload
+    def __getitem__(self, at: int) -> Task: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Task]: ...
+    def __getitem__(self, at: int | slice) -> Task | Sequence[Task]:
+        if isinstance(at, slice):
+            return replace(self, positions=self.positions[at])
+        return self.tasks[self.positions[at]]
+
+
+def pick_tasks(tasks: Sequence[Task], positions: Iterable[int]) -> Sequence[Task]:
+    """The tasks at `positions`, in that order; none of them is made before it is asked for."""
+    return PickedTasks(tasks, array("q", positions))
+
+
+def nbytes_of(tasks: Iterable[Task]) -> int:
+    """Bytes that tasks write."""
+    return tasks.nbytes if isinstance(tasks, TaskList) else sum(task.nbytes for task in tasks)
 
 
 def task_list(target: TargetPlan, crosswise: Collection[int], *, block: int, limit: int) -> TaskList:

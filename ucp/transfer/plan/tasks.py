@@ -13,7 +13,7 @@ where each begins is kept (`task_list`), so it stays small however many bytes ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Protocol, TypeVar
@@ -177,7 +177,7 @@ def bundle(items: Iterable[S], *, limit: int) -> Iterator[list[S]]:
         yield own
 
 
-def interleave(items: Sequence[T], key: Callable[[T], Hashable]) -> list[T]:
+def interleave(items: Iterable[T], key: Callable[[T], Hashable]) -> list[T]:
     """One item of each key in turn, in order within a key: neighbours in time then differ in key, while keys last.
 
     >>> interleave(["a1", "a2", "a3", "b1", "c1"], key=lambda item: item[0])
