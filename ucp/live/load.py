@@ -36,6 +36,7 @@ from ucp.live.report import Clock, LoadReport, report_of
 from ucp.live.resume.beside import Resume, RunObjects, resume_of
 from ucp.live.run.asked import ENVIRONMENT, LoadAsked
 from ucp.live.run.ranks import Ranks, ranks_of, together
+from ucp.live.run.shared_index import read_once
 
 if TYPE_CHECKING:
     import torch
@@ -225,7 +226,7 @@ def _plan(
     """Match the checkpoint with the model, on all ranks alike. `given`: what the user passed beside the model."""
     ranks, source = request.ranks, asked.names.source
     read = index_of if asked.mesh.topology is None else index_as_told  # rules may be for this run alone
-    index = together(ranks, lambda: read(asked.path, source=source))
+    index = read_once(ranks, asked.path, lambda: read(asked.path, source=source))
     told = {name: None if own is None else type(own).__name__ for name, own in given.items()}
     check_agreement(ranks, index, {**asked.agreed, **told})
     clock.lap("index")
