@@ -1,7 +1,17 @@
 """ucp: universal checkpoints for teams that train large models.
 
-`ucp.open`, `ucp.convert`, `ucp.inspect`, `ucp.plan`, `ucp.verify`, `ucp.diff` read and write checkpoints of any
-framework; `ucp.load_into` brings one into a live model. Importing this package imports no torch.
+    import ucp
+
+    checkpoint = ucp.open("ckpt")                          # DeepSpeed, Megatron, FSDP/DCP, torch.save, Hugging Face
+    weight = checkpoint.read("layers.0.mlp.weight")        # one torch tensor, whatever the sharding was
+    moment = checkpoint.read("layers.0.mlp.weight", "exp_avg")
+    print(ucp.plan("ckpt", to="deepspeed", topology="dp=2,zero=3"))  # what a conversion would do
+    ucp.convert("ckpt", "resumed", to="deepspeed", topology="dp=2,zero=3")
+    ucp.verify("resumed", against="ckpt").ok               # complete, undamaged and equal bit for bit?
+    ucp.diff("ckpt", "other").changes                      # where two checkpoints differ
+    ucp.load_into(model, "dp=2", "ckpt", optimizer=optimizer)  # at resume time, on every rank
+
+`ucp.inspect` gives the index, even of a checkpoint with holes. Importing this package imports no torch.
 """
 
 from typing import TYPE_CHECKING

@@ -17,6 +17,7 @@ from typing import TypeVar, Unpack
 import ucp  # the return types, which are imported when they are looked at
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.contract.registry import recognise, with_callables
+from ucp.conversion.arguments import suggest_arguments
 from ucp.conversion.collection import no_cycle_collection
 from ucp.conversion.options import (
     ConvertArguments,
@@ -65,6 +66,7 @@ def _asked_as(known: Callable[..., object], *, without: Collection[str] = ()) ->
     return shown
 
 
+@suggest_arguments
 def open(  # noqa: A001  # ucp.open is the name users look for
     path: type_path,
     *,
@@ -81,6 +83,7 @@ def open(  # noqa: A001  # ucp.open is the name users look for
     return Checkpoint(index_of(given(path), source=SourceOptions.of(family, patterns, shapes_from)))
 
 
+@suggest_arguments
 @no_cycle_collection()
 def inspect(
     path: type_path,
@@ -100,6 +103,7 @@ def inspect(
     return index if note is None else replace(index, notes=(*index.notes, note))
 
 
+@suggest_arguments
 @_asked_as(make_options, without=("resume", "overwrite", "fsync", "verify", "part", "finalize"))
 def plan(src: type_path, dst: type_path | None = None, **asked: Unpack[PlanArguments]) -> PlanReport:
     """What `convert` would do with the same arguments: files, bytes, memory, casts, and what is left behind.
@@ -111,6 +115,7 @@ def plan(src: type_path, dst: type_path | None = None, **asked: Unpack[PlanArgum
     return preview(given(src), make_options(**asked), None if dst is None else given(dst))
 
 
+@suggest_arguments
 @_asked_as(make_options)
 def convert(
     src: type_path, dst: type_path, *, observer: Observer | None = None, **asked: Unpack[ConvertArguments]
@@ -217,6 +222,7 @@ def _threads(workers: int | None, memory: MemoryLike, paths: Iterable[type_path 
     return fit_threads(nbytes_of(memory), asked=workers_of(workers), remote=remote)
 
 
+@suggest_arguments
 def verify(
     path: type_path,
     *,
@@ -247,6 +253,7 @@ def verify(
     )
 
 
+@suggest_arguments
 def diff(
     a: type_path,
     b: type_path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -202,3 +203,61 @@ def test_type_hints_can_be_looked_at():
 def test_an_extra_that_is_not_there_is_answered_with_those_that_are(source):
     with pytest.raises(KeyError, match=r"no extra 'nope'; there are "):
         ucp.open(source).extras["nope"]
+
+
+@pytest.mark.parametrize(
+    ("function", "misspelt", "meant"),
+    [
+        (ucp.convert, "topolgy", "topology"),
+        (ucp.plan, "setings", "settings"),
+        (ucp.open, "famly", "family"),
+        (ucp.inspect, "shape_from", "shapes_from"),
+        (ucp.verify, "agains", "against"),
+        (ucp.diff, "extra", "extras"),
+        (ucp.load_into, "optimiser", "optimizer"),
+    ],
+)
+def test_a_misspelt_argument_names_the_function_and_the_nearest_argument(function, misspelt, meant):
+    text = f"ucp.{function.__name__}() has no argument {misspelt!r}; did you mean {meant!r}?"
+    with pytest.raises(TypeError, match=re.escape(text)):
+        function("src", "dst", **{misspelt: None})
+
+
+def test_help_begins_with_an_example_that_uses_every_verb():
+    example = ucp.__doc__.split("`ucp.inspect`")[0]
+    assert len(example.splitlines()) <= 14
+    for verb in ("open", "convert", "plan", "verify", "diff", "load_into"):
+        assert f"ucp.{verb}(" in example
+
+
+def test_a_checkpoint_is_a_mapping_of_names_to_atoms():
+    checkpoint = ucp.open(FIXTURES / "deepspeed/z3-dp4-bf16/checkpoint")
+    assert list(checkpoint) == list(checkpoint.index.atoms)
+    assert len(checkpoint) == len(checkpoint.index.atoms)
+    name, atom = next(iter(checkpoint.items()))
+    assert name in checkpoint
+    assert "no such name" not in checkpoint
+    assert checkpoint[name] == atom
+    assert checkpoint[name].states[0] == "weight"
+    with pytest.raises(KeyError, match="no parameter 'no such name'"):
+        checkpoint["no such name"]
+
+
+def test_the_state_that_is_read_is_the_weight_unless_another_is_named():
+    checkpoint = ucp.open(FIXTURES / "deepspeed/z3-dp4-bf16/checkpoint")
+    name = next(name for name, atom in checkpoint.items() if "exp_avg" in atom.states)
+    assert torch.equal(checkpoint.read(name), checkpoint.read(name, "weight"))
+    assert not torch.equal(checkpoint.read(name), checkpoint.read(name, "exp_avg"))
+
+
+def test_a_state_dict_has_every_weight_and_tied_names_share_their_tensor():
+    checkpoint = ucp.open(FIXTURES / "huggingface/gpt2/model")
+    tensors = checkpoint.state_dict()
+    assert tensors.keys() == {*checkpoint, *checkpoint.index.aliases}
+    assert checkpoint.index.aliases
+    for name, stored in checkpoint.index.aliases.items():
+        assert tensors[name] is tensors[stored]
+    for name in checkpoint:
+        assert torch.equal(tensors[name], checkpoint.read(name))
+    with pytest.raises(KeyError, match="no parameter has a state 'exp_avg'; the states are weight"):
+        checkpoint.state_dict("exp_avg")

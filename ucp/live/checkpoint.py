@@ -1,8 +1,11 @@
 """A checkpoint of any format, seen as atoms: what `ucp.open` gives.
 
 checkpoint = ucp.open("ckpt")
-checkpoint.atoms["l1.weight"].states            # ('weight', 'step', 'exp_avg', 'exp_avg_sq')
-checkpoint.read("l1.weight", "exp_avg")         # one torch tensor, whatever the sharding was
+list(checkpoint)                                # names of parameters and buffers
+checkpoint["l1.weight"].states                  # ('weight', 'step', 'exp_avg', 'exp_avg_sq')
+checkpoint.read("l1.weight")                    # the weight as one torch tensor, whatever the sharding was
+checkpoint.read("l1.weight", "exp_avg")         # another state of it
+model.load_state_dict(checkpoint.state_dict())  # all weights, tied names included
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, SourceFile, StateIndex
+from ucp.core.names import WEIGHT
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Locator, Slice, resolve
 from ucp.core.tensor import InlineTensor, TensorRef
@@ -83,27 +87,7 @@ def _unknown(index: Index, name: str) -> str:
         return f"{said}: it is tied to {index.aliases[name]!r}, which holds it"
     near = get_close_matches(name, (*index.atoms, *index.aliases), 3) if isinstance(name, str) else []
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {counted(len(index.atoms), 'name')}"
-    return f"{said}; {hint} (`.atoms` lists all)"
-
-
-class _Atoms(Mapping[str, Atom]):
-    def __init__(self, index: Index) -> None:
-        self._index = index
-
-    def __getitem__(self, name: str) -> Atom:
-        if name not in self._index.atoms:
-            raise NoSuchNameError(_unknown(self._index, name))
-        return Atom(self._index.atoms[name])
-
-    def __repr__(self) -> str:
-        names = ", ".join(self._index.atoms)
-        return f"<{counted(len(self), 'atom')}: {names if len(names) < _LONG else names[:_LONG] + '...'}>"
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._index.atoms)
-
-    def __len__(self) -> int:
-        return len(self._index.atoms)
+    return f"{said}; {hint} (iterate over the checkpoint for all)"
 
 
 class _Extras(dict[str, object]):
@@ -116,14 +100,29 @@ Region = Box | slice | tuple[slice | EllipsisType, ...]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Checkpoint:
-    """A checkpoint of any format, seen as atoms. Opening reads indexes only."""
+class Checkpoint(Mapping[str, Atom]):
+    """A checkpoint of any format as a mapping of names to atoms. Opening reads indexes only.
+
+    The names are those of parameters and buffers, in the order of the model; a tied name is not one of them, but
+    `read` and `state_dict` know it.
+    """
 
     index: Index
     """Everything that is known of it."""
 
     def __repr__(self) -> str:
         return repr(self.index)
+
+    def __getitem__(self, name: str) -> Atom:
+        if name not in self.index.atoms:
+            raise NoSuchNameError(_unknown(self.index, name))
+        return Atom(self.index.atoms[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.index.atoms)
+
+    def __len__(self) -> int:
+        return len(self.index.atoms)
 
     def _repr_html_(self) -> str:
         """For notebooks: what it is, and its parameters."""
@@ -132,7 +131,7 @@ class Checkpoint:
             for name, atom in list(self.index.atoms.items())[:_SHOWN]
         ]
         more = len(self.index.atoms) - len(rows)
-        rest = f"<p>and {more:,} more (<code>.atoms</code> lists all)</p>" if more > 0 else ""
+        rest = f"<p>and {more:,} more</p>" if more > 0 else ""
         head = _table((), list(self._shown()))
         return head + _table(("parameter", "shape", "states", "dtypes"), rows) + rest
 
@@ -171,10 +170,10 @@ class Checkpoint:
 
     @property
     def atoms(self) -> Mapping[str, Atom]:
-        """Name to atom, in the order of the model."""
-        return _Atoms(self.index)
+        """The same mapping, for code that says what it goes through."""
+        return self
 
-    def read(self, name: str, state: str, region: Region | None = None) -> torch.Tensor:
+    def read(self, name: str, state: str = WEIGHT, region: Region | None = None) -> torch.Tensor:
         """Elements of a state as a tensor of its own shape, or of the shape of `region`.
 
         `name` may be a tied name. `region`: of the whole, elements: `ucp.Box((0, 0), (4, 8))`, or slices, as in
@@ -184,6 +183,19 @@ class Checkpoint:
         source = self._state(name, state)
         box = _box(region, source.global_shape, f"{name}/{state}")
         return _read(source, box, f"{name}/{state}", self.index.files)
+
+    def state_dict(self, state: str = WEIGHT) -> dict[str, torch.Tensor]:
+        """Name to tensor of one state of all parameters and buffers that have it, as a model loads them.
+
+        Tied names are included, and share the tensor that they are tied to. Raises KeyError for a state that nothing
+        has, MissingLibraryError without torch.
+        """
+        tensors = {name: self.read(name, state) for name, atom in self.items() if state in atom.states}
+        if not tensors and self:
+            states = dict.fromkeys(name for atom in self.values() for name in atom.states)
+            raise NoSuchNameError(f"no parameter has a state {state!r}; the states are {', '.join(states)}")
+        ties = {name: tensors[stored] for name, stored in self.index.aliases.items() if stored in tensors}
+        return {**tensors, **ties}
 
     def extra(self, name: str, rank: int | None = None) -> object:
         """The value of an extra with its tensors read, as a training script takes it up again.
@@ -231,8 +243,6 @@ class Checkpoint:
         return states[state]
 
 
-_LONG = 1000
-"""Characters of names that are shown at once."""
 _SHOWN = 50
 """Parameters that a notebook shows."""
 

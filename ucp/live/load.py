@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from ucp.contract.protocols import Observer
+from ucp.conversion.arguments import suggest_arguments
 from ucp.conversion.collection import no_cycle_collection
 from ucp.conversion.options import AcceptName, DtypeLike, MemoryLike, TopologyLike, ZeroMomentsName, type_path
 from ucp.conversion.source.read import index_as_told, index_of
@@ -51,6 +52,7 @@ ExchangeName = Literal["auto", "always", "never"]
 RankPolicyName = Literal["drop", "carry", "replicate"]
 
 
+@suggest_arguments
 def load_into(
     model: nn.Module | Sequence[nn.Module],
     topology: TopologyLike | DeviceMesh | type_path | None = None,
