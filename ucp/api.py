@@ -23,6 +23,7 @@ from ucp.conversion.options import (
     ConvertArguments,
     MemoryLike,
     PlanArguments,
+    filter_of,
     make_options,
     nbytes_of,
     type_path,
@@ -227,6 +228,9 @@ def verify(
     path: type_path,
     *,
     against: type_path | None = None,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    weights: bool = False,
     family: str | None = None,
     patterns: type_path | None = None,
     shapes_from: type_path | None = None,
@@ -238,15 +242,19 @@ def verify(
 
     Reads every byte that has a recorded checksum, compares copies that should be equal, and proves that shards tile
     every tensor. Against another checkpoint, a state of another dtype is compared after the cast; extras are compared
-    if `path` holds atoms of the same run in the layout of `against`. `family`, `patterns` and `shapes_from`: see
-    `convert`; they apply to both, as far as their formats need them. `workers`: threads, by default four, or eight with
-    a bucket; `memory`: bytes for all of them, beyond the interpreter's own.
+    if `path` holds atoms of the same run in the layout of `against`.
+
+    `include`, `exclude`: globs over parameter names, or name/state, that choose what is compared with `against`;
+    `weights`: weights alone, as for an export of a run. `family`, `patterns` and `shapes_from`: see `convert`; they
+    apply to both, as far as their formats need them. `workers`: threads, by default four, or eight with a bucket;
+    `memory`: bytes for all of them, beyond the interpreter's own.
     """
     from ucp.checks.verify import prove
 
     return prove(
         given(path),
         against=None if against is None else given(against),
+        names=filter_of(include, exclude, weights=weights),
         source=SourceOptions.of(family, patterns, shapes_from),
         threads=_threads(workers, memory, (path, against)),
         observer=observer or Silent(),
@@ -259,6 +267,9 @@ def diff(
     b: type_path,
     *,
     extras: bool = False,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    weights: bool = False,
     family: str | None = None,
     patterns: type_path | None = None,
     shapes_from: type_path | None = None,
@@ -268,14 +279,15 @@ def diff(
 ) -> ucp.DiffReport:
     """Every difference between two checkpoints of any formats, streamed.
 
-    `extras`: also what is not a parameter, entry by entry. `family`, `patterns`, `shapes_from`, `workers`,
-    `memory`: see `verify`.
+    `extras`: also what is not a parameter, entry by entry. `include`, `exclude`, `weights`, `family`, `patterns`,
+    `shapes_from`, `workers`, `memory`: see `verify`.
     """
     from ucp.checks.verify import differences
 
     return differences(
         given(a),
         given(b),
+        names=filter_of(include, exclude, weights=weights),
         extras=extras,
         source=SourceOptions.of(family, patterns, shapes_from),
         threads=_threads(workers, memory, (a, b)),

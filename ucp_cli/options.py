@@ -67,6 +67,9 @@ class CompareArguments(TypedDict):
     family: str | None
     patterns: Path | None
     shapes_from: Path | None
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    weights: bool
     workers: int | None
     memory: int
 
@@ -192,6 +195,16 @@ _SOURCE_OPTIONS = (
     ),
 )
 
+_NAME_OPTIONS = (
+    click.option(
+        "--include",
+        metavar="GLOB",
+        multiple=True,
+        help="Only these parameters (NAME) or states (NAME/STATE). May be repeated.",
+    ),
+    click.option("--exclude", metavar="GLOB", multiple=True, help="Leave these out. May be repeated."),
+)
+
 _MEMORY_OPTION = click.option(
     "--memory",
     type=memory_of,
@@ -230,13 +243,7 @@ _CONVERT_OPTIONS = (
     ),
     click.option("--virtual", is_flag=True, help="Write atoms that refer to the source's bytes; nothing is copied."),
     click.option("--compress", is_flag=True, help="Compress atoms with zstd."),
-    click.option(
-        "--include",
-        metavar="GLOB",
-        multiple=True,
-        help="Only these parameters (NAME) or states (NAME/STATE). May be repeated.",
-    ),
-    click.option("--exclude", metavar="GLOB", multiple=True, help="Leave these out. May be repeated."),
+    *_NAME_OPTIONS,
     click.option(
         "--dtype",
         "dtypes",
@@ -334,7 +341,10 @@ def compare_options(command: F) -> F:
     workers = click.option(
         "--workers", type=count_of, metavar="N", help="Threads that read and compare.  [default: 4; with a bucket 8]"
     )
-    return _with((*_SOURCE_OPTIONS, workers, _MEMORY_OPTION), command)
+    weights = click.option(
+        "--weights", is_flag=True, help="Compare weights alone, as of a run and an export: --include '*/weight'."
+    )
+    return _with((*_SOURCE_OPTIONS, *_NAME_OPTIONS, weights, workers, _MEMORY_OPTION), command)
 
 
 def _with(options: Sequence[Callable[[F], F]], command: F) -> F:

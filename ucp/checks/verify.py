@@ -15,6 +15,7 @@ from ucp.conversion.source.read import index_of
 from ucp.conversion.verify import damage
 from ucp.conversion.verify import drift as find_drift
 from ucp.core.index import TAG, Index
+from ucp.core.names import WEIGHT, NameFilter
 from ucp.errors import (
     ChangedError,
     CorruptError,
@@ -22,6 +23,7 @@ from ucp.errors import (
     IdleOptionError,
     MalformedError,
     MissingFileError,
+    UsageError,
     counted,
     listed,
 )
@@ -30,6 +32,8 @@ from ucp.transfer.compare import checked_bytes
 from ucp.transfer.differences import Change, casts_between, compare, keeps_extras
 
 __all__ = ["DiffReport", "VerifyReport", "differences", "prove"]
+
+_ALL = NameFilter()
 
 _DAMAGE = (ChangedError, CorruptError, CoverError, MalformedError, MissingFileError)
 """What keeps a checkpoint from being read that was once whole: a finding of `verify`, not its failure."""
@@ -104,8 +108,21 @@ class DiffReport:
         return "\n".join([*text, *(f"note: {line}" for line in self.notes)])
 
 
-def prove(path: Path, *, against: Path | None, source: SourceOptions, threads: int, observer: Observer) -> VerifyReport:
-    """What `ucp.verify` finds. `source`: about both, as far as their formats have a use for it. Raises UsageError."""
+def prove(
+    path: Path,
+    *,
+    against: Path | None,
+    names: NameFilter = _ALL,
+    source: SourceOptions,
+    threads: int,
+    observer: Observer,
+) -> VerifyReport:
+    """What `ucp.verify` finds. `source`: about both, as far as their formats have a use for it. Raises UsageError.
+
+    `names`: which parameters and states are compared with `against`; `path` is proved whole.
+    """
+    if against is None and names != _ALL:
+        raise UsageError("--include, --exclude and --weights choose what is compared: say with what by --against")
     recognise(path)
     told = _Told(source)
     other = None if against is None else told.index_of(against)
@@ -123,9 +140,10 @@ def prove(path: Path, *, against: Path | None, source: SourceOptions, threads: i
         checked, notes = checked_bytes(index), index.unchecked
         if other is not None and not problems:
             kept = keeps_extras(other, index)
-            a, b = _without_chosen(other, index), _without_chosen(index, index)
-            changes = compare(a, b, observer, cast=True, extras=kept, threads=threads)
-            casts, notes = casts_between(other, index), (*notes, *_strangers(other, index))
+            kept = kept and names == _ALL
+            a, b = _compared((_without_chosen(other, index), _without_chosen(index, index)), names)
+            changes = [change.swapped() for change in compare(a, b, observer, cast=True, extras=kept, threads=threads)]
+            casts, notes = casts_between(a, b), (*notes, *_strangers(other, index))
             check_unchanged(other.files)
         check_unchanged(index.files)
     except _DAMAGE as error:
@@ -149,13 +167,52 @@ def _without_chosen(index: Index, store: Index) -> Index:
     return replace(index, extras=tuple(own for own in extras if own.name != TAG))
 
 
+def _compared(both: tuple[Index, Index], names: NameFilter) -> tuple[Index, Index]:
+    """Two checkpoints with what `names` keeps, and hyper-parameters where it keeps optimizer states.
+
+    Raises UsageError for a glob that matches nothing in either.
+    """
+    if names == _ALL:
+        return both
+    names.check_used((atom.name, state) for index in both for atom, state, _ in index.states())
+    a, b = (_narrowed(index, names) for index in both)
+    return a, b
+
+
+def _narrowed(index: Index, names: NameFilter) -> Index:
+    kept = {
+        name: replace(atom, states={state: stored for state, stored in atom.states.items() if names.keeps(name, state)})
+        for name, atom in index.atoms.items()
+    }
+    atoms = {name: atom for name, atom in kept.items() if atom.states}
+    stepped = {name for name, atom in atoms.items() if atom.states.keys() - {WEIGHT}}
+    groups = [replace(group, params=tuple(p for p in group.params if p in stepped)) for group in index.groups]
+    return replace(
+        index,
+        atoms=atoms,
+        groups=tuple(group for group in groups if group.params),
+        aliases={alias: name for alias, name in index.aliases.items() if name in atoms},
+    )
+
+
 def differences(
-    a: Path, b: Path, *, extras: bool, source: SourceOptions, threads: int, observer: Observer
+    a: Path,
+    b: Path,
+    *,
+    names: NameFilter = _ALL,
+    extras: bool,
+    source: SourceOptions,
+    threads: int,
+    observer: Observer,
 ) -> DiffReport:
-    """What `ucp.diff` finds. `source`: about both, as far as their formats have a use for it. Raises UsageError."""
+    """What `ucp.diff` finds. `source`: about both, as far as their formats have a use for it. Raises UsageError.
+
+    `names`: which parameters and states are compared.
+    """
     told = _Told(source)
     left, right = told.index_of(a), told.index_of(b)
     told.check_used()
+    left, right = _compared((left, right), names)
     both = [
         state
         for atom, name, state in left.states()

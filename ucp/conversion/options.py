@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from os import PathLike
 from pathlib import Path
@@ -20,7 +20,7 @@ from ucp.conversion.source.replica_policy import Drift
 from ucp.conversion.source.zero_moments import ZeroMoments
 from ucp.core.dtypes import DType
 from ucp.core.index import DoubtKind
-from ucp.core.names import NameFilter
+from ucp.core.names import WEIGHT, NameFilter
 from ucp.core.target import TargetOptions
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
@@ -250,7 +250,7 @@ def make_options(
             settings=asked,
             tag=tag or "",
         ),
-        names=NameFilter(include=_globs(include), exclude=_globs(exclude)),
+        names=filter_of(include, exclude),
         naming=Naming.of(names, None if rename is None else Path(rename)),
         source=SourceOptions.of(family, patterns, shapes_from),
         drift=policy_of(drift, Drift, "a policy for copies that differ"),
@@ -347,6 +347,18 @@ def _engine(name: str | None, settings: dict[str, str]) -> tuple[Engine | None, 
     chosen = engine_named(name)
     own = {setting: value for setting, value in settings.items() if setting in chosen.settings}
     return chosen.configured(own), {setting: value for setting, value in settings.items() if setting not in own}
+
+
+def filter_of(include: Iterable[str], exclude: Iterable[str], *, weights: bool = False) -> NameFilter:
+    """The parameters and states that globs choose; with `weights`, weights alone. Raises UsageError.
+
+    >>> filter_of((), "lm_head.*", weights=True)
+    NameFilter(include=('*/weight',), exclude=('lm_head.*',))
+    """
+    names = NameFilter(include=_globs(include), exclude=_globs(exclude))
+    if weights and names.include:
+        raise UsageError(f"expected --weights or --include; got both. Say --include '{names.include[0]}/{WEIGHT}'")
+    return replace(names, include=(f"*/{WEIGHT}",)) if weights else names
 
 
 def _globs(asked: Iterable[str]) -> tuple[str, ...]:

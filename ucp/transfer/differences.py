@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isnan
 
 from ucp.contract.protocols import Observer
@@ -39,6 +39,10 @@ class Change:
     """Elements that differ."""
     largest: float = 0.0
     """Largest absolute difference."""
+
+    def swapped(self) -> Change:
+        """The same difference with its sides exchanged."""
+        return replace(self, a=self.b, b=self.a)
 
     def __str__(self) -> str:
         whose = "/".join(filter(None, [self.param, self.state]))

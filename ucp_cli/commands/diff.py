@@ -21,7 +21,12 @@ from ucp_cli.progress import watch
 __all__ = ["command"]
 
 
-@click.command("diff", epilog=example("ucp diff checkpoints/global_step1000 atoms/"))
+@click.command(
+    "diff",
+    epilog=example(
+        "ucp diff checkpoints/global_step1000 atoms/", "ucp diff checkpoints/global_step1000 export/ --weights"
+    ),
+)
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
 @click.option("--extras", is_flag=True, help="Also compare what is not a parameter: schedulers, client state, ...")

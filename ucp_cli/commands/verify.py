@@ -23,7 +23,14 @@ from ucp_cli.progress import watch
 __all__ = ["command"]
 
 
-@click.command("verify", epilog=example("ucp verify atoms/", "ucp verify atoms/ --against checkpoints/global_step1000"))
+@click.command(
+    "verify",
+    epilog=example(
+        "ucp verify atoms/",
+        "ucp verify atoms/ --against checkpoints/global_step1000",
+        "ucp verify export/ --against checkpoints/global_step1000 --weights",
+    ),
+)
 @click.argument("path", type=PATH)
 @click.option("--against", type=PATH, metavar="SRC", help="Also compare with this checkpoint, bit for bit.")
 @compare_options
@@ -85,5 +92,5 @@ def _parts(report: VerifyReport) -> list[RenderableType | None]:
         lines("Damage", [line for line in report.problems if line not in report.drift], style="red"),
         lines("Copies that differ", report.drift, style="red"),
         lines("Notes", report.notes),
-        change_tables(report.changes, a=report.against or "", b=report.path),
+        change_tables(report.changes, a=report.path, b=report.against or ""),
     ]

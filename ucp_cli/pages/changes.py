@@ -61,6 +61,20 @@ class _Row:
         return f"×{self.changes}" if self.changes > 1 else ""
 
 
+_MOST_ROWS = 20
+"""Rows of a table; the one that matters is not to be lost among hundreds."""
+
+
+def _short(title: str, columns: Sequence[str], rows: Sequence[tuple[str | Text, ...]]) -> RenderableType | None:
+    """A table of the first rows, and how many there are beside them."""
+    drawn = table(title, columns, rows[:_MOST_ROWS])
+    if len(rows) <= _MOST_ROWS:
+        return drawn
+    return stacked(
+        drawn, Text(f"  and {counted(len(rows) - _MOST_ROWS, 'more row', 'more rows')} (--json lists all differences)")
+    )
+
+
 def change_tables(changes: Sequence[Change], *, a: str, b: str) -> RenderableType | None:
     """Differences, grouped; None without any. `a`, `b`: what the two checkpoints are called."""
     if not changes:
@@ -72,11 +86,11 @@ def change_tables(changes: Sequence[Change], *, a: str, b: str) -> RenderableTyp
     return stacked(
         Text(""),
         facts([("a", a), ("b", b)]),
-        table("Structure", ("parameter", ">", "state", "differs in", "a", "b"), _structure(others)),
-        table("Hyper-parameters", ("name", "a", "b", "of"), _hyper(hyper)),
-        table("Extras", ("extra", "entry", "a", "b"), extras),
-        table("Values, by state", ("state", ">tensors", ">elements", ">largest"), _by_state(values)),
-        table("Values, by parameter", ("parameter", ">", "state", ">elements", ">largest"), _by_parameter(values)),
+        _short("Structure", ("parameter", ">", "state", "differs in", "a", "b"), _structure(others)),
+        _short("Hyper-parameters", ("name", "a", "b", "of"), _hyper(hyper)),
+        _short("Extras", ("extra", "entry", "a", "b"), extras),
+        _short("Values, by state", ("state", ">tensors", ">elements", ">largest"), _by_state(values)),
+        _short("Values, by parameter", ("parameter", ">", "state", ">elements", ">largest"), _by_parameter(values)),
     )
 
 

@@ -115,3 +115,40 @@ def test_a_cast_is_a_difference_of_dtype_and_of_values(ucp: Run, zero3: Path, tm
         ("exp_avg", "values"),
     }
     assert 0 < max(change["largest"] for change in document["changes"]) < 1e-3
+
+
+def test_weights_alone_are_compared_where_asked_for(ucp: Run, zero3: Path, tmp_path: Path) -> None:
+    """A run and its export differ in optimizer states and hyper-parameters; the weights are equal."""
+    run, export = zero3, tmp_path / "export"
+    ucp("convert", run, export, "--include", "*/weight", "--to", "dcp", "-q")
+    assert "\nStructure\n" in ucp("diff", run, export, code=3).stdout
+    for options in (("--weights",), ("--include", "*/weight")):
+        assert ucp("diff", run, export, *options).stdout.startswith("equal; ")
+        assert f"equal to  {run}" in ucp("verify", export, "--against", run, *options).stdout
+
+
+def test_a_glob_that_matches_nothing_in_either_is_refused(ucp: Run, zero3: Path, mixed: Path) -> None:
+    assert "no parameter matches 'nothing*'" in ucp("diff", zero3, mixed, "--include", "nothing*", code=2).stderr
+    assert "say with what by --against" in ucp("verify", zero3, "--weights", code=2).stderr
+    both = ucp("diff", zero3, mixed, "--weights", "--include", "l1.*", code=2).stderr
+    assert "expected --weights or --include" in both
+
+
+def test_the_sides_of_verify_are_in_the_order_of_the_command(ucp: Run, zero3: Path, mixed: Path) -> None:
+    page = ucp("verify", mixed, "--against", zero3, code=3).stdout
+    assert f"a  {mixed}\nb  {zero3}\n" in page
+    swapped = ucp("verify", zero3, "--against", mixed, "--json", code=3).stdout
+    changes = {(one["param"], one["state"], one["what"]): one for one in json.loads(swapped)["changes"]}
+    for change in json.loads(ucp("diff", zero3, mixed, "--json", code=3).stdout)["changes"]:
+        if change["what"] in {"missing", "group", "shape"}:
+            one = changes[change["param"], change["state"], change["what"]]
+            assert (one["a"], one["b"]) == (change["a"], change["b"])
+
+
+def test_a_table_has_twenty_rows_and_a_count(ucp: Run, tmp_path: Path) -> None:
+    for name, width in (("a", 2), ("b", 3)):
+        tensors = {f"part_{letter}.weight": torch.ones(width) for letter in "abcdefghijklmnopqrstuvwxy"}
+        torch.save(tensors, tmp_path / f"{name}.pt")
+    page = ucp("diff", tmp_path / "a.pt", tmp_path / "b.pt", code=3).stdout
+    assert page.count("shape") == 20
+    assert "and 5 more rows (--json lists all differences)" in page

@@ -29,6 +29,7 @@ def match_states(
     brought in the type it is stored in, whatever number the optimizer then makes of it.
     """
     known = {name for group in index.groups for name in group.params}
+    has_optimizer = bool(known) or any(map(_held, index.atoms.values()))
     lost = [matched[own.name] for own in params if own.name in matched]
     findings.problems.extend(index.reasons(name for name in lost if name in index.lost and not index.lost[name].chosen))
     wanted: list[LoadItem] = []
@@ -41,11 +42,16 @@ def match_states(
             note_cast(atom, WEIGHT, dtype, findings)
             wanted.append(item_of(param.name, atom, WEIGHT, dtype, param.part or parts[param.name], stepped=True))
         if not _held(atom):
-            if atom.name not in known and 0 not in atom.global_shape:
+            if has_optimizer and atom.name not in known and 0 not in atom.global_shape:
                 findings.problems.append(f"{param.name} is optimised, and was not when the checkpoint was saved")
             fresh.append(param.name)
         else:
             wanted.extend(_states(param, param.part or parts[param.name], atom, findings))
+    if not has_optimizer and any(0 not in index.atoms[matched[name]].global_shape for name in fresh):
+        findings.problems.append(
+            "the checkpoint holds weights only, and no optimizer states: leave optimizer= out, or pass strict=False to "
+            "start with a new optimizer"
+        )
     bare = {own.name for own in params if own.keeps is not None and not own.keeps.keys() - {WEIGHT}}  # SGD's, say
     begun = (name for name in fresh if name not in bare and matched[name] in known)
     started = [name for name in begun if 0 not in index.atoms[matched[name]].global_shape]

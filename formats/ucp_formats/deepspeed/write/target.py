@@ -64,8 +64,8 @@ class DeepSpeedTarget(Target):
         if stage and not groups:
             raise MissingStateError(
                 f"expected optimizer groups and states, which ZeRO stage {stage} keeps the weights with; {index.path} "
-                f"{without_groups(index)}. Write stage-0 model files (--topology zero=0), to load with "
-                "load_module_only=True"
+                f"{without_groups(index)}. Start a new optimizer (--optimizer zero), or write stage-0 model files "
+                "(--topology zero=0), to load with load_module_only=True"
             )
         _check_order(index, groups)
         flat = is_flat(facts, groups, stage)

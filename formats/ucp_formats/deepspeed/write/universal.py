@@ -87,7 +87,8 @@ class DeepSpeedUniversalTarget(Target):
         if not any(is_optimized(index.atoms[name]) for group in index.groups for name in group.params):
             raise MissingStateError(
                 f"expected optimizer groups and states, which DeepSpeed loads together with the weights; {index.path} "
-                f"{without_groups(index)}. Write stage-0 model files (--to deepspeed --topology zero=0)"
+                f"{without_groups(index)}. Start a new optimizer (--optimizer zero), or write stage-0 model files "
+                "(--to deepspeed --topology zero=0)"
             )
         stage = index.topology.zero
         stage = 1 if stage is None else stage

@@ -218,8 +218,19 @@ def test_a_checkpoint_without_any_optimizer_states_is_a_problem():
 
 
 def test_a_parameter_that_was_not_optimised_is_a_problem():
-    _, _, findings = states_of([LiveParam(name="a", keeps=ADAM)], index(atom("a")))
+    source = index(atom("a"), adam_atom("b"), groups=(ParamGroup(params=("b",), hyper={}),))
+    params = [LiveParam(name=name, keeps=ADAM) for name in ("a", "b")]
+    _, _, findings = states_of(params, source)
     assert findings.problems == ["a is optimised, and was not when the checkpoint was saved"]
+
+
+def test_a_checkpoint_of_weights_only_is_one_problem():
+    params = [LiveParam(name=name, keeps=ADAM) for name in ("a", "b")]
+    _, fresh, findings = states_of(params, index(atom("a"), atom("b")))
+    (problem,) = findings.problems
+    assert "weights only" in problem
+    assert "leave optimizer= out" in problem
+    assert fresh == ["a", "b"]
 
 
 def test_a_parameter_without_elements_needs_no_state():
