@@ -162,7 +162,7 @@ def _part(
 
     def check(prepared: Prepared) -> None:
         destination.check_job(prepared.job)
-        if not staging.data.exists() and not staging.is_complete(prepared.fingerprint):
+        if not staging.data.exists() and not staging.is_complete(prepared.fingerprint, overwrite=options.overwrite):
             check_space(prepared.nbytes_out, staging.dst.parent)  # for all parts, by whoever comes first
 
     prepared = plan_part(src, staging, options, observer, check)
@@ -177,7 +177,7 @@ def _part(
 def _take(destination: Destination, prepared: Prepared, options: ConvertOptions) -> bool:
     """Take the place where the destination grows, unless nothing is left to do. Raises DestinationError."""
     resume = options.resume or options.finalize
-    if resume and destination.is_complete(prepared.fingerprint):
+    if resume and destination.is_complete(prepared.fingerprint, overwrite=options.overwrite):
         destination.sweep()
         return False
     if options.finalize:
@@ -188,7 +188,9 @@ def _take(destination: Destination, prepared: Prepared, options: ConvertOptions)
     except OSError as error:
         raise destination.unwritable(error) from error
     except DestinationError:
-        if resume and destination.is_complete(prepared.fingerprint):  # by another run, which was waited for
+        if resume and destination.is_complete(
+            prepared.fingerprint, overwrite=False
+        ):  # by another run, which was waited for
             destination.sweep()
             return False
         raise

@@ -22,7 +22,7 @@ from ucp.errors import BusyError, DestinationError
 from ucp.io.destination.goal import Making, check_apart, check_destination
 from ucp.io.destination.staging import Staging
 from ucp.io.destination.write import check_space
-from ucp.transfer.output_files import create, fill_checksums, receipts_of
+from ucp.transfer.output_files import create, cut_surplus, fill_checksums, receipts_of
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Sum
@@ -67,9 +67,9 @@ class OnDisk:
         self._is_packed = job.target.compress
         self._nbytes = sum(file.nbytes for file in job.target.files)
 
-    def is_complete(self, fingerprint: str) -> bool:
-        """Whether the same conversion was made here, and finished."""
-        return self._staging.is_complete(fingerprint)
+    def is_complete(self, fingerprint: str, *, overwrite: bool) -> bool:
+        """Whether the same conversion was made here, and finished. Raises DestinationError where it is damaged."""
+        return self._staging.is_complete(fingerprint, overwrite=overwrite)
 
     def is_begun(self) -> bool:
         """Whether an unfinished conversion lies here."""
@@ -106,7 +106,8 @@ class OnDisk:
         self._staging.note(line_of(done))
 
     def finish(self, job: Job, sums: Sequence[Sum]) -> Receipts:
-        """Fill in the checksum fields of all files."""
+        """Fill in the checksum fields of all files, which end where they were planned to."""
+        cut_surplus(job, self.root, sums)
         fill_checksums(job, self.root, job.target.files, sums)
         return receipts_of(job, sums)
 

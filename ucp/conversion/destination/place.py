@@ -66,8 +66,11 @@ class Destination(Protocol):
     def check_job(self, job: Job) -> None:
         """The same, knowing what is read and written."""
 
-    def is_complete(self, fingerprint: str) -> bool:
-        """Whether the same conversion was made here, and finished."""
+    def is_complete(self, fingerprint: str, *, overwrite: bool) -> bool:
+        """Whether the same conversion was made here, and finished.
+
+        Raises DestinationError where files are no longer as it wrote them, unless they may be overwritten.
+        """
 
     def is_begun(self) -> bool:
         """Whether an unfinished conversion lies here."""

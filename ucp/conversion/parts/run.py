@@ -58,17 +58,17 @@ def write_part(prepared: Prepared, staging: Staging, options: ConvertOptions, ob
 
 def _joined(prepared: Prepared, staging: Staging, options: ConvertOptions) -> Iterable[Line] | None:
     """What was noted outside of parts, once the place is taken; None where the destination is complete."""
-    if staging.is_complete(prepared.fingerprint):
+    if staging.is_complete(prepared.fingerprint, overwrite=options.overwrite):
         return None
     try:
         before = staging.join(Making(prepared.fingerprint, prepared.facts), overwrite=options.overwrite)
     except BusyError as error:
         raise BusyError(busy_text(error, staging)) from error
     except DestinationError:
-        if staging.is_complete(prepared.fingerprint):  # finalized since we looked
+        if staging.is_complete(prepared.fingerprint, overwrite=options.overwrite):  # finalized since we looked
             return None
         raise
-    return None if staging.is_complete(prepared.fingerprint) else before
+    return None if staging.is_complete(prepared.fingerprint, overwrite=options.overwrite) else before
 
 
 def _journal(staging: Staging, share: Share) -> PartJournal:

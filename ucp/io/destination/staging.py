@@ -24,7 +24,8 @@ from typing import Any
 import xxhash
 
 from ucp.errors import BusyError, DestinationError, IncompleteError, listed
-from ucp.io.destination.goal import Making, begun_otherwise, check_goal, marked
+from ucp.io.destination.goal import Making, begun_otherwise, check_goal
+from ucp.io.destination.mark import is_complete
 from ucp.io.folder import is_url
 
 __all__ = ["PARTIAL", "TEMPORARY", "Staging", "is_begun", "lines_of", "refuse_partial", "sync"]
@@ -75,9 +76,9 @@ class Staging:
         self._lock: int | None = None
         self._is_begun = False
 
-    def is_complete(self, fingerprint: str) -> bool:
-        """Whether `dst` is there and was made by the same conversion."""
-        return marked(self.dst).get("fingerprint") == fingerprint
+    def is_complete(self, fingerprint: str, *, overwrite: bool = False) -> bool:
+        """Whether `dst` is there and was made by the same conversion. Raises DestinationError where it is damaged."""
+        return is_complete(self.dst, fingerprint, overwrite=overwrite)
 
     def open(self, making: Making, *, resume: bool, overwrite: bool) -> list[dict[str, object]]:
         """Take the place, and return the journal lines of tasks an earlier run finished (none unless `resume`).

@@ -344,13 +344,13 @@ def test_one_at_a_time_on_a_machine(memory, scratch, source):
 def test_two_that_begin_at_once(memory, scratch, source, monkeypatch):
     """Neither saw the other; the store lets one of them begin."""
     bucket = import_module("ucp.conversion.destination.bucket")
-    real = bucket.marked
+    real = bucket.read_mark
 
     def meanwhile(path):
         memory.fs.pipe_file(f"{DST}/.ucp-partial/conversion.json", b"{}")
         return real(path)
 
-    monkeypatch.setattr(bucket, "marked", meanwhile)
+    monkeypatch.setattr(bucket, "read_mark", meanwhile)
     with pytest.raises(DestinationError, match="has just begun"):
         converted(source, scratch)
 

@@ -245,9 +245,9 @@ class TestAfterwards:
         """The place is gone, and the destination there, when a part gets its turn."""
         real, looks = Staging.is_complete, []
 
-        def is_complete(staging, fingerprint):
+        def is_complete(staging, fingerprint, *, overwrite):
             looks.append(1)
-            return len(looks) > 2 and real(staging, fingerprint)  # of `convert`, and of the part
+            return len(looks) > 2 and real(staging, fingerprint, overwrite=overwrite)  # of `convert`, and of the part
 
         monkeypatch.setattr(Staging, "is_complete", is_complete)
         assert ucp.convert(source, dst, part="1/2").already_complete

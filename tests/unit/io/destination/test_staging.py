@@ -160,12 +160,22 @@ def test_a_refusal_leaves_nothing_behind(staging):
     assert not staging.folder.exists()
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", "{", '{"fingerprint": "g"}', '{"fingerprint": 1}', "\ud800"])
+@pytest.mark.parametrize("text", [None, '{"fingerprint": "g"}', '{"fingerprint": 1}'])
 def test_only_the_same_conversion_is_complete(staging, text):
     staging.dst.mkdir()
     if text is not None:
-        (staging.dst / MARK).write_text(text, errors="surrogatepass")
+        (staging.dst / MARK).write_text(text)
     assert not staging.is_complete("f")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "\ud800", '{"fingerprint": "f","xxh3":"0123456789abcdef"}'])
+def test_a_damaged_mark_is_neither_believed_nor_replaced(staging, text):
+    staging.dst.mkdir()
+    (staging.dst / MARK).write_text(text, errors="surrogatepass")
+    with pytest.raises(DestinationError, match="is damaged"):
+        staging.is_complete("f")
+    with pytest.raises(DestinationError, match="is damaged"):
+        begun(staging, overwrite=True)
 
 
 def test_a_complete_one_is_known_by_its_mark(staging):
