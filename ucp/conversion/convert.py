@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ucp.contract.protocols import Observer
 from ucp.conversion.destination.choice import destination_at
 from ucp.conversion.destination.place import Destination
+from ucp.conversion.destination.waiting import waiting_for
 from ucp.conversion.execute import Written, execute
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.parts.finalize import check_begun, unfinished
@@ -129,7 +131,7 @@ def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer)
         return _report(*_part(src, destination, options, observer), dst, options)
     prepared = prepare(src, options, observer, beside_bytes=destination.beside_bytes)
     destination.check_job(prepared.job)
-    if not _take(destination, prepared, options):
+    if not _take(destination, prepared, options, observer):
         return _report(prepared, None, dst, options)
     with _released(destination):
         lanes, believe = prepared.workers * prepared.threads, options.finalize and not options.verify
@@ -174,7 +176,7 @@ def _part(
         staging.release()
 
 
-def _take(destination: Destination, prepared: Prepared, options: ConvertOptions) -> bool:
+def _take(destination: Destination, prepared: Prepared, options: ConvertOptions, observer: Observer) -> bool:
     """Take the place where the destination grows, unless nothing is left to do. Raises DestinationError."""
     resume = options.resume or options.finalize
     if resume and destination.is_complete(prepared.fingerprint, overwrite=options.overwrite):
@@ -184,7 +186,8 @@ def _take(destination: Destination, prepared: Prepared, options: ConvertOptions)
         check_begun(prepared, _shared(destination))
     try:
         making = Making(prepared.fingerprint, prepared.facts)
-        destination.open(making, resume=resume, overwrite=options.overwrite)
+        waiting = partial(waiting_for, observer)
+        destination.open(making, resume=resume, overwrite=options.overwrite, waiting=waiting)
     except OSError as error:
         raise destination.unwritable(error) from error
     except DestinationError:

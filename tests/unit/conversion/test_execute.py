@@ -572,6 +572,19 @@ class TestInterruption:
         assert ucp.diff(source, tmp_path / "out").equal
 
 
+def test_where_nothing_was_begun_nothing_is_to_be_continued(source, tmp_path, monkeypatch):
+    """As with a folder that is read-only, which is no obstacle to root."""
+
+    def refused(path, *_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(
+        DestinationError, match="Read-only file system; check the permissions, then run the command again"
+    ):
+        ucp.convert(source, tmp_path / "out")
+
+
 class TestReport:
     def test_it_counts_what_was_done(self, source, tmp_path):
         arrays = sample_arrays()

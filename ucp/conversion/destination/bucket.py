@@ -27,7 +27,7 @@ from ucp.core.target import OutputFile, Receipts
 from ucp.errors import DestinationError, UcpError, counted, listed
 from ucp.io.destination.goal import Making, begun_otherwise, check_apart, check_distinct, check_goal
 from ucp.io.destination.mark import MARK, is_complete, read_mark
-from ucp.io.destination.staging import Staging
+from ucp.io.destination.staging import Staging, Waiting
 from ucp.io.folder import path_of
 from ucp.io.remote.listing import forget
 from ucp.io.remote.preview import preview
@@ -101,16 +101,18 @@ class InBucket:
         """Whether an unfinished conversion lies here."""
         return self._unfinished.is_there()
 
-    def open(self, making: Making, *, resume: bool, overwrite: bool) -> None:
-        """Take the place, and clear what is to go. Raises DestinationError when something is in the way."""
+    def open(self, making: Making, *, resume: bool, overwrite: bool, waiting: Waiting) -> None:
+        """Take the place, and clear what is to go; nobody is waited for. Raises DestinationError."""
+        del waiting
         self._scratch = Scratch(self._parent, self.dst)
         self.root = self._scratch.root
         try:
             before = self._unfinished.first()
             if before and not resume and not overwrite:
                 raise DestinationError(
-                    f"an unfinished conversion lies at {self.dst}; continue it with --resume, or discard it and start "
-                    "over with --overwrite"
+                    f"an unfinished conversion lies at {self.dst}, last written by {self._unfinished.owner()}. If that "
+                    "still runs, wait for it; if not, continue with --resume, or discard it and start over with "
+                    "--overwrite"
                 )
             if before and resume:
                 self._go_on(making, before)

@@ -20,7 +20,7 @@ from ucp.conversion.parts.sealed import vouched
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import BusyError, DestinationError
 from ucp.io.destination.goal import Making, check_apart, check_destination
-from ucp.io.destination.staging import Staging
+from ucp.io.destination.staging import Staging, Waiting
 from ucp.io.destination.write import check_space
 from ucp.transfer.output_files import create, cut_surplus, fill_checksums, receipts_of
 from ucp.transfer.plan.job import Job
@@ -75,12 +75,12 @@ class OnDisk:
         """Whether an unfinished conversion lies here."""
         return self._staging.folder.exists()
 
-    def open(self, making: Making, *, resume: bool, overwrite: bool) -> None:
+    def open(self, making: Making, *, resume: bool, overwrite: bool, waiting: Waiting) -> None:
         """Take the place. Raises DestinationError when something is in the way."""
         if not self.is_begun():
             check_space(self._nbytes, self._staging.dst.parent)
         try:
-            own = self._staging.open(making, resume=resume, overwrite=overwrite)
+            own = self._staging.open(making, resume=resume, overwrite=overwrite, waiting=waiting)
         except BusyError as error:
             raise BusyError(busy_text(error, self._staging)) from error
         self._journal = chain(own, chain.from_iterable(run.lines() for run in runs_in(self._staging)))
@@ -142,7 +142,7 @@ class OnDisk:
 
     def unwritable(self, error: OSError) -> DestinationError:
         """The error that a failure of the disk is."""
-        why = why_unwritable(error, again=self._again)
+        why = why_unwritable(error, again=self._again if self.is_begun() else "run the command again")
         return DestinationError(f"cannot write {error.filename or self._staging.folder}: {why}")
 
 

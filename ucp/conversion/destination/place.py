@@ -21,7 +21,7 @@ from ucp.contract.protocols import Observer
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import DestinationError
 from ucp.io.destination.goal import Making
-from ucp.io.destination.staging import Staging
+from ucp.io.destination.staging import Staging, Waiting
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Sum
@@ -75,8 +75,11 @@ class Destination(Protocol):
     def is_begun(self) -> bool:
         """Whether an unfinished conversion lies here."""
 
-    def open(self, making: Making, *, resume: bool, overwrite: bool) -> None:
-        """Take the place. Raises DestinationError when something is in the way."""
+    def open(self, making: Making, *, resume: bool, overwrite: bool, waiting: Waiting) -> None:
+        """Take the place. Raises DestinationError when something is in the way.
+
+        `waiting`: entered while another process, which it names, is waited for.
+        """
 
     def begin(self, job: Job, observer: Observer, threads: int, *, believe: bool) -> Begun:
         """Go on with what is there, as far as it is what was reported; `threads` read it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from contextlib import suppress
 from importlib import import_module
@@ -231,7 +232,7 @@ def test_objects_that_changed_are_written_again(interrupted, memory, tmp_path):
 
 
 def test_an_unfinished_conversion_is_not_begun_over_by_accident(interrupted, memory, tmp_path):
-    with pytest.raises(DestinationError, match="--resume, or discard it and start over with --overwrite"):
+    with pytest.raises(DestinationError, match=rf"last written by process {os.getpid()} on .*--resume.*--overwrite"):
         converted(interrupted, tmp_path, **TARGETS["dcp"])
     with pytest.raises(DestinationError, match=r"(?s)begun from another.*target: dcp then, ucp now"):
         converted(interrupted, tmp_path, resume=True)
@@ -335,7 +336,7 @@ def test_one_at_a_time_on_a_machine(memory, scratch, source):
         def end(self): ...
 
         def advance(self, nbytes):
-            with pytest.raises(DestinationError, match="is running on this machine"):
+            with pytest.raises(DestinationError, match=rf"is running on this machine: process {os.getpid()} on"):
                 converted(source, scratch, resume=True)
 
     converted(source, scratch, observer=Again())
