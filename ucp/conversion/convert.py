@@ -123,6 +123,30 @@ def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer)
     nul = next((own for own in (src, dst) if "\0" in str(own)), None)
     if nul is not None:
         raise UsageError(f"expected paths without the character NUL, which ends one; got {str(nul)!r}")
+    with _stores(src, dst, observer):
+        return _carry_out(src, dst, options, observer)
+
+
+@contextmanager
+def _stores(src: Path, dst: Path, observer: Observer) -> Iterator[None]:
+    """Wait until no other thread of this process converts from or to a store: forks end connections of all threads."""
+    if not any(map(url_scheme, (src, dst))):
+        yield
+        return
+    from ucp.io.remote.link import forking  # with asyncio
+
+    lock = forking()
+    if not lock.acquire(blocking=False):
+        with waiting_for(observer, "another conversion of this process that uses a bucket"):
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer) -> ConvertReport:
+    """`carry_out`, once the paths can be paths and stores are free."""
     destination = destination_at(dst, options)
     destination.check(src)
     remote = any(url_scheme(own) for own in (src, dst))

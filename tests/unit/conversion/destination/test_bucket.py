@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -432,3 +434,30 @@ def test_a_bucket_to_a_bucket(memory, scratch, source, tmp_path):
     converted(url, scratch, verify=True)
     assert ucp.diff(DST, source, extras=True).equal
     assert json.loads(objects(memory)["ucp-conversion.json"])["source"]["path"].startswith("memory://")
+
+
+def test_a_second_conversion_of_the_process_takes_its_turn(memory, scratch, tmp_path, source):
+    events: list[str] = []
+
+    class Titles:
+        def begin(self, *, title, nbytes):
+            events.append(title)
+            waits.set()
+
+        def advance(self, nbytes): ...
+        def end(self): ...
+
+    class First(Titles):
+        """Has the second begin while it is at work, and goes on once that waits."""
+
+        def begin(self, *, title, nbytes):
+            if title == "convert":
+                later.append(pool.submit(converted, source, tmp_path, f"{DST}2", verify=True, observer=Titles()))
+                assert waits.wait(20)
+
+    waits, later = threading.Event(), []
+    with ThreadPoolExecutor(1) as pool:
+        converted(source, scratch, verify=True, observer=First())
+    assert later[0].result().nbytes_written
+    assert events[:2] == ["waiting for another conversion of this process that uses a bucket", "convert"]
+    assert objects(memory).keys() == objects(memory, f"{DST}2").keys()
