@@ -192,7 +192,8 @@ def convert(
         Complete what the parts did: check that all of it is there, and put `dst` in place. Read back only what was
         written with `fsync=False` or by a part that was cut off.
     observer
-        Receives progress: `begin`, `advance` and `end` (`ucp.contract.protocols.Observer`).
+        Receives progress: `begin`, `advance` and `end` (`ucp.contract.protocols.Observer`). `advance` is called from
+        many threads.
 
     Returns
     -------

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import click
 
+from ucp.contract.protocols import WAITING
 from ucp_cli.pages.units import nbytes_text, rate_text, seconds_text
 
 if TYPE_CHECKING:
@@ -140,7 +141,8 @@ class _Log:
 
     def _say(self, done: int, seconds: float) -> None:
         self._said = seconds
-        click.echo(f"{self._title}: {', '.join(map(str.strip, _columns(done, self._total, seconds)))}", err=True)
+        columns = ", ".join(map(str.strip, _columns(done, self._total, seconds))) if self._total else ""
+        click.echo(f"{self._title}: {columns}" if columns else self._title, err=True)
 
 
 class _Bar:
@@ -156,6 +158,8 @@ class _Bar:
 
         self._total = total
         if not total:
+            if title.startswith(WAITING):
+                click.echo(title, err=True)
             return
         self._progress = Progress(
             TextColumn("{task.description:<9}", style="cyan"),

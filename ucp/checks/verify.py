@@ -20,6 +20,7 @@ from ucp.errors import (
     ChangedError,
     CorruptError,
     CoverError,
+    DestinationError,
     IdleOptionError,
     MalformedError,
     MissingFileError,
@@ -27,6 +28,8 @@ from ucp.errors import (
     counted,
     listed,
 )
+from ucp.io.destination.mark import find_damage, find_destination, read_mark
+from ucp.io.folder import path_of
 from ucp.io.identity import check_unchanged
 from ucp.transfer.compare import checked_bytes
 from ucp.transfer.differences import Change, casts_between, compare, keeps_extras
@@ -134,7 +137,7 @@ def prove(
     try:
         index = told.index_of(path)
         told.check_used()
-        problems = [*_oddities(index), *damage(index, observer, threads)]
+        problems = [*_oddities(index), *_changed_files(index), *damage(index, observer, threads)]
         drift = find_drift(index, observer, threads)
         problems += drift
         checked, notes = checked_bytes(index), index.unchecked
@@ -283,6 +286,22 @@ class _Told:
         """Raise IdleOptionError where none had a use for it."""
         if self._idle is not None and not self._is_used:
             raise self._idle
+
+
+def _changed_files(index: Index) -> list[str]:
+    """A line for each file of tensors, and each that says what these hold, that is not as the conversion wrote it.
+
+    Checksums do not see bytes that somebody appended, and a framework may refuse the file for them.
+    """
+    folder = find_destination(path_of(index.path))
+    if folder is None:
+        return []
+    paths = {str(fragment.path) for _, _, state in index.states() for fragment in state.fragments if fragment.path}
+    measured = {path[len(f"{folder}/") :] for path in paths if path.startswith(f"{folder}/")}
+    try:
+        return [f"{folder}/{line}" for line in find_damage(folder, read_mark(folder), measured=measured)]
+    except DestinationError as error:
+        return [str(error)]
 
 
 def _oddities(index: Index) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ucp.contract.companions import companion_extra, is_plain_name, left_text
 from ucp.core.index import Index, SourceFile
-from ucp.io.destination.goal import MARK
+from ucp.io.destination.mark import MARK
 from ucp.io.destination.staging import PARTIAL
 from ucp.io.folder import absolute, names_of_folder, path_of
 from ucp.io.identity import source_file

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ucp.transfer.worker import Done, Step
 
 __all__ = [
+    "WAITING",
     "Engine",
     "Evidence",
     "Format",
@@ -42,6 +43,9 @@ __all__ = [
     "SourceOptions",
     "Target",
 ]
+
+WAITING = "waiting for"
+"""How the title of a stage begins in which nothing is done until another process is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +184,17 @@ class Target(Protocol):
 
 @runtime_checkable
 class Observer(Protocol):
-    """Is told about the progress of a run."""
+    """Is told about the progress of a run.
+
+    Stages follow one another. Within one, `advance` is called from many threads, at the same time too: whoever counts
+    takes a lock. Work waits while it runs.
+    """
 
     def begin(self, *, title: str, nbytes: int) -> None:
-        """A stage starts, of so many bytes to write (or to read, when nothing is written)."""
+        """A stage starts, of so many bytes to write (or to read, when nothing is written).
+
+        Of 0 bytes where there is nothing to copy, or where a title that begins with `WAITING` says who is waited for.
+        """
 
     def advance(self, nbytes: int) -> None:
         """So many more bytes are done."""

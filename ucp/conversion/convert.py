@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ucp.contract.protocols import Observer
 from ucp.conversion.destination.choice import destination_at
 from ucp.conversion.destination.place import Destination
+from ucp.conversion.destination.waiting import waiting_for
 from ucp.conversion.execute import Written, execute
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.parts.finalize import check_begun, unfinished
@@ -121,6 +123,30 @@ def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer)
     nul = next((own for own in (src, dst) if "\0" in str(own)), None)
     if nul is not None:
         raise UsageError(f"expected paths without the character NUL, which ends one; got {str(nul)!r}")
+    with _stores(src, dst, observer):
+        return _carry_out(src, dst, options, observer)
+
+
+@contextmanager
+def _stores(src: Path, dst: Path, observer: Observer) -> Iterator[None]:
+    """Wait until no other thread of this process converts from or to a store: forks end connections of all threads."""
+    if not any(map(url_scheme, (src, dst))):
+        yield
+        return
+    from ucp.io.remote.link import forking  # with asyncio
+
+    lock = forking()
+    if not lock.acquire(blocking=False):
+        with waiting_for(observer, "another conversion of this process that uses a bucket"):
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer) -> ConvertReport:
+    """`carry_out`, once the paths can be paths and stores are free."""
     destination = destination_at(dst, options)
     destination.check(src)
     remote = any(url_scheme(own) for own in (src, dst))
@@ -129,7 +155,7 @@ def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer)
         return _report(*_part(src, destination, options, observer), dst, options)
     prepared = prepare(src, options, observer, beside_bytes=destination.beside_bytes)
     destination.check_job(prepared.job)
-    if not _take(destination, prepared, options):
+    if not _take(destination, prepared, options, observer):
         return _report(prepared, None, dst, options)
     with _released(destination):
         lanes, believe = prepared.workers * prepared.threads, options.finalize and not options.verify
@@ -162,7 +188,7 @@ def _part(
 
     def check(prepared: Prepared) -> None:
         destination.check_job(prepared.job)
-        if not staging.data.exists() and not staging.is_complete(prepared.fingerprint):
+        if not staging.data.exists() and not staging.is_complete(prepared.fingerprint, overwrite=options.overwrite):
             check_space(prepared.nbytes_out, staging.dst.parent)  # for all parts, by whoever comes first
 
     prepared = plan_part(src, staging, options, observer, check)
@@ -174,21 +200,24 @@ def _part(
         staging.release()
 
 
-def _take(destination: Destination, prepared: Prepared, options: ConvertOptions) -> bool:
+def _take(destination: Destination, prepared: Prepared, options: ConvertOptions, observer: Observer) -> bool:
     """Take the place where the destination grows, unless nothing is left to do. Raises DestinationError."""
     resume = options.resume or options.finalize
-    if resume and destination.is_complete(prepared.fingerprint):
+    if resume and destination.is_complete(prepared.fingerprint, overwrite=options.overwrite):
         destination.sweep()
         return False
     if options.finalize:
         check_begun(prepared, _shared(destination))
     try:
         making = Making(prepared.fingerprint, prepared.facts)
-        destination.open(making, resume=resume, overwrite=options.overwrite)
+        waiting = partial(waiting_for, observer)
+        destination.open(making, resume=resume, overwrite=options.overwrite, waiting=waiting)
     except OSError as error:
         raise destination.unwritable(error) from error
     except DestinationError:
-        if resume and destination.is_complete(prepared.fingerprint):  # by another run, which was waited for
+        if resume and destination.is_complete(
+            prepared.fingerprint, overwrite=False
+        ):  # by another run, which was waited for
             destination.sweep()
             return False
         raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -17,12 +16,12 @@ from ucp.conversion.destination.place import Begun, Destination
 from ucp.conversion.prepare import Prepared
 from ucp.conversion.verify import owners
 from ucp.core.index import Index
-from ucp.core.target import Literal, OutputFile
+from ucp.core.target import Literal, OutputFile, Receipts
 from ucp.errors import CorruptError, ReplicaError, counted, listed
-from ucp.io.destination.goal import MARK
+from ucp.io.destination.mark import MARK, dump_mark
 from ucp.io.destination.write import is_memory
 from ucp.io.identity import check_unchanged, is_remote, producer
-from ucp.transfer.checksums import gaps, mismatches
+from ucp.transfer.checksums import file_crc, gaps, mismatches
 from ucp.transfer.gather import Gatherer, Sources, Span
 from ucp.transfer.plan.task_list import nbytes_of
 from ucp.transfer.plan.tasks import BLOCK, Task
@@ -85,9 +84,10 @@ def execute(prepared: Prepared, destination: Destination, begun: Begun, observer
     receipts = destination.finish(job, written.sums)
     with no_cycle_collection():  # what tells of millions of pieces is millions of values
         sealed = prepared.target.seal(job.index, job.target, receipts)
-    closing_files = (_mark(prepared, [*job.target.files, *sealed]), *sealed)
+    sizes = {file.path: destination.nbytes_of(file) for file in job.target.files}
+    closing_files = (_mark(prepared, sizes, receipts, sealed), *sealed)
     destination.add_last(closing_files)
-    written.files = tuple(map(destination.nbytes_of, job.target.files))
+    written.files = tuple(sizes.values())
     written.last = tuple(file.nbytes for file in closing_files)
     return written
 
@@ -163,8 +163,11 @@ def check_read(index: Index, written: Written) -> None:
     check_unchanged(index.files)
 
 
-def _mark(prepared: Prepared, files: Sequence[OutputFile]) -> OutputFile:
-    """The file that says how the destination was made, and which `files` it consists of beside this one."""
+def _mark(prepared: Prepared, sizes: Mapping[str, int], receipts: Receipts, sealed: Sequence[OutputFile]) -> OutputFile:
+    """The file that says how the destination was made, and which files it consists of.
+
+    `sizes`: bytes of each planned file. `sealed`: files that are written after this one.
+    """
     index, plan = prepared.job.index, prepared.job.target
     made = {
         "fingerprint": prepared.fingerprint,
@@ -176,7 +179,13 @@ def _mark(prepared: Prepared, files: Sequence[OutputFile]) -> OutputFile:
         "casts": plan.casts,
         "notes": [*index.notes, *plan.notes],
         "dropped": index.dropped,
-        "files": [MARK, *(file.path for file in files)],
     }
-    text = json.dumps(made, indent=1).encode() + b"\n"
+    text = dump_mark(
+        made,
+        {**sizes, **{file.path: None if file.is_pointer else file.nbytes for file in sealed}},
+        {
+            **{path: receipts.files[path] for path in plan.last},
+            **{file.path: file_crc(file, ()) for file in sealed if not file.is_pointer},
+        },
+    )
     return OutputFile(path=MARK, nbytes=len(text), literals=(Literal(0, text),))

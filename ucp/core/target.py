@@ -64,6 +64,8 @@ class OutputFile:
     """Known bytes, in increasing offset."""
     crcs: tuple[CrcField, ...] = ()
     """Checksums to fill in, in increasing start."""
+    is_pointer: bool = False
+    """Whether it names the checkpoint to load, so that the framework overwrites it when it saves there again."""
 
     def __post_init__(self) -> None:
         if self.path.startswith("/") or ".." in self.path.split("/"):

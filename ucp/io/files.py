@@ -234,8 +234,13 @@ def let_go() -> None:
     if "ucp.io.remote.ends" in sys.modules:
         from ucp.io.remote import ends, link
 
-        ends.clear()
-        link.hang_up()
+        lock = link.forking()
+        if lock.acquire(blocking=False):  # else a conversion of another thread has connections that it still needs
+            try:
+                ends.clear()
+                link.hang_up()
+            finally:
+                lock.release()
 
 
 def split_parts(path: str) -> tuple[str, ...]:

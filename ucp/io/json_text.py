@@ -10,15 +10,21 @@ ucp.io.json_text.NotJson: it goes wrong at line 1, column 10
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+
+import xxhash
 
 from ucp.errors import MalformedError
 from ucp.io.files import open_source
 
-__all__ = ["NotJson", "parsed", "read_object"]
+__all__ = ["NotJson", "has_wrong_digest", "parsed", "read_object", "with_digest"]
 
 _MOST = 256 << 20
 """Bytes of the largest document that is read from a file of its own."""
+
+_DIGEST = re.compile(rb',"xxh3":"([0-9a-f]{16})"}\s*\Z')
+"""Last entry of a document that `with_digest` wrote."""
 
 Pairs = Callable[[list[tuple[str, object]]], object]
 
@@ -62,3 +68,15 @@ def parsed(text: bytes, *, pairs: Pairs | None = None) -> object:
             raise
         raise NotJson("a number in it has thousands of digits") from error
     return document
+
+
+def with_digest(text: bytes) -> bytes:
+    """The JSON object `text` with one more entry, the last: the xxh3-64 of all bytes before it."""
+    text = text.removesuffix(b"}").rstrip()
+    return text + b',"xxh3":"%s"}\n' % xxhash.xxh3_64_hexdigest(text).encode()
+
+
+def has_wrong_digest(text: bytes) -> bool:
+    """Whether `with_digest` wrote another text than this. One without a digest (edited by hand) is taken as it is."""
+    digest = _DIGEST.search(text)
+    return digest is not None and xxhash.xxh3_64_hexdigest(text[: digest.start()]).encode() != digest[1]

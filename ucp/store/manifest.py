@@ -7,11 +7,9 @@ else's files. A plain number that the source keeps outside its tensors stands in
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-import xxhash
 from zlib_ng import zlib_ng
 
 from ucp.core.dtypes import DType
@@ -20,7 +18,7 @@ from ucp.core.index import AtomIndex, Index, StateIndex
 from ucp.core.tensor import InlineTensor
 from ucp.errors import DestinationError, MalformedError
 from ucp.io.files import open_source
-from ucp.io.json_text import NotJson, parsed
+from ucp.io.json_text import NotJson, has_wrong_digest, parsed, with_digest
 from ucp.store.values import to_json
 
 __all__ = [
@@ -44,9 +42,6 @@ LONGEST = 1 << 30
 """Bytes of the longest JSON document of a store: some ten million pieces, and ten times as much memory."""
 
 Json = dict[str, object]
-
-_SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"}\s*\Z')
-"""Last entry of a manifest: the digest of all bytes before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +229,7 @@ def dump(document: Json) -> bytes:
             f"expected a manifest of at most {LONGEST:,} bytes; got {len(text):,}: too many pieces for one virtual "
             "store. Copy them (drop --virtual), or take fewer parameters (--include)"
         )
-    return text.removesuffix(b"}") + b',"xxh3":"%s"}\n' % xxhash.xxh3_64_hexdigest(text.removesuffix(b"}")).encode()
+    return with_digest(text)
 
 
 def read_text(path: str) -> bytes:
@@ -253,8 +248,7 @@ def parse(text: bytes, where: str) -> object:
 
     A manifest without a seal (edited by hand) is taken as it is.
     """
-    seal = _SEAL.search(text)
-    if seal and xxhash.xxh3_64_hexdigest(text[: seal.start()]).encode() != seal[1]:
+    if has_wrong_digest(text):
         raise MalformedError(f"{where} is not what was written (its digest differs); it is damaged. Copy it again")
     try:
         return parsed(text)

@@ -14,7 +14,7 @@ from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.task_list import extent_of
 from ucp.transfer.worker import Sum
 
-__all__ = ["create", "fill_checksums", "is_whole", "receipts_of"]
+__all__ = ["create", "cut_surplus", "fill_checksums", "is_whole", "receipts_of"]
 
 
 def create(root: Path, file: OutputFile, *, afresh: bool = True) -> None:
@@ -55,6 +55,21 @@ def fill_checksums(job: Job, root: Path, files: Iterable[OutputFile], sums: Iter
                 write_at(descriptor, data, offset)
         finally:
             os.close(descriptor)
+
+
+def cut_surplus(job: Job, root: Path, sums: Iterable[Sum]) -> None:
+    """Cut off what lies behind the end of files below `root`, as somebody else wrote it: each is as long as planned.
+
+    A pack of encoded blocks, whose length is not planned, ends with its last block.
+    """
+    ends = {file.path: file.nbytes for file in job.target.files}
+    for own in sums:
+        if own.block:
+            path = extent_of(job.target, own.placement).path
+            ends[path] = max(ends[path], sum(own.block))
+    for path, nbytes in ends.items():
+        if (root / path).stat().st_size > nbytes:
+            os.truncate(root / path, nbytes)
 
 
 def receipts_of(job: Job, sums: Iterable[Sum]) -> Receipts:

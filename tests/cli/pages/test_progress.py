@@ -50,6 +50,16 @@ def test_stages_are_counted_apart() -> None:
     assert shown.said == [("start", "a", 5), ("stop", 5, 0.0), ("start", "b", 5), ("stop", 5, 0.0)]
 
 
+@pytest.mark.parametrize("how", ["bar", "log", "json"])
+def test_that_another_process_is_waited_for_is_shown(how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    own = watch(how)
+    own.begin(title="waiting for process 1234 on node7", nbytes=0)
+    first = capsys.readouterr().err
+    assert "waiting for process 1234 on node7" in first
+    assert "%" not in first
+    own.end()
+
+
 def test_several_threads_may_advance() -> None:
     shown = Shown()
     own = Watch(shown)

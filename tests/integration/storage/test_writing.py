@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
@@ -293,3 +294,23 @@ def test_parts_of_uploads_that_were_cut_off_are_removed(bucket, dst, source, scr
     left = bucket.client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]
     assert [own["Key"] for own in left] == ["out/step10/other"]
     bucket.client.abort_multipart_upload(Bucket=BUCKET, Key="out/step10/other", UploadId=left[0]["UploadId"])
+
+
+def test_conversions_of_several_threads_of_one_process(bucket, proxy, tmp_path, monkeypatch):
+    """Each forks processes, before which the connections of all are closed: so they take turns."""
+    clear(bucket)
+    shrink(monkeypatch, block=1024, task=4096)
+    source = FIXTURES / SOURCES["deepspeed"]
+    ucp.convert(source, tmp_path / "disk", fsync=False)
+    urls = [bucket.url(f"out/step{number}") for number in range(3)]
+
+    def convert(url):
+        scratch = tmp_path / url.rpartition("/")[2]
+        scratch.mkdir()
+        return ucp.convert(source, url, scratch=scratch, workers=2, verify=True)
+
+    with ThreadPoolExecutor(3) as pool:
+        reports = list(pool.map(convert, urls))
+    assert [own.nbytes_written for own in reports] == [reports[0].nbytes_written] * 3
+    for url in urls:
+        assert ucp.verify(url, against=source).ok

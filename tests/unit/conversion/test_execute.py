@@ -9,6 +9,7 @@ import resource
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -570,6 +571,27 @@ class TestInterruption:
             ucp.convert(source, tmp_path / "out", resume=True)
         assert alive == []
         assert ucp.diff(source, tmp_path / "out").equal
+
+
+def test_where_nothing_was_begun_nothing_is_to_be_continued(source, tmp_path, monkeypatch):
+    """As with a folder that is read-only, which is no obstacle to root."""
+
+    def refused(path, *_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(
+        DestinationError, match="Read-only file system; check the permissions, then run the command again"
+    ):
+        ucp.convert(source, tmp_path / "out")
+
+
+def test_workers_of_a_thread_of_a_pool(source, tmp_path, small_blocks):
+    """Python's own exit of a forked process joins the threads of the pool, the one that forked it among them."""
+    with ThreadPoolExecutor(1) as pool:
+        report = pool.submit(ucp.convert, source, tmp_path / "out", workers=2).result()
+    assert report.nbytes_written
+    assert ucp.verify(tmp_path / "out", against=source).ok
 
 
 class TestReport:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ucp.io.folder import names_in, short_text
+import ucp
+from ucp.io.folder import given, is_url, names_in, short_text
+from ucp.io.remote.url import EXTRAS
 
 
 def test_names_are_those_of_all_entries(tmp_path: Path) -> None:
@@ -37,3 +39,20 @@ def test_what_is_no_text_is_none(tmp_path: Path) -> None:
     assert short_text(tmp_path / "latest", most_bytes=64) is None
     assert short_text(tmp_path, most_bytes=64) is None
     assert short_text(tmp_path / "nothing", most_bytes=64) is None
+
+
+@pytest.mark.parametrize("word", [*EXTRAS, "file", "s3:", "hf:model", "memory/run"])
+def test_a_path_that_is_the_name_of_a_scheme_is_a_path(word: str) -> None:
+    path = given(word)
+    assert type(path) is type(Path())
+    assert str(path) == word
+    assert not is_url(str(path))
+
+
+def test_a_destination_may_have_the_name_of_a_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(__file__).parents[3] / "fixtures/huggingface/llama-sharded/model"
+    monkeypatch.chdir(tmp_path)
+    for name in ("hf", "s3"):
+        ucp.convert(source, name)
+        assert (tmp_path / name / "ucp.json").is_file()
+        assert ucp.verify(name).ok

@@ -25,8 +25,9 @@ from ucp.conversion.journal import done_of, line_of
 from ucp.conversion.options import ConvertOptions
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import DestinationError, UcpError, counted, listed
-from ucp.io.destination.goal import MARK, Making, begun_otherwise, check_apart, check_distinct, check_goal, marked
-from ucp.io.destination.staging import Staging
+from ucp.io.destination.goal import Making, begun_otherwise, check_apart, check_distinct, check_goal
+from ucp.io.destination.mark import MARK, is_complete, read_mark
+from ucp.io.destination.staging import Staging, Waiting
 from ucp.io.folder import path_of
 from ucp.io.remote.listing import forget
 from ucp.io.remote.preview import preview
@@ -91,25 +92,27 @@ class InBucket:
         self._job = job
         self._numbers = {file.path: number for number, file in enumerate(job.target.files)}
 
-    def is_complete(self, fingerprint: str) -> bool:
-        """Whether the same conversion was made here, and finished."""
+    def is_complete(self, fingerprint: str, *, overwrite: bool) -> bool:
+        """Whether the same conversion was made here, and finished. Raises DestinationError where it is damaged."""
         forget(self.dst)
-        return marked(path_of(self.dst)).get("fingerprint") == fingerprint and not self.is_begun()
+        return not self.is_begun() and is_complete(path_of(self.dst), fingerprint, overwrite=overwrite)
 
     def is_begun(self) -> bool:
         """Whether an unfinished conversion lies here."""
         return self._unfinished.is_there()
 
-    def open(self, making: Making, *, resume: bool, overwrite: bool) -> None:
-        """Take the place, and clear what is to go. Raises DestinationError when something is in the way."""
+    def open(self, making: Making, *, resume: bool, overwrite: bool, waiting: Waiting) -> None:
+        """Take the place, and clear what is to go; nobody is waited for. Raises DestinationError."""
+        del waiting
         self._scratch = Scratch(self._parent, self.dst)
         self.root = self._scratch.root
         try:
             before = self._unfinished.first()
             if before and not resume and not overwrite:
                 raise DestinationError(
-                    f"an unfinished conversion lies at {self.dst}; continue it with --resume, or discard it and start "
-                    "over with --overwrite"
+                    f"an unfinished conversion lies at {self.dst}, last written by {self._unfinished.owner()}. If that "
+                    "still runs, wait for it; if not, continue with --resume, or discard it and start over with "
+                    "--overwrite"
                 )
             if before and resume:
                 self._go_on(making, before)
@@ -259,7 +262,7 @@ class InBucket:
                 if self.is_begun():
                     raise self._just_begun()
                 check_goal(path_of(self.dst), making, resume=resume, overwrite=overwrite)
-            files = marked(path_of(self.dst)).get("files", [])
+            files = list(read_mark(path_of(self.dst)).get("files", ()))
             clears = [*(name for name in files if name in self._job.target.last), *reversed(files)]
         first = {
             "fingerprint": making.fingerprint,
@@ -281,7 +284,7 @@ class InBucket:
         One that was ended while it removed what it had said of them had written them all, its mark among them.
         """
         forget(self.dst)
-        mark = marked(path_of(self.dst))
+        mark = read_mark(path_of(self.dst))
         is_own = mark.get("fingerprint") == before.get("fingerprint")
         return self._unfinished.last() or (list(mark.get("files", ())) if is_own else [])
 

@@ -20,9 +20,9 @@ from ucp.conversion.parts.sealed import vouched
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import BusyError, DestinationError
 from ucp.io.destination.goal import Making, check_apart, check_destination
-from ucp.io.destination.staging import Staging
+from ucp.io.destination.staging import Staging, Waiting
 from ucp.io.destination.write import check_space
-from ucp.transfer.output_files import create, fill_checksums, receipts_of
+from ucp.transfer.output_files import create, cut_surplus, fill_checksums, receipts_of
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.task_list import nbytes_of, pick_tasks
 from ucp.transfer.plan.tasks import Task
@@ -68,20 +68,20 @@ class OnDisk:
         self._is_packed = job.target.compress
         self._nbytes = sum(file.nbytes for file in job.target.files)
 
-    def is_complete(self, fingerprint: str) -> bool:
-        """Whether the same conversion was made here, and finished."""
-        return self._staging.is_complete(fingerprint)
+    def is_complete(self, fingerprint: str, *, overwrite: bool) -> bool:
+        """Whether the same conversion was made here, and finished. Raises DestinationError where it is damaged."""
+        return self._staging.is_complete(fingerprint, overwrite=overwrite)
 
     def is_begun(self) -> bool:
         """Whether an unfinished conversion lies here."""
         return self._staging.folder.exists()
 
-    def open(self, making: Making, *, resume: bool, overwrite: bool) -> None:
+    def open(self, making: Making, *, resume: bool, overwrite: bool, waiting: Waiting) -> None:
         """Take the place. Raises DestinationError when something is in the way."""
         if not self.is_begun():
             check_space(self._nbytes, self._staging.dst.parent)
         try:
-            own = self._staging.open(making, resume=resume, overwrite=overwrite)
+            own = self._staging.open(making, resume=resume, overwrite=overwrite, waiting=waiting)
         except BusyError as error:
             raise BusyError(busy_text(error, self._staging)) from error
         self._journal = chain(own, chain.from_iterable(run.lines() for run in runs_in(self._staging)))
@@ -107,7 +107,8 @@ class OnDisk:
         self._staging.note(line_of(done))
 
     def finish(self, job: Job, sums: Sequence[Sum]) -> Receipts:
-        """Fill in the checksum fields of all files."""
+        """Fill in the checksum fields of all files, which end where they were planned to."""
+        cut_surplus(job, self.root, sums)
         fill_checksums(job, self.root, job.target.files, sums)
         return receipts_of(job, sums)
 
@@ -142,7 +143,7 @@ class OnDisk:
 
     def unwritable(self, error: OSError) -> DestinationError:
         """The error that a failure of the disk is."""
-        why = why_unwritable(error, again=self._again)
+        why = why_unwritable(error, again=self._again if self.is_begun() else "run the command again")
         return DestinationError(f"cannot write {error.filename or self._staging.folder}: {why}")
 
 

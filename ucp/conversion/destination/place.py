@@ -21,7 +21,7 @@ from ucp.contract.protocols import Observer
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import DestinationError
 from ucp.io.destination.goal import Making
-from ucp.io.destination.staging import Staging
+from ucp.io.destination.staging import Staging, Waiting
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Sum
@@ -66,14 +66,20 @@ class Destination(Protocol):
     def check_job(self, job: Job) -> None:
         """The same, knowing what is read and written."""
 
-    def is_complete(self, fingerprint: str) -> bool:
-        """Whether the same conversion was made here, and finished."""
+    def is_complete(self, fingerprint: str, *, overwrite: bool) -> bool:
+        """Whether the same conversion was made here, and finished.
+
+        Raises DestinationError where files are no longer as it wrote them, unless they may be overwritten.
+        """
 
     def is_begun(self) -> bool:
         """Whether an unfinished conversion lies here."""
 
-    def open(self, making: Making, *, resume: bool, overwrite: bool) -> None:
-        """Take the place. Raises DestinationError when something is in the way."""
+    def open(self, making: Making, *, resume: bool, overwrite: bool, waiting: Waiting) -> None:
+        """Take the place. Raises DestinationError when something is in the way.
+
+        `waiting`: entered while another process, which it names, is waited for.
+        """
 
     def begin(self, job: Job, observer: Observer, threads: int, *, believe: bool) -> Begun:
         """Go on with what is there, as far as it is what was reported; `threads` read it.

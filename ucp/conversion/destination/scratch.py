@@ -8,6 +8,7 @@ refused on the same machine.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import tempfile
@@ -16,8 +17,12 @@ from pathlib import Path
 import xxhash
 
 from ucp.errors import DestinationError
+from ucp.io.destination.process import describe_process, this_process
 
 __all__ = ["Scratch", "scratch_folder"]
+
+_LONGEST = 4096
+"""Bytes of a lock that are read."""
 
 VARIABLE = "UCP_SCRATCH"
 """Variable of the environment that names the folder."""
@@ -44,6 +49,7 @@ class Scratch:
         self.root = self.folder / "data"
         self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(self._lock, json.dumps(this_process()).encode())
         self.root.mkdir()
 
     def close(self) -> None:
@@ -62,6 +68,10 @@ def _clear(left: Path, dst: str) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(left, ignore_errors=True)
     except BlockingIOError:
-        raise DestinationError(f"another conversion to {dst} is running on this machine, in {left}") from None
+        holder = describe_process(os.pread(descriptor, _LONGEST, 0))
+        raise DestinationError(
+            f"another conversion to {dst} is running on this machine: {holder} writes it now, by way of {left}. Wait "
+            "until it has ended, or end it"
+        ) from None
     finally:
         os.close(descriptor)

@@ -20,6 +20,7 @@ import xxhash
 
 from ucp.contract.protocols import Observer
 from ucp.contract.registry import recognise
+from ucp.conversion.destination.waiting import waiting_for
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.parts.plan_file import read_plan, write_plan
 from ucp.conversion.prepare import Prepared, prepare
@@ -55,7 +56,7 @@ def plan_part(
     found = read_plan(staging.folder, key, options)
     if found is not None:
         return found
-    with _turn(staging.folder, key) as is_first:
+    with _turn(staging.folder, key, observer) as is_first:
         if not is_first:
             return read_plan(staging.folder, key, options) or made()
         prepared = made()
@@ -65,7 +66,7 @@ def plan_part(
 
 
 @contextmanager
-def _turn(folder: Path, key: str) -> Iterator[bool]:
+def _turn(folder: Path, key: str, observer: Observer) -> Iterator[bool]:
     """True for the first; for others False, once the first is done. False, too, where nothing can be written."""
     path = folder / f"plan-{key}.lock"
     try:
@@ -75,7 +76,7 @@ def _turn(folder: Path, key: str) -> Iterator[bool]:
         yield False
         return
     try:
-        is_first = _is_locked_first(descriptor)
+        is_first = _is_locked_first(descriptor, observer)
         yield is_first
     except BaseException:
         with suppress(OSError):  # others are there, or have begun
@@ -86,14 +87,15 @@ def _turn(folder: Path, key: str) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _is_locked_first(descriptor: int) -> bool:
+def _is_locked_first(descriptor: int, observer: Observer) -> bool:
     """Whether nobody had the lock; else it is waited for, as long as a plan may take."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         deadline = time.monotonic() + _PATIENCE
-        while not _is_free(descriptor) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        with waiting_for(observer, "another part, which makes the plan"):
+            while not _is_free(descriptor) and time.monotonic() < deadline:
+                time.sleep(0.1)
         return False
     return True
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from ucp.contract.protocols import Observer
 from ucp.conversion.destination.disk import taken_up
+from ucp.conversion.destination.waiting import waiting_for
 from ucp.conversion.execute import Written, carry_out_tasks, check_read
 from ucp.conversion.journal import Line
 from ucp.conversion.options import ConvertOptions
@@ -37,7 +39,7 @@ def write_part(prepared: Prepared, staging: Staging, options: ConvertOptions, ob
     Raises DestinationError where something is in the way, CorruptError and ReplicaError where the source is not what it
     should be.
     """
-    before = _joined(prepared, staging, options)
+    before = _joined(prepared, staging, options, observer)
     if before is None:
         staging.release()
         staging.sweep()
@@ -56,19 +58,20 @@ def write_part(prepared: Prepared, staging: Staging, options: ConvertOptions, ob
     return written
 
 
-def _joined(prepared: Prepared, staging: Staging, options: ConvertOptions) -> Iterable[Line] | None:
+def _joined(prepared: Prepared, staging: Staging, options: ConvertOptions, observer: Observer) -> Iterable[Line] | None:
     """What was noted outside of parts, once the place is taken; None where the destination is complete."""
-    if staging.is_complete(prepared.fingerprint):
+    if staging.is_complete(prepared.fingerprint, overwrite=options.overwrite):
         return None
     try:
-        before = staging.join(Making(prepared.fingerprint, prepared.facts), overwrite=options.overwrite)
+        making, waiting = Making(prepared.fingerprint, prepared.facts), partial(waiting_for, observer)
+        before = staging.join(making, overwrite=options.overwrite, waiting=waiting)
     except BusyError as error:
         raise BusyError(busy_text(error, staging)) from error
     except DestinationError:
-        if staging.is_complete(prepared.fingerprint):  # finalized since we looked
+        if staging.is_complete(prepared.fingerprint, overwrite=options.overwrite):  # finalized since we looked
             return None
         raise
-    return None if staging.is_complete(prepared.fingerprint) else before
+    return None if staging.is_complete(prepared.fingerprint, overwrite=options.overwrite) else before
 
 
 def _journal(staging: Staging, share: Share) -> PartJournal:

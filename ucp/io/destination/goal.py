@@ -1,11 +1,7 @@
-"""What may lie at a destination, and which conversion it is that goes there: nothing else is replaced.
-
-A finished destination says in a file, `MARK`, how it was made and which files it consists of.
-"""
+"""What may lie at a destination, and which conversion it is that goes there: nothing else is replaced."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,21 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from ucp.errors import DestinationError, OverlapError, counted, listed
+from ucp.io.destination.mark import MARK, read_mark
 from ucp.io.folder import files_below, path_of, url_scheme
 
 __all__ = [
-    "MARK",
     "Making",
     "begun_otherwise",
     "check_apart",
     "check_destination",
     "check_distinct",
     "check_goal",
-    "marked",
 ]
-
-MARK = "ucp-conversion.json"
-"""File in every destination that says how it was made; only destinations that have it may be overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +111,13 @@ def check_goal(dst: Path, making: Making, *, resume: bool, overwrite: bool) -> N
         )
     if not overwrite and resume:
         raise DestinationError(
-            f"{dst} is a finished conversion, made differently{_told(making.differences(marked(dst)))}"
+            f"{dst} is a finished conversion, made differently{_told(making.differences(read_mark(dst)))}"
             "--resume continues what was begun from the same source with the same options. Choose another folder, "
             "or replace this one with --overwrite"
         )
     if not overwrite:
         raise DestinationError(f"{dst} is not empty; choose another folder, or pass --overwrite")
-    foreign = sorted({str(file.relative_to(dst)) for file in files_below(dst)} - set(marked(dst).get("files", ())))
+    foreign = sorted({str(file.relative_to(dst)) for file in files_below(dst)} - set(read_mark(dst).get("files", ())))
     if foreign:
         raise DestinationError(
             f"{dst} holds {counted(len(foreign), 'file')} that ucp did not write there; move them away "
@@ -145,15 +137,6 @@ def begun_otherwise(
         f"{place} was begun from another source, another version of it, or with other options"
         f"{_told(making.differences(recorded))}{advice}"
     )
-
-
-def marked(dst: Path) -> dict[str, Any]:
-    """What the destination says of how it was made; empty when it says nothing."""
-    try:
-        document = json.loads((dst / MARK).read_text())
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
 
 
 def _holds_current_folder(goal: Path) -> bool:

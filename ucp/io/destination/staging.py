@@ -1,7 +1,7 @@
 """Nothing half-written looks whole: everything is prepared beside the destination and put in place by one rename.
 
 DST.ucp-partial/
-    lock            held while a conversion runs; parts of one conversion hold it together
+    lock            held while a conversion runs, and names its process; parts of one conversion hold it together
     journal.jsonl   first line: fingerprint and facts of the conversion, and a token; then one line per finished task
     parts/          what each part has to itself: journals
     data/           the destination, growing; renamed to DST at the end
@@ -16,18 +16,21 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from ucp.errors import BusyError, DestinationError, IncompleteError, listed
-from ucp.io.destination.goal import Making, begun_otherwise, check_goal, marked
+from ucp.io.destination.goal import Making, begun_otherwise, check_goal
+from ucp.io.destination.mark import is_complete
+from ucp.io.destination.process import describe_process, this_process
+from ucp.io.destination.write import write_at
 from ucp.io.folder import is_url
 
-__all__ = ["PARTIAL", "TEMPORARY", "Staging", "is_begun", "lines_of", "refuse_partial", "sync"]
+__all__ = ["PARTIAL", "TEMPORARY", "Staging", "Waiting", "is_begun", "lines_of", "refuse_partial", "sync"]
 
 PARTIAL = ".ucp-partial"
 """Suffix of the folder in which a destination grows."""
@@ -36,7 +39,13 @@ TEMPORARY = "temporary-"
 """Prefix of files beside the growing destination that a run needs while it goes on."""
 
 _PATIENCE = 10.0
-"""Seconds to wait for the workers of a conversion that was killed to notice it."""
+"""Seconds to wait for a conversion that runs to end, and for the workers of one that was killed to notice it."""
+
+_MOMENT = 1.0
+"""Seconds to wait for such workers, where nobody asked to go on."""
+
+Waiting = Callable[[str], AbstractContextManager[object]]
+"""Is entered while a process is waited for, and gets its name."""
 
 
 def is_begun(dst: Path) -> bool:
@@ -75,23 +84,27 @@ class Staging:
         self._lock: int | None = None
         self._is_begun = False
 
-    def is_complete(self, fingerprint: str) -> bool:
-        """Whether `dst` is there and was made by the same conversion."""
-        return marked(self.dst).get("fingerprint") == fingerprint
+    def is_complete(self, fingerprint: str, *, overwrite: bool = False) -> bool:
+        """Whether `dst` is there and was made by the same conversion. Raises DestinationError where it is damaged."""
+        return is_complete(self.dst, fingerprint, overwrite=overwrite)
 
-    def open(self, making: Making, *, resume: bool, overwrite: bool) -> list[dict[str, object]]:
+    def open(
+        self, making: Making, *, resume: bool, overwrite: bool, waiting: Waiting = nullcontext
+    ) -> list[dict[str, object]]:
         """Take the place, and return the journal lines of tasks an earlier run finished (none unless `resume`).
 
-        Raises DestinationError when something is in the way.
+        Raises DestinationError when something is in the way, BusyError where a conversion runs and does not end soon.
         """
         self._check_links()
         check_goal(self.dst, making, resume=resume, overwrite=overwrite)
         if self.folder.exists() and not (resume or overwrite):
+            self._take_lock(patience=_MOMENT)
+            self.release()
             raise DestinationError(
                 f"an unfinished conversion lies at {self.folder}; continue it with --resume, or discard it and start "
                 "over with --overwrite"
             )
-        self._take_lock()
+        self._take_lock(waiting=waiting)
         try:
             return self._begin(making, resume=resume, overwrite=overwrite)
         except BaseException:
@@ -101,7 +114,7 @@ class Staging:
                 self.discard()
             raise
 
-    def join(self, making: Making, *, overwrite: bool) -> list[dict[str, object]]:
+    def join(self, making: Making, *, overwrite: bool, waiting: Waiting = nullcontext) -> list[dict[str, object]]:
         """Take the place together with other parts of the same conversion, and begin it if none of them has.
 
         Returns the lines of the journal, as `open` does. Raises DestinationError when something is in the way, or when
@@ -109,7 +122,7 @@ class Staging:
         """
         self._check_links()
         check_goal(self.dst, making, resume=True, overwrite=overwrite)
-        self._take_lock(shared=True)
+        self._take_lock(shared=True, waiting=waiting)
         try:
             check_goal(self.dst, making, resume=True, overwrite=overwrite)
             return self._begin_together(making)
@@ -257,6 +270,7 @@ class Staging:
     def release(self) -> None:
         """Let go of the lock; the growing part stays for a later --resume."""
         if self._lock is not None:
+            os.ftruncate(self._lock, 0)
             os.close(self._lock)
             self._lock = None
 
@@ -267,12 +281,29 @@ class Staging:
         else:
             self.discard()
 
-    def _take_lock(self, *, shared: bool = False) -> None:
-        deadline = time.monotonic() + _PATIENCE
-        while not self._try_lock(shared=shared):
-            if time.monotonic() > deadline:
-                raise BusyError(f"another conversion to {self.dst} is running")
-            time.sleep(0.05)
+    def _take_lock(
+        self, *, shared: bool = False, patience: float | None = None, waiting: Waiting = nullcontext
+    ) -> None:
+        """Lock the place. Raises BusyError where it is still locked after `patience` seconds (`_PATIENCE`)."""
+        if self._try_lock(shared=shared):
+            return
+        holder = self._holder()
+        deadline = time.monotonic() + (_PATIENCE if patience is None else patience)
+        with waiting(holder):
+            while not self._try_lock(shared=shared):
+                if time.monotonic() > deadline:
+                    raise BusyError(
+                        f"another conversion to {self.dst} is running: {holder} writes it now. Wait until it has "
+                        "ended, or end it; or choose another folder"
+                    )
+                time.sleep(0.05)
+
+    def _holder(self) -> str:
+        """Which process has the place to itself, for messages."""
+        try:
+            return describe_process((self.folder / "lock").read_bytes())
+        except OSError:  # it has ended since
+            return describe_process(b"")
 
     def _try_lock(self, *, shared: bool = False) -> bool:
         """Lock the place, unless it is locked, or was removed by who had it before."""
@@ -289,6 +320,9 @@ class Staging:
             is_ours = False
         if is_ours:
             self._lock = descriptor
+            if not shared:
+                os.ftruncate(descriptor, 0)
+                write_at(descriptor, json.dumps(this_process()).encode(), 0)
         else:
             os.close(descriptor)
         return is_ours

@@ -3,6 +3,9 @@
 Each has an event loop and threads of its own, so that it can be hung up before processes are forked: a child that
 inherited open connections would disturb those of its parent. After a fork that nobody told us of, the child makes new
 ones and leaves the old alone.
+
+Hanging up breaks off what other threads of the process do there. So a conversion that forks has `forking()` while it
+runs, and others wait for it; a thread that only reads is not protected.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from ucp.io.remote.url import key_of, scheme_of
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["Link", "hang_up", "link_of", "put_before", "see_afresh", "version_of"]
+__all__ = ["Link", "View", "add_view", "forking", "hang_up", "link_of", "remove_view", "see_afresh", "version_of"]
 
 _THREADS = "ucp-remote"
 """What the names of our threads begin with."""
@@ -177,20 +180,32 @@ async def _closed(fs: Any) -> None:
         await fs._session.close()  # noqa: SLF001
 
 
+View = Callable[[Link], Link]
+"""Makes of a connection one that sees something else in places."""
+
 _links: dict[str, Link] = {}
+_views: list[tuple[str, View]] = []
+"""Scheme and view, for each that is to be seen through."""
 _lock = threading.Lock()
+_forking = threading.RLock()
 _left: list[Link] = []
 """Those of the parent, in a child: never closed there, as that would be seen by the parent."""
 
 
 def link_of(url: str) -> Link:
-    """The connection to the store of a URL, made if there is none. Raises MissingLibraryError."""
+    """The connection to the store of a URL, made if there is none, seen through all views.
+
+    Raises MissingLibraryError.
+    """
     scheme = scheme_of(url)
     with _lock:
         if scheme not in _links:
             with told(url):
                 _links[scheme] = Link(scheme)
-        return _links[scheme]
+        link = _links[scheme]
+        for of, view in _views:
+            link = view(link) if of == scheme else link
+        return link
 
 
 def see_afresh(url: str) -> None:
@@ -199,12 +214,21 @@ def see_afresh(url: str) -> None:
         own.see_afresh()
 
 
-def put_before(url: str, made: Callable[[Link], Link]) -> Link:
-    """Have what `made` makes of the connection to the store of a URL take its place; what was there before."""
-    before = link_of(url)
+def add_view(url: str, view: View) -> None:
+    """See the store of a URL through `view`, in all threads, whichever connection there is, until it is removed."""
     with _lock:
-        _links[scheme_of(url)] = made(before)
-    return before
+        _views.append((scheme_of(url), view))
+
+
+def remove_view(url: str, view: View) -> None:
+    """No longer see the store of a URL through `view`."""
+    with _lock:
+        _views.remove((scheme_of(url), view))
+
+
+def forking() -> threading.RLock:
+    """The lock of a conversion that uses stores and forks processes; one without it leaves connections alone."""
+    return _forking
 
 
 def hang_up() -> None:
@@ -228,10 +252,11 @@ def _wait_until_gone(threads: Iterable[int | None]) -> None:
 
 def _start_anew() -> None:
     """In a child: leave what the parent has open, and whatever its threads held."""
-    global _lock  # noqa: PLW0603  # of this process
+    global _lock, _forking  # noqa: PLW0603  # of this process
     _left.extend(_links.values())
     _links.clear()
     _lock = threading.Lock()
+    _forking = threading.RLock()
 
 
 atexit.register(hang_up)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ucp.io.remote.link import Link, put_before
+from ucp.io.remote.link import Link, add_view, remove_view
 from ucp.io.remote.listing import forget
 from ucp.io.remote.stores import Seen
 from ucp.io.remote.url import key_of
@@ -22,23 +22,28 @@ __all__ = ["preview"]
 @contextmanager
 def preview(root: str, files: Mapping[str, Path], *, hidden: str) -> Iterator[None]:
     """See `files` (path below the URL `root` to where it lies on this disk), and nothing below the folder `hidden`."""
+    new = {f"{root}/{path}": file for path, file in files.items()}
+
+    def view(link: Link) -> Link:
+        return _Preview(link, new, f"{root}/{hidden}")
+
+    add_view(root, view)
     forget(root)
-    before = put_before(root, lambda link: _Preview(link, root, files, hidden))
     try:
         yield
     finally:
-        put_before(root, lambda now: before if isinstance(now, _Preview) else now)
+        remove_view(root, view)
         forget(root)
 
 
 class _Preview(Link):
     """A connection, and what is not there yet."""
 
-    def __init__(self, link: Link, root: str, files: Mapping[str, Path], hidden: str) -> None:
+    def __init__(self, link: Link, new: Mapping[str, Path], hidden: str) -> None:
         self._link = link
-        self._root = root
-        self._new = {f"{root}/{path}": own for path, own in files.items()}
-        self._hidden = f"{root}/{hidden}"
+        self._new = new
+        self._hidden = hidden
+        self._fs = link.store
         self.submit = link.submit  # type: ignore[method-assign]
         self.close = link.close  # type: ignore[method-assign]
         self.see_afresh = link.see_afresh  # type: ignore[method-assign]

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from ucp.errors import DestinationError, IncompleteError
+from ucp.io.destination.process import describe_process, this_process
 from ucp.io.folder import path_of
 from ucp.io.remote.link import link_of
 from ucp.io.remote.url import key_of
@@ -54,7 +55,7 @@ class Unfinished:
     def __init__(self, dst: str) -> None:
         self.dst = dst
         self.url = f"{dst}/{FOLDER}"
-        self._token = secrets.token_hex(8)
+        self._signature = _dump({**this_process(), "token": secrets.token_hex(8)})
 
     def is_there(self) -> bool:
         """Whether a conversion was begun and not finished."""
@@ -75,14 +76,19 @@ class Unfinished:
 
     def take(self) -> None:
         """From here on, this process is the one at work."""
-        write(f"{self.url}/{_OWNER}", self._token.encode())
+        write(f"{self.url}/{_OWNER}", self._signature)
+
+    def owner(self) -> str:
+        """Which process is at work, or was last, for messages."""
+        return describe_process(read(f"{self.url}/{_OWNER}"))
 
     def check_ours(self) -> None:
         """Raise DestinationError where another process took the place since."""
-        if read(f"{self.url}/{_OWNER}") != self._token.encode():
+        owner = read(f"{self.url}/{_OWNER}")
+        if owner != self._signature:
             raise DestinationError(
-                f"another conversion to {self.dst} began after this one, which leaves the place to it. Run one at a "
-                "time"
+                f"another conversion to {self.dst} ({describe_process(owner)}) began after this one, which leaves the "
+                "place to it. Run one at a time"
             )
 
     def note(self, number: int, line: dict[str, object]) -> None:

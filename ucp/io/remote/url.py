@@ -54,11 +54,11 @@ def scheme_of(text: str) -> str:
 def as_url(text: str) -> str:
     """The URL that a text is once pathlib has made one slash of its two; any other text as it is.
 
-    >>> as_url("s3:/bucket/run"), as_url("s3://bucket/run"), as_url("run/s3:/x")
-    ('s3://bucket/run', 's3://bucket/run', 'run/s3:/x')
+    >>> as_url("s3:/bucket/run"), as_url("s3://bucket/run"), as_url("run/s3:/x"), as_url("s3")
+    ('s3://bucket/run', 's3://bucket/run', 'run/s3:/x', 's3')
     """
-    scheme, _, rest = text.partition(":/")
-    return f"{scheme}://{rest}" if scheme in EXTRAS and not rest.startswith("/") else text
+    scheme, slash, rest = text.partition(":/")
+    return f"{scheme}://{rest}" if slash and scheme in EXTRAS and not rest.startswith("/") else text
 
 
 def key_of(url: str) -> str:

@@ -188,3 +188,4 @@ def _serve(
     for thread in team:
         thread.join()
     sender.close()
+    os._exit(0)  # Python's own way out fails in a fork of a thread of a ThreadPoolExecutor: it joins that thread

@@ -32,4 +32,4 @@ def group_notes(groups: Sequence[Group]) -> tuple[str, ...]:
 
 def pointer_file(path: str, tag: str) -> OutputFile:
     """A file at the root that names the tag to load."""
-    return OutputFile(path=path, nbytes=len(tag.encode()), literals=(Literal(0, tag.encode()),))
+    return OutputFile(path=path, nbytes=len(tag.encode()), literals=(Literal(0, tag.encode()),), is_pointer=True)

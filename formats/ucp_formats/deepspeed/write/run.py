@@ -13,7 +13,7 @@ from ucp.core.index import TAG, AtomIndex, Index, Kind, check_weights
 from ucp.core.names import WEIGHT
 from ucp.core.target import TargetOptions
 from ucp.errors import DestinationError, TagError, TopologyError, UnknownFamilyError
-from ucp.io.destination.goal import MARK
+from ucp.io.destination.mark import MARK
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, parse_name
 from ucp_formats.deepspeed.tp.layout import TensorLayout

@@ -118,7 +118,7 @@ class MegatronTarget(Target):
     def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
         """The tracker, which makes the iteration the one to load."""
         data = (RELEASE if index.step is None else str(index.step)).encode()
-        return (OutputFile(path=TRACKER, nbytes=len(data), literals=(Literal(0, data),)),)
+        return (OutputFile(path=TRACKER, nbytes=len(data), literals=(Literal(0, data),), is_pointer=True),)
 
 
 def _checked_layout(options: TargetOptions) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -231,7 +234,7 @@ def test_objects_that_changed_are_written_again(interrupted, memory, tmp_path):
 
 
 def test_an_unfinished_conversion_is_not_begun_over_by_accident(interrupted, memory, tmp_path):
-    with pytest.raises(DestinationError, match="--resume, or discard it and start over with --overwrite"):
+    with pytest.raises(DestinationError, match=rf"last written by process {os.getpid()} on .*--resume.*--overwrite"):
         converted(interrupted, tmp_path, **TARGETS["dcp"])
     with pytest.raises(DestinationError, match=r"(?s)begun from another.*target: dcp then, ucp now"):
         converted(interrupted, tmp_path, resume=True)
@@ -335,7 +338,7 @@ def test_one_at_a_time_on_a_machine(memory, scratch, source):
         def end(self): ...
 
         def advance(self, nbytes):
-            with pytest.raises(DestinationError, match="is running on this machine"):
+            with pytest.raises(DestinationError, match=rf"is running on this machine: process {os.getpid()} on"):
                 converted(source, scratch, resume=True)
 
     converted(source, scratch, observer=Again())
@@ -344,13 +347,13 @@ def test_one_at_a_time_on_a_machine(memory, scratch, source):
 def test_two_that_begin_at_once(memory, scratch, source, monkeypatch):
     """Neither saw the other; the store lets one of them begin."""
     bucket = import_module("ucp.conversion.destination.bucket")
-    real = bucket.marked
+    real = bucket.read_mark
 
     def meanwhile(path):
         memory.fs.pipe_file(f"{DST}/.ucp-partial/conversion.json", b"{}")
         return real(path)
 
-    monkeypatch.setattr(bucket, "marked", meanwhile)
+    monkeypatch.setattr(bucket, "read_mark", meanwhile)
     with pytest.raises(DestinationError, match="has just begun"):
         converted(source, scratch)
 
@@ -431,3 +434,30 @@ def test_a_bucket_to_a_bucket(memory, scratch, source, tmp_path):
     converted(url, scratch, verify=True)
     assert ucp.diff(DST, source, extras=True).equal
     assert json.loads(objects(memory)["ucp-conversion.json"])["source"]["path"].startswith("memory://")
+
+
+def test_a_second_conversion_of_the_process_takes_its_turn(memory, scratch, tmp_path, source):
+    events: list[str] = []
+
+    class Titles:
+        def begin(self, *, title, nbytes):
+            events.append(title)
+            waits.set()
+
+        def advance(self, nbytes): ...
+        def end(self): ...
+
+    class First(Titles):
+        """Has the second begin while it is at work, and goes on once that waits."""
+
+        def begin(self, *, title, nbytes):
+            if title == "convert":
+                later.append(pool.submit(converted, source, tmp_path, f"{DST}2", verify=True, observer=Titles()))
+                assert waits.wait(20)
+
+    waits, later = threading.Event(), []
+    with ThreadPoolExecutor(1) as pool:
+        converted(source, scratch, verify=True, observer=First())
+    assert later[0].result().nbytes_written
+    assert events[:2] == ["waiting for another conversion of this process that uses a bucket", "convert"]
+    assert objects(memory).keys() == objects(memory, f"{DST}2").keys()

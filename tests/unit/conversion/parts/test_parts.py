@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import socket
 from dataclasses import replace
 from importlib import import_module
 from itertools import permutations
@@ -30,6 +31,21 @@ from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.transfer.plan.tasks import Share
 
 FIXTURES = Path(__file__).parents[4] / "fixtures"
+
+
+class Titles:
+    """Observer that notes stages."""
+
+    def __init__(self, events):
+        self.events = events
+
+    def begin(self, *, title, nbytes):
+        self.events.append(title)
+
+    def advance(self, nbytes): ...
+
+    def end(self):
+        self.events.append("end")
 
 
 def partial(dst: Path) -> Path:
@@ -206,7 +222,7 @@ class TestBesideOtherRuns:
         assert tree(partial(dst)) == before
 
     def test_a_plain_run_is_refused(self, source, dst, running):
-        with pytest.raises(DestinationError, match="unfinished conversion"):
+        with pytest.raises(BusyError, match=rf"(?s)1 part is running .*part 1/2 on .*process {os.getpid()}"):
             ucp.convert(source, dst)
 
     def test_other_parts_and_the_same_are_not(self, source, dst, running, wanted):
@@ -222,8 +238,10 @@ class TestBesideOtherRuns:
     def test_a_part_waits_for_who_has_the_place_for_itself(self, source, dst, small_blocks):
         staging = Staging(dst)
         staging.open(Making("f", {}), resume=False, overwrite=False)
-        with pytest.raises(BusyError, match="another conversion"):
-            ucp.convert(source, dst, part="1/2")
+        events: list[str] = []
+        with pytest.raises(BusyError, match=rf"is running: process {os.getpid()} on"):
+            ucp.convert(source, dst, part="1/2", observer=Titles(events))
+        assert events == [f"waiting for process {os.getpid()} on {socket.gethostname()}", "end"]
         staging.release()
 
 
@@ -245,9 +263,9 @@ class TestAfterwards:
         """The place is gone, and the destination there, when a part gets its turn."""
         real, looks = Staging.is_complete, []
 
-        def is_complete(staging, fingerprint):
+        def is_complete(staging, fingerprint, *, overwrite):
             looks.append(1)
-            return len(looks) > 2 and real(staging, fingerprint)  # of `convert`, and of the part
+            return len(looks) > 2 and real(staging, fingerprint, overwrite=overwrite)  # of `convert`, and of the part
 
         monkeypatch.setattr(Staging, "is_complete", is_complete)
         assert ucp.convert(source, dst, part="1/2").already_complete

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import os
+import socket
 from importlib import import_module
 
 import numpy as np
 import pytest
 
 import ucp
-from ucp.errors import DestinationError, IncompleteError
-from ucp.io.destination.goal import MARK, Making
+from ucp.errors import BusyError, DestinationError, IncompleteError
+from ucp.io.destination.goal import Making
+from ucp.io.destination.mark import MARK
 from ucp.io.destination.staging import Staging, refuse_partial
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
@@ -108,12 +110,34 @@ def test_what_was_begun_otherwise_says_how(staging):
 def test_only_one_at_a_time(staging, tmp_path, monkeypatch):
     monkeypatch.setattr(import_module("ucp.io.destination.staging"), "_PATIENCE", 0.1)
     begun(staging)
-    with pytest.raises(DestinationError, match="is running"):
-        begun(Staging(tmp_path / "out"), resume=True)
+    for asked in ({"resume": True}, {"overwrite": True}):
+        with pytest.raises(BusyError, match=rf"is running: process {os.getpid()} on {socket.gethostname()}"):
+            begun(Staging(tmp_path / "out"), **asked)
     staging.release()
     other = Staging(tmp_path / "out")
     begun(other, resume=True)
     other.release()
+
+
+def test_a_conversion_that_runs_is_not_called_unfinished(staging, tmp_path, monkeypatch):
+    monkeypatch.setattr(import_module("ucp.io.destination.staging"), "_MOMENT", 0.1)
+    begun(staging)
+    with pytest.raises(BusyError, match=rf"process {os.getpid()} on .* writes it now") as caught:
+        begun(Staging(tmp_path / "out"))
+    assert "--overwrite" not in str(caught.value)
+    assert "--resume" not in str(caught.value)
+    staging.release()
+    with pytest.raises(DestinationError, match=r"unfinished conversion.*--resume.*--overwrite"):
+        begun(Staging(tmp_path / "out"))
+
+
+def test_a_lock_that_names_nobody(staging, tmp_path, monkeypatch):
+    monkeypatch.setattr(import_module("ucp.io.destination.staging"), "_PATIENCE", 0.1)
+    begun(staging)
+    for text in ("", "{", "[]", "{}"):
+        (staging.folder / "lock").write_text(text)
+        with pytest.raises(BusyError, match="a process that left no name"):
+            begun(Staging(tmp_path / "out"), resume=True)
 
 
 def test_a_lock_on_what_was_removed_is_none(staging, tmp_path, monkeypatch):
@@ -160,12 +184,22 @@ def test_a_refusal_leaves_nothing_behind(staging):
     assert not staging.folder.exists()
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", "{", '{"fingerprint": "g"}', '{"fingerprint": 1}', "\ud800"])
+@pytest.mark.parametrize("text", [None, '{"fingerprint": "g"}', '{"fingerprint": 1}'])
 def test_only_the_same_conversion_is_complete(staging, text):
     staging.dst.mkdir()
     if text is not None:
-        (staging.dst / MARK).write_text(text, errors="surrogatepass")
+        (staging.dst / MARK).write_text(text)
     assert not staging.is_complete("f")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "\ud800", '{"fingerprint": "f","xxh3":"0123456789abcdef"}'])
+def test_a_damaged_mark_is_neither_believed_nor_replaced(staging, text):
+    staging.dst.mkdir()
+    (staging.dst / MARK).write_text(text, errors="surrogatepass")
+    with pytest.raises(DestinationError, match="is damaged"):
+        staging.is_complete("f")
+    with pytest.raises(DestinationError, match="is damaged"):
+        begun(staging, overwrite=True)
 
 
 def test_a_complete_one_is_known_by_its_mark(staging):

@@ -59,7 +59,9 @@ def tree(folder, source):
         data = file.read_bytes()
         if file.suffix == ".json" and file.name.startswith("ucp"):
             document = json.loads(data.replace(str(source).encode(), b"SOURCE"))
-            data = {key: own for key, own in document.items() if key not in ("xxh3", "fingerprint")}
+            data = {key: own for key, own in document.items() if key not in ("xxh3", "fingerprint", "crc32")}
+            if file.name == "ucp-conversion.json":
+                data["files"] = list(data["files"])  # without lengths: that of `ucp.json` goes with the source's name
         found[str(file.relative_to(folder))] = data
     return found
 

@@ -1,0 +1,117 @@
+"""The file in every finished destination that says how it was made, and of which files it consists.
+
+Whoever is asked to go on with a conversion that is finished can see by it, without reading a tensor, whether all is
+still there as it was written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from zlib_ng import zlib_ng
+
+from ucp.errors import DestinationError, SourceError, counted, listed
+from ucp.io.files import open_source
+from ucp.io.folder import is_url
+from ucp.io.json_text import NotJson, has_wrong_digest, parsed, with_digest
+from ucp.io.remote.url import key_of
+
+__all__ = ["MARK", "dump_mark", "find_damage", "find_destination", "is_complete", "read_mark"]
+
+MARK = "ucp-conversion.json"
+"""Its name; only destinations that have it may be overwritten."""
+
+_ABOVE = 2
+"""Folders above a checkpoint in which the file may lie: a tag or an iteration is a folder of the destination."""
+
+_SPAN = 8 << 20
+"""Bytes that are summed at once."""
+
+
+def dump_mark(made: Mapping[str, Any], sizes: Mapping[str, int | None], sums: Mapping[str, int]) -> bytes:
+    """Text of the file: `made`, how the destination was made, and what it consists of.
+
+    `sizes`: bytes of each file; None for one that may change, as a framework overwrites it. `sums`: CRC-32 of those
+    that say what the others hold.
+    """
+    document = {**made, "files": {MARK: None, **sizes}, "crc32": dict(sums)}
+    return with_digest(json.dumps(document, indent=1).encode())
+
+
+def read_mark(dst: Path) -> dict[str, Any]:
+    """What the destination says of how it was made; empty where it says nothing. Raises DestinationError for damage."""
+    try:
+        text = (dst / MARK).read_bytes()
+    except OSError:
+        return {}
+    try:
+        if not has_wrong_digest(text) and isinstance(document := parsed(text), dict):
+            return document
+    except NotJson:
+        pass
+    raise DestinationError(
+        f"{dst / MARK} is damaged: it says which conversion wrote {dst}, and which files. Copy it again from where it "
+        f"is whole; or remove {dst} yourself, and convert again"
+    )
+
+
+def find_destination(path: Path) -> Path | None:
+    """The destination that a checkpoint at `path` was written to; None where no conversion says that it wrote it."""
+    above = (own for own in path.parents[:_ABOVE] if not is_url(str(own)) or "/" in key_of(str(own)))
+    return next((own for own in (path, *above) if (own / MARK).is_file()), None)
+
+
+def is_complete(dst: Path, fingerprint: str, *, overwrite: bool = False) -> bool:
+    """Whether the conversion of this fingerprint was finished at `dst`.
+
+    Raises DestinationError where files are no longer as it wrote them; with `overwrite`, it is not complete then.
+    """
+    mark = read_mark(dst)
+    if mark.get("fingerprint") != fingerprint:
+        return False
+    damage = find_damage(dst, mark)
+    if damage and not overwrite:
+        raise DestinationError(
+            f"this conversion was finished, but {counted(len(damage), 'file')} in {dst} are not as it wrote them:\n"
+            f"{listed(damage)}\ncopy them again from where they are whole, or write all of them anew with --overwrite "
+            "in place of --resume"
+        )
+    return not damage
+
+
+def find_damage(dst: Path, mark: Mapping[str, Any], *, measured: Collection[str] | None = None) -> list[str]:
+    """A line for each file that `mark` names which is missing, or has another length or another recorded CRC-32.
+
+    `measured`: which files have their length compared, beside those with a CRC-32; all, if not given. A file that the
+    framework overwrites only has to be there.
+    """
+    return [f"{path}: {what}" for path, what in _differences(dst, mark, measured)]
+
+
+def _differences(dst: Path, mark: Mapping[str, Any], measured: Collection[str] | None) -> Iterator[tuple[str, str]]:
+    files, sums = mark.get("files", ()), mark.get("crc32", {})
+    sizes = files if isinstance(files, dict) else dict.fromkeys(files)  # a list, before lengths were recorded
+    for path, nbytes in sizes.items():
+        if measured is not None and path not in measured and path not in sums:
+            continue
+        try:
+            found = (dst / path).stat().st_size
+            if nbytes is not None and found != nbytes:
+                yield path, f"expected {nbytes:,} bytes; got {found:,}"
+            elif path in sums and _crc32(dst / path) != sums[path]:
+                yield path, "its bytes are not those that were written (CRC-32 differs)"
+        except (FileNotFoundError, NotADirectoryError):
+            yield path, "missing"
+        except (OSError, SourceError) as error:
+            yield path, f"cannot be read ({error})"
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with open_source(str(path)) as file:
+        for start in range(0, file.nbytes, _SPAN):
+            crc = zlib_ng.crc32(file.read(start, min(_SPAN, file.nbytes - start)), crc)
+    return crc
