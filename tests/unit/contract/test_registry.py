@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ucp.contract.protocols import Evidence
+from ucp.contract.protocols import Evidence, Strength
 from ucp.contract.registry import engine, names, recognise, target
 from ucp.errors import UnknownFormatError, UsageError
 
@@ -56,13 +56,13 @@ def test_something_else_there(tmp_path):
 
 def test_two_claims_are_not_decided_here(source, monkeypatch):
     registry = import_module("ucp.contract.registry")
-    twin = SimpleNamespace(name="twin", gives_way=False, detect=lambda path: Evidence(path, ("a hunch",)))
+    twin = SimpleNamespace(name="twin", detect=lambda path: Evidence(path, ("a hunch",)))
     made = registry._made
     monkeypatch.setattr(registry, "_found", lambda group: {"ucp": None, "twin": None})
     monkeypatch.setattr(registry, "_made", lambda group, name: twin if name == "twin" else made(group, name))
-    with pytest.raises(UnknownFormatError, match=r"could be several formats \(twin because of a hunch; ucp because"):
+    with pytest.raises(UnknownFormatError, match=f"could be several formats.*\n  {source}: twin, because of a hunch"):
         recognise(source)
-    twin.gives_way = True
+    twin.detect = lambda path: Evidence(path, ("a hunch",), strength=Strength.WEIGHTS)
     assert recognise(source)[0].name == "ucp"
 
 

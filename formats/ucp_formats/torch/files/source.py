@@ -68,18 +68,22 @@ class TorchFormat(Format):
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is, or leads to, such files."""
         located = locate(path)
-        return None if located is None else Evidence(root=located.root, reasons=located.reasons)
+        if located is None:
+            return None
+        return Evidence(root=located.root, reasons=located.reasons, strength=located.strength)
 
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
         located = the_files(locate(path), path)
         index = _Reading(located, self._shapes()).index(self.name)
         folder = SaveFolder(located.root) if located.root.is_dir() else None
-        return with_companions(index, folder, is_own=lambda own: is_of_the_format(own) or own.name in _names(located))
+        names = {os.path.basename(file.path) for file in index.files}
+        is_one_file = "all" in located.files
 
+        def is_own(path: Path) -> bool:
+            return path.name in names or (not is_one_file and is_of_the_format(path))
 
-def _names(located: Located) -> set[str]:
-    return {name for files in located.files.values() for name in files.values()}
+        return with_companions(index, folder, is_own=is_own)
 
 
 class _Reading:
