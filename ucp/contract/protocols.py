@@ -156,6 +156,8 @@ class Target(Protocol):
 
     name: str
     """Name on the command line, e.g. "deepspeed-universal"."""
+    also_called: Collection[str] = ()
+    """What users may call it instead, in lower case: a message that refuses such a name suggests this target."""
     settings: Mapping[str, str] = MappingProxyType({})
     """What `--set NAME=VALUE` takes: name to meaning, in a few words."""
     layouts: Collection[str] = ()

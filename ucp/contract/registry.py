@@ -71,11 +71,17 @@ def _loaded(group: str, name: str) -> object:
     points = _found(group)
     if name not in points:
         known = ", ".join(sorted(points)) or "none: is universal-checkpoint installed?"
-        near = nearest(name, points)
+        near = _called(name) if group == "ucp.targets" else None
+        near = near or nearest(name, points)
         hint = f"; did you mean {near!r}?" if near else ""
         raise UsageError(f"expected one of the {group.removeprefix('ucp.')} {known}; got {name!r}{hint}")
     module, _, attributes = points[name].partition(":")
     return reduce(getattr, filter(None, attributes.split(".")), import_module(module))
+
+
+def _called(name: str) -> str | None:
+    """The target that users may mean by a name that is none."""
+    return next((known for known in names("ucp.targets") if name.lower() in target(known).also_called), None)
 
 
 @cache
@@ -205,6 +211,8 @@ def with_callables(index: Index) -> Index:
 def _configured(fmt: Format, options: SourceOptions | None) -> Format:
     if options is None or options == SourceOptions():
         return fmt
+    if options.family is not None:
+        family(options.family)  # a misspelt one is no use to any format
     if options.shapes_from is not None and not fmt.takes_shapes:
         raise IdleOptionError(f"{fmt.name} checkpoints say the shapes of their parameters: drop --shapes-from")
     return fmt.configured(options)
