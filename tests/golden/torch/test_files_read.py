@@ -318,3 +318,11 @@ def test_modules_beside_the_state_dict_of_the_model_are_extras(tmp_path: Path) -
     module = torch.nn.Linear(4, 4)
     torch.save({"state_dict": module.state_dict(), "hyper_parameters": {"model": module}}, tmp_path / "last.ckpt")
     assert set(ucp.open(tmp_path).index.atoms) == {"weight", "bias"}
+
+
+def test_states_of_a_pickled_optimizer_are_left_behind(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.save({"model": model.state_dict(), "run": {"optimizer": optimizer}}, tmp_path / "last.pt")
+    (line,) = ucp.open(tmp_path).index.dropped
+    assert "run/optimizer is an object of torch.optim.adamw.AdamW" in line

@@ -25,7 +25,7 @@ from ucp_formats.torch.files.parts import part_of
 from ucp_formats.torch.model_dict import Path, Wanted, is_called_model, model_path
 from ucp_formats.torch.state_dict import Leaf
 
-__all__ = ["FLAT", "Ranked", "Tree", "leaves_of"]
+__all__ = ["FLAT", "Ranked", "Tree", "leaves_of", "pickled_objects"]
 
 Ranked = Mapping[int, object]
 """Rank to the value that it saved."""
@@ -34,6 +34,8 @@ FLAT = "_flat_param"
 """Name of a flat parameter of FSDP1."""
 
 _GROUPS = "param_groups"
+_OF_MODULES = ("_parameters", "_modules")
+"""Attributes of a `torch.nn.Module`."""
 _MOST_DEPTH = 16
 """Levels of dicts and lists above a model or an optimizer, at most."""
 
@@ -68,7 +70,7 @@ def leaves_of(items: Mapping[Path, Ranked], checksums: Checksums, where: str) ->
         walk.go(path, values)
     tree = walk.tree()
     if not (tree.model and is_called_model(model)):
-        modules = (place for path, own in firsts.items() for place in _modules(own, path))
+        modules = (place for path, own in firsts.items() for place in pickled_objects(own, path, _OF_MODULES))
         _refuse_modules((own for own in modules if not tree.model or is_called_model(own[0])), where)
     return tree
 
@@ -83,14 +85,14 @@ def _refuse_modules(modules: Iterable[tuple[Path, Stub]], where: str) -> None:
         )
 
 
-def _modules(value: object, path: Path) -> Iterator[tuple[Path, Stub]]:
-    """Modules in a value, with their paths."""
+def pickled_objects(value: object, path: Path, attributes: Iterable[str]) -> Iterator[tuple[Path, Stub]]:
+    """Objects with all of `attributes` in a value that stands at `path`, with their paths."""
     places = [
         (path, value),
         *(((*at, key), own) for at, entries in _dicts(value, path) for key, own in entries.items()),
     ]
     for at, own in places:
-        if isinstance(own, Stub) and None not in (own.attribute("_parameters"), own.attribute("_modules")):
+        if isinstance(own, Stub) and all(own.attribute(name) is not None for name in attributes):
             yield at, own
 
 
