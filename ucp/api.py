@@ -16,7 +16,7 @@ from typing import TypeVar, Unpack
 
 import ucp  # the return types, which are imported when they are looked at
 from ucp.contract.protocols import Observer, SourceOptions
-from ucp.contract.registry import recognise, with_callables
+from ucp.contract.registry import with_callables
 from ucp.conversion.arguments import suggest_arguments
 from ucp.conversion.collection import no_cycle_collection
 from ucp.conversion.options import (
@@ -31,7 +31,7 @@ from ucp.conversion.options import (
 )
 from ucp.conversion.plan_report import PlanReport, preview
 from ucp.conversion.prepare import Silent
-from ucp.conversion.source.read import Survey, index_of, judged, survey
+from ucp.conversion.source.read import Survey, index_of, judged, read_index, survey
 from ucp.conversion.source.zero_moments import moments_note
 from ucp.core.index import Index
 from ucp.io.destination.staging import is_begun
@@ -98,8 +98,7 @@ def inspect(
     `family`, `patterns`, `shapes_from`: see `convert`. Raises SourceError; `survey(path)` then gives what is known.
     """
     path = given(path)
-    fmt, _ = recognise(path, options=SourceOptions.of(family, patterns, shapes_from))
-    index = with_callables(judged(fmt.read(path)))
+    index = with_callables(judged(read_index(path, source=SourceOptions.of(family, patterns, shapes_from))))
     note = moments_note(index)
     return index if note is None else replace(index, notes=(*index.notes, note))
 

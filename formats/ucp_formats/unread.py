@@ -1,4 +1,4 @@
-"""What is recognised by name and not read: checkpoints of other libraries, files without shards.
+"""What is recognised by name and not read: checkpoints of other libraries, parts of one.
 
 Asked only where no format recognises a path, so that a file beside a checkpoint never hides it.
 """
@@ -49,12 +49,12 @@ _KINDS = (
         ("_CHECKPOINT_METADATA", "manifest.ocdbt", "*.orbax-checkpoint-tmp-*"),
         "Load it in JAX and save its arrays for the framework that is to go on with them",
     ),
-    _Kind("a NeMo archive", ("*.nemo",), "Unpack it with tar and pass the folder with the weights in it"),
     _Kind(
-        "a file of torch.save",
-        ("*.pt", "*.pth", "*.bin", "*.ckpt"),
-        "Pass the folder of the whole checkpoint, not one of its files, or the one file that holds all of it",
+        "an optimizer without its model",
+        ("optimizer.pt", "optimizer.bin"),
+        "Pass the folder that holds the weights beside it (model.safetensors or pytorch_model.bin)",
     ),
+    _Kind("a NeMo archive", ("*.nemo",), "Unpack it with tar and pass the folder with the weights in it"),
 )
 
 

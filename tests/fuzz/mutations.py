@@ -11,6 +11,8 @@ from pathlib import Path
 from random import Random
 
 from tests.fuzz.contents import edit_json, edit_pickle, flip, is_summed
+from ucp.contract.protocols import Strength
+from ucp.contract.registry import recognise
 
 __all__ = ["Kind", "Mutation", "Place", "mutate"]
 
@@ -261,6 +263,19 @@ def _harmless(place: Place, rng: Random) -> Done | None:
     return None
 
 
+def _stray(place: Place, rng: Random) -> Done | None:
+    """A file of torch.save that has nothing to do with the checkpoint."""
+    import torch  # costly, and only this needs it
+
+    if recognise(place.root)[1].strength is Strength.SUFFIX:
+        return None  # the checkpoint is such a file itself: which one is meant is for the user to say
+    name = rng.choice(("voice.pt", "model.pt", "best.ckpt", "consolidated.00.pth", "checkpoint.pt"))
+    if (place.root / name).exists():
+        return None
+    torch.save({"a.weight": torch.ones(3, 3)}, place.root / name)
+    return Kind.HARMLESS, (name,), "another model beside the checkpoint"
+
+
 WAYS: tuple[tuple[Way, int], ...] = (
     (_flip, 6),
     (_edit_pickle, 5),
@@ -276,5 +291,6 @@ WAYS: tuple[tuple[Way, int], ...] = (
     (_harmless, 2),
     (_swap_folders, 1),
     (_edit_tag, 1),
+    (_stray, 1),
 )
 """Each with how often it is taken."""

@@ -51,7 +51,11 @@ class Problems:
         if not found:
             return
         kind = MalformedError if self.wrong else MissingFileError if self.missing else UnsupportedError
-        remedy = ["copy what is missing or damaged again from where it was saved"] if self.missing or self.wrong else []
+        remedy = []
+        if self.missing or self.wrong:
+            remedy.append(
+                "copy what is missing or damaged again from where it was saved, or wait, if the run is still saving"
+            )
         if any("another run" in line or "extra" in line for line in self.wrong):
             remedy.append("remove files that belong to another run")
         count = f"{len(found)} problem{'s' if len(found) > 1 else ''}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -41,11 +42,23 @@ __all__ = [
     "Observer",
     "Pattern",
     "SourceOptions",
+    "Strength",
     "Target",
 ]
 
 WAITING = "waiting for"
 """How the title of a stage begins in which nothing is done until another process is."""
+
+
+class Strength(IntEnum):
+    """How much the names at a path say: of several formats that recognise it, the one with the strongest evidence."""
+
+    SUFFIX = 0
+    """Files that only end like those of the format: any script may have put them beside another checkpoint."""
+    WEIGHTS = 1
+    """Weights, which frameworks also save beside their checkpoints."""
+    MARKER = 2
+    """Files that only checkpoints of the format have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +71,10 @@ class Evidence:
     """What was seen, e.g. "zero_pp_rank_*_optim_states.pt"."""
     is_saved_in: bool = False
     """Whether `root` was found as a run saves it in the folder passed: what else lies there is not asked about."""
+    strength: Strength = Strength.MARKER
+    """How sure it is."""
+    not_read: tuple[str, ...] = ()
+    """Files there that by their suffix could be checkpoints too; set where this evidence is the stronger one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +134,6 @@ class Format(Protocol):
     """Name on the command line, e.g. "deepspeed"."""
     pickles: Collection[str] = ()
     """Classes ("module.name") that its framework pickles: unpickling them surprises nobody."""
-    gives_way: bool = False
-    """Whether such files also lie beside checkpoints of other formats: a path that one of these knows is of that."""
     takes_shapes: bool = False
     """Whether it has a use for `SourceOptions.shapes_from`."""
     run: RunExtras = RunExtras()
@@ -145,6 +160,8 @@ class Target(Protocol):
 
     name: str
     """Name on the command line, e.g. "deepspeed-universal"."""
+    also_called: Collection[str] = ()
+    """What users may call it instead, in lower case: a message that refuses such a name suggests this target."""
     settings: Mapping[str, str] = MappingProxyType({})
     """What `--set NAME=VALUE` takes: name to meaning, in a few words."""
     layouts: Collection[str] = ()

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial, reduce
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ucp.contract.protocols import Engine, Evidence, Format, Pattern, SourceOptions, Target
+from ucp.contract.protocols import Engine, Evidence, Format, Pattern, SourceOptions, Strength, Target
 from ucp.contract.run_extras import RunExtras
 from ucp.core.index import Index
 from ucp.core.target import TargetOptions
@@ -70,11 +71,17 @@ def _loaded(group: str, name: str) -> object:
     points = _found(group)
     if name not in points:
         known = ", ".join(sorted(points)) or "none: is universal-checkpoint installed?"
-        near = nearest(name, points)
+        near = _called(name) if group == "ucp.targets" else None
+        near = near or nearest(name, points)
         hint = f"; did you mean {near!r}?" if near else ""
         raise UsageError(f"expected one of the {group.removeprefix('ucp.')} {known}; got {name!r}{hint}")
     module, _, attributes = points[name].partition(":")
     return reduce(getattr, filter(None, attributes.split(".")), import_module(module))
+
+
+def _called(name: str) -> str | None:
+    """The target that users may mean by a name that is none."""
+    return next((known for known in names("ucp.targets") if name.lower() in target(known).also_called), None)
 
 
 @cache
@@ -204,6 +211,8 @@ def with_callables(index: Index) -> Index:
 def _configured(fmt: Format, options: SourceOptions | None) -> Format:
     if options is None or options == SourceOptions():
         return fmt
+    if options.family is not None:
+        family(options.family)  # a misspelt one is no use to any format
     if options.shapes_from is not None and not fmt.takes_shapes:
         raise IdleOptionError(f"{fmt.name} checkpoints say the shapes of their parameters: drop --shapes-from")
     return fmt.configured(options)
@@ -220,31 +229,37 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
     if not unfinished:
         refuse_partial(path.resolve())
     formats = _formats()
-    found = [(fmt, evidence) for fmt in formats if (evidence := fmt.detect(path)) is not None]
-    found = [own for own in found if not own[0].gives_way] or found
-    if len(found) == 1:
-        ((fmt, evidence),) = found
+    claims = [(fmt, evidence) for fmt in formats if (evidence := fmt.detect(path)) is not None]
+    strongest = [claim for claim in claims if not _yields(path, claim[1], [other for _, other in claims])]
+    if len(strongest) == 1:
+        ((fmt, evidence),) = strongest
         _check_only(path, fmt, evidence, formats)
-        return _configured(fmt, options), evidence
-    if found:
-        claims = "; ".join(f"{fmt.name} because of {', '.join(evidence.reasons)}" for fmt, evidence in found)
-        raise UnknownFormatError(f"{path} could be several formats ({claims}); pass the folder of one of them")
-    near = _nearby(path, formats)
-    if near:
-        advice = (
-            f"Did you mean {near[0]}?" if len(near) == 1 else f"It holds several:\n{listed(near)}\nPass one of them"
+        weak = [other.reasons for _, other in claims if other is not evidence and other.strength is Strength.SUFFIX]
+        return _configured(fmt, options), replace(evidence, not_read=tuple(chain.from_iterable(weak)))
+    if strongest:
+        lines = [f"{own.root}: {fmt.name}, because of {', '.join(own.reasons[:3])}" for fmt, own in strongest]
+        raise UnknownFormatError(
+            f"{path} could be several formats; pass the folder or file of one of them:\n{listed(lines)}"
         )
-    else:
-        advice = _remedy(path) or "Pass the folder that the framework saved to"
     raise UnknownFormatError(
         f"expected a checkpoint of {', '.join(names('ucp.formats'))}; {path} is none of them ({_contents(path)}). "
-        f"{advice}"
+        f"{_advice(path, formats)}"
     )
+
+
+def _yields(path: Path, evidence: Evidence, others: Iterable[Evidence]) -> bool:
+    """Whether one of `others` is stronger: of `path` itself, or of what a run saved in it; not of a folder there."""
+    return any(other.strength > evidence.strength and not _is_below(path, other) for other in others)
+
+
+def _is_below(path: Path, evidence: Evidence) -> bool:
+    """Whether the checkpoint is merely the only one in a folder of `path`."""
+    return not evidence.is_saved_in and evidence.root.parent == path
 
 
 def _check_only(path: Path, fmt: Format, evidence: Evidence, formats: Sequence[Format]) -> None:
     """Raise UnknownFormatError where a folder in `path` was taken, and another in it is of another format."""
-    if evidence.is_saved_in or evidence.root.parent != path:
+    if not _is_below(path, evidence):
         return
     others = [own for own in formats if own is not fmt]
     beside = [folder for folder in _folders(path) if folder != evidence.root and _is_one(folder, others)]
@@ -282,13 +297,17 @@ def _remedy(path: Path) -> str | None:
     return next((said for remedy in known if (said := remedy(path))), None)
 
 
-def _nearby(path: Path, formats: Sequence[Format]) -> list[str]:
-    """Checkpoints one level down, or else the one up, if there are any."""
-    for candidates in (_folders(path), [path.absolute().parent]):
-        near = [str(candidate) for candidate in candidates if any(fmt.detect(candidate) for fmt in formats)]
-        if near:
-            return near
-    return []
+def _advice(path: Path, formats: Sequence[Format]) -> str:
+    """What to pass instead: a checkpoint in `path`; else what is known of its names; else what it is a part of."""
+    inside = [str(folder) for folder in _folders(path) if any(fmt.detect(folder) for fmt in formats)]
+    if len(inside) > 1:
+        return f"It holds several:\n{listed(inside)}\nPass one of them"
+    if inside:
+        return f"Did you mean {inside[0]}?"
+    parent = path.absolute().parent
+    around = [evidence.strength for fmt in formats if (evidence := fmt.detect(parent)) is not None]
+    is_part = max(around, default=Strength.SUFFIX) > Strength.SUFFIX
+    return _remedy(path) or (f"Did you mean {parent}?" if is_part else "Pass the folder that the framework saved to")
 
 
 def _contents(path: Path) -> str:

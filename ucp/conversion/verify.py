@@ -25,7 +25,7 @@ def verify_written(job: Job, written: Path, *, source: SourceOptions, observer: 
     `source`: what the user says of the source, or of a target that knows families alone.
     """
     before, index = job.index, index_as_told(written, source=source, unfinished=True)
-    before = replace(before, aliases={**index.aliases, **before.aliases})  # a reader may know of more ties
+    before = _tied_as(index, before)
     if job.target.regrouped:
         before, index = (replace(own, groups=()) for own in (before, index))
     if not keeps_extras(before, index):
@@ -50,6 +50,20 @@ def _with_companions_alone(index: Index, job: Job) -> Index:
     names = {file.path for file in job.target.files}
     kept = tuple(own for own in index.extras if is_companion(own) and own.name.partition("/")[2] in names)
     return replace(index, extras=kept)
+
+
+def _tied_as(written: Index, source: Index) -> Index:
+    """`source`, tied as the reader of what was written sees it: it may know of more ties, or of fewer.
+
+    A second name that it reads as a tensor of its own is one to compare with the first.
+    """
+    untied = {alias: name for alias, name in source.aliases.items() if alias in written.atoms}
+    copies = {
+        alias: replace(source.atoms[name], name=alias, states={WEIGHT: source.atoms[name].states[WEIGHT]})
+        for alias, name in untied.items()
+    }
+    aliases = {alias: name for alias, name in source.aliases.items() if alias not in untied}
+    return replace(source, atoms={**source.atoms, **copies}, aliases={**written.aliases, **aliases})
 
 
 def _grouped_as(written: Index, source: Index, job: Job) -> Index:

@@ -18,7 +18,7 @@ from pathlib import Path
 from ucp.contract.companion_files import SaveFolder, with_companions
 from ucp.contract.model.arguments import CONFIG_EXTRA, config_in
 from ucp.contract.model.transformers import by_number, in_model_order, tied_output
-from ucp.contract.protocols import Evidence, Format
+from ucp.contract.protocols import Evidence, Format, Strength
 from ucp.contract.registry import choose_family
 from ucp.core.dtypes import DType
 from ucp.core.fragments import with_copies
@@ -44,12 +44,13 @@ class HuggingFaceFormat(Format):
     """Format `huggingface`."""
 
     name = "huggingface"
-    gives_way = True
 
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is a folder with a model, or one of its files."""
         located = locate(path)
-        return None if located is None else Evidence(root=located.root, reasons=located.reasons)
+        if located is None:
+            return None
+        return Evidence(root=located.root, reasons=located.reasons, strength=Strength.WEIGHTS)
 
     def read(self, path: Path) -> Index:
         """Index of the model at `path`."""

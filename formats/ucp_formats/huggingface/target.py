@@ -60,6 +60,7 @@ class HuggingFaceTarget(Target):
     """Target `huggingface`."""
 
     name = "huggingface"
+    also_called = ("safetensors", "transformers")
     names = "huggingface"
     takes_other_names = True
     settings = _SETTINGS

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ucp.errors import UnsupportedError, counted, listed
 
-__all__ = ["Dicts", "Path", "Wanted", "aside_text", "bare_name", "longest_name", "model_path"]
+__all__ = ["Dicts", "Path", "Wanted", "aside_text", "bare_name", "is_called_model", "longest_name", "model_path"]
 
 Path = tuple[object, ...]
 """Keys of nested dicts (texts) and lists (numbers)."""
@@ -84,7 +84,7 @@ def model_path(dicts: Dicts, wanted: Wanted, where: str) -> Path:
     found = [path for path, own in bare.items() if wanted.fits(own)] or _largest(bare, wanted)
     if len(found) < 2:
         return found[0] if found else ()
-    called = [path for path in found if not path or path[-1] in _CALLED]
+    called = [path for path in found if is_called_model(path)]
     exact = [path for path in found if wanted.count(bare[path]) == len(bare[path])]
     if len(called) == 1 and all(bare[path].keys() <= bare[called[0]].keys() for path in exact):
         return called[0]
@@ -95,6 +95,11 @@ def model_path(dicts: Dicts, wanted: Wanted, where: str) -> Path:
         f"from an average of it or from another model:\n{listed('/'.join(map(str, path)) or '.' for path in found)}\n"
         "Save the one that the optimizer trains under the name model, or the others into files of their own"
     )
+
+
+def is_called_model(path: Path) -> bool:
+    """Whether a dict has a name that scripts give to the model, or is the file itself."""
+    return not path or path[-1] in _CALLED
 
 
 def aside_text(names: Iterable[str]) -> str:

@@ -66,6 +66,7 @@ class DcpTarget(Target):
     """Target `dcp`."""
 
     name = "dcp"
+    also_called = ("fsdp", "fsdp1", "fsdp2", "hsdp", "torchtitan", "accelerate", "lightning")
     settings = _SETTINGS
     takes_replicas = True
 

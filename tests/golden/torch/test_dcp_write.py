@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ucp
-from ucp.errors import UcpError, UsageError
+from ucp.conversion.source.read import index_of
+from ucp.core.index import Index
+from ucp.errors import CorruptError, UcpError, UsageError
 
 ROOT = Path(__file__).parents[3] / "fixtures"
 TORCH = sorted(path.parents[1].name for path in (ROOT / "torch").glob("*/checkpoint/.metadata"))
@@ -152,3 +155,26 @@ def test_replicas_of_shards_are_found_again(tmp_path: Path) -> None:
 def test_what_torch_cannot_have_is_refused(options: dict[str, Any], match: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=match):
         ucp.convert(ROOT / "torch" / "ddp-dp2" / "checkpoint", tmp_path / "out", to="dcp", **options)
+
+
+GPT2 = ROOT / "huggingface" / "gpt2" / "model"
+
+
+def test_a_tied_model_without_an_optimizer_reads_back_under_both_names(tmp_path: Path) -> None:
+    ucp.convert(GPT2, tmp_path / "out", to="dcp", verify=True)
+    found, weights = by_torch(tmp_path / "out")["model"], load_file(GPT2 / "model.safetensors")
+    assert torch.equal(found["lm_head.weight"], weights["transformer.wte.weight"])
+
+
+def test_a_second_name_of_other_elements_does_not_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = load_file(GPT2 / "model.safetensors")
+    save_file({"lm_head.weight": weights["transformer.wte.weight"] + 1}, tmp_path / "other.safetensors")
+    wrong = ucp.inspect(tmp_path / "other.safetensors").atoms["lm_head.weight"]
+
+    def read_other(path: Path, **_: object) -> Index:
+        index = index_of(path, unfinished=True)
+        return replace(index, atoms={**index.atoms, "lm_head.weight": wrong})
+
+    monkeypatch.setattr("ucp.conversion.verify.index_as_told", read_other)
+    with pytest.raises(CorruptError, match=r"lm_head\.weight/weight values"):
+        ucp.convert(GPT2, tmp_path / "out", to="dcp", verify=True)

@@ -17,7 +17,7 @@ import torch
 import ucp
 from tests.golden.torch.truth import REPORTS, ROOT, check_states, index_of, truth_of
 from ucp.core.index import Kind
-from ucp.errors import MalformedError
+from ucp.errors import MalformedError, UnsupportedError
 
 WAYS = ("verl", "full", "nanogpt", "lightning")
 CASES = sorted(name for name, own in REPORTS.items() if own["case"]["saved"] in WAYS)
@@ -297,4 +297,32 @@ def test_an_optimizer_alone_is_no_model(name: str, tmp_path: Path) -> None:
     optimizer.step()
     torch.save(optimizer.state_dict(), tmp_path / name)
     with pytest.raises(ucp.errors.MalformedError, match=f"there is no model in it, .* names in {name}"):
+        ucp.open(tmp_path / name if name == "optimizer.pt" else tmp_path)
+
+
+STATISTICS = {"statistics": {"mean": torch.ones(2), "std": torch.ones(2)}}
+
+
+@pytest.mark.parametrize(
+    ("key", "beside"),
+    [("", {}), ("model", {}), ("net_g", {"epoch": 3}), ("model", {"epoch": 3}), ("model", STATISTICS)],
+)
+def test_a_pickled_module_is_no_state_dict(key: str, beside: dict[str, Any], tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    torch.save({key: module, **beside} if key else module, tmp_path / "last.pt")
+    with pytest.raises(UnsupportedError, match=r"nn\.Module: .*torch.nn.modules.container.Sequential.*state_dict\(\)"):
         ucp.open(tmp_path)
+
+
+def test_modules_beside_the_state_dict_of_the_model_are_extras(tmp_path: Path) -> None:
+    module = torch.nn.Linear(4, 4)
+    torch.save({"state_dict": module.state_dict(), "hyper_parameters": {"model": module}}, tmp_path / "last.ckpt")
+    assert set(ucp.open(tmp_path).index.atoms) == {"weight", "bias"}
+
+
+def test_states_of_a_pickled_optimizer_are_left_behind(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.save({"model": model.state_dict(), "run": {"optimizer": optimizer}}, tmp_path / "last.pt")
+    (line,) = ucp.open(tmp_path).index.dropped
+    assert "run/optimizer is an object of torch.optim.adamw.AdamW" in line

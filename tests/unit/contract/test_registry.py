@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ucp.contract.protocols import Evidence
+import ucp
+from ucp.contract.protocols import Evidence, Strength
 from ucp.contract.registry import engine, names, recognise, target
-from ucp.errors import UnknownFormatError, UsageError
+from ucp.errors import IdleOptionError, UnknownFormatError, UsageError
 
 
 def test_built_ins_are_found_by_entry_point():
@@ -23,6 +24,22 @@ def test_built_ins_are_found_by_entry_point():
 def test_a_name_that_is_not_there_lists_those_that_are(find):
     with pytest.raises(UsageError, match=r"expected one of the (targets .*ucp|engines .*serial).*; got 'nope'"):
         find("nope")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("fsdp", "dcp"), ("FSDP2", "dcp"), ("torchtitan", "dcp"), ("safetensors", "huggingface"), ("hf", "huggingface")],
+)
+def test_a_word_for_a_target_leads_to_its_name(name, meant):
+    with pytest.raises(UsageError, match=f"did you mean {meant!r}"):
+        target(name)
+
+
+@pytest.mark.parametrize("kept", ["dcp", "hf", "nano", "deepspeed"])
+def test_a_misspelt_family_is_named_where_none_is_needed(kept):
+    with pytest.raises(UsageError, match="got 'lama'; did you mean 'llama'") as caught:
+        ucp.inspect(KEPT[kept], family="lama")
+    assert not isinstance(caught.value, IdleOptionError)
 
 
 def test_the_format_of_a_path_is_recognised(source):
@@ -56,13 +73,13 @@ def test_something_else_there(tmp_path):
 
 def test_two_claims_are_not_decided_here(source, monkeypatch):
     registry = import_module("ucp.contract.registry")
-    twin = SimpleNamespace(name="twin", gives_way=False, detect=lambda path: Evidence(path, ("a hunch",)))
+    twin = SimpleNamespace(name="twin", detect=lambda path: Evidence(path, ("a hunch",)))
     made = registry._made
     monkeypatch.setattr(registry, "_found", lambda group: {"ucp": None, "twin": None})
     monkeypatch.setattr(registry, "_made", lambda group, name: twin if name == "twin" else made(group, name))
-    with pytest.raises(UnknownFormatError, match=r"could be several formats \(twin because of a hunch; ucp because"):
+    with pytest.raises(UnknownFormatError, match=f"could be several formats.*\n  {source}: twin, because of a hunch"):
         recognise(source)
-    twin.gives_way = True
+    twin.detect = lambda path: Evidence(path, ("a hunch",), strength=Strength.WEIGHTS)
     assert recognise(source)[0].name == "ucp"
 
 

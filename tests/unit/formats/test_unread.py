@@ -20,22 +20,38 @@ from ucp.errors import DestinationError, MissingLibraryError, UnknownFormatError
         (["_CHECKPOINT_METADATA"], "an orbax checkpoint"),
         (["llama.gguf"], "a GGUF model"),
         (["model.nemo"], "a NeMo archive"),
-        (["step100.ckpt", "step200.ckpt"], "a file of torch.save"),
+        (["adapter_config.json", "adapter_model.safetensors", "optimizer.pt"], "a LoRA adapter"),
+        (["optimizer.pt"], "an optimizer without its model"),
+        (["_CHECKPOINT_METADATA", "default/manifest.ocdbt"], "an orbax checkpoint"),
     ],
 )
-def test_what_is_not_read_is_named(tmp_path, entries, said):
+@pytest.mark.parametrize("beside", ["", "base.pt", "model.safetensors"])
+def test_what_is_not_read_is_named(tmp_path, entries, said, beside):
     folder = tmp_path / "a" / "b"
-    folder.mkdir(parents=True)
     for entry in entries:
+        (folder / entry).parent.mkdir(parents=True, exist_ok=True)
         (folder / entry).touch()
+    if beside:
+        (folder.parent / beside).touch()
     with pytest.raises(UnknownFormatError, match=f"It looks like .*{said}.*, which is not read. [A-Z]"):
         ucp.inspect(folder)
 
 
-def test_a_single_file_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("beside", "advice"), [("", "Pass the folder that the"), ("model.safetensors", "Did you mean")]
+)
+def test_a_part_of_a_checkpoint_leads_to_its_folder(tmp_path, beside, advice):
     (tmp_path / "rng_state_0.pth").touch()
-    with pytest.raises(UnknownFormatError, match=r"a file of torch.save, which is not read\. Pass the folder"):
+    (tmp_path / (beside or "README.md")).touch()
+    with pytest.raises(UnknownFormatError, match=advice):
         ucp.inspect(tmp_path / "rng_state_0.pth")
+
+
+def test_a_file_of_torch_above_says_nothing_of_an_empty_folder(tmp_path):
+    (tmp_path / "base.pt").touch()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UnknownFormatError, match="Pass the folder that the framework saved to"):
+        ucp.inspect(tmp_path / "empty")
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/run", "gs://bucket/run", Path("hf://owner/model")])

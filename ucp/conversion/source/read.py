@@ -13,10 +13,10 @@ from ucp.conversion.source.copied_ranks import copied_ranks
 from ucp.conversion.source.selection import selected
 from ucp.core.index import Index, SourceFile, check_cover, check_names
 from ucp.core.names import NameFilter
-from ucp.errors import IdleOptionError
+from ucp.errors import IdleOptionError, listed
 from ucp.io.folder import files_below
 
-__all__ = ["Survey", "index_as_told", "index_of", "judged", "survey"]
+__all__ = ["Survey", "index_as_told", "index_of", "judged", "read_index", "survey"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +67,24 @@ def index_of(
 
     Raises SourceError, CoverError, UsageError.
     """
-    fmt, _ = recognise(path, unfinished=unfinished, options=source)
-    index = fmt.read(path)
+    index = read_index(path, source=source, unfinished=unfinished)
     check_cover(index)
     check_names(index)
     index = judged(index)
     return index if names is None else selected(index, names)
+
+
+def read_index(path: Path, *, source: SourceOptions | None = None, unfinished: bool = False) -> Index:
+    """Index of the checkpoint at `path`, nothing proved of it, with a note on other files that it could have been."""
+    fmt, evidence = recognise(path, unfinished=unfinished, options=source)
+    index = fmt.read(path)
+    if not evidence.not_read:
+        return index
+    note = (
+        f"not read, as this is a checkpoint of {fmt.name} ({evidence.reasons[0]}); to read such a file, "
+        f"pass it by itself:\n{listed(evidence.not_read)}"
+    )
+    return replace(index, notes=(*index.notes, note))
 
 
 def judged(index: Index) -> Index:

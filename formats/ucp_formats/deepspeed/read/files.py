@@ -76,7 +76,7 @@ def try_read(folder: Path, name: FileName, problems: Problems) -> SavedFile | No
     except MissingFileError:
         problems.missing.append(name.name)
     except (SourceError, CorruptError) as error:
-        _note(name, str(error).replace(f"{folder}/", ""), error, problems)
+        _note(name, str(error).replace(f"{folder / name.name}: ", "").replace(f"{folder}/", ""), error, problems)
     else:
         return SavedFile(name=name, path=str(folder / name.name), root=archive.root, records=archive.records)
     return None

@@ -16,15 +16,16 @@ from operator import or_
 
 from ucp.contract.rank_extras import Checksums, per_rank_extras
 from ucp.core.index import Extra
+from ucp.core.pickle_values import Stub
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.io.pickle.fields import described
 from ucp_formats.torch.files.joined import is_tensor, join, shape_of, unread_kind
 from ucp_formats.torch.files.parts import part_of
-from ucp_formats.torch.model_dict import Path, Wanted, model_path
+from ucp_formats.torch.model_dict import Path, Wanted, is_called_model, model_path
 from ucp_formats.torch.state_dict import Leaf
 
-__all__ = ["FLAT", "Ranked", "Tree", "leaves_of"]
+__all__ = ["FLAT", "Ranked", "Tree", "leaves_of", "pickled_objects"]
 
 Ranked = Mapping[int, object]
 """Rank to the value that it saved."""
@@ -33,6 +34,8 @@ FLAT = "_flat_param"
 """Name of a flat parameter of FSDP1."""
 
 _GROUPS = "param_groups"
+_OF_MODULES = ("_parameters", "_modules")
+"""Attributes of a `torch.nn.Module`."""
 _MOST_DEPTH = 16
 """Levels of dicts and lists above a model or an optimizer, at most."""
 
@@ -56,14 +59,41 @@ def leaves_of(items: Mapping[Path, Ranked], checksums: Checksums, where: str) ->
 
     `items`: path below which the value of a file stands, to the value by rank. `where`: for messages.
 
-    Raises MalformedError where ranks contradict one another, UnsupportedError where nothing tells the model.
+    Raises MalformedError where ranks contradict one another, UnsupportedError where nothing tells the model, or it is
+    an object.
     """
     firsts = {path: next(iter(values.values())) for path, values in items.items()}
     optimizers = {at: value for path, own in firsts.items() for at, value in _dicts(own, path) if _is_optimizer(value)}
-    walk = _Walk(_model_path(firsts, optimizers.values(), where), [*optimizers], checksums)
+    model = _model_path(firsts, optimizers.values(), where)
+    walk = _Walk(model, [*optimizers], checksums)
     for path, values in items.items():
         walk.go(path, values)
-    return walk.tree()
+    tree = walk.tree()
+    if not (tree.model and is_called_model(model)):
+        modules = (place for path, own in firsts.items() for place in pickled_objects(own, path, _OF_MODULES))
+        _refuse_modules((own for own in modules if not tree.model or is_called_model(own[0])), where)
+    return tree
+
+
+def _refuse_modules(modules: Iterable[tuple[Path, Stub]], where: str) -> None:
+    """Raise UnsupportedError where a whole module was saved in place of its state dict."""
+    names = [f"{_shown(path)} is {own.made_by}" if path else str(own.made_by) for path, own in modules]
+    if names:
+        raise UnsupportedError(
+            f"expected a state dict in {where}; got a pickled nn.Module: {', '.join(names[:3])}. Load it where its "
+            "class can be imported (torch.load with weights_only=False), and save its state_dict()"
+        )
+
+
+def pickled_objects(value: object, path: Path, attributes: Iterable[str]) -> Iterator[tuple[Path, Stub]]:
+    """Objects with all of `attributes` in a value that stands at `path`, with their paths."""
+    places = [
+        (path, value),
+        *(((*at, key), own) for at, entries in _dicts(value, path) for key, own in entries.items()),
+    ]
+    for at, own in places:
+        if isinstance(own, Stub) and all(own.attribute(name) is not None for name in attributes):
+            yield at, own
 
 
 def _is_optimizer(value: dict[object, object]) -> bool:

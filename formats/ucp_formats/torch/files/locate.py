@@ -2,7 +2,8 @@
 
 1. A file of every rank (verl, accelerate); verl keeps them in `actor/` or `critic/` of `global_step_N/`.
 2. Weights and an optimizer in a folder (Trainer, accelerate).
-3. One file with everything in it: the path itself, or the only such file of a folder.
+3. One file with everything in it: the path itself, the only such file of a folder, or `checkpoint.pt` where `ucp`
+   wrote it. The first two are told by their suffix alone.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ucp.contract.protocols import Strength
 from ucp.errors import MissingFileError, UnknownFormatError, UsageError, counted, listed
+from ucp.io.destination.goal import marked
 from ucp.io.folder import names_in
 from ucp_formats.torch.files.names import (
+    NAME,
     OPTIMIZERS,
     WEIGHTS,
     Item,
@@ -42,6 +46,8 @@ class Located:
     """Folders or files to choose from, where there are several."""
     reasons: tuple[str, ...] = ()
     """What was seen."""
+    strength: Strength = Strength.MARKER
+    """How sure it is that this is a checkpoint."""
 
     @property
     def folder(self) -> Path:
@@ -52,11 +58,9 @@ class Located:
 def locate(path: Path) -> Located | None:
     """The checkpoint at `path`, or None if there is none."""
     if path.is_file():
-        found = is_torch_file(path.name) and not is_beside(path.name) and not is_of_another_framework(path.name)
-        rank = item_of_rank(path.name)
-        if rank is not None:
+        if item_of_rank(path.name) is not None:
             return _of_ranks(path.parent, [path.name])
-        return Located(root=path, files={"all": {0: path.name}}, reasons=(path.name,)) if found else None
+        return _by_suffix(path, [path.name]) if _is_candidate(path.name) else None
     if not path.is_dir():
         return None
     if (found_here := _seen(path)) is not None:
@@ -81,10 +85,22 @@ def _seen(path: Path) -> Located | None:
         )
     if weights == "pytorch_model_fsdp.bin":
         return Located(root=path, files={"model": {0: weights}}, reasons=(weights,))
-    own = [name for name in names if is_torch_file(name) and not is_beside(name) and not name.endswith(".bin")]
-    if len(own) != 1 or is_of_another_framework(own[0]) or ".metadata" in names:
-        return None
-    return Located(root=path, files={"all": {0: own[0]}}, reasons=(f"the only checkpoint, {own[0]}",))
+    if NAME in names and marked(path).get("target") == "torch":
+        return Located(root=path, files={"all": {0: NAME}}, reasons=(NAME,))
+    candidates = [name for name in names if _is_candidate(name) and not name.endswith(".bin")]
+    return _by_suffix(path, candidates) if candidates not in ([], [optimizer]) else None
+
+
+def _is_candidate(name: str) -> bool:
+    """Whether a file may hold a whole checkpoint, by its name."""
+    return is_torch_file(name) and not is_beside(name) and not is_of_another_framework(name)
+
+
+def _by_suffix(path: Path, names: list[str]) -> Located:
+    """The one file of `names` at `path`, or the choice between several."""
+    if len(names) > 1:
+        return Located(root=path, files={}, choices=tuple(names), reasons=tuple(names), strength=Strength.SUFFIX)
+    return Located(root=path, files={"all": {0: names[0]}}, reasons=tuple(names), strength=Strength.SUFFIX)
 
 
 def _ranks_in(path: Path) -> Located | None:
@@ -115,8 +131,9 @@ def the_files(located: Located | None, path: Path) -> Located:
     if located is None:
         raise UnknownFormatError(f"expected a checkpoint saved by torch.save at {path}; none is there")
     if located.choices:
+        what = "file of torch.save" if located.strength is Strength.SUFFIX else "checkpoint"
         raise UsageError(
-            f"{path} holds {counted(len(located.choices), 'checkpoint')}; pass one of them:\n"
+            f"{path} holds {counted(len(located.choices), what)}; pass one of them:\n"
             f"{listed(str(path / name) for name in located.choices)}"
         )
     if path.is_file() and item_of_rank(path.name) is not None:

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 __all__ = [
     "INDEX",
+    "NAME",
     "OPTIMIZERS",
     "WEIGHTS",
     "Item",
@@ -31,6 +32,9 @@ __all__ = [
 
 Item = Literal["model", "optimizer", "others", "all"]
 """What a file holds."""
+
+NAME = "checkpoint.pt"
+"""What `--to torch` writes."""
 
 INDEX = "model.safetensors.index.json"
 """Says which files of safetensors hold which tensors, where there are several."""

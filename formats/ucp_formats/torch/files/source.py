@@ -29,7 +29,7 @@ from ucp_formats.torch.files.flat.lengths import Shapes
 from ucp_formats.torch.files.flat.model import with_parameters
 from ucp_formats.torch.files.flat.optimizer import states_by_name
 from ucp_formats.torch.files.joined import Joined
-from ucp_formats.torch.files.leaves import Tree, leaves_of
+from ucp_formats.torch.files.leaves import Tree, leaves_of, pickled_objects
 from ucp_formats.torch.files.locate import Located, is_of_the_format, locate, the_files
 from ucp_formats.torch.files.names import Item, item_of_rank
 from ucp_formats.torch.files.shapes import shapes_from
@@ -68,18 +68,22 @@ class TorchFormat(Format):
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is, or leads to, such files."""
         located = locate(path)
-        return None if located is None else Evidence(root=located.root, reasons=located.reasons)
+        if located is None:
+            return None
+        return Evidence(root=located.root, reasons=located.reasons, strength=located.strength)
 
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
         located = the_files(locate(path), path)
         index = _Reading(located, self._shapes()).index(self.name)
         folder = SaveFolder(located.root) if located.root.is_dir() else None
-        return with_companions(index, folder, is_own=lambda own: is_of_the_format(own) or own.name in _names(located))
+        names = {os.path.basename(file.path) for file in index.files}
+        is_one_file = "all" in located.files
 
+        def is_own(path: Path) -> bool:
+            return path.name in names or (not is_one_file and is_of_the_format(path))
 
-def _names(located: Located) -> set[str]:
-    return {name for files in located.files.values() for name in files.values()}
+        return with_companions(index, folder, is_own=is_own)
 
 
 class _Reading:
@@ -152,6 +156,7 @@ class _Reading:
             files=tuple(self._files),
             records=tuple(self._records),
             notes=(*saved.notes, *self._notes(atoms)),
+            dropped=tuple(self._unread_optimizers()),
         )
 
     def _no_model(self) -> MalformedError:
@@ -192,6 +197,12 @@ class _Reading:
         named = [path_of(self._folder)] if self._located.root.is_dir() else [Path(self._located.root.stem)]
         named += [path_of(self._folder).parent] if self._located.ranks > 1 else []
         return next((step for own in named if (step := step_in(own.name)) is not None), None)
+
+    def _unread_optimizers(self) -> Iterator[str]:
+        for extra in self._tree.extras:
+            for path, own in pickled_objects(extra.value, (extra.name,), ("state", "param_groups")):
+                place = "/".join(map(str, path))
+                yield f"optimizer states: {place} is an object of {own.made_by}, which is not read; save its state_dict()"
 
     def _notes(self, atoms: Mapping[str, AtomIndex]) -> Iterator[str]:
         frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN]

@@ -25,6 +25,7 @@ from ucp.io.torch_file.draft import FileDraft, target_plan
 from ucp.io.torch_file.tensors import NewTensor
 from ucp.transfer.probe import Prober
 from ucp_formats.torch.counts import Counts
+from ucp_formats.torch.files.names import NAME
 from ucp_formats.torch.settings import (
     DECOUPLED,
     DECOUPLED_MEANING,
@@ -36,8 +37,6 @@ from ucp_formats.torch.settings import (
 )
 
 __all__ = ["TorchTarget"]
-
-FILE = "checkpoint.pt"
 
 _SETTINGS = {DECOUPLED: DECOUPLED_MEANING}
 
@@ -73,7 +72,7 @@ class _Drafting:
         self._dtypes = options.dtypes
         self._decoupled = checked_decoupled(index, options)
         self.counts = Counts(index, prober)
-        self.file = FileDraft(FILE)
+        self.file = FileDraft(NAME)
         self.notes: list[str] = []
 
     def root(self) -> dict[object, object]:

@@ -135,7 +135,7 @@ def _read_folder(
         try:
             archive = read_archive(str(path))
         except (SourceError, CorruptError) as error:
-            problems.wrong.append(f"{where}: {str(error).replace(f'{folder.path}/', '')}")
+            problems.wrong.append(f"{where}: {str(error).replace(f'{path}: ', '').replace(f'{folder.path}/', '')}")
             continue
         if archive.saved_as not in ("", _UNNAMED, path.stem):
             problems.wrong.append(f"{where}: expected the file that was saved as {name}; got {archive.saved_as}.pt")

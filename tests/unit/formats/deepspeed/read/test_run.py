@@ -43,7 +43,7 @@ def test_every_missing_rank_is_named(kept, case: str) -> None:
     assert message.startswith("2 problems with the files of ")
     assert f"missing: {OPTIMIZER.format(1)} (rank 1 of 4)" in message
     assert f"missing: {OPTIMIZER.format(3)} (rank 3 of 4)" in message
-    assert message.endswith("Copy what is missing or damaged again from where it was saved")
+    assert message.endswith("again from where it was saved, or wait, if the run is still saving")
 
 
 def test_all_optimizer_files_missing(kept) -> None:
@@ -95,7 +95,7 @@ def test_truncated_files(kept, name: str, nbytes: int) -> None:
     (tag / name).write_bytes(data[:nbytes])
     message = problems(tag, MalformedError)
     assert message.startswith("1 problem with the files of ")
-    assert name in message
+    assert message.count(name) == 1
     assert "Copy what is missing or damaged again" in message
 
 
