@@ -52,16 +52,17 @@ _KindAndStates = tuple[Hashable, frozenset[str]]
 def _expected_states(own: _KindAndStates, counts: Counter[_KindAndStates]) -> frozenset[str]:
     """The states of the one with the most, among those of the same kind that have all of these.
 
-    Where no other has all of them, as one of the names is that of no other parameter's state: those of one that has
-    other states in common and differs in this name alone.
+    Where no other has all of them, as one of the names is a state of no parameter with other states: those of more
+    parameters that have other states in common and differ in this name alone.
     """
     kind, states = own
     alike = [other for its_kind, other in counts if its_kind == kind]
     largest = max((other for other in alike if states <= other), key=len)
-    unique = states.difference(*(other for _, other in counts if other != states)) if counts[own] == 1 else frozenset()
+    unique = states.difference(*(other for _, other in counts if other != states))
     if largest != states or len(unique) != 1:
         return largest
-    renamed = (other for other in alike if states & other and states - other == unique and len(other - states) == 1)
+    more = (other for other in alike if counts[kind, other] > counts[own] and states & other)
+    renamed = (other for other in more if states - other == unique and len(other - states) == 1)
     return max(renamed, key=lambda other: counts[kind, other], default=states)
 
 

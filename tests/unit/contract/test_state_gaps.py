@@ -117,9 +117,11 @@ def test_a_selection_of_the_user_passes(gap, tmp_path):
 RATES = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
-def test_a_state_that_no_other_parameter_has_stands_for_the_one_that_is_lost(made):
+def test_a_name_that_few_parameters_have_stands_for_the_state_that_is_lost(made):
     states = {"a": ADAM, "b": ADAM, "c": {"exp_avg", "step", "exp_evg_sq"}, "muon": {"momentum_buffer"}}
     assert state_gaps(made(states)) == {"c": ("exp_avg_sq",)}
+    stacked = {"a": ADAM, "b": ADAM, "d": states["c"], "c": ADAM, "e": states["c"]}
+    assert state_gaps(made(stacked)) == {"d": ("exp_avg_sq",), "e": ("exp_avg_sq",)}
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def read_metadata(path: str) -> DcpMetadata:
     reader.check_keys(saved)
     for key in tuple(saved):  # each is let go when it is read
         reader.take(key, saved.pop(key))
-    paths = reader.read_paths(attributes.get("planner_data"))
+    paths = reader.read_paths(attributes)
     reader.raise_any()
     return DcpMetadata(
         tensors=reader.tensors,
@@ -192,11 +192,15 @@ class _Reader:
         for key in dict.fromkeys(key for key, _ in self._storage if key not in saved):
             self._wrong.append(f"{key}: a place is recorded for it, and not what it is")
 
-    def read_paths(self, planner: object) -> dict[str, tuple[str | int, ...]]:
+    def read_paths(self, attributes: Mapping[object, object]) -> dict[str, tuple[str | int, ...]]:
         """Paths of all keys that were taken. Torch joins a path with dots for its key, whatever the path is made of.
 
-        Both are recorded, so that damage to one of them shows. Planners of others may leave data of another kind.
+        Both are recorded, so that damage to one of them shows. Planners of others may leave data of another kind, or
+        None.
         """
+        if "planner_data" not in attributes:
+            self._wrong.append("planner_data, the paths of the keys: there is no such attribute")
+        planner = attributes.get("planner_data")
         if type(planner) is not dict or not any(type(path) is tuple for path in planner.values()):
             return {}
         paths: dict[str, tuple[str | int, ...]] = {}

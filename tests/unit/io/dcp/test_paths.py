@@ -98,6 +98,13 @@ def test_a_key_that_is_not_everywhere_is_refused(where: str, tmp_path: Path) -> 
         read_dcp(str(folder))
 
 
+def test_metadata_without_the_attribute_of_the_paths_is_refused(tmp_path: Path) -> None:
+    file = _save({"model": {"w": torch.ones(2)}, "step": 3}, tmp_path / "x") / ".metadata"
+    file.write_bytes(file.read_bytes().replace(b"planner_data", b"planner_dat`"))
+    with pytest.raises(MalformedError, match="planner_data"):
+        read_dcp(str(tmp_path / "x"))
+
+
 def test_a_path_that_one_rank_has_otherwise_is_refused(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(FIXTURES / "small" / "2.13.0-local" / "checkpoint", tmp_path / "x"))
     _edit(folder / "__3.metadata", lambda metadata: metadata.planner_data.update({"note.list": ("note.list",)}))
