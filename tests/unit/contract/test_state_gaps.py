@@ -112,3 +112,43 @@ def test_a_selection_of_the_user_passes(gap, tmp_path):
     report = ucp.convert(whole, tmp_path / "atoms", exclude=["l2.weight/exp_avg_sq"], workers=1)
     assert report.warnings == ()
     assert ucp.verify(tmp_path / "atoms").ok
+
+
+RATES = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+
+
+def test_a_name_that_few_parameters_have_stands_for_the_state_that_is_lost(made):
+    states = {"a": ADAM, "b": ADAM, "c": {"exp_avg", "step", "exp_evg_sq"}, "muon": {"momentum_buffer"}}
+    assert state_gaps(made(states)) == {"c": ("exp_avg_sq",)}
+    stacked = {"a": ADAM, "b": ADAM, "d": states["c"], "c": ADAM, "e": states["c"]}
+    assert state_gaps(made(stacked)) == {"d": ("exp_avg_sq",), "e": ("exp_avg_sq",)}
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        {"adam": {"use_muon", *ADAM}, "muon": {"use_muon", "momentum_buffer"}},  # of one group, as Moonlight's Muon
+        {"a": {"use_muon", "exp_avg"}, "b": {"use_muon", "exp_avg"}, "c": {"momentum_buffer"}},
+    ],
+)
+def test_states_that_are_no_damaged_names(states, made):
+    assert state_gaps(made(states)) == {}
+
+
+def test_a_setting_that_a_parameter_alone_lacks(made):
+    damaged = {"mr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    index = made({"a": ADAM, "b": ADAM, "c": ADAM}, switches={"a": RATES, "b": RATES, "c": damaged})
+    assert state_gaps(index) == {"c": ("the setting lr",)}
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"lr": 0.2, "betas": (0.9, 0.95)},  # values of its own
+        {"lr": 0.1},  # another optimizer
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    ],
+)
+def test_groups_that_have_other_settings_for_a_reason(others, made):
+    states = {"a": {"exp_avg"}, "b": {"exp_avg"}, "c": {"exp_avg"}}
+    assert state_gaps(made(states, switches={"a": RATES, "b": RATES, "c": others})) == {}

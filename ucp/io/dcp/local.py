@@ -57,10 +57,13 @@ def read_local(folder: str) -> dict[str, DcpMetadata]:
 
 
 def merged(folder: str, parts: Mapping[str, DcpMetadata]) -> DcpMetadata:
-    """One for all: chunks of all ranks, and of objects that several have the first."""
+    """One for all: chunks of all ranks, and of objects that several have the first.
+
+    Raises MalformedError where a rank describes a key otherwise than others do.
+    """
     tensors: dict[str, SavedTensor] = {}
     objects: dict[str, ItemPlace] = {}
-    paths: dict[str, tuple[object, ...]] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
     for name, part in parts.items():
         for key, own in part.tensors.items():
             known = tensors.setdefault(key, own)
@@ -70,5 +73,8 @@ def merged(folder: str, parts: Mapping[str, DcpMetadata]) -> DcpMetadata:
             if known is not own:
                 tensors[key] = known._replace(chunks=known.chunks + own.chunks)
         objects = {**part.objects, **objects}
-        paths.update(part.paths)
+        for key, path in part.paths.items():
+            if paths.setdefault(key, path) != path:
+                others = f"{paths[key]} by other ranks, {path}"
+                raise of_other_saves(folder, {name: f"the path of {key} is {others} here"})
     return replace(next(iter(parts.values())), tensors=tensors, objects=objects, paths=paths)

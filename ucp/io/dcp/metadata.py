@@ -11,11 +11,11 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from ucp.core.dtypes import DType
 from ucp.core.pickle_values import GlobalName, Stub, TorchSize
@@ -80,8 +80,9 @@ class DcpMetadata:
     """Key to tensor, in the order of the metadata."""
     objects: Mapping[str, ItemPlace]
     """Key to where an object that is no tensor lies, in the order of the metadata."""
-    paths: Mapping[str, tuple[object, ...]]
-    """Key to the path in the nested dict that was saved (`planner_data`), where it was recorded."""
+    paths: Mapping[str, tuple[str | int, ...]]
+    """Key to the path in the nested dict that was saved (`planner_data`), where it was recorded: joined with dots, a
+    path is its key."""
     facts: Mapping[str, object]
     """Every other attribute of the metadata but the plans, as found (`version`, `storage_meta`, `mcore_data`, ...)."""
 
@@ -121,16 +122,15 @@ def read_metadata(path: str) -> DcpMetadata:
         )
     storage = _storage(attributes.get("storage_data"), path)
     reader = _Reader(path, storage)
+    reader.check_keys(saved)
     for key in tuple(saved):  # each is let go when it is read
         reader.take(key, saved.pop(key))
+    paths = reader.read_paths(attributes)
     reader.raise_any()
-    planner = attributes.get("planner_data")
     return DcpMetadata(
         tensors=reader.tensors,
         objects=reader.objects,
-        paths={k: v for k, v in planner.items() if type(k) is str and type(v) is tuple}
-        if type(planner) is dict
-        else {},
+        paths=paths,
         facts={str(key): value for key, value in attributes.items() if key not in _TAKEN},
     )
 
@@ -186,6 +186,32 @@ class _Reader:
         self._unknown: list[str] = []
         self.tensors: dict[str, SavedTensor] = {}
         self.objects: dict[str, ItemPlace] = {}
+
+    def check_keys(self, saved: Collection[object]) -> None:
+        """Note every key with a place in a file that `saved` does not describe."""
+        for key in dict.fromkeys(key for key, _ in self._storage if key not in saved):
+            self._wrong.append(f"{key}: a place is recorded for it, and not what it is")
+
+    def read_paths(self, attributes: Mapping[object, object]) -> dict[str, tuple[str | int, ...]]:
+        """Paths of all keys that were taken. Torch joins a path with dots for its key, whatever the path is made of.
+
+        Both are recorded, so that damage to one of them shows. Planners of others may leave data of another kind, or
+        None.
+        """
+        if "planner_data" not in attributes:
+            self._wrong.append("planner_data, the paths of the keys: there is no such attribute")
+        planner = attributes.get("planner_data")
+        if type(planner) is not dict or not any(type(path) is tuple for path in planner.values()):
+            return {}
+        paths: dict[str, tuple[str | int, ...]] = {}
+        for key, path in planner.items():
+            if _is_path(path) and ".".join(map(str, path)) == key:
+                paths[key] = path
+            else:
+                self._wrong.append(f"the key {described(key)} has the path {shown(path)}")
+        missing = [key for key in (*self.tensors, *self.objects) if key not in planner]
+        self._wrong += [f"{key}: no path is recorded for it, as there is for others" for key in missing]
+        return paths
 
     def take(self, key: object, entry: object) -> None:
         """Take in one entry."""
@@ -299,6 +325,11 @@ def _state(value: object) -> Mapping[object, object]:
     if type(state) is tuple and len(state) == 2 and type(state[1]) is dict:
         return {**(state[0] or {}), **state[1]}
     return {}
+
+
+def _is_path(value: object) -> TypeGuard[tuple[str | int, ...]]:
+    """Whether a value is a path as torch records it: keys of dicts as text, positions in lists as numbers."""
+    return type(value) is tuple and bool(value) and all(type(item) in (str, int) for item in value)
 
 
 def _first(properties: Stub) -> object:
