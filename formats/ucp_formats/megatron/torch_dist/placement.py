@@ -125,8 +125,8 @@ class _Laws:
             layout = match.layout(axes=degrees, global_shape=whole.shape)
         except FamilyError as error:
             return str(error)
-        wanted = {own.box for rank in layout.ranks() for own in place(layout, whole.shape, coords=rank)}
-        if wanted != set(boxes):
+        placed = (own.box for rank in layout.ranks() for own in place(layout, whole.shape, coords=rank))
+        if {box for box in placed if box.numel} != {box for box in boxes if box.numel}:
             by_rule = ", ".join(f"{axis.axis}={axis.parts} {axis.pattern.name}" for axis in layout.axes)
             return f"{' '.join(map(str, boxes))} of {list(whole.shape)}, and by its rule {by_rule}"
         return known(layout, f"family {self._family.name}")
