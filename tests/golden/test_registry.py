@@ -1,17 +1,138 @@
-"""Every tensor of the kept checkpoints lies over every axis as a declared pattern places it."""
+"""Every tensor of the kept checkpoints lies over every axis as a declared pattern places it, and no other way."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
+from ucp_patterns.replicate import Replicate
+from ucp_patterns.shard import Shard
 
-from tests.registry import checkpoints, count
+from tests.registry import checkpoints, count, kinds
 from ucp.contract import registry
+from ucp.core.index import AtomIndex, Index
+from ucp.core.layout import AxisLayout, Layout, Overlap, Pattern, place
+from ucp.core.region import Box, RegionPair
+
+CASES = {path.parent.name: path for path in checkpoints()}
+OF_RANKS = [name for name, path in CASES.items() if not list(path.rglob(".metadata"))]
+"""DeepSpeed, legacy Megatron and torch.save: files of ranks."""
+ONE_FILE = {"z0-bf16", "z0-bf16-unstepped", "z0-fp16", "z0-fp16-unfused", "z0-fp32"}
+ONE_FILE |= {"ddp-dp2-nanogpt", "fsdp2-dp2-full", "lightning"}
+"""Those of them in one file for all ranks."""
 
 
-@pytest.mark.parametrize("path", [*checkpoints()], ids=lambda path: path.parent.name)
-def test_patterns_place_what_is_read(path: Path) -> None:
-    format_, evidence = registry.recognise(path)
-    pairs = count(format_.read(evidence.root))
-    assert {axis: dict(own) for axis, own in pairs.items() if set(own) != {"placed"}} == {}
+@cache
+def index_of(case: str) -> Index:
+    format_, evidence = registry.recognise(CASES[case])
+    return format_.read(evidence.root)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_patterns_place_what_is_read(case: str) -> None:
+    pairs = count(index_of(case))
+    assert {axis: dict(own) for axis, own in pairs.items() if set(own) - {"placed", "checked"}} == {}
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """What a pattern gives every part goes to the one before."""
+
+    inner: Pattern
+
+    @property
+    def name(self) -> str:
+        return f"turned {self.inner.name}"
+
+    @property
+    def overlap(self) -> Overlap:
+        return self.inner.overlap
+
+    def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
+        return self.inner.regions(global_shape, parts, (index + 1) % parts)
+
+    def whole_shape(self, local_shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+        return self.inner.whole_shape(local_shapes)
+
+
+def across(pattern: Pattern) -> Pattern:
+    """The same cut of the other dim of a matrix."""
+    return Shard(dim=1 - pattern.dim) if isinstance(pattern, Shard) and pattern.dim < 2 else pattern
+
+
+MUTATIONS: Mapping[str, Callable[[Pattern], Pattern]] = {
+    "replicated": lambda _: Replicate(),
+    "turned": Turned,
+    "across": across,
+}
+
+
+def is_along(laid: AxisLayout, axis: str) -> bool:
+    return laid.axis == axis or laid.axis.startswith(f"{axis}_")
+
+
+def mutated(atom: AtomIndex, change: Callable[[Pattern], Pattern], axis: str) -> AtomIndex:
+    """The atom with another pattern over one axis."""
+
+    def changed(axes: tuple[AxisLayout, ...]) -> tuple[AxisLayout, ...]:
+        return tuple(replace(own, pattern=change(own.pattern)) if is_along(own, axis) else own for own in axes)
+
+    if change is across and len(atom.global_shape) != 2:
+        return atom
+    return replace(atom, layout=Layout(changed(atom.layout.axes), changed(atom.layout.flat)))
+
+
+def boxes(atom: AtomIndex) -> list[set[Box]]:
+    """What each rank holds; nothing where no tensor of that shape can lie like this."""
+    ranks = atom.layout.ranks()
+    try:
+        return [{own.box for own in place(atom.layout, atom.global_shape, coords=at) if own.box.numel} for at in ranks]
+    except ValueError:
+        return []
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize("case", OF_RANKS)
+def test_every_wrong_layout_of_files_of_ranks_is_noticed(case: str, mutation: str) -> None:
+    index = index_of(case)
+    unnoticed = []
+    for name, atom in index.atoms.items():
+        for axis, kind in kinds(index, atom).items():
+            other = mutated(atom, MUTATIONS[mutation], axis)
+            is_wrong = kind == "placed" and boxes(other) != boxes(atom)
+            if is_wrong and kinds(index, other)[axis] != "not placed":
+                unnoticed.append((name, axis))
+    assert unnoticed == []
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in OF_RANKS])
+def test_every_layout_of_other_boxes_than_metadata_is_noticed(case: str, mutation: str) -> None:
+    """Which rank holds a box is not recorded: only layouts of other boxes are wrong to see."""
+    index = index_of(case)
+    unnoticed = []
+    for name, atom in index.atoms.items():
+        for axis in kinds(index, atom):
+            other = mutated(atom, MUTATIONS[mutation], axis)
+            is_wrong = set().union(*boxes(other)) != set().union(*boxes(atom))
+            if is_wrong and kinds(index, other)[axis] != "not placed":
+                unnoticed.append((name, axis))
+    assert unnoticed == []
+
+
+@pytest.mark.parametrize("case", OF_RANKS)
+def test_every_checkpoint_of_ranks_has_layouts_that_can_be_wrong(case: str) -> None:
+    index = index_of(case)
+    found = [kinds(index, atom) for atom in index.atoms.values()]
+    assert any("placed" in own.values() for own in found) == (case not in ONE_FILE)
+    turned = [mutated(atom, Turned, axis) for atom in index.atoms.values() for axis in kinds(index, atom)]
+    assert any("not placed" in kinds(index, atom).values() for atom in turned) == (case not in ONE_FILE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_layout_without_axes_places_nothing(case: str) -> None:
+    index = index_of(case)
+    bare = (replace(atom, layout=Layout()) for atom in index.atoms.values())
+    assert {kind for atom in bare for kind in kinds(index, atom).values()} <= {"not placed"}

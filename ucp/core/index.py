@@ -67,6 +67,8 @@ class StateIndex:
     """Pieces; those with replica 0 tile the whole (once per term, when `overlap` is MEAN)."""
     overlap: Overlap = Overlap.EXCLUSIVE
     """What pieces of several terms mean."""
+    layout: Layout | None = None
+    """How ranks stored it, where that is not how its atom lies: FSDP1 saves by rows some of what it keeps flat."""
     digests: tuple[str, ...] = ()
     """xxh3-64 of every `digest_nbytes` bytes of the row-major elements, where the source recorded them."""
     digest_nbytes: int = 0
@@ -105,11 +107,7 @@ class AtomIndex:
     @property
     def patterns(self) -> Mapping[str, str]:
         """Mesh axis to the name of the pattern it was laid out by."""
-        over_dims = {axis.axis: axis.pattern.name for axis in self.layout.axes if axis.parts > 1}
-        return {
-            **over_dims,
-            **{own.axis: f"flat {own.pattern.name}" for own in self.layout.flat if own.parts > 1},
-        } or self.origin
+        return self.layout.patterns or self.origin
 
     def is_count(self, state: str) -> bool:
         """Whether a state is one number for the whole parameter, such as `step`: 0-d, or a tensor of one element."""

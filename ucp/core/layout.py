@@ -99,6 +99,12 @@ class Layout:
         """All axes, outermost first."""
         return self.axes + self.flat
 
+    @property
+    def patterns(self) -> dict[str, str]:
+        """Axis of degree above 1 to the name of its pattern."""
+        over_dims = {axis.axis: axis.pattern.name for axis in self.axes if axis.parts > 1}
+        return {**over_dims, **{axis.axis: f"flat {axis.pattern.name}" for axis in self.flat if axis.parts > 1}}
+
     def ranks(self) -> Iterator[dict[str, int]]:
         """Coordinates of every rank of its axes, the first axis slowest.
 

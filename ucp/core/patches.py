@@ -301,7 +301,7 @@ def patched(state: StateIndex, made: Made, sources: Mapping[str, Sequence[Fragme
     """`state`, made of the fragments of `sources`, by name."""
     pieces = (patch.of(own) for patch in made.patches for own in sources[patch.source])
     kept = tuple(piece for piece in pieces if piece is not None)
-    return replace(state, global_shape=made.shape, fragments=kept, digests=(), digest_nbytes=0)
+    return replace(state, global_shape=made.shape, fragments=kept, layout=None, digests=(), digest_nbytes=0)
 
 
 def _picked(ref: Tensor, first: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.console import RenderableType
 
@@ -28,7 +28,7 @@ def detail(index: Index, atom: AtomIndex) -> RenderableType:
             ("shape", shape_text(atom.global_shape)),
             ("kind", atom.kind.value),
             ("computes in", atom.model_dtype.value if atom.model_dtype else ""),
-            ("laid out", ", ".join(f"{pattern} over {axis}" for axis, pattern in atom.patterns.items())),
+            ("laid out", _over_axes(atom.patterns)),
             ("stage", ", ".join(map(str, stages(atom)))),
             ("group", group),
             ("tied", tied),
@@ -39,11 +39,17 @@ def detail(index: Index, atom: AtomIndex) -> RenderableType:
     return stacked(heading(atom.name), own, table("", _COLUMNS, rows))
 
 
+def _over_axes(patterns: Mapping[str, str]) -> str:
+    return ", ".join(f"{pattern} over {axis}" for axis, pattern in patterns.items())
+
+
 def _rows(index: Index, atom: AtomIndex, name: str, state: StateIndex) -> Iterator[tuple[str, ...]]:
     """A row for the state, then one per piece."""
     rule = "" if state.overlap is Overlap.EXCLUSIVE else f", {state.overlap} of terms"
-    shape = "" if state.global_shape == atom.global_shape else f" {shape_text(state.global_shape)}"
-    yield f"{name} {state.dtype}{shape}{rule}", "", "", ""
+    has_shape = state.global_shape == atom.global_shape
+    shape = "" if has_shape else f" {shape_text(state.global_shape)}"
+    stored = f", stored as {_over_axes(state.layout.patterns)}" if has_shape and state.layout is not None else ""
+    yield f"{name} {state.dtype}{shape}{rule}{stored}", "", "", ""
     for fragment in state.fragments:
         yield (f"  {fragment.box}" if fragment.box.sizes else "  scalar", *_place(index, state, fragment))
 

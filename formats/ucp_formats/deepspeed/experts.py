@@ -137,8 +137,8 @@ class ExpertGroups:
     """Expert-parallel ranks of each optimizer group; 1 for a group of other parameters."""
 
     @classmethod
-    def of(cls, run: SavedRun, groups: Sequence[Mapping[str, Shape]]) -> ExpertGroups:
-        """Those of a run; `groups`: names and shapes of its parameters, with numbers on their own ranks."""
+    def of(cls, run: SavedRun, groups: Sequence[Iterable[str]]) -> ExpertGroups:
+        """Those of a run; `groups`: names of its parameters, with numbers on their own ranks."""
         local: dict[str, int] = {}
         for found in (_EXPERT.fullmatch(name) for own in groups for name in own):
             if found is not None:

@@ -147,6 +147,12 @@ def test_param_shows_where_pieces_lie(ucp: Run, zero3: Path) -> None:
     assert "l2.weight" not in page
 
 
+def test_param_says_where_a_state_is_stored_otherwise_than_its_parameter_lies(ucp: Run) -> None:
+    page = ucp("inspect", FIXTURES.parent / "torch" / "verl-fsdp1-dp4" / "checkpoint", "--param", "emb.weight").stdout
+    assert "laid out  flat partition(share=44) over dp_shard" in page
+    assert "weight float32, stored as chunk(dim=0) over dp_shard\n" in page
+
+
 def test_param_that_matches_nothing_is_wrong_usage(ucp: Run, zero3: Path) -> None:
     assert "no parameter matches 'l9.*'" in ucp("inspect", zero3, "--param", "l9.*", code=2).stderr
 

@@ -1,8 +1,8 @@
 """Checkpoints of pipeline, tensor and expert parallelism, compared bit for bit with what each rank of the run held.
 
-The truth of a run is kept per model-parallel rank (`truth-mp00`), or per expert-parallel rank (`truth-ep00`), with the
-rank's own names and shapes. Here the wholes are made from it with numpy, by rules of this test alone: a tensor that is
-as large on a rank as the atom is the whole, any other is a cut of the dim that is shorter.
+The truth of a run is kept per model-parallel rank (`truth-mp00`), per expert-parallel rank (`truth-ep00`), or both
+(`truth-mp00-ep00`), with the rank's own names and shapes. Here the wholes are made from it with numpy, by rules of this
+test alone: a tensor that is as large on a rank as the atom is the whole, any other is a cut of the dim that is shorter.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def index_of(case: str) -> Index:
 
 
 @cache
-def reports(case: str) -> list[dict[str, Any]]:
-    """What each rank said, in the order of the ranks."""
-    return [json.loads(path.read_text()) for path in sorted((ROOT / case).glob("truth-*.json"))]
+def reports(case: str) -> dict[Path, dict[str, Any]]:
+    """What each rank said, in the order of the ranks, by its file."""
+    return {path: json.loads(path.read_text()) for path in sorted((ROOT / case).glob("truth-*.json"))}
 
 
 @cache
 def truths(case: str) -> list[dict[str, TensorRef]]:
     """What each rank held, experts by their global numbers."""
     return [
-        {_global(case, rank, key): ref for key, ref in dict(read_header(str(path)).tensors).items()}
-        for rank, path in enumerate(sorted((ROOT / case).glob("truth-*.safetensors")))
+        {_global(path, key): ref for key, ref in dict(read_header(str(path)).tensors).items()}
+        for path in sorted((ROOT / case).glob("truth-*.safetensors"))
     ]
 
 
@@ -75,14 +75,15 @@ def read(case: str, name: str, state: str) -> Words:
     return mean
 
 
-def _global(case: str, rank: int, key: str) -> str:
-    found = EXPERT.fullmatch(key)
-    if found is None or not list((ROOT / case).glob("truth-ep*")):
+def _global(truth: Path, key: str) -> str:
+    """The name with the global number of an expert, as that rank of the run would count it."""
+    expert, rank = EXPERT.fullmatch(key), re.search(r"-ep(\d+)", truth.stem)
+    if expert is None or rank is None:
         return key
-    groups = [group["names"] for group in reports(case)[rank]["groups"]]
-    names = [name for own in groups for name in own if name.startswith(found[1])]
+    groups = [group["names"] for group in reports(truth.parent.name)[truth.with_suffix(".json")]["groups"]]
+    names = [name for group in groups for name in group if name.startswith(expert[1])]
     local = 1 + max(int(match[2]) for name in names if (match := EXPERT.fullmatch(name)))
-    return f"{found[1]}{rank * local + int(found[2])}{found[3]}"
+    return f"{expert[1]}{int(rank[1]) * local + int(expert[2])}{expert[3]}"
 
 
 def wholes(case: str, key: str, shape: tuple[int, ...]) -> list[Words]:
@@ -159,13 +160,12 @@ def test_copies_are_equal_or_the_weight_rounded(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_topology_and_step(case: str) -> None:
-    index, report = index_of(case), reports(case)[0]
+    index, report = index_of(case), next(iter(reports(case).values()))
     topology = index.topology
     assert topology.dp * topology.tp * topology.pp == report["world_size"]
     assert topology.tp * topology.pp == report["model_parallel_size"]
     assert index.step == report["step"]
-    expected = "ep" if list((ROOT / case).glob("truth-ep*")) else "mp"
-    assert len(reports(case)) == (topology.ep if expected == "ep" else topology.tp * topology.pp)
+    assert len(reports(case)) == topology.ep * topology.tp * topology.pp
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -175,10 +175,10 @@ def test_groups_have_every_trained_parameter_once(case: str) -> None:
     trained = [atom.name for atom in index.atoms.values() if atom.kind is Kind.PARAMETER]
     assert sorted(listed) == sorted(trained)
     hyper = {name: group.hyper for group in index.groups for name in group.params}
-    for rank, report in enumerate(reports(case)):
+    for truth, report in reports(case).items():
         for group in report["groups"]:
             for name in group["names"]:
-                found = json.loads(json.dumps(hyper[_global(case, rank, f"{name}/x")[:-2]]))
+                found = json.loads(json.dumps(hyper[_global(truth, f"{name}/x")[:-2]]))
                 left = {"param_names", *(["name"] if group["hyperparameters"].get("moe") else [])}
                 assert found == {key: own for key, own in group["hyperparameters"].items() if key not in left}
 

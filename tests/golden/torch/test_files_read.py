@@ -63,6 +63,15 @@ def test_placements_become_layouts(case: str) -> None:
         }
 
 
+def test_states_that_are_stored_otherwise_than_their_parameter_lies_say_so() -> None:
+    """FSDP1 keeps parameters flat; verl saves the weights by rows, and accelerate the moments."""
+    for case, by_rows in (("verl-fsdp1-dp4", {"weight"}), ("fsdp1-local-dp4", {"exp_avg", "exp_avg_sq"})):
+        atom = index_of(case).atoms["emb.weight"]
+        layouts = {name: own.layout and own.layout.patterns for name, own in atom.states.items() if name != "step"}
+        assert atom.patterns == {"dp_shard": "flat partition(share=44)"}
+        assert layouts == {name: {"dp_shard": "chunk(dim=0)"} if name in by_rows else None for name in layouts}
+
+
 def test_plain_tensors_of_ranks_are_copies_and_buffers() -> None:
     index = index_of("verl-fsdp2-dp4")
     for name in ("drift", "num_steps"):

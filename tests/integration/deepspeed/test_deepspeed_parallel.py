@@ -133,6 +133,8 @@ CELLS = (
     Cell("z1-ep2-dp4", "dp=2,ep=1,zero=1", 2, {"ranks": 2, "expert_parallel_size": 1}),
     Cell("z1-ep2-dp4", "dp=4,ep=4,zero=0", 4, {"stage": 0, "expert_parallel_size": 4}),
     Cell("z2-ep2-dp4-contiguous", "dp=4,ep=2,zero=2", 4),
+    Cell("z1-ep2-dp4-0.18", "dp=4,ep=2,zero=1", 4),
+    Cell("z2-ep2-dp4-roundrobin-0.18", "dp=4,ep=2,zero=2", 4),
     Cell("z0-ep2-dp4", "dp=2,ep=2,zero=1", 2, {"ranks": 2, "stage": 1}),
     Cell("z0-ep2-fp16-one-group", "dp=2,ep=2,zero=0", 2),
     Cell("z0-ep2-fp16-one-group", "dp=2,ep=1,zero=0", 2, {"expert_parallel_size": 1}),

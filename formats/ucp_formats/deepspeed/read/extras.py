@@ -121,8 +121,11 @@ def optimizer_extras(run: SavedRun, checksums: Checksums) -> list[Extra]:
     config = run.model.file.root.get("ds_config")
     roots = {rank: file.file.root for rank, file in files.items()}
     configs = {rank: root["ds_config"] for rank, root in roots.items() if "ds_config" in root}
-    own = {rank: value for rank, value in configs.items() if not checksums.same(value, config)}
-    extras += [Extra(name="optimizer_ds_config", value=value, rank=rank) for rank, value in own.items()]
+    if config is None and configs:
+        extras += per_rank_extras("ds_config", configs, checksums)
+    else:
+        own = {rank: value for rank, value in configs.items() if not checksums.same(value, config)}
+        extras += [Extra(name="optimizer_ds_config", value=value, rank=rank) for rank, value in own.items()]
     # keys beside optimizer_state_dict that no version known here writes
     known = ("optimizer_state_dict", "ds_config", "ds_version")
     unknown = {rank: {k: v for k, v in root.items() if k not in known} for rank, root in roots.items()}

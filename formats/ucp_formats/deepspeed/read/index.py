@@ -11,7 +11,7 @@ What only some runs need (ranks of more than data parallelism, no ZeRO) is impor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ucp.contract.protocols import SourceOptions
@@ -26,8 +26,7 @@ from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.locate import Located, TagFolder, list_folder
 from ucp_formats.deepspeed.names import UNIVERSAL
 from ucp_formats.deepspeed.read.extras import joined, model_extras
-from ucp_formats.deepspeed.read.files import source_files
-from ucp_formats.deepspeed.read.model_states import ModelStates
+from ucp_formats.deepspeed.read.files import SavedFile, source_files
 from ucp_formats.deepspeed.read.module import ModuleEntry, ModulePart, read_module
 from ucp_formats.deepspeed.read.optimizer.sharded import read_sharded, with_shapes
 from ucp_formats.deepspeed.read.optimizer.stored import Placer, State, StoredTensor
@@ -90,7 +89,7 @@ def _index(name: str, located: Located, grid: SavedGrid, merged: Merged) -> Inde
         path=str(grid.folder.path),
         format=name,
         evidence=located.reasons,
-        producer=producer_of(run.model),
+        producer=producer_of(run.files),
         topology=Topology(dp=run.ranks, tp=grid.tp, pp=grid.pp, ep=mesh.ep, zero=run.stage),
         step=run.model.count("global_steps"),
         skipped=run.model.count("skipped_steps") or 0,
@@ -122,10 +121,13 @@ def _recorded_in(grid: SavedGrid, mesh: Mesh) -> dict[str, str]:
 
 def _known_from(grid: SavedGrid, ep: int) -> dict[str, str]:
     name = grid.first.model.name.name
+    stages = (
+        "layer_*-model_states.pt files" if grid.is_pipeline else "parameters in the mp_rank_*_model_states.pt files"
+    )
     known = {
-        "dp": f"param_shapes of {name}" if grid.first.stage else f"module of {name}: whole on every rank",
+        "dp": grid.first.shapes_from if grid.first.stage else f"module of {name}: whole on every rank",
         "tp": f"universal_checkpoint_info of {name}" if grid.tp > 1 else "",
-        "pp": "names of the layer_*-model_states.pt files" if grid.pp > 1 else "",
+        "pp": f"names of the {stages}" if grid.pp > 1 else "",
         "ep": "names of the layer_*_expert_*_model_states.pt files" if ep > 1 else "",
     }
     return {axis: where for axis, where in known.items() if where}
@@ -203,9 +205,9 @@ def _atom(
     )
 
 
-def producer_of(model: ModelStates) -> str:
-    """Program and version out of a model-states file."""
-    version = model.file.version
+def producer_of(files: Iterable[SavedFile]) -> str:
+    """Program and version out of the first of some files that says one."""
+    version = next((file.version for file in files if file.version is not None), None)
     return "DeepSpeed, version not recorded" if version is None else f"DeepSpeed {version}"
 
 

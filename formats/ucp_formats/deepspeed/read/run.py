@@ -4,7 +4,8 @@
 2. Model-parallel rank `mp` is tensor-parallel rank `mp % tp` of pipeline stage `mp // tp`
    (PipeModelDataParallelTopology, runtime/pipe/topology.py, 0.19.8). Each has the files of a data-parallel run: one
    optimizer file per rank (no ZeRO: none), one model-states file per rank under ZeRO-3, else one.
-3. A pipeline keeps its modules in files of layers beside them, and native mixture of experts each expert in a file.
+3. A pipeline keeps its modules in files of layers beside them, unless it has experts: then each stage's module is in
+   its model-states file. Native mixture of experts has each expert in a file of its own.
 4. The same run: step, version and world size are equal everywhere. Raise all problems together.
 """
 
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ucp.contract.problems import Problems
-from ucp.errors import UnsupportedError, listed
+from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.locate import TagFolder
 from ucp_formats.deepspeed.names import FileName, Role
@@ -26,8 +27,10 @@ from ucp_formats.deepspeed.read.files import SavedFile, parsed, read_files
 from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule, shapes_by_group
 from ucp_formats.deepspeed.read.optimizer.saved import OptimizerFile, UnshardedOptimizer
 
-__all__ = ["SavedGrid", "SavedRun", "degrees", "model_parallel_size", "read_grid"]
+__all__ = ["TIED", "SavedGrid", "SavedRun", "degrees", "model_parallel_size", "read_grid"]
 
+TIED = "tied_modules."
+"""Start of the names of tied parameters of a pipeline."""
 _MOST_NAMED = 1000
 """Missing files to name; a damaged count of ranks can be anything."""
 _MOST_RANKS = 100
@@ -74,8 +77,13 @@ class SavedRun:
 
     @property
     def config(self) -> RunConfig:
-        """Configuration of the run."""
-        return self.model.config
+        """Configuration of the run.
+
+        Up to 0.19.4 the model states of a mixture of experts have none, and the optimizer files do
+        (`_save_moe_checkpoint`, runtime/engine.py).
+        """
+        configs = (self.model.config, *(file.config for file in self.optimizers.values()))
+        return next((config for config in configs if config.raw), self.model.config)
 
     @property
     def is_bf16_optimizer(self) -> bool:
@@ -83,11 +91,24 @@ class SavedRun:
         return any(file.stage is None for file in self.optimizers.values())
 
     @property
+    def shapes_from(self) -> str:
+        """Where the names and shapes of the optimizer's parameters are recorded."""
+        if self.model.file.root.get("param_shapes") is None:
+            return "param_slice_mappings of the optimizer files"
+        return f"param_shapes of {self.model.name.name}"
+
+    @property
+    def names(self) -> Sequence[Mapping[str, object]]:
+        """Names of the parameters of each group, with numbers of experts on their own ranks."""
+        return self.recorded_numels if self.model.param_shapes is None else self.model.param_shapes
+
+    @property
     def recorded_numels(self) -> list[dict[str, int]]:
-        """Elements of every parameter of each group, in the order of its buffer, as the mappings of all ranks add up.
+        """Elements of every parameter of each group, in the optimizer's order, as the mappings of all ranks add up.
 
         `param_slice_mappings` is the only record of names where BF16_Optimizer runs without ZeRO, as pipelines use it:
-        `param_shapes` is recorded under ZeRO only (`_common_checkpoint_state`, runtime/engine.py, 0.19.8).
+        `param_shapes` is recorded under ZeRO only (`_common_checkpoint_state`, runtime/engine.py, 0.19.8). So it is
+        for experts up to 0.19.4, whose elements add up over all expert-parallel ranks.
         """
         groups: list[dict[str, int]] = []
         for file in self.optimizers.values():
@@ -157,7 +178,6 @@ def read_grid(folder: TagFolder) -> SavedGrid:
     optimizers = parsed(by_role[Role.OPTIMIZER], OptimizerFile.of, problems)
     is_pipeline = any(model.module is None for model in models)
     layers = dict(parsed(by_role[Role.LAYER], _layer, problems)) if is_pipeline else {}
-    expert_optimizers = parsed(by_role[Role.EXPERT_OPTIMIZER], _expert_optimizer, problems)
     size = model_parallel_size(models, [name for name in folder.files if name.role in _RANKED])
     least = len({name.mp for name in folder.files})
     runs = {mp: _run(folder, models, optimizers, mp, problems) for mp in range(min(size, least + _MOST_RANKS))}
@@ -167,8 +187,7 @@ def read_grid(folder: TagFolder) -> SavedGrid:
         _check_layers(layers, runs, tp, problems)
     stray = by_role[Role.LAYER] if models and not is_pipeline else ()
     problems.wrong += [f"extra: {file.name.name} is of a pipeline; the module is elsewhere" for file in stray]
-    stray = by_role[Role.EXPERT_OPTIMIZER] if runs[0].optimizers else ()
-    problems.wrong += [f"extra: {file.name.name} is of a run without ZeRO" for file in stray]
+    expert_optimizers = _expert_optimizers(by_role[Role.EXPERT_OPTIMIZER], runs[0], problems)
     stage, ranks = runs[0].stage, runs[0].ranks
     what = "".join(f"{axis} {degree}, " for axis, degree in (("tp", tp), ("pp", pp)) if degree > 1)
     problems.raise_any(str(folder.path), f"{what}ZeRO-{stage} over {ranks} rank{'s' if ranks > 1 else ''}")
@@ -193,7 +212,20 @@ def _layer(file: SavedFile) -> tuple[FileName, SavedModule]:
     return file.name, SavedModule.of(file.root, "the layer")
 
 
+def _expert_optimizers(files: Sequence[SavedFile], run: SavedRun, problems: Problems) -> list[UnshardedOptimizer]:
+    """Optimizers in the files of expert-parallel ranks; none under ZeRO, where these files are empty (up to 0.19.4)."""
+    if not run.optimizers:
+        return parsed(files, _expert_optimizer, problems)
+    strays = [file.name.name for file in files if file.root.get("optimizer") is not None]
+    problems.wrong += [f"extra: {name} is of a run without ZeRO" for name in strays]
+    return []
+
+
 def _expert_optimizer(file: SavedFile) -> UnshardedOptimizer:
+    if file.root.get("optimizer", "absent") is None:
+        raise MalformedError(
+            "expected an optimizer; got None, as under ZeRO, whose files (zero_pp_rank_*_optim_states.pt) are missing"
+        )
     recorded = shapes_by_group(file.root.get("param_shapes"))
     return UnshardedOptimizer.of(file.root.get("optimizer"), file.name.name, recorded or ())
 
@@ -209,7 +241,7 @@ def degrees(
 ) -> tuple[int, int]:
     """Tensor-parallel degree and pipeline stages of `size` model-parallel ranks.
 
-    They are recorded since 2026; before, the names of layers tell, and without layers there is tensor parallelism only.
+    They are recorded since 2026; before, the names of layers tell, or which ranks have modules of the same names.
     """
     recorded = next((model.degrees for model in models if model.degrees is not None), None)
     if recorded is not None:
@@ -219,11 +251,23 @@ def degrees(
             f"checkpoint_parallel_dimensions, tp {recorded[0]} and pp {recorded[1]}, do not make up {size} "
             "model-parallel ranks"
         )
-    tp = max((name.tp + 1 for name in layers), default=size)
+    tp = max((name.tp + 1 for name in layers), default=_ranks_of_a_stage(models, size))
     if size % tp:
         problems.wrong.append(f"layers are cut over {tp} ranks, which do not divide the {size} model-parallel ranks")
         return size, 1
     return tp, size // tp
+
+
+def _ranks_of_a_stage(models: Iterable[ModelStates], size: int) -> int:
+    """Model-parallel ranks whose modules have the names of rank 0's: all `size`, unless they are stages of a pipeline.
+
+    Stages have no name in common but those of tied layers; all others begin with the number of a layer.
+    """
+    modules = {model.name.mp: frozenset(model.module.tensors) for model in models if model.module is not None}
+    stages = frozenset(modules.values())
+    layers = [layer for stage in stages for layer in {name.partition(".")[0] for name in stage} - {TIED.rstrip(".")}]
+    is_pipeline = len(stages) > 1 and all(map(str.isdigit, layers)) and len(layers) == len({*layers})
+    return sum(names == modules.get(0) for names in modules.values()) if is_pipeline and 0 in modules else size
 
 
 def _run(
@@ -372,7 +416,6 @@ def _check_layers(
 def _numbered(run: SavedRun) -> Iterator[re.Match[str]]:
     """Names of a stage's parameters and buffers that begin with the number of a layer."""
     if 0 in run.models:
-        groups = run.recorded_numels if run.model.param_shapes is None else run.model.param_shapes
-        for name in (*(name for own in groups for name in own), *run.model.untrained):
+        for name in (*(name for own in run.names for name in own), *run.model.untrained):
             if found := _NUMBERED.fullmatch(name):
                 yield found

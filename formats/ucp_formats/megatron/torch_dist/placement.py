@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
 from ucp.contract.registry import pattern
 from ucp.core.layout import AxisLayout, Layout, place
-from ucp.core.region import Box, intersect, uncovered
+from ucp.core.region import Box
 from ucp.errors import FamilyError, TopologyError, UnsupportedError, listed
 from ucp.families.family import Family
 from ucp_formats.megatron.flat_buffer.layout import bucket_multiple
@@ -109,9 +109,9 @@ class _Laws:
     def cut(self, whole: Whole) -> _Axes | str:
         """The axes of its rule; as text, why the pieces that are recorded are not those that they place."""
         degrees = {"tp": self._mesh.tp, "etp": self._mesh.expert_tp}
-        if set(degrees.values()) == {1}:
-            return ()
         boxes = tuple(piece.box for piece in whole.pieces)
+        if set(degrees.values()) == {1} and set(boxes) == {Box.whole(whole.shape)}:
+            return ()
         key = (_NUMBER.sub("#", whole.name), whole.shape, boxes)
         if key not in self._cuts:
             self._cuts[key] = self._compared(whole, boxes, degrees)
@@ -125,11 +125,11 @@ class _Laws:
             layout = match.layout(axes=degrees, global_shape=whole.shape)
         except FamilyError as error:
             return str(error)
-        wanted = {own.box for rank in layout.ranks() for own in place(layout, whole.shape, coords=rank)}
-        if not _same_pieces(wanted, set(boxes)):
+        placed = (own.box for rank in layout.ranks() for own in place(layout, whole.shape, coords=rank))
+        if {box for box in placed if box.numel} != {box for box in boxes if box.numel}:
             by_rule = ", ".join(f"{axis.axis}={axis.parts} {axis.pattern.name}" for axis in layout.axes)
             return f"{' '.join(map(str, boxes))} of {list(whole.shape)}, and by its rule {by_rule}"
-        return tuple(axis for axis in known(layout, f"family {self._family.name}") if axis.parts > 1)
+        return known(layout, f"family {self._family.name}")
 
     def layout(self, name: str, cut: _Axes) -> Layout:
         """The layout, the same object again for parameters that lie alike."""
@@ -196,17 +196,3 @@ class _Laws:
         boxes = {own.box for rank in layout.ranks() for own in place(layout, shape, coords=rank)}
         pieces = self._states.fragments[name].values()
         return all(piece.box in boxes for own in pieces for piece in own)
-
-
-def _same_pieces(wanted: Collection[Box], recorded: Collection[Box]) -> bool:
-    """Whether every box that is wanted is made up of recorded ones, and no recorded one reaches out of it."""
-    if wanted == recorded:
-        return True
-    inside = all(any(intersect(own, box) == own for box in wanted) for own in recorded if own.numel)
-    return inside and all(_made_up(box, recorded) for box in wanted if box.numel)
-
-
-def _made_up(box: Box, pieces: Iterable[Box]) -> bool:
-    shared = (own for piece in pieces if (own := intersect(piece, box)) is not None)
-    moved = [Box(tuple(map(int.__sub__, own.offsets, box.offsets)), own.sizes) for own in shared]
-    return not uncovered(box.sizes, moved)

@@ -76,14 +76,15 @@ class Joined:
         )
         return (self.dtype, self.shape, *pieces)
 
-    def state(self) -> StateIndex:
-        """The state of an atom that it is."""
+    def state(self, layout: Layout) -> StateIndex:
+        """The state that it is, of an atom of that `layout`."""
         is_mean = any(axis.pattern.overlap is Overlap.MEAN for axis in self.layout.axes)
         return StateIndex(
             dtype=self.dtype,
             global_shape=self.shape,
             fragments=self.fragments,
             overlap=Overlap.MEAN if is_mean else Overlap.EXCLUSIVE,
+            layout=None if self.layout == layout else self.layout,
         )
 
 

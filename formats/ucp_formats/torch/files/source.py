@@ -169,14 +169,17 @@ class _Reading:
     def _atom(self, name: str, leaf: Leaf) -> AtomIndex:
         weight = Joined.of(leaf)
         saved = dict(sorted(self._saved.states.get(name, {}).items()))
-        states = {key: number_of(own) if own.shape is None else Joined.of(own).state() for key, own in saved.items()}
         flat = (own.layout for leaf in saved.values() if isinstance(own := leaf.value, Joined) and own.layout.flat)
+        layout = next(flat, weight.layout)  # FSDP1 keeps parameters flat, and cuts them by rows only to save them
+        states = {
+            key: number_of(own) if own.shape is None else Joined.of(own).state(layout) for key, own in saved.items()
+        }
         return AtomIndex(
             name=name,
             global_shape=weight.shape,
             kind=Kind.PARAMETER if name in self._saved.trained else self._untrained(weight),
-            states={WEIGHT: weight.state(), **states},
-            layout=next(flat, weight.layout),  # FSDP1 keeps parameters flat, and cuts them by rows only to save them
+            states={WEIGHT: weight.state(layout), **states},
+            layout=layout,
         )
 
     def _untrained(self, weight: Joined) -> Kind:

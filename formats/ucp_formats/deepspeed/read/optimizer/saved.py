@@ -14,6 +14,7 @@ from ucp.core.pickle_values import Stub
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.fields import Shape, described, integer, mapping, sequence, tensor, text
+from ucp_formats.deepspeed.config import RunConfig
 from ucp_formats.deepspeed.fields import number_of_enum
 from ucp_formats.deepspeed.names import FileName
 from ucp_formats.deepspeed.read.files import SavedFile
@@ -206,6 +207,12 @@ class OptimizerFile:
     def name(self) -> FileName:
         """Name of the file."""
         return self.file.name
+
+    @property
+    def config(self) -> RunConfig:
+        """Configuration of the run; empty where there is none."""
+        saved = self.file.root.get("ds_config")
+        return RunConfig(saved if isinstance(saved, dict) else {})
 
     @property
     def ranks(self) -> int | None:

@@ -11,6 +11,8 @@ from ucp.contract.rank_extras import Checksums
 from ucp.core.index import ParamGroup
 from ucp.errors import MalformedError, listed
 from ucp.io.pickle.fields import Shape
+from ucp_formats.deepspeed.experts import ExpertGroups
+from ucp_formats.deepspeed.partition import round_robin
 from ucp_formats.deepspeed.read.extras import optimizer_extras
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.saved import same_groups
@@ -58,11 +60,12 @@ def with_shapes(run: SavedRun, shapes: Mapping[str, Shape]) -> SavedRun:
     if run.model.param_shapes is not None or not run.optimizers:
         return run
     groups = run.recorded_numels
+    degrees = ExpertGroups.of(run, groups).degrees
     wrong = [
-        f"{name}: {numel} elements, {list(shapes[name]) if name in shapes else 'no tensor'} in the module"
-        for own in groups
+        f"{name}: {numel / degree:g} elements, {list(shapes[name]) if name in shapes else 'no tensor'} in the module"
+        for own, degree in zip(groups, degrees, strict=True)
         for name, numel in own.items()
-        if name not in shapes or prod(shapes[name]) != numel
+        if name not in shapes or prod(shapes[name]) * degree != numel
     ]
     if wrong or not groups:
         raise MalformedError(
@@ -70,5 +73,10 @@ def with_shapes(run: SavedRun, shapes: Mapping[str, Shape]) -> SavedRun:
             f"the module, as param_shapes is not recorded; got\n{listed(wrong or ['none'])}\nfiles are missing, or are "
             "of another run"
         )
-    made = tuple({name: shapes[name] for name in own} for own in groups)
+    dealt = run.config.round_robin and not run.is_bf16_optimizer
+    orders = (
+        round_robin([*own], ranks=run.ranks // degree) if dealt else own
+        for own, degree in zip(groups, degrees, strict=True)
+    )
+    made = tuple({name: shapes[name] for name in own} for own in orders)
     return replace(run, models={**run.models, 0: replace(run.model, param_shapes=made)})

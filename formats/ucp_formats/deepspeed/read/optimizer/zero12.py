@@ -82,7 +82,7 @@ def _buffer(run: SavedRun, number: int, own: Mapping[str, Shape], files: Sequenc
         ranks=len(files),
         paddings=paddings,
         first=weights[0],
-        known_from=f"param_shapes of {run.model.name.name}",
+        known_from=run.shapes_from,
     )
     fitting = (b for b in buffers if all(numel in b.lengths(rank) for rank, numel in enumerate(weights)))
     return next(fitting, buffers[0])
@@ -109,8 +109,8 @@ def _checked_order(
     names, dealt = optimizer_order(list(group.shapes), ranks=buffer.ranks, dealt=dealt, mappings=mappings.values())
     if told and dealt:
         part.notes.append(
-            f"{group.label}: param_slice_mappings contradict param_shapes for {counted(len(told), 'parameter')}, as in "
-            "DeepSpeed up to 0.19.8 under round_robin_gradients; param_shapes is right"
+            f"{group.label}: the places of {counted(len(told), 'parameter')} in param_slice_mappings are wrong and not "
+            "used, as DeepSpeed up to 0.19.8 writes them under round_robin_gradients"
         )
     shown = [] if dealt else [f"{name}: param_slice_mappings has it elsewhere" for name in sorted(told)]
     shown += [f"{name}: module has it elsewhere in the buffer" for name in _displaced(run, buffer, checksums)]

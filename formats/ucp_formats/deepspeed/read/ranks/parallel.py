@@ -30,9 +30,9 @@ from ucp_formats.deepspeed.read.optimizer.sharded import read_sharded, with_shap
 from ucp_formats.deepspeed.read.optimizer.stored import StoredTensor
 from ucp_formats.deepspeed.read.ranks.merge import RankPart, Rules, merge
 from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
-from ucp_formats.deepspeed.read.ranks.pipeline import TIED, layer_starts, pipeline_modules
+from ucp_formats.deepspeed.read.ranks.pipeline import layer_starts, pipeline_modules
 from ucp_formats.deepspeed.read.ranks.unsharded import read_expert_ranks, read_stages, read_unsharded
-from ucp_formats.deepspeed.read.run import SavedGrid
+from ucp_formats.deepspeed.read.run import TIED, SavedGrid
 from ucp_formats.deepspeed.tp.family import FamilyRules, arguments_of
 from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo, recorded_layouts
 
@@ -128,7 +128,7 @@ def expert_degree(grid: SavedGrid) -> int:
     """Expert-parallel ranks; 1 without experts."""
     if not grid.experts or not grid.first.optimizers:
         return max(1, len(grid.expert_optimizers))
-    return max(ExpertGroups.of(run, run.model.groups).ep for run in grid.runs.values())
+    return max(ExpertGroups.of(run, run.names).ep for run in grid.runs.values())
 
 
 def _parts(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
@@ -139,7 +139,7 @@ def _parts(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
     if grid.first.stage == 0:
         problems.raise_any(where, "experts")
         return _unsharded_parts(grid, experts[0], checksums)
-    runs = {mp: with_shapes(run, _module_shapes(grid, mp)) for mp, run in grid.runs.items()}
+    runs = {mp: with_shapes(run, _module_shapes(grid, mp, experts[mp])) for mp, run in grid.runs.items()}
     trained = {}
     for mp, run in runs.items():
         groups = run.model.groups
@@ -155,7 +155,7 @@ def _parts(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
         if not grid.is_pipeline:
             models = {**run.models, 0: _with_experts(run.model, experts[mp])}
             module = read_module(models, trained[mp], checksums, sharded=run.stage == 3)
-            part = replace(part, module=module)
+            part = replace(part, module=module, untrained=tuple(module.entries))
         parts.append(part)
     return parts
 
@@ -190,8 +190,11 @@ def _pipeline_parts(
             yield RankPart(mp=tp, tp=tp, order=copy * grid.pp, module=module)
 
 
-def _module_shapes(grid: SavedGrid, mp: int) -> dict[str, Shape]:
-    """Shapes of tensors that the module of a rank can have, for runs that record none."""
+def _module_shapes(grid: SavedGrid, mp: int, experts: Experts) -> dict[str, Shape]:
+    """Shapes of tensors that the module of a rank can have, for runs that record none.
+
+    `experts`: its experts by global numbers, of which the first are those of expert-parallel rank 0.
+    """
     if grid.first.model.param_shapes is not None:
         return {}
     models = [grid.runs[mp].model]
@@ -199,7 +202,8 @@ def _module_shapes(grid: SavedGrid, mp: int) -> dict[str, Shape]:
         tp = grid.tp_rank(mp)
         groups = (own for run in grid.stages(tp).values() for own in run.recorded_numels)
         models = pipeline_modules(grid, tp, {name: numel for own in groups for name, numel in own.items()})
-    return {name: ref.shape for model in models for name, ref in module_of(model).tensors.items()}
+    tensors = (own for model in models for own in (module_of(model).tensors, experts.tensors))
+    return {name: ref.shape for own in tensors for name, ref in own.items()}
 
 
 def _with_experts(model: ModelStates, experts: Experts) -> ModelStates:

@@ -16,12 +16,9 @@ from ucp.errors import UnsupportedError
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.names import FileName
 from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule
-from ucp_formats.deepspeed.read.run import SavedGrid
+from ucp_formats.deepspeed.read.run import TIED, SavedGrid
 
-__all__ = ["TIED", "layer_starts", "pipeline_modules"]
-
-TIED = "tied_modules."
-"""Start of the names of tied parameters."""
+__all__ = ["layer_starts", "pipeline_modules"]
 
 
 def pipeline_modules(grid: SavedGrid, tp: int, trained: Mapping[str, Shape | int | None]) -> list[ModelStates]:

@@ -157,7 +157,7 @@ class _Universal:
             path=os.path.dirname(model.file.path),
             format=name,
             evidence=evidence,
-            producer=producer_of(model),
+            producer=producer_of([model.file]),
             topology=Topology(dp=model.ranks or 1, tp=self.ranks.tp, pp=self.ranks.pp, zero=self.stage),
             step=model.count("global_steps"),
             skipped=model.count("skipped_steps") or 0,

@@ -20,6 +20,7 @@ from ucp.errors import (
     MalformedError,
     MissingFileError,
     ReplicaError,
+    SourceError,
     UnknownFamilyError,
     UnsupportedError,
     UsageError,
@@ -329,6 +330,34 @@ def test_missing_experts_are_named(copied) -> None:
         read(tag)
     assert "layer_0_expert_1_mp_rank_00_model_states.pt (an expert)" in str(caught.value)
     assert "files of experts 1, 3" in str(caught.value)
+
+
+def test_empty_files_of_experts_stand_for_lost_optimizer_files(copied) -> None:
+    """Before 0.19.5 ZeRO wrote `expp_rank_*` files without an optimizer."""
+    tag = copied("z1-ep2-dp4-0.18")
+    for path in tag.glob("zero_pp_rank_*"):
+        path.unlink()
+    with pytest.raises(SourceError, match=r"expp_rank_1_mp_rank_00.*under ZeRO, whose files .* are missing"):
+        read(tag)
+
+
+def test_an_optimizer_of_experts_beside_those_of_zero(copied) -> None:
+    tag = copied("z1-ep2-dp4-0.18")
+    shutil.copy(FIXTURES / "z0-ep2-dp4/checkpoint/global_step3/expp_rank_1_mp_rank_00_optim_states.pt", tag)
+    with pytest.raises(SourceError, match=r"extra: expp_rank_1_mp_rank_00_optim_states.pt is of a run without ZeRO"):
+        read(tag)
+
+
+def test_modules_of_one_layer_are_no_stages_of_a_pipeline(copied) -> None:
+    """A stage has layers of its own: a layer on two ranks under other names is no pipeline."""
+    tag = copied("z1-pp2-ep2-dp2-0.18")
+
+    def rename(saved: dict[str, Any]) -> None:
+        saved["module"] = {name.replace("3.", "1."): tensor for name, tensor in saved["module"].items()}
+
+    change(tag / "mp_rank_01_model_states.pt", rename)
+    with pytest.raises(SourceError, match=r"3\.weight"):
+        read(tag)
 
 
 def test_an_expert_in_two_files(copied) -> None:
