@@ -24,7 +24,7 @@ from ucp.io.json_text import NotJson, parsed
 from ucp.transfer.probe import Prober
 from ucp_formats.huggingface.names import CONFIG
 
-__all__ = ["NONE", "ModelConfig", "carried_config", "check_sizes", "given_config", "is_published"]
+__all__ = ["NONE", "ModelConfig", "carried_config", "check_sizes", "given_config", "is_published", "size_conflicts"]
 
 NONE = "none"
 """`--set config=none`: weights without a config.json."""
@@ -135,12 +135,20 @@ def check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], fami
             f"{config.where} is of a quantised model (quantization_config), and what is written is not: "
             "name a folder with a config.json without it (--set config=DIR)"
         )
-    lines = [*_general(config, shapes), *(_of_family(config, shapes, family) if family else ())]
-    if lines:
+    conflicts = size_conflicts(config, shapes, family)
+    if conflicts:
         raise MisfitError(
-            f"expected tensors of the sizes in {config.where}; got\n{listed(dict.fromkeys(lines))}\nIt is of another "
+            f"expected tensors of the sizes in {config.where}; got\n{listed(conflicts)}\nIt is of another "
             f"model: name the folder of this one with --set config=DIR, or write the weights alone (config={NONE})"
         )
+
+
+def size_conflicts(
+    config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], family: Family | None
+) -> tuple[str, ...]:
+    """Sizes in `config` that are not those of the tensors, a line for each. `family`: where one is known."""
+    lines = [*_general(config, shapes), *(_of_family(config, shapes, family) if family else ())]
+    return tuple(dict.fromkeys(lines))
 
 
 def _general(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
@@ -175,9 +183,10 @@ def _of_family(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], famil
             break
     key = "moe_intermediate_size" if "moe_intermediate_size" in config.values else "intermediate_size"
     width, said = family.bind(shapes=shapes).values.get("expert_ffn"), config.get(key)
-    if width is not None and said != width:
+    if None not in (width, said) and said != width:
         yield f"{key} = {said}: experts have {width}"
     vocabulary = config.get("vocab_size")
     for name, shape in shapes.items():
-        if any(rule.padded == 0 for rule in family.rules_of(name)) and shape[0] != vocabulary:
+        is_padded = any(rule.padded == 0 for rule in family.rules_of(name))
+        if is_padded and vocabulary not in (None, shape[0]):
             yield f"vocab_size = {vocabulary}: {name} is {list(shape)}"

@@ -25,9 +25,11 @@ from ucp.core.fragments import with_copies
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
 from ucp.core.names import WEIGHT
 from ucp.core.topology import Topology
-from ucp.errors import FamilyError, MalformedError, UnsupportedError
+from ucp.errors import FamilyError, MalformedError, UnsupportedError, listed
+from ucp.families.family import Family
 from ucp.io.folder import absolute, path_of
 from ucp.io.identity import source_file
+from ucp_formats.huggingface.config import ModelConfig, size_conflicts
 from ucp_formats.huggingface.locate import Form, Located, is_weights, locate, the_model
 from ucp_formats.huggingface.names import CONFIG
 from ucp_formats.huggingface.ties import second_names
@@ -89,6 +91,8 @@ class _Reading:
         """The index."""
         root = absolute(self.located.root)
         tensors = self._untied()
+        if self.located.form is Form.OF_RANKS and "model_type" in self.config:
+            self._check_complete(tensors)
         order = self._order(tensors)
         buffers = buffers_of({name: (_dtype(own), own.shape) for name, own in tensors.items()}, self.config)
         path = os.path.join(root, self.located.files[0]) if self.located.alone else root
@@ -107,6 +111,18 @@ class _Reading:
             unordered=order is None,
             notes=tuple(self._notes(is_ordered=order is not None)),
         )
+
+    def _check_complete(self, tensors: Mapping[str, SavedTensor]) -> None:
+        """Raise MalformedError where the parts of ranks are not all of the model that config.json describes."""
+        shapes = {name: own.shape for name, own in tensors.items()}
+        config = ModelConfig(values=self.config, where=os.path.join(absolute(self.located.root), CONFIG))
+        conflicts = size_conflicts(config, shapes, _family_of(shapes, self.config))
+        if conflicts:
+            raise MalformedError(
+                f"expected the parts of all ranks to make up tensors of the sizes in {config.where}; got\n"
+                f"{listed(conflicts)}\nFiles of the last ranks are lost, or some are of another model: copy the folder "
+                f"again, or remove {CONFIG} if it is the one that is wrong"
+            )
 
     def _untied(self) -> dict[str, SavedTensor]:
         """The tensors without the second ones of those that are tied; a copy on disk is one to compare."""
@@ -172,7 +188,7 @@ class _Reading:
             yield f"{lacks}: whether lm_head.weight is tied to the embedding is not known"
         if self.located.form is Form.NUMBERED:
             yield f"without an index: taken as complete: all {len(self.weights.files):,} numbered files are there"
-        if self.located.form is Form.OF_RANKS:
+        if self.located.form is Form.OF_RANKS and "model_type" not in self.config:
             yield (
                 "global shapes follow from the parts that are there, by the offsets that ranks recorded: lost files "
                 "of the last ranks cannot be detected"
@@ -198,12 +214,19 @@ def buffers_of(tensors: Mapping[str, tuple[DType, tuple[int, ...]]], config: Map
     """
     found = {name for name, (dtype, _) in tensors.items() if not dtype.is_floating}
     shapes = {name: shape for name, (_, shape) in tensors.items()}
-    try:
-        family, _ = choose_family(names=shapes, shapes=shapes, arguments=config)
-    except FamilyError:
+    family = _family_of(shapes, config)
+    if family is None:
         return found
     ruled = {name for name in shapes if any(rule.buffer for rule in family.rules_of(name))}
     return found | ruled | set(filter(family.ignores, shapes))
+
+
+def _family_of(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]) -> Family | None:
+    """The model family whose names and sizes these are, if one is known."""
+    try:
+        return choose_family(names=shapes, shapes=shapes, arguments=config)[0]
+    except FamilyError:
+        return None
 
 
 def _dtype(tensor: SavedTensor) -> DType:

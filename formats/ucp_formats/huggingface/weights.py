@@ -22,7 +22,7 @@ from ucp.contract.problems import Problems
 from ucp.core.fragments import Fragment
 from ucp.core.region import Box
 from ucp.core.tensor import Record, TensorRef
-from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError, listed
+from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError, counted, listed
 from ucp.io.folder import absolute, names_in
 from ucp.io.json_text import parsed
 from ucp.io.pickle.fields import described
@@ -182,8 +182,9 @@ def _whole(found: Mapping[str, _File], problems: Problems) -> dict[str, SavedTen
 
 
 def _joined(found: Mapping[str, _File], problems: Problems) -> dict[str, SavedTensor]:
-    """Tensors of the parts that ranks wrote; a part that several wrote is taken once, and the others are copies."""
-    parts: dict[str, list[tuple[Box, TensorRef]]] = {}
+    """Tensors of the parts that ranks wrote. Where ranks hold one part, DCP has one of them write it."""
+    parts: dict[str, dict[Box, TensorRef]] = {}
+    copies: Counter[tuple[str, str]] = Counter()
     for file, own in found.items():
         try:
             offsets = _offsets(own)
@@ -191,21 +192,26 @@ def _joined(found: Mapping[str, _File], problems: Problems) -> dict[str, SavedTe
             problems.wrong.append(f"{file}: expected {_OFFSETS} of every tensor in its metadata; {error}")
             continue
         for name, ref in own.tensors.items():
-            parts.setdefault(name, []).append((Box(offsets[name], ref.shape), ref))
-    tensors: dict[str, SavedTensor] = {}
-    for name, held in parts.items():
-        if len({(len(ref.shape), ref.dtype) for _, ref in held}) > 1:
-            problems.wrong.append(f"{name}: parts of several types or numbers of dims")
-            continue
-        shape = tuple(map(max, zip(*(box.stops for box, _ in held), strict=True))) if held[0][1].shape else ()
-        seen: Counter[Box] = Counter()
-        fragments = []
-        for box, ref in held:
-            fragments.append(Fragment(box=box, ref=ref, replica=seen[box]))
-            seen[box] += 1
-        kept = [own for own in fragments if own.box.numel] or fragments[:1]
-        tensors[name] = SavedTensor(shape=shape, fragments=tuple(kept))
-    return tensors
+            box = Box(offsets[name], ref.shape)
+            first = parts.setdefault(name, {}).setdefault(box, ref)
+            if first is not ref and box.numel:
+                copies[file, os.path.basename(first.path)] += 1
+    for (file, other), count in copies.items():
+        problems.wrong.append(
+            f"{file}: holds parts of {counted(count, 'tensor')} that {other} holds too; torch saves each part once, so "
+            "one file is a copy of the other, or of another save"
+        )
+    return {name: tensor for name, own in parts.items() if (tensor := _tensor(name, own, problems)) is not None}
+
+
+def _tensor(name: str, parts: Mapping[Box, TensorRef], problems: Problems) -> SavedTensor | None:
+    """A tensor from its parts; None and a problem where they are not of one tensor."""
+    if len({(len(ref.shape), ref.dtype) for ref in parts.values()}) > 1:
+        problems.wrong.append(f"{name}: parts of several types or numbers of dims")
+        return None
+    fragments = [Fragment(box=box, ref=ref) for box, ref in parts.items()]
+    shape = tuple(map(max, zip(*(box.stops for box in parts), strict=True)))
+    return SavedTensor(shape=shape, fragments=tuple([own for own in fragments if own.box.numel] or fragments[:1]))
 
 
 def _offsets(file: _File) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,17 @@ from dataclasses import dataclass
 
 from ucp.errors import UnsupportedError, counted, listed
 
-__all__ = ["Dicts", "Path", "Wanted", "aside_text", "bare_name", "is_called_model", "longest_name", "model_path"]
+__all__ = [
+    "FLAT",
+    "Dicts",
+    "Path",
+    "Wanted",
+    "aside_text",
+    "bare_name",
+    "is_called_model",
+    "longest_name",
+    "model_path",
+]
 
 Path = tuple[object, ...]
 """Keys of nested dicts (texts) and lists (numbers)."""
@@ -27,6 +37,9 @@ Shape = tuple[int, ...]
 
 Dicts = Mapping[Path, Mapping[str, Shape]]
 """Path of a dict to the shapes of its tensors."""
+
+FLAT = "_flat_param"
+"""Last part of the name of a flat parameter of FSDP1, in a LOCAL_STATE_DICT."""
 
 _CALLED = frozenset({"model", "model_state", "model_state_dict", "module", "net", "network", "state_dict"})
 """What scripts call the dict of the model."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,13 +24,14 @@ from ucp.core.layout import Layout
 from ucp.core.names import WEIGHT
 from ucp.core.region import Box
 from ucp.core.tensor import Record
-from ucp.errors import counted, listed
+from ucp.errors import UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, read_dcp
 from ucp.io.dcp.local import rank_of
 from ucp.io.folder import absolute, names_in, path_of
 from ucp.io.identity import source_file
 from ucp_formats.torch.locate import Located, is_of_the_format, locate, step_in, the_folder
 from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of
+from ucp_formats.torch.model_dict import FLAT
 from ucp_formats.torch.state_dict import Leaf, Parts, number_of, sorted_out
 
 __all__ = ["DcpFormat"]
@@ -117,6 +118,7 @@ class _Reading:
         self._root = absolute(located.root)
         self._parts = [_Part.at(os.path.join(self._root, name) if name else self._root) for name in located.parts]
         self._saved: Parts = sorted_out((leaf for part in self._parts for leaf in part.leaves()), self._root)
+        _check_not_flat(self._saved.model, self._root)
         ranks = [rank for part in self._parts for rank in part.ranks()]
         tensors = {name: _boxes(leaf) for name, leaf in self._saved.model.items()}
         holders = {name: self._holders(name, leaf) for name, leaf in self._saved.model.items()}
@@ -242,6 +244,16 @@ def _pieces(atom: AtomIndex) -> tuple[Fragment, ...]:
 
 def _form(tensor: StoredTensor) -> Hashable:
     return tensor.saved.shape, tuple((own.offsets, own.sizes) for own in tensor.saved.chunks)
+
+
+def _check_not_flat(names: Iterable[str], where: str) -> None:
+    """Raise UnsupportedError for flat parameters: of what ranks save beside them DCP keeps the first rank's part."""
+    flat = [name for name in names if name.rpartition(".")[2] == FLAT]
+    if flat:
+        raise UnsupportedError(
+            f"{where} was saved as FSDP1's LOCAL_STATE_DICT, whose flat parameters have neither names nor shapes:\n"
+            f"{listed(flat)}\nSave it as SHARDED_STATE_DICT (or with get_state_dict), or a file per rank by torch.save"
+        )
 
 
 def _content(tensor: StoredTensor) -> Hashable:

@@ -376,8 +376,23 @@ class TestRanks:
         (copy / "shard-00001-model-00001-of-00001.safetensors").unlink()
         self.refused(copy, "missing: shard-00001-model")
 
-    def test_what_cannot_be_known_is_said(self) -> None:
-        assert any("last ranks" in note for note in index_of("llama-dcp").notes)
+    @pytest.mark.parametrize(("number", "other"), [(1, 2), (2, 1)])
+    @pytest.mark.parametrize("has_config", [True, False])
+    def test_a_copy_of_another_rank(self, copy: Path, number: int, other: int, has_config: bool) -> None:
+        name = "shard-0000{}-model-00001-of-00001.safetensors"
+        shutil.copyfile(copy / name.format(other), copy / name.format(number))
+        if not has_config:
+            (copy / "config.json").unlink()
+        self.refused(copy, "shard-00002-.*: holds parts of .* tensors that shard-00001-.* holds too")
+
+    def test_a_lost_last_rank(self, copy: Path) -> None:
+        (copy / "shard-00002-model-00001-of-00001.safetensors").unlink()
+        self.refused(copy, r"config\.json; got\n(.*\n)*.*hidden: .* hidden_size = 16")
+
+    def test_what_cannot_be_known_is_said(self, copy: Path) -> None:
+        assert not any("last ranks" in note for note in index_of("llama-dcp").notes)
+        (copy / "config.json").unlink()
+        assert any("last ranks" in note for note in ucp.inspect(copy).notes)
 
     def test_no_offsets(self, copy: Path) -> None:
         file = copy / "shard-00002-model-00001-of-00001.safetensors"
@@ -389,7 +404,7 @@ class TestRanks:
         file = copy / "shard-00002-model-00001-of-00001.safetensors"
         tensors = load_file(file)
         self.rewrite(file, {name: {"saved_offsets": [0] * own.dim()} for name, own in tensors.items()})
-        self.refused(copy, "differ|do not tile")
+        self.refused(copy, "shard-00002-.*: holds parts of .* that shard-00001-.* holds too")
 
     def test_metadata_that_is_no_json(self, copy: Path) -> None:
         file = copy / "shard-00002-model-00001-of-00001.safetensors"

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import ucp
 from tests.golden.torch.truth import REPORTS, ROOT, check_states, index_of
 from ucp.core.index import Kind
+from ucp.errors import UnsupportedError
 
 CASES = sorted(name for name, own in REPORTS.items() if own["case"]["saved"] == "dcp")
 TIED = [name for name in CASES if REPORTS[name]["case"]["model"] == "tiny"]
@@ -133,3 +136,12 @@ class TestDamage:
     def test_files_of_an_earlier_save_are_left_alone(self, copy: Path) -> None:
         shutil.copy(copy / "__3_0.distcp", copy / "__7_0.distcp")
         assert any("__7_0.distcp" in note for note in ucp.inspect(copy).notes)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_flat_parameters_are_refused(tmp_path: Path) -> None:
+    """LOCAL_STATE_DICT of FSDP1: beside the flat parameter DCP keeps one rank's part of each parameter."""
+    state = {"_flat_param": torch.ones(8), "w": torch.ones(3)}
+    dcp.save({"model": state}, checkpoint_id=str(tmp_path / "saved"))
+    with pytest.raises(UnsupportedError, match="LOCAL_STATE_DICT"):
+        ucp.inspect(tmp_path / "saved")

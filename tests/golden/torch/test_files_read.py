@@ -269,7 +269,7 @@ class TestFlatModels:
     @pytest.mark.parametrize(
         ("change", "match"),
         [
-            ({"block.q.weight": [8, 9]}, "block._flat_param has 872 elements, padded over 4 ranks"),
+            ({"block.q.weight": [8, 9]}, "block._flat_param has 872 elements; its parameters have 880"),
             ({"emb.weight": [3]}, "_flat_param has 176 elements"),
             ({"emb.weight": "8x8"}, "expected name to shape"),
         ],
@@ -288,6 +288,42 @@ class TestFlatModels:
     def test_shapes_that_nobody_needs_are_refused(self, case: str, shapes: Path) -> None:
         with pytest.raises(ucp.errors.UsageError, match="drop --shapes-from"):
             ucp.inspect(ROOT / case / "checkpoint", shapes_from=shapes)
+
+
+class TestNamedPartsOfFlatModels:
+    """LOCAL_STATE_DICT with use_orig_params, computed in bfloat16: odd sizes, a tied and a frozen parameter."""
+
+    CASE = "fsdp1-local-orig-dp2"
+    SOURCE = ROOT / CASE / "checkpoint"
+
+    @pytest.fixture
+    def shapes(self, tmp_path: Path) -> Path:
+        atoms = ucp.inspect(ROOT / "fsdp2-dp4" / "checkpoint").atoms.values()
+        (tmp_path / "shapes.json").write_text(
+            json.dumps({atom.name: atom.global_shape for atom in atoms if atom.kind is not Kind.BUFFER})
+        )
+        return tmp_path / "shapes.json"
+
+    def test_every_state_is_the_truth(self, shapes: Path) -> None:
+        checkpoint = ucp.open(self.SOURCE, shapes_from=shapes)
+        index, truth = checkpoint.index, truth_of(self.CASE)
+        assert index.aliases == {"head.weight": "emb.weight"}
+        assert (index.atoms["frozen.weight"].kind, index.atoms["drift"].kind) == (Kind.FROZEN, Kind.BUFFER)
+        assert {f"{atom.name}/{state}" for atom, state, _ in index.states()} == truth.keys() - {"head.weight/weight"}
+        for name, wanted in truth.items():
+            param, _, state = name.rpartition("/")
+            assert torch.equal(checkpoint.read(index.aliases.get(param, param), state), wanted), name
+
+    @pytest.mark.parametrize("param", ["frozen.weight", "l1.weight", "l3.bias"])
+    def test_a_parameter_without_a_shape_is_refused(self, shapes: Path, param: str) -> None:
+        known = json.loads(shapes.read_text())
+        shapes.write_text(json.dumps({name: shape for name, shape in known.items() if name != param}))
+        with pytest.raises(UnsupportedError, match=rf"shapes are not known.*\n  {param}\nPass --shapes-from"):
+            ucp.inspect(self.SOURCE, shapes_from=shapes)
+
+    def test_frozen_parameters_need_shapes(self) -> None:
+        with pytest.raises(UnsupportedError, match=r"frozen\.weight\nPass --shapes-from"):
+            ucp.inspect(self.SOURCE)
 
 
 def test_what_one_rank_saved_is_refused_under_the_name_of_another(tmp_path: Path) -> None:

@@ -22,16 +22,13 @@ from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.io.pickle.fields import described
 from ucp_formats.torch.files.joined import is_tensor, join, shape_of, unread_kind
 from ucp_formats.torch.files.parts import part_of
-from ucp_formats.torch.model_dict import Path, Wanted, is_called_model, model_path
+from ucp_formats.torch.model_dict import FLAT, Path, Wanted, is_called_model, model_path
 from ucp_formats.torch.state_dict import Leaf
 
-__all__ = ["FLAT", "Ranked", "Tree", "leaves_of", "pickled_objects"]
+__all__ = ["Ranked", "Tree", "leaves_of", "pickled_objects"]
 
 Ranked = Mapping[int, object]
 """Rank to the value that it saved."""
-
-FLAT = "_flat_param"
-"""Name of a flat parameter of FSDP1."""
 
 _GROUPS = "param_groups"
 _OF_MODULES = ("_parameters", "_modules")
@@ -211,8 +208,8 @@ class _Walk:
     def tree(self) -> Tree:
         """What was collected.
 
-        The own `state_dict` of an optimizer of FSDP1 is told by its plain tensors beside a model in parts. Raises
-        UnsupportedError for tensors of the model that are not plain.
+        An optimizer of FSDP1 that was saved by its own `state_dict` has numbers, and plain tensors beside a model in
+        parts. Raises UnsupportedError for tensors of the model that are not plain.
         """
         if self._unread:
             raise UnsupportedError(
@@ -224,7 +221,9 @@ class _Walk:
         in_parts = any(part_of(own, "") for _, values in self._states for own in values.values())
         is_flat = has_parts and not in_parts
         states = [
-            Leaf(path, None, values) if is_flat and _has_dims(values) else self._tensor(path, values)
+            Leaf(path, None, values)
+            if is_flat and isinstance(path[-2], int) and _has_dims(values)
+            else self._tensor(path, values)
             for path, values in self._states
         ]
         return Tree(

@@ -1,16 +1,20 @@
 """FSDP1's flat parameters: many parameters end to end, cut over ranks without regard to where one ends.
 
 A flat parameter belongs to a wrapped module. It holds the parameters below that module that no wrapped module further
-down holds, in the order in which they were registered, which is that of a state dict. Its length is that of all of
-them, padded to a multiple of the ranks; with `use_orig_params` each starts at a multiple of 16 bytes. A file says none
-of these, only lengths: what is taken is what fits, and it must be the only way to fit.
+down holds, in the order in which they were registered, which is that of a state dict.
 
-Sources: torch 2.13, `torch/distributed/fsdp/_flat_param.py` (`_init_flat_param_and_metadata`, `_get_unpadded_shard`).
+Without `use_orig_params` nothing lies between two parameters, and a file records lengths only: shapes are accepted if
+they add up to just that length. With it, each parameter starts at a multiple of 16 bytes of the type in which the
+module computes, which no file records. But every rank then also saves its part of each parameter under the
+parameter's name, so that the named parts are read, and the flat parameter only proves that none is missing.
+
+Sources: torch 2.13, `torch/distributed/fsdp/_flat_param.py` (`_init_flat_param_and_metadata`, `_get_unpadded_shard`),
+`_state_dict_utils.py` (`_local_post_state_dict_hook`).
 
 >>> from ucp.core.dtypes import DType
 >>> shards = [TensorRef(path=f"rank{r}", offset=0, dtype=DType.FLOAT32, shape=(4,), strides=(1,)) for r in (0, 1)]
->>> found = unflattened({"a": (3,), "b": (2, 2)}, [shards], numel=8, where="x")
->>> [(str(own.box), own.ref.path) for own in found["b"].fragments]
+>>> params = split_flat({"a": (3,), "b": (2, 2)}, [shards], numel=7, where="x")
+>>> [(str(fragment.box), fragment.ref.path) for fragment in params["b"].fragments]
 [('[0:1, 0:1]', 'rank0'), ('[0:1, 1:2]', 'rank1'), ('[1:2, 0:2]', 'rank1')]
 """
 
@@ -27,60 +31,72 @@ from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError
 from ucp_formats.torch.files.joined import COPIES, Joined
 
-__all__ = ["Shapes", "pieces_joined", "starts_of", "unflattened", "units_of"]
+__all__ = ["Shapes", "join_parts", "proves_parts", "split_flat", "units_of"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Name to elements per dim, in the order of the model."""
 
-_ALIGNMENT = 16
-"""Bytes at which parameters start with `use_orig_params`."""
+_ALIGNMENTS = (1, 2, 4, 8, 16)
+"""Elements at whose multiples parameters may start: none before torch 2.1, then 16 bytes of float64 to float8."""
 
 
-def starts_of(shapes: Shapes, numel: int, ranks: int, itemsize: int) -> list[int] | None:
-    """Element at which each parameter starts in a flat one of `numel` elements; None where they do not fit.
+def split_flat(
+    shapes: Shapes,
+    copies: Sequence[Sequence[TensorRef | None]],
+    *,
+    numel: int,
+    where: str,
+    is_padded: bool = False,
+) -> dict[str, Joined]:
+    """The parameters in a flat one of `numel` elements, end to end.
 
-    >>> starts_of({"a": (35,), "b": (7,)}, 44, 2, 4), starts_of({"a": (35,), "b": (7,)}, 42, 2, 4)
-    ([0, 36], [0, 35])
+    `copies`: the shards of it, in order, once for each copy. `is_padded`: each has the same number of elements, as
+    optimizers have them. Raises MalformedError for parameters of another length.
     """
     counts = [prod(shape) for shape in shapes.values()]
-    for grain in (1, _ALIGNMENT // itemsize):
-        starts = list(accumulate((-(-own // grain) * grain for own in counts[:-1]), initial=0))
-        stop = starts[-1] + counts[-1]
-        if numel in (stop, -(-stop // ranks) * ranks):
-            return starts
-    return None
-
-
-def unflattened(
-    shapes: Shapes, copies: Sequence[Sequence[TensorRef | None]], *, numel: int, where: str
-) -> dict[str, Joined]:
-    """The parameters in a flat one of `numel` elements. `copies`: the shards of it, in order, once for each copy.
-
-    Raises MalformedError where the parameters do not make up the flat one.
-    """
-    every = [ref for shards in copies for ref in shards if ref is not None]
-    ranks, dtype = len(copies[0]), every[0].dtype
-    starts = starts_of(shapes, numel, ranks, dtype.itemsize)
-    if starts is None:
+    ranks = len(copies[0])
+    if numel != (_rounded(sum(counts), ranks) if is_padded else sum(counts)):
         raise MalformedError(
-            f"{where} has {numel} elements, padded over {ranks} ranks; its parameters have "
-            f"{sum(map(prod, shapes.values()))}: {', '.join(shapes)}. The shapes are those of another model"
+            f"{where} has {numel} elements{f', padded over {ranks} ranks' if is_padded else ''}; its parameters have "
+            f"{sum(counts)}: {', '.join(shapes)}. The shapes are those of another model"
         )
     share = -(-numel // ranks)
-    found = {}
-    for (name, shape), start in zip(shapes.items(), starts, strict=True):
+    params = {}
+    for (name, shape), start in zip(shapes.items(), accumulate(counts, initial=0), strict=False):
         stored = [
             (copy, number, ref, max(start - number * share, 0))
             for copy, shards in enumerate(copies)
             for number, ref in enumerate(shards)
             if ref is not None
         ]
-        found[name] = _joined(shape, pattern("partition", start=start, share=share), stored, (len(copies), ranks))
-    return found
+        params[name] = _joined(shape, pattern("partition", start=start, share=share), stored, (len(copies), ranks))
+    return params
 
 
-def pieces_joined(shape: tuple[int, ...], copies: Sequence[Sequence[TensorRef | None]], where: str) -> Joined:
-    """A parameter of which every rank has a stretch, one after another (`use_orig_params`).
+def proves_parts(widths: Sequence[Sequence[int]], numel: int) -> bool:
+    """Whether parameters of which each rank has so many elements make up a flat one of `numel`, with its padding.
+
+    >>> proves_parts([(3, 0), (0, 4)], 8), proves_parts([(3, 0)], 8), proves_parts([(3, 0), (2, 2)], 8)
+    (True, False, False)
+    """
+    ranks = len(widths[0])
+    share = -(-numel // ranks)
+    for alignment in _ALIGNMENTS:
+        stop = 0
+        for parts in widths:
+            start = _rounded(stop, alignment)
+            stop = start + sum(parts)
+            shares = (min(stop, (rank + 1) * share) - max(start, rank * share) for rank in range(ranks))
+            if tuple(max(own, 0) for own in shares) != tuple(parts):
+                break
+        else:
+            if numel in (stop, _rounded(stop, ranks)):
+                return True
+    return False
+
+
+def join_parts(shape: tuple[int, ...], copies: Sequence[Sequence[TensorRef | None]], where: str) -> Joined:
+    """A parameter of which every rank has a part, one after another (`use_orig_params`).
 
     Raises MalformedError where they are not as many elements as it has.
     """
@@ -146,7 +162,7 @@ def _runs(shapes: Shapes, inner: Sequence[int], root_length: int, ranks: int) ->
     ways: list[dict[tuple[int, int], list[_Runs]]] = [{} for _ in range(len(names) + 1)]
     ways[0][0, 0] = [()]
     for at, name in enumerate(names):
-        stops = [(stop, _padded(_total(names[at:stop], shapes), ranks)) for stop in _stops(names, at)]
+        stops = [(stop, _rounded(_total(names[at:stop], shapes), ranks)) for stop in _stops(names, at)]
         for (units, left), runs in ways[at].items():
             if (more := left + prod(shapes[name])) <= root_length:
                 _add(ways[at + 1], (units, more), runs)
@@ -155,7 +171,7 @@ def _runs(shapes: Shapes, inner: Sequence[int], root_length: int, ranks: int) ->
                     _add(ways[stop], (units + 1, left), [(*own, (at, stop)) for own in runs])
         ways[at] = {}
     ends = [
-        runs for (units, left), runs in ways[-1].items() if units == len(inner) and _padded(left, ranks) == root_length
+        runs for (units, left), runs in ways[-1].items() if units == len(inner) and _rounded(left, ranks) == root_length
     ]
     return [own for runs in ends for own in runs][:2]
 
@@ -183,5 +199,5 @@ def _total(names: Sequence[str], shapes: Shapes) -> int:
     return sum(prod(shapes[name]) for name in names)
 
 
-def _padded(numel: int, ranks: int) -> int:
-    return -(-numel // ranks) * ranks
+def _rounded(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple

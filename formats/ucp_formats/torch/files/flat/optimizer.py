@@ -14,7 +14,7 @@ from math import prod
 from ucp.core.layout import Overlap
 from ucp.core.tensor import TensorRef
 from ucp.errors import UnsupportedError
-from ucp_formats.torch.files.flat.lengths import Shapes, pieces_joined, unflattened, units_of
+from ucp_formats.torch.files.flat.lengths import Shapes, join_parts, split_flat, units_of
 from ucp_formats.torch.files.joined import Joined
 from ucp_formats.torch.files.leaves import Ranked, Tree
 from ucp_formats.torch.model_dict import Path
@@ -86,7 +86,8 @@ class _Saved:
 
 def _cuts(leaf: Leaf) -> int:
     """Ranks among which a parameter is cut."""
-    return prod(axis.parts for axis in Joined.of(leaf).layout.axes if axis.pattern.overlap is Overlap.EXCLUSIVE)
+    layout = Joined.of(leaf).layout
+    return prod(axis.parts for axis in (*layout.axes, *layout.flat) if axis.pattern.overlap is Overlap.EXCLUSIVE)
 
 
 def _shards(values: Ranked, ranks: int) -> _Shards:
@@ -100,7 +101,7 @@ def _shards(values: Ranked, ranks: int) -> _Shards:
 
 def _shapes(model: Sequence[Leaf]) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters, each under the first of its names."""
-    firsts = {leaf.content if len(leaf.shape or ()) > 1 else leaf.path: leaf for leaf in reversed(model)}
+    firsts = {leaf.content if leaf.shape and prod(leaf.shape) else leaf.path: leaf for leaf in reversed(model)}
     chosen = {id(leaf) for leaf in firsts.values()}
     return {
         str(leaf.path[-1]): leaf.shape
@@ -137,9 +138,10 @@ def _states(saved: _Saved, number: int, names: Sequence[str], shapes: Shapes) ->
     own = {name: shapes[name] for name in names}
     for key, shards in saved.flat.get(number, {}).items():
         if len(names) == 1 and _length(shards) == prod(own[names[0]]):
-            joined = {names[0]: pieces_joined(own[names[0]], shards, names[0])}
+            joined = {names[0]: join_parts(own[names[0]], shards, names[0])}
         else:
-            joined = unflattened(own, shards, numel=_length(shards), where=f"{key} of the flat parameter {number}")
+            where = f"{key} of the flat parameter {number}"
+            joined = split_flat(own, shards, numel=_length(shards), where=where, is_padded=True)
         for name, value in joined.items():
             yield Leaf((*saved.root, name, key), value.shape, value, value.form)
     for key, count in saved.counts.get(number, {}).items():
