@@ -63,10 +63,10 @@ def cut_surplus(job: Job, root: Path, sums: Iterable[Sum]) -> None:
     A pack of encoded blocks, whose length is not planned, ends with its last block.
     """
     ends = {file.path: file.nbytes for file in job.target.files}
-    for own in sums:
-        if own.block:
-            path = extent_of(job.target, own.placement).path
-            ends[path] = max(ends[path], sum(own.block))
+    for written in sums:
+        if written.block:
+            path = extent_of(job.target, written.placement).path
+            ends[path] = max(ends[path], sum(written.block))
     for path, nbytes in ends.items():
         if (root / path).stat().st_size > nbytes:
             os.truncate(root / path, nbytes)

@@ -52,12 +52,12 @@ def test_stages_are_counted_apart() -> None:
 
 @pytest.mark.parametrize("how", ["bar", "log", "json"])
 def test_that_another_process_is_waited_for_is_shown(how: str, capsys: pytest.CaptureFixture[str]) -> None:
-    own = watch(how)
-    own.begin(title="waiting for process 1234 on node7", nbytes=0)
+    observer = watch(how)
+    observer.begin(title="waiting for process 1234 on node7", nbytes=0)
     first = capsys.readouterr().err
     assert "waiting for process 1234 on node7" in first
     assert "%" not in first
-    own.end()
+    observer.end()
 
 
 def test_several_threads_may_advance() -> None:

@@ -311,6 +311,6 @@ def test_conversions_of_several_threads_of_one_process(bucket, proxy, tmp_path, 
 
     with ThreadPoolExecutor(3) as pool:
         reports = list(pool.map(convert, urls))
-    assert [own.nbytes_written for own in reports] == [reports[0].nbytes_written] * 3
+    assert [report.nbytes_written for report in reports] == [reports[0].nbytes_written] * 3
     for url in urls:
         assert ucp.verify(url, against=source).ok

@@ -31,13 +31,13 @@ _SPAN = 8 << 20
 """Bytes that are summed at once."""
 
 
-def dump_mark(made: Mapping[str, Any], sizes: Mapping[str, int | None], sums: Mapping[str, int]) -> bytes:
-    """Text of the file: `made`, how the destination was made, and what it consists of.
+def dump_mark(origin: Mapping[str, Any], sizes: Mapping[str, int | None], sums: Mapping[str, int]) -> bytes:
+    """Text of the file: `origin`, how the destination was made, and what it consists of.
 
     `sizes`: bytes of each file; None for one that may change, as a framework overwrites it. `sums`: CRC-32 of those
     that say what the others hold.
     """
-    document = {**made, "files": {MARK: None, **sizes}, "crc32": dict(sums)}
+    document = {**origin, "files": {MARK: None, **sizes}, "crc32": dict(sums)}
     return with_digest(json.dumps(document, indent=1).encode())
 
 
@@ -60,8 +60,8 @@ def read_mark(dst: Path) -> dict[str, Any]:
 
 def find_destination(path: Path) -> Path | None:
     """The destination that a checkpoint at `path` was written to; None where no conversion says that it wrote it."""
-    above = (own for own in path.parents[:_ABOVE] if not is_url(str(own)) or "/" in key_of(str(own)))
-    return next((own for own in (path, *above) if (own / MARK).is_file()), None)
+    above = (folder for folder in path.parents[:_ABOVE] if not is_url(str(folder)) or "/" in key_of(str(folder)))
+    return next((folder for folder in (path, *above) if (folder / MARK).is_file()), None)
 
 
 def is_complete(dst: Path, fingerprint: str, *, overwrite: bool = False) -> bool:
@@ -98,9 +98,9 @@ def _differences(dst: Path, mark: Mapping[str, Any], measured: Collection[str] |
         if measured is not None and path not in measured and path not in sums:
             continue
         try:
-            found = (dst / path).stat().st_size
-            if nbytes is not None and found != nbytes:
-                yield path, f"expected {nbytes:,} bytes; got {found:,}"
+            length = (dst / path).stat().st_size
+            if nbytes is not None and length != nbytes:
+                yield path, f"expected {nbytes:,} bytes; got {length:,}"
             elif path in sums and _crc32(dst / path) != sums[path]:
                 yield path, "its bytes are not those that were written (CRC-32 differs)"
         except (FileNotFoundError, NotADirectoryError):

@@ -101,7 +101,7 @@ def test_a_bucket_is_looked_at_too(target, memory, tmp_path):
     src = source_of(target)
     converted(src, tmp_path, **TARGETS[target])
     assert converted(src, tmp_path, resume=True, **TARGETS[target]).already_complete
-    written = {key.partition("/out/")[2]: (key, own.getvalue()) for key, own in memory.fs.store.items()}
+    written = {key.partition("/out/")[2]: (key, entry.getvalue()) for key, entry in memory.fs.store.items()}
     for name, (key, data) in written.items():
         damaged = [None] if name in POINTERS else [data[:-2], data + b"\0", None]
         for text in damaged[:1] if name == "ucp-conversion.json" else damaged:
@@ -112,7 +112,7 @@ def test_a_bucket_is_looked_at_too(target, memory, tmp_path):
     assert ucp.verify(DST).ok
 
 
-@pytest.mark.parametrize("target", [own for own in LAYOUTS if own != "virtual"])
+@pytest.mark.parametrize("target", [name for name in LAYOUTS if name != "virtual"])
 def test_verify_measures_files_of_tensors(target, tmp_path):
     dst = tmp_path / "out"
     ucp.convert(source_of(target), dst, workers=1, fsync=False, **LAYOUTS[target])

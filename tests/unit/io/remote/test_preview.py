@@ -21,14 +21,14 @@ def files(tmp_path, memory):
 
 
 def seen(root):
-    return sorted(own.name for own in path_of(root).iterdir())
+    return sorted(path.name for path in path_of(root).iterdir())
 
 
 @pytest.mark.parametrize("first_to_end", [0, 1])
 def test_two_at_a_time_end_in_any_order(files, first_to_end):
     previews = [preview(root, files, hidden=".ucp-partial") for root in ROOTS]
-    for own in previews:
-        own.__enter__()
+    for each in previews:
+        each.__enter__()
     assert [seen(root) for root in ROOTS] == [["first", "last"]] * 2
     previews[first_to_end].__exit__(None, None, None)
     other = ROOTS[1 - first_to_end]
