@@ -205,7 +205,7 @@ class _Reading:
         for extra in self._tree.extras:
             for path, own in pickled_objects(extra.value, (extra.name,), ("state", "param_groups")):
                 place = "/".join(map(str, path))
-                yield f"optimizer states: {place} is an object of {own.made_by}, which is not read; save its state_dict()"
+                yield f"optimizer states: {place} is an object of {own.made_by}; save its state_dict() instead"
 
     def _notes(self, atoms: Mapping[str, AtomIndex]) -> Iterator[str]:
         frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN]
