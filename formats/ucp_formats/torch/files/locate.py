@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ucp.contract.protocols import Strength
-from ucp.errors import MissingFileError, UnknownFormatError, UsageError, counted, listed
-from ucp.io.destination.goal import marked
+from ucp.errors import DestinationError, MissingFileError, UnknownFormatError, UsageError, counted, listed
+from ucp.io.destination.mark import read_mark
 from ucp.io.folder import names_in
 from ucp_formats.torch.files.names import (
     NAME,
@@ -85,10 +85,18 @@ def _seen(path: Path) -> Located | None:
         )
     if weights == "pytorch_model_fsdp.bin":
         return Located(root=path, files={"model": {0: weights}}, reasons=(weights,))
-    if NAME in names and marked(path).get("target") == "torch":
+    if NAME in names and _is_written_by_target(path):
         return Located(root=path, files={"all": {0: NAME}}, reasons=(NAME,))
     candidates = [name for name in names if _is_candidate(name) and not name.endswith(".bin")]
     return _by_suffix(path, candidates) if candidates not in ([], [optimizer]) else None
+
+
+def _is_written_by_target(path: Path) -> bool:
+    """Whether a conversion says that it wrote the folder for the target torch; a damaged mark says nothing."""
+    try:
+        return read_mark(path).get("target") == "torch"
+    except DestinationError:
+        return False
 
 
 def _is_candidate(name: str) -> bool:
