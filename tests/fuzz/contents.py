@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-__all__ = ["edit_json", "edit_pickle", "flip", "is_summed"]
+__all__ = ["edit_json", "edit_pickle", "flip", "flip_text", "is_summed"]
 
 Rewrite = Callable[[object, bytes, Random], bytes]
 
@@ -42,6 +42,20 @@ def flip(path: Path, rng: Random) -> str:
         data[at] = new
     path.write_bytes(data)
     return ", ".join(done)
+
+
+def flip_text(path: Path, rng: Random) -> str:
+    """Change one bit of a text in the pickle that a file is; what was done."""
+    data = bytearray(path.read_bytes())
+    heads = {"SHORT_BINUNICODE": 2, "BINUNICODE": 5}
+    ops = [
+        (at + heads[op.name], str(arg)) for op, arg, at in pickletools.genops(bytes(data)) if op.name in heads and at
+    ]
+    at, text = rng.choice([own for own in ops if own[1]])
+    at, bit = at + rng.randrange(len(text.encode())), rng.randrange(8)
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+    return f"bit {bit} of byte {at}, in {text!r}"
 
 
 def _anywhere(data: bytearray, rng: Random) -> int:

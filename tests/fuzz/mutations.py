@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from collections.abc import Callable
@@ -10,11 +11,9 @@ from enum import StrEnum
 from pathlib import Path
 from random import Random
 
-from tests.fuzz.contents import edit_json, edit_pickle, flip, is_summed
-from ucp.contract.protocols import Strength
-from ucp.contract.registry import recognise
+from tests.fuzz.contents import edit_json, edit_pickle, flip, flip_text, is_summed
 
-__all__ = ["Kind", "Mutation", "Place", "mutate"]
+__all__ = ["Kind", "Mutation", "Place", "copy_shard", "damage_output", "flip_name", "mutate", "stray"]
 
 
 class Kind(StrEnum):
@@ -41,6 +40,11 @@ class Mutation:
     what: str
     """For people."""
 
+    @property
+    def needs_report(self) -> bool:
+        """Whether programs that read the file refuse it, so that `verify` may not call it undamaged."""
+        return self.name == "append"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -64,8 +68,17 @@ Way = Callable[[Place, Random], Done | None]
 
 def mutate(place: Place, rng: Random) -> Mutation:
     """Change a checkpoint in one way at random, the likelier ones more often."""
+    return _change(place, rng, WAYS)
+
+
+def damage_output(place: Place, rng: Random) -> Mutation:
+    """Damage what a finished conversion wrote, in a way that shows without reading its tensors."""
+    return _change(place, rng, OUTPUT_WAYS)
+
+
+def _change(place: Place, rng: Random, ways: tuple[tuple[Way, int], ...]) -> Mutation:
     while True:
-        way = rng.choices([own for own, _ in WAYS], [weight for _, weight in WAYS])[0]
+        way = rng.choices([way for way, _ in ways], [weight for _, weight in ways])[0]
         done = way(place, rng)
         if done is not None:
             kind, files, what = done
@@ -136,6 +149,61 @@ def _duplicate(place: Place, rng: Random) -> Done | None:
         return None
     shutil.copyfile(place.root / pair[0], place.root / pair[1])
     return Kind.DAMAGE, pair, "the first copied over the second"
+
+
+def copy_shard(place: Place, rng: Random) -> Done | None:
+    """One numbered file over another that differs in its numbers alone: a shard, or the file of a rank."""
+    files = place.files()
+    alike = [(one, other) for one in files for other in files if one != other and _pattern(one) == _pattern(other)]
+    if not alike:
+        return None
+    pair = rng.choice(alike)
+    if (place.root / pair[0]).read_bytes() == (place.root / pair[1]).read_bytes():
+        return None
+    shutil.copyfile(place.root / pair[0], place.root / pair[1])
+    return Kind.DAMAGE, pair, "the first copied over the second"
+
+
+def _append(place: Place, rng: Random) -> Done | None:
+    """Bytes after the end of a pack or a file of safetensors, which that library refuses."""
+    names = [name for name in place.files() if name.endswith((".safetensors", ".zst"))]
+    names = [name for name in names if not name.startswith("sharded/")]  # consolidated since: nobody reads them
+    if not names:
+        return None
+    name, more = rng.choice(names), rng.randbytes(rng.choice((1, 4, 8, 100)))
+    with (place.root / name).open("ab") as file:
+        file.write(more)
+    return Kind.DAMAGE, (name,), f"{len(more)} bytes {more[:4].hex()}... added"
+
+
+def flip_name(place: Place, rng: Random) -> Done | None:
+    """One bit of a name in the metadata of a distributed checkpoint, which has no checksum."""
+    names = [name for name in place.files() if name.endswith(".metadata")]
+    if not names:
+        return None
+    name = rng.choice(names)
+    return Kind.DAMAGE, (name,), flip_text(place.root / name, rng)
+
+
+def stray(place: Place, rng: Random) -> Done | None:
+    """A file of torch.save beside a checkpoint that says by other files what it is."""
+    if not any(name.startswith(_MARKERS) for name in os.listdir(place.root)):
+        return None
+    import torch
+
+    buffer = io.BytesIO()
+    weights = {"w": torch.ones(3), "b": torch.zeros(2)}
+    torch.save(rng.choice((weights, {"state_dict": weights}, {"model": weights, "step": 3})), buffer)
+    new = rng.choice(("model.pt", "best.pth", "last.ckpt", "weights.pt", "checkpoint.pt", "ema.ckpt"))
+    if (place.root / new).exists():
+        return None
+    (place.root / new).write_bytes(buffer.getvalue())
+    return Kind.HARMLESS, (new,), "a file of torch.save beside the others"
+
+
+def _flip_index(place: Place, rng: Random) -> Done | None:
+    path = place.root / "ucp.json"
+    return (Kind.DAMAGE, (path.name,), flip(path, rng)) if path.exists() else None
 
 
 def _swap(place: Place, rng: Random) -> Done | None:
@@ -263,19 +331,6 @@ def _harmless(place: Place, rng: Random) -> Done | None:
     return None
 
 
-def _stray(place: Place, rng: Random) -> Done | None:
-    """A file of torch.save that has nothing to do with the checkpoint."""
-    import torch  # costly, and only this needs it
-
-    if recognise(place.root)[1].strength is Strength.SUFFIX:
-        return None  # the checkpoint is such a file itself: which one is meant is for the user to say
-    name = rng.choice(("voice.pt", "model.pt", "best.ckpt", "consolidated.00.pth", "checkpoint.pt"))
-    if (place.root / name).exists():
-        return None
-    torch.save({"a.weight": torch.ones(3, 3)}, place.root / name)
-    return Kind.HARMLESS, (name,), "another model beside the checkpoint"
-
-
 WAYS: tuple[tuple[Way, int], ...] = (
     (_flip, 6),
     (_edit_pickle, 5),
@@ -289,8 +344,15 @@ WAYS: tuple[tuple[Way, int], ...] = (
     (_lengthen, 2),
     (_rename, 2),
     (_harmless, 2),
+    (flip_name, 3),
+    (copy_shard, 2),
+    (_append, 2),
+    (stray, 2),
     (_swap_folders, 1),
     (_edit_tag, 1),
-    (_stray, 1),
 )
 """Each with how often it is taken."""
+OUTPUT_WAYS: tuple[tuple[Way, int], ...] = ((_delete, 3), (_cut, 3), (_append, 2), (_flip_index, 1))
+"""The same, of what a conversion wrote."""
+_MARKERS = ("latest", ".metadata", "__0.metadata", "config.json", "model", "ucp.json")
+"""Beginnings of names that say what a folder holds: `latest_checkpointed_iteration.txt`, `model.safetensors`."""

@@ -19,7 +19,7 @@ import xxhash
 from tests.fuzz.bases import Base
 from tests.fuzz.mutations import Kind, Mutation
 
-__all__ = ["ALLOWED", "Attempt", "Contents", "Label", "Trial", "contents", "judge", "lines_of", "tree"]
+__all__ = ["ALLOWED", "Attempt", "Contents", "Label", "Trial", "contents", "judge", "judge_resumed", "lines_of", "tree"]
 
 
 class Label(StrEnum):
@@ -154,7 +154,22 @@ def judge(base: Base, mutation: Mutation, truth: Trial, trial: Trial) -> tuple[L
         there, said = _judge_written(base, mutation, truth.target, trial.target)
         if there not in ALLOWED:
             return there, f"in the target: {said}"
-    return (Label.NOTICED, _head(trial.verify.text)) if label is Label.SAME and trial.verify.code else (label, why)
+    if label is Label.SAME and trial.verify.code:
+        return Label.NOTICED, _head(trial.verify.text)
+    return (Label.MILD, "read, though no other program reads the file") if mutation.needs_report else (label, why)
+
+
+def judge_resumed(resumed: Attempt, verify: Attempt, *, is_equal: bool) -> tuple[Label, str]:
+    """The same of a finished conversion that was damaged and resumed. `is_equal`: whether its files are as before."""
+    for attempt in (resumed, verify):
+        if attempt.failure is not None:
+            return attempt.failure[0], f"{attempt.verb}: {attempt.failure[1]}"
+    if resumed.code:
+        is_said = resumed.code in (1, 2) and bool(resumed.text.strip())
+        return (Label.REFUSED, _head(resumed.text)) if is_said else (Label.MUTE, f"ended with {resumed.code}")
+    if is_equal and not verify.code:
+        return Label.SAME, ""
+    return Label.SILENT, f"complete, says --resume; verify: {_head(verify.text)}"
 
 
 def _failure(trial: Trial) -> tuple[Label, str] | None:
@@ -190,7 +205,7 @@ def _judge_written(base: Base, mutation: Mutation, truth: Attempt, found: Attemp
     shown = "; ".join(" ".join(item) for item in unsaid[:4]) + (f" and {len(unsaid) - 4} more" if unsaid[4:] else "")
     if not unsaid and changed:
         return Label.SAID, ""
-    limit = _limit(mutation, truth, found, unsaid)
+    limit = _limit(base, mutation, truth, found, unsaid)
     if limit:
         return Label.DOCUMENTED, limit
     if mutation.kind is Kind.EDIT:
@@ -228,16 +243,19 @@ def _names(line: str, name: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", line) is not None
 
 
-def _limit(mutation: Mutation, truth: Attempt, found: Attempt, unsaid: list[tuple[str, ...]]) -> str:
+def _limit(base: Base, mutation: Mutation, truth: Attempt, found: Attempt, unsaid: list[tuple[str, ...]]) -> str:
     """The row of docs/explanation/limits.md that lets this pass, in a word."""
     names = [Path(name).name for name in mutation.files]
     lost = {item[1] for item in unsaid if item[0] in ("state", "parameter", "group")}
     if lost and all(found.written.get(("parameter", name), "").startswith("frozen") for name in lost):
         return "a parameter whose states are all gone is named frozen"
-    if unsaid and any(
-        name in line for line in found.told - truth.told if "without checksums" in line for name in names
+    is_reshaped = mutation.name in _COPIED and any(item[0] == "parameter" for item in unsaid)
+    if not is_reshaped and any(
+        name in line for line in found.told - truth.told if "without checksums" in line for name in names if unsaid
     ):
         return "damage in a file that carries no checksums"
+    if mutation.name == "flip_name" and base.format.startswith("megatron") and not _is_of_trained(unsaid, truth):
+        return "a damaged name in a .metadata that records no paths"
     if mutation.name == "foreign":
         return "a file of another run, of which no other file has a copy"
     is_whole = mutation.name == "swap_folders"
@@ -247,7 +265,14 @@ def _limit(mutation: Mutation, truth: Attempt, found: Attempt, unsaid: list[tupl
     return ""
 
 
-_MIXED = frozenset({"swap", "swap_folders", "duplicate", "something_else"})
+def _is_of_trained(items: list[tuple[str, ...]], truth: Attempt) -> bool:
+    """Whether there are none, or one is of a parameter that was trained."""
+    return not items or any(truth.written.get(("parameter", *item[1:2]), "").startswith("parameter") for item in items)
+
+
+_MIXED = frozenset({"copy_shard", "swap", "swap_folders", "duplicate", "something_else"})
+_COPIED = frozenset({"copy_shard", "duplicate"})
+"""One file over another: where shapes differ then, the boxes of the files show it, whatever checksums there are."""
 _IN_ZERO = re.compile(r".*/zero/[^/]+").fullmatch
 """Folder of a parameter in a universal checkpoint."""
 

@@ -9,13 +9,16 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 
 import ucp.conversion.execute  # noqa: F401  # the module; the name is a function's too
 from tests.fuzz.bases import BASES, Base
-from tests.fuzz.mutations import Kind, Mutation, Place, mutate
-from tests.fuzz.oracle import Attempt, Label, Trial, judge, tree
+from tests.fuzz.mutations import Kind, Mutation, Place, copy_shard, flip_name, mutate, stray
+from tests.fuzz.oracle import Attempt, Label, Trial, judge, judge_resumed, tree
 from tests.fuzz.trial import Fuzzer
 
+OK_VERIFY = Attempt(verb="verify")
+ERROR_DIFF = Attempt(verb="diff", code=3, text="1 difference")
 ROOT = Path(__file__).parents[2]
 SLICE = ("z2-dp4-bf16*", "z3-dp2-lion", "z1-dp2-fp16*")
 
@@ -25,7 +28,7 @@ def base(name: str) -> Base:
 
 
 def test_a_slice_of_the_fuzz() -> None:
-    words = ["--seed", "0", "--count", "12", "--seconds", "600", "--jobs", "1"]
+    words = ["--seed", "21", "--count", "12", "--seconds", "600", "--jobs", "1"]
     for name in SLICE:
         words += ["--base", name]
     command = [sys.executable, "-m", "tests.fuzz", *words]
@@ -56,10 +59,66 @@ def test_a_checksum_that_nobody_compares_is_found(tmp_path: Path, monkeypatch: p
         return Mutation(name="flip", kind=Kind.DAMAGE, files=(str(pack),), what="a byte of a tensor")
 
     monkeypatch.setattr("tests.fuzz.trial.mutate", damage)
+    monkeypatch.setattr("tests.fuzz.trial.RESUMED", 0.0)
     fuzzer = Fuzzer(tmp_path, 0, (base("z2-dp4-bf16.packed"),))
     assert fuzzer.run(0)[1] is Label.REFUSED
     monkeypatch.setattr(sys.modules["ucp.conversion.execute"], "mismatches", lambda *_: [])
     assert fuzzer.run(0)[1] is Label.SILENT
+
+
+def _place(name: str, folder: Path) -> Place:
+    path = base(name).make(folder, base(name).fixture)
+    return Place(root=path, others=(), is_store=False)
+
+
+def test_one_bit_of_a_name_is_flipped(tmp_path: Path) -> None:
+    for number in range(20):
+        place = _place("fsdp2-dp4", tmp_path / str(number))
+        kind, files, what = flip_name(place, Random(number))
+        before, after = (base("fsdp2-dp4").fixture / ".metadata").read_bytes(), (place.root / files[0]).read_bytes()
+        changed = [a ^ b for a, b in zip(before, after, strict=True) if a != b]
+        assert (kind, [own.bit_count() for own in changed]) == (Kind.DAMAGE, [1]), what
+
+
+def test_a_stray_file_is_put_where_others_say_what_a_checkpoint_is(tmp_path: Path) -> None:
+    place = _place("fsdp2-dp4", tmp_path)
+    kind, (name,), _ = stray(place, Random(0))
+    assert kind is Kind.HARMLESS
+    assert torch.load(place.root / name)
+    assert stray(_place("ddp-dp2-nanogpt", tmp_path / "plain"), Random(0)) is None
+
+
+def test_only_numbered_files_are_copied_over_one_another(tmp_path: Path) -> None:
+    place = _place("fsdp2-dp4", tmp_path)
+    _, (source, copy), _ = copy_shard(place, Random(0))
+    assert (place.root / source).read_bytes() == (place.root / copy).read_bytes()
+    assert {Path(name).suffix for name in (source, copy)} == {".distcp"}
+
+
+@pytest.mark.parametrize(
+    ("resumed", "verify", "is_equal", "expected"),
+    [
+        (Attempt(verb="resume"), OK_VERIFY, True, Label.SAME),
+        (Attempt(verb="resume"), OK_VERIFY, False, Label.SILENT),
+        (Attempt(verb="resume"), Attempt(verb="verify", code=3, text="damaged"), True, Label.SILENT),
+        (Attempt(verb="resume", code=1, text="Error: a pack is not there"), OK_VERIFY, False, Label.REFUSED),
+        (Attempt(verb="resume", code=1), OK_VERIFY, False, Label.MUTE),
+        (Attempt(verb="resume", failure=(Label.HANG, "")), OK_VERIFY, False, Label.HANG),
+    ],
+)
+def test_what_resume_may_say_of_a_damaged_destination(
+    resumed: Attempt, verify: Attempt, is_equal: bool, expected: Label
+) -> None:
+    assert judge_resumed(resumed, verify, is_equal=is_equal)[0] is expected
+
+
+def test_finished_destinations_are_damaged_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.fuzz.trial.RESUMED", 1.0)
+    monkeypatch.setattr(Fuzzer, "change", lambda *_: pytest.fail("a source was damaged"))
+    fuzzer = Fuzzer(tmp_path, 0, (base("z2-dp4-bf16"),))
+    case, _, _ = fuzzer.run(0)
+    assert case.mutation.name.startswith("resume_")
+    assert case.path.name == "finished"
 
 
 DONE = Attempt(
@@ -108,3 +167,20 @@ def _without(*item: str, told: tuple[str, ...] = ()) -> Attempt:
 def test_what_may_be_and_what_not(trial: Trial, kind: Kind, expected: Label) -> None:
     mutation = Mutation(name="flip", kind=kind, files=("a.pt",), what="")
     assert judge(base("z3-dp2-lion"), mutation, WHOLE, trial)[0] is expected
+
+
+def test_a_file_that_its_own_library_refuses_is_to_be_reported() -> None:
+    mutation = Mutation(name="append", kind=Kind.DAMAGE, files=("a.safetensors",), what="")
+    assert judge(base("z3-dp2-lion"), mutation, WHOLE, _trial())[0] is Label.MILD
+    assert judge(base("z3-dp2-lion"), mutation, WHOLE, _trial(verify=ERROR))[0] is Label.NOTICED
+
+
+def test_a_copy_that_changes_shapes_is_not_excused_by_missing_checksums() -> None:
+    told = {"ab.safetensors without checksums"}
+    before = {("parameter", "w"): "parameter [32, 16] None", ("state", "w", "weight"): "1"}
+    after = {("parameter", "w"): "parameter [32, 8] None", ("state", "w", "weight"): "2"}
+    truth = replace(WHOLE, atoms=replace(DONE, written=before))
+    trial = _trial(atoms=replace(DONE, written=after, told=frozenset(told)))
+    for name, expected in (("copy_shard", Label.SILENT), ("flip", Label.DOCUMENTED)):
+        mutation = Mutation(name=name, kind=Kind.DAMAGE, files=("ab.safetensors",), what="")
+        assert judge(base("llama"), mutation, truth, replace(trial, diff=ERROR_DIFF))[0] is expected

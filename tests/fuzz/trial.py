@@ -18,8 +18,8 @@ from click.testing import CliRunner
 
 import ucp
 from tests.fuzz.bases import BASES, Base, Words
-from tests.fuzz.mutations import Mutation, Place, mutate
-from tests.fuzz.oracle import Attempt, Contents, Label, Trial, contents, judge, lines_of, tree
+from tests.fuzz.mutations import Mutation, Place, damage_output, mutate
+from tests.fuzz.oracle import Attempt, Contents, Label, Trial, contents, judge, judge_resumed, lines_of, tree
 from ucp.errors import UcpError
 from ucp_cli.verbs import cli
 
@@ -31,6 +31,8 @@ WALL_SECONDS = 90.0
 """Of a verb that waits, on a machine that is busy."""
 MORE_MEMORY = 512 << 20
 """Bytes by which a verb may raise the peak of the process."""
+RESUMED = 0.06
+"""Share of mutations that are made to what a conversion wrote, which is then resumed."""
 ADDRESS_SPACE = 4 << 30
 """Bytes beyond what a process has at first, after which there are none."""
 
@@ -214,10 +216,30 @@ class Fuzzer:
 
     def run(self, number: int) -> tuple[Case, Label, str]:
         """What was done to a checkpoint, and what became of it."""
+        if Random(f"resume {self._seed}/{number}").random() < RESUMED:
+            return self._run_resumed(number)
         case = self.change(number)
         truth = self._truth(case.base, case.target, case.pristine)
         found = trial(case.path, case.pristine, case.target, self._fresh("out"), case.rng, truth.atoms.written)
         return case, *judge(case.base, case.mutation, truth, found)
+
+    def _run_resumed(self, number: int) -> tuple[Case, Label, str]:
+        """What `convert --resume` makes of a destination that was finished and then damaged."""
+        rng = Random(f"{self._seed}/{number}")
+        while True:
+            base = rng.choice(self._bases)
+            source, out = base.keep(self._folder / "kept"), self._fresh("out") / "finished"
+            words = rng.choice(((), ("--layout", "packed"), rng.choice(base.targets)))
+            convert = ("convert", source, out, "--no-fsync", *_ALONE, *words)
+            if not command("convert", *convert).code:
+                break
+        before = tree(out)
+        mutation = damage_output(Place(root=out, others=(), is_store="--to" not in words), rng)
+        mutation = replace(mutation, name=f"resume_{mutation.name}")
+        resumed = command("resume", *convert, "--resume")
+        verify = command("verify", "verify", out, *_ALONE)
+        case = Case(base=base, pristine=source, path=out, mutation=mutation, target=words, rng=rng)
+        return case, *judge_resumed(resumed, verify, is_equal=tree(out) == before)
 
     def _truth(self, base: Base, target: Words, pristine: Path) -> Trial:
         """The verbs on the undamaged checkpoint, with that target."""
