@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from ucp.errors import DestinationError, counted, listed
 
-__all__ = ["check_fits", "check_named", "is_text", "shorter"]
+__all__ = ["check_fits", "check_named", "check_text", "is_text", "shorter"]
 
 _MOST_COMPONENT = 255
 """Bytes of one part of a path that file systems of POSIX allow (NAME_MAX of Linux)."""
@@ -81,6 +81,19 @@ def check_fits(folder: Path, paths: Iterable[str]) -> None:
 def is_text(name: str) -> bool:
     """Whether `name` can be written as UTF-8: lone surrogates, which pickles may hold, cannot."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
+
+
+def check_text(names: Iterable[str]) -> None:
+    """Raise DestinationError for names that are no text, which headers in JSON cannot keep.
+
+    JSON could escape a lone surrogate; but readers of safetensors refuse it, and two in a row come back as one.
+    """
+    wrong = [name for name in dict.fromkeys(names) if not is_text(name)]
+    if wrong:
+        raise DestinationError(
+            f"expected names that are text; got {counted(len(wrong), 'name')} with lone surrogates, which have no "
+            f"UTF-8:\n{listed(map(repr, wrong))}\nrename them in the model, or leave them out with --exclude"
+        )
 
 
 def _fault(path: str) -> str:

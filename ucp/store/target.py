@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from urllib.parse import quote
 
-from ucp.contract.output_names import check_named, is_text
+from ucp.contract.output_names import check_named, check_text
 from ucp.contract.protocols import Target
 from ucp.core.index import Extra, Index
 from ucp.core.slices import Slice, whole_slice
@@ -53,7 +53,7 @@ class StoreTarget(Target):
         """Packs and extras. Raises UsageError for options that do not go together."""
         layout = options.layout or LAYOUTS[0]
         _check_options(layout, topology, options)
-        _check_names(index)
+        check_text((*index.atoms, *index.aliases, *(name for _, name, _ in index.states())))
         _check_groups(index)
         slices = [] if layout == "virtual" else list(_slices(index, options))
         files, placements = _LAID_OUT[layout if not options.compress else "compressed"](slices)
@@ -101,20 +101,6 @@ def _check_options(layout: str, topology: Topology | None, options: TargetOption
         raise UsageError(f"--compress goes with packs only, not with the {layout} layout")
     if layout == "virtual" and options.dtypes:
         raise UsageError("a virtual store refers to the source's bytes as they are: --dtype needs a copy")
-
-
-def _check_names(index: Index) -> None:
-    """Raise DestinationError for names that the manifest and the headers of packs, which are text, cannot keep.
-
-    JSON could escape a lone surrogate; but readers of safetensors refuse it, and two in a row come back as one.
-    """
-    names = dict.fromkeys((*index.atoms, *index.aliases, *(name for _, name, _ in index.states())))
-    wrong = [name for name in names if not is_text(name)]
-    if wrong:
-        raise DestinationError(
-            f"expected names that are text; got {counted(len(wrong), 'name')} with lone surrogates, which have no "
-            f"UTF-8:\n{listed(map(repr, wrong))}\nrename them in the model, or leave them out with --exclude"
-        )
 
 
 def _check_groups(index: Index) -> None:

@@ -66,7 +66,7 @@ class ModelConfig:
         if self.text and (dtype is None or said in (None, dtype.value)):
             return self.text
         values = self.values if dtype is None else {**self.values, key: dtype.value}
-        return (json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+        return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
 
 def is_published(name: str) -> bool:

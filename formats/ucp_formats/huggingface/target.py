@@ -21,6 +21,7 @@ from pathlib import Path
 from ucp.contract.companions import companions_of, is_companion, left_text, place_companions
 from ucp.contract.model.arguments import CONFIG_EXTRA, recorded_arguments, run_arguments, said_values
 from ucp.contract.model.transformers import tied_output
+from ucp.contract.output_names import check_text
 from ucp.contract.protocols import Target
 from ucp.contract.registry import target_family
 from ucp.core.dtypes import DType
@@ -88,6 +89,7 @@ class HuggingFaceTarget(Target):
         if config is not None:
             check_sizes(config, written.shapes, family)
         tensors = list(_tensors(index, written, options.dtypes.get(WEIGHT)))
+        check_text(own.name for own in tensors)
         shards = laid_out(tensors, limit=limit)
         plan = TargetPlan(
             files=tuple(own.file for own in shards),

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ucp
-from ucp.errors import MisfitError, UcpError, UsageError
+from ucp.errors import DestinationError, MisfitError, UcpError, UsageError
 
 ROOT = Path(__file__).parents[3] / "fixtures"
 FSDP = ROOT / "torch" / "fsdp2-dp4" / "checkpoint"
@@ -128,6 +128,23 @@ def test_shards_are_those_of_huggingface_hub(tmp_path: Path) -> None:
         with safe_open(tmp_path / "out" / path, "pt") as file:
             assert file.metadata() == {"format": "pt"}
             assert torch.equal(file.get_tensor(name), tensors[name])
+
+
+def test_names_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    """Headers of safetensors are UTF-8, which a lone surrogate does not have."""
+    source = saved({"a\ud800b": torch.ones(2), "\udc80": torch.ones(2), "w": torch.ones(2)}, tmp_path / "src")
+    with pytest.raises(DestinationError, match=r"got 2 names with lone surrogates") as caught:
+        ucp.convert(source, tmp_path / "out", to="huggingface", settings=ALONE)
+    str(caught.value).encode()
+    assert not (tmp_path / "out").exists()
+    ucp.convert(source, tmp_path / "out", to="huggingface", settings=ALONE, include=["w"])
+
+
+def test_a_config_with_a_lone_surrogate_is_written(tmp_path: Path) -> None:
+    source = saved({"w": torch.ones(2)}, tmp_path / "src")
+    config = model_folder(tmp_path / "model", note="\ud800", dtype="bfloat16")
+    ucp.convert(source, tmp_path / "out", to="huggingface", settings={"config": str(config)})
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["note"] == "\ud800"
 
 
 def test_what_is_published_with_a_model_goes_along(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Keys of dicts and members of sets that a file asks for: hashing them and telling them apart takes bounded time.
 
 Python hashes a tuple anew each time, with all that lies in it, and compares keys of one hash one by one. Whole numbers
-of 61 bits, complex numbers and tuples can be chosen so that thousands of them have the same.
+of 61 bits, complex numbers and tuples can be chosen so that thousands of them have the same. Numbers of different
+hashes can be chosen so that each looks at the slots of thousands of others before it comes to a free one.
 
 >>> check_keys([(1, "a"), 7])
 >>> check_keys([[]])
@@ -11,8 +12,9 @@ ValueError: expected a hashable key; got a list
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.tensor import InlineTensor, TensorRef
@@ -27,40 +29,97 @@ _MOST_ALIKE = 100
 _APART = 1 << 60
 """Whole numbers below it have different hashes (but -1 and -2)."""
 _NUMBERS_APART = range(1 - _APART, _APART)
-_SIMPLE = frozenset({str, bool, float, bytes, type(None), GlobalName, Stub})
-"""Types of which a writer cannot choose many keys of one hash."""
-_LEAVES = _SIMPLE | {complex, TensorRef, InlineTensor, StorageRef}
+_SIMPLE = frozenset({str, bool, bytes, type(None), GlobalName, Stub})
+"""Types of which a writer cannot choose the hash of many keys."""
+_LEAVES = _SIMPLE | {float, complex, TensorRef, InlineTensor, StorageRef}
 _MOST_TEXT = 1 << 16
 """Characters and bytes in a key of several members: those of keys that are equal are compared one by one."""
 _MOST_BITS = 1 << 12
 """Bits of a whole number in a key: hashing reads all of them, each time."""
+_FEW = 1024
+"""Keys of one container that are looked up fast, wherever they lie."""
+_PROBES_PER_KEY = 128
+"""Taken slots that a key may meet, on average: by chance it is a few, for multiples of a power of two up to 55."""
+_FREE_PROBES = 4096
+"""Taken slots beyond these."""
+
+
+class _Slots:
+    """The smallest hash table of a dict with these keys, as CPython 3.11 to 3.14 probes it (`Objects/dictobject.c`).
+
+    A larger table needs no more probes: modulo a smaller power of two, its probes are those of the smaller table.
+    """
+
+    __slots__ = ("_hashes", "_left", "_taken")
+
+    def __init__(self, keys: Iterable[object]) -> None:
+        self._hashes = array("q")
+        self._taken = bytearray(8)
+        self._left = _FREE_PROBES
+        for key in keys:
+            if type(key) not in _SIMPLE:
+                self.add(hash(key))
+
+    def add(self, hashed: int) -> None:
+        """Put a key in. Raises ValueError where that, and what was before, takes too many probes."""
+        self._hashes.append(hashed)
+        self._left += _PROBES_PER_KEY
+        if 3 * len(self._hashes) <= 2 * len(self._taken):
+            self._put(hashed)
+            return
+        self._taken = bytearray(2 * len(self._taken))
+        for own in self._hashes:
+            self._put(own)
+
+    def _put(self, hashed: int) -> None:
+        taken, mask = self._taken, len(self._taken) - 1
+        perturb = hashed % (1 << 64)
+        slot = perturb & mask
+        while taken[slot]:
+            perturb >>= 5
+            slot = (5 * slot + perturb + 1) & mask
+            self._left -= 1
+            if self._left < 0:
+                raise ValueError("expected keys that spread over a hash table; got keys that were chosen to collide")
+        taken[slot] = 1
 
 
 class Keys:
     """Keys met so far in containers that are filled little by little."""
 
-    __slots__ = ("_alike",)
+    __slots__ = ("_alike", "_slots")
 
     def __init__(self) -> None:
         self._alike: Counter[tuple[int, int]] = Counter()
+        self._slots: dict[int, tuple[Collection[object], _Slots]] = {}
 
-    def check(self, key: object, container: object = None) -> None:
-        """Raise ValueError when `key` cannot be a key, or one too many of `container` for the time it would take."""
+    def check(self, key: object, container: Collection[object] = ()) -> None:
+        """Raise ValueError when `key` cannot be a key, or one too many of `container` for the time it would take.
+
+        `container`: those before it are in it.
+        """
         kind = type(key)
-        if kind in _SIMPLE or (kind is int and key in _NUMBERS_APART):
+        if kind in _SIMPLE:
             return
-        _check_nodes(key)
-        alike = (id(container), hash(key))
-        self._alike[alike] += 1
-        if self._alike[alike] > _MOST_ALIKE:
-            raise ValueError(f"expected keys that differ in their hash; got more than {_MOST_ALIKE} of one hash")
+        if kind is not float and not (kind is int and key in _NUMBERS_APART):
+            _check_nodes(key)
+            alike = (id(container), hash(key))
+            self._alike[alike] += 1
+            if self._alike[alike] > _MOST_ALIKE:
+                raise ValueError(f"expected keys that differ in their hash; got more than {_MOST_ALIKE} of one hash")
+        if len(container) >= _FEW:
+            if id(container) not in self._slots:
+                self._slots[id(container)] = (container, _Slots(container))
+            self._slots[id(container)][1].add(hash(key))
 
 
 def check_keys(keys: Iterable[object]) -> None:
     """Raise ValueError when `keys` cannot be those of one container, or only in unbounded time."""
-    known = Keys()
+    known, slots = Keys(), _Slots(())
     for key in keys:
         known.check(key)
+        if type(key) not in _SIMPLE:
+            slots.add(hash(key))
 
 
 def _check_nodes(key: object) -> None:

@@ -36,6 +36,8 @@ __all__ = ["Parsed", "TruncatedPickleError", "parse_pickle"]
 _NEW, _CALL = 0x81, ord("R")
 _VALUES_PER_BYTE, _FREE_VALUES = 8, 10_000
 """Values, at most, that calls copy: elements of their arguments, and of those."""
+_VALUES_PER_KEY = 8
+"""Values that one key counts for, in a container that a call makes: all its keys are checked."""
 _MOST_MESSAGE = 500
 """Characters of an error that may quote the file."""
 _FAULTS = (pickle.UnpicklingError, LookupError, ValueError, TypeError, RecursionError, EOFError, MemoryError)
@@ -120,7 +122,7 @@ class _Machine(pickle.Unpickler):
         if code == _NEW and type(left) is GlobalName and type(right) is tuple:  # the commonest are answered in place
             return Stub(left, right)
         if code == _CALL and type(right) is tuple:
-            return called(left, self.counted(right))
+            return self.counted_keys(called(left, self.counted(right)))
         if code == FILL_AND_BUILD and isinstance(left, tuple):
             target, state, items = left
             return self.build(target, self.fill(state, items))
@@ -138,6 +140,12 @@ class _Machine(pickle.Unpickler):
         if self._left < 0:
             self.count(0)  # raises
         return args
+
+    def counted_keys(self, result: object) -> object:
+        """The result of a call, with its keys counted."""
+        if isinstance(result, set | frozenset | OrderedDict):
+            self.count(_VALUES_PER_KEY * len(result))
+        return result
 
     def count(self, values: int) -> None:
         """Take so many values for copied. Raises PickleFaultError when no file of this length has so many."""
@@ -183,7 +191,7 @@ class _Machine(pickle.Unpickler):
         elif type(target) is set:
             for item in items:
                 self._keys.check(item, target)
-            target.update(items)
+                target.add(item)
         else:
             raise PickleFaultError(f"elements given to a {type(target).__name__}; expected a list or set")
         return target
@@ -233,9 +241,9 @@ def _frozen(items: tuple[object, ...]) -> frozenset[object]:
 _ANSWERS: dict[int, Callable[..., object]] = {
     _NEW: lambda m, cls, args: constructed(cls, m.counted(args)),
     0x92: lambda m, cls, operands: _made_with_names(m, cls, *operands),
-    _CALL: lambda m, function, args: called(function, m.counted(args)),
-    ord("i"): lambda m, args, cls: _instance(cls, *m.counted(args)),
-    ord("o"): lambda m, operands, _: _instance(*m.counted(operands)),
+    _CALL: lambda m, function, args: m.counted_keys(called(function, m.counted(args))),
+    ord("i"): lambda m, args, cls: m.counted_keys(_instance(cls, *m.counted(args))),
+    ord("o"): lambda m, operands, _: m.counted_keys(_instance(*m.counted(operands))),
     ord("b"): _Machine.build,
     ord("u"): _Machine.fill,
     ord("d"): lambda m, items, _: m.fill({}, items),

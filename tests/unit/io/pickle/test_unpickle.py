@@ -3,8 +3,10 @@ from __future__ import annotations
 import argparse
 import math
 import pickle
+import random
 import struct
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable
 from enum import Enum
 from typing import Self
 
@@ -478,6 +480,66 @@ def test_keys_chosen_to_have_one_hash_are_refused(hostile: bytes) -> None:
     """Each is compared with all before it: 30,000 take a minute."""
     with pytest.raises(MalformedError, match="more than 100 of one hash"):
         parse_pickle(hostile + b".", where="test")
+
+
+def colliding(bits: int) -> list[int]:
+    """Numbers that fill a dict of 2**`bits` slots so that the last ones look at thousands of them."""
+    size = 1 << bits
+    chain = [0]
+    while len(chain) < size * 6 // 10:
+        chain.append((5 * chain[-1] + 1) % size)
+    taken, early = set(chain), set(chain[: size // 5])
+    choose = random.Random(1)
+    numbers: list[int] = []
+    while len(numbers) < size // 20:
+        number = perturb = choose.getrandbits(53)
+        slot = number % size
+        for _ in range(13):
+            if slot not in taken:
+                break
+            perturb >>= 5
+            slot = (5 * slot + perturb + 1) % size
+        else:
+            numbers += [number] if slot in early else []
+    return [*chain, *numbers]
+
+
+COLLIDING = b"".join(map(whole, colliding(12)))
+COLLIDING_FLOATS = b"".join(b"G" + struct.pack(">d", number) for number in colliding(12))
+COLLIDING_KEYS = b"".join(whole(number) + b"N" for number in colliding(12))
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        b"}(" + COLLIDING_KEYS + b"u",
+        b"}" + b"".join(whole(number) + b"Ns" for number in colliding(12)),
+        b"\x8f(" + COLLIDING + b"\x90",
+        b"\x8f(" + COLLIDING_FLOATS + b"\x90",
+        b"(" + COLLIDING + b"\x91",
+        b"cbuiltins\nset\n](" + COLLIDING + b"e\x85R",
+    ],
+)
+def test_keys_chosen_to_be_found_slowly_are_refused(hostile: bytes) -> None:
+    """Each looks at thousands of slots: 1 MiB of them takes 17 seconds, and 4 MiB minutes."""
+    with pytest.raises(MalformedError, match="chosen to collide"):
+        parse_pickle(hostile + b".", where="test")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        range(5000),
+        range(-5000, 0),
+        [random.Random(1).getrandbits(60) for _ in range(5000)],
+        [number / 10 for number in range(5000)],
+        *([number << shift for number in range(5000)] for shift in range(1, 48)),
+    ],
+)
+def test_numbers_that_nobody_chose_are_keys(keys: Iterable[object]) -> None:
+    value = dict.fromkeys(keys)
+    assert parse_pickle(pickle.dumps(value, 4), where="test").value == value
+    assert parse_pickle(pickle.dumps(set(value), 4), where="test").value == set(value)
 
 
 def test_large_numbers_are_keys() -> None:
