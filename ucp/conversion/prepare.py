@@ -17,6 +17,7 @@ from ucp.conversion.options import ConvertOptions, cores
 from ucp.conversion.source.new_optimizer import HYPER, with_optimizer, without_hyper
 from ucp.conversion.source.read import index_as_told, index_of
 from ucp.conversion.source.replica_policy import resolve_drift
+from ucp.conversion.source.run_state import RUN_SETTINGS, with_run_state
 from ucp.conversion.source.selection import DROP, part_warnings, selected, without_extras
 from ucp.conversion.source.zero_moments import ZeroMoments, check_moments
 from ucp.core.index import (
@@ -153,6 +154,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         index = with_optimizer(index, options.target.settings)
     _check_dtypes(index, options.target.dtypes)
     index, settings = without_extras(index, options.target.settings)
+    index, settings = with_run_state(index, chosen, settings)
     index = with_callables(index)
     known = [*chosen.settings, *chosen.source_settings(index)]
     made = HYPER if options.optimizer is not None else ()
@@ -291,10 +293,11 @@ def _check_settings(
         unknown = [name for name in unknown if name not in sizes]
     if not unknown:
         return
+    common = (*(RUN_SETTINGS if chosen.resumes else ()), DROP)
     working = () if engine is None else engine.settings
-    near = {name: nearest(name, [*known, *also, DROP, *working]) for name in unknown}
+    near = {name: nearest(name, [*known, *also, *common, *working]) for name in unknown}
     lines = listed(f"{name}{_hint(name, own)}" for name, own in near.items())
-    takes = ", ".join([*chosen.settings, *also, DROP])
+    takes = ", ".join([*chosen.settings, *also, *common])
     more = "; any argument that the source records" if len(known) > len(chosen.settings) else ""
     more += "; sizes of the model by the names of Megatron or config.json (num_attention_heads)" if by_family else ""
     if engine is not None:

@@ -29,13 +29,19 @@ from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, rea
 from ucp.io.dcp.local import rank_of
 from ucp.io.folder import absolute, names_in, path_of
 from ucp.io.identity import source_file
-from ucp_formats.torch.locate import Located, is_of_the_format, locate, step_in, the_folder
+from ucp_formats.torch.locate import (
+    STEP_KEYS,
+    TRAIN_STATE,
+    Located,
+    is_of_the_format,
+    locate,
+    step_in,
+    the_folder,
+)
 from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of
 from ucp_formats.torch.state_dict import Leaf, Parts, number_of, sorted_out
 
 __all__ = ["DcpFormat"]
-
-_STEPS = ("step", "global_step", "iteration")
 
 
 class DcpFormat(Format):
@@ -181,9 +187,12 @@ class _Reading:
 
     def _step(self) -> int | None:
         others = self._saved.others
-        state = others.get("train_state")
-        for where in (state if isinstance(state, dict) else {}, others):
-            for key in _STEPS:
+        places: list[object] = [others.get(TRAIN_STATE), others]
+        for key in self._saved.root[:-1]:  # dicts that the model lies in
+            around = places[-1]
+            places.append(around.get(key) if isinstance(around, dict) else None)
+        for where in (own for own in places if isinstance(own, dict)):
+            for key in STEP_KEYS:
                 if isinstance(found := where.get(key), int) and not isinstance(found, bool):
                     return found
         return step_in(Path(self._root).name)
@@ -262,12 +271,18 @@ def _extras(others: Mapping[str, object]) -> tuple[list[Extra], tuple[str, ...]]
 
 
 def _plain(value: object, where: str, dropped: list[str]) -> object:
-    """The value with tensors as references. Paths of a state dict are a few keys long."""
+    """The value with tensors as references, and its lists whole. Paths of a state dict are a few keys long.
+
+    torch saves the items of a list apart where they have entries of their own, under the numbers of their positions;
+    keys of dicts are texts.
+    """
     if isinstance(value, StoredTensor):
         if len(value.chunks) == 1:
             return value.chunks[0].ref
         dropped.append(where)
         return None
     if isinstance(value, dict):
-        return {key: _plain(own, f"{where}/{key}", dropped) for key, own in value.items()}
+        inner = {key: _plain(own, f"{where}/{key}", dropped) for key, own in value.items()}
+        is_list = inner.keys() == set(range(len(inner))) and bool(inner)
+        return [inner[at] for at in range(len(inner))] if is_list else inner
     return value

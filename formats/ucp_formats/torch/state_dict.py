@@ -68,6 +68,8 @@ class Leaf:
 class Parts:
     """The entries, by what they are."""
 
+    root: Path = ()
+    """Keys to the model's dict."""
     model: dict[str, Leaf] = field(default_factory=dict)
     """Name of a parameter or buffer to its tensor, wrappers left out."""
     states: dict[str, dict[str, Leaf]] = field(default_factory=dict)
@@ -97,7 +99,7 @@ def sorted_out(leaves: Iterable[Leaf], where: str, *, in_order: bool = True) -> 
     outside = [leaf for leaf in leaves if not any(own.take(leaf) for own in inside)]
     dicts = _dicts_of(outside)
     root = model_path(dicts, reduce(or_, (own.wanted for own in inside), Wanted()), where)
-    parts = Parts()
+    parts = Parts(root=root)
     aside = [path for path, own in dicts.items() if root and path[: len(root)] != root and len(own) > 1]
     if aside:
         parts.notes.append(aside_text(_shown(path) or "." for path in aside))

@@ -78,7 +78,7 @@ class CarriedExtras:
         """What the training script saved of its own, by key."""
         return {**self.mapping("client_state", rank), **dict(self.below("client_state/", rank))}
 
-    def notes(self) -> tuple[str, ...]:
+    def left_behind(self) -> tuple[str, ...]:
         """What of the extras does not go into the target, one line per reason."""
         lines = []
         lost = sorted({name for name, rank in self._own if rank > 0 and not self._keeps_own(name)})
@@ -87,7 +87,7 @@ class CarriedExtras:
             lines.append(f"values of single ranks are left out, as {why} (rank 0's are kept): {', '.join(lost)}")
         foreign = sorted(name for name in self._names() if name not in _PLACED and not name.startswith(_PLACED_BELOW))
         if foreign:
-            lines.append(f"DeepSpeed's files have no place for these extras, left out: {', '.join(foreign)}")
+            lines.append(f"DeepSpeed's files have no place for these extras: {', '.join(foreign)}")
         return tuple(lines)
 
     def _names(self) -> list[str]:
