@@ -14,9 +14,11 @@ from ucp.core.index import Extra, Index
 
 __all__ = [
     "LR_SCHEDULER",
+    "MODULE_STATE",
     "LossScale",
     "RunExtras",
     "SchedulerState",
+    "is_module_state",
     "scheduler_states",
     "schedulers_in",
     "torch_scale",
@@ -25,6 +27,11 @@ __all__ = [
 
 LR_SCHEDULER = "lr_scheduler"
 """Key under which most frameworks and scripts save the state of a learning rate scheduler."""
+
+MODULE_STATE = "module/"
+"""Prefix of extras that are entries of the model's state dict and no parameters; the name of the entry follows."""
+_EXTRA_STATE = "_extra_state"
+"""Last part of the name under which a module keeps what it likes (`torch.nn.Module.get_extra_state`)."""
 
 _SCHEDULER_ENTRIES: tuple[tuple[frozenset[str], frozenset[str]], ...] = (
     (frozenset({"last_epoch"}), frozenset({"base_lrs", "_step_count", "_last_lr"})),  # torch: LambdaLR, SequentialLR
@@ -35,6 +42,15 @@ _SCHEDULER_ENTRIES: tuple[tuple[frozenset[str], frozenset[str]], ...] = (
 """Entries by which the state of a scheduler is recognised: all of the first set, any of the second."""
 _MOST_DEPTH = 16
 """Levels of dicts and lists above a scheduler, at most."""
+
+
+def is_module_state(name: object) -> bool:
+    """Whether an entry of a state dict is what a module keeps beside its tensors, be it a tensor, a dict or bytes.
+
+    >>> is_module_state("layers.0._extra_state"), is_module_state("layers.0.weight")
+    (True, False)
+    """
+    return isinstance(name, str) and name.rpartition(".")[2] == _EXTRA_STATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,20 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ucp.contract.run_extras import is_module_state
 from ucp.errors import UnsupportedError, counted, listed
 
-__all__ = ["Dicts", "Path", "Wanted", "aside_text", "bare_name", "longest_name", "model_path"]
+__all__ = [
+    "Dicts",
+    "Path",
+    "Wanted",
+    "aside_text",
+    "bare_name",
+    "longest_name",
+    "model_path",
+    "module_state_path",
+    "name_below",
+]
 
 Path = tuple[object, ...]
 """Keys of nested dicts (texts) and lists (numbers)."""
@@ -95,6 +106,27 @@ def model_path(dicts: Dicts, wanted: Wanted, where: str) -> Path:
         f"from an average of it or from another model:\n{listed('/'.join(map(str, path)) or '.' for path in found)}\n"
         "Save the one that the optimizer trains under the name model, or the others into files of their own"
     )
+
+
+def name_below(path: Path, root: Path) -> str | None:
+    """Name of a tensor in the model at `root`; None for one that lies elsewhere."""
+    below = path[len(root) :]
+    if path[: len(root)] != root or not below or (not root and len(below) > 1):
+        return None
+    return bare_name(".".join(map(str, below)))
+
+
+def module_state_path(path: Path, root: Path) -> Path | None:
+    """Path, from its name in the model on, of what a module keeps beside its tensors; None for any other entry.
+
+    >>> module_state_path(("model", "module.fc._extra_state", "amax"), ("model",))
+    ('fc._extra_state', 'amax')
+    """
+    below = path[len(root) :]
+    at = next((number for number, key in enumerate(below) if is_module_state(key)), None)
+    if at is None or path[: len(root)] != root:
+        return None
+    return bare_name(".".join(map(str, below[: at + 1]))), *below[at + 1 :]
 
 
 def aside_text(names: Iterable[str]) -> str:

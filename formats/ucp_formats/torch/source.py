@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ucp.contract.companion_files import SaveFolder, with_companions
 from ucp.contract.protocols import Evidence, Format
-from ucp.contract.run_extras import RunExtras
+from ucp.contract.run_extras import MODULE_STATE, RunExtras
 from ucp.contract.value_diff import differing_values
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
@@ -138,7 +138,8 @@ class _Reading:
         saved = self._saved
         aliases = saved.tied
         atoms = {own: self._atom(own, leaf) for own, leaf in saved.model.items() if own not in aliases}
-        others, tensors_dropped = _extras(saved.others)
+        modules = {f"{MODULE_STATE}{own}": value for own, value in saved.modules.items()}
+        others, tensors_dropped = _extras({**saved.others, **modules})
         return Index(
             path=self._root,
             format=name,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
 
@@ -28,7 +28,16 @@ from ucp.core.index import Loss, ParamGroup, StateIndex
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import described
-from ucp_formats.torch.model_dict import Path, Wanted, aside_text, bare_name, longest_name, model_path
+from ucp_formats.torch.model_dict import (
+    Path,
+    Wanted,
+    aside_text,
+    bare_name,
+    longest_name,
+    model_path,
+    module_state_path,
+    name_below,
+)
 from ucp_formats.torch.numbered import named_by_number
 
 __all__ = ["Leaf", "Parts", "number_of", "sorted_out"]
@@ -80,6 +89,8 @@ class Parts:
     """Parameters in a group; all, where there is no optimizer."""
     tied: dict[str, str] = field(default_factory=dict)
     """Second name of a parameter to its first: a matrix with the same elements, that no group has."""
+    modules: dict[str, object] = field(default_factory=dict)
+    """Name in the model to what a module keeps there beside its tensors, nested as it was saved."""
     others: dict[str, object] = field(default_factory=dict)
     """Everything else, nested as it was saved."""
     lost: dict[str, Loss] = field(default_factory=dict)
@@ -104,8 +115,9 @@ def sorted_out(leaves: Iterable[Leaf], where: str, *, in_order: bool = True) -> 
     if aside:
         parts.notes.append(aside_text(_shown(path) or "." for path in aside))
     for leaf in outside:
-        name = _name_below(leaf, root)
-        if name is None:
+        if (state := module_state_path(leaf.path, root)) is not None:
+            _nest(parts.modules, replace(leaf, path=state))
+        elif leaf.shape is None or (name := name_below(leaf.path, root)) is None:
             _nest(parts.others, leaf)
         elif parts.model.setdefault(name, leaf) is not leaf:
             raise MalformedError(f"{where} holds {name} twice: {_shown(parts.model[name].path)}, {_shown(leaf.path)}")
@@ -336,14 +348,6 @@ def _dicts_of(leaves: Iterable[Leaf]) -> dict[Path, dict[str, tuple[int, ...]]]:
         if leaf.shape is not None and isinstance(leaf.path[-1], str):
             found.setdefault(leaf.path[:-1], {})[leaf.path[-1]] = leaf.shape
     return found
-
-
-def _name_below(leaf: Leaf, root: Path) -> str | None:
-    """Name of a tensor of the model; None for what is none."""
-    below = leaf.path[len(root) :]
-    if leaf.shape is None or leaf.path[: len(root)] != root or not below or (not root and len(below) > 1):
-        return None
-    return bare_name(".".join(map(str, below)))
 
 
 def _nest(others: dict[str, object], leaf: Leaf) -> None:

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from ucp.contract.companions import companions_of, is_companion, place_companions
 from ucp.contract.protocols import Target
-from ucp.contract.run_extras import LR_SCHEDULER
+from ucp.contract.run_extras import LR_SCHEDULER, MODULE_STATE
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Extra, Index, ParamGroup, StateIndex, check_weights
 from ucp.core.names import STEP, WEIGHT
@@ -173,7 +173,9 @@ class _Drafting:
         left = []
         for extra in (own for own in self._index.extras if not is_companion(own)):
             is_scheduler = extra.name == LR_SCHEDULER and isinstance(extra.value, dict)
-            if extra.rank is None and has_room and (is_ours or is_scheduler):
+            if extra.rank is None and extra.name.startswith(MODULE_STATE):
+                self._nested((*self._prefix, extra.name.removeprefix(MODULE_STATE)), extra.value)
+            elif extra.rank is None and has_room and (is_ours or is_scheduler):
                 self._nested((extra.name,), extra.value)
             elif not (has_room and self._is_the_step(extra)):
                 left.append(extra.name)

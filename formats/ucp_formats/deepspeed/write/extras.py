@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ucp.contract.companions import is_companion
+from ucp.contract.run_extras import MODULE_STATE
 from ucp.core.index import TAG, Index
 from ucp_formats.deepspeed.read.extras import UNSTEPPED
 
@@ -31,7 +32,7 @@ _PLACED = _PER_OPTIMIZER_FILE | {
     UNSTEPPED,
 }
 """Extras that have a place in DeepSpeed's files."""
-_PLACED_BELOW = ("client_state/", "module/", "buffer/")
+_PLACED_BELOW = ("client_state/", MODULE_STATE, "buffer/")
 """Prefixes of more of them."""
 
 

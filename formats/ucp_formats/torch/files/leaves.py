@@ -15,13 +15,14 @@ from functools import reduce
 from operator import or_
 
 from ucp.contract.rank_extras import Checksums, per_rank_extras
+from ucp.contract.run_extras import MODULE_STATE, is_module_state
 from ucp.core.index import Extra
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.io.pickle.fields import described
 from ucp_formats.torch.files.joined import is_tensor, join, shape_of, unread_kind
 from ucp_formats.torch.files.parts import part_of
-from ucp_formats.torch.model_dict import Path, Wanted, model_path
+from ucp_formats.torch.model_dict import Path, Wanted, bare_name, model_path
 from ucp_formats.torch.state_dict import Leaf
 
 __all__ = ["FLAT", "Ranked", "Tree", "leaves_of"]
@@ -126,7 +127,10 @@ class _Walk:
     def go(self, path: Path, values: Ranked) -> None:
         """Take the values at `path`: apart where an entry of model or optimizer lies below, else as they are."""
         is_tensors = all(map(is_tensor, values.values()))
-        if any(path[: len(root)] == root and path != root for root in self._optimizer_paths):
+        if path[:-1] == self._model_path and path and is_module_state(path[-1]):
+            name = f"{MODULE_STATE}{bare_name(str(path[-1]))}"
+            self._extras += per_rank_extras(name, values, self._checksums)
+        elif any(path[: len(root)] == root and path != root for root in self._optimizer_paths):
             self._in_optimizer(path, values, is_tensors=is_tensors)
         elif is_tensors and path[:-1] == self._model_path:
             is_stretch = self._has_flat and all(isinstance(own, TensorRef) for own in values.values())

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ucp.contract.companions import is_companion, place_companions
 from ucp.contract.protocols import Target
-from ucp.contract.run_extras import LR_SCHEDULER
+from ucp.contract.run_extras import LR_SCHEDULER, MODULE_STATE
 from ucp.core.index import AtomIndex, Extra, Index, check_weights
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.pickle_values import GlobalName, Stub
@@ -131,7 +131,11 @@ class _Drafting:
         of_ranks = {own.name for own in self._index.extras if own.rank is not None}
         for extra in (own for own in self._index.extras if not is_companion(own)):
             is_kept = is_ours or (extra.name == LR_SCHEDULER and isinstance(extra.value, dict))
-            if extra.name not in of_ranks and is_kept and extra.name not in root and _is_plain(extra):
+            module = root["model"]
+            assert isinstance(module, dict)
+            if extra.name.startswith(MODULE_STATE) and extra.name not in of_ranks and _is_plain(extra):
+                module[extra.name.removeprefix(MODULE_STATE)] = self.file.carried(extra.value)
+            elif extra.name not in of_ranks and is_kept and extra.name not in root and _is_plain(extra):
                 root[extra.name] = self.file.carried(extra.value)
             elif extra.name != STEP:
                 self._left.append(extra.name)
