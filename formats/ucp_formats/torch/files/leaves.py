@@ -9,7 +9,7 @@ everything else stays the value it was, an extra.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -22,7 +22,7 @@ from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.io.pickle.fields import described
 from ucp_formats.torch.files.joined import is_tensor, join, shape_of, unread_kind
 from ucp_formats.torch.files.parts import part_of
-from ucp_formats.torch.model_dict import Path, Wanted, bare_name, model_path
+from ucp_formats.torch.model_dict import Path, Wanted, model_naming, model_path
 from ucp_formats.torch.state_dict import Leaf
 
 __all__ = ["FLAT", "Ranked", "Tree", "leaves_of"]
@@ -117,6 +117,7 @@ class _Walk:
         self._optimizer_paths = optimizers
         self._checksums = checksums
         self._has_flat = False
+        self._naming: Callable[[str], str] = str
         self._model: list[Leaf] = []
         self._states: list[tuple[Path, Ranked]] = []
         self._values: list[Leaf] = []
@@ -128,7 +129,7 @@ class _Walk:
         """Take the values at `path`: apart where an entry of model or optimizer lies below, else as they are."""
         is_tensors = all(map(is_tensor, values.values()))
         if path[:-1] == self._model_path and path and is_module_state(path[-1]):
-            name = f"{MODULE_STATE}{bare_name(str(path[-1]))}"
+            name = f"{MODULE_STATE}{self._naming(str(path[-1]))}"
             self._extras += per_rank_extras(name, values, self._checksums)
         elif any(path[: len(root)] == root and path != root for root in self._optimizer_paths):
             self._in_optimizer(path, values, is_tensors=is_tensors)
@@ -144,7 +145,9 @@ class _Walk:
 
     def _below(self, path: Path, values: Ranked) -> None:
         if path == self._model_path:
-            self._has_flat = any(str(key).endswith(FLAT) for key, _ in _entries(next(iter(values.values()))))
+            keys = [str(key) for key, own in _entries(next(iter(values.values()))) if is_tensor(own)]
+            self._has_flat = any(key.endswith(FLAT) for key in keys)
+            self._naming = model_naming(keys)
         entries = {rank: dict(_entries(own)) for rank, own in values.items()}
         for key in dict.fromkeys(key for own in entries.values() for key in own):
             self.go((*path, key), {rank: own[key] for rank, own in entries.items() if key in own})
