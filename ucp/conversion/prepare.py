@@ -19,7 +19,7 @@ from ucp.conversion.source.read import index_as_told, index_of
 from ucp.conversion.source.replica_policy import resolve_drift
 from ucp.conversion.source.run_state import RUN_SETTINGS, with_run_state
 from ucp.conversion.source.selection import DROP, part_warnings, selected, without_extras
-from ucp.conversion.source.zero_moments import ZeroMoments, check_moments
+from ucp.conversion.source.zero_moments import ZeroMoments, before_first_step, check_moments
 from ucp.core.index import (
     TAG,
     AtomIndex,
@@ -140,11 +140,11 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     _check_split(chosen, options.topology)
     by_name = bool(options.naming.style or chosen.names)
     read = index_as_told if by_name or chosen.takes_family(options.topology) else index_of
-    whole = read(src, source=options.source)
-    check_doubts(whole, options.accept)
+    whole = before_first_step(read(src, source=options.source))
     index = selected(whole, options.names)
+    check_doubts(index, options.accept)
     warnings = (
-        *(f"--accept {doubt.kind}: {doubt.text}" for doubt in whole.doubts),
+        *(f"--accept {doubt.kind}: {doubt.text}" for doubt in index.doubts),
         *_gap_warnings(whole, index),
         *(() if chosen.takes_parts else part_warnings(whole, index)),
     )

@@ -149,6 +149,8 @@ class _Walk:
             self._has_flat = any(key.endswith(FLAT) for key in keys)
             self._naming = model_naming(keys)
         entries = {rank: dict(_entries(own)) for rank, own in values.items()}
+        if _GROUPS in path:
+            self._check_same_keys(path, entries)
         for key in dict.fromkeys(key for own in entries.values() for key in own):
             self.go((*path, key), {rank: own[key] for rank, own in entries.items() if key in own})
 
@@ -164,6 +166,16 @@ class _Walk:
     def _tensor(self, path: Path, values: Ranked) -> Leaf:
         joined = join(values, _shown(path))
         return Leaf(path, joined.shape, joined, joined.form, joined.storage, is_place=True)
+
+    def _check_same_keys(self, path: Path, entries: Mapping[int, Mapping[object, object]]) -> None:
+        """Raise MalformedError for a group or a setting of the optimizer that some ranks have and others lack."""
+        (first, keys), *others = ((rank, own.keys()) for rank, own in entries.items())
+        for rank, own in others:
+            if odd := sorted(map(str, own ^ keys)):
+                raise MalformedError(
+                    f"expected the same entries of {_shown(path)} on all ranks; of ranks {first} and {rank} only one "
+                    f"has {', '.join(odd)}. The files are of different runs, or of different steps"
+                )
 
     def _common(self, path: Path, values: Ranked) -> object:
         """The value that all ranks have."""

@@ -187,3 +187,14 @@ def test_the_snippet_for_plain_torch_resumes_the_schedule(tmp_path, monkeypatch)
     assert fresh.schedule == run.schedule
     assert fresh.optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"]
     assert torch.equal(fresh.model.weight, run.model.weight)
+
+
+def test_a_checkpoint_before_the_first_step(tmp_path):
+    """get_state_dict gives a fresh optimizer step 1 and moments of zero, and torch resumes from it."""
+    source = Run(steps=0).save_dcp(tmp_path / "source")
+    report = ucp.convert(source, tmp_path / "zero", to="deepspeed", topology="dp=1,zero=1")
+    assert "has not stepped yet" in lines(report)
+    assert (tmp_path / "zero" / "latest").read_text() == "global_step0"
+    fresh = Run()
+    ucp.load_into(fresh.model, source, optimizer=fresh.optimizer)
+    assert not any(state["exp_avg"].any() for state in fresh.optimizer.state.values())
