@@ -49,7 +49,7 @@ def _with_step(index: Index, asked: str | None) -> Index:
             )
         return replace(index, step=int(asked))
     counts = [] if index.step is not None else step_counts(index)
-    if not counts:
+    if not any(counts):
         return index
     if len(counts) == 1 and counts[0].is_integer():
         step = int(counts[0])
