@@ -32,7 +32,7 @@ from ucp.conversion.options import (
 from ucp.conversion.plan_report import PlanReport, preview
 from ucp.conversion.prepare import Silent
 from ucp.conversion.source.read import Survey, index_of, judged, read_index, survey
-from ucp.conversion.source.zero_moments import moments_note
+from ucp.conversion.source.zero_moments import before_first_step, moments_note
 from ucp.core.index import Index
 from ucp.io.destination.staging import is_begun
 from ucp.io.folder import given, is_url
@@ -98,7 +98,8 @@ def inspect(
     `family`, `patterns`, `shapes_from`: see `convert`. Raises SourceError; `survey(path)` then gives what is known.
     """
     path = given(path)
-    index = with_callables(judged(read_index(path, source=SourceOptions.of(family, patterns, shapes_from))))
+    index = read_index(path, source=SourceOptions.of(family, patterns, shapes_from))
+    index = before_first_step(with_callables(judged(index)))
     note = moments_note(index)
     return index if note is None else replace(index, notes=(*index.notes, note))
 
@@ -160,7 +161,8 @@ def convert(
         a run can start from a published model. `settings` takes its lr, beta1, beta2, eps and weight_decay.
     accept
         Doubts about the files of `src` to ignore: "equal-ranks" (files of two ranks are copies of one another),
-        "missing-layers" (a pipeline layer has no file).
+        "missing-layers" (a pipeline layer has no file), "moment-shapes" (moments of the optimizer do not have the
+        shapes of their parameters).
     tag
         Name to save under, for deepspeed and deepspeed-universal (and kept in atoms); by default that of `src`.
     companions

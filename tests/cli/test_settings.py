@@ -18,8 +18,8 @@ LLAMA = FIXTURES / "megatron/llama-tp2-pp2-dp2-full/checkpoint"
     ("words", "known"),
     [
         ([ZERO3], "It takes drop"),
-        ([ZERO3, "--to", "deepspeed"], "It takes stages, partition, layers, tied, norm, drop"),
-        ([ZERO3, "--to", "deepspeed-universal"], "It takes optimizer, drop"),
+        ([ZERO3, "--to", "deepspeed"], "It takes stages, partition, layers, tied, norm, scheduler, step, drop"),
+        ([ZERO3, "--to", "deepspeed-universal"], "It takes optimizer, scheduler, step, drop"),
         ([ZERO3, "--to", "megatron", "--topology", "tp=1"], "hidden_size"),
         ([LLAMA, "--to", "megatron"], "drop; any argument that the source records; sizes of the model by the names of"),
         (
@@ -28,7 +28,7 @@ LLAMA = FIXTURES / "megatron/llama-tp2-pp2-dp2-full/checkpoint"
         ),
         (
             [HF, "--to", "dcp", "--optimizer", "zero"],
-            "It takes style, decoupled_weight_decay, lr, beta1, beta2, eps, weight_decay, drop",
+            "It takes style, decoupled_weight_decay, lr, beta1, beta2, eps, weight_decay, scheduler, step, drop",
         ),
     ],
 )

@@ -173,6 +173,13 @@ class Target(Protocol):
     takes_parts: bool = False
     """Whether a part of a model is of use: no warning of one."""
 
+    resumes: bool = False
+    """Whether a run resumes from what it writes, at the step that the source was saved at."""
+    scheduler: str | None = None
+    """Extra from which it writes the state of a learning rate scheduler of any framework; None where it has no place
+    for one, or only for its framework's."""
+    keeps_extras_of: Collection[str] = ()
+    """Formats whose extras it writes under the keys that they have."""
     takes_replicas: bool = False
     """Whether its runs may hold replicas of shards: `dp_replicate` and `dp_shard` of a topology (HSDP)."""
 

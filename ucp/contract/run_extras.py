@@ -6,12 +6,111 @@ A format states it as data (`Format.run`); what brings a checkpoint into a live 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import cast
 
-from ucp.core.index import Index
+from ucp.core.index import Extra, Index
 
-__all__ = ["LossScale", "RunExtras", "torch_scale", "torch_state"]
+__all__ = [
+    "LR_SCHEDULER",
+    "MODULE_STATE",
+    "LossScale",
+    "RunExtras",
+    "SchedulerState",
+    "is_module_state",
+    "scheduler_states",
+    "schedulers_in",
+    "torch_scale",
+    "torch_state",
+]
+
+LR_SCHEDULER = "lr_scheduler"
+"""Key under which most frameworks and scripts save the state of a learning rate scheduler."""
+
+MODULE_STATE = "module/"
+"""Prefix of extras that are entries of the model's state dict and no parameters; the name of the entry follows."""
+_EXTRA_STATE = "_extra_state"
+"""Last part of the name under which a module keeps what it likes (`torch.nn.Module.get_extra_state`)."""
+
+_SCHEDULER_ENTRIES: tuple[tuple[frozenset[str], frozenset[str]], ...] = (
+    (frozenset({"last_epoch"}), frozenset({"base_lrs", "_step_count", "_last_lr"})),  # torch: LambdaLR, SequentialLR
+    (frozenset({"_schedulers"}), frozenset({"_last_lr"})),  # torch: ChainedScheduler
+    (frozenset({"last_batch_iteration"}), frozenset({"last_batch_iteration"})),  # DeepSpeed: WarmupLR, OneCycle
+    (frozenset({"num_steps"}), frozenset({"lr_decay_style"})),  # Megatron: OptimizerParamScheduler
+)
+"""Entries by which the state of a scheduler is recognised: all of the first set, any of the second."""
+_MOST_DEPTH = 16
+"""Levels of dicts and lists above a scheduler, at most."""
+
+
+def is_module_state(name: object) -> bool:
+    """Whether an entry of a state dict is what a module keeps beside its tensors, be it a tensor, a dict or bytes.
+
+    >>> is_module_state("layers.0._extra_state"), is_module_state("layers.0.weight")
+    (True, False)
+    """
+    return isinstance(name, str) and name.rpartition(".")[2] == _EXTRA_STATE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerState:
+    """The state of a learning rate scheduler, and where it lies."""
+
+    extra: str
+    """Name of the extra."""
+    path: tuple[object, ...]
+    """Keys and list positions that lead to it in the value of the extra; empty where that is the state."""
+    state: dict[str, object]
+    """The state."""
+
+    @property
+    def key(self) -> str:
+        """The whole path, as users write it."""
+        return ".".join((self.extra.replace("/", "."), *map(str, self.path)))
+
+    def taken_out_of(self, extra: Extra) -> Extra | None:
+        """What the extra holds beside this state; None for nothing."""
+        containers = [extra.value]
+        for key in self.path[:-1]:
+            containers.append(containers[-1][key])  # type: ignore[index]  # the path leads through dicts and lists
+        rest: object = None
+        for container, key in zip(reversed(containers), reversed(self.path), strict=False):
+            entries = container.items() if isinstance(container, dict) else enumerate(cast("list[object]", container))
+            others = {at: rest if at == key else value for at, value in entries if at != key or rest}
+            rest = others if isinstance(container, dict) else list(others.values())
+        return replace(extra, value=rest) if rest else None
+
+
+def scheduler_states(index: Index) -> list[SchedulerState]:
+    """States of schedulers among the extras that all ranks share, under any key and at any depth."""
+    return [own for extra in index.extras if extra.rank is None for own in schedulers_in(extra.name, extra.value)]
+
+
+def schedulers_in(name: str, value: object) -> Iterator[SchedulerState]:
+    """States of schedulers in the value of the extra `name`. Those that another scheduler is made of are part of it.
+
+    >>> saved = {"epoch": 1, "sched": [{"last_epoch": 3, "base_lrs": [0.1]}]}
+    >>> [own.key for own in schedulers_in("app", saved)]
+    ['app.sched.0']
+    """
+    rest: list[tuple[tuple[object, ...], object]] = [((), value)]
+    seen: set[int] = set()
+    for path, item in rest:
+        if _is_scheduler(item):
+            yield SchedulerState(extra=name, path=path, state=item)  # type: ignore[arg-type]  # checked by _is_scheduler
+        elif id(item) not in seen and len(path) < _MOST_DEPTH:
+            seen.add(id(item))
+            entries = item.items() if isinstance(item, dict) else enumerate(item) if isinstance(item, list) else ()
+            rest += [((*path, key), inner) for key, inner in entries if isinstance(inner, dict | list)]
+
+
+def _is_scheduler(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and all(isinstance(key, str) for key in value)
+        and any(all_of <= value.keys() and any_of & value.keys() for all_of, any_of in _SCHEDULER_ENTRIES)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +157,8 @@ def torch_state(name: str, state: dict[object, object]) -> LossScale:
 class RunExtras:
     """Which extras of a format are what a run goes on with."""
 
-    schedulers: tuple[str, ...] = ("lr_scheduler", "lr_schedulers", "scheduler")
-    """Those that are the state of a learning rate scheduler, or a list with one."""
+    scheduler: str | None = None
+    """Extra in which the framework itself keeps a scheduler's state; None where scripts save it under any key."""
     scale: Callable[[Index], LossScale | None] = torch_scale
     """Finds the scale of the loss."""
     places: re.Pattern[str] | None = None

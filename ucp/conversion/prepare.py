@@ -17,8 +17,9 @@ from ucp.conversion.options import ConvertOptions, cores
 from ucp.conversion.source.new_optimizer import HYPER, with_optimizer, without_hyper
 from ucp.conversion.source.read import index_as_told, index_of
 from ucp.conversion.source.replica_policy import resolve_drift
+from ucp.conversion.source.run_state import RUN_SETTINGS, with_run_state
 from ucp.conversion.source.selection import DROP, part_warnings, selected, without_extras
-from ucp.conversion.source.zero_moments import ZeroMoments, check_moments
+from ucp.conversion.source.zero_moments import ZeroMoments, before_first_step, check_moments
 from ucp.core.index import (
     TAG,
     AtomIndex,
@@ -153,11 +154,11 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     _check_split(chosen, options.topology)
     by_name = bool(options.naming.style or chosen.names)
     read = index_as_told if by_name or chosen.takes_family(options.topology) else index_of
-    whole = read(src, source=options.source)
-    check_doubts(whole, options.accept)
+    whole = before_first_step(read(src, source=options.source))
     index = selected(whole, options.names)
+    check_doubts(index, options.accept)
     warnings = (
-        *(f"--accept {doubt.kind}: {doubt.text}" for doubt in whole.doubts),
+        *(f"--accept {doubt.kind}: {doubt.text}" for doubt in index.doubts),
         *_gap_warnings(whole, index),
         *(() if chosen.takes_parts else part_warnings(whole, index)),
     )
@@ -167,6 +168,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         index = with_optimizer(index, options.target.settings)
     _check_dtypes(index, options.target.dtypes)
     index, settings = without_extras(index, options.target.settings)
+    index, settings = with_run_state(index, chosen, settings)
     index = with_callables(index)
     known = [*chosen.settings, *chosen.source_settings(index)]
     made = HYPER if options.optimizer is not None else ()
@@ -305,10 +307,11 @@ def _check_settings(
         unknown = [name for name in unknown if name not in sizes]
     if not unknown:
         return
+    common = (*(RUN_SETTINGS if chosen.resumes else ()), DROP)
     working = () if engine is None else engine.settings
-    near = {name: nearest(name, [*known, *also, DROP, *working]) for name in unknown}
+    near = {name: nearest(name, [*known, *also, *common, *working]) for name in unknown}
     lines = listed(f"{name}{_hint(name, own)}" for name, own in near.items())
-    takes = ", ".join([*chosen.settings, *also, DROP])
+    takes = ", ".join([*chosen.settings, *also, *common])
     more = "; any argument that the source records" if len(known) > len(chosen.settings) else ""
     more += "; sizes of the model by the names of Megatron or config.json (num_attention_heads)" if by_family else ""
     if engine is not None:

@@ -183,6 +183,8 @@ class DoubtKind(StrEnum):
     """Files of two ranks, which hold other parts of the model, have the same bytes."""
     MISSING_LAYERS = "missing-layers"
     """A layer of a pipeline has no file, as happens to layers of some models."""
+    MOMENT_SHAPES = "moment-shapes"
+    """Moments of the optimizer do not have the shapes of their parameters."""
 
     @classmethod
     def accepted(cls, asked: Iterable[str]) -> frozenset[DoubtKind]:

@@ -104,7 +104,8 @@ def load_into(
         brought, and the weights cast from them. Without it, masters are known by the order, shapes and values of the
         parameters.
     scheduler
-        Learning rate scheduler of the class that was saved, of any framework: it has `load_state_dict`.
+        Learning rate scheduler of the class that was saved, of any framework: it has `load_state_dict`. Its state is
+        found in the checkpoint under any key.
     scaler
         `torch.amp.GradScaler`, or Megatron's: gets the scale of the loss, from whichever framework counted it.
     strict
@@ -119,7 +120,8 @@ def load_into(
     rename
         From a name in the model to the name in the checkpoint; or a TOML file with rules for names (see `ucp.convert`).
     settings
-        Sizes of the model that `names` needs and nothing records, e.g. {"num_attention_heads": 32}.
+        Sizes of the model that `names` needs and nothing records, e.g. {"num_attention_heads": 32}; and, where the
+        checkpoint has the states of several schedulers, the key of the one for `scheduler`: {"scheduler": "app.sched"}.
     rank_extras
         What each rank of the saved run kept for itself (random states, places of data loaders): "drop" leaves it,
         "carry" gives it to the rank of the same number in a run of as many, "replicate" gives that of rank 0 to all.
@@ -193,7 +195,7 @@ def load_into(
             experts=experts,
         ),
     )
-    beside = RunObjects(scheduler=scheduler, scaler=scaler, policy=asked.rank_extras)
+    beside = RunObjects(scheduler=scheduler, scheduler_key=asked.scheduler, scaler=scaler, policy=asked.rank_extras)
     given = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "masters": masters}
     request = LiveRequest(
         model=model, optimizer=innermost(optimizer), mesh=asked.mesh, ranks=ranks, dtype=asked.dtype, masters=masters

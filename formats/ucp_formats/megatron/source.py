@@ -63,7 +63,7 @@ class MegatronFormat(Format):
     )
 
     run = RunExtras(
-        schedulers=("opt_param_scheduler",),
+        scheduler="opt_param_scheduler",
         scale=_scale,
         places=re.compile(r"(?P<name>rng_state)/pp(?P<pp>\d+)\.tp(?P<tp>\d+)(?:\.ep(?P<ep>\d+))?"),
     )

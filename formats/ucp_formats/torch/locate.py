@@ -100,6 +100,12 @@ def is_of_the_format(path: Path) -> bool:
     return path.name in (METADATA, MODEL, OPTIMIZER) or rank_of(path.name) is not None or bool(local_files([path.name]))
 
 
+STEP_KEYS = ("step", "global_step", "iteration", "iter_num")
+"""Keys under which scripts save the step of the run."""
+TRAIN_STATE = "train_state"
+"""Key under which torchtitan saves steps and tokens."""
+
+
 def step_in(name: str) -> int | None:
     """Training step in the name of a folder.
 

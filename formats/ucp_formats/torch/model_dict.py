@@ -13,9 +13,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ucp.contract.run_extras import is_module_state
 from ucp.errors import UnsupportedError, counted, listed
 
 __all__ = [
@@ -25,9 +26,15 @@ __all__ = [
     "Wanted",
     "aside_text",
     "bare_name",
+    "fused_parts",
+    "has_ddp",
     "is_called_model",
     "longest_name",
+    "model_naming",
     "model_path",
+    "module_state_path",
+    "name_below",
+    "name_in",
 ]
 
 Path = tuple[object, ...]
@@ -43,6 +50,10 @@ FLAT = "_flat_param"
 
 _CALLED = frozenset({"model", "model_state", "model_state_dict", "module", "net", "network", "state_dict"})
 """What scripts call the dict of the model."""
+_DDP = "module."
+"""What DistributedDataParallel puts before every name."""
+_FUSED = {"wqkv": ("wq", "wk", "wv")}
+"""What torchtitan (0.3, `fuse_qkv`) trains as one parameter and saves apart, as the model's but not the optimizer's."""
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Modules that torch.compile, activation checkpointing and FSDP1 put around others; no parts of a name."""
 
@@ -115,6 +126,38 @@ def is_called_model(path: Path) -> bool:
     return not path or path[-1] in _CALLED
 
 
+def fused_parts(text: str, names: Container[str]) -> tuple[tuple[str, ...], str]:
+    """The parameters that the model has for a fused one at the start of `text`, and what follows it; none: no such."""
+    for fused, parts in _FUSED.items():
+        module, _, rest = text.partition(f".{fused}.")
+        kind, _, last = rest.partition(".")
+        apart = tuple(f"{module}.{part}.{kind}" for part in parts)
+        if all(name in names for name in apart):
+            return apart, last
+    return (), ""
+
+
+def name_below(path: Path, root: Path) -> str | None:
+    """Name of a tensor in the model at `root`, as it was saved; None for one that lies elsewhere."""
+    below = path[len(root) :]
+    if path[: len(root)] != root or not below or (not root and len(below) > 1):
+        return None
+    return ".".join(map(str, below))
+
+
+def module_state_path(path: Path, root: Path) -> Path | None:
+    """Path, from its saved name in the model on, of what a module keeps beside its tensors; None for other entries.
+
+    >>> module_state_path(("model", "module.fc._extra_state", "amax"), ("model",))
+    ('module.fc._extra_state', 'amax')
+    """
+    below = path[len(root) :]
+    at = next((number for number, key in enumerate(below) if is_module_state(key)), None)
+    if at is None or path[: len(root)] != root:
+        return None
+    return ".".join(map(str, below[: at + 1])), *below[at + 1 :]
+
+
 def aside_text(names: Iterable[str]) -> str:
     """What to tell of dicts of tensors beside the model."""
     known = sorted(names)
@@ -142,10 +185,33 @@ def longest_name(text: str, names: Container[str]) -> str | None:
 
 
 def bare_name(name: str) -> str:
-    """The name without the modules that only wrap others, and without the `module.` of DDP.
+    """The name without the modules that only wrap others, and without the `module.` of DDP: for comparing names.
 
     >>> bare_name("module.layers.0._checkpoint_wrapped_module.w")
     'layers.0.w'
     """
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
-    return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
+    return _unwrapped(name).removeprefix(_DDP) or name
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def model_naming(names: Iterable[str]) -> Callable[[str], str]:
+    """What gives the model's own name for one that was saved: `module.` is DDP's only where all `names` have it.
+
+    >>> [model_naming(own)("module.w") for own in (["module.w", "module.b"], ["module.w", "b"])]
+    ['w', 'module.w']
+    """
+    return bare_name if has_ddp(names) else _unwrapped
+
+
+def has_ddp(names: Iterable[str]) -> bool:
+    """Whether all names of a model start with the `module.` of DDP."""
+    starts = [_unwrapped(name).startswith(_DDP) for name in names]
+    return bool(starts) and all(starts)
+
+
+def name_in(is_known: Callable[[str], object], name: str) -> str:
+    """The model's name for one that an optimizer gives, which may have a `module.` that the model's lacks."""
+    return _unwrapped(name) if is_known(_unwrapped(name)) else bare_name(name)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ucp.contract.companion_files import SaveFolder, with_companions
 from ucp.contract.protocols import Evidence, Format
-from ucp.contract.run_extras import RunExtras
+from ucp.contract.run_extras import MODULE_STATE, RunExtras
 from ucp.contract.value_diff import differing_values
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
@@ -29,14 +29,20 @@ from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, rea
 from ucp.io.dcp.local import rank_of
 from ucp.io.folder import absolute, names_in, path_of
 from ucp.io.identity import source_file
-from ucp_formats.torch.locate import Located, is_of_the_format, locate, step_in, the_folder
+from ucp_formats.torch.locate import (
+    STEP_KEYS,
+    TRAIN_STATE,
+    Located,
+    is_of_the_format,
+    locate,
+    step_in,
+    the_folder,
+)
 from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of
 from ucp_formats.torch.model_dict import FLAT
 from ucp_formats.torch.state_dict import Leaf, Parts, number_of, sorted_out
 
 __all__ = ["DcpFormat"]
-
-_STEPS = ("step", "global_step", "iteration")
 
 
 class DcpFormat(Format):
@@ -134,7 +140,8 @@ class _Reading:
         saved = self._saved
         aliases = saved.tied
         atoms = {own: self._atom(own, leaf) for own, leaf in saved.model.items() if own not in aliases}
-        others, tensors_dropped = _extras(saved.others)
+        modules = {f"{MODULE_STATE}{own}": value for own, value in saved.modules.items()}
+        others, tensors_dropped = _extras({**saved.others, **modules})
         return Index(
             path=self._root,
             format=name,
@@ -183,9 +190,12 @@ class _Reading:
 
     def _step(self) -> int | None:
         others = self._saved.others
-        state = others.get("train_state")
-        for where in (state if isinstance(state, dict) else {}, others):
-            for key in _STEPS:
+        places: list[object] = [others.get(TRAIN_STATE), others]
+        for key in self._saved.root[:-1]:  # dicts that the model lies in
+            around = places[-1]
+            places.append(around.get(key) if isinstance(around, dict) else None)
+        for where in (own for own in places if isinstance(own, dict)):
+            for key in STEP_KEYS:
                 if isinstance(found := where.get(key), int) and not isinstance(found, bool):
                     return found
         return step_in(Path(self._root).name)
@@ -274,12 +284,18 @@ def _extras(others: Mapping[str, object]) -> tuple[list[Extra], tuple[str, ...]]
 
 
 def _plain(value: object, where: str, dropped: list[str]) -> object:
-    """The value with tensors as references. Paths of a state dict are a few keys long."""
+    """The value with tensors as references, and its lists whole. Paths of a state dict are a few keys long.
+
+    torch saves the items of a list apart where they have entries of their own, under the numbers of their positions;
+    keys of dicts are texts.
+    """
     if isinstance(value, StoredTensor):
         if len(value.chunks) == 1:
             return value.chunks[0].ref
         dropped.append(where)
         return None
     if isinstance(value, dict):
-        return {key: _plain(own, f"{where}/{key}", dropped) for key, own in value.items()}
+        inner = {key: _plain(own, f"{where}/{key}", dropped) for key, own in value.items()}
+        is_list = inner.keys() == set(range(len(inner))) and bool(inner)
+        return [inner[at] for at in range(len(inner))] if is_list else inner
     return value

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
 
@@ -28,7 +28,19 @@ from ucp.core.index import Loss, ParamGroup, StateIndex
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import described
-from ucp_formats.torch.model_dict import Path, Wanted, aside_text, bare_name, longest_name, model_path
+from ucp_formats.torch.model_dict import (
+    Path,
+    Wanted,
+    aside_text,
+    fused_parts,
+    has_ddp,
+    longest_name,
+    model_naming,
+    model_path,
+    module_state_path,
+    name_below,
+    name_in,
+)
 from ucp_formats.torch.numbered import named_by_number
 
 __all__ = ["Leaf", "Parts", "number_of", "sorted_out"]
@@ -37,8 +49,6 @@ _GROUPS, _STATE = "param_groups", "state"
 _PARAMS, _NAMES = "params", "param_names"
 _MOMENTS = ("exp_avg", "momentum_buffer")
 """States of the shape of their parameter, where an optimizer has one."""
-_FUSED = {"wqkv": ("wq", "wk", "wv")}
-"""What torchtitan (0.3, `fuse_qkv`) trains as one parameter and saves apart, as the model's but not the optimizer's."""
 _FUSED_WHY = (
     "torchtitan saved the optimizer's states of these as one tensor, wqkv, whose rows go by head, and records nowhere "
     "how many heads there are: their states are left out. Start the optimizer anew, or save from a run with "
@@ -68,6 +78,8 @@ class Leaf:
 class Parts:
     """The entries, by what they are."""
 
+    root: Path = ()
+    """Keys to the model's dict."""
     model: dict[str, Leaf] = field(default_factory=dict)
     """Name of a parameter or buffer to its tensor, wrappers left out."""
     states: dict[str, dict[str, Leaf]] = field(default_factory=dict)
@@ -78,6 +90,8 @@ class Parts:
     """Parameters in a group; all, where there is no optimizer."""
     tied: dict[str, str] = field(default_factory=dict)
     """Second name of a parameter to its first: a matrix with the same elements, that no group has."""
+    modules: dict[str, object] = field(default_factory=dict)
+    """Name in the model to what a module keeps there beside its tensors, nested as it was saved."""
     others: dict[str, object] = field(default_factory=dict)
     """Everything else, nested as it was saved."""
     lost: dict[str, Loss] = field(default_factory=dict)
@@ -97,15 +111,20 @@ def sorted_out(leaves: Iterable[Leaf], where: str, *, in_order: bool = True) -> 
     outside = [leaf for leaf in leaves if not any(own.take(leaf) for own in inside)]
     dicts = _dicts_of(outside)
     root = model_path(dicts, reduce(or_, (own.wanted for own in inside), Wanted()), where)
-    parts = Parts()
+    parts = Parts(root=root)
     aside = [path for path, own in dicts.items() if root and path[: len(root)] != root and len(own) > 1]
     if aside:
         parts.notes.append(aside_text(_shown(path) or "." for path in aside))
+    saved = [name for leaf in outside if leaf.shape is not None and (name := name_below(leaf.path, root)) is not None]
+    naming = model_naming(saved)
+    if has_ddp(saved):
+        parts.notes.append("module., which DistributedDataParallel puts before names, is removed: all names have it")
     for leaf in outside:
-        name = _name_below(leaf, root)
-        if name is None:
+        if (state := module_state_path(leaf.path, root)) is not None:
+            _nest(parts.modules, replace(leaf, path=(naming(str(state[0])), *state[1:])))
+        elif leaf.shape is None or (name := name_below(leaf.path, root)) is None:
             _nest(parts.others, leaf)
-        elif parts.model.setdefault(name, leaf) is not leaf:
+        elif parts.model.setdefault(name := naming(name), leaf) is not leaf:
             raise MalformedError(f"{where} holds {name} twice: {_shown(parts.model[name].path)}, {_shown(leaf.path)}")
     for own in inside:
         own.give(parts, where, in_order=in_order)
@@ -203,7 +222,7 @@ class _Optimizer:
         if not self._groups:
             return
         params = {number: self._params(group, where) for number, group in sorted(self._groups.items())}
-        naming = self._said_names(params)
+        naming = self._said_names(params, parts.model)
         if any(isinstance(name, int) for name in naming) and not any(
             _NAMES in group for group in self._groups.values()
         ):
@@ -226,13 +245,13 @@ class _Optimizer:
             for number in params
         )
 
-    def _said_names(self, params: Mapping[int, Sequence[str | int]]) -> dict[str | int, str]:
+    def _said_names(self, params: Mapping[int, Sequence[str | int]], model: Mapping[str, Leaf]) -> dict[str | int, str]:
         """Names as the groups have them: of numbers, those beside them (torch 2.6 and later, of named parameters)."""
         naming: dict[str | int, str] = {}
         for number, own in params.items():
             names = self._groups[number].get(_NAMES)
             said = names if isinstance(names, list) and len(names) == len(own) else own
-            naming |= {key: bare_name(str(name)) for key, name in zip(own, said, strict=True)}
+            naming |= {key: name_in(model.__contains__, str(name)) for key, name in zip(own, said, strict=True)}
         return naming
 
     def _params(self, group: Mapping[str, object], where: str) -> Sequence[str | int]:
@@ -250,10 +269,11 @@ class _Optimizer:
         strays = []
         for key, leaf in self._flat:
             kind, _, rest = key.partition(".")
-            name = longest_name(bare_name(rest), parts.model)
-            names, last = _taken_apart(bare_name(rest), parts.model)
+            text = name_in(lambda own: longest_name(own, parts.model), rest)
+            name = longest_name(text, parts.model)
+            names, last = fused_parts(text, parts.model)
             if name is not None:
-                names, last = (name,), bare_name(rest)[len(name) + 1 :]
+                names, last = (name,), text[len(name) + 1 :]
             elif names:
                 parts.lost.update(dict.fromkeys(names, Loss(why=_FUSED_WHY)))
             else:
@@ -287,17 +307,6 @@ def _grouped(hyper: Mapping[str, Mapping[str, object]]) -> Iterable[ParamGroup]:
         groups.setdefault(repr(sorted(own.items())), []).append(name)
     for names in groups.values():
         yield ParamGroup(params=tuple(names), hyper=dict(hyper[names[0]]))
-
-
-def _taken_apart(text: str, names: Mapping[str, Leaf]) -> tuple[tuple[str, ...], str]:
-    """The parameters that the model has for a fused one at the start of `text`, and what follows it; none: no such."""
-    for fused, parts in _FUSED.items():
-        module, _, rest = text.partition(f".{fused}.")
-        kind, _, last = rest.partition(".")
-        apart = tuple(f"{module}.{part}.{kind}" for part in parts)
-        if all(name in names for name in apart):
-            return apart, last
-    return (), ""
 
 
 def _distinct(model: Mapping[str, Leaf]) -> dict[str, Hashable]:
@@ -334,14 +343,6 @@ def _dicts_of(leaves: Iterable[Leaf]) -> dict[Path, dict[str, tuple[int, ...]]]:
         if leaf.shape is not None and isinstance(leaf.path[-1], str):
             found.setdefault(leaf.path[:-1], {})[leaf.path[-1]] = leaf.shape
     return found
-
-
-def _name_below(leaf: Leaf, root: Path) -> str | None:
-    """Name of a tensor of the model; None for what is none."""
-    below = leaf.path[len(root) :]
-    if leaf.shape is None or leaf.path[: len(root)] != root or not below or (not root and len(below) > 1):
-        return None
-    return bare_name(".".join(map(str, below)))
 
 
 def _nest(others: dict[str, object], leaf: Leaf) -> None:

@@ -19,8 +19,9 @@ from dataclasses import replace
 
 from ucp.contract.companions import companions_of, is_companion, place_companions
 from ucp.contract.protocols import Target
+from ucp.contract.run_extras import LR_SCHEDULER, MODULE_STATE
 from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Index, ParamGroup, StateIndex, check_weights
+from ucp.core.index import AtomIndex, Extra, Index, ParamGroup, StateIndex, check_weights
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
@@ -34,7 +35,7 @@ from ucp.io.torch_file.draft import Drafted, Part, target_plan
 from ucp.transfer.probe import Prober
 from ucp_formats.torch.counts import Counts
 from ucp_formats.torch.cuts import Cuts
-from ucp_formats.torch.locate import MODEL, OPTIMIZER
+from ucp_formats.torch.locate import MODEL, OPTIMIZER, STEP_KEYS, TRAIN_STATE
 from ucp_formats.torch.settings import (
     DECOUPLED,
     DECOUPLED_MEANING,
@@ -68,6 +69,9 @@ class DcpTarget(Target):
     name = "dcp"
     also_called = ("fsdp", "fsdp1", "fsdp2", "hsdp", "torchtitan", "accelerate", "lightning")
     settings = _SETTINGS
+    resumes = True
+    scheduler = LR_SCHEDULER
+    keeps_extras_of = ("dcp",)
     takes_replicas = True
 
     def takes_family(self, topology: Topology | None) -> bool:
@@ -85,7 +89,8 @@ class DcpTarget(Target):
             draft.optimizer()
             draft.others()
         plan = target_plan(index, draft.finish(), notes=draft.notes, topology=wanted)
-        plan = replace(plan, last=tuple(own.path for own in plan.files if own.path.rpartition("/")[2] == METADATA))
+        metadata = tuple(own.path for own in plan.files if own.path.rpartition("/")[2] == METADATA)
+        plan = replace(plan, last=metadata, dropped=tuple(draft.dropped))
         return place_companions(index, draft.counts.told(plan))
 
 
@@ -123,6 +128,7 @@ class _Drafting:
         folders = (MODEL, OPTIMIZER) if style == "accelerate" else ("",)
         self._drafts = [DcpDraft(folder) for folder in folders]
         self.notes: list[str] = [*cuts.notes]
+        self.dropped: list[str] = []
 
     def finish(self) -> list[Drafted]:
         """All files."""
@@ -163,20 +169,23 @@ class _Drafting:
 
     def others(self) -> None:
         """What is neither, as far as it is no other framework's."""
-        is_ours = (self._index.origin or self._index.format) == DcpTarget.name
+        is_ours = (self._index.origin or self._index.format) in DcpTarget.keeps_extras_of
         has_room = self._style not in ("accelerate", "lightning")  # which keep all of them in files of their own
         left = []
         for extra in (own for own in self._index.extras if not is_companion(own)):
-            is_scheduler = extra.name == "lr_scheduler" and isinstance(extra.value, dict)
-            if extra.rank is None and has_room and (is_ours or is_scheduler):
+            is_scheduler = extra.name == LR_SCHEDULER and isinstance(extra.value, dict)
+            if extra.rank is None and extra.name.startswith(MODULE_STATE):
+                self._nested((*self._prefix, extra.name.removeprefix(MODULE_STATE)), extra.value)
+            elif extra.rank is None and has_room and (is_ours or is_scheduler):
                 self._nested((extra.name,), extra.value)
-            else:
+            elif not (has_room and self._is_the_step(extra)):
                 left.append(extra.name)
-        if self._index.step is not None and not is_ours and has_room:
+        has_step = is_ours and any(extra.name in (TRAIN_STATE, *STEP_KEYS) for extra in self._index.extras)
+        if self._index.step is not None and not has_step and has_room:
             self._value((STEP,), self._index.step)
         if left:
             names = ", ".join(sorted(set(left)))
-            self.notes.append(f"extras that the style {self._style} has no keys for, left out: {names}")
+            self.dropped.append(f"extras that the style {self._style} has no keys for: {names}")
         clients = {own.name for own in companions_of(self._index)} & _OF_CLIENTS
         if clients and self._style != "accelerate":
             names = ", ".join(sorted(clients))
@@ -187,11 +196,21 @@ class _Drafting:
                 "--checkpoint.exclude_from_loading"
             )
 
+    def _is_the_step(self, extra: Extra) -> bool:
+        """Whether an extra is the step of the run, which is written as such."""
+        return extra.name.rpartition("/")[2] == STEP and extra.value == self._index.step
+
     def _nested(self, path: tuple[object, ...], value: object) -> None:
-        """A value of a state dict: dicts are taken apart, as torch does it (`_nested_dict.py`)."""
+        """A value of a state dict: dicts, and lists with dicts or tensors, are taken apart as torch does it.
+
+        Source: torch 2.13, `torch/distributed/checkpoint/_traverse.py`.
+        """
         if isinstance(value, dict):
             for key, own in value.items():
-                self._nested((*path, key), own)
+                self._nested((*path, str(key)), own)
+        elif isinstance(value, list) and any(isinstance(own, dict | list | TensorRef) for own in value):
+            for number, own in enumerate(value):
+                self._nested((*path, number), own)
         elif isinstance(value, TensorRef):
             chunk = NewChunk(offsets=(0,) * len(value.shape), sizes=value.shape, ref=value, rank=self._cuts.rank())
             self._put(path, value.dtype, value.shape, [chunk])

@@ -158,6 +158,15 @@ class TestDamage:
         torch.save({"state": {}, "param_groups": [group]}, path)
         self.refused(copy, "different runs")
 
+    @pytest.mark.parametrize("is_lost", [False, True])
+    def test_a_setting_that_one_rank_alone_has(self, copy: Path, *, is_lost: bool) -> None:
+        path = copy / "optim_world_size_4_rank_1.pt"
+        optimizer = torch.load(path, weights_only=False)
+        for group in optimizer["param_groups"]:
+            group.pop("lr") if is_lost else group.setdefault("extra_key", 7)
+        torch.save(optimizer, path)
+        self.refused(copy, f"of ranks 0 and 1 only one has {'lr' if is_lost else 'extra_key'}")
+
     def test_runs_of_other_sizes(self, copy: Path) -> None:
         shutil.copy(copy / "model_world_size_4_rank_0.pt", copy / "model_world_size_8_rank_5.pt")
         self.refused(copy, "runs of 4 and 8 ranks")

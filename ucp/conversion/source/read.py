@@ -10,6 +10,7 @@ from ucp.contract.registry import recognise
 from ucp.contract.state_gaps import with_gaps
 from ucp.conversion.collection import no_cycle_collection
 from ucp.conversion.source.copied_ranks import copied_ranks
+from ucp.conversion.source.moment_shapes import odd_moments
 from ucp.conversion.source.selection import selected
 from ucp.core.index import Index, SourceFile, check_cover, check_names
 from ucp.core.names import NameFilter
@@ -89,7 +90,7 @@ def read_index(path: Path, *, source: SourceOptions | None = None, unfinished: b
 
 def judged(index: Index) -> Index:
     """`index` with what its own contents tell against it: copied files, and states that were lost."""
-    return with_gaps(replace(index, doubts=(*index.doubts, *copied_ranks(index))))
+    return with_gaps(replace(index, doubts=(*index.doubts, *copied_ranks(index), *odd_moments(index))))
 
 
 def index_as_told(path: Path, *, source: SourceOptions, unfinished: bool = False) -> Index:

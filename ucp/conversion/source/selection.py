@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ucp.core.index import AtomIndex, Index, Loss
+from ucp.conversion.source.moment_shapes import odd_moments
+from ucp.core.index import AtomIndex, Doubt, DoubtKind, Index, Loss
 from ucp.core.names import NameFilter
 from ucp.errors import UsageError, counted
 
@@ -40,9 +41,16 @@ def selected(index: Index, names: NameFilter) -> Index:
         groups=groups,
         aliases=aliases,
         dropped=dropped,
+        doubts=_remaining_doubts(index, atoms),
         lost=_lost(index, atoms),
         unselected=index.unselected + len(index.atoms) - len(atoms),
     )
+
+
+def _remaining_doubts(index: Index, kept: Mapping[str, AtomIndex]) -> tuple[Doubt, ...]:
+    """Doubts of the whole checkpoint that hold for what is kept of it, too."""
+    others = tuple(doubt for doubt in index.doubts if doubt.kind is not DoubtKind.MOMENT_SHAPES)
+    return (*others, *odd_moments(replace(index, atoms=kept))) if len(others) < len(index.doubts) else others
 
 
 def _lost(index: Index, kept: Mapping[str, AtomIndex]) -> dict[str, Loss]:

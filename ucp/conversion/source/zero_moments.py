@@ -24,8 +24,9 @@ from ucp.core.tensor import Tensor, TensorRef
 from ucp.errors import MalformedError, SourceError
 from ucp.io.elements import viewed
 from ucp.transfer.probe import Prober
+from ucp.transfer.step_counts import step_counts
 
-__all__ = ["ZeroMoments", "check_moments", "moments", "moments_note"]
+__all__ = ["ZeroMoments", "before_first_step", "check_moments", "moments", "moments_note"]
 
 _PROBED = 256
 """Parameters looked at before every element is, at most."""
@@ -42,6 +43,27 @@ class ZeroMoments(StrEnum):
     """Stop."""
     KEEP = "keep"
     """Take them as they are."""
+
+
+def before_first_step(index: Index) -> Index:
+    """`index` as of step 0, with a note, where its optimizer was made to be saved and has not stepped.
+
+    `get_state_dict` of torch steps a new optimizer once with gradients of zero, so that its states are there: it counts
+    1, and its moments are zero. A run that records a later step had lost its optimizer.
+    """
+    if index.step is not None or not _stepped_with_zeros(index):
+        return index
+    try:
+        is_new = step_counts(index) == [1]
+    except SourceError:
+        return index
+    if not is_new:
+        return index
+    note = (
+        "the optimizer has not stepped yet: it counts 1 step with moments of zero, as torch's get_state_dict makes the "
+        "states of a new one. Taken for step 0"
+    )
+    return replace(index, step=0, notes=(*index.notes, note))
 
 
 def moments_note(index: Index) -> str | None:
@@ -65,7 +87,7 @@ def check_moments(index: Index, policy: ZeroMoments, *, taken: Index | None = No
         return
     atoms = _stepped_with_zeros(index)
     with Prober() as prober:
-        if not atoms or not all(_is_zero(piece.ref, prober, whole=True) for piece in _pieces(atoms)):
+        if not atoms or not _are_zero(atoms, prober, whole=True):
             return
     states = dict.fromkeys(name for atom in atoms for name, _ in moments(atom))
     left_out = " ".join(f"--exclude '*/{name}'" for name in states)
@@ -85,7 +107,7 @@ def _stepped_with_zeros(index: Index) -> list[AtomIndex]:
     atoms = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER and any(moments(atom))]
     some = atoms[:: max(1, len(atoms) // _PROBED)]
     with Prober() as prober:
-        if not atoms or not all(_is_zero(piece.ref, prober, whole=False) for piece in _pieces(some)):
+        if not atoms or not _are_zero(some, prober, whole=False):
             return []
         return atoms if any(_has_stepped(atom, index, prober) for atom in some) else []
 
@@ -114,7 +136,7 @@ def _has_stepped(atom: AtomIndex, index: Index, prober: Prober) -> bool:
         return False
     if STEP in atom.states:
         ref = atom.states[STEP].fragments[0].ref
-        return not _is_zero(ref, prober, whole=True)
+        return _is_zero(ref, prober, whole=True) is not True
     group = next((own for own in index.groups if atom.name in own.params), None)
     step = None if group is None else group.hyper.get(STEP)
     if step is None:
@@ -122,15 +144,26 @@ def _has_stepped(atom: AtomIndex, index: Index, prober: Prober) -> bool:
     return isinstance(step, int | float) and step > 0
 
 
-def _is_zero(ref: Tensor, prober: Prober, *, whole: bool) -> bool:
-    """Whether all elements are zero, or those of three windows; False where it cannot be told."""
+def _are_zero(atoms: Iterable[AtomIndex], prober: Prober, *, whole: bool) -> bool:
+    """Whether all moments that can be read are zero, where there are any: one that cannot be read tells nothing."""
+    is_read = False
+    for piece in _pieces(atoms):
+        is_zero = _is_zero(piece.ref, prober, whole=whole)
+        if is_zero is False:
+            return False
+        is_read = is_read or is_zero is True
+    return is_read
+
+
+def _is_zero(ref: Tensor, prober: Prober, *, whole: bool) -> bool | None:
+    """Whether all elements are zero, or those of three windows; None where they cannot be read."""
     if whole and isinstance(ref, TensorRef):
         ref = _in_file_order(ref)
     try:
         windows = _windows(ref.numel, whole=whole)
         return all(_holds_nothing(prober.window(ref, start, stop), ref.dtype) for start, stop in windows)
     except SourceError:
-        return False
+        return None
 
 
 def _in_file_order(ref: TensorRef) -> TensorRef:

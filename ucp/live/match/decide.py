@@ -10,7 +10,7 @@ from operator import or_
 
 import xxhash
 
-from ucp.conversion.source.zero_moments import ZeroMoments, check_moments
+from ucp.conversion.source.zero_moments import ZeroMoments, before_first_step, check_moments
 from ucp.core.dtypes import DType
 from ucp.core.index import DoubtKind, Index, Kind, ParamGroup, check_doubts
 from ucp.core.tensor import InlineTensor, TensorRef
@@ -97,9 +97,10 @@ def match(run: LiveRun, index: Index, options: LoadOptions, *, dtype: DType | No
     `dtype`: type of the floating weights, where it was said. Raises SourceError for a doubtful checkpoint, LoadError
     for weights of another type.
     """
-    check_doubts(index, options.accept)
+    accepted = options.accept | ({DoubtKind.MOMENT_SHAPES} if run.optimizer is None else frozenset())
+    check_doubts(index, accepted)
     if run.optimizer is not None:
-        check_moments(index, options.zero_moments)
+        check_moments(before_first_step(index), options.zero_moments)
     findings = Findings(notes=[*run.model.notes, *(f"--accept {doubt.kind}: {doubt.text}" for doubt in index.doubts)])
     named = match_tensors(run.model.tensors, index, rename=options.rename, findings=findings)
     matched = fitting(run.model.tensors, named, index, findings)

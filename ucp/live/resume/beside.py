@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from ucp.contract.companions import is_companion
+from ucp.contract.run_extras import SchedulerState
 from ucp.core.index import Extra, Index
 from ucp.live.checkpoint import Checkpoint
 from ucp.live.match.findings import Findings
@@ -46,6 +48,8 @@ class RunObjects:
 
     scheduler: object = None
     """A learning rate scheduler; None for none."""
+    scheduler_key: str | None = None
+    """Which of the saved states is for it; None where the states decide."""
     scaler: object = None
     """A scaler of the loss; None for none."""
     policy: RankPolicy = RankPolicy.DROP
@@ -62,12 +66,18 @@ def resume_of(index: Index, findings: Findings, ranks: Ranks, asked: RunObjects)
     steps: list[Callable[[], object]] = []
     restored: list[str] = []
     used: set[str] = set()
-    for what, live, find in (("scheduler", asked.scheduler, scheduler_state), ("scaler", asked.scaler, scaler_state)):
-        found = None if live is None else find(index, live, read, findings)
-        if found is not None and isinstance(live, Stateful):
-            name, state = found
-            steps.append(_loader(live, state))
-            restored.append(f"{what} {type(live).__name__}, from {name}")
+    if asked.scheduler is not None:
+        found = scheduler_state(index, asked.scheduler, read, findings, key=asked.scheduler_key)
+        if found is not None:
+            steps.append(_loader(asked.scheduler, found.state))
+            restored.append(f"scheduler {type(asked.scheduler).__name__}, from {found.key}")
+            used |= {own.name for own in index.extras if own.name == found.extra and _is_all_of(found, own)}
+    if asked.scaler is not None:
+        scale = scaler_state(index, asked.scaler, read, findings)
+        if scale is not None:
+            name, state = scale
+            steps.append(_loader(asked.scaler, state))
+            restored.append(f"scaler {type(asked.scaler).__name__}, from {name}")
             used.add(name)
     every = rank_extras(index)
     own = every.of(ranks.rank, of=ranks.count, policy=asked.policy)
@@ -91,5 +101,11 @@ def resume_of(index: Index, findings: Findings, ranks: Ranks, asked: RunObjects)
     )
 
 
-def _loader(live: Stateful, state: dict[str, object]) -> Callable[[], object]:
+def _is_all_of(state: SchedulerState, extra: Extra) -> bool:
+    """Whether an extra holds nothing beside the state of a scheduler."""
+    return is_companion(extra) or state.taken_out_of(extra) is None
+
+
+def _loader(live: object, state: dict[str, object]) -> Callable[[], object]:
+    assert isinstance(live, Stateful)
     return lambda: live.load_state_dict(state)

@@ -6,10 +6,12 @@ A state does not say which class it is of: it is of the class whose own state ha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Protocol, cast, runtime_checkable
 
 from ucp.contract.registry import run_extras
+from ucp.contract.run_extras import LR_SCHEDULER, SchedulerState, scheduler_states, schedulers_in
 from ucp.core.index import Extra, Index
 from ucp.errors import UsageError
 from ucp.live.match.findings import Findings
@@ -34,45 +36,56 @@ _COMPANION = re.compile(r"companion/(scheduler(_\d+)?\.(pt|bin)|meta\.pt)")
 
 Examples: companion/scheduler.pt, companion/scheduler_1.bin, companion/meta.pt.
 """
+_CALLED = (LR_SCHEDULER, "lr_schedulers", "scheduler")
+"""Names of extras that are taken for schedulers, whatever entries they have: of classes that frameworks do not have."""
 _PART = "_schedulers"
 """Entry of a scheduler that is made of others."""
 
 
 def scheduler_state(
-    index: Index, scheduler: object, read: Callable[[Extra], object], findings: Findings
-) -> tuple[str, dict[str, object]] | None:
-    """The extra that fits the scheduler, and its state; None, with a problem, where none or several do.
+    index: Index, scheduler: object, read: Callable[[Extra], object], findings: Findings, *, key: str | None = None
+) -> SchedulerState | None:
+    """The state in the checkpoint that fits the scheduler; None, with a problem, where none or several do.
 
-    Raises UsageError for what is no scheduler.
+    `key`: the one that the user chose. Raises UsageError for what is no scheduler.
     """
     if not isinstance(scheduler, Stateful):
         raise UsageError(f"expected a scheduler with state_dict and load_state_dict; got {type(scheduler).__name__}")
     live = scheduler.state_dict()
-    named = run_extras(index).schedulers
-    held = [own for own in index.extras if own.rank is None and (own.name in named or _COMPANION.fullmatch(own.name))]
-    saved = {extra.name: state for extra in held if (state := _state(read(extra), named)) is not None}
-    reasons = {name: "; ".join(_misfits(live, state)) for name, state in saved.items()}
-    fitting = {repr(saved[name]): name for name, reason in reasons.items() if not reason}
+    saved = {own.key: own for own in _saved_states(index, read)}
+    if key is not None:
+        saved = {own: state for own, state in saved.items() if own == key.replace("/", ".")}
+    reasons = {name: "; ".join(_misfits(live, own.state)) for name, own in saved.items()}
+    fitting = {repr(saved[name].state): name for name, reason in reasons.items() if not reason}
     if len(fitting) == 1:
         (name,) = fitting.values()
-        return name, saved[name]
-    why = "the checkpoint holds the state of none"
+        return saved[name]
+    names = dict.fromkeys(extra.name for extra in index.extras)
+    why = f"the checkpoint holds the state of none{f' under {key}' if key else ''}"
+    why += f"; it holds {', '.join(names) or 'no extras'}"
     if fitting:
-        why = (
-            f"several states fit it: {', '.join(fitting.values())}. Load the right one with ucp.open(path).extra(NAME)"
-        )
+        why = f"several states fit it: {', '.join(fitting.values())}. Choose one with settings={{'scheduler': KEY}}"
     elif reasons:
         why = ", ".join(f"{name} is of another one ({reason})" for name, reason in reasons.items())
     findings.problems.append(f"scheduler {type(scheduler).__name__}: {why}")
     return None
 
 
-def _state(value: object, named: Sequence[str]) -> dict[str, object] | None:
-    if isinstance(value, dict):
-        value = next((value[name] for name in named if name in value), value)
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    return value if isinstance(value, dict) and all(isinstance(key, str) for key in value) else None
+def _saved_states(index: Index, read: Callable[[Extra], object]) -> Iterator[SchedulerState]:
+    """Every state of a scheduler in the checkpoint and in the files beside it, with its tensors read."""
+    known = scheduler_states(index)
+    for own in known:
+        state = read(Extra(name=own.key, value=own.state))
+        yield replace(own, state=cast("dict[str, object]", state))
+    seen = {own.extra for own in known}
+    called = {*_CALLED, run_extras(index).scheduler}
+    for extra in index.extras:
+        if extra.rank is None and extra.name not in seen and (extra.name in called or _COMPANION.fullmatch(extra.name)):
+            value = read(extra)
+            states = list(schedulers_in(extra.name, value))
+            if not states and isinstance(value, dict) and all(isinstance(entry, str) for entry in value):
+                states = [SchedulerState(extra=extra.name, path=(), state=value)]
+            yield from states
 
 
 def _misfits(live: Mapping[str, object], saved: Mapping[str, object]) -> Iterator[str]:

@@ -21,6 +21,7 @@ from ucp.conversion.options import (
     topology_of,
     type_path,
 )
+from ucp.conversion.source.run_state import SCHEDULER
 from ucp.conversion.source.zero_moments import ZeroMoments
 from ucp.core.dtypes import DType
 from ucp.core.index import DoubtKind
@@ -63,6 +64,8 @@ class LoadAsked:
     """How to bring the bytes."""
     experts: Experts | None = None
     """Who holds which experts."""
+    scheduler: str | None = None
+    """Key of the scheduler's state in the checkpoint, where the user chose one."""
 
     @classmethod
     def of(
@@ -94,9 +97,11 @@ class LoadAsked:
         mesh, path = _told(topology, checkpoint, rank, ranks)
         called = _Rename(rename) if callable(rename) else None
         rules = None if rename is None or callable(rename) else Path(_path(rename, "rename, or a function"))
+        said = dict(settings_of(settings or {}))
         return cls(
             path=path,
             mesh=mesh,
+            scheduler=said.pop(SCHEDULER, None),
             options=LoadOptions(
                 strict=strict,
                 rename=called,
@@ -106,7 +111,7 @@ class LoadAsked:
             names=NamesAsked(
                 naming=Naming.of(names, rules),
                 rename=called,
-                settings=settings_of(settings or {}),
+                settings=said,
                 source=SourceOptions.of(family, patterns, shapes_from),
             ),
             dtype=None if dtype is None else _dtype(dtype),
@@ -132,6 +137,7 @@ class LoadAsked:
             "names": known.naming,
             "rename": None if options.rename is None else "a function",
             "settings": known.settings,
+            "settings: scheduler": self.scheduler,
             "family, patterns, shapes_from": known.source,
             "dtype": self.dtype,
             "rank_extras": self.rank_extras,

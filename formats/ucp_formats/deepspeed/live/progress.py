@@ -11,6 +11,7 @@ from typing import cast
 
 from ucp.core.index import Index
 from ucp.live.match.findings import Findings
+from ucp.transfer.step_counts import shared_step
 from ucp_formats.deepspeed.config import RunConfig
 from ucp_formats.deepspeed.live.handles import Engine, LossScaleConfig
 from ucp_formats.deepspeed.write.optimizer.loss_scale import LossScale, read_loss_scale
@@ -37,13 +38,15 @@ def _counts(engine: Engine, index: Index, extras: Mapping[str, object]) -> tuple
         engine.global_samples = saved.get("global_samples", saved["global_steps"] * engine.train_batch_size())
         engine.skipped_steps = saved.get("skipped_steps", 0)
         return "steps and samples of the engine", ""
-    if index.step is None:
+    step, origin = index.step, "the step of the checkpoint"
+    if step is None:
+        step, origin = shared_step(index), "which the optimizer in the checkpoint counts for every parameter"
+    if step is None:
         return "", f"engine.global_steps stays {engine.global_steps}: the checkpoint does not say its step"
-    engine.global_steps = index.step
-    engine.global_samples = index.step * engine.train_batch_size()
+    engine.global_steps = step
+    engine.global_samples = step * engine.train_batch_size()
     return "", (
-        f"engine.global_steps is {index.step}, the step of the checkpoint; engine.global_samples was made of it and "
-        "the batch size of this run"
+        f"engine.global_steps is {step}, {origin}; engine.global_samples was made of it and the batch size of this run"
     )
 
 

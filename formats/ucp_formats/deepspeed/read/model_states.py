@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ucp.contract.run_extras import is_module_state
 from ucp.core.tensor import TensorRef
 from ucp.errors import UnsupportedError
 from ucp.io.pickle.fields import Shape, integer, mapping, sequence, shapes, tensor, text
@@ -17,9 +18,6 @@ __all__ = ["EMPTY_SHAPES", "ModelStates", "SavedModule", "shapes_by_group"]
 
 EMPTY_SHAPES = "empty_param_shapes"
 """Key of ucp's own, ignored by DeepSpeed: shapes of parameters without elements, where stage 3 records them nowhere."""
-
-_EXTRA_STATE = "_extra_state"
-"""Last part of a name under which a module keeps anything it likes (torch.nn.Module.get_extra_state)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +38,12 @@ class SavedModule:
         others: dict[str, object] = {}
         for key, value in mapping(saved, where).items():
             name = text(key, f"a name in {where}")
-            if isinstance(value, dict):
+            if isinstance(value, dict) and not is_module_state(name):
                 raise UnsupportedError(
                     f"expected tensors by name in {where}; {name!r} is a dict of its own. Such a state_dict is built "
                     "by the training script, and only it knows the names of the parameters"
                 )
-            if isinstance(value, TensorRef) and name.rpartition(".")[2] != _EXTRA_STATE:
+            if isinstance(value, TensorRef) and not is_module_state(name):
                 tensors[name] = value
             else:
                 others[name] = value

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ucp.contract.rank_extras import Checksums, per_rank_extras
+from ucp.contract.run_extras import MODULE_STATE
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Stored
 from ucp.core.index import Extra, Kind
@@ -78,7 +79,7 @@ def read_module(
     others = {rank: module_of(own).others for rank, own in models.items()}
     for key in dict.fromkeys(key for own in others.values() for key in own):
         values = {rank: own[key] for rank, own in others.items() if key in own}
-        part.extras += per_rank_extras(f"module/{key}", values, checksums)
+        part.extras += per_rank_extras(f"{MODULE_STATE}{key}", values, checksums)
     if model.buffers is None:
         part.notes.append("the checkpoint does not say which tensors are buffers: those count as frozen parameters")
     if sharded:

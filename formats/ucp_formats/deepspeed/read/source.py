@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ucp.contract.protocols import Evidence, Format, SourceOptions
-from ucp.contract.run_extras import LossScale, RunExtras
+from ucp.contract.run_extras import LR_SCHEDULER, LossScale, RunExtras
 from ucp.core.index import Index
 from ucp_formats.deepspeed.locate import locate_native, saved_as, the_folder
 
@@ -19,7 +19,7 @@ def _scale(index: Index) -> LossScale | None:
     return deepspeed_scale(index)
 
 
-RUN = RunExtras(scale=_scale)
+RUN = RunExtras(scheduler=LR_SCHEDULER, scale=_scale)
 """What a run of DeepSpeed goes on with, in either of its formats."""
 
 

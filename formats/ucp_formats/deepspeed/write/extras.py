@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ucp.contract.companions import is_companion
+from ucp.contract.run_extras import MODULE_STATE
 from ucp.core.index import TAG, Index
 from ucp_formats.deepspeed.read.extras import UNSTEPPED
 
@@ -31,7 +32,7 @@ _PLACED = _PER_OPTIMIZER_FILE | {
     UNSTEPPED,
 }
 """Extras that have a place in DeepSpeed's files."""
-_PLACED_BELOW = ("client_state/", "module/", "buffer/")
+_PLACED_BELOW = ("client_state/", MODULE_STATE, "buffer/")
 """Prefixes of more of them."""
 
 
@@ -78,7 +79,7 @@ class CarriedExtras:
         """What the training script saved of its own, by key."""
         return {**self.mapping("client_state", rank), **dict(self.below("client_state/", rank))}
 
-    def notes(self) -> tuple[str, ...]:
+    def left_behind(self) -> tuple[str, ...]:
         """What of the extras does not go into the target, one line per reason."""
         lines = []
         lost = sorted({name for name, rank in self._own if rank > 0 and not self._keeps_own(name)})
@@ -87,7 +88,7 @@ class CarriedExtras:
             lines.append(f"values of single ranks are left out, as {why} (rank 0's are kept): {', '.join(lost)}")
         foreign = sorted(name for name in self._names() if name not in _PLACED and not name.startswith(_PLACED_BELOW))
         if foreign:
-            lines.append(f"DeepSpeed's files have no place for these extras, left out: {', '.join(foreign)}")
+            lines.append(f"DeepSpeed's files have no place for these extras: {', '.join(foreign)}")
         return tuple(lines)
 
     def _names(self) -> list[str]:

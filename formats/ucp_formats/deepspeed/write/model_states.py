@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
+from ucp.contract.run_extras import MODULE_STATE
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.names import WEIGHT
@@ -69,7 +70,7 @@ def placeholders(draft: AtomDraft, facts: RunFacts, rank: int) -> Module:
 def _with_rest(draft: AtomDraft, facts: RunFacts, module: Module, rank: int) -> Module:
     """Tied names, entries that are no tensors, and the versions of the modules, which torch keeps as an attribute."""
     module.update({alias: module[name] for alias, name in facts.index.aliases.items() if name in module})
-    module.update((name, draft.carried(value)) for name, value in facts.extras.below("module/", rank))
+    module.update((name, draft.carried(value)) for name, value in facts.extras.below(MODULE_STATE, rank))
     metadata = facts.extras.get("module_metadata")
     if metadata is not None:
         vars(module)["_metadata"] = metadata

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from ucp.contract.companions import place_companions
 from ucp.contract.protocols import Target
+from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.core.index import Index
 from ucp.core.names import WEIGHT
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
@@ -50,6 +51,8 @@ class DeepSpeedTarget(Target):
 
     name = "deepspeed"
     settings = SETTINGS
+    resumes = True
+    scheduler = LR_SCHEDULER
 
     def takes_family(self, topology: Topology | None) -> bool:
         """Over several tensor-parallel ranks, whose cuts it says."""
@@ -72,11 +75,9 @@ class DeepSpeedTarget(Target):
         check_stepped(facts, groups, flat=flat)
         drafted, notes = _files(facts, wanted, stage_settings(options.settings))
         lost = native_notes(groups, stage=stage, flat=flat, precision=facts.precision)
-        plan = target_plan(
-            index, list(drafted), notes=(*facts.rules_notes, *facts.extras.notes(), *notes, *lost), topology=wanted
-        )
+        plan = target_plan(index, list(drafted), notes=(*facts.rules_notes, *notes, *lost), topology=wanted)
         zeros = filled_with_zeros(groups) if flat else {}
-        plan = replace(plan, casts=(*plan.casts, *step_casts(groups)), zeros=zeros)
+        plan = replace(plan, casts=(*plan.casts, *step_casts(groups)), zeros=zeros, dropped=facts.extras.left_behind())
         plan = place_companions(index, plan, own=(LATEST,))
         return plan if groups else _without_states(plan, index)
 
@@ -106,7 +107,7 @@ def _without_states(plan: TargetPlan, index: Index) -> TargetPlan:
     lost = {name: states for name, states in lost.items() if states}
     names = ", ".join(dict.fromkeys(state for states in lost.values() for state in sorted(states)))
     line = f"{names} of {counted(len(lost), 'parameter')}: no trained parameter is in an optimizer group of the source"
-    return replace(plan, lost=lost, dropped=(*plan.dropped, line)) if lost else plan
+    return replace(plan, lost=lost, dropped=(line, *plan.dropped)) if lost else plan
 
 
 def _wanted(index: Index, topology: Topology | None, options: TargetOptions) -> Topology:

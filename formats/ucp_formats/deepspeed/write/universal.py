@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from ucp.contract.companions import place_companions
 from ucp.contract.protocols import Target
+from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.core.index import Index, Kind
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
@@ -68,6 +69,8 @@ class DeepSpeedUniversalTarget(Target):
 
     name = "deepspeed-universal"
     settings = SETTINGS
+    resumes = True
+    scheduler = LR_SCHEDULER
 
     def takes_family(self, topology: Topology | None) -> bool:
         """Over several tensor-parallel ranks, whose cuts it says."""
@@ -110,13 +113,17 @@ class DeepSpeedUniversalTarget(Target):
         ]
         notes = (
             *facts.rules_notes,
-            *facts.extras.notes(),
             *group_notes(groups),
             *step_notes(groups),
             *_limits(facts, groups),
         )
         plan = target_plan(index, drafted, notes=notes)
-        plan = replace(plan, casts=(*plan.casts, *step_casts(groups)), zeros=filled_with_zeros(groups))
+        plan = replace(
+            plan,
+            casts=(*plan.casts, *step_casts(groups)),
+            zeros=filled_with_zeros(groups),
+            dropped=facts.extras.left_behind(),
+        )
         return place_companions(index, plan, own=(LATEST, LATEST_UNIVERSAL))
 
     def seal(

@@ -19,7 +19,7 @@ from ucp_formats.megatron.write.division import division_notes
 from ucp_formats.megatron.write.groups import OptimizerGroup
 from ucp_formats.megatron.write.run import TargetRun, experts_apart
 
-__all__ = ["common_state", "consumed_samples", "extra_notes", "lost_lines", "lost_states"]
+__all__ = ["common_state", "consumed_samples", "extra_notes", "lost_extras", "lost_lines", "lost_states"]
 
 _SCHEDULER = "opt_param_scheduler"
 _CARRIED = (_SCHEDULER, "num_floating_point_operations_so_far", "checkpoint_version")
@@ -28,6 +28,7 @@ _REPLACED = ("args", "iteration", "content_metadata", "optimizer", "client_state
 """Extras that are written anew."""
 _OF_A_LAYOUT = ("rerun_state_machine", "rerun_state_machine_state")
 """Extras that mean nothing to another run, and Megatron does without."""
+_WITHOUT_RANDOM = "start the run with --no-load-rng, or Megatron stops"
 _CONVOLUTION = ".mixer.conv1d.weight"
 _VERSION = 3.0
 """`checkpoint_version`: the order of rows in fused attention."""
@@ -69,22 +70,11 @@ def consumed_samples(index: Index, arguments: Mapping[str, object]) -> int | Non
 
 
 def extra_notes(run: TargetRun) -> Iterator[str]:
-    """What of the source's extras is not in the files, or not as it was."""
-    names = list(dict.fromkeys(extra.name for extra in run.index.extras if not is_companion(extra)))
-    random = [name for name in names if name.partition("/")[0] == "rng_state"]
-    yield from _random_notes(run, found=bool(random))
-    known = {*_CARRIED, *_REPLACED, *random}
-    placed = ("optimizer/", "extra_state/")
-    lost = [
-        name
-        for name in names
-        if name not in known and name.partition("/")[0] not in _OF_A_LAYOUT and not name.startswith(placed)
-    ]
-    if lost:
-        yield f"Megatron's files have no place for these extras, left out: {', '.join(sorted(lost))}"
+    """What a run has to know of what is written beside tensors."""
+    names = _names(run)
+    if run.is_legacy and not run.random and not any(map(_is_random, names)):
+        yield f"random states of Megatron are not in the source: {_WITHOUT_RANDOM}"
     yield from _model_notes(run)
-    if any(name.startswith("extra_state/") for name in names):
-        yield "states that modules keep of their own (FP8 scales) are left out: the run starts them anew"
     if run.chain and _SCHEDULER not in names:
         samples = run.arguments.get("consumed_train_samples")
         seen = f"{samples} samples" if samples else "no sample (say so with --set consumed_train_samples=N)"
@@ -94,13 +84,32 @@ def extra_notes(run: TargetRun) -> Iterator[str]:
         )
 
 
-def _random_notes(run: TargetRun, *, found: bool) -> Iterator[str]:
-    """That random states are not in the files, and how a run does without; `found`: whether the source has some."""
-    if run.random or not (found or run.is_legacy):
-        return
-    why = "are left out, as they belong to the layout of the source" if found else "of Megatron are not in the source"
-    drawn = "the run draws new ones, also without --no-load-rng"
-    yield f"random states {why}: {'start the run with --no-load-rng, or Megatron stops' if run.is_legacy else drawn}"
+def lost_extras(run: TargetRun) -> Iterator[str]:
+    """What of the source's extras is not in the files."""
+    names = _names(run)
+    random = [name for name in names if _is_random(name)]
+    if random and not run.random:
+        drawn = _WITHOUT_RANDOM if run.is_legacy else "the run draws new ones, also without --no-load-rng"
+        yield f"random states, which belong to the layout of the source: {drawn}"
+    known = {*_CARRIED, *_REPLACED, *random}
+    placed = ("optimizer/", "extra_state/")
+    lost = [
+        name
+        for name in names
+        if name not in known and name.partition("/")[0] not in _OF_A_LAYOUT and not name.startswith(placed)
+    ]
+    if lost:
+        yield f"Megatron's files have no place for these extras: {', '.join(sorted(lost))}"
+    if any(name.startswith("extra_state/") for name in names):
+        yield "states that modules keep of their own (FP8 scales): the run starts them anew"
+
+
+def _names(run: TargetRun) -> list[str]:
+    return list(dict.fromkeys(extra.name for extra in run.index.extras if not is_companion(extra)))
+
+
+def _is_random(name: str) -> bool:
+    return name.partition("/")[0] == "rng_state"
 
 
 def _expert_optimizer(run: TargetRun) -> str:

@@ -33,7 +33,14 @@ from ucp_formats.megatron.write.arguments.configured import configured, scaling_
 from ucp_formats.megatron.write.arguments.derived import derived_arguments
 from ucp_formats.megatron.write.arguments.settings import SETTINGS, check_asked, check_settings
 from ucp_formats.megatron.write.division import check_division
-from ucp_formats.megatron.write.extras import common_state, consumed_samples, extra_notes, lost_lines, lost_states
+from ucp_formats.megatron.write.extras import (
+    common_state,
+    consumed_samples,
+    extra_notes,
+    lost_extras,
+    lost_lines,
+    lost_states,
+)
 from ucp_formats.megatron.write.groups import check_members, is_native, optimizer_chain
 from ucp_formats.megatron.write.legacy.files import legacy_places, plan_legacy
 from ucp_formats.megatron.write.model import Model, check_layers, target_model
@@ -71,6 +78,7 @@ class MegatronTarget(Target):
 
     name = "megatron"
     settings = SETTINGS
+    resumes = True
     layouts = _LAYOUTS
 
     names = CANONICAL
@@ -110,7 +118,7 @@ class MegatronTarget(Target):
             plan,
             casts=(*plan.casts, *_step_casts(index, run)),
             lost=lost,
-            dropped=lost_lines(run, lost, plan.placements),
+            dropped=(*lost_lines(run, lost, plan.placements), *lost_extras(run)),
             regrouped=not is_native(index),
         )
         return place_companions(index, plan, own=(TRACKER,))

@@ -9,12 +9,13 @@ everything else stays the value it was, an extra.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
 from ucp.contract.rank_extras import Checksums, per_rank_extras
+from ucp.contract.run_extras import MODULE_STATE, is_module_state
 from ucp.core.index import Extra
 from ucp.core.pickle_values import Stub
 from ucp.core.tensor import TensorRef
@@ -22,7 +23,7 @@ from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.io.pickle.fields import described
 from ucp_formats.torch.files.joined import is_tensor, join, shape_of, unread_kind
 from ucp_formats.torch.files.parts import part_of
-from ucp_formats.torch.model_dict import FLAT, Path, Wanted, is_called_model, model_path
+from ucp_formats.torch.model_dict import FLAT, Path, Wanted, is_called_model, model_naming, model_path
 from ucp_formats.torch.state_dict import Leaf
 
 __all__ = ["Ranked", "Tree", "leaves_of", "pickled_objects"]
@@ -143,6 +144,7 @@ class _Walk:
         self._optimizer_paths = optimizers
         self._checksums = checksums
         self._has_flat = False
+        self._naming: Callable[[str], str] = str
         self._model: list[Leaf] = []
         self._states: list[tuple[Path, Ranked]] = []
         self._values: list[Leaf] = []
@@ -153,7 +155,10 @@ class _Walk:
     def go(self, path: Path, values: Ranked) -> None:
         """Take the values at `path`: apart where an entry of model or optimizer lies below, else as they are."""
         is_tensors = all(map(is_tensor, values.values()))
-        if any(path[: len(root)] == root and path != root for root in self._optimizer_paths):
+        if path[:-1] == self._model_path and path and is_module_state(path[-1]):
+            name = f"{MODULE_STATE}{self._naming(str(path[-1]))}"
+            self._extras += per_rank_extras(name, values, self._checksums)
+        elif any(path[: len(root)] == root and path != root for root in self._optimizer_paths):
             self._in_optimizer(path, values, is_tensors=is_tensors)
         elif is_tensors and path[:-1] == self._model_path:
             is_stretch = self._has_flat and all(isinstance(own, TensorRef) for own in values.values())
@@ -167,8 +172,12 @@ class _Walk:
 
     def _below(self, path: Path, values: Ranked) -> None:
         if path == self._model_path:
-            self._has_flat = any(str(key).endswith(FLAT) for key, _ in _entries(next(iter(values.values()))))
+            keys = [str(key) for key, own in _entries(next(iter(values.values()))) if is_tensor(own)]
+            self._has_flat = any(key.endswith(FLAT) for key in keys)
+            self._naming = model_naming(keys)
         entries = {rank: dict(_entries(own)) for rank, own in values.items()}
+        if _GROUPS in path:
+            self._check_same_keys(path, entries)
         for key in dict.fromkeys(key for own in entries.values() for key in own):
             self.go((*path, key), {rank: own[key] for rank, own in entries.items() if key in own})
 
@@ -184,6 +193,16 @@ class _Walk:
     def _tensor(self, path: Path, values: Ranked) -> Leaf:
         joined = join(values, _shown(path))
         return Leaf(path, joined.shape, joined, joined.form, joined.storage, is_place=True)
+
+    def _check_same_keys(self, path: Path, entries: Mapping[int, Mapping[object, object]]) -> None:
+        """Raise MalformedError for a group or a setting of the optimizer that some ranks have and others lack."""
+        (first, keys), *others = ((rank, own.keys()) for rank, own in entries.items())
+        for rank, own in others:
+            if odd := sorted(map(str, own ^ keys)):
+                raise MalformedError(
+                    f"expected the same entries of {_shown(path)} on all ranks; of ranks {first} and {rank} only one "
+                    f"has {', '.join(odd)}. The files are of different runs, or of different steps"
+                )
 
     def _common(self, path: Path, values: Ranked) -> object:
         """The value that all ranks have."""

@@ -34,14 +34,13 @@ from ucp_formats.torch.files.locate import Located, is_of_the_format, locate, th
 from ucp_formats.torch.files.names import Item, item_of_rank
 from ucp_formats.torch.files.shapes import shapes_from
 from ucp_formats.torch.files.weights import Weights, read_weights
-from ucp_formats.torch.locate import step_in
+from ucp_formats.torch.locate import STEP_KEYS, step_in
 from ucp_formats.torch.model_dict import Path as TreePath
 from ucp_formats.torch.model_dict import aside_text
 from ucp_formats.torch.state_dict import Leaf, Parts, number_of, sorted_out
 
 __all__ = ["TorchFormat"]
 
-_STEPS = ("step", "global_step", "iteration", "iter_num")
 _PATHS: Mapping[Item, TreePath] = {"model": ("model",), "optimizer": ("optimizer",), "others": (), "all": ()}
 """Where the value of a file stands in the state dict of the whole checkpoint."""
 
@@ -194,9 +193,12 @@ class _Reading:
 
     def _step(self) -> int | None:
         extras = {own.name: own.value for own in self._tree.extras}
-        for key in _STEPS:
-            if isinstance(found := extras.get(key), int) and not isinstance(found, bool):
-                return found
+        around = self._saved.root[:-1]  # dicts that the model lies in
+        for depth in range(len(around) + 1):
+            for key in STEP_KEYS:
+                found = extras.get("/".join(map(str, (*around[:depth], key))))
+                if isinstance(found, int) and not isinstance(found, bool):
+                    return found
         named = [path_of(self._folder)] if self._located.root.is_dir() else [Path(self._located.root.stem)]
         named += [path_of(self._folder).parent] if self._located.ranks > 1 else []
         return next((step for own in named if (step := step_in(own.name)) is not None), None)

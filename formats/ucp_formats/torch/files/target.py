@@ -11,9 +11,11 @@ names; others ignore it). Names that are tied are views of one storage.
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 
 from ucp.contract.companions import is_companion, place_companions
 from ucp.contract.protocols import Target
+from ucp.contract.run_extras import LR_SCHEDULER, MODULE_STATE
 from ucp.core.index import AtomIndex, Extra, Index, check_weights
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.pickle_values import GlobalName, Stub
@@ -46,6 +48,9 @@ class TorchTarget(Target):
 
     name = "torch"
     settings = _SETTINGS
+    resumes = True
+    scheduler = LR_SCHEDULER
+    keeps_extras_of = ("torch", "dcp")
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """The one file. Raises UsageError, MissingStateError."""
@@ -55,6 +60,7 @@ class TorchTarget(Target):
             draft = _Drafting(index, options, prober)
             root = draft.root()
         plan = target_plan(index, [draft.file.finish(root)], notes=draft.notes)
+        plan = replace(plan, dropped=draft.dropped())
         return place_companions(index, draft.counts.told(plan))
 
 
@@ -74,6 +80,7 @@ class _Drafting:
         self.counts = Counts(index, prober)
         self.file = FileDraft(NAME)
         self.notes: list[str] = []
+        self._left: list[str] = []
 
     def root(self) -> dict[object, object]:
         """What the file holds."""
@@ -119,18 +126,23 @@ class _Drafting:
 
     def _add_extras(self, root: dict[object, object]) -> None:
         """Extras of torch's own checkpoints; of others the scheduler, where it is plain values."""
-        is_ours = (self._index.origin or self._index.format) in ("torch", "dcp")
+        is_ours = (self._index.origin or self._index.format) in TorchTarget.keeps_extras_of
         of_ranks = {own.name for own in self._index.extras if own.rank is not None}
-        left = []
         for extra in (own for own in self._index.extras if not is_companion(own)):
-            is_kept = is_ours or (extra.name == "lr_scheduler" and isinstance(extra.value, dict))
-            if extra.name not in of_ranks and is_kept and extra.name not in root and _is_plain(extra):
+            is_kept = is_ours or (extra.name == LR_SCHEDULER and isinstance(extra.value, dict))
+            module = root["model"]
+            assert isinstance(module, dict)
+            if extra.name.startswith(MODULE_STATE) and extra.name not in of_ranks and _is_plain(extra):
+                module[extra.name.removeprefix(MODULE_STATE)] = self.file.carried(extra.value)
+            elif extra.name not in of_ranks and is_kept and extra.name not in root and _is_plain(extra):
                 root[extra.name] = self.file.carried(extra.value)
             elif extra.name != STEP:
-                left.append(extra.name)
-        if left:
-            names = ", ".join(sorted(set(left)))
-            self.notes.append(f"of other ranks, of another framework, or of classes: extras left out: {names}")
+                self._left.append(extra.name)
+
+    def dropped(self) -> tuple[str, ...]:
+        """Extras that are not written."""
+        names = ", ".join(sorted(set(self._left)))
+        return (f"extras of other ranks, of another framework, or of classes: {names}",) if names else ()
 
 
 def _is_plain(extra: Extra) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ucp.contract.scalars import number_state
-from ucp.conversion.source.zero_moments import ZeroMoments, check_moments, moments_note
+from ucp.conversion.source.zero_moments import ZeroMoments, before_first_step, check_moments, moments_note
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, ParamGroup
 from ucp.errors import MalformedError
@@ -163,3 +163,31 @@ def test_a_file_that_is_gone_is_for_others_to_tell(made, tmp_path):
         (tmp_path / path).unlink()
     check_moments(index, ZeroMoments.ERROR)
     assert moments_note(index) is None
+
+
+def test_a_moment_that_cannot_be_read_is_no_proof(made, tmp_path):
+    """Before, one unreadable window counted as a moment that is not zero, and the rest was not looked at."""
+    index = made(exp_avg=ZEROS, exp_avg_sq=ZEROS)
+    state = index.atoms["a"].states["exp_avg"]
+    (piece,) = state.fragments
+    lost = replace(piece, ref=replace(piece.ref, path=str(tmp_path / "lost")))
+    states = {**index.atoms["a"].states, "exp_avg": replace(state, fragments=(lost,))}
+    index = replace(index, atoms={**index.atoms, "a": replace(index.atoms["a"], states=states)})
+    assert moments_note(index) is not None
+    with pytest.raises(MalformedError, match="every element"):
+        check_moments(index, ZeroMoments.ERROR)
+
+
+def test_an_optimizer_that_was_made_to_be_saved_is_at_step_0(made):
+    """As get_state_dict of torch makes it: one step with gradients of zero."""
+    index = before_first_step(replace(made(step=1, exp_avg=ZEROS, exp_avg_sq=ZEROS), step=None))
+    assert index.step == 0
+    assert "has not stepped yet" in index.notes[-1]
+    assert moments_note(index) is None
+    check_moments(index, ZeroMoments.ERROR)
+
+
+@pytest.mark.parametrize(("run", "counted", "moments"), [(1000, 1, ZEROS), (None, 2, ZEROS), (None, 1, spike(5))])
+def test_a_later_step_or_a_moment_that_holds_something_is_none_before_the_first(made, run, counted, moments):
+    index = replace(made(step=counted, exp_avg=moments, exp_avg_sq=moments), step=run)
+    assert before_first_step(index) is index

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
+from ucp.contract.run_extras import MODULE_STATE
 from ucp.core.names import WEIGHT
 from ucp.io.torch_file.draft import Drafted
 from ucp_formats.deepspeed.write.pipeline.layers import Pipeline
@@ -23,7 +24,7 @@ def layer_files(facts: RunFacts, pipeline: Pipeline) -> Iterator[Drafted]:
         for name, atom in facts.index.atoms.items():
             if name.startswith(start):
                 layer[name.removeprefix(start)] = draft.whole(name, WEIGHT, facts.module_dtype(atom))
-        for name, value in facts.extras.below("module/"):
+        for name, value in facts.extras.below(MODULE_STATE):
             if name.startswith(start):
                 layer[name.removeprefix(start)] = draft.carried(value)
         own = _versions(versions, start)

@@ -531,7 +531,7 @@ def test_extras_are_where_the_engine_reads_them(source: Make, write: Make) -> No
         assert model["ema"][0].tolist() == flat(made, ["gate"], "weight")
         assert model["ds_config"]["zero_optimization"] == {"stage": 3, "overlap_comm": True}
     assert written.load(optim(0))["optimizer_state_dict"]["overflow"] is True
-    assert any("torchrun_log" in note for note in written.plan.notes)
+    assert any("torchrun_log" in line for line in written.plan.dropped)
 
 
 def test_values_of_single_ranks_come_back_when_the_ranks_are_as_many(source: Make, write: Make) -> None:
@@ -544,7 +544,7 @@ def test_values_of_single_ranks_come_back_when_the_ranks_are_as_many(source: Mak
     assert (same.load(path)["epoch"], same.load(path)["seed"]) == (4, 1)
     other = write(source(extras=extras, topology=Topology(dp=2, zero=3)), TARGET, Topology(dp=3, zero=3))
     assert "seed" not in other.load(path)
-    assert any("values of single ranks" in note and "client_state" in note for note in other.plan.notes)
+    assert any("values of single ranks" in line and "client_state" in line for line in other.plan.dropped)
 
 
 def test_without_a_known_gradient_clipping_the_engine_keeps_its_own(source: Make, write: Make) -> None:
@@ -637,7 +637,7 @@ def test_buffers_of_single_ranks_go_to_the_files_of_those_ranks(source: Make, wr
     assert means[0].tolist() == flat(made, ["mean"], "weight")
     assert means[1].tolist() == flat(made, ["bias"], "weight")[:2]
     narrowed = write(made, TARGET, Topology(dp=2, zero=1))
-    assert any("buffer/mean" in note for note in narrowed.plan.notes)
+    assert any("buffer/mean" in line for line in narrowed.plan.dropped)
 
 
 def test_what_a_module_keeps_beside_tensors_is_in_the_module_again(source: Make, write: Make) -> None:

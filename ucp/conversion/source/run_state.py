@@ -1,0 +1,109 @@
+"""Step and scheduler of a run, where a source does not keep them under names that a target's framework looks for.
+
+A script of torch saves the state of its scheduler under any key, and often no step. The scheduler is recognised by its
+entries (`ucp.contract.run_extras`) and written where the framework loads it from; the step is the one that the
+optimizer counts for every parameter. What is ambiguous is left to the user (`--set scheduler=KEY`, `--set step=N`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ucp.contract.protocols import Target
+from ucp.contract.registry import run_extras
+from ucp.contract.run_extras import LR_SCHEDULER, SchedulerState, scheduler_states
+from ucp.contract.value_diff import differing_values
+from ucp.core.index import Extra, Index
+from ucp.core.names import STEP
+from ucp.errors import UsageError
+from ucp.transfer.step_counts import step_counts
+
+__all__ = ["RUN_SETTINGS", "SCHEDULER", "with_run_state"]
+
+SCHEDULER = "scheduler"
+"""Setting: key of the scheduler's state in the source."""
+RUN_SETTINGS = (SCHEDULER, STEP)
+"""Settings that a target takes whose framework resumes a run."""
+
+
+def with_run_state(index: Index, chosen: Target, settings: Mapping[str, str]) -> tuple[Index, Mapping[str, str]]:
+    """`index` with its step and scheduler where `chosen` looks for them, and the settings that are left.
+
+    Raises UsageError for a setting that does not fit the source.
+    """
+    if not chosen.resumes:
+        return index, settings
+    others = {name: text for name, text in settings.items() if name not in RUN_SETTINGS}
+    index = _with_step(index, settings.get(STEP))
+    return _with_scheduler(index, chosen, settings.get(SCHEDULER)), others
+
+
+def _with_step(index: Index, asked: str | None) -> Index:
+    if asked is not None:
+        if not (asked.isascii() and asked.isdecimal()):
+            raise UsageError(f"expected --set {STEP} as a whole number; got {asked}")
+        if index.step is not None and index.step != int(asked):
+            raise UsageError(
+                f"{index.path} says in its files or its name that its step is {index.step}: drop --set {STEP}={asked}"
+            )
+        return replace(index, step=int(asked))
+    counts = [] if index.step is not None else step_counts(index)
+    if not any(counts):
+        return index
+    if len(counts) == 1 and counts[0].is_integer():
+        step = int(counts[0])
+        note = f"the source records no step: {step} is taken, which the optimizer counts for every parameter"
+        return replace(index, step=step, notes=(*index.notes, f"{note} (--set {STEP}=N says another)"))
+    line = (
+        f"the source records no step, and the optimizer counts from {counts[0]:g} to {counts[-1]:g} for its "
+        f"parameters: the run counts from 0, unless --set {STEP}=N says its step"
+    )
+    return replace(index, dropped=(*index.dropped, line))
+
+
+def _with_scheduler(index: Index, chosen: Target, asked: str | None) -> Index:
+    """`index` with the scheduler's state as `LR_SCHEDULER`; a line under `dropped` where several could be it."""
+    if asked is None and (chosen.scheduler is None or _has_its_place(index)):
+        return index
+    if chosen.scheduler is None:
+        raise UsageError(f"{chosen.name} loads schedulers of its own only: drop --set {SCHEDULER}={asked}")
+    known = {own.key: own for own in scheduler_states(index)}
+    if asked is not None and asked.replace("/", ".") not in known:
+        raise UsageError(
+            f"expected the key of a scheduler's state in {index.path} (--set {SCHEDULER}=KEY); got {asked}. It has "
+            f"{', '.join(known) or 'none'}"
+        )
+    wanted = known.values() if asked is None else [known[asked.replace("/", ".")]]
+    different: list[SchedulerState] = []
+    for own in wanted:
+        if all(any(True for _ in differing_values(own.state, other.state)) for other in different):
+            different.append(own)
+    if len(different) > 1:
+        line = (
+            f"schedulers {', '.join(known)}: none is written as {chosen.scheduler}, as nothing says which the run goes "
+            f"on with. Choose one with --set {SCHEDULER}=KEY"
+        )
+        return replace(index, dropped=(*index.dropped, line))
+    return _moved(index, different[0], chosen) if different else index
+
+
+def _has_its_place(index: Index) -> bool:
+    """Whether the source keeps a scheduler where frameworks look, or its framework has a place for one."""
+    has_one = any(extra.name == LR_SCHEDULER and isinstance(extra.value, dict) for extra in index.extras)
+    return has_one or run_extras(index).scheduler is not None
+
+
+def _moved(index: Index, found: SchedulerState, chosen: Target) -> Index:
+    """`index` with a state as the extra that the target writes; it stays where it was, too, for scripts of its own."""
+    assert chosen.scheduler is not None
+    if found.key == chosen.scheduler:
+        return index
+    keeps = (index.origin or index.format) in chosen.keeps_extras_of
+    extras: list[Extra] = [Extra(name=chosen.scheduler, value=found.state)]
+    for extra in index.extras:
+        rest = found.taken_out_of(extra) if extra.name == found.extra and not keeps else extra
+        if rest is not None and rest.name != chosen.scheduler:
+            extras.append(rest)
+    note = f"the scheduler's state, {found.key} in the source, is written as {chosen.scheduler}"
+    return replace(index, extras=tuple(extras), notes=(*index.notes, note))
