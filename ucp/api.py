@@ -155,7 +155,7 @@ def convert(
         a run can start from a published model. `settings` takes its lr, beta1, beta2, eps and weight_decay.
     accept
         Doubts about the files of `src` to ignore: "equal-ranks" (files of two ranks are copies of one another),
-        "missing-layers" (a pipeline layer has no file).
+        "missing-layers" (a pipeline layer has no file), "config" (config.json is that of another model).
     tag
         Name to save under, for deepspeed and deepspeed-universal (and kept in atoms); by default that of `src`.
     companions

@@ -185,6 +185,8 @@ class DoubtKind(StrEnum):
     """Files of two ranks, which hold other parts of the model, have the same bytes."""
     MISSING_LAYERS = "missing-layers"
     """A layer of a pipeline has no file, as happens to layers of some models."""
+    CONFIG = "config"
+    """The configuration of the model beside the tensors is that of another one."""
 
     @classmethod
     def accepted(cls, asked: Iterable[str]) -> frozenset[DoubtKind]:

@@ -22,18 +22,20 @@ from ucp.contract.protocols import Evidence, Format
 from ucp.contract.registry import choose_family
 from ucp.core.dtypes import DType
 from ucp.core.fragments import with_copies
-from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
+from ucp.core.index import AtomIndex, Doubt, DoubtKind, Extra, Index, Kind, SourceFile, StateIndex
 from ucp.core.names import WEIGHT
 from ucp.core.topology import Topology
-from ucp.errors import FamilyError, MalformedError, UnsupportedError
+from ucp.errors import FamilyError, MalformedError, UnsupportedError, listed
+from ucp.families.family import Family
 from ucp.io.folder import absolute, path_of
 from ucp.io.identity import source_file
+from ucp_formats.huggingface.config import ModelConfig, config_conflicts
 from ucp_formats.huggingface.locate import Form, Located, is_weights, locate, the_model
 from ucp_formats.huggingface.names import CONFIG
 from ucp_formats.huggingface.ties import second_names
 from ucp_formats.huggingface.weights import SavedTensor, Weights, read_weights
 
-__all__ = ["HuggingFaceFormat", "buffers_of"]
+__all__ = ["HuggingFaceFormat", "buffers_of", "find_family"]
 
 _TRAINER_STATE = "trainer_state.json"
 _STEP = re.compile(r"checkpoint-(\d+)")
@@ -89,7 +91,9 @@ class _Reading:
         root = absolute(self.located.root)
         tensors = self._untied()
         order = self._order(tensors)
-        buffers = buffers_of({name: (_dtype(own), own.shape) for name, own in tensors.items()}, self.config)
+        shapes = {name: own.shape for name, own in tensors.items()}
+        family = find_family(shapes, self.config)
+        buffers = buffers_of({name: (_dtype(own), own.shape) for name, own in tensors.items()}, family)
         path = os.path.join(root, self.located.files[0]) if self.located.alone else root
         return Index(
             path=path,
@@ -105,7 +109,19 @@ class _Reading:
             records=tuple(self.weights.records),
             unordered=order is None,
             notes=tuple(self._notes(is_ordered=order is not None)),
+            doubts=tuple(self._doubts(shapes, family)),
         )
+
+    def _doubts(self, shapes: Mapping[str, tuple[int, ...]], family: Family | None) -> Iterator[Doubt]:
+        """The doubt that config.json is of another model, where it contradicts the tensors."""
+        where = os.path.join(absolute(self.located.root), CONFIG)
+        lines = list(config_conflicts(ModelConfig(values=self.config, where=where), shapes, family))
+        if self.config and lines:
+            yield Doubt(
+                kind=DoubtKind.CONFIG,
+                text=f"expected the tensors that {where} describes; got\n{listed(dict.fromkeys(lines))}\nFiles of it "
+                "are of another model, or were written under wrong names or shapes: transformers does not load them",
+            )
 
     def _untied(self) -> dict[str, SavedTensor]:
         """The tensors without the second ones of those that are tied; a copy on disk is one to compare."""
@@ -190,19 +206,24 @@ def _beside(index: Index) -> Index:
     return with_companions(index, SaveFolder(path_of(index.path)), is_own=is_own)
 
 
-def buffers_of(tensors: Mapping[str, tuple[DType, tuple[int, ...]]], config: Mapping[str, object]) -> set[str]:
-    """Names of tensors that are never trained: of whole numbers, or buffers by the rules of a model family.
+def buffers_of(tensors: Mapping[str, tuple[DType, tuple[int, ...]]], family: Family | None) -> set[str]:
+    """Names of tensors that are never trained: of whole numbers, or buffers by the rules of the model's family.
 
     `tensors`: name to type and shape.
     """
-    found = {name for name, (dtype, _) in tensors.items() if not dtype.is_floating}
-    shapes = {name: shape for name, (_, shape) in tensors.items()}
+    integers = {name for name, (dtype, _) in tensors.items() if not dtype.is_floating}
+    if family is None:
+        return integers
+    ruled = {name for name in tensors if any(rule.buffer for rule in family.rules_of(name))}
+    return integers | ruled | set(filter(family.ignores, tensors))
+
+
+def find_family(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]) -> Family | None:
+    """The family that has all names of a model; None where none has."""
     try:
-        family, _ = choose_family(names=shapes, shapes=shapes, arguments=config)
+        return choose_family(names=shapes, shapes=shapes, arguments=config)[0]
     except FamilyError:
-        return found
-    ruled = {name for name in shapes if any(rule.buffer for rule in family.rules_of(name))}
-    return found | ruled | set(filter(family.ignores, shapes))
+        return None
 
 
 def _dtype(tensor: SavedTensor) -> DType:

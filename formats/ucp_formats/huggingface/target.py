@@ -36,14 +36,14 @@ from ucp_formats.huggingface.config import (
     NONE,
     ModelConfig,
     carried_config,
-    check_sizes,
+    check_config,
     given_config,
     is_published,
 )
 from ucp_formats.huggingface.derived import derived, refused_note
 from ucp_formats.huggingface.names import CONFIG
 from ucp_formats.huggingface.shards import MAX_SHARD_SIZE, NewTensor, Shard, laid_out, nbytes_of_shard
-from ucp_formats.huggingface.source import buffers_of
+from ucp_formats.huggingface.source import buffers_of, find_family
 from ucp_formats.huggingface.vocabulary import without_padding
 
 __all__ = ["HuggingFaceTarget"]
@@ -85,7 +85,7 @@ class HuggingFaceTarget(Target):
             config = _derived(index, family)
         written = _written(index, config)
         if config is not None:
-            check_sizes(config, written.shapes, family)
+            check_config(config, written.shapes, family)
         tensors = list(_tensors(index, written, options.dtypes.get(WEIGHT)))
         shards = laid_out(tensors, limit=limit)
         plan = TargetPlan(
@@ -160,7 +160,8 @@ def _written(index: Index, config: ModelConfig | None) -> Index:
     tied = tied_output(atoms, values)
     if tied is not None and tied[0] in atoms:
         atoms[tied[1]] = _with_copy(atoms[tied[1]], atoms.pop(tied[0]))
-    buffers = buffers_of({name: (own.states[WEIGHT].dtype, own.global_shape) for name, own in atoms.items()}, values)
+    family = find_family({name: own.global_shape for name, own in atoms.items()}, values)
+    buffers = buffers_of({name: (own.states[WEIGHT].dtype, own.global_shape) for name, own in atoms.items()}, family)
     atoms = {name: replace(own, kind=Kind.BUFFER if name in buffers else Kind.PARAMETER) for name, own in atoms.items()}
     return replace(index, atoms=atoms, groups=(), aliases=dict([tied] if tied is not None else []), lost={})
 

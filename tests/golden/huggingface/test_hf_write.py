@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ucp
-from ucp.errors import MisfitError, UcpError, UsageError
+from ucp.errors import MalformedError, MisfitError, UcpError, UsageError
 
 ROOT = Path(__file__).parents[3] / "fixtures"
 FSDP = ROOT / "torch" / "fsdp2-dp4" / "checkpoint"
@@ -287,3 +287,54 @@ def test_a_tied_weight_that_the_source_holds_twice(tmp_path: Path) -> None:
     with pytest.raises(UcpError, match="cop"):
         ucp.convert(source, tmp_path / "out", to="huggingface", settings={"config": str(folder)})
     assert not (tmp_path / "out").exists()
+
+
+GPT2 = ROOT / "huggingface" / "gpt2" / "model"
+
+
+def nanogpt(folder: Path) -> dict[str, torch.Tensor]:
+    """GPT-2 with nanoGPT's matrices, [out, in], under the same names."""
+    settings = {"drop": "config", "num_attention_heads": 4}
+    ucp.convert(GPT2, folder, to="torch", names="nanogpt", companions="none", settings=settings)
+    state: dict[str, torch.Tensor] = torch.load(next(folder.glob("*.pt")))["model"]
+    return {name: own.contiguous() for name, own in state.items() if name != "lm_head.weight"}
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_a_config_that_contradicts_shapes_is_refused(extra: bool, tmp_path: Path) -> None:
+    """Under a wrong style of the source; with a tensor of no family, so that names stay as they are."""
+    options: dict[str, Any] = {} if extra else {"names": "huggingface:huggingface"}
+    state = nanogpt(tmp_path / "nano") | ({"value_head": torch.ones(2)} if extra else {})
+    source = saved(state, tmp_path / "source")
+    with pytest.raises(MisfitError, match=r"c_attn\.weight is \[48, 16\], expected \[16, 48\]"):
+        ucp.convert(source, tmp_path / "out", to="huggingface", settings={"config": str(GPT2)}, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_of_another_framework_are_refused(tmp_path: Path) -> None:
+    """Those of torchtitan, of no family for one buffer that none has, beside the config.json of a Llama."""
+    llama = ROOT / "huggingface" / "llama" / "model"
+    ucp.convert(
+        llama,
+        tmp_path / "titan",
+        to="torch",
+        names="torchtitan",
+        settings={"drop": "config", "num_attention_heads": 4, "num_key_value_heads": 2},
+    )
+    state = torch.load(next((tmp_path / "titan").glob("*.pt")))
+    source = saved({**state["model"], "freqs": torch.ones(2)}, tmp_path / "source")
+    with pytest.raises(MisfitError, match=r"names that transformers does not have.*tok_embeddings"):
+        ucp.plan(source, to="huggingface", settings={"config": str(llama)})
+
+
+def test_verify_holds_a_model_against_its_config(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(nanogpt(tmp_path / "nano"), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_bytes((GPT2 / "config.json").read_bytes())
+    (problem,) = ucp.verify(folder).problems
+    assert "c_attn.weight is [48, 16], expected [16, 48]" in problem
+    with pytest.raises(MalformedError, match="--accept config"):
+        ucp.plan(folder, to="dcp")
+    ucp.convert(folder, tmp_path / "out", to="dcp", accept=["config"])
+    assert ucp.verify(GPT2).ok
