@@ -46,6 +46,7 @@ class HuggingFaceFormat(Format):
     """Format `huggingface`."""
 
     name = "huggingface"
+    names = "huggingface"
     gives_way = True
 
     def detect(self, path: Path) -> Evidence | None:

@@ -22,7 +22,7 @@ from ucp.contract.companions import companions_of, is_companion, left_text, plac
 from ucp.contract.model.arguments import CONFIG_EXTRA, recorded_arguments, run_arguments, said_values
 from ucp.contract.model.transformers import tied_output
 from ucp.contract.protocols import Target
-from ucp.contract.registry import target_family
+from ucp.contract.registry import names_of, target_family
 from ucp.core.dtypes import DType
 from ucp.core.fragments import with_copies
 from ucp.core.index import AtomIndex, Index, Kind, check_weights
@@ -61,8 +61,11 @@ class HuggingFaceTarget(Target):
 
     name = "huggingface"
     names = "huggingface"
-    takes_other_names = True
     settings = _SETTINGS
+
+    def takes_names_of(self, index: Index, settings: Mapping[str, str]) -> bool:
+        """Whether they are those of transformers: of a model of it, or beside its config.json."""
+        return names_of(index) == self.names or _found(index, settings.get("config")) is not None
 
     def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:
         """What is known of the model: what the configuration says that the user names, too."""
