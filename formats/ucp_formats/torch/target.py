@@ -19,18 +19,19 @@ from dataclasses import replace
 
 from ucp.contract.companions import companions_of, is_companion, place_companions
 from ucp.contract.protocols import Target
+from ucp.contract.registry import run_extras
 from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Index, ParamGroup, StateIndex, check_weights
+from ucp.core.index import AtomIndex, Extra, Index, ParamGroup, StateIndex, check_weights
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
-from ucp.errors import UsageError, counted
+from ucp.errors import MisfitError, UsageError, counted
 from ucp.io.dcp.emit import DcpDraft, NewChunk
 from ucp.io.dcp.metadata import METADATA
-from ucp.io.torch_file.draft import Drafted, Part, target_plan
+from ucp.io.torch_file.draft import Drafted, FileDraft, Part, target_plan
 from ucp.transfer.probe import Prober
 from ucp_formats.torch.counts import Counts
 from ucp_formats.torch.cuts import Cuts
@@ -52,6 +53,11 @@ _STYLES = ("nested", "flattened", "torchtitan", "accelerate", "lightning")
 
 _ROOTS = {"torchtitan": ((), "optimizer"), "lightning": (("state_dict",), "optimizer_0")}
 """Path of the model and key of the optimizer, where they are not `model` and `optimizer`."""
+
+_META = "meta.pt"
+"""What Lightning saves beside model and optimizers (2.6, `pytorch/strategies/model_parallel.py`)."""
+_LIGHTNING = "pytorch-lightning_version"
+"""Key that every checkpoint of Lightning has."""
 
 _OF_CLIENTS = frozenset({"trainer_state.json", "scheduler.bin"})
 """Files of the Trainer and of accelerate, which lie beside a checkpoint of theirs."""
@@ -125,7 +131,26 @@ class _Drafting:
 
     def finish(self) -> list[Drafted]:
         """All files."""
-        return [own for draft in self._drafts for own in draft.finish()]
+        files = [own for draft in self._drafts for own in draft.finish()]
+        return [*files, *self._lightning_meta()] if self._style == "lightning" else files
+
+    def _lightning_meta(self) -> list[Drafted]:
+        """`meta.pt`, out of the extras that Lightning saved elsewhere; none where the source has the file itself.
+
+        Raises MisfitError where Lightning did not save the source.
+        """
+        if any(own.name == _META for own in companions_of(self._index)):
+            return []
+        values = _lightning_values(self._index)
+        if _LIGHTNING not in values:
+            raise MisfitError(
+                f"Lightning loads no distributed checkpoint without {_META}, which holds its epochs, loops and "
+                f"schedulers; {self._index.path} has neither that file nor these values ({_LIGHTNING}): Lightning did "
+                "not save it, or they were left out (--companions none, drop=). Write another style, and bring it into "
+                "the run by a callback of Lightning (docs/how-to/resume-in-a-client.md)"
+            )
+        draft = FileDraft(_META)
+        return [draft.finish({name: draft.carried(value) for name, value in values.items()})]
 
     def _out(self, path: tuple[object, ...]) -> DcpDraft:
         """The checkpoint that an entry is of: accelerate has the optimizer in one of its own."""
@@ -164,12 +189,13 @@ class _Drafting:
         """What is neither, as far as it is no other framework's."""
         is_ours = (self._index.origin or self._index.format) == DcpTarget.name
         has_room = self._style not in ("accelerate", "lightning")  # which keep all of them in files of their own
+        in_meta = [own.name for own in _client_extras(self._index)] if self._style == "lightning" else []
         left = []
         for extra in (own for own in self._index.extras if not is_companion(own)):
             is_scheduler = extra.name == "lr_scheduler" and isinstance(extra.value, dict)
             if extra.rank is None and has_room and (is_ours or is_scheduler):
                 self._nested((extra.name,), extra.value)
-            else:
+            elif extra.rank is not None or extra.name not in in_meta:
                 left.append(extra.name)
         if self._index.step is not None and not is_ours and has_room:
             self._value((STEP,), self._index.step)
@@ -218,6 +244,21 @@ class _Drafting:
         for box, rank in self._cuts.chunks(atom, state.global_shape):
             part = Part(offset=0, slice=_slice(atom.name, name, dtype, box))
             yield NewChunk(offsets=box.offsets, sizes=box.sizes, parts=(part,), rank=rank)
+
+
+def _client_extras(index: Index) -> list[Extra]:
+    """What the training script, or a client such as Lightning, saved beside model and optimizer on all ranks."""
+    name = run_extras(index).client
+    extras = (own for own in index.extras if own.rank is None and not is_companion(own))
+    return [own for own in extras if not name or own.name == name]
+
+
+def _lightning_values(index: Index) -> dict[object, object]:
+    """Key to value of what Lightning saved beside model and optimizers."""
+    client = run_extras(index).client
+    extras = _client_extras(index)
+    values = [own.value for own in extras if client and isinstance(own.value, dict)]
+    return values[0] if values else {own.name: own.value for own in extras}
 
 
 def _slice(param: str, state: str, dtype: DType, box: Box) -> Slice:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ucp
-from ucp.errors import UcpError, UsageError
+from ucp.errors import MisfitError, UcpError, UsageError
 
 ROOT = Path(__file__).parents[3] / "fixtures"
 TORCH = sorted(path.parents[1].name for path in (ROOT / "torch").glob("*/checkpoint/.metadata"))
@@ -152,3 +152,30 @@ def test_replicas_of_shards_are_found_again(tmp_path: Path) -> None:
 def test_what_torch_cannot_have_is_refused(options: dict[str, Any], match: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=match):
         ucp.convert(ROOT / "torch" / "ddp-dp2" / "checkpoint", tmp_path / "out", to="dcp", **options)
+
+
+LIGHTNING = ROOT / "torch" / "lightning" / "checkpoint" / "last.ckpt"
+
+
+def lightning_values() -> dict[str, Any]:
+    """What Lightning saved beside model and optimizer."""
+    saved: dict[str, Any] = torch.load(LIGHTNING, weights_only=False)
+    return {key: value for key, value in saved.items() if key not in ("state_dict", "optimizer_states")}
+
+
+def test_lightning_finds_its_epochs_and_loops(tmp_path: Path) -> None:
+    ucp.convert(LIGHTNING, tmp_path / "out", to="dcp", settings={"style": "lightning"}, verify=True)
+    assert torch.load(tmp_path / "out" / "meta.pt") == lightning_values()
+
+
+def test_lightning_finds_them_in_the_client_state_of_deepspeed(tmp_path: Path) -> None:
+    """`DeepSpeedStrategy` hands them to the engine, which puts them into the files of the model."""
+    source = shutil.copytree(ROOT / "deepspeed" / "z1-dp4-bf16" / "checkpoint", tmp_path / "source")
+    settings = {"style": "lightning"}
+    with pytest.raises(MisfitError, match=r"no distributed checkpoint without meta\.pt"):
+        ucp.plan(source, to="dcp", settings=settings)
+    (file,) = source.rglob("mp_rank_00_model_states.pt")
+    torch.save({**torch.load(file, weights_only=False), **lightning_values()}, file)
+    ucp.convert(source, tmp_path / "out", to="dcp", settings=settings, verify=True)
+    saved = torch.load(tmp_path / "out" / "meta.pt", weights_only=False)
+    assert {key: saved[key] for key in lightning_values()} == lightning_values()
