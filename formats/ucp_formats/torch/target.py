@@ -5,8 +5,9 @@
 
 Keys are those of `get_state_dict`: `model.<name>`, `optimizer.state.<name>.exp_avg`, and the groups either by number
 (`--set style=nested`, the default) or by parameter (`flattened`, for pipelines; `torchtitan` has no `model.` before
-names besides); `accelerate` has model and optimizer in folders of their own, and `lightning` other names for both. A
-script asks for the keys that it knows; what else is there does no harm.
+names besides); `accelerate` has model and optimizer in folders of their own, and `lightning` other names for both;
+`source` keeps the keys of a source that torch.distributed.checkpoint saved. A script asks for the keys that it knows;
+what else is there does no harm.
 
 torch asks for every setting that its optimizer has, so that those which another framework lacks are written as torch
 has them by default (torch 2.13, `torch/optim/adamw.py`).
@@ -14,7 +15,7 @@ has them by default (torch 2.13, `torch/optim/adamw.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ucp.contract.companions import companions_of, is_companion, place_companions
@@ -22,7 +23,7 @@ from ucp.contract.protocols import Target
 from ucp.contract.registry import run_extras
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Extra, Index, ParamGroup, StateIndex, check_weights
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.names import STEP, WEIGHT, OptimizerKeys, StateDictKeys
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
 from ucp.core.target import TargetOptions, TargetPlan
@@ -49,10 +50,15 @@ from ucp_formats.torch.settings import (
 
 __all__ = ["DcpTarget"]
 
-_STYLES = ("nested", "flattened", "torchtitan", "accelerate", "lightning")
+_SOURCE = "source"
+_STYLES = ("nested", "flattened", "torchtitan", "accelerate", "lightning", _SOURCE)
+_OPTIMIZER = "optimizer"
 
-_ROOTS = {"torchtitan": ((), "optimizer"), "lightning": (("state_dict",), "optimizer_0")}
-"""Path of the model and key of the optimizer, where they are not `model` and `optimizer`."""
+_ROOTS: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "torchtitan": ((), _OPTIMIZER),
+    "lightning": (("state_dict",), "optimizer_0"),
+}
+"""Keys to the model and key of the optimizer, where they are not `model` and `optimizer`."""
 
 _META = "meta.pt"
 """What Lightning saves beside model and optimizers (2.6, `pytorch/strategies/model_parallel.py`)."""
@@ -121,7 +127,7 @@ class _Drafting:
         self._index = index
         self._dtypes = options.dtypes
         self._style = style
-        self._prefix, self._root = _ROOTS.get(style, (("model",), "optimizer"))
+        self._keys = _keys_of(index, style)
         self._decoupled = checked_decoupled(index, options)
         self._cuts = cuts
         self.counts = Counts(index, prober)
@@ -154,36 +160,42 @@ class _Drafting:
 
     def _out(self, path: tuple[object, ...]) -> DcpDraft:
         """The checkpoint that an entry is of: accelerate has the optimizer in one of its own."""
-        return self._drafts[-1 if path[0] == self._root else 0]
+        return self._drafts[-1 if path[0] == _OPTIMIZER else 0]
 
     def model(self) -> None:
         """Parameters and buffers, under every name they have."""
         names = {name: name for name in self._index.atoms} | dict(self._index.aliases)
         for name, first in names.items():
-            self._state((*self._prefix, name), self._index.atoms[first], WEIGHT)
+            self._state((*self._keys.model, self._keys.params.get(name, name)), self._index.atoms[first], WEIGHT)
 
     def optimizer(self) -> None:
         """States and groups."""
-        is_flat = self._style in ("flattened", "torchtitan")
+        owners = {
+            name: own for own in self._keys.optimizers for at in own.groups for name in self._index.groups[at].params
+        }
         for atom in self._index.atoms.values():
+            keys = owners.get(atom.name, self._keys.optimizers[0])
+            name = str(keys.params.get(atom.name, atom.name))
             for state in atom.states:
                 if state != WEIGHT:
-                    path = (f"state.{atom.name}.{state}",) if is_flat else ("state", atom.name, state)
-                    self._state((self._root, *path), atom, state)
-        for number, group in enumerate(self._index.groups):
-            self._group(number, group, is_flat=is_flat)
+                    path = (f"state.{name}.{state}",) if keys.is_flat else ("state", name, state)
+                    self._state((*keys.root, *path), atom, state)
+        for keys in self._keys.optimizers:
+            for number, at in enumerate(keys.groups):
+                self._group(keys, number, self._index.groups[at])
         self.notes += _group_notes(self._index)
         self.notes += decay_notes(self._index, self._decoupled)
 
-    def _group(self, number: int, group: ParamGroup, *, is_flat: bool) -> None:
+    def _group(self, keys: OptimizerKeys, number: int, group: ParamGroup) -> None:
         settings = settings_of(group, is_decoupled=self._decoupled != "false")
-        if not is_flat:
-            for key, value in (*settings.items(), ("params", list(group.params))):
-                self._value((self._root, "param_groups", number, key), value)
+        names = [keys.params.get(name, name) for name in group.params]
+        if not keys.is_flat:
+            for key, value in (*settings.items(), ("params", names)):
+                self._value((*keys.root, "param_groups", number, key), value)
             return
-        for name in group.params:
+        for name in names:
             for key, value in settings.items():
-                self._value((self._root, f"param_groups.{name}.{key}"), value)
+                self._value((*keys.root, f"param_groups.{name}.{key}"), value)
 
     def others(self) -> None:
         """What is neither, as far as it is no other framework's."""
@@ -244,6 +256,25 @@ class _Drafting:
         for box, rank in self._cuts.chunks(atom, state.global_shape):
             part = Part(offset=0, slice=_slice(atom.name, name, dtype, box))
             yield NewChunk(offsets=box.offsets, sizes=box.sizes, parts=(part,), rank=rank)
+
+
+def _keys_of(index: Index, style: str) -> StateDictKeys:
+    """Where model and optimizers go. Raises UsageError where the source has no keys that could be kept."""
+    every = tuple(range(len(index.groups)))
+    if style != _SOURCE:
+        model, root = _ROOTS.get(style, (("model",), _OPTIMIZER))
+        keys = OptimizerKeys(root=(root,), is_flat=style in ("flattened", "torchtitan"), groups=every)
+        return StateDictKeys(model=model, optimizers=(keys,))
+    if index.keys is None:
+        raise UsageError(
+            f"{index.path} has no keys that --set style={_SOURCE} could keep: expected one folder of "
+            "torch.distributed.checkpoint, whose optimizers name parameters or number them in the order of their "
+            f"groups. Choose another style: {', '.join(_STYLES[:-1])}"
+        )
+    kept = sorted(at for own in index.keys.optimizers for at in own.groups)
+    if tuple(kept) == every and kept:
+        return index.keys
+    return replace(index.keys, optimizers=(OptimizerKeys(root=(_OPTIMIZER,), groups=every),))
 
 
 def _client_extras(index: Index) -> list[Extra]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.utils._pytree import tree_leaves
 
 import ucp
 from ucp.errors import MisfitError, UcpError, UsageError
@@ -179,3 +183,64 @@ def test_lightning_finds_them_in_the_client_state_of_deepspeed(tmp_path: Path) -
     ucp.convert(source, tmp_path / "out", to="dcp", settings=settings, verify=True)
     saved = torch.load(tmp_path / "out" / "meta.pt", weights_only=False)
     assert {key: saved[key] for key in lightning_values()} == lightning_values()
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model, one parameter of which is frozen, and an optimizer of two groups, after two steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 4))
+    model[1].bias.requires_grad_(False)
+    groups = [
+        {"params": [model[0].weight, model[1].weight], "weight_decay": 0.1},
+        {"params": [model[0].bias], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    for _ in range(2):
+        model(torch.randn(3, 6)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def optim_keys() -> dict[str, Any]:
+    model, optim = get_state_dict(*trained())
+    return {"model": model, "optim": optim, "epoch": 3}
+
+
+def app() -> dict[str, Any]:
+    model, optim = get_state_dict(*trained(), options=StateDictOptions(flatten_optimizer_state_dict=True))
+    return {"state": {"model": model, "optim": optim, "scheduler": {"last_epoch": 2}}, "step": 7}
+
+
+def bare() -> dict[str, Any]:
+    return trained()[0].state_dict()
+
+
+def compiled() -> dict[str, Any]:
+    """With `_orig_mod.` in names, and an optimizer that numbers parameters."""
+    model, optimizer = trained()
+    names = {f"_orig_mod.{name}": own for name, own in model.state_dict().items()}
+    return {"net": names, "opt": {"inner": optimizer.state_dict()}}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("save", [optim_keys, app, bare, compiled])
+def test_the_keys_of_the_source_are_kept(save: Any, tmp_path: Path) -> None:
+    """The script that saved it loads it by its own state dict, which has other values before."""
+    wanted = save()
+    dcp.save(wanted, checkpoint_id=tmp_path / "source", no_dist=True)
+    ucp.convert(
+        tmp_path / "source", tmp_path / "out", to="dcp", topology="dp=3", settings={"style": "source"}, verify=True
+    )
+    state = copy.deepcopy(wanted)
+    for tensor in tree_leaves(state):
+        if isinstance(tensor, torch.Tensor):
+            tensor.zero_()
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert same(state, wanted)
+    first, second = (FileSystemReader(tmp_path / own).read_metadata().state_dict_metadata for own in ("source", "out"))
+    assert first.keys() <= second.keys()
+
+
+def test_what_has_no_keys_has_none_to_keep(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no keys that --set style=source could keep"):
+        ucp.plan(ROOT / "deepspeed" / "z1-dp4-bf16" / "checkpoint", to="dcp", settings={"style": "source"})
