@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ucp.contract.companion_files import SaveFolder, with_companions
 from ucp.contract.model.arguments import CONFIG_EXTRA, config_in
@@ -26,14 +27,15 @@ from ucp.core.index import AtomIndex, Doubt, DoubtKind, Extra, Index, Kind, Sour
 from ucp.core.names import WEIGHT
 from ucp.core.topology import Topology
 from ucp.errors import FamilyError, MalformedError, UnsupportedError, listed
-from ucp.families.family import Family
 from ucp.io.folder import absolute, path_of
 from ucp.io.identity import source_file
-from ucp_formats.huggingface.config import ModelConfig, config_conflicts
 from ucp_formats.huggingface.locate import Form, Located, is_weights, locate, the_model
 from ucp_formats.huggingface.names import CONFIG
 from ucp_formats.huggingface.ties import second_names
 from ucp_formats.huggingface.weights import SavedTensor, Weights, read_weights
+
+if TYPE_CHECKING:
+    from ucp.families.family import Family
 
 __all__ = ["HuggingFaceFormat", "buffers_of", "find_family"]
 
@@ -115,6 +117,8 @@ class _Reading:
 
     def _doubts(self, shapes: Mapping[str, tuple[int, ...]], family: Family | None) -> Iterator[Doubt]:
         """The doubt that config.json is of another model, where it contradicts the tensors."""
+        from ucp_formats.huggingface.config import ModelConfig, config_conflicts  # families take long to import
+
         where = os.path.join(absolute(self.located.root), CONFIG)
         lines = list(config_conflicts(ModelConfig(values=self.config, where=where), shapes, family))
         if self.config and lines:

@@ -23,9 +23,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from ucp.contract import registry
-from ucp.families.family import Family
+
+if TYPE_CHECKING:
+    from ucp.families.family import Family
 
 __all__ = ["MODEL_TYPES", "by_number", "family_of_type", "in_model_order", "tied_output"]
 

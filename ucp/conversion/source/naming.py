@@ -127,7 +127,7 @@ def _family(
 def _are_final(index: Index, target: Target, naming: Naming, settings: Mapping[str, str]) -> bool:
     """Whether names that no family knows are those to write: the user says so, or the target can tell."""
     if naming.style:
-        return naming.source == naming.style
+        return naming.source == naming.style and not target.takes_family(None)
     return not run_arguments(index) and (naming.rules is not None or target.takes_names_of(index, settings))
 
 
@@ -148,16 +148,17 @@ def _refusal(index: Index, unread: Sequence[str], whose: str, target: Target, na
     families = ", ".join(own.name for own in library().concrete())
     style = naming.style or target.names
     who = f"under --names {naming.style}" if naming.style else f"for {target.name}, which has names of its own"
+    as_they_are = f"If all names are already those of {style}, say so, and they stay: --names {style}:{style}. "
+    as_they_are = "" if target.takes_family(None) else as_they_are
     return (
         f"Only models of a known family can be written {who}: expected names that {whose} has, Megatron's "
         "(decoder.layers.0.self_attention.linear_qkv.weight, ...), Hugging Face's, or those of another style; "
         f"{len(unread)} of the {len(index.atoms)} names in {index.path} are not among them:\n"
         f"{listed(unread, most=_MOST_SHOWN)}\n"
-        f"If all names are already those of {style}, say so with --names {style}:{style}, and they stay as they are. "
-        f"The families are {families} (`ucp patterns show llama` prints one). If yours is of one under other names, "
-        "give rules for them (--rename FILE), or write a rules file that extends it, with your names under "
-        "[alias.huggingface], and pass it with --patterns my.toml; --family says which where several could be. Any "
-        "model can be written under its own names --to deepspeed, deepspeed-universal, dcp or ucp"
+        f"{as_they_are}The families are {families} (`ucp patterns show llama` prints one). If yours is of one under "
+        "other names, give rules for them (--rename FILE), or write a rules file that extends it, with your names "
+        "under [alias.huggingface], and pass it with --patterns my.toml; --family says which where several could be. "
+        "Any model can be written under its own names --to deepspeed, deepspeed-universal, dcp or ucp"
     )
 
 
