@@ -162,7 +162,7 @@ def convert(
     accept
         Doubts about the files of `src` to ignore: "equal-ranks" (files of two ranks are copies of one another),
         "missing-layers" (a pipeline layer has no file), "moment-shapes" (moments of the optimizer do not have the
-        shapes of their parameters).
+        shapes of their parameters), "config" (config.json is that of another model).
     tag
         Name to save under, for deepspeed and deepspeed-universal (and kept in atoms); by default that of `src`.
     companions

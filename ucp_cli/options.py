@@ -119,7 +119,7 @@ def setting(text: str) -> tuple[str, str]:
     """
     name, equals, value = (part.strip() for part in text.partition("="))
     if not (name.isidentifier() and equals):
-        shown = f"{name}=VALUE" if name.isidentifier() else "NAME=VALUE such as num_attention_heads=32"
+        shown = f"{name}=VALUE" if name.isidentifier() else "NAME=VALUE"
         raise click.BadParameter(f"expected {shown}; got {text!r}")
     return name, value
 
@@ -260,7 +260,7 @@ _CONVERT_OPTIONS = (
         metavar="NAME=VALUE",
         multiple=True,
         callback=_once,
-        help="What the target needs and the source does not record, e.g. num_attention_heads=32 (an unknown name lists "
+        help="What the target needs and the source does not record, e.g. num_attention_heads=N (an unknown name lists "
         "those there are); drop=EXTRA,... leaves extras of the source out. Also settings of --engine.",
     ),
     click.option(

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ucp.contract.registry import family
+from ucp.contract.registry import choose_family, family
 from ucp.core.patches import Made
 from ucp.errors import FamilyError, UnsupportedError
 from ucp.families.family import CANONICAL, Family
@@ -219,3 +219,17 @@ def test_every_style_leads_back(name):
         back = translated(found, {own: tensor.shape for own, tensor in stored.items()}, CANONICAL, source=style)
         same(carried_out(back, stored), canonical)
     assert complete & OURS == ALWAYS | WITH_STYLES.get(found.name, set())
+
+
+def test_a_buffer_that_transformers_lacks_is_left_out() -> None:
+    """torchtitan 0.3 balances the experts of a Qwen 3 by `moe.expert_bias_E`; its adapter has no name for it."""
+    model = taken("torchtitan")["qwen3-moe"]
+    biases = {f"layers.{layer}.moe.expert_bias_E": (3,) for layer in range(2)}
+    shapes = {**model.shapes, **biases}
+    found, _ = choose_family(names=shapes, shapes=shapes, arguments=NAMES[model.name]["config"])
+    assert found.name == "qwen3-moe"
+    for style in (DISK, "transformers"):
+        assert translated(found, shapes, style) == translated(model.family, model.shapes, style)
+    canonical = translated(found, shapes, CANONICAL)
+    assert canonical["decoder.layers.1.mlp.router.expert_bias"].sources == ("layers.1.moe.expert_bias_E",)
+    assert translated(found, shapes, "torchtitan").keys() == shapes.keys()

@@ -138,6 +138,8 @@ class Format(Protocol):
     """Whether it has a use for `SourceOptions.shapes_from`."""
     run: RunExtras = RunExtras()
     """Which of its extras a run goes on with."""
+    names: str = ""
+    """Naming style of model families that its checkpoints are in; empty for any."""
 
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is such a checkpoint, from names alone; None if not."""
@@ -168,8 +170,6 @@ class Target(Protocol):
     """Variants of its layout that `--layout` names, the default first; none where it has one."""
     names: str | None = None
     """Naming style of model families whose names it writes; None where it takes any."""
-    takes_other_names: bool = False
-    """Whether it writes models of no known family, too, under the names that they have."""
     takes_parts: bool = False
     """Whether a part of a model is of use: no warning of one."""
 
@@ -186,6 +186,11 @@ class Target(Protocol):
     def takes_family(self, topology: Topology | None) -> bool:
         """Whether it goes by the rules of a model family: --family and --patterns are for it if not for the source."""
         del topology
+        return False
+
+    def takes_names_of(self, index: Index, settings: Mapping[str, str]) -> bool:
+        """Whether it writes a model of no known family under the names that it has."""
+        del index, settings
         return False
 
     def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:

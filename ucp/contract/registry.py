@@ -49,6 +49,7 @@ __all__ = [
     "library",
     "live_adapters",
     "names",
+    "names_of",
     "pattern",
     "recognise",
     "run_extras",
@@ -101,6 +102,11 @@ def _formats() -> list[Format]:
 def run_extras(index: Index) -> RunExtras:
     """Which extras of a checkpoint a run goes on with, as its format says."""
     return next((fmt.run for fmt in _formats() if fmt.name == (index.origin or index.format)), RunExtras())
+
+
+def names_of(index: Index) -> str:
+    """Naming style that checkpoints of its format are in; empty where they can be in any."""
+    return next((fmt.names for fmt in _formats() if fmt.name == (index.origin or index.format)), "")
 
 
 def target(name: str) -> Target:

@@ -166,3 +166,5 @@ class RunExtras:
 
     PLACE may be a key of a dict. A list has one entry for each dp rank of the place, or one for all.
     """
+    client: str = ""
+    """Name of the extra with all that the training script handed over, a dict; empty where each is an extra."""

@@ -69,7 +69,7 @@ DriftName = Literal["error", "first", "mean"]
 ZeroMomentsName = Literal["error", "keep"]
 OptimizerName = Literal["zero"]
 CompanionsName = Literal["small", "all", "none"]
-AcceptName = Literal["equal-ranks", "missing-layers", "moment-shapes"]
+AcceptName = Literal["equal-ranks", "missing-layers", "moment-shapes", "config"]
 
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", re.IGNORECASE)
 """Number, prefix, "iB" or "B". Examples: 512M, 1.5GiB, 2GB, 1073741824."""

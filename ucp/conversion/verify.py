@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ucp.contract.companions import is_companion
+from ucp.contract.companions import companions_of, is_companion
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.conversion.source.read import index_as_told
 from ucp.core.index import Index
@@ -46,8 +46,9 @@ def verify_written(job: Job, written: Path, *, source: SourceOptions, observer: 
 
 
 def _with_companions_alone(index: Index, job: Job) -> Index:
-    """`index` without extras, but for the companion files that were written."""
-    names = {file.path for file in job.target.files}
+    """`index` without extras, but for the companion files that were carried along."""
+    carried = {own.name for own in companions_of(job.index)}
+    names = {file.path for file in job.target.files if file.path in carried}
     kept = tuple(own for own in index.extras if is_companion(own) and own.name.partition("/")[2] in names)
     return replace(index, extras=kept)
 

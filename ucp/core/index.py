@@ -15,7 +15,7 @@ from math import prod
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.layout import Layout, Overlap
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.names import STEP, WEIGHT, StateDictKeys
 from ucp.core.region import Box, uncovered
 from ucp.core.tensor import Record
 from ucp.core.topology import Topology
@@ -185,6 +185,8 @@ class DoubtKind(StrEnum):
     """A layer of a pipeline has no file, as happens to layers of some models."""
     MOMENT_SHAPES = "moment-shapes"
     """Moments of the optimizer do not have the shapes of their parameters."""
+    CONFIG = "config"
+    """The configuration of the model beside the tensors is that of another one."""
 
     @classmethod
     def accepted(cls, asked: Iterable[str]) -> frozenset[DoubtKind]:
@@ -251,6 +253,8 @@ class Index:
     """Format that the extras were read from, where they are kept as they were (atoms); empty for its own."""
     unordered: bool = False
     """Whether atoms are listed by name, as nothing says in which order the model registers its parameters."""
+    keys: StateDictKeys | None = None
+    """Keys of the state dict that a training script saved, where the files have it as a whole."""
     unchecked: tuple[str, ...] = ()
     """Those of `notes` that say what no checksum covers, and what lies there and is not read."""
 

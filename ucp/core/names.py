@@ -6,14 +6,14 @@ States are an open set. Two have a meaning that the core relies on; every other 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from ucp.errors import UsageError
 
-__all__ = ["STEP", "WEIGHT", "NameFilter"]
+__all__ = ["STEP", "WEIGHT", "NameFilter", "OptimizerKeys", "StateDictKeys"]
 
 WEIGHT = "weight"
 """The parameter itself, in the best precision that the checkpoint holds (the fp32 master where there is one)."""
@@ -48,6 +48,32 @@ class NameFilter:
         unused = [g for g in (*self.include, *self.exclude) if not any(_matches(g, p, s) for p, s in pairs)]
         if unused:
             raise UsageError(f"no parameter matches {_quoted(unused)}; {_hint(unused, pairs)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerKeys:
+    """Where one optimizer stands in the state dict of a training script."""
+
+    root: tuple[object, ...]
+    """Keys to it."""
+    is_flat: bool = False
+    """Whether names and settings are joined to one key, as by `flatten_optimizer_state_dict`."""
+    groups: tuple[int, ...]
+    """Its parameter groups, by their place among those of the checkpoint."""
+    params: Mapping[str, str | int] = field(default_factory=dict)
+    """Name of a parameter to what the optimizer calls it, where that differs: a number, or a name with wrappers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateDictKeys:
+    """Where model and optimizers stand in the state dict of a training script."""
+
+    model: tuple[object, ...]
+    """Keys to the model."""
+    params: Mapping[str, str] = field(default_factory=dict)
+    """Name of a parameter or buffer to its key there, where that differs: a name with wrappers."""
+    optimizers: tuple[OptimizerKeys, ...] = ()
+    """Every optimizer."""
 
 
 def _matches(glob: str, param: str, state: str) -> bool:

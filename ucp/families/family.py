@@ -279,6 +279,12 @@ class Family:
         rule, fields = matches[0].rules[0], matches[0].fields
         return tuple((own, tuple(name.filled(fields) for name in names)) for own, names in self._ways_of(rule, style))
 
+    def is_left_out(self, rule: Rule, style: str) -> bool:
+        """Whether a style says that its models have no such buffer (`[]` in place of names)."""
+        ways = rule.aliases.get(style)
+        like = self.styles[style].like if style in self.styles else None
+        return ways == () if ways is not None or like is None else self.is_left_out(rule, like)
+
     def written(self, rule: Rule, style: str) -> tuple[str, ...]:
         """Templates of the names that a style writes for a rule; empty when it has none. Raises UsageError."""
         ways = self._ways_of(rule, style)

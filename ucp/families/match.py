@@ -41,7 +41,7 @@ class Match:
             wanted = sorted({name for rule in self.rules if rule.when for name in rule.when.names} - set(self.values))
             raise FamilyError(
                 f"the layout of {self.name} depends on {', '.join(wanted)}, which neither the recorded arguments nor "
-                f"the shapes tell; say so in a rules file: [given] {wanted[0] if wanted else '...'} = 1 (--patterns)"
+                f"the shapes tell; say so in a rules file: [given] {wanted[0] if wanted else 'NAME'} = N (--patterns)"
             )
         return self.rules[0]
 

@@ -50,7 +50,9 @@ class _Canonical:
 def translated(
     family: Family, shapes: Mapping[str, tuple[int, ...]], style: str, *, source: str | None = None
 ) -> dict[str, Made]:
-    """Every tensor of a model in `style`, made of those whose `shapes` are given. Ignored names are left out.
+    """Every tensor of a model in `style`, made of those whose `shapes` are given.
+
+    Ignored names are left out, and buffers of which the style says that it has none.
 
     `family`: bound to the model. `source`: style of the names that are given; None for any.
 
@@ -187,7 +189,7 @@ def _styled(
     for name, match in family.match(family.sorted(whole)).items():
         ways = family.spellings(name, style)
         if not ways:
-            without.append(name)
+            without += [] if family.is_left_out(match.rules[0], style) else [name]
             continue
         alias, names = ways[0]
         stacked = [own for own in match.rules[0].name.fields if own not in Template(alias.names[0]).fields]

@@ -14,17 +14,19 @@ from pathlib import Path
 
 from ucp.contract.companions import Companion, companion_extra, companions_of
 from ucp.contract.model.arguments import CONFIG_EXTRA
+from ucp.contract.model.transformers import family_of_type
 from ucp.core.dtypes import DType
 from ucp.core.index import Extra, Index
 from ucp.core.tensor import TensorRef
 from ucp.errors import MisfitError, UsageError, listed
-from ucp.families.family import Family
+from ucp.families.family import Family, distinct_shapes
 from ucp.families.library import contradictions
+from ucp.families.styles import shape_conflicts
 from ucp.io.json_text import NotJson, parsed
 from ucp.transfer.probe import Prober
 from ucp_formats.huggingface.names import CONFIG
 
-__all__ = ["NONE", "ModelConfig", "carried_config", "check_sizes", "given_config", "is_published", "size_conflicts"]
+__all__ = ["NONE", "ModelConfig", "carried_config", "check_config", "config_conflicts", "given_config", "is_published"]
 
 NONE = "none"
 """`--set config=none`: weights without a config.json."""
@@ -36,6 +38,10 @@ _PUBLISHED = re.compile(
 )
 """Names of files that are part of a model; others beside a checkpoint are of its training."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h)\.(\d+)\.")
+_STYLES = ("huggingface", "transformers")
+"""Naming styles of transformers: on disk, and in memory."""
+_PREFIXES = ("", "model.", "transformer.", "gpt_neox.")
+"""What names of a model with a head begin with, where those of the model without do not."""
 _MOST_CONFIG = 16 << 20
 """Bytes of a config.json, at most."""
 
@@ -128,27 +134,45 @@ def _config(file: Extra, where: str, files: Sequence[Extra]) -> ModelConfig:
     return ModelConfig(values=values, where=where, text=text, files=tuple(files))
 
 
-def check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], family: Family | None) -> None:
-    """Raise MisfitError naming all sizes that are not those of the tensors. `family`: where one is known."""
+def check_config(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], family: Family | None) -> None:
+    """Raise MisfitError naming all that `config_conflicts` finds, or that the model of `config` is quantised."""
     if config.get("quantization_config") is not None:
         raise MisfitError(
             f"{config.where} is of a quantised model (quantization_config), and what is written is not: "
             "name a folder with a config.json without it (--set config=DIR)"
         )
-    conflicts = size_conflicts(config, shapes, family)
-    if conflicts:
+    lines = [*_general(config, shapes), *config_conflicts(config, shapes, family)]
+    if lines:
         raise MisfitError(
-            f"expected tensors of the sizes in {config.where}; got\n{listed(conflicts)}\nIt is of another "
-            f"model: name the folder of this one with --set config=DIR, or write the weights alone (config={NONE})"
+            f"expected the tensors that {config.where} describes; got\n{listed(dict.fromkeys(lines))}\nIt is of "
+            "another model, or the source names its tensors otherwise (--names SOURCE:huggingface): name the folder of "
+            f"this model with --set config=DIR, or write the weights alone (config={NONE})"
         )
 
 
-def size_conflicts(
+def config_conflicts(
     config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], family: Family | None
-) -> tuple[str, ...]:
-    """Sizes in `config` that are not those of the tensors, a line for each. `family`: where one is known."""
-    lines = [*_general(config, shapes), *(_of_family(config, shapes, family) if family else ())]
-    return tuple(dict.fromkeys(lines))
+) -> Iterator[str]:
+    """A line for every size, name and shape by which transformers would not load a model of `config`.
+
+    `shapes`: of all tensors, by their names in transformers. `family`: the one that has all of the names; None where
+    none does: then that of `model_type` is asked, if it is known, about the names that it has.
+    """
+    family = family or family_of_type(config.get("model_type"))
+    if family is None:
+        return
+    yield from _general(config, shapes)
+    yield from _of_family(config, shapes, family)
+    yield from shape_conflicts(family.bind(arguments=config.values, shapes=shapes), shapes, _STYLES[0])
+    foreign = [name for name in distinct_shapes(shapes) if family.rules_of(name) and not _is_expected(family, name)]
+    if foreign:
+        yield f"names that transformers does not have for such a model: {', '.join(foreign[:4])}"
+
+
+def _is_expected(family: Family, name: str) -> bool:
+    """Whether transformers has the name: on disk or in memory, with or without the prefix of a model with a head."""
+    full_names = [f"{prefix}{name}" for prefix in _PREFIXES]
+    return any(True for full in full_names for style in _STYLES for _ in family.readings(full, style))
 
 
 def _general(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ucp.contract.companion_files import SaveFolder, with_companions
 from ucp.contract.model.arguments import CONFIG_EXTRA, config_in
@@ -22,20 +23,21 @@ from ucp.contract.protocols import Evidence, Format, Strength
 from ucp.contract.registry import choose_family
 from ucp.core.dtypes import DType
 from ucp.core.fragments import with_copies
-from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
+from ucp.core.index import AtomIndex, Doubt, DoubtKind, Extra, Index, Kind, SourceFile, StateIndex
 from ucp.core.names import WEIGHT
 from ucp.core.topology import Topology
 from ucp.errors import FamilyError, MalformedError, UnsupportedError, listed
-from ucp.families.family import Family
 from ucp.io.folder import absolute, path_of
 from ucp.io.identity import source_file
-from ucp_formats.huggingface.config import ModelConfig, size_conflicts
 from ucp_formats.huggingface.locate import Form, Located, is_weights, locate, the_model
 from ucp_formats.huggingface.names import CONFIG
 from ucp_formats.huggingface.ties import second_names
 from ucp_formats.huggingface.weights import SavedTensor, Weights, read_weights
 
-__all__ = ["HuggingFaceFormat", "buffers_of"]
+if TYPE_CHECKING:
+    from ucp.families.family import Family
+
+__all__ = ["HuggingFaceFormat", "buffers_of", "find_family"]
 
 _TRAINER_STATE = "trainer_state.json"
 _STEP = re.compile(r"checkpoint-(\d+)")
@@ -46,6 +48,7 @@ class HuggingFaceFormat(Format):
     """Format `huggingface`."""
 
     name = "huggingface"
+    names = "huggingface"
 
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is a folder with a model, or one of its files."""
@@ -91,10 +94,10 @@ class _Reading:
         """The index."""
         root = absolute(self.located.root)
         tensors = self._untied()
-        if self.located.form is Form.OF_RANKS and "model_type" in self.config:
-            self._check_complete(tensors)
         order = self._order(tensors)
-        buffers = buffers_of({name: (_dtype(own), own.shape) for name, own in tensors.items()}, self.config)
+        shapes = {name: own.shape for name, own in tensors.items()}
+        family = find_family(shapes, self.config)
+        buffers = buffers_of({name: (_dtype(own), own.shape) for name, own in tensors.items()}, family)
         path = os.path.join(root, self.located.files[0]) if self.located.alone else root
         return Index(
             path=path,
@@ -110,18 +113,21 @@ class _Reading:
             records=tuple(self.weights.records),
             unordered=order is None,
             notes=tuple(self._notes(is_ordered=order is not None)),
+            doubts=tuple(self._doubts(shapes, family)),
         )
 
-    def _check_complete(self, tensors: Mapping[str, SavedTensor]) -> None:
-        """Raise MalformedError where the parts of ranks are not all of the model that config.json describes."""
-        shapes = {name: own.shape for name, own in tensors.items()}
-        config = ModelConfig(values=self.config, where=os.path.join(absolute(self.located.root), CONFIG))
-        conflicts = size_conflicts(config, shapes, _family_of(shapes, self.config))
-        if conflicts:
-            raise MalformedError(
-                f"expected the parts of all ranks to make up tensors of the sizes in {config.where}; got\n"
-                f"{listed(conflicts)}\nFiles of the last ranks are lost, or some are of another model: copy the folder "
-                f"again, or remove {CONFIG} if it is the one that is wrong"
+    def _doubts(self, shapes: Mapping[str, tuple[int, ...]], family: Family | None) -> Iterator[Doubt]:
+        """The doubt that config.json is of another model, where it contradicts the tensors."""
+        from ucp_formats.huggingface.config import ModelConfig, config_conflicts  # families take long to import
+
+        where = os.path.join(absolute(self.located.root), CONFIG)
+        lines = list(config_conflicts(ModelConfig(values=self.config, where=where), shapes, family))
+        if self.config and lines:
+            yield Doubt(
+                kind=DoubtKind.CONFIG,
+                text=f"expected the tensors that {where} describes; got\n{listed(dict.fromkeys(lines))}\nFiles "
+                "are lost or of another model, or were written under wrong names or shapes: transformers does not load "
+                "them",
             )
 
     def _untied(self) -> dict[str, SavedTensor]:
@@ -207,22 +213,20 @@ def _beside(index: Index) -> Index:
     return with_companions(index, SaveFolder(path_of(index.path)), is_own=is_own)
 
 
-def buffers_of(tensors: Mapping[str, tuple[DType, tuple[int, ...]]], config: Mapping[str, object]) -> set[str]:
-    """Names of tensors that are never trained: of whole numbers, or buffers by the rules of a model family.
+def buffers_of(tensors: Mapping[str, tuple[DType, tuple[int, ...]]], family: Family | None) -> set[str]:
+    """Names of tensors that are never trained: of whole numbers, or buffers by the rules of the model's family.
 
     `tensors`: name to type and shape.
     """
-    found = {name for name, (dtype, _) in tensors.items() if not dtype.is_floating}
-    shapes = {name: shape for name, (_, shape) in tensors.items()}
-    family = _family_of(shapes, config)
+    integers = {name for name, (dtype, _) in tensors.items() if not dtype.is_floating}
     if family is None:
-        return found
-    ruled = {name for name in shapes if any(rule.buffer for rule in family.rules_of(name))}
-    return found | ruled | set(filter(family.ignores, shapes))
+        return integers
+    ruled = {name for name in tensors if any(rule.buffer for rule in family.rules_of(name))}
+    return integers | ruled | set(filter(family.ignores, tensors))
 
 
-def _family_of(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]) -> Family | None:
-    """The model family whose names and sizes these are, if one is known."""
+def find_family(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]) -> Family | None:
+    """The family that has all names of a model; None where none has."""
     try:
         return choose_family(names=shapes, shapes=shapes, arguments=config)[0]
     except FamilyError:

@@ -23,7 +23,7 @@ from ucp.contract.model.arguments import CONFIG_EXTRA, recorded_arguments, run_a
 from ucp.contract.model.transformers import tied_output
 from ucp.contract.output_names import check_text
 from ucp.contract.protocols import Target
-from ucp.contract.registry import target_family
+from ucp.contract.registry import names_of, target_family
 from ucp.core.dtypes import DType
 from ucp.core.fragments import with_copies
 from ucp.core.index import AtomIndex, Index, Kind, check_weights
@@ -37,14 +37,14 @@ from ucp_formats.huggingface.config import (
     NONE,
     ModelConfig,
     carried_config,
-    check_sizes,
+    check_config,
     given_config,
     is_published,
 )
 from ucp_formats.huggingface.derived import derived, refused_note
 from ucp_formats.huggingface.names import CONFIG
 from ucp_formats.huggingface.shards import MAX_SHARD_SIZE, NewTensor, Shard, laid_out, nbytes_of_shard
-from ucp_formats.huggingface.source import buffers_of
+from ucp_formats.huggingface.source import buffers_of, find_family
 from ucp_formats.huggingface.vocabulary import without_padding
 
 __all__ = ["HuggingFaceTarget"]
@@ -63,8 +63,11 @@ class HuggingFaceTarget(Target):
     name = "huggingface"
     also_called = ("safetensors", "transformers")
     names = "huggingface"
-    takes_other_names = True
     settings = _SETTINGS
+
+    def takes_names_of(self, index: Index, settings: Mapping[str, str]) -> bool:
+        """Whether they are those of transformers: of a model of it, or beside its config.json."""
+        return names_of(index) == self.names or _found(index, settings.get("config")) is not None
 
     def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:
         """What is known of the model: what the configuration says that the user names, too."""
@@ -87,7 +90,7 @@ class HuggingFaceTarget(Target):
             config = _derived(index, family)
         written = _written(index, config)
         if config is not None:
-            check_sizes(config, written.shapes, family)
+            check_config(config, written.shapes, family)
         tensors = list(_tensors(index, written, options.dtypes.get(WEIGHT)))
         check_text(own.name for own in tensors)
         shards = laid_out(tensors, limit=limit)
@@ -163,7 +166,8 @@ def _written(index: Index, config: ModelConfig | None) -> Index:
     tied = tied_output(atoms, values)
     if tied is not None and tied[0] in atoms:
         atoms[tied[1]] = _with_copy(atoms[tied[1]], atoms.pop(tied[0]))
-    buffers = buffers_of({name: (own.states[WEIGHT].dtype, own.global_shape) for name, own in atoms.items()}, values)
+    family = find_family({name: own.global_shape for name, own in atoms.items()}, values)
+    buffers = buffers_of({name: (own.states[WEIGHT].dtype, own.global_shape) for name, own in atoms.items()}, family)
     atoms = {name: replace(own, kind=Kind.BUFFER if name in buffers else Kind.PARAMETER) for name, own in atoms.items()}
     return replace(index, atoms=atoms, groups=(), aliases=dict([tied] if tied is not None else []), lost={})
 

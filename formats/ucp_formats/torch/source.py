@@ -21,7 +21,7 @@ from ucp.contract.value_diff import differing_values
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
 from ucp.core.layout import Layout
-from ucp.core.names import WEIGHT
+from ucp.core.names import WEIGHT, StateDictKeys
 from ucp.core.region import Box
 from ucp.core.tensor import Record
 from ucp.errors import UnsupportedError, counted, listed
@@ -29,6 +29,7 @@ from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, rea
 from ucp.io.dcp.local import rank_of
 from ucp.io.folder import absolute, names_in, path_of
 from ucp.io.identity import source_file
+from ucp_formats.torch.keys import find_keys
 from ucp_formats.torch.locate import (
     STEP_KEYS,
     TRAIN_STATE,
@@ -157,9 +158,18 @@ class _Reading:
             files=tuple(own for part in self._parts for own in part.files()),
             records=tuple(own for part in self._parts for own in part.records()),
             notes=(*saved.notes, *self._notes(atoms, aliases)),
+            keys=self._keys(),
             recorded_in={"every axis": ".metadata, which has boxes of whole tensors"},
             dropped=(*tensors_dropped, *self._unequal(), *self._lost()),
         )
+
+    def _keys(self) -> StateDictKeys | None:
+        """Keys of the state dict; None where model and optimizer lie in folders of their own."""
+        if len(self._parts) > 1:
+            return None
+        part = self._parts[0]
+        saved_paths = part.dcp.metadata.paths
+        return find_keys([saved_paths.get(key, (key,)) for key in (*part.tensors, *part.objects)], self._saved)
 
     def _atom(self, name: str, leaf: Leaf) -> AtomIndex:
         weight = _state(leaf)

@@ -5,8 +5,9 @@
 
 Keys are those of `get_state_dict`: `model.<name>`, `optimizer.state.<name>.exp_avg`, and the groups either by number
 (`--set style=nested`, the default) or by parameter (`flattened`, for pipelines; `torchtitan` has no `model.` before
-names besides); `accelerate` has model and optimizer in folders of their own, and `lightning` other names for both. A
-script asks for the keys that it knows; what else is there does no harm.
+names besides); `accelerate` has model and optimizer in folders of their own, and `lightning` other names for both;
+`source` keeps the keys of a source that torch.distributed.checkpoint saved. A script asks for the keys that it knows;
+what else is there does no harm.
 
 torch asks for every setting that its optimizer has, so that those which another framework lacks are written as torch
 has them by default (torch 2.13, `torch/optim/adamw.py`).
@@ -14,24 +15,25 @@ has them by default (torch 2.13, `torch/optim/adamw.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ucp.contract.companions import companions_of, is_companion, place_companions
 from ucp.contract.protocols import Target
+from ucp.contract.registry import run_extras
 from ucp.contract.run_extras import LR_SCHEDULER, MODULE_STATE
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Extra, Index, ParamGroup, StateIndex, check_weights
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.names import STEP, WEIGHT, OptimizerKeys, StateDictKeys
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
-from ucp.errors import UsageError, counted
+from ucp.errors import MisfitError, UsageError, counted
 from ucp.io.dcp.emit import DcpDraft, NewChunk
 from ucp.io.dcp.metadata import METADATA
-from ucp.io.torch_file.draft import Drafted, Part, target_plan
+from ucp.io.torch_file.draft import Drafted, FileDraft, Part, target_plan
 from ucp.transfer.probe import Prober
 from ucp_formats.torch.counts import Counts
 from ucp_formats.torch.cuts import Cuts
@@ -49,10 +51,20 @@ from ucp_formats.torch.settings import (
 
 __all__ = ["DcpTarget"]
 
-_STYLES = ("nested", "flattened", "torchtitan", "accelerate", "lightning")
+_SOURCE = "source"
+_STYLES = ("nested", "flattened", "torchtitan", "accelerate", "lightning", _SOURCE)
+_OPTIMIZER = "optimizer"
 
-_ROOTS = {"torchtitan": ((), "optimizer"), "lightning": (("state_dict",), "optimizer_0")}
-"""Path of the model and key of the optimizer, where they are not `model` and `optimizer`."""
+_ROOTS: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "torchtitan": ((), _OPTIMIZER),
+    "lightning": (("state_dict",), "optimizer_0"),
+}
+"""Keys to the model and key of the optimizer, where they are not `model` and `optimizer`."""
+
+_META = "meta.pt"
+"""What Lightning saves beside model and optimizers (2.6, `pytorch/strategies/model_parallel.py`)."""
+_LIGHTNING = "pytorch-lightning_version"
+"""Key that every checkpoint of Lightning has."""
 
 _OF_CLIENTS = frozenset({"trainer_state.json", "scheduler.bin"})
 """Files of the Trainer and of accelerate, which lie beside a checkpoint of theirs."""
@@ -121,7 +133,7 @@ class _Drafting:
         self._index = index
         self._dtypes = options.dtypes
         self._style = style
-        self._prefix, self._root = _ROOTS.get(style, (("model",), "optimizer"))
+        self._keys = _keys_of(index, style)
         self._decoupled = checked_decoupled(index, options)
         self._cuts = cuts
         self.counts = Counts(index, prober)
@@ -132,53 +144,79 @@ class _Drafting:
 
     def finish(self) -> list[Drafted]:
         """All files."""
-        return [own for draft in self._drafts for own in draft.finish()]
+        files = [own for draft in self._drafts for own in draft.finish()]
+        return [*files, *self._lightning_meta()] if self._style == "lightning" else files
+
+    def _lightning_meta(self) -> list[Drafted]:
+        """`meta.pt`, out of the extras that Lightning saved elsewhere; none where the source has the file itself.
+
+        Raises MisfitError where Lightning did not save the source.
+        """
+        if any(own.name == _META for own in companions_of(self._index)):
+            return []
+        values = _lightning_values(self._index)
+        if _LIGHTNING not in values:
+            raise MisfitError(
+                f"Lightning loads no distributed checkpoint without {_META}, which holds its epochs, loops and "
+                f"schedulers; {self._index.path} has neither that file nor these values ({_LIGHTNING}): Lightning did "
+                "not save it, or they were left out (--companions none, drop=). Write another style, and bring it into "
+                "the run by a callback of Lightning (docs/how-to/resume-in-a-client.md)"
+            )
+        draft = FileDraft(_META)
+        return [draft.finish({name: draft.carried(value) for name, value in values.items()})]
 
     def _out(self, path: tuple[object, ...]) -> DcpDraft:
         """The checkpoint that an entry is of: accelerate has the optimizer in one of its own."""
-        return self._drafts[-1 if path[0] == self._root else 0]
+        return self._drafts[-1 if path[0] == _OPTIMIZER else 0]
 
     def model(self) -> None:
         """Parameters and buffers, under every name they have."""
         names = {name: name for name in self._index.atoms} | dict(self._index.aliases)
         for name, first in names.items():
-            self._state((*self._prefix, name), self._index.atoms[first], WEIGHT)
+            self._state((*self._keys.model, self._keys.params.get(name, name)), self._index.atoms[first], WEIGHT)
 
     def optimizer(self) -> None:
         """States and groups."""
-        is_flat = self._style in ("flattened", "torchtitan")
+        owners = {
+            name: own for own in self._keys.optimizers for at in own.groups for name in self._index.groups[at].params
+        }
         for atom in self._index.atoms.values():
+            keys = owners.get(atom.name, self._keys.optimizers[0])
+            name = str(keys.params.get(atom.name, atom.name))
             for state in atom.states:
                 if state != WEIGHT:
-                    path = (f"state.{atom.name}.{state}",) if is_flat else ("state", atom.name, state)
-                    self._state((self._root, *path), atom, state)
-        for number, group in enumerate(self._index.groups):
-            self._group(number, group, is_flat=is_flat)
+                    path = (f"state.{name}.{state}",) if keys.is_flat else ("state", name, state)
+                    self._state((*keys.root, *path), atom, state)
+        for keys in self._keys.optimizers:
+            for number, at in enumerate(keys.groups):
+                self._group(keys, number, self._index.groups[at])
         self.notes += _group_notes(self._index)
         self.notes += decay_notes(self._index, self._decoupled)
 
-    def _group(self, number: int, group: ParamGroup, *, is_flat: bool) -> None:
+    def _group(self, keys: OptimizerKeys, number: int, group: ParamGroup) -> None:
         settings = settings_of(group, is_decoupled=self._decoupled != "false")
-        if not is_flat:
-            for key, value in (*settings.items(), ("params", list(group.params))):
-                self._value((self._root, "param_groups", number, key), value)
+        names = [keys.params.get(name, name) for name in group.params]
+        if not keys.is_flat:
+            for key, value in (*settings.items(), ("params", names)):
+                self._value((*keys.root, "param_groups", number, key), value)
             return
-        for name in group.params:
+        for name in names:
             for key, value in settings.items():
-                self._value((self._root, f"param_groups.{name}.{key}"), value)
+                self._value((*keys.root, f"param_groups.{name}.{key}"), value)
 
     def others(self) -> None:
         """What is neither, as far as it is no other framework's."""
         is_ours = (self._index.origin or self._index.format) in DcpTarget.keeps_extras_of
         has_room = self._style not in ("accelerate", "lightning")  # which keep all of them in files of their own
+        in_meta = [own.name for own in _client_extras(self._index)] if self._style == "lightning" else []
         left = []
         for extra in (own for own in self._index.extras if not is_companion(own)):
             is_scheduler = extra.name == LR_SCHEDULER and isinstance(extra.value, dict)
             if extra.rank is None and extra.name.startswith(MODULE_STATE):
-                self._nested((*self._prefix, extra.name.removeprefix(MODULE_STATE)), extra.value)
+                self._nested((*self._keys.model, extra.name.removeprefix(MODULE_STATE)), extra.value)
             elif extra.rank is None and has_room and (is_ours or is_scheduler):
                 self._nested((extra.name,), extra.value)
-            elif not (has_room and self._is_the_step(extra)):
+            elif (extra.rank is not None or extra.name not in in_meta) and not (has_room and self._is_the_step(extra)):
                 left.append(extra.name)
         has_step = is_ours and any(extra.name in (TRAIN_STATE, *STEP_KEYS) for extra in self._index.extras)
         if self._index.step is not None and not has_step and has_room:
@@ -238,6 +276,40 @@ class _Drafting:
         for box, rank in self._cuts.chunks(atom, state.global_shape):
             part = Part(offset=0, slice=_slice(atom.name, name, dtype, box))
             yield NewChunk(offsets=box.offsets, sizes=box.sizes, parts=(part,), rank=rank)
+
+
+def _keys_of(index: Index, style: str) -> StateDictKeys:
+    """Where model and optimizers go. Raises UsageError where the source has no keys that could be kept."""
+    every = tuple(range(len(index.groups)))
+    if style != _SOURCE:
+        model, root = _ROOTS.get(style, (("model",), _OPTIMIZER))
+        keys = OptimizerKeys(root=(root,), is_flat=style in ("flattened", "torchtitan"), groups=every)
+        return StateDictKeys(model=model, optimizers=(keys,))
+    if index.keys is None:
+        raise UsageError(
+            f"{index.path} has no keys that --set style={_SOURCE} could keep: expected one folder of "
+            "torch.distributed.checkpoint, whose optimizers name parameters or number them in the order of their "
+            f"groups. Choose another style: {', '.join(_STYLES[:-1])}"
+        )
+    kept = sorted(at for own in index.keys.optimizers for at in own.groups)
+    if tuple(kept) == every and kept:
+        return index.keys
+    return replace(index.keys, optimizers=(OptimizerKeys(root=(_OPTIMIZER,), groups=every),))
+
+
+def _client_extras(index: Index) -> list[Extra]:
+    """What the training script, or a client such as Lightning, saved beside model and optimizer on all ranks."""
+    name = run_extras(index).client
+    extras = (own for own in index.extras if own.rank is None and not is_companion(own))
+    return [own for own in extras if not name or own.name == name]
+
+
+def _lightning_values(index: Index) -> dict[object, object]:
+    """Key to value of what Lightning saved beside model and optimizers."""
+    client = run_extras(index).client
+    extras = _client_extras(index)
+    values = [own.value for own in extras if client and isinstance(own.value, dict)]
+    return values[0] if values else {own.name: own.value for own in extras}
 
 
 def _slice(param: str, state: str, dtype: DType, box: Box) -> Slice:

@@ -13,13 +13,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ucp
-from ucp.errors import DestinationError, MisfitError, UcpError, UsageError
+from ucp.errors import DestinationError, MalformedError, MisfitError, UcpError, UsageError
 
 ROOT = Path(__file__).parents[3] / "fixtures"
 FSDP = ROOT / "torch" / "fsdp2-dp4" / "checkpoint"
 BF16 = ROOT / "deepspeed" / "z3-dp4-bf16"
 TRAINER = ROOT / "deepspeed" / "z2-dp2-hf-trainer"
 ALONE = {"config": "none"}
+AS_IS = "huggingface:huggingface"
+"""Names that are those of transformers already, of models of no known family."""
 
 EVERY_TYPE = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16),
@@ -56,7 +58,7 @@ def test_every_type_and_shape(tmp_path: Path) -> None:
         for kind in EVERY_TYPE
         for shape in ((), (3,), (2, 5), (0, 4))
     }
-    ucp.convert(saved(tensors, tmp_path / "src"), tmp_path / "out", to="huggingface", settings=ALONE)
+    ucp.convert(saved(tensors, tmp_path / "src"), tmp_path / "out", to="huggingface", settings=ALONE, names=AS_IS)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == tensors.keys()
     assert all(same(own, tensors[name]) for name, own in found.items())
@@ -68,7 +70,7 @@ def test_every_type_and_shape(tmp_path: Path) -> None:
 def test_weights_are_those_of_the_model(case: str, tmp_path: Path) -> None:
     """In the type that it computed with, where DeepSpeed keeps masters."""
     source = ROOT / "deepspeed" / case
-    ucp.convert(source / "checkpoint", tmp_path / "out", to="huggingface", settings=ALONE)
+    ucp.convert(source / "checkpoint", tmp_path / "out", to="huggingface", settings=ALONE, names=AS_IS)
     truth = load_file(source / "truth.safetensors")
     found = load_file(tmp_path / "out" / "model.safetensors")
     names = {name.removesuffix("/module") for name in truth if name.endswith("/module")}
@@ -77,9 +79,16 @@ def test_weights_are_those_of_the_model(case: str, tmp_path: Path) -> None:
 
 
 def test_masters_where_they_are_asked_for(tmp_path: Path) -> None:
-    told = ucp.plan(BF16 / "checkpoint", to="huggingface", settings=ALONE)
+    told = ucp.plan(BF16 / "checkpoint", to="huggingface", settings=ALONE, names=AS_IS)
     assert any("--dtype weight=float32" in own for own in told.notes)
-    ucp.convert(BF16 / "checkpoint", tmp_path / "out", to="huggingface", settings=ALONE, dtypes={"weight": "float32"})
+    ucp.convert(
+        BF16 / "checkpoint",
+        tmp_path / "out",
+        to="huggingface",
+        settings=ALONE,
+        names=AS_IS,
+        dtypes={"weight": "float32"},
+    )
     truth, found = load_file(BF16 / "truth.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     masters = {name for name in found if f"{name}/exp_avg" in truth}
     assert masters
@@ -87,7 +96,7 @@ def test_masters_where_they_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_what_is_left_out_is_said() -> None:
-    dropped = "\n".join(ucp.plan(TRAINER / "checkpoint-3", to="huggingface", settings=ALONE).dropped)
+    dropped = "\n".join(ucp.plan(TRAINER / "checkpoint-3", to="huggingface", settings=ALONE, names=AS_IS).dropped)
     assert "states step, exp_avg, exp_avg_sq" in dropped
     assert "2 parameter groups" in dropped
     assert "trainer_state.json, beside the checkpoint: of the training" in dropped
@@ -117,7 +126,7 @@ def test_shards_are_those_of_huggingface_hub(tmp_path: Path) -> None:
     order = list(ucp.inspect(source).atoms)
     assert order == list("abcdef")
     settings = {**ALONE, "max_shard_size": "0.04KB"}
-    ucp.convert(source, tmp_path / "out", to="huggingface", settings=settings)
+    ucp.convert(source, tmp_path / "out", to="huggingface", settings=settings, names=AS_IS)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     names = [f"model-0000{n}-of-00004.safetensors" for n in range(1, 5)]
     assert index == {
@@ -201,7 +210,7 @@ def test_a_config_of_another_model(config: dict[str, Any], match: str, tmp_path:
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(UsageError, match=match):
-        ucp.plan(FSDP, to="huggingface", **options)
+        ucp.plan(FSDP, to="huggingface", names=AS_IS, **options)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"model_type": 3}', '{"a": '])
@@ -304,3 +313,69 @@ def test_a_tied_weight_that_the_source_holds_twice(tmp_path: Path) -> None:
     with pytest.raises(UcpError, match="cop"):
         ucp.convert(source, tmp_path / "out", to="huggingface", settings={"config": str(folder)})
     assert not (tmp_path / "out").exists()
+
+
+GPT2 = ROOT / "huggingface" / "gpt2" / "model"
+
+
+def nanogpt(folder: Path) -> dict[str, torch.Tensor]:
+    """GPT-2 with nanoGPT's matrices, [out, in], under the same names."""
+    settings = {"drop": "config", "num_attention_heads": 4}
+    ucp.convert(GPT2, folder, to="torch", names="nanogpt", companions="none", settings=settings)
+    state: dict[str, torch.Tensor] = torch.load(next(folder.glob("*.pt")))["model"]
+    return {name: own.contiguous() for name, own in state.items() if name != "lm_head.weight"}
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_a_config_that_contradicts_shapes_is_refused(extra: bool, tmp_path: Path) -> None:
+    """Under a wrong style of the source; with a tensor of no family, so that names stay as they are."""
+    options: dict[str, Any] = {} if extra else {"names": "huggingface:huggingface"}
+    state = nanogpt(tmp_path / "nano") | ({"value_head": torch.ones(2)} if extra else {})
+    source = saved(state, tmp_path / "source")
+    with pytest.raises(MisfitError, match=r"c_attn\.weight is \[48, 16\], expected \[16, 48\]"):
+        ucp.convert(source, tmp_path / "out", to="huggingface", settings={"config": str(GPT2)}, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_of_another_framework_are_refused(tmp_path: Path) -> None:
+    """Those of torchtitan, of no family for one buffer that none has, beside the config.json of a Llama."""
+    llama = ROOT / "huggingface" / "llama" / "model"
+    ucp.convert(
+        llama,
+        tmp_path / "titan",
+        to="torch",
+        names="torchtitan",
+        settings={"drop": "config", "num_attention_heads": 4, "num_key_value_heads": 2},
+    )
+    state = torch.load(next((tmp_path / "titan").glob("*.pt")))
+    source = saved({**state["model"], "freqs": torch.ones(2)}, tmp_path / "source")
+    with pytest.raises(MisfitError, match=r"names that transformers does not have.*tok_embeddings"):
+        ucp.plan(source, to="huggingface", settings={"config": str(llama)})
+
+
+def test_verify_holds_a_model_against_its_config(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(nanogpt(tmp_path / "nano"), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_bytes((GPT2 / "config.json").read_bytes())
+    (problem,) = ucp.verify(folder).problems
+    assert "c_attn.weight is [48, 16], expected [16, 48]" in problem
+    with pytest.raises(MalformedError, match="--accept config"):
+        ucp.plan(folder, to="dcp")
+    ucp.convert(folder, tmp_path / "out", to="dcp", accept=["config"])
+    assert ucp.verify(GPT2).ok
+
+
+def test_names_of_no_family_are_not_taken_for_those_of_transformers(tmp_path: Path) -> None:
+    """Weights alone, of which neither a config.json nor the source says that it is a model of transformers."""
+    source = saved({"tok.weight": torch.ones(4, 2)}, tmp_path / "source")
+    with pytest.raises(UcpError, match=r"tok\.weight\n(?s:.*)--names huggingface:huggingface"):
+        ucp.plan(source, to="huggingface", settings={**ALONE, "num_attention_heads": 4})
+    ucp.convert(source, tmp_path / "model", to="huggingface", settings=ALONE, names=AS_IS)
+    ucp.convert(
+        source, tmp_path / "configured", to="huggingface", settings={"config": str(model_folder(tmp_path / "c"))}
+    )
+    ucp.convert(tmp_path / "model", tmp_path / "shards", to="huggingface", settings=ALONE)
+    ucp.convert(tmp_path / "model", tmp_path / "atoms")
+    ucp.convert(tmp_path / "atoms", tmp_path / "again", to="huggingface", settings=ALONE)
+    assert ucp.diff(tmp_path / "model", tmp_path / "again").equal

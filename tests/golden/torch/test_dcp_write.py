@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -10,15 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.utils._pytree import tree_leaves
 
 import ucp
 from ucp.conversion.source.read import index_of
 from ucp.core.index import Index
-from ucp.errors import CorruptError, UcpError, UsageError
+from ucp.errors import CorruptError, MisfitError, UcpError, UsageError
 
 ROOT = Path(__file__).parents[3] / "fixtures"
 TORCH = sorted(path.parents[1].name for path in (ROOT / "torch").glob("*/checkpoint/.metadata"))
@@ -178,3 +182,91 @@ def test_a_second_name_of_other_elements_does_not_read_back(tmp_path: Path, monk
     monkeypatch.setattr("ucp.conversion.verify.index_as_told", read_other)
     with pytest.raises(CorruptError, match=r"lm_head\.weight/weight values"):
         ucp.convert(GPT2, tmp_path / "out", to="dcp", verify=True)
+
+
+LIGHTNING = ROOT / "torch" / "lightning" / "checkpoint" / "last.ckpt"
+
+
+def lightning_values() -> dict[str, Any]:
+    """What Lightning saved beside model and optimizer."""
+    saved: dict[str, Any] = torch.load(LIGHTNING, weights_only=False)
+    return {key: value for key, value in saved.items() if key not in ("state_dict", "optimizer_states")}
+
+
+def test_lightning_finds_its_epochs_and_loops(tmp_path: Path) -> None:
+    ucp.convert(LIGHTNING, tmp_path / "out", to="dcp", settings={"style": "lightning"}, verify=True)
+    assert torch.load(tmp_path / "out" / "meta.pt") == lightning_values()
+
+
+def test_lightning_finds_them_in_the_client_state_of_deepspeed(tmp_path: Path) -> None:
+    """`DeepSpeedStrategy` hands them to the engine, which puts them into the files of the model."""
+    source = shutil.copytree(ROOT / "deepspeed" / "z1-dp4-bf16" / "checkpoint", tmp_path / "source")
+    settings = {"style": "lightning"}
+    with pytest.raises(MisfitError, match=r"no distributed checkpoint without meta\.pt"):
+        ucp.plan(source, to="dcp", settings=settings)
+    (file,) = source.rglob("mp_rank_00_model_states.pt")
+    torch.save({**torch.load(file, weights_only=False), **lightning_values()}, file)
+    ucp.convert(source, tmp_path / "out", to="dcp", settings=settings, verify=True)
+    saved = torch.load(tmp_path / "out" / "meta.pt", weights_only=False)
+    assert {key: saved[key] for key in lightning_values()} == lightning_values()
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model, one parameter of which is frozen, and an optimizer of two groups, after two steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 4))
+    model[1].bias.requires_grad_(False)
+    groups = [
+        {"params": [model[0].weight, model[1].weight], "weight_decay": 0.1},
+        {"params": [model[0].bias], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    for _ in range(2):
+        model(torch.randn(3, 6)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def optim_keys() -> dict[str, Any]:
+    model, optim = get_state_dict(*trained())
+    return {"model": model, "optim": optim, "epoch": 3}
+
+
+def app() -> dict[str, Any]:
+    model, optim = get_state_dict(*trained(), options=StateDictOptions(flatten_optimizer_state_dict=True))
+    return {"state": {"model": model, "optim": optim, "scheduler": {"last_epoch": 2}}, "step": 7}
+
+
+def bare() -> dict[str, Any]:
+    return trained()[0].state_dict()
+
+
+def compiled() -> dict[str, Any]:
+    """With `_orig_mod.` in names, and an optimizer that numbers parameters."""
+    model, optimizer = trained()
+    names = {f"_orig_mod.{name}": own for name, own in model.state_dict().items()}
+    return {"net": names, "opt": {"inner": optimizer.state_dict()}}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("save", [optim_keys, app, bare, compiled])
+def test_the_keys_of_the_source_are_kept(save: Any, tmp_path: Path) -> None:
+    """The script that saved it loads it by its own state dict, which has other values before."""
+    wanted = save()
+    dcp.save(wanted, checkpoint_id=tmp_path / "source", no_dist=True)
+    ucp.convert(
+        tmp_path / "source", tmp_path / "out", to="dcp", topology="dp=3", settings={"style": "source"}, verify=True
+    )
+    state = copy.deepcopy(wanted)
+    for tensor in tree_leaves(state):
+        if isinstance(tensor, torch.Tensor):
+            tensor.zero_()
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert same(state, wanted)
+    first, second = (FileSystemReader(tmp_path / own).read_metadata().state_dict_metadata for own in ("source", "out"))
+    assert first.keys() <= second.keys()
+
+
+def test_what_has_no_keys_has_none_to_keep(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no keys that --set style=source could keep"):
+        ucp.plan(ROOT / "deepspeed" / "z1-dp4-bf16" / "checkpoint", to="dcp", settings={"style": "source"})

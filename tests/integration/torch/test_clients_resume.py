@@ -63,6 +63,17 @@ def test_lightning_goes_on_at_other_world_sizes(python: str, tmp_path: Path) -> 
         assert {(own["lr"], own["step"]) for own in resumed} == {(own["lr"], own["step"]) for own in whole}
 
 
+def test_lightning_goes_on_from_one_file(python: str, tmp_path: Path) -> None:
+    """What DDP saves in one file becomes a folder for ModelParallelStrategy, with the `meta.pt` that it asks for."""
+    saved, written = tmp_path / "one.ckpt", tmp_path / "written.ckpt"
+    whole = trained(python, 2, tmp_path / "whole", "--whole", "--save", str(saved))
+    ucp.convert(saved, written, to="dcp", topology="dp=3", settings={"style": "lightning"}, verify=True)
+    for ranks in (1, 3):
+        resumed = trained(python, ranks, tmp_path / f"resumed{ranks}", "--resume", str(written))
+        assert losses(resumed) == pytest.approx(losses(whole), rel=1e-5)
+        assert {(own["lr"], own["step"]) for own in resumed} == {(own["lr"], own["step"]) for own in whole}
+
+
 def test_lightning_goes_on_by_a_callback(python: str, tmp_path: Path) -> None:
     saved = tmp_path / "saved.ckpt"
     whole = trained(python, 2, tmp_path / "whole", "--save", str(saved))

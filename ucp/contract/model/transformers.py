@@ -23,10 +23,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from ucp.contract import registry
 
-__all__ = ["MODEL_TYPES", "by_number", "in_model_order", "tied_output"]
+if TYPE_CHECKING:
+    from ucp.families.family import Family
+
+__all__ = ["MODEL_TYPES", "by_number", "family_of_type", "in_model_order", "tied_output"]
 
 _FAMILIES = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "smollm3"), "llama"),
@@ -47,10 +51,16 @@ _WITH_HEAD = ("ForCausalLM", "LMHeadModel")
 _NUMBER = re.compile(r"(\d+)")
 
 
+def family_of_type(model_type: object) -> Family | None:
+    """The family of models of that type, of those whose order is known; None where it is none of them."""
+    name = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    return None if name is None else registry.family(name)
+
+
 def in_model_order(names: Iterable[str], model_type: object) -> list[str] | None:
     """Names of parameters in the order of a model of that type; None where it is not known of all of them."""
-    family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    return None if family is None else registry.family(family).in_order(names, "huggingface")
+    family = family_of_type(model_type)
+    return None if family is None else family.in_order(names, "huggingface")
 
 
 def by_number(names: Iterable[str]) -> list[str]:

@@ -57,7 +57,7 @@ def under_names(
         raise UsageError(f"the target {target.name} has names of its own, {target.names}: drop --names {style}")
     family = _family(index, target, said, settings, naming)
     if family is None:
-        note = f"no known model family: all names are written unchanged, taken to be {style}'s"
+        note = f"no known model family: all names are written unchanged, taken to be those of {style}"
         return Renamed(index=replace(index, notes=(*index.notes, note)))
     used = frozenset(name for name in settings if name not in target.settings and name in _sizes_of(family))
     return Renamed(index=under_style(index, family, style, naming.source), family=family.name, used=used)
@@ -100,7 +100,7 @@ def _sizes_of(family: Family) -> set[str]:
 def _family(
     index: Index, target: Target, said: SourceOptions, settings: Mapping[str, str], naming: Naming
 ) -> Family | None:
-    """The family that the user names, or that all evidence is for; None where the target takes models of none.
+    """The family that the user names, or that all evidence is for; None where names are written as they are.
 
     A run that records arguments, as Megatron's do, has names of its own: they are never taken for others.
 
@@ -114,7 +114,7 @@ def _family(
         unread = min((_unread(own, shapes) for own in library().concrete()), key=len)
         if not unread:  # the question is which of those that know them all
             raise
-        if target.takes_other_names and not naming.style and not run_arguments(index):
+        if _are_final(index, target, naming, settings):
             return None
         raise UnknownFamilyError(_refusal(index, unread, "a model family", target, naming)) from error
     unread = _unread(family, shapes)
@@ -122,6 +122,13 @@ def _family(
         raise FamilyError(_refusal(index, unread, f"the family {family.name!r}", target, naming))
     check_styles(family, naming)
     return family
+
+
+def _are_final(index: Index, target: Target, naming: Naming, settings: Mapping[str, str]) -> bool:
+    """Whether names that no family knows are those to write: the user says so, or the target can tell."""
+    if naming.style:
+        return naming.source == naming.style and not target.takes_family(None)
+    return not run_arguments(index) and (naming.rules is not None or target.takes_names_of(index, settings))
 
 
 def check_styles(family: Family, naming: Naming) -> None:
@@ -139,16 +146,19 @@ def _unread(family: Family, names: Iterable[str]) -> list[str]:
 
 def _refusal(index: Index, unread: Sequence[str], whose: str, target: Target, naming: Naming) -> str:
     families = ", ".join(own.name for own in library().concrete())
+    style = naming.style or target.names
     who = f"under --names {naming.style}" if naming.style else f"for {target.name}, which has names of its own"
+    as_they_are = f"If all names are already those of {style}, say so, and they stay: --names {style}:{style}. "
+    as_they_are = "" if target.takes_family(None) else as_they_are
     return (
         f"Only models of a known family can be written {who}: expected names that {whose} has, Megatron's "
         "(decoder.layers.0.self_attention.linear_qkv.weight, ...), Hugging Face's, or those of another style; "
         f"{len(unread)} of the {len(index.atoms)} names in {index.path} are not among them:\n"
         f"{listed(unread, most=_MOST_SHOWN)}\n"
-        f"The families are {families} (`ucp patterns show llama` prints one). If yours is of one under other names, "
-        "give rules for them (--rename FILE), or write a rules file that extends it, with your names under "
-        "[alias.huggingface], and pass it with --patterns my.toml; --family says which where several could be. Any "
-        "model can be written under its own names --to deepspeed, deepspeed-universal, dcp or ucp"
+        f"{as_they_are}The families are {families} (`ucp patterns show llama` prints one). If yours is of one under "
+        "other names, give rules for them (--rename FILE), or write a rules file that extends it, with your names "
+        "under [alias.huggingface], and pass it with --patterns my.toml; --family says which where several could be. "
+        "Any model can be written under its own names --to deepspeed, deepspeed-universal, dcp or ucp"
     )
 
 
@@ -175,7 +185,9 @@ def _translated(index: Index, made: Mapping[str, Made], family: Family, style: s
     found = arranged(index, made)
     used = {source for own in made.values() for source in own.sources}
     left = [name for name in index.atoms if name not in used]
-    dropped = [f"no parameters of {family.name}, and of no name in {style}:\n{listed(left)}"] if left else []
+    dropped = (
+        [f"no parameters, and without a name in {style} by the family {family.name}:\n{listed(left)}"] if left else []
+    )
     names = {own.sources[0]: name for name, own in made.items() if own.renames}
     second = {old: _alias(old, family, style) for old, to in index.aliases.items() if to in names}
     aliases = {new: names[index.aliases[old]] for old, new in second.items() if new}

@@ -27,7 +27,10 @@ _ALIAS_KEYS = frozenset(
 
 
 def alias_table(value: object, place: Place) -> dict[str, tuple[Alias, ...]]:
-    """Style to a name, or a list of ways to store it: names, and tables for what is more than one tensor."""
+    """Style to a name, or a list of ways to store it: names, and tables for what is more than one tensor.
+
+    An empty list: the style has no such buffer.
+    """
     found = {}
     for style, own in table_of(value, place).items():
         ways = own if isinstance(own, list) else [own]

@@ -280,6 +280,8 @@ def _checked(family: Family, place: Place) -> Family:
             raise place.wrong(f"templates of rules, beside which {rule.name} stands", unknown)
     names = {*family.sizes, *family.given, *_AXES, DIM}
     for rule in family.rules:
+        if () in rule.aliases.values() and not rule.buffer:
+            raise place.wrong("a name in every style of [alias]: buffers alone may have none", rule.name.text)
         own = [e for axis in rule.axes for e in axis.expressions] + ([rule.when] if rule.when else [])
         own += [length for length in rule.shape if isinstance(length, Expression)]
         unknown = sorted({name for expression in own for name in expression.names} - names)

@@ -19,7 +19,7 @@ def _scale(index: Index) -> LossScale | None:
     return deepspeed_scale(index)
 
 
-RUN = RunExtras(scheduler=LR_SCHEDULER, scale=_scale)
+RUN = RunExtras(scheduler=LR_SCHEDULER, scale=_scale, client="client_state")
 """What a run of DeepSpeed goes on with, in either of its formats."""
 
 

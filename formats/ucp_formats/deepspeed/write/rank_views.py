@@ -83,7 +83,9 @@ def _local(atom: AtomIndex, shape: tuple[int, ...]) -> AtomIndex:
     return replace(atom, global_shape=shape, states=states)
 
 
-_SAY = "say which layers the stages have (--set stages=0,13,26, or --set partition=uniform --set layers=26)"
+_SAY = (
+    "say which layers the stages have (--set stages=FIRST,FIRST,...,COUNT, or --set partition=uniform --set layers=N)"
+)
 
 
 def check_degrees(facts: RunFacts, wanted: Topology, *, is_pipeline: bool) -> None:

@@ -22,10 +22,11 @@ from ucp_formats.deepspeed.write.run import RunFacts
 __all__ = ["Stages", "stages_of"]
 
 _STAGES = (
-    "--set stages=0,3,5,9 (the first layer of each stage, then the number of layers; PipelineModule prints them) or "
-    "--set partition=uniform, parameters or type:2-25 (the run's partition_method)"
+    "--set stages=FIRST,FIRST,...,COUNT (the first layer of each stage, then how many layers there are; PipelineModule "
+    "prints them) or "
+    "--set partition=uniform, parameters or type:FIRST-LAST (the run's partition_method)"
 )
-_TIED = "--set tied={}:8 (the number of the layer without a file, a forward_fn, that uses the tied layer again)"
+_TIED = "--set tied={}:N (the number of the layer without a file, a forward_fn, that uses the tied layer again)"
 _ELSE = "or write --to deepspeed-universal, which loads at any number of stages"
 
 
