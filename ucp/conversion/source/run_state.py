@@ -105,5 +105,5 @@ def _moved(index: Index, found: SchedulerState, chosen: Target) -> Index:
         rest = found.taken_out_of(extra) if extra.name == found.extra and not keeps else extra
         if rest is not None and rest.name != chosen.scheduler:
             extras.append(rest)
-    note = f"the scheduler's state, {found.key} in the source, is written as {chosen.scheduler}"
+    note = f"the scheduler's state is taken from {found.key}, as {chosen.scheduler}"
     return replace(index, extras=tuple(extras), notes=(*index.notes, note))

@@ -78,7 +78,7 @@ def test_a_scheduler_below_app_goes_to_deepspeed_with_the_step_of_the_optimizer(
     assert state["lr_scheduler"] == run.schedule
     assert state["global_steps"] == STEPS
     assert not report.dropped
-    assert "app.scheduler in the source, is written as lr_scheduler" in lines(report)
+    assert "state is taken from app.scheduler, as lr_scheduler" in lines(report)
 
 
 @pytest.mark.parametrize("kind", KINDS)
