@@ -69,10 +69,21 @@ class _Part:
         dcp = read_dcp(folder)
         return cls(dcp, dcp.tensors(dcp.metadata.tensors), dcp.objects(dcp.metadata.objects))
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether `leaves` stand in the order in which the script had them."""
+        return self.tensors.keys() <= self.dcp.metadata.paths.keys()
+
     def leaves(self) -> Iterator[Leaf]:
-        """Entries in the order of the metadata."""
+        """Entries in the order of the state dict, as far as that is recorded.
+
+        `planner_data` has it. The tensors of `.metadata` follow one another as ranks wrote them, and torch deals those
+        that all ranks hold out over the ranks (torch 2.13, `planner_helpers.py`, `dedup_save_plans`).
+        """
         paths = self.dcp.metadata.paths
-        for key, tensor in self.tensors.items():
+        known = [key for key in paths if key in self.tensors]
+        for key in dict.fromkeys((*known, *self.tensors)):
+            tensor = self.tensors[key]
             yield Leaf(paths.get(key, (key,)), tensor.saved.shape, tensor, _form(tensor), _content(tensor))
         for key, value in self.objects.items():
             yield Leaf(paths.get(key, (key,)), None, value.value)
@@ -116,7 +127,9 @@ class _Reading:
         self._located = located
         self._root = absolute(located.root)
         self._parts = [_Part.at(os.path.join(self._root, name) if name else self._root) for name in located.parts]
-        self._saved: Parts = sorted_out((leaf for part in self._parts for leaf in part.leaves()), self._root)
+        leaves = (leaf for part in self._parts for leaf in part.leaves())
+        in_order = all(part.is_in_order for part in self._parts)
+        self._saved: Parts = sorted_out(leaves, self._root, in_order=in_order)
         ranks = [rank for part in self._parts for rank in part.ranks()]
         tensors = {name: _boxes(leaf) for name, leaf in self._saved.model.items()}
         holders = {name: self._holders(name, leaf) for name, leaf in self._saved.model.items()}
