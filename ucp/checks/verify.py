@@ -53,6 +53,8 @@ class VerifyReport:
     """Those of `problems` that are copies which differ: every byte of them may be as it was written."""
     casts: tuple[str, ...] = ()
     """Changes of dtype after which states of `against` were compared; empty when it was bit for bit."""
+    unnamed: tuple[str, ...] = ()
+    """Those of `problems` that are states which could not be given to parameters: their bytes are as written."""
     notes: tuple[str, ...] = ()
     """What was not checked, and what explains the differences as a whole."""
 
@@ -114,14 +116,16 @@ def prove(path: Path, *, against: Path | None, source: SourceOptions, threads: i
     casts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     checked = 0
+    unnamed: tuple[str, ...] = ()
     try:
         index = told.index_of(path)
         told.check_used()
         problems = [*_oddities(index), *damage(index, observer, threads)]
         drift = find_drift(index, observer, threads)
-        problems += drift
+        unnamed = _unnamed(index)
+        problems += [*drift, *unnamed]
         checked, notes = checked_bytes(index), index.unchecked
-        if other is not None and not problems:
+        if other is not None and len(problems) == len(unnamed):
             kept = keeps_extras(other, index)
             a, b = _without_chosen(other, index), _without_chosen(index, index)
             changes = compare(a, b, observer, cast=True, extras=kept, threads=threads)
@@ -137,6 +141,7 @@ def prove(path: Path, *, against: Path | None, source: SourceOptions, threads: i
         problems=tuple(problems),
         changes=tuple(changes),
         drift=tuple(drift),
+        unnamed=unnamed,
         casts=casts,
         notes=notes,
     )
@@ -175,7 +180,7 @@ def differences(
         notes=(
             *_strangers(left, right),
             *(f"{line}: the numbers are equal, only their type is another" for line in _casts(recast)),
-            *(f"{own.path}: {line}" for own in (left, right) for line in _oddities(own)),
+            *(f"{own.path}: {line}" for own in (left, right) for line in (*_oddities(own), *_unnamed(own))),
         ),
     )
 
@@ -232,3 +237,8 @@ def _oddities(index: Index) -> list[str]:
     """A line for everything that speaks against the files, and one for states that were lost."""
     lost = state_gaps(index)
     return [*(doubt.text for doubt in index.doubts), *([gap_text(lost)] if lost else [])]
+
+
+def _unnamed(index: Index) -> tuple[str, ...]:
+    """A line for states that could not be given to parameters."""
+    return () if index.unnamed is None else (index.unnamed.why,)

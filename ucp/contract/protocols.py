@@ -151,6 +151,8 @@ class Target(Protocol):
     """Whether it writes models of no known family, too, under the names that they have."""
     takes_parts: bool = False
     """Whether a part of a model is of use: no warning of one."""
+    takes_optimizer: bool = True
+    """Whether it writes states of an optimizer; False where it writes weights alone."""
 
     takes_replicas: bool = False
     """Whether its runs may hold replicas of shards: `dp_replicate` and `dp_shard` of a topology (HSDP)."""

@@ -29,7 +29,7 @@ from ucp.core.index import (
 from ucp.core.names import WEIGHT
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
-from ucp.errors import FamilyError, MisfitError, UnsupportedError, UsageError, listed, nearest
+from ucp.errors import FamilyError, MisfitError, MissingStateError, UnsupportedError, UsageError, listed, nearest
 from ucp.io.identity import is_remote
 from ucp.transfer.plan.job import Job, make_job
 from ucp.transfer.plan.tasks import BLOCK, SCRATCH, fit_workers
@@ -147,6 +147,8 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         *_gap_warnings(whole, index),
         *(() if chosen.takes_parts else part_warnings(whole, index)),
     )
+    if index.unnamed is not None and chosen.takes_optimizer:
+        raise MissingStateError(index.unnamed.why)
     check_moments(whole, options.zero_moments, taken=index)
     index = resolve_drift(index, options.drift, observer or Silent(), memory=options.memory)
     if options.optimizer is not None:

@@ -92,6 +92,7 @@ def _named(index: Index, globs: tuple[str, ...]) -> list[str]:
 def _missing(index: Index) -> list[str]:
     lost = state_gaps(index)
     lines = [gap_text(lost)] if lost else []
+    lines += [] if index.unnamed is None else [index.unnamed.why]
     try:
         check_cover(index)
     except CoverError as error:

@@ -62,6 +62,7 @@ class HuggingFaceTarget(Target):
     name = "huggingface"
     names = "huggingface"
     takes_other_names = True
+    takes_optimizer = False
     settings = _SETTINGS
 
     def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:

@@ -156,6 +156,8 @@ class _Reading:
             atoms=atoms,
             groups=saved.groups,
             lost=saved.lost,
+            unnamed=saved.unnamed,
+            is_numbered=saved.is_numbered,
             aliases=aliases,
             extras=tuple(others),
             files=tuple(own for part in self._parts for own in part.files()),

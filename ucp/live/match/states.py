@@ -31,6 +31,7 @@ def match_states(
     known = {name for group in index.groups for name in group.params}
     lost = [matched[own.name] for own in params if own.name in matched]
     findings.problems.extend(index.reasons(name for name in lost if name in index.lost and not index.lost[name].chosen))
+    findings.problems.extend([] if index.unnamed is None else [index.unnamed.why])
     wanted: list[LoadItem] = []
     fresh: list[str] = []
     for param in params:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -37,7 +37,8 @@ from ucp_formats.torch.files.weights import Weights, read_weights
 from ucp_formats.torch.locate import step_in
 from ucp_formats.torch.model_dict import Path as TreePath
 from ucp_formats.torch.model_dict import aside_text
-from ucp_formats.torch.state_dict import Leaf, Parts, number_of, sorted_out
+from ucp_formats.torch.numbered import UnnamedError
+from ucp_formats.torch.state_dict import Leaf, Parts, number_of, sorted_out, unnamed_states
 
 __all__ = ["TorchFormat"]
 
@@ -103,12 +104,21 @@ class _Reading:
             raise self._no_model()
         is_ordered_by_it = shapes is not None and "safetensors" in located.files.get("model", {}).get(0, "")
         self._tree: Tree = with_parameters(tree, None if is_ordered_by_it else shapes, str(located.root))
-        optimizer = states_by_name(self._tree, str(located.root))
-        self._saved: Parts = sorted_out((*self._tree.model, *optimizer), str(located.root), in_order=self._in_order)
+        self._saved: Parts = self._sorted_out(str(located.root))
         self._is_shared = any(Joined.of(own).is_shared for own in self._saved.model.values())
         tied = tied_output(self._saved.model, self._config)
         if tied is not None and tied[0] not in self._saved.model:
             self._saved.tied[tied[0]] = tied[1]
+
+    def _sorted_out(self, where: str) -> Parts:
+        optimizer: Sequence[Leaf] = ()
+        unnamed = None
+        try:
+            optimizer = states_by_name(self._tree)
+        except UnnamedError as error:
+            states = (str(leaf.path[-1]) for leaf in self._tree.optimizer if leaf.path[-3:-2] == ("state",))
+            unnamed = unnamed_states(where, states, error)
+        return sorted_out((*self._tree.model, *optimizer), where, in_order=self._in_order, unnamed=unnamed)
 
     def _read(self, item: Item, rank: int, name: str) -> object:
         path = os.path.join(self._folder, name)
@@ -146,6 +156,8 @@ class _Reading:
             step=self._step(),
             atoms=atoms,
             groups=saved.groups,
+            unnamed=saved.unnamed,
+            is_numbered=saved.is_numbered,
             aliases=saved.tied,
             unordered=not self._in_order,
             extras=(*self._tree.extras, *(Extra(name=str(key), value=own) for key, own in saved.others.items())),
