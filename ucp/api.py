@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TypeVar, Unpack
 
 import ucp  # the return types, which are imported when they are looked at
-from ucp.contract.protocols import Observer, SourceOptions
+from ucp.contract.protocols import Observer, ParamOrderLike, SourceOptions
 from ucp.contract.registry import recognise, with_callables
 from ucp.conversion.collection import no_cycle_collection
 from ucp.conversion.options import (
@@ -71,14 +71,15 @@ def open(  # noqa: A001  # ucp.open is the name users look for
     family: str | None = None,
     patterns: type_path | None = None,
     shapes_from: type_path | None = None,
+    param_order: ParamOrderLike | None = None,
 ) -> ucp.Checkpoint:
     """The checkpoint at `path`, of whatever format. Raises SourceError, CoverError.
 
-    `family`, `patterns`, `shapes_from`: see `convert`.
+    `family`, `patterns`, `shapes_from`, `param_order`: see `convert`.
     """
     from ucp.live.checkpoint import Checkpoint
 
-    return Checkpoint(index_of(given(path), source=SourceOptions.of(family, patterns, shapes_from)))
+    return Checkpoint(index_of(given(path), source=SourceOptions.of(family, patterns, shapes_from, param_order)))
 
 
 @no_cycle_collection()
@@ -88,13 +89,15 @@ def inspect(
     family: str | None = None,
     patterns: type_path | None = None,
     shapes_from: type_path | None = None,
+    param_order: ParamOrderLike | None = None,
 ) -> Index:
     """Index of the checkpoint at `path`, even if shards are missing: nothing is proved of it.
 
-    `family`, `patterns`, `shapes_from`: see `convert`. Raises SourceError; `survey(path)` then gives what is known.
+    `family`, `patterns`, `shapes_from`, `param_order`: see `convert`. Raises SourceError; `survey(path)` then
+    gives what is known.
     """
     path = given(path)
-    fmt, _ = recognise(path, options=SourceOptions.of(family, patterns, shapes_from))
+    fmt, _ = recognise(path, options=SourceOptions.of(family, patterns, shapes_from, param_order))
     index = with_callables(judged(fmt.read(path)))
     note = moments_note(index)
     return index if note is None else replace(index, notes=(*index.notes, note))
@@ -146,6 +149,9 @@ def convert(
         TOML file with a family of your own.
     shapes_from
         Checkpoint, or JSON of name to shape, with the shapes of parameters that `src` keeps flat (FSDP1).
+    param_order
+        Names of the parameters that the optimizer of `src` numbers, in its order: a list for each of its groups, one
+        for all of them, or a JSON file with either.
     drift
         What to do if copies that should be equal differ: "error", "first" (take the first rank's) or "mean".
     zero_moments
@@ -224,6 +230,7 @@ def verify(
     family: str | None = None,
     patterns: type_path | None = None,
     shapes_from: type_path | None = None,
+    param_order: ParamOrderLike | None = None,
     workers: int | None = None,
     memory: MemoryLike = 1 << 30,
     observer: Observer | None = None,
@@ -232,16 +239,16 @@ def verify(
 
     Reads every byte that has a recorded checksum, compares copies that should be equal, and proves that shards tile
     every tensor. Against another checkpoint, a state of another dtype is compared after the cast; extras are compared
-    if `path` holds atoms of the same run in the layout of `against`. `family`, `patterns` and `shapes_from`: see
-    `convert`; they apply to both, as far as their formats need them. `workers`: threads, by default four, or eight with
-    a bucket; `memory`: bytes for all of them, beyond the interpreter's own.
+    if `path` holds atoms of the same run in the layout of `against`. `family`, `patterns`, `shapes_from` and
+    `param_order`: see `convert`; they apply to both, as far as their formats need them. `workers`: threads, by default
+    four, or eight with a bucket; `memory`: bytes for all of them, beyond the interpreter's own.
     """
     from ucp.checks.verify import prove
 
     return prove(
         given(path),
         against=None if against is None else given(against),
-        source=SourceOptions.of(family, patterns, shapes_from),
+        source=SourceOptions.of(family, patterns, shapes_from, param_order),
         threads=_threads(workers, memory, (path, against)),
         observer=observer or Silent(),
     )
@@ -255,14 +262,15 @@ def diff(
     family: str | None = None,
     patterns: type_path | None = None,
     shapes_from: type_path | None = None,
+    param_order: ParamOrderLike | None = None,
     workers: int | None = None,
     memory: MemoryLike = 1 << 30,
     observer: Observer | None = None,
 ) -> ucp.DiffReport:
     """Every difference between two checkpoints of any formats, streamed.
 
-    `extras`: also what is not a parameter, entry by entry. `family`, `patterns`, `shapes_from`, `workers`,
-    `memory`: see `verify`.
+    `extras`: also what is not a parameter, entry by entry. `family`, `patterns`, `shapes_from`, `param_order`,
+    `workers`, `memory`: see `verify`.
     """
     from ucp.checks.verify import differences
 
@@ -270,7 +278,7 @@ def diff(
         given(a),
         given(b),
         extras=extras,
-        source=SourceOptions.of(family, patterns, shapes_from),
+        source=SourceOptions.of(family, patterns, shapes_from, param_order),
         threads=_threads(workers, memory, (a, b)),
         observer=observer or Silent(),
     )

@@ -67,6 +67,7 @@ class CompareArguments(TypedDict):
     family: str | None
     patterns: Path | None
     shapes_from: Path | None
+    param_order: Path | None
     workers: int | None
     memory: int
 
@@ -189,6 +190,12 @@ _SOURCE_OPTIONS = (
         type=PATH,
         metavar="PATH",
         help="Checkpoint, or JSON of name to shape, that has the shapes which the source lacks (FSDP1, LOCAL).",
+    ),
+    click.option(
+        "--param-order",
+        type=PATH,
+        metavar="FILE",
+        help="JSON of the names that the source's optimizer numbers, in its order: a list per group, or one.",
     ),
 )
 
@@ -325,7 +332,7 @@ def convert_options(command: F) -> F:
 
 
 def source_options(command: F) -> F:
-    """Add --family, --patterns and --shapes-from, passed under these names."""
+    """Add --family, --patterns, --shapes-from and --param-order, passed under these names."""
     return _with(_SOURCE_OPTIONS, command)
 
 

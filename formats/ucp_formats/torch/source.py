@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from ucp.contract.companion_files import SaveFolder, with_companions
-from ucp.contract.protocols import Evidence, Format
+from ucp.contract.protocols import Evidence, Format, ParamOrder, SourceOptions
 from ucp.contract.run_extras import RunExtras
 from ucp.contract.value_diff import differing_values
 from ucp.core.fragments import Fragment
@@ -31,6 +32,7 @@ from ucp.io.folder import absolute, names_in, path_of
 from ucp.io.identity import source_file
 from ucp_formats.torch.locate import Located, is_of_the_format, locate, step_in, the_folder
 from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of
+from ucp_formats.torch.order import order_of
 from ucp_formats.torch.state_dict import Leaf, Parts, number_of, sorted_out
 
 __all__ = ["DcpFormat"]
@@ -42,7 +44,17 @@ class DcpFormat(Format):
     """Format `dcp`."""
 
     name = "dcp"
+    takes_order = True
     run = RunExtras(places=re.compile(r"(?P<name>dataloader)/dp_rank_(?P<dp>\d+)"))  # torchtitan's
+
+    def __init__(self, options: SourceOptions | None = None) -> None:
+        self._options = options or SourceOptions()
+
+    def configured(self, options: SourceOptions) -> DcpFormat:
+        """The same format, with an order of the optimizer that the user gives."""
+        if options.family is not None or options.patterns is not None:
+            return cast("DcpFormat", super().configured(options))  # which raises
+        return DcpFormat(options)
 
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is, or leads to, such a folder."""
@@ -52,7 +64,7 @@ class DcpFormat(Format):
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
         located = the_folder(locate(path), path)
-        index = _Reading(located).index(self.name)
+        index = _Reading(located, order_of(self._options.param_order)).index(self.name)
         return with_companions(index, SaveFolder(path_of(index.path)), is_own=is_of_the_format)
 
 
@@ -123,13 +135,13 @@ class _Part:
 class _Reading:
     """A checkpoint while its index is made."""
 
-    def __init__(self, located: Located) -> None:
+    def __init__(self, located: Located, order: ParamOrder | None) -> None:
         self._located = located
         self._root = absolute(located.root)
         self._parts = [_Part.at(os.path.join(self._root, name) if name else self._root) for name in located.parts]
         leaves = (leaf for part in self._parts for leaf in part.leaves())
         in_order = all(part.is_in_order for part in self._parts)
-        self._saved: Parts = sorted_out(leaves, self._root, in_order=in_order)
+        self._saved: Parts = sorted_out(leaves, self._root, in_order=in_order, order=order)
         ranks = [rank for part in self._parts for rank in part.ranks()]
         tensors = {name: _boxes(leaf) for name, leaf in self._saved.model.items()}
         holders = {name: self._holders(name, leaf) for name, leaf in self._saved.model.items()}

@@ -42,7 +42,7 @@ def match_states(
             note_cast(atom, WEIGHT, dtype, findings)
             wanted.append(item_of(param.name, atom, WEIGHT, dtype, param.part or parts[param.name], stepped=True))
         if not _held(atom):
-            if atom.name not in known and 0 not in atom.global_shape:
+            if index.unnamed is None and atom.name not in known and 0 not in atom.global_shape:
                 findings.problems.append(f"{param.name} is optimised, and was not when the checkpoint was saved")
             fresh.append(param.name)
         else:

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
-from ucp.contract.protocols import SourceOptions
+from ucp.contract.protocols import ParamOrderLike, SourceOptions
 from ucp.conversion.options import (
     DtypeLike,
     MemoryLike,
@@ -87,6 +87,7 @@ class LoadAsked:
         family: str | None = None,
         patterns: type_path | None = None,
         shapes_from: type_path | None = None,
+        param_order: ParamOrderLike | None = None,
         experts: Experts | None = None,
     ) -> LoadAsked:
         """What a rank of a run of so many is asked. Raises UsageError."""
@@ -107,7 +108,7 @@ class LoadAsked:
                 naming=Naming.of(names, rules),
                 rename=called,
                 settings=settings_of(settings or {}),
-                source=SourceOptions.of(family, patterns, shapes_from),
+                source=SourceOptions.of(family, patterns, shapes_from, param_order),
             ),
             dtype=None if dtype is None else _dtype(dtype),
             rank_extras=policy_of(rank_extras, RankPolicy, "rank_extras as one"),
@@ -132,7 +133,7 @@ class LoadAsked:
             "names": known.naming,
             "rename": None if options.rename is None else "a function",
             "settings": known.settings,
-            "family, patterns, shapes_from": known.source,
+            "family, patterns, shapes_from, param_order": known.source,
             "dtype": self.dtype,
             "rank_extras": self.rank_extras,
             "exchange": self.carry.exchange,

@@ -15,7 +15,7 @@ from typing import cast
 
 from ucp.contract.companion_files import SaveFolder, with_companions
 from ucp.contract.model.transformers import in_model_order, tied_output
-from ucp.contract.protocols import Evidence, Format, SourceOptions
+from ucp.contract.protocols import Evidence, Format, ParamOrder, SourceOptions
 from ucp.contract.rank_extras import Checksums
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile
 from ucp.core.names import WEIGHT
@@ -38,6 +38,7 @@ from ucp_formats.torch.locate import step_in
 from ucp_formats.torch.model_dict import Path as TreePath
 from ucp_formats.torch.model_dict import aside_text
 from ucp_formats.torch.numbered import UnnamedError
+from ucp_formats.torch.order import order_of
 from ucp_formats.torch.state_dict import Leaf, Parts, number_of, sorted_out, unnamed_states
 
 __all__ = ["TorchFormat"]
@@ -52,12 +53,13 @@ class TorchFormat(Format):
 
     name = "torch"
     takes_shapes = True
+    takes_order = True
 
     def __init__(self, options: SourceOptions | None = None) -> None:
         self._options = options or SourceOptions()
 
     def configured(self, options: SourceOptions) -> TorchFormat:
-        """The same format, with shapes that the user points to."""
+        """The same format, with shapes and an order that the user points to."""
         if options.family is not None or options.patterns is not None:
             return cast("TorchFormat", super().configured(options))  # which raises
         return TorchFormat(options)
@@ -74,7 +76,7 @@ class TorchFormat(Format):
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
         located = the_files(locate(path), path)
-        index = _Reading(located, self._shapes()).index(self.name)
+        index = _Reading(located, self._shapes(), order_of(self._options.param_order)).index(self.name)
         folder = SaveFolder(located.root) if located.root.is_dir() else None
         return with_companions(index, folder, is_own=lambda own: is_of_the_format(own) or own.name in _names(located))
 
@@ -86,8 +88,9 @@ def _names(located: Located) -> set[str]:
 class _Reading:
     """A checkpoint while its index is made."""
 
-    def __init__(self, located: Located, shapes: Shapes | None) -> None:
+    def __init__(self, located: Located, shapes: Shapes | None, order: ParamOrder | None) -> None:
         self._located = located
+        self._order = order
         self._folder = absolute(located.folder)
         self._shapes = shapes
         self._in_order = True
@@ -111,14 +114,15 @@ class _Reading:
             self._saved.tied[tied[0]] = tied[1]
 
     def _sorted_out(self, where: str) -> Parts:
+        order, unnamed = self._order, None
         optimizer: Sequence[Leaf] = ()
-        unnamed = None
         try:
-            optimizer = states_by_name(self._tree)
+            optimizer = states_by_name(self._tree, order)
+            order = order if optimizer is self._tree.optimizer else None  # which has been taken
         except UnnamedError as error:
             states = (str(leaf.path[-1]) for leaf in self._tree.optimizer if leaf.path[-3:-2] == ("state",))
             unnamed = unnamed_states(where, states, error)
-        return sorted_out((*self._tree.model, *optimizer), where, in_order=self._in_order, unnamed=unnamed)
+        return sorted_out((*self._tree.model, *optimizer), where, in_order=self._in_order, order=order, unnamed=unnamed)
 
     def _read(self, item: Item, rank: int, name: str) -> object:
         path = os.path.join(self._folder, name)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from ucp_formats.torch.numbered import UnnamedError, name_params
 
 import ucp
-from ucp.errors import LoadError, MissingStateError
+from ucp.errors import IdleOptionError, LoadError, MissingStateError, UsageError
 from ucp_cli.verbs import cli as command
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -159,6 +159,102 @@ def test_frozen_parameters_that_get_state_dict_ignored_are_left_out(flat: bool, 
     assert not any("embed.weight" in group.params for group in index.groups)
     moments = {name: optimizer.state[own] for name, own in model.named_parameters() if own.requires_grad}
     check(tmp_path / "run", moments)
+
+
+ORDERS: dict[str, Callable[[list[list[str]]], object]] = {
+    "groups": lambda groups: groups,
+    "one list": lambda groups: [name for group in groups for name in group],
+}
+
+
+def names_of(split: Split) -> list[list[str]]:
+    """Names in the groups of an optimizer."""
+    model, optimizer = trained(split)
+    names = {id(own): name for name, own in model.named_parameters()}
+    return [[names[id(own)] for own in group["params"]] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("way", ["torch", "dcp"])
+@pytest.mark.parametrize("form", ORDERS)
+def test_an_order_that_the_user_gives(way: str, form: str, tmp_path: Path) -> None:
+    folder, states = saved(by_layer, tmp_path / "run", way=way)
+    order = ORDERS[form](names_of(by_layer))
+    (tmp_path / "order.json").write_text(json.dumps(order))
+    for asked in (order, tmp_path / "order.json"):
+        checkpoint = ucp.open(folder, param_order=asked)
+        for name, own in states.items():
+            assert torch.equal(checkpoint.read(name, "exp_avg"), own["exp_avg"]), name
+    ucp.convert(folder, tmp_path / "out", to="dcp", param_order=tmp_path / "order.json", verify=True)
+    assert ucp.verify(tmp_path / "out", against=folder, param_order=order).ok
+    words = [
+        "convert",
+        str(folder),
+        str(tmp_path / "cli"),
+        "--to",
+        "dcp",
+        "--param-order",
+        str(tmp_path / "order.json"),
+    ]
+    assert CliRunner().invoke(command, words).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda groups: groups[:1], r"optimizer groups of \[6, 8\] parameters"),
+        (lambda groups: [[*groups[0][1:], groups[0][0]], groups[1]], "the states of number 1 are"),
+        (lambda groups: [groups[0], [*groups[1][:-1], "nothing"]], "nothing is not in the model"),
+        (lambda groups: [groups[0], [*groups[1][:-1], groups[1][0]]], "embed.weight is listed 2 times"),
+        (lambda groups: {"groups": groups}, "holds another document"),
+        (lambda groups: [[1, 2]], "holds another document"),
+    ],
+)
+def test_an_order_that_does_not_fit_is_refused(change: Callable[[Any], object], message: str, tmp_path: Path) -> None:
+    folder, _ = saved(by_layer, tmp_path / "run")
+    (tmp_path / "order.json").write_text(json.dumps(change(names_of(by_layer))))
+    with pytest.raises(UsageError, match=message):
+        ucp.inspect(folder, param_order=tmp_path / "order.json")
+
+
+def test_an_order_that_nobody_needs_is_refused(tmp_path: Path) -> None:
+    folder, _ = saved(lambda model: list(model.named_parameters()), tmp_path / "run")
+    with pytest.raises(IdleOptionError, match="drop --param-order"):
+        ucp.inspect(folder, param_order=names_of(in_one))
+    ucp.convert(folder, tmp_path / "atoms")
+    with pytest.raises(IdleOptionError, match="drop --param-order"):
+        ucp.inspect(tmp_path / "atoms", param_order=names_of(in_one))
+
+
+@pytest.mark.parametrize("way", ["torch", "dcp"])
+def test_the_order_of_the_live_optimizer_is_taken(way: str, tmp_path: Path) -> None:
+    folder, states = saved(by_layer, tmp_path / "run", way=way)
+    model = Model()
+    optimizer = torch.optim.AdamW(by_layer(model))
+    ucp.load_into(model, checkpoint=folder, optimizer=optimizer)
+    for name, own in model.named_parameters():
+        assert torch.equal(optimizer.state[own]["exp_avg"], states[name]["exp_avg"]), name
+
+
+def test_a_live_order_that_contradicts_the_model_is_refused(tmp_path: Path) -> None:
+    """Matrices of one shape, exchanged in one of two scripts: nothing tells in which."""
+
+    def exchanged(model: nn.Module) -> list[Any]:
+        params = list(model.parameters())
+        at, other = (next(n for n, own in enumerate(params) if own is one) for one in blocks_of(model))
+        params[at], params[other] = params[other], params[at]
+        return params
+
+    def blocks_of(model: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
+        return model.get_parameter("blocks.0.up.weight"), model.get_parameter("blocks.0.gate.weight")
+
+    folder, states = saved(exchanged, tmp_path / "run")
+    model = Model()
+    optimizer = torch.optim.AdamW(exchanged(model))
+    with pytest.raises(LoadError, match="two orders fit"):
+        ucp.load_into(model, checkpoint=folder, optimizer=optimizer)
+    ucp.load_into(model, checkpoint=folder, optimizer=optimizer, param_order=names_of(exchanged))
+    for name, own in model.named_parameters():
+        assert torch.equal(optimizer.state[own]["exp_avg"], states[name]["exp_avg"]), name
 
 
 FORMS = [(2, 2), (3, 2), (2,), (3,), ()]
