@@ -14,6 +14,7 @@ from ucp.contract.state_gaps import gap_text, state_gaps
 from ucp.conversion.collection import no_cycle_collection
 from ucp.conversion.fingerprint import facts_of, fingerprint_of
 from ucp.conversion.options import ConvertOptions, cores
+from ucp.conversion.source.frozen import FROZEN, with_frozen
 from ucp.conversion.source.new_optimizer import HYPER, with_optimizer, without_hyper
 from ucp.conversion.source.read import index_as_told, index_of
 from ucp.conversion.source.replica_policy import resolve_drift
@@ -151,10 +152,11 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         raise MissingStateError(index.unnamed.why)
     check_moments(whole, options.zero_moments, taken=index)
     index = resolve_drift(index, options.drift, observer or Silent(), memory=options.memory)
+    index, settings = with_frozen(index, options.target.settings)
     if options.optimizer is not None:
-        index = with_optimizer(index, options.target.settings)
+        index = with_optimizer(index, settings)
     _check_dtypes(index, options.target.dtypes)
-    index, settings = without_extras(index, options.target.settings)
+    index, settings = without_extras(index, settings)
     index = with_callables(index)
     known = [*chosen.settings, *chosen.source_settings(index)]
     made = HYPER if options.optimizer is not None else ()
@@ -294,9 +296,9 @@ def _check_settings(
     if not unknown:
         return
     working = () if engine is None else engine.settings
-    near = {name: nearest(name, [*known, *also, DROP, *working]) for name in unknown}
+    near = {name: nearest(name, [*known, *also, DROP, FROZEN, *working]) for name in unknown}
     lines = listed(f"{name}{_hint(name, own)}" for name, own in near.items())
-    takes = ", ".join([*chosen.settings, *also, DROP])
+    takes = ", ".join([*chosen.settings, *also, DROP, FROZEN])
     more = "; any argument that the source records" if len(known) > len(chosen.settings) else ""
     more += "; sizes of the model by the names of Megatron or config.json (num_attention_heads)" if by_family else ""
     if engine is not None:

@@ -33,7 +33,7 @@ from ucp.io.identity import source_file
 from ucp_formats.torch.locate import Located, is_of_the_format, locate, step_in, the_folder
 from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of
 from ucp_formats.torch.order import order_of
-from ucp_formats.torch.state_dict import Leaf, Parts, number_of, sorted_out
+from ucp_formats.torch.state_dict import Leaf, Parts, kind_of, number_of, sorted_out
 
 __all__ = ["DcpFormat"]
 
@@ -186,7 +186,7 @@ class _Reading:
         return AtomIndex(
             name=name,
             global_shape=weight.global_shape,
-            kind=Kind.PARAMETER if name in self._saved.trained else self._untrained(weight),
+            kind=kind_of(name, self._saved) or self._untrained(weight),
             states={WEIGHT: weight, **states},
             layout=self._mesh.layouts.get(name, Layout()),
         )
@@ -229,7 +229,7 @@ class _Reading:
         if unplaced:
             names = listed(unplaced)
             yield f"{counted(len(unplaced), 'tensor')} cut by no pattern known here, read by their boxes:\n{names}"
-        frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN]
+        frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN and name not in self._saved.frozen]
         if frozen and not self._is_cut:
             yield f"in no group of the optimizer, so frozen parameters or buffers:\n{listed(frozen)}"
         if aliases:

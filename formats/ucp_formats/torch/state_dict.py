@@ -24,14 +24,14 @@ from functools import reduce
 from operator import or_
 
 from ucp.contract.scalars import scalar_state
-from ucp.core.index import Loss, ParamGroup, StateIndex, UnnamedStates
+from ucp.core.index import Kind, Loss, ParamGroup, StateIndex, UnnamedStates
 from ucp.core.tensor import TensorRef
 from ucp.errors import IdleOptionError, MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import described
 from ucp_formats.torch.model_dict import Path, Wanted, aside_text, bare_name, longest_name, model_path
 from ucp_formats.torch.numbered import Naming, Number, Order, UnnamedError, name_params, order_params
 
-__all__ = ["Leaf", "Parts", "number_of", "sorted_out", "unnamed_states"]
+__all__ = ["Leaf", "Parts", "kind_of", "number_of", "sorted_out", "unnamed_states"]
 
 _GROUPS, _STATE = "param_groups", "state"
 _PARAMS, _NAMES = "params", "param_names"
@@ -76,6 +76,8 @@ class Parts:
     """The optimizer's groups."""
     trained: frozenset[str] = frozenset()
     """Parameters in a group; all, where there is no optimizer."""
+    frozen: frozenset[str] = frozenset()
+    """Those of them without states, which others have."""
     tied: dict[str, str] = field(default_factory=dict)
     """Second name of a parameter to its first: a matrix with the same elements, that no group has."""
     others: dict[str, object] = field(default_factory=dict)
@@ -142,11 +144,22 @@ def sorted_out(
     _set_trained(parts)
     unstepped = sorted(parts.trained - parts.states.keys() - parts.lost.keys())
     if parts.states and unstepped:
+        parts.frozen = frozenset(name for name in unstepped if 0 not in (parts.model[name].shape or ()))
         parts.notes.append(
             f"{counted(len(unstepped), 'parameter')} in a group of the optimizer without states, which others have: "
-            f"not stepped, or the states are lost:\n{listed(unstepped)}"
+            "taken for frozen. If they were trained and never got a gradient, say so (--set frozen=none); if not, the "
+            f"states are lost:\n{listed(unstepped)}"
         )
     return parts
+
+
+def kind_of(name: str, parts: Parts) -> Kind | None:
+    """What a tensor of the model is to the optimizer; None where it is in no group.
+
+    What has no states where others have theirs was not stepped: a frozen parameter, which `AdamW(model.parameters())`
+    lists too.
+    """
+    return Kind.FROZEN if name in parts.frozen else Kind.PARAMETER if name in parts.trained else None
 
 
 def number_of(leaf: Leaf) -> StateIndex:

@@ -39,7 +39,7 @@ from ucp_formats.torch.model_dict import Path as TreePath
 from ucp_formats.torch.model_dict import aside_text
 from ucp_formats.torch.numbered import UnnamedError
 from ucp_formats.torch.order import order_of
-from ucp_formats.torch.state_dict import Leaf, Parts, number_of, sorted_out, unnamed_states
+from ucp_formats.torch.state_dict import Leaf, Parts, kind_of, number_of, sorted_out, unnamed_states
 
 __all__ = ["TorchFormat"]
 
@@ -185,7 +185,7 @@ class _Reading:
         return AtomIndex(
             name=name,
             global_shape=weight.shape,
-            kind=Kind.PARAMETER if name in self._saved.trained else self._untrained(weight),
+            kind=kind_of(name, self._saved) or self._untrained(weight),
             states={WEIGHT: weight.state(), **states},
             layout=next(flat, weight.layout),  # FSDP1 keeps parameters flat, and cuts them by rows only to save them
         )
@@ -210,7 +210,7 @@ class _Reading:
         return next((step for own in named if (step := step_in(own.name)) is not None), None)
 
     def _notes(self, atoms: Mapping[str, AtomIndex]) -> Iterator[str]:
-        frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN]
+        frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN and name not in self._saved.frozen]
         if frozen and not self._is_shared:
             yield f"in no group of the optimizer, so frozen parameters or buffers:\n{listed(frozen)}"
         if self._saved.tied:
