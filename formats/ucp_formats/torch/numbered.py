@@ -46,8 +46,8 @@ _SORTED = (
     "Say the order of the model (--shapes-from PATH: a file of torch.save, or a JSON of name to shape), as safetensors "
     "keeps names sorted, or that of the optimizer (--param-order FILE: JSON of the names in each of its groups)"
 )
-_MOST = 20_000
-"""Ways to have come to a parameter that are looked at, at most: many groups of many equal layers have more."""
+_MOST = 100_000
+"""Ways to have come to parameters that are looked at, at most: many groups of many equal layers have more."""
 
 
 class UnnamedError(UnsupportedError):
@@ -186,9 +186,11 @@ Place = tuple[int, int]
 def _interleavings(forms: Sequence[Sequence[Hashable]], model: Sequence[Hashable]) -> list[set[Place]] | None:
     """For every parameter of the model the places in the groups that it has in some interleaving; None without one."""
     levels: list[set[tuple[int, ...]]] = [{(0,) * len(forms)}]
+    count = 0
     for form in model:
         levels.append({after for taken in levels[-1] for _, after in _steps(taken, forms, form)})
-        if not 0 < len(levels[-1]) <= _MOST:
+        count += len(levels[-1])
+        if not levels[-1] or count > _MOST + len(model):
             return None
     places: list[set[Place]] = []
     alive = levels[-1]
@@ -257,11 +259,13 @@ def _by_form(
     for name, form in model.items():
         by_form.setdefault(form, []).append(name)
     names: Names = {}
+    taken: set[str] = set()
     for number, form in zip(
         [number for group in groups for number in group], [form for group in forms for form in group], strict=True
     ):
         fitting = by_form.get(form, [])
-        if len(fitting) != 1 or fitting[0] in names.values():
+        if len(fitting) != 1 or fitting[0] in taken:
             raise UnnamedError(f"shapes do not tell which parameter number {number} is", remedy=remedy)
         names[number] = fitting[0]
+        taken.add(fitting[0])
     return names

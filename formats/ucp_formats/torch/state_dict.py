@@ -441,16 +441,15 @@ def _leave_out_absent(parts: Parts) -> None:
     torch saves so with `get_state_dict(ignore_frozen_params=True)`: frozen ones are in the groups alone (torch 2.13,
     `state_dict.py`, `_get_model_state_dict`).
     """
-    absent = [
-        name for group in parts.groups for name in group.params if name not in parts.model and name not in parts.states
-    ]
+    known = {*parts.model, *parts.states}
+    absent = {name for group in parts.groups for name in group.params if name not in known}
     if absent and any(name in parts.model for group in parts.groups for name in group.params):
         parts.groups = tuple(
             replace(group, params=tuple(name for name in group.params if name not in absent)) for group in parts.groups
         )
         parts.notes.append(
             f"{counted(len(absent), 'parameter')} in groups of the optimizer without states, and not in the model, "
-            f"left out (frozen, where get_state_dict was told to ignore such):\n{listed(absent)}"
+            f"left out (frozen, where get_state_dict was told to ignore such):\n{listed(sorted(absent))}"
         )
 
 
