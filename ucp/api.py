@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TypeVar, Unpack
 
 import ucp  # the return types, which are imported when they are looked at
-from ucp.contract.protocols import Observer, SourceOptions
+from ucp.contract.protocols import Observer, ParamOrderLike, SourceOptions
 from ucp.contract.registry import with_callables
 from ucp.conversion.arguments import suggest_arguments
 from ucp.conversion.collection import no_cycle_collection
@@ -74,14 +74,15 @@ def open(  # noqa: A001  # ucp.open is the name users look for
     family: str | None = None,
     patterns: type_path | None = None,
     shapes_from: type_path | None = None,
+    param_order: ParamOrderLike | None = None,
 ) -> ucp.Checkpoint:
     """The checkpoint at `path`, of whatever format. Raises SourceError, CoverError.
 
-    `family`, `patterns`, `shapes_from`: see `convert`.
+    `family`, `patterns`, `shapes_from`, `param_order`: see `convert`.
     """
     from ucp.live.checkpoint import Checkpoint
 
-    return Checkpoint(index_of(given(path), source=SourceOptions.of(family, patterns, shapes_from)))
+    return Checkpoint(index_of(given(path), source=SourceOptions.of(family, patterns, shapes_from, param_order)))
 
 
 @suggest_arguments
@@ -92,13 +93,15 @@ def inspect(
     family: str | None = None,
     patterns: type_path | None = None,
     shapes_from: type_path | None = None,
+    param_order: ParamOrderLike | None = None,
 ) -> Index:
     """Index of the checkpoint at `path`, even if shards are missing: nothing is proved of it.
 
-    `family`, `patterns`, `shapes_from`: see `convert`. Raises SourceError; `survey(path)` then gives what is known.
+    `family`, `patterns`, `shapes_from`, `param_order`: see `convert`. Raises SourceError; `survey(path)` then
+    gives what is known.
     """
     path = given(path)
-    index = read_index(path, source=SourceOptions.of(family, patterns, shapes_from))
+    index = read_index(path, source=SourceOptions.of(family, patterns, shapes_from, param_order))
     index = before_first_step(with_callables(judged(index)))
     note = moments_note(index)
     return index if note is None else replace(index, notes=(*index.notes, note))
@@ -152,6 +155,9 @@ def convert(
         TOML file with a family of your own.
     shapes_from
         Checkpoint, or JSON of name to shape, with the shapes of parameters that `src` keeps flat (FSDP1).
+    param_order
+        Names of the parameters that the optimizer of `src` numbers, in its order: a list for each of its groups, one
+        for all of them, or a JSON file with either.
     drift
         What to do if copies that should be equal differ: "error", "first" (take the first rank's) or "mean".
     zero_moments
@@ -236,6 +242,7 @@ def verify(
     family: str | None = None,
     patterns: type_path | None = None,
     shapes_from: type_path | None = None,
+    param_order: ParamOrderLike | None = None,
     workers: int | None = None,
     memory: MemoryLike = 1 << 30,
     observer: Observer | None = None,
@@ -247,9 +254,9 @@ def verify(
     if `path` holds atoms of the same run in the layout of `against`.
 
     `include`, `exclude`: globs over parameter names, or name/state, that choose what is compared with `against`;
-    `weights`: weights alone, as for an export of a run. `family`, `patterns` and `shapes_from`: see `convert`; they
-    apply to both, as far as their formats need them. `workers`: threads, by default four, or eight with a bucket;
-    `memory`: bytes for all of them, beyond the interpreter's own.
+    `weights`: weights alone, as for an export of a run. `family`, `patterns`, `shapes_from` and `param_order`: see
+    `convert`; they apply to both, as far as their formats need them. `workers`: threads, by default four, or eight
+    with a bucket; `memory`: bytes for all of them, beyond the interpreter's own.
     """
     from ucp.checks.verify import prove
 
@@ -257,7 +264,7 @@ def verify(
         given(path),
         against=None if against is None else given(against),
         names=filter_of(include, exclude, weights=weights),
-        source=SourceOptions.of(family, patterns, shapes_from),
+        source=SourceOptions.of(family, patterns, shapes_from, param_order),
         threads=_threads(workers, memory, (path, against)),
         observer=observer or Silent(),
     )
@@ -275,6 +282,7 @@ def diff(
     family: str | None = None,
     patterns: type_path | None = None,
     shapes_from: type_path | None = None,
+    param_order: ParamOrderLike | None = None,
     workers: int | None = None,
     memory: MemoryLike = 1 << 30,
     observer: Observer | None = None,
@@ -282,7 +290,7 @@ def diff(
     """Every difference between two checkpoints of any formats, streamed.
 
     `extras`: also what is not a parameter, entry by entry. `include`, `exclude`, `weights`, `family`, `patterns`,
-    `shapes_from`, `workers`, `memory`: see `verify`.
+    `shapes_from`, `param_order`, `workers`, `memory`: see `verify`.
     """
     from ucp.checks.verify import differences
 
@@ -291,7 +299,7 @@ def diff(
         given(b),
         names=filter_of(include, exclude, weights=weights),
         extras=extras,
-        source=SourceOptions.of(family, patterns, shapes_from),
+        source=SourceOptions.of(family, patterns, shapes_from, param_order),
         threads=_threads(workers, memory, (a, b)),
         observer=observer or Silent(),
     )

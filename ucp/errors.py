@@ -88,6 +88,7 @@ ARGUMENTS = {
     },
     "--against": "against=...",
     "--shapes-from": "shapes_from=...",
+    "--param-order": "param_order=...",
     **{f"--{name}": f"{name}=True" for name in ("virtual", "compress", "resume", "overwrite", "verify")},
     "--dtype": "dtypes={...}",
     "--set": "settings={...}",

@@ -70,6 +70,7 @@ class CompareArguments(TypedDict):
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     weights: bool
+    param_order: Path | None
     workers: int | None
     memory: int
 
@@ -192,6 +193,12 @@ _SOURCE_OPTIONS = (
         type=PATH,
         metavar="PATH",
         help="Checkpoint, or JSON of name to shape, that has the shapes which the source lacks (FSDP1, LOCAL).",
+    ),
+    click.option(
+        "--param-order",
+        type=PATH,
+        metavar="FILE",
+        help="JSON of the names that the source's optimizer numbers, in its order: a list per group, or one.",
     ),
 )
 
@@ -332,7 +339,7 @@ def convert_options(command: F) -> F:
 
 
 def source_options(command: F) -> F:
-    """Add --family, --patterns and --shapes-from, passed under these names."""
+    """Add --family, --patterns, --shapes-from and --param-order, passed under these names."""
     return _with(_SOURCE_OPTIONS, command)
 
 

@@ -60,6 +60,8 @@ class VerifyReport:
     """Those of `problems` that are copies which differ: every byte of them may be as it was written."""
     casts: tuple[str, ...] = ()
     """Changes of dtype after which states of `against` were compared; empty when it was bit for bit."""
+    unnamed: tuple[str, ...] = ()
+    """Those of `problems` that are states which could not be given to parameters: their bytes are as written."""
     notes: tuple[str, ...] = ()
     """What was not checked, and what explains the differences as a whole."""
 
@@ -134,14 +136,16 @@ def prove(
     casts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     checked = 0
+    unnamed: tuple[str, ...] = ()
     try:
         index = told.index_of(path)
         told.check_used()
         problems = [*_oddities(index), *_changed_files(index), *damage(index, observer, threads)]
         drift = find_drift(index, observer, threads)
-        problems += drift
+        unnamed = _unnamed(index)
+        problems += [*drift, *unnamed]
         checked, notes = checked_bytes(index), index.unchecked
-        if other is not None and not problems:
+        if other is not None and len(problems) == len(unnamed):
             kept = keeps_extras(other, index)
             kept = kept and names == _ALL
             a, b = _compared((_without_chosen(other, index), _without_chosen(index, index)), names)
@@ -158,6 +162,7 @@ def prove(
         problems=tuple(problems),
         changes=tuple(changes),
         drift=tuple(drift),
+        unnamed=unnamed,
         casts=casts,
         notes=notes,
     )
@@ -235,7 +240,7 @@ def differences(
         notes=(
             *_strangers(left, right),
             *(f"{line}: the numbers are equal, only their type is another" for line in _casts(recast)),
-            *(f"{own.path}: {line}" for own in (left, right) for line in _oddities(own)),
+            *(f"{own.path}: {line}" for own in (left, right) for line in (*_oddities(own), *_unnamed(own))),
         ),
     )
 
@@ -308,3 +313,8 @@ def _oddities(index: Index) -> list[str]:
     """A line for everything that speaks against the files, and one for states that were lost."""
     lost = state_gaps(index)
     return [*(doubt.text for doubt in index.doubts), *([gap_text(lost)] if lost else [])]
+
+
+def _unnamed(index: Index) -> tuple[str, ...]:
+    """A line for states that could not be given to parameters."""
+    return () if index.unnamed is None else (index.unnamed.why,)

@@ -10,7 +10,7 @@ capabilities: it states those it has, and inherits the rest.
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from os import PathLike
 from pathlib import Path
@@ -40,6 +40,8 @@ __all__ = [
     "LocalTensor",
     "LocalTensors",
     "Observer",
+    "ParamOrder",
+    "ParamOrderLike",
     "Pattern",
     "SourceOptions",
     "Strength",
@@ -77,6 +79,12 @@ class Evidence:
     """Files there that by their suffix could be checkpoints too; set where this evidence is the stronger one."""
 
 
+ParamOrder = tuple[tuple[str, ...], ...]
+"""Names of parameters: a tuple for each group of an optimizer, or one for all."""
+ParamOrderLike = str | PathLike[str] | Sequence[str] | Sequence[Sequence[str]]
+"""Path of a JSON file with names, or the names: those of each group, or one list for all groups."""
+
+
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
     """What the user says of a source that its files do not, or not clearly."""
@@ -87,6 +95,8 @@ class SourceOptions:
     """TOML file with a family of the user's own."""
     shapes_from: Path | None = None
     """Checkpoint, or JSON of name to shape, that says the shapes of parameters which the source has flat."""
+    param_order: Path | ParamOrder | None = None
+    """Names of the parameters that an optimizer numbers, in its order; a path is of a JSON file with them."""
 
     @classmethod
     def of(
@@ -94,15 +104,35 @@ class SourceOptions:
         family: str | None,
         patterns: str | PathLike[str] | None,
         shapes_from: str | PathLike[str] | None = None,
+        param_order: ParamOrderLike | None = None,
     ) -> SourceOptions:
-        """What a user says of a source. Raises UsageError for a family by name and by file at once."""
+        """What a user says of a source. Raises UsageError, as for a family by name and by file at once."""
         if family is not None and patterns is not None:
             raise UsageError("expected a family by name (--family) or by file (--patterns); got both")
         return cls(
             family,
             None if patterns is None else Path(patterns),
             None if shapes_from is None else given(shapes_from),
+            None if param_order is None else _order_of(param_order),
         )
+
+    def without_family(self) -> SourceOptions:
+        """What is for the source alone: rules of a family may be for the target."""
+        return replace(self, family=None, patterns=None)
+
+
+def _order_of(asked: ParamOrderLike) -> Path | ParamOrder:
+    if isinstance(asked, str | PathLike):
+        return given(asked)
+    if isinstance(asked, Sequence) and all(isinstance(own, str) for own in asked):
+        return (tuple(str(own) for own in asked),)
+    if isinstance(asked, Sequence) and all(_is_names(own) for own in asked):
+        return tuple(tuple(own) for own in asked)
+    raise UsageError(f"expected param_order as a path, a list of names, or one for each group; got {asked!r}")
+
+
+def _is_names(asked: object) -> bool:
+    return isinstance(asked, list | tuple) and all(isinstance(name, str) for name in asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +166,8 @@ class Format(Protocol):
     """Classes ("module.name") that its framework pickles: unpickling them surprises nobody."""
     takes_shapes: bool = False
     """Whether it has a use for `SourceOptions.shapes_from`."""
+    takes_order: bool = False
+    """Whether it has a use for `SourceOptions.param_order`."""
     run: RunExtras = RunExtras()
     """Which of its extras a run goes on with."""
     names: str = ""
@@ -172,6 +204,8 @@ class Target(Protocol):
     """Naming style of model families whose names it writes; None where it takes any."""
     takes_parts: bool = False
     """Whether a part of a model is of use: no warning of one."""
+    takes_optimizer: bool = True
+    """Whether it writes states of an optimizer; False where it writes weights alone."""
 
     resumes: bool = False
     """Whether a run resumes from what it writes, at the step that the source was saved at."""

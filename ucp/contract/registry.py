@@ -221,6 +221,8 @@ def _configured(fmt: Format, options: SourceOptions | None) -> Format:
         family(options.family)  # a misspelt one is no use to any format
     if options.shapes_from is not None and not fmt.takes_shapes:
         raise IdleOptionError(f"{fmt.name} checkpoints say the shapes of their parameters: drop --shapes-from")
+    if options.param_order is not None and not fmt.takes_order:
+        raise IdleOptionError(f"{fmt.name} checkpoints say what the states of an optimizer are of: drop --param-order")
     return fmt.configured(options)
 
 

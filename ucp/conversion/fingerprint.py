@@ -38,6 +38,7 @@ def facts_of(job: Job, options: ConvertOptions) -> dict[str, str]:
         "renamed by": str(options.naming.rules or ""),
         "family": options.source.family or str(options.source.patterns or ""),
         "shapes": str(options.source.shapes_from or ""),
+        "order of the optimizer": str(options.source.param_order or ""),
         "of copies that differ": "" if options.drift is Drift.ERROR else options.drift.value,
         "program": producer(),
     }
@@ -61,6 +62,7 @@ def fingerprint_of(index: Index, plan: TargetPlan, options: ConvertOptions) -> s
         asdict(options.names),
         [options.naming.style, options.naming.source, str(options.naming.rules)],
         [options.source.family, str(options.source.patterns), options.drift.value, options.companions.value],
+        [str(options.source.param_order or "")],
         options.optimizer,
         [(str(path), contents_of(path)) for path in options.own_files],
         literals.hexdigest(),

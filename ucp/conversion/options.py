@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict, TypeVar
 
 from ucp.contract.companions import Companions
-from ucp.contract.protocols import Engine, SourceOptions
+from ucp.contract.protocols import Engine, ParamOrderLike, SourceOptions
 from ucp.contract.registry import engine as engine_named
 from ucp.conversion.parts.which import PartLike, part_of
 from ucp.conversion.source.new_optimizer import NewOptimizer
@@ -152,7 +152,9 @@ class ConvertOptions:
     @property
     def own_files(self) -> tuple[Path, ...]:
         """Files of the user's own which decide what is written, beside the source: rules, and shapes."""
-        return tuple(filter(None, (self.naming.rules, self.source.patterns, self.source.shapes_from)))
+        order = self.source.param_order
+        paths = (self.naming.rules, self.source.patterns, self.source.shapes_from)
+        return (*filter(None, paths), *((order,) if isinstance(order, Path) else ()))
 
 
 class PlanArguments(TypedDict, total=False):
@@ -172,6 +174,7 @@ class PlanArguments(TypedDict, total=False):
     family: str | None
     patterns: type_path | None
     shapes_from: type_path | None
+    param_order: ParamOrderLike | None
     drift: DriftName
     zero_moments: ZeroMomentsName
     optimizer: OptimizerName | None
@@ -211,6 +214,7 @@ def make_options(
     family: str | None = None,
     patterns: type_path | None = None,
     shapes_from: type_path | None = None,
+    param_order: ParamOrderLike | None = None,
     drift: DriftName = "error",
     zero_moments: ZeroMomentsName = "error",
     optimizer: OptimizerName | None = None,
@@ -252,7 +256,7 @@ def make_options(
         ),
         names=filter_of(include, exclude),
         naming=Naming.of(names, None if rename is None else Path(rename)),
-        source=SourceOptions.of(family, patterns, shapes_from),
+        source=SourceOptions.of(family, patterns, shapes_from, param_order),
         drift=policy_of(drift, Drift, "a policy for copies that differ"),
         zero_moments=policy_of(zero_moments, ZeroMoments, "a policy for moments that are zero"),
         optimizer=None if optimizer is None else policy_of(optimizer, NewOptimizer, "an optimizer to make"),

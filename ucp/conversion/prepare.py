@@ -14,6 +14,7 @@ from ucp.contract.state_gaps import gap_text, state_gaps
 from ucp.conversion.collection import no_cycle_collection
 from ucp.conversion.fingerprint import facts_of, fingerprint_of
 from ucp.conversion.options import ConvertOptions, cores
+from ucp.conversion.source.frozen import FROZEN, with_frozen
 from ucp.conversion.source.new_optimizer import HYPER, with_optimizer, without_hyper
 from ucp.conversion.source.read import index_as_told, index_of
 from ucp.conversion.source.replica_policy import resolve_drift
@@ -31,7 +32,7 @@ from ucp.core.names import WEIGHT
 from ucp.core.pickle_values import nbytes_in_memory
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
-from ucp.errors import FamilyError, MisfitError, UnsupportedError, UsageError, listed, nearest
+from ucp.errors import FamilyError, MisfitError, MissingStateError, UnsupportedError, UsageError, listed, nearest
 from ucp.io.identity import is_remote
 from ucp.transfer.plan.job import Job, make_job
 from ucp.transfer.plan.tasks import BLOCK, SCRATCH, fit_workers
@@ -162,12 +163,15 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         *_gap_warnings(whole, index),
         *(() if chosen.takes_parts else part_warnings(whole, index)),
     )
+    if index.unnamed is not None and chosen.takes_optimizer:
+        raise MissingStateError(index.unnamed.why)
     check_moments(whole, options.zero_moments, taken=index)
     index = resolve_drift(index, options.drift, observer or Silent(), memory=options.memory)
+    index, settings = with_frozen(index, options.target.settings)
     if options.optimizer is not None:
-        index = with_optimizer(index, options.target.settings)
+        index = with_optimizer(index, settings)
     _check_dtypes(index, options.target.dtypes)
-    index, settings = without_extras(index, options.target.settings)
+    index, settings = without_extras(index, settings)
     index, settings = with_run_state(index, chosen, settings)
     index = with_callables(index)
     known = [*chosen.settings, *chosen.source_settings(index)]
@@ -307,7 +311,7 @@ def _check_settings(
         unknown = [name for name in unknown if name not in sizes]
     if not unknown:
         return
-    common = (*(RUN_SETTINGS if chosen.resumes else ()), DROP)
+    common = (*(RUN_SETTINGS if chosen.resumes else ()), DROP, FROZEN)
     working = () if engine is None else engine.settings
     near = {name: nearest(name, [*known, *also, *common, *working]) for name in unknown}
     lines = listed(f"{name}{_hint(name, own)}" for name, own in near.items())

@@ -33,6 +33,7 @@ __all__ = [
     "ParamGroup",
     "SourceFile",
     "StateIndex",
+    "UnnamedStates",
     "check_cover",
     "check_doubts",
     "check_names",
@@ -176,6 +177,16 @@ class Loss:
     """Whether the user left them out; else the source does not have them, or not as they were."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnnamedStates:
+    """States of an optimizer that could not be given to parameters: nothing but the weights is known of these."""
+
+    states: tuple[str, ...]
+    """Names of the states; none, where the optimizer had not stepped."""
+    why: str
+    """What was expected, what is there, and what to do."""
+
+
 class DoubtKind(StrEnum):
     """Why the files of a checkpoint may not be those that were saved, although they can be read."""
 
@@ -243,6 +254,10 @@ class Index:
     """What the source holds and atoms do not, each with the reason; for people, long lists cut short."""
     lost: Mapping[str, Loss] = field(default_factory=dict)
     """Parameter to why it lacks states that it had: every one of which that is known."""
+    unnamed: UnnamedStates | None = None
+    """States of its optimizer that could not be given to parameters; None where all could."""
+    is_numbered: bool = False
+    """Whether its optimizer numbers its parameters, so that their names were inferred."""
     doubts: tuple[Doubt, ...] = ()
     """What speaks against its files."""
     unselected: int = 0

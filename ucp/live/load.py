@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from ucp.contract.protocols import Observer
+from ucp.contract.protocols import Observer, ParamOrderLike
 from ucp.conversion.arguments import suggest_arguments
 from ucp.conversion.collection import no_cycle_collection
 from ucp.conversion.options import AcceptName, DtypeLike, MemoryLike, TopologyLike, ZeroMomentsName, type_path
@@ -25,6 +25,7 @@ from ucp.live.exchange.carry import carry
 from ucp.live.exchange.traffic import Traffic
 from ucp.live.match.decide import Decision, check_agreement, decide, match, used_anywhere
 from ucp.live.match.names import under_live_names
+from ucp.live.match.numbers import in_live_order
 from ucp.live.model.describe import described
 from ucp.live.model.meta import place_of
 from ucp.live.model.parallel.experts import Experts
@@ -78,6 +79,7 @@ def load_into(
     family: str | None = None,
     patterns: type_path | None = None,
     shapes_from: type_path | None = None,
+    param_order: ParamOrderLike | None = None,
     experts: Experts | None = None,
 ) -> LoadReport:
     """Load a checkpoint into `model`, and what a run goes on with into `optimizer`, `scheduler` and `scaler`.
@@ -150,6 +152,9 @@ def load_into(
         TOML file with a family of your own. See `ucp.convert`.
     shapes_from
         What says the shapes of parameters that the checkpoint keeps flat. See `ucp.convert`.
+    param_order
+        Names of the parameters that the saved optimizer numbers, in its order; by default that of `optimizer`. See
+        `ucp.convert`.
     experts
         Who holds which experts, where they are not dealt out in order: {expert: expert-parallel ranks}, or that by
         layer. A rank that is named twice holds two replicas; a rank has its experts in the order of the map.
@@ -192,6 +197,7 @@ def load_into(
             family=family,
             patterns=patterns,
             shapes_from=shapes_from,
+            param_order=param_order,
             experts=experts,
         ),
     )
@@ -235,9 +241,12 @@ def _plan(
     check_agreement(ranks, index, {**asked.agreed, **told})
     clock.lap("index")
     run = together(ranks, lambda: described(request))
-    index, hints = under_live_names(index, without_chunks(run.model), asked.names, ranks)
+    saved = index
+    index, hints = under_live_names(saved, without_chunks(run.model), asked.names, ranks)
     placing = Placing(family=source, rename=asked.options.rename, experts=asked.experts)
     run = place(run, index, asked.mesh, ranks, placing)
+    if index is saved:  # names of parameters are those of the checkpoint
+        index = in_live_order(index, run, asked, ranks)
     matching = together(ranks, lambda: match(run, index, asked.options, dtype=asked.dtype))
     matching.findings.hints.extend(hints)
     used = used_anywhere(matching, ranks)

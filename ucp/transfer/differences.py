@@ -12,6 +12,7 @@ from ucp.contract.rank_extras import Checksums
 from ucp.contract.value_diff import Apart, differing_values
 from ucp.core.fragments import Fragment
 from ucp.core.index import Index, Kind, StateIndex
+from ucp.core.names import WEIGHT
 from ucp.core.region import Box
 from ucp.core.tensor import Tensor
 from ucp.errors import counted
@@ -96,13 +97,15 @@ def casts_between(a: Index, b: Index) -> tuple[str, ...]:
 
 
 def _structure(a: Index, b: Index, *, cast: bool) -> Iterator[Change]:
+    unstepped = _unstepped(a) & _unstepped(b)
     for name in dict.fromkeys((*a.atoms, *b.atoms)):
         if name not in b.atoms or name not in a.atoms:
             yield _missing(name, "", in_a=name in a.atoms)
             continue
         own, other = a.atoms[name], b.atoms[name]
         trained = Kind.PARAMETER in (own.kind, other.kind)  # a frozen one and a buffer are the same to an optimizer
-        if trained and own.kind is not other.kind and 0 not in own.global_shape:  # nothing to train is either
+        is_either = name in unstepped or 0 in own.global_shape  # as is what has nothing to train
+        if trained and own.kind is not other.kind and not is_either:
             yield Change(param=name, state="", what="kind", a=own.kind, b=other.kind)
         for state in dict.fromkeys((*own.states, *other.states)):
             if state not in own.states or state not in other.states:
@@ -114,6 +117,12 @@ def _structure(a: Index, b: Index, *, cast: bool) -> Iterator[Change]:
         if left != right:
             yield Change(param=alias, state="", what="alias", a=left, b=right)
     yield from _groups(a, b)
+
+
+def _unstepped(index: Index) -> set[str]:
+    """Parameters that a group lists and that have no states: frozen or not, which torch does not record."""
+    grouped = {name for group in index.groups for name in group.params}
+    return {name for name, atom in index.atoms.items() if name in grouped and not atom.states.keys() - {WEIGHT}}
 
 
 def _extras(a: Index, b: Index) -> Iterator[Change | Pair]:

@@ -42,6 +42,7 @@ def command(
     family: str | None,
     patterns: Path | None,
     shapes_from: Path | None,
+    param_order: Path | None,
     as_json: bool,
 ) -> None:
     """Show what a checkpoint holds.
@@ -54,7 +55,7 @@ def command(
     is 1. Any other problem is listed on the page (`ucp verify` exits with 1 for it).
     """
     try:
-        index = api.inspect(path, family=family, patterns=patterns, shapes_from=shapes_from)
+        index = api.inspect(path, family=family, patterns=patterns, shapes_from=shapes_from, param_order=param_order)
     except (SourceError, CorruptError) as error:
         if isinstance(error, FamilyError) and (family or patterns):
             raise  # the family is wrong, or its rules are: that tells nothing of the checkpoint
@@ -92,6 +93,7 @@ def _named(index: Index, globs: tuple[str, ...]) -> list[str]:
 def _missing(index: Index) -> list[str]:
     lost = state_gaps(index)
     lines = [gap_text(lost)] if lost else []
+    lines += [] if index.unnamed is None else [index.unnamed.why]
     try:
         check_cover(index)
     except CoverError as error:

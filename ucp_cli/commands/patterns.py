@@ -97,6 +97,7 @@ def check_command(
     family: str | None,
     patterns: Path | None,
     shapes_from: Path | None,
+    param_order: Path | None,
     as_json: bool,
 ) -> None:
     """Explain every parameter of a checkpoint.
@@ -106,7 +107,7 @@ def check_command(
     Exit code 3 if a name has no rule, if a shape does not fit its rule, or if a family is needed and none fits.
     """
     try:
-        report = explain(path, SourceOptions.of(family, patterns, shapes_from))
+        report = explain(path, SourceOptions.of(family, patterns, shapes_from, param_order))
     except UnknownFamilyError as error:
         raise Unfitting(str(error)) from error
     if as_json:

@@ -64,8 +64,10 @@ def command(
 
 def _verdict(report: VerifyReport) -> str:
     """The first line: what was found, in a word."""
-    if len(report.problems) > len(report.drift):
+    if len(report.problems) > len(report.drift) + len(report.unnamed):
         return f"{report.path}: damaged"
+    if report.unnamed:
+        return f"{report.path}: undamaged, but the states of its optimizer cannot be given to parameters"
     if report.drift:
         return f"{report.path}: holds copies that should be equal and are not"
     if report.changes:
@@ -89,7 +91,10 @@ def _parts(report: VerifyReport) -> list[RenderableType | None]:
             ]
         ),
         lines("Casts", report.casts, style="yellow"),
-        lines("Damage", [line for line in report.problems if line not in report.drift], style="red"),
+        lines(
+            "Damage", [line for line in report.problems if line not in (*report.drift, *report.unnamed)], style="red"
+        ),
+        lines("Optimizer", report.unnamed, style="red"),
         lines("Copies that differ", report.drift, style="red"),
         lines("Notes", report.notes),
         change_tables(report.changes, a=report.path, b=report.against or ""),

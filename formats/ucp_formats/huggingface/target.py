@@ -63,6 +63,7 @@ class HuggingFaceTarget(Target):
     name = "huggingface"
     also_called = ("safetensors", "transformers")
     names = "huggingface"
+    takes_optimizer = False
     settings = _SETTINGS
 
     def takes_names_of(self, index: Index, settings: Mapping[str, str]) -> bool:

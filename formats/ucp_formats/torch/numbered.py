@@ -1,82 +1,137 @@
 """Names for an optimizer that numbers its parameters, as `torch.optim.Optimizer.state_dict` does.
 
 The numbers count parameters group by group, in the order in which the optimizer was given them. Within a group that is
-the order of the model, as far as anybody writes it. A parameter and its states have one shape and are cut alike, which
-has to fit, and to leave no choice. Of several groups it leaves none where each has shapes of its own (matrices that
-decay, vectors that do not).
+the order of the model, as far as anybody writes it: that much is assumed. Everything else has to follow from the
+shapes and cuts that a parameter and its states have in common. A number without states is a parameter that was not
+stepped, of whatever shape. Of these the first that leaves exactly one answer is taken:
 
->>> named_by_number([[0, 1]], {"0": (2,), "1": (3,)}, {"a": (2,), "drift": (7,), "b": (3,)}, "somewhere")
+1. The order of the model, names left out where they are in no group. Several groups may not share a shape.
+2. The order of all parameters of the model, where the groups have as many. Several groups may interleave in any way.
+3. Shapes alone.
+
+>>> name_params([[0, 1]], {"0": (2,), "1": (3,)}, {"a": (2,), "drift": (7,), "b": (3,)}, shapes={}).names
 {0: 'a', 1: 'b'}
+>>> name_params([[0, 1, 2]], {"0": (2,), "2": (2,)}, dict.fromkeys("abc", (2,)), shapes={}).names
+{0: 'a', 1: 'b', 2: 'c'}
+>>> name_params([[0, 1]], {"0": (2,), "1": (2,)}, dict.fromkeys("abc", (2,)), shapes={})
+Traceback (most recent call last):
+ucp_formats.torch.numbered.UnnamedError: shapes do not tell which parameter number 0 is
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from ucp.errors import UnsupportedError
+from ucp.errors import UnsupportedError, UsageError, listed
 
-__all__ = ["named_by_number"]
+__all__ = ["Naming", "Number", "Order", "UnnamedError", "name_params", "order_params"]
 
-_SORTED = (
-    "; safetensors keeps names sorted: --shapes-from PATH names what has them in the order of the model, a file of "
-    "torch.save or a JSON of name to shape"
+Number = int | str
+"""Number of a parameter, or its name."""
+Forms = Mapping[str, Hashable]
+"""Name or number to shape and cuts."""
+Names = dict[Number, str]
+Order = Sequence[Sequence[str]]
+"""Names of the parameters of each group of an optimizer, or of all groups in one list."""
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids", "n_averaged")
+"""Last parts of the names of buffers, which no optimizer has."""
+_REMEDY = (
+    "Say the order (--param-order FILE: JSON of the names in each of its groups), or load into a model whose optimizer "
+    "has it (ucp.load_into); one that is given names (AdamW(model.named_parameters())) saves them"
 )
+_SORTED = (
+    "Say the order of the model (--shapes-from PATH: a file of torch.save, or a JSON of name to shape), as safetensors "
+    "keeps names sorted, or that of the optimizer (--param-order FILE: JSON of the names in each of its groups)"
+)
+_MOST = 100_000
+"""Ways to have come to parameters that are looked at, at most: many groups of many equal layers have more."""
 
 
-def named_by_number(
-    groups: Sequence[Sequence[int | str]],
-    states: Mapping[str, Hashable],
-    model: Mapping[str, Hashable],
-    where: str,
+class UnnamedError(UnsupportedError):
+    """States of an optimizer cannot be given to parameters: the message says why."""
+
+    def __init__(self, why: str, *, remedy: str = _REMEDY) -> None:
+        super().__init__(why)
+        self.remedy = remedy
+        """What names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """Names for numbers."""
+
+    names: Names
+    """Number to name"""
+    how: str
+    """In which order they were taken, in words"""
+
+
+def name_params(
+    groups: Sequence[Sequence[Number]],
+    states: Forms,
+    model: Forms,
     *,
+    shapes: Mapping[str, Sequence[int]],
     in_order: bool = True,
-) -> dict[int | str, str]:
-    """Number to name. `states`: number to the shape and cuts of a state; `model`: the same of names, in its order.
+) -> Naming:
+    """Names for the numbers in `groups`.
 
-    `in_order`: whether it is in its order, or sorted (safetensors).
-
-    Raises UnsupportedError where more than one assignment fits, or none.
+    `states`: number to the form of its states, where it has any; `model`: name to form, in the order of the model if
+    `in_order`. `shapes`: those of the model. Raises UnnamedError where more than one assignment fits, or none.
     """
-    ordered = _each_in_order(groups, states, model) if in_order else None
-    if ordered is not None:
-        return ordered
+    forms = [[states.get(str(number)) for number in group] for group in groups]
+    if in_order:
+        names = _skip_unlisted(groups, forms, model)
+        names = names or _take_all(groups, forms, model, shapes)
+        if names:
+            return Naming(names, "the order of the model, which all shapes fit")
+    return Naming(_by_form(groups, forms, model, _REMEDY if in_order else _SORTED), "the only order that shapes allow")
+
+
+def order_params(groups: Sequence[Sequence[Number]], states: Forms, model: Forms, order: Order) -> Naming:
+    """Names that the user gives for `groups`: a list for each, or one for all. Raises UsageError where they misfit."""
     numbers = [number for group in groups for number in group]
-    wanted = [states.get(str(number)) for number in numbers]
-    by_form: dict[Hashable, list[str]] = {}
-    for name, form in model.items():
-        by_form.setdefault(form, []).append(name)
-    named: dict[int | str, str] = {}
-    for number, own in zip(numbers, wanted, strict=True):
-        names = by_form.get(own, [])
-        if len(names) != 1 or names[0] in named.values():
-            raise UnsupportedError(
-                f"{where}: the optimizer numbers its parameters, and shapes do not tell which parameter number "
-                f"{number} is. Save with torch.distributed.checkpoint.state_dict.get_state_dict, which gives names, or "
-                "give the optimizer names (AdamW(model.named_parameters()))" + ("" if in_order else _SORTED)
-            )
-        named[number] = names[0]
-    return named
+    names = [name for group in order for name in group]
+    sizes, given = [len(group) for group in groups], [len(group) for group in order]
+    if sizes != given and given != [sum(sizes)]:
+        raise UsageError(
+            f"--param-order: expected names for optimizer groups of {sizes} parameters (a list for each group, or one "
+            f"list for all); got lists of {given}"
+        )
+    problems = [f"{name} is not in the model" for name in names if name not in model]
+    problems += [f"{name} is listed {count} times" for name, count in Counter(names).items() if count > 1]
+    for number, name in zip(numbers, names, strict=True):
+        form = states.get(str(number))
+        if form is not None and name in model and form != model[name]:
+            problems.append(f"{name} is {model[name]}, the states of number {number} are {form}")
+    if problems:
+        raise UsageError(f"--param-order does not fit this checkpoint:\n{listed(problems)}")
+    return Naming(dict(zip(numbers, names, strict=True)), "the order that --param-order gives")
 
 
-def _each_in_order(
-    groups: Sequence[Sequence[int | str]], states: Mapping[str, Hashable], model: Mapping[str, Hashable]
-) -> dict[int | str, str] | None:
-    """Names of every group in the order of the model, where groups share no form; None where that leaves a choice."""
-    forms = [{states.get(str(number)) for number in group} for group in groups]
-    if sum(map(len, forms)) != len(set().union(*forms)):
-        return None
-    named: dict[int | str, str] = {}
-    for group, own in zip(groups, forms, strict=True):
-        rest = {name: form for name, form in model.items() if len(groups) == 1 or form in own}
-        found = _in_order([states.get(str(number)) for number in group], rest)
-        if found is None:
+def _skip_unlisted(
+    groups: Sequence[Sequence[Number]], forms: Sequence[Sequence[Hashable]], model: Forms
+) -> Names | None:
+    """Names of every group in the order of the model, where that leaves no choice; None elsewhere."""
+    if len(groups) > 1:
+        kinds = [set(group) for group in forms]
+        if None in set().union(*kinds) or sum(map(len, kinds)) != len(set().union(*kinds)):
             return None
-        named |= zip(group, found, strict=True)
-    return named
+    names: Names = {}
+    for group, wanted in zip(groups, forms, strict=True):
+        rest = {name: form for name, form in model.items() if len(groups) == 1 or form in wanted}
+        taken = _in_order(wanted, rest)
+        if taken is None:
+            return None
+        names |= zip(group, taken, strict=True)
+    return names
 
 
-def _in_order(wanted: Sequence[Hashable], model: Mapping[str, Hashable]) -> list[str] | None:
-    """Names in the order of the model whose forms are `wanted`, if that leaves no choice; None otherwise.
+def _in_order(wanted: Sequence[Hashable], model: Forms) -> list[str] | None:
+    """Names in the order of the model whose forms are `wanted` (None: any), if that leaves no choice; None otherwise.
 
     Names may be left out (buffers, frozen parameters). There is no choice where taking the first that fits each time
     gives what taking the last does.
@@ -86,14 +141,131 @@ def _in_order(wanted: Sequence[Hashable], model: Mapping[str, Hashable]) -> list
     return first if first is not None and last is not None and first == last[::-1] else None
 
 
-def _first_that_fit(
-    wanted: Sequence[Hashable], names: Sequence[str], model: Mapping[str, Hashable]
-) -> list[str] | None:
-    found = []
+def _first_that_fit(wanted: Sequence[Hashable], names: Sequence[str], model: Forms) -> list[str] | None:
+    taken = []
     rest = iter(names)
     for form in wanted:
-        name = next((own for own in rest if model[own] == form), None)
+        name = next((name for name in rest if form is None or model[name] == form), None)
         if name is None:
             return None
-        found.append(name)
-    return found
+        taken.append(name)
+    return taken
+
+
+def _take_all(
+    groups: Sequence[Sequence[Number]],
+    forms: Sequence[Sequence[Hashable]],
+    model: Forms,
+    shapes: Mapping[str, Sequence[int]],
+) -> Names | None:
+    """Names where the groups have all parameters of the model, each group in its order; None where that is not so.
+
+    Every parameter that has states must have one name in all ways to interleave the groups. Parameters without may
+    have several: then the usual rules for weight decay decide which group they are in, if one answer follows.
+    """
+    total = sum(map(len, groups))
+    parameters = {name: form for name, form in model.items() if name.rpartition(".")[2] not in _BUFFERS}
+    params = next((own for own in (model, parameters) if len(own) == total), None)
+    levels = None if params is None else _interleavings(forms, list(params.values()))
+    if params is None or levels is None:
+        return None
+    names: Names = {}
+    is_certain = True
+    for name, places in zip(params, levels, strict=True):
+        if len(places) > 1 and any(forms[group][at] is not None for group, at in places):
+            return None
+        is_certain = is_certain and len(places) == 1
+        names |= {groups[group][at]: name for group, at in places}
+    return names if is_certain else _by_decay(groups, forms, params, shapes)
+
+
+Place = tuple[int, int]
+"""Number of a group, and of a parameter within it"""
+
+
+def _interleavings(forms: Sequence[Sequence[Hashable]], model: Sequence[Hashable]) -> list[set[Place]] | None:
+    """For every parameter of the model the places in the groups that it has in some interleaving; None without one."""
+    levels: list[set[tuple[int, ...]]] = [{(0,) * len(forms)}]
+    count = 0
+    for form in model:
+        levels.append({after for taken in levels[-1] for _, after in _steps(taken, forms, form)})
+        count += len(levels[-1])
+        if not levels[-1] or count > _MOST + len(model):
+            return None
+    places: list[set[Place]] = []
+    alive = levels[-1]
+    for form, before in zip(reversed(model), reversed(levels[:-1]), strict=True):
+        steps = [(taken, place) for taken in before for place, after in _steps(taken, forms, form) if after in alive]
+        places.append({place for _, place in steps})
+        alive = {taken for taken, _ in steps}
+    return places[::-1]
+
+
+def _steps(
+    taken: tuple[int, ...], forms: Sequence[Sequence[Hashable]], form: Hashable
+) -> Iterator[tuple[Place, tuple[int, ...]]]:
+    """Places that can be next, once so many parameters of each group are taken, and what is taken then."""
+    for group, at in enumerate(taken):
+        if at < len(forms[group]) and forms[group][at] in (None, form):
+            yield (group, at), (*taken[:group], at + 1, *taken[group + 1 :])
+
+
+def _by_decay(
+    groups: Sequence[Sequence[Number]],
+    forms: Sequence[Sequence[Hashable]],
+    model: Forms,
+    shapes: Mapping[str, Sequence[int]],
+) -> Names | None:
+    """Names where two groups are what decays and what does not, by whichever rule; None unless one answer fits."""
+    rules: tuple[Callable[[str], bool], ...] = (
+        lambda name: len(shapes.get(name, ())) > 1,
+        lambda name: not _is_bias(name) and not _is_norm(name),
+        lambda name: not _is_bias(name),
+    )
+    answers: list[list[str]] = []
+    for rule in rules if len(groups) == 2 else ():
+        decayed, others = [name for name in model if rule(name)], [name for name in model if not rule(name)]
+        for first, second in ((decayed, others), (others, decayed)):
+            is_sized = len(first) == len(groups[0]) and len(second) == len(groups[1])
+            wanted = [form for group in forms for form in group]
+            fits = is_sized and all(
+                form in (None, model[name]) for form, name in zip(wanted, [*first, *second], strict=True)
+            )
+            if fits and [*first, *second] not in answers:
+                answers.append([*first, *second])
+    numbers = [number for group in groups for number in group]
+    return dict(zip(numbers, answers[0], strict=True)) if len(answers) == 1 else None
+
+
+def _is_bias(name: str) -> bool:
+    return name.rpartition(".")[2] == "bias"
+
+
+def _is_norm(name: str) -> bool:
+    """Whether a name is of a normalisation, as transformers and scripts call them.
+
+    >>> [_is_norm(name) for name in ("h.0.ln_1.weight", "model.norm.weight", "h.0.attn.weight")]
+    [True, True, False]
+    """
+    parts = name.lower().split(".")
+    return any("norm" in part or part.startswith("ln") for part in parts)
+
+
+def _by_form(
+    groups: Sequence[Sequence[Number]], forms: Sequence[Sequence[Hashable]], model: Forms, remedy: str
+) -> Names:
+    """Names where no two parameters share a form. Raises UnnamedError with that remedy."""
+    by_form: dict[Hashable, list[str]] = {}
+    for name, form in model.items():
+        by_form.setdefault(form, []).append(name)
+    names: Names = {}
+    taken: set[str] = set()
+    for number, form in zip(
+        [number for group in groups for number in group], [form for group in forms for form in group], strict=True
+    ):
+        fitting = by_form.get(form, [])
+        if len(fitting) != 1 or fitting[0] in taken:
+            raise UnnamedError(f"shapes do not tell which parameter number {number} is", remedy=remedy)
+        names[number] = fitting[0]
+        taken.add(fitting[0])
+    return names

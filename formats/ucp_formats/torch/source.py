@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from ucp.contract.companion_files import SaveFolder, with_companions
-from ucp.contract.protocols import Evidence, Format
+from ucp.contract.protocols import Evidence, Format, ParamOrder, SourceOptions
 from ucp.contract.run_extras import MODULE_STATE, RunExtras
 from ucp.contract.value_diff import differing_values
 from ucp.core.fragments import Fragment
@@ -41,7 +42,8 @@ from ucp_formats.torch.locate import (
 )
 from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of
 from ucp_formats.torch.model_dict import FLAT
-from ucp_formats.torch.state_dict import Leaf, Parts, number_of, sorted_out
+from ucp_formats.torch.order import order_of
+from ucp_formats.torch.state_dict import Leaf, Parts, kind_of, number_of, sorted_out
 
 __all__ = ["DcpFormat"]
 
@@ -50,7 +52,17 @@ class DcpFormat(Format):
     """Format `dcp`."""
 
     name = "dcp"
+    takes_order = True
     run = RunExtras(places=re.compile(r"(?P<name>dataloader)/dp_rank_(?P<dp>\d+)"))  # torchtitan's
+
+    def __init__(self, options: SourceOptions | None = None) -> None:
+        self._options = options or SourceOptions()
+
+    def configured(self, options: SourceOptions) -> DcpFormat:
+        """The same format, with an order of the optimizer that the user gives."""
+        if options.family is not None or options.patterns is not None:
+            return cast("DcpFormat", super().configured(options))  # which raises
+        return DcpFormat(options)
 
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is, or leads to, such a folder."""
@@ -60,7 +72,7 @@ class DcpFormat(Format):
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
         located = the_folder(locate(path), path)
-        index = _Reading(located).index(self.name)
+        index = _Reading(located, order_of(self._options.param_order)).index(self.name)
         return with_companions(index, SaveFolder(path_of(index.path)), is_own=is_of_the_format)
 
 
@@ -77,10 +89,21 @@ class _Part:
         dcp = read_dcp(folder)
         return cls(dcp, dcp.tensors(dcp.metadata.tensors), dcp.objects(dcp.metadata.objects))
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether `leaves` stand in the order in which the script had them."""
+        return self.tensors.keys() <= self.dcp.metadata.paths.keys()
+
     def leaves(self) -> Iterator[Leaf]:
-        """Entries in the order of the metadata."""
+        """Entries in the order of the state dict, as far as that is recorded.
+
+        `planner_data` has it. The tensors of `.metadata` follow one another as ranks wrote them, and torch deals those
+        that all ranks hold out over the ranks (torch 2.13, `planner_helpers.py`, `dedup_save_plans`).
+        """
         paths = self.dcp.metadata.paths
-        for key, tensor in self.tensors.items():
+        known = [key for key in paths if key in self.tensors]
+        for key in dict.fromkeys((*known, *self.tensors)):
+            tensor = self.tensors[key]
             yield Leaf(paths.get(key, (key,)), tensor.saved.shape, tensor, _form(tensor), _content(tensor))
         for key, value in self.objects.items():
             yield Leaf(paths.get(key, (key,)), None, value.value)
@@ -120,11 +143,13 @@ class _Part:
 class _Reading:
     """A checkpoint while its index is made."""
 
-    def __init__(self, located: Located) -> None:
+    def __init__(self, located: Located, order: ParamOrder | None) -> None:
         self._located = located
         self._root = absolute(located.root)
         self._parts = [_Part.at(os.path.join(self._root, name) if name else self._root) for name in located.parts]
-        self._saved: Parts = sorted_out((leaf for part in self._parts for leaf in part.leaves()), self._root)
+        leaves = (leaf for part in self._parts for leaf in part.leaves())
+        in_order = all(part.is_in_order for part in self._parts)
+        self._saved: Parts = sorted_out(leaves, self._root, in_order=in_order, order=order)
         _check_not_flat(self._saved.model, self._root)
         ranks = [rank for part in self._parts for rank in part.ranks()]
         tensors = {name: _boxes(leaf) for name, leaf in self._saved.model.items()}
@@ -153,6 +178,8 @@ class _Reading:
             atoms=atoms,
             groups=saved.groups,
             lost=saved.lost,
+            unnamed=saved.unnamed,
+            is_numbered=saved.is_numbered,
             aliases=aliases,
             extras=tuple(others),
             files=tuple(own for part in self._parts for own in part.files()),
@@ -178,7 +205,7 @@ class _Reading:
         return AtomIndex(
             name=name,
             global_shape=weight.global_shape,
-            kind=Kind.PARAMETER if name in self._saved.trained else self._untrained(weight),
+            kind=kind_of(name, self._saved) or self._untrained(weight),
             states={WEIGHT: weight, **states},
             layout=self._mesh.layouts.get(name, Layout()),
         )
@@ -224,7 +251,7 @@ class _Reading:
         if unplaced:
             names = listed(unplaced)
             yield f"{counted(len(unplaced), 'tensor')} cut by no pattern known here, read by their boxes:\n{names}"
-        frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN]
+        frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN and name not in self._saved.frozen]
         if frozen and not self._is_cut:
             yield f"in no group of the optimizer, so frozen parameters or buffers:\n{listed(frozen)}"
         if aliases:

@@ -24,9 +24,9 @@ from functools import reduce
 from operator import or_
 
 from ucp.contract.scalars import scalar_state
-from ucp.core.index import Loss, ParamGroup, StateIndex
+from ucp.core.index import Kind, Loss, ParamGroup, StateIndex, UnnamedStates
 from ucp.core.tensor import TensorRef
-from ucp.errors import MalformedError, UnsupportedError, counted, listed
+from ucp.errors import IdleOptionError, MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import described
 from ucp_formats.torch.model_dict import (
     Path,
@@ -41,9 +41,9 @@ from ucp_formats.torch.model_dict import (
     name_below,
     name_in,
 )
-from ucp_formats.torch.numbered import named_by_number
+from ucp_formats.torch.numbered import Naming, Number, Order, UnnamedError, name_params, order_params
 
-__all__ = ["Leaf", "Parts", "number_of", "sorted_out"]
+__all__ = ["Leaf", "Parts", "kind_of", "number_of", "sorted_out", "unnamed_states"]
 
 _GROUPS, _STATE = "param_groups", "state"
 _PARAMS, _NAMES = "params", "param_names"
@@ -88,6 +88,8 @@ class Parts:
     """The optimizer's groups."""
     trained: frozenset[str] = frozenset()
     """Parameters in a group; all, where there is no optimizer."""
+    frozen: frozenset[str] = frozenset()
+    """Those of them without states, which others have."""
     tied: dict[str, str] = field(default_factory=dict)
     """Second name of a parameter to its first: a matrix with the same elements, that no group has."""
     modules: dict[str, object] = field(default_factory=dict)
@@ -98,12 +100,37 @@ class Parts:
     """Name of a parameter to why its states are not known."""
     notes: list[str] = field(default_factory=list)
     """What was inferred."""
+    unnamed: UnnamedStates | None = None
+    """States of the optimizer that could not be given to parameters."""
+    is_numbered: bool = False
+    """Whether the optimizer numbers its parameters."""
 
 
-def sorted_out(leaves: Iterable[Leaf], where: str, *, in_order: bool = True) -> Parts:
+def unnamed_states(where: str, states: Iterable[str], error: UnnamedError) -> UnnamedStates:
+    """States that could not be given to parameters. `where`: the checkpoint, `error`: why they could not."""
+    keys = tuple(sorted(set(states)))
+    return UnnamedStates(
+        states=keys,
+        why=(
+            f"{where}: the optimizer numbers its parameters, and {error}. Its states ({', '.join(keys) or 'none yet'}) "
+            f"are not read; the weights are. {error.remedy}. Or take the weights alone (--include '*/weight')"
+        ),
+    )
+
+
+def sorted_out(
+    leaves: Iterable[Leaf],
+    where: str,
+    *,
+    in_order: bool = True,
+    order: Order | None = None,
+    unnamed: UnnamedStates | None = None,
+) -> Parts:
     """The entries of a state dict by what they are. `where`: for messages; `in_order`: the model's entries stand so.
 
-    Raises MalformedError where they contradict one another, UnsupportedError where states are of no known parameter.
+    `order`: names for the numbers of an optimizer, as the user gives them; `unnamed`: states that are not among
+    `leaves`, as they could not be named. Raises MalformedError where entries contradict one another, UsageError for
+    an order that does not fit, IdleOptionError for one that is not needed.
     """
     leaves = [own for leaf in leaves for own in _opened(leaf)]
     roots = sorted({root for leaf in leaves if (root := _optimizer_root(leaf.path)) is not None}, key=len)
@@ -111,7 +138,7 @@ def sorted_out(leaves: Iterable[Leaf], where: str, *, in_order: bool = True) -> 
     outside = [leaf for leaf in leaves if not any(own.take(leaf) for own in inside)]
     dicts = _dicts_of(outside)
     root = model_path(dicts, reduce(or_, (own.wanted for own in inside), Wanted()), where)
-    parts = Parts(root=root)
+    parts = Parts(root=root, unnamed=unnamed, is_numbered=unnamed is not None)
     aside = [path for path, own in dicts.items() if root and path[: len(root)] != root and len(own) > 1]
     if aside:
         parts.notes.append(aside_text(_shown(path) or "." for path in aside))
@@ -127,17 +154,31 @@ def sorted_out(leaves: Iterable[Leaf], where: str, *, in_order: bool = True) -> 
         elif parts.model.setdefault(name := naming(name), leaf) is not leaf:
             raise MalformedError(f"{where} holds {name} twice: {_shown(parts.model[name].path)}, {_shown(leaf.path)}")
     for own in inside:
-        own.give(parts, where, in_order=in_order)
+        own.give(parts, where, in_order=in_order, order=order)
+    if order is not None and not parts.is_numbered:
+        raise IdleOptionError(f"no optimizer in {where} numbers its parameters: drop --param-order")
+    _leave_out_absent(parts)
     _check_known(parts, where)
     _check_shapes(parts, where)
     _set_trained(parts)
     unstepped = sorted(parts.trained - parts.states.keys() - parts.lost.keys())
     if parts.states and unstepped:
+        parts.frozen = frozenset(name for name in unstepped if 0 not in (parts.model[name].shape or ()))
         parts.notes.append(
             f"{counted(len(unstepped), 'parameter')} in a group of the optimizer without states, which others have: "
-            f"not stepped, or the states are lost:\n{listed(unstepped)}"
+            "taken for frozen. If they were trained and never got a gradient, say so (--set frozen=none); if not, the "
+            f"states are lost:\n{listed(unstepped)}"
         )
     return parts
+
+
+def kind_of(name: str, parts: Parts) -> Kind | None:
+    """What a tensor of the model is to the optimizer; None where it is in no group.
+
+    What has no states where others have theirs was not stepped: a frozen parameter, which `AdamW(model.parameters())`
+    lists too.
+    """
+    return Kind.FROZEN if name in parts.frozen else Kind.PARAMETER if name in parts.trained else None
 
 
 def number_of(leaf: Leaf) -> StateIndex:
@@ -214,7 +255,7 @@ class _Optimizer:
         keys = (key.removeprefix(f"{_STATE}.") for key, _ in self._flat if key.startswith(f"{_STATE}."))
         return Wanted.of(self._groups.values(), shapes, keys)
 
-    def give(self, parts: Parts, where: str, *, in_order: bool) -> None:
+    def give(self, parts: Parts, where: str, *, in_order: bool, order: Order | None) -> None:
         """Give states and groups to `parts`, by the names of its model."""
         for leaf in self._others:
             _nest(parts.others, leaf)
@@ -226,10 +267,14 @@ class _Optimizer:
         if any(isinstance(name, int) for name in naming) and not any(
             _NAMES in group for group in self._groups.values()
         ):
-            forms = {str(path[0]): leaf.form for path, leaf in self._states if leaf.shape}
-            naming = named_by_number(list(params.values()), forms, _distinct(parts.model), where, in_order=in_order)
-            how = "the order of the model, which all shapes fit" if in_order else "the only order that shapes allow"
-            parts.notes.append(f"the optimizer numbers its parameters; they are taken in {how}")
+            parts.is_numbered = True
+            try:
+                found = self._infer_names(list(params.values()), parts.model, in_order=in_order, order=order)
+            except UnnamedError as error:
+                parts.unnamed = unnamed_states(where, (str(path[1]) for path, _ in self._states), error)
+                return
+            naming = found.names
+            parts.notes.append(f"the optimizer numbers its parameters; they are taken in {found.how}")
         by_text = {str(name): own for name, own in naming.items()}
         for path, leaf in self._states:
             name = by_text.get(str(path[0]))
@@ -244,6 +289,17 @@ class _Optimizer:
             )
             for number in params
         )
+
+    def _infer_names(
+        self, groups: Sequence[Sequence[Number]], model: Mapping[str, Leaf], *, in_order: bool, order: Order | None
+    ) -> Naming:
+        """Names for the numbers of its groups. Raises UnnamedError, UsageError for an `order` that does not fit."""
+        states = {str(path[0]): leaf.form for path, leaf in self._states if leaf.shape}
+        forms = _distinct(model)
+        if order is not None:
+            return order_params(groups, states, {name: leaf.form for name, leaf in model.items()}, order)
+        shapes = {name: model[name].shape or () for name in forms}
+        return name_params(groups, states, forms, shapes=shapes, in_order=in_order)
 
     def _said_names(self, params: Mapping[int, Sequence[str | int]], model: Mapping[str, Leaf]) -> dict[str | int, str]:
         """Names as the groups have them: of numbers, those beside them (torch 2.6 and later, of named parameters)."""
@@ -283,10 +339,16 @@ class _Optimizer:
                     hyper.setdefault(own, {})[last] = _setting(leaf)
                 elif own not in parts.lost and (leaf.shape is not None or leaf.value is not None):
                     parts.states.setdefault(own, {})[last] = leaf
-        if strays:
+        settings = [key for key in strays if not key.startswith(f"{_STATE}.")]
+        if len(settings) < len(strays):
             raise MalformedError(
                 f"{where}: the optimizer has {counted(len(strays), 'entry', 'entries')} of no parameter of the model:\n"
                 f"{listed(strays)}"
+            )
+        if settings:
+            parts.notes.append(
+                "settings of parameters that the model lacks, and that have no states, left out (frozen, where "
+                f"get_state_dict was told to ignore such):\n{listed(settings)}"
             )
         parts.groups += tuple(_grouped({name: hyper[name] for name in parts.model if name in hyper}))
 
@@ -327,7 +389,8 @@ def _set_trained(parts: Parts) -> None:
     """Say what is trained, and which matrices are so under a second name."""
     if not parts.groups:
         parts.trained = frozenset(parts.model)
-        parts.notes.append("saved without an optimizer: every parameter counts as trained")
+        why = "saved without an optimizer" if parts.unnamed is None else "the optimizer's parameters are not known"
+        parts.notes.append(f"{why}: every parameter counts as trained")
         return
     parts.trained = frozenset(name for group in parts.groups for name in group.params)
     trained = {parts.model[name].content: name for name in parts.trained if _is_matrix(parts.model[name])}
@@ -370,6 +433,24 @@ def _check_shapes(parts: Parts, where: str) -> None:
             f"{where}: expected moments in the shapes of their parameters; got those of others, as if the optimizer "
             f"had their names in another order:\n{listed(lines)}\nSave both with "
             "torch.distributed.checkpoint.state_dict.get_state_dict, which gives them the same names"
+        )
+
+
+def _leave_out_absent(parts: Parts) -> None:
+    """Leave parameters of groups out that have no states, and that the model lacks.
+
+    torch saves so with `get_state_dict(ignore_frozen_params=True)`: frozen ones are in the groups alone (torch 2.13,
+    `state_dict.py`, `_get_model_state_dict`).
+    """
+    known = {*parts.model, *parts.states}
+    absent = {name for group in parts.groups for name in group.params if name not in known}
+    if absent and any(name in parts.model for group in parts.groups for name in group.params):
+        parts.groups = tuple(
+            replace(group, params=tuple(name for name in group.params if name not in absent)) for group in parts.groups
+        )
+        parts.notes.append(
+            f"{counted(len(absent), 'parameter')} in groups of the optimizer without states, and not in the model, "
+            f"left out (frozen, where get_state_dict was told to ignore such):\n{listed(sorted(absent))}"
         )
 
 

@@ -108,6 +108,7 @@ def test_json_has_the_keys_of_its_schema(ucp: Run, atoms: Path) -> None:
         "checked_bytes",
         "problems",
         "drift",
+        "unnamed",
         "changes",
         "casts",
         "notes",

@@ -211,8 +211,26 @@ def test_numbers_that_shapes_do_not_tell_are_refused(tmp_path: Path) -> None:
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ckpt.pt")
-    with pytest.raises(ucp.UcpError, match="shapes do not tell which parameter number 0 is"):
-        ucp.inspect(tmp_path / "ckpt.pt")
+    with pytest.raises(ucp.errors.MissingStateError, match="shapes do not tell which parameter number 0 is"):
+        ucp.convert(tmp_path / "ckpt.pt", tmp_path / "out", to="dcp")
+
+
+def test_flat_parameters_that_lengths_do_not_tell_leave_the_weights(tmp_path: Path) -> None:
+    copy = shutil.copytree(ROOT / "verl-fsdp1-dp4" / "checkpoint", tmp_path / "checkpoint")
+    for path in copy.rglob("optim_world_size_*.pt"):
+        saved = torch.load(path, weights_only=False)
+        (group,) = saved["param_groups"]
+        first, *rest = group["params"]
+        saved["param_groups"] = [{**group, "params": [first]}, {**group, "params": rest}]
+        torch.save(saved, path)
+    index = ucp.inspect(copy)
+    assert index.unnamed is not None
+    assert index.unnamed.states == ("exp_avg", "exp_avg_sq", "step")
+    assert "FSDP.optim_state_dict" in index.unnamed.why
+    ucp.convert(copy, tmp_path / "weights", include=["*/weight"], verify=True)
+    truth = {name: own for name, own in truth_of("verl-fsdp1-dp4").items() if name.endswith("/weight")}
+    for name, own in truth.items():
+        assert torch.equal(ucp.open(tmp_path / "weights").read(name.removesuffix("/weight"), "weight"), own), name
 
 
 def test_names_that_the_optimizer_keeps_are_taken(tmp_path: Path) -> None:

@@ -95,7 +95,9 @@ def judged(index: Index) -> Index:
 
 def index_as_told(path: Path, *, source: SourceOptions, unfinished: bool = False) -> Index:
     """`index_of`; what the user says may be for another, and is left aside where the reader has no use for it."""
-    try:
-        return index_of(path, source=source, unfinished=unfinished)
-    except IdleOptionError:
-        return index_of(path, unfinished=unfinished)
+    for options in dict.fromkeys((source, source.without_family())):
+        try:
+            return index_of(path, source=options, unfinished=unfinished)
+        except IdleOptionError:
+            continue
+    return index_of(path, unfinished=unfinished)

@@ -23,7 +23,9 @@ def selected(index: Index, names: NameFilter) -> Index:
     """What `names` keeps of `index`. Raises UsageError when a glob matches nothing, or nothing is kept."""
     if names == NameFilter():
         return index
-    names.check_used((atom.name, state) for atom, state, _ in index.states())
+    states_of = [(atom.name, state) for atom, state, _ in index.states()]
+    unnamed = [] if index.unnamed is None else [(name, own) for name in index.atoms for own in index.unnamed.states]
+    names.check_used([*states_of, *unnamed])
     atoms: dict[str, AtomIndex] = {}
     for atom in index.atoms.values():
         states = {name: state for name, state in atom.states.items() if names.keeps(atom.name, name)}
@@ -43,6 +45,7 @@ def selected(index: Index, names: NameFilter) -> Index:
         dropped=dropped,
         doubts=_remaining_doubts(index, atoms),
         lost=_lost(index, atoms),
+        unnamed=index.unnamed if any(names.keeps(*own) for own in unnamed) else None,
         unselected=index.unselected + len(index.atoms) - len(atoms),
     )
 

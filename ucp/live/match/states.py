@@ -29,9 +29,10 @@ def match_states(
     brought in the type it is stored in, whatever number the optimizer then makes of it.
     """
     known = {name for group in index.groups for name in group.params}
-    has_optimizer = bool(known) or any(map(_held, index.atoms.values()))
+    has_optimizer = bool(known) or index.unnamed is not None or any(map(_held, index.atoms.values()))
     lost = [matched[own.name] for own in params if own.name in matched]
     findings.problems.extend(index.reasons(name for name in lost if name in index.lost and not index.lost[name].chosen))
+    findings.problems.extend([] if index.unnamed is None else [index.unnamed.why])
     wanted: list[LoadItem] = []
     fresh: list[str] = []
     for param in params:
@@ -42,7 +43,8 @@ def match_states(
             note_cast(atom, WEIGHT, dtype, findings)
             wanted.append(item_of(param.name, atom, WEIGHT, dtype, param.part or parts[param.name], stepped=True))
         if not _held(atom):
-            if has_optimizer and atom.name not in known and 0 not in atom.global_shape:
+            is_new = index.unnamed is None and has_optimizer and atom.name not in known
+            if is_new and 0 not in atom.global_shape:
                 findings.problems.append(f"{param.name} is optimised, and was not when the checkpoint was saved")
             fresh.append(param.name)
         else:

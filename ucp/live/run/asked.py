@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
-from ucp.contract.protocols import SourceOptions
+from ucp.contract.protocols import ParamOrderLike, SourceOptions
 from ucp.conversion.options import (
     DtypeLike,
     MemoryLike,
@@ -90,6 +90,7 @@ class LoadAsked:
         family: str | None = None,
         patterns: type_path | None = None,
         shapes_from: type_path | None = None,
+        param_order: ParamOrderLike | None = None,
         experts: Experts | None = None,
     ) -> LoadAsked:
         """What a rank of a run of so many is asked. Raises UsageError."""
@@ -112,7 +113,7 @@ class LoadAsked:
                 naming=Naming.of(names, rules),
                 rename=called,
                 settings=said,
-                source=SourceOptions.of(family, patterns, shapes_from),
+                source=SourceOptions.of(family, patterns, shapes_from, param_order),
             ),
             dtype=None if dtype is None else _dtype(dtype),
             rank_extras=policy_of(rank_extras, RankPolicy, "rank_extras as one"),
@@ -138,7 +139,7 @@ class LoadAsked:
             "rename": None if options.rename is None else "a function",
             "settings": known.settings,
             "settings: scheduler": self.scheduler,
-            "family, patterns, shapes_from": known.source,
+            "family, patterns, shapes_from, param_order": known.source,
             "dtype": self.dtype,
             "rank_extras": self.rank_extras,
             "exchange": self.carry.exchange,

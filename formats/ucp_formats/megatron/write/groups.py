@@ -14,7 +14,7 @@ from struct import unpack
 
 from ucp.contract.rank_extras import Checksums
 from ucp.core.dtypes import DType
-from ucp.core.index import Index, ParamGroup
+from ucp.core.index import Index, Kind, ParamGroup
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.tensor import InlineTensor, Tensor, TensorRef
 from ucp.errors import MissingStateError, UnsupportedError, counted, listed
@@ -74,7 +74,8 @@ def optimizer_chain(
     if not index.groups:
         return (), ()
     native = is_native(index)
-    merged = _merged(index.groups if native else [_translated(group) for group in index.groups])
+    groups = [_without_frozen(group, index) for group in index.groups]
+    merged = _merged(groups if native else map(_translated, groups))
     if not native:
         merged = _with_both_decays(merged)
     with Prober() as prober:
@@ -98,6 +99,11 @@ def optimizer_chain(
     if not split:
         return (part(experts_alone=None),), notes
     return (part(experts_alone=False), tuple(own for own in part(experts_alone=True) if own.params)), notes
+
+
+def _without_frozen(group: ParamGroup, index: Index) -> ParamGroup:
+    """The group as Megatron has it: parameters with `requires_grad` (core/optimizer/__init__.py, _get_param_groups)."""
+    return replace(group, params=tuple(own for own in group.params if index.atoms[own].kind is not Kind.FROZEN))
 
 
 def is_native(index: Index) -> bool:

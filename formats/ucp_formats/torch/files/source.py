@@ -9,13 +9,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 from ucp.contract.companion_files import SaveFolder, with_companions
 from ucp.contract.model.transformers import in_model_order, tied_output
-from ucp.contract.protocols import Evidence, Format, SourceOptions
+from ucp.contract.protocols import Evidence, Format, ParamOrder, SourceOptions
 from ucp.contract.rank_extras import Checksums
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile
 from ucp.core.names import WEIGHT
@@ -37,7 +37,9 @@ from ucp_formats.torch.files.weights import Weights, read_weights
 from ucp_formats.torch.locate import STEP_KEYS, step_in
 from ucp_formats.torch.model_dict import Path as TreePath
 from ucp_formats.torch.model_dict import aside_text
-from ucp_formats.torch.state_dict import Leaf, Parts, number_of, sorted_out
+from ucp_formats.torch.numbered import UnnamedError
+from ucp_formats.torch.order import order_of
+from ucp_formats.torch.state_dict import Leaf, Parts, kind_of, number_of, sorted_out, unnamed_states
 
 __all__ = ["TorchFormat"]
 
@@ -50,12 +52,13 @@ class TorchFormat(Format):
 
     name = "torch"
     takes_shapes = True
+    takes_order = True
 
     def __init__(self, options: SourceOptions | None = None) -> None:
         self._options = options or SourceOptions()
 
     def configured(self, options: SourceOptions) -> TorchFormat:
-        """The same format, with shapes that the user points to."""
+        """The same format, with shapes and an order that the user points to."""
         if options.family is not None or options.patterns is not None:
             return cast("TorchFormat", super().configured(options))  # which raises
         return TorchFormat(options)
@@ -74,7 +77,7 @@ class TorchFormat(Format):
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
         located = the_files(locate(path), path)
-        index = _Reading(located, self._shapes()).index(self.name)
+        index = _Reading(located, self._shapes(), order_of(self._options.param_order)).index(self.name)
         folder = SaveFolder(located.root) if located.root.is_dir() else None
         names = {os.path.basename(file.path) for file in index.files}
         is_one_file = "all" in located.files
@@ -88,8 +91,9 @@ class TorchFormat(Format):
 class _Reading:
     """A checkpoint while its index is made."""
 
-    def __init__(self, located: Located, shapes: Shapes | None) -> None:
+    def __init__(self, located: Located, shapes: Shapes | None, order: ParamOrder | None) -> None:
         self._located = located
+        self._order = order
         self._folder = absolute(located.folder)
         self._shapes = shapes
         self._in_order = True
@@ -106,12 +110,22 @@ class _Reading:
             raise self._no_model()
         is_ordered_by_it = shapes is not None and "safetensors" in located.files.get("model", {}).get(0, "")
         self._tree: Tree = with_parameters(tree, None if is_ordered_by_it else shapes, str(located.root))
-        optimizer = states_by_name(self._tree, str(located.root))
-        self._saved: Parts = sorted_out((*self._tree.model, *optimizer), str(located.root), in_order=self._in_order)
+        self._saved: Parts = self._sorted_out(str(located.root))
         self._is_shared = any(Joined.of(own).is_shared for own in self._saved.model.values())
         tied = tied_output(self._saved.model, self._config)
         if tied is not None and tied[0] not in self._saved.model:
             self._saved.tied[tied[0]] = tied[1]
+
+    def _sorted_out(self, where: str) -> Parts:
+        order, unnamed = self._order, None
+        optimizer: Sequence[Leaf] = ()
+        try:
+            optimizer = states_by_name(self._tree, order)
+            order = order if optimizer is self._tree.optimizer else None  # which has been taken
+        except UnnamedError as error:
+            states = (str(leaf.path[-1]) for leaf in self._tree.optimizer if leaf.path[-3:-2] == ("state",))
+            unnamed = unnamed_states(where, states, error)
+        return sorted_out((*self._tree.model, *optimizer), where, in_order=self._in_order, order=order, unnamed=unnamed)
 
     def _read(self, item: Item, rank: int, name: str) -> object:
         path = os.path.join(self._folder, name)
@@ -149,6 +163,8 @@ class _Reading:
             step=self._step(),
             atoms=atoms,
             groups=saved.groups,
+            unnamed=saved.unnamed,
+            is_numbered=saved.is_numbered,
             aliases=saved.tied,
             unordered=not self._in_order,
             extras=(*self._tree.extras, *(Extra(name=str(key), value=own) for key, own in saved.others.items())),
@@ -176,7 +192,7 @@ class _Reading:
         return AtomIndex(
             name=name,
             global_shape=weight.shape,
-            kind=Kind.PARAMETER if name in self._saved.trained else self._untrained(weight),
+            kind=kind_of(name, self._saved) or self._untrained(weight),
             states={WEIGHT: weight.state(layout), **states},
             layout=layout,
         )
@@ -210,7 +226,7 @@ class _Reading:
                 yield f"optimizer states: {place} is an object of {own.made_by}; save its state_dict() instead"
 
     def _notes(self, atoms: Mapping[str, AtomIndex]) -> Iterator[str]:
-        frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN]
+        frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN and name not in self._saved.frozen]
         if frozen and not self._is_shared:
             yield f"in no group of the optimizer, so frozen parameters or buffers:\n{listed(frozen)}"
         if self._saved.tied:

@@ -13,12 +13,11 @@ from math import prod
 
 from ucp.core.layout import Overlap
 from ucp.core.tensor import TensorRef
-from ucp.errors import UnsupportedError
 from ucp_formats.torch.files.flat.lengths import Shapes, join_parts, split_flat, units_of
 from ucp_formats.torch.files.joined import Joined
 from ucp_formats.torch.files.leaves import Ranked, Tree
 from ucp_formats.torch.model_dict import Path
-from ucp_formats.torch.numbered import named_by_number
+from ucp_formats.torch.numbered import Order, UnnamedError, name_params, order_params
 from ucp_formats.torch.state_dict import Leaf
 
 __all__ = ["states_by_name"]
@@ -27,16 +26,17 @@ _Shards = Sequence[Sequence[TensorRef | None]]
 """Flat parts in the order of the ranks that cut it, for each copy."""
 
 
-def states_by_name(tree: Tree, where: str) -> tuple[Leaf, ...]:
+def states_by_name(tree: Tree, order: Order | None = None) -> tuple[Leaf, ...]:
     """Entries of the optimizer with names for numbers, and states in the shapes of parameters.
 
-    Those of other optimizers as they are. Raises UnsupportedError where lengths do not tell the parameters.
+    Those of other optimizers as they are. `order`: names for the numbers, as the user gives them. Raises UnnamedError
+    where lengths do not tell the parameters, UsageError for an order that does not fit.
     """
     if not any(isinstance(leaf.value, dict) and leaf.path[-3:-2] == ("state",) for leaf in tree.optimizer):
         return tree.optimizer
     saved = _Saved.of(tree)
     shapes = _shapes(tree.model)
-    names = _names(saved, shapes, where)
+    names = _names(saved, shapes, order)
     found = [own for number, own_names in names.items() for own in _states(saved, number, own_names, shapes)]
     for leaf in saved.others:
         is_params = leaf.path[-1] == "params" and isinstance(leaf.value, list)
@@ -114,21 +114,25 @@ def _length(shards: _Shards) -> int:
     return sum(ref.numel for ref in shards[0] if ref is not None)
 
 
-def _names(saved: _Saved, shapes: Shapes, where: str) -> dict[int, list[str]]:
+def _names(saved: _Saved, shapes: Shapes, order: Order | None) -> dict[int, list[str]]:
     """Number to the names of the parameters in it."""
     numbers = [number for group in saved.groups for number in group]
     lengths = {number: _length(next(iter(saved.flat[number].values()))) for number in numbers if number in saved.flat}
     counts = {name: prod(shape) for name, shape in shapes.items()}
-    if len(numbers) == len(shapes) and set(lengths.values()) <= set(counts.values()):
-        forms = {str(number): own for number, own in lengths.items()}
-        named = named_by_number(saved.groups, forms, counts, where)
+    forms = {str(number): own for number, own in lengths.items()}
+    if order is not None or (len(numbers) == len(shapes) and set(lengths.values()) <= set(counts.values())):
+        named = (
+            name_params(saved.groups, forms, counts, shapes=shapes)
+            if order is None
+            else order_params(saved.groups, forms, counts, order)
+        ).names
         return {number: [named[number]] for number in numbers}
     units = units_of(shapes, list(lengths.values()), saved.ranks) if len(lengths) == len(numbers) else None
     if units is None or len(saved.groups) > 1:
-        raise UnsupportedError(
-            f"{where}: the optimizer has {len(numbers)} flat parameters of FSDP1, of {list(lengths.values())} "
-            f"elements, and lengths do not tell which of {len(shapes)} parameters each holds. Save with "
-            "FSDP.optim_state_dict, which gives names, or convert the model alone (--include '*/weight')"
+        raise UnnamedError(
+            f"its {len(numbers)} flat parameters of FSDP1 have {list(lengths.values())} elements: lengths do not tell "
+            f"which of {len(shapes)} parameters each holds",
+            remedy="A run that saves FSDP.optim_state_dict saves names",
         )
     return dict(zip(numbers, units, strict=True))
 
