@@ -22,9 +22,9 @@ def odd_moments(index: Index) -> Iterator[Doubt]:
     ]
     if odd:
         text = (
-            f"expected moments in the shapes of their parameters; of {index.path} {counted(len(odd), 'moment')} "
-            f"differ:\n{listed(odd)}\nThe optimizer is of another model, or keeps moments in a form of its own (GaLore "
-            "projects them). Save it again beside this model, or take the weights alone (--include '*/weight'; "
-            "ucp.load_into without optimizer)"
+            f"expected moments in the shapes of their parameters; {index.path} has {counted(len(odd), 'moment')} of "
+            f"another shape:\n{listed(odd)}\nThe optimizer is of another model, or keeps moments in a form of its own "
+            "(GaLore projects them). Save it again beside this model, or take the weights alone (--include "
+            "'*/weight'; ucp.load_into without optimizer)"
         )
         yield Doubt(kind=DoubtKind.MOMENT_SHAPES, text=text)
