@@ -31,6 +31,7 @@ from ucp_patterns.cut import Cut
 from ucp_patterns.pieces import Pieces
 
 from ucp.contract import registry
+from ucp.contract.protocols import SourceOptions
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, Kind, StateIndex
 from ucp.core.layout import Layout, place
@@ -41,6 +42,8 @@ REFUSED = {"z1-dp2-elastic"}
 """Kept to show that they are refused."""
 RECORDED = (Cut, Pieces)
 """Patterns whose parameters are the recorded boxes, or widths."""
+SHAPES_FROM = {"fsdp1-local-orig-dp2": FIXTURES / "torch" / "fsdp2-dp4" / "checkpoint"}
+"""Checkpoints of the same model that know the shapes of frozen parameters."""
 COUNTS = {"step", "calls"}
 """States that are numbers, also where a parameter has their shape."""
 _EXPERT = re.compile(r"(?:^|\.)(?:deepspeed_experts|experts|local_experts)\.")
@@ -59,6 +62,13 @@ def checkpoints() -> Iterator[Path]:
         for case in sorted((FIXTURES / kind).iterdir()):
             if (case / "checkpoint").is_dir() and case.name not in REFUSED:
                 yield case / "checkpoint"
+
+
+def read(path: Path) -> Index:
+    """Index of a kept checkpoint."""
+    options = SourceOptions.of(None, None, SHAPES_FROM.get(path.parent.name))
+    format_, evidence = registry.recognise(path, options=options)
+    return format_.read(evidence.root)
 
 
 def degrees(index: Index, name: str) -> dict[str, int]:
@@ -249,8 +259,7 @@ def main() -> int:
     """Print the count of all kept checkpoints; 1 where a pair is not placed."""
     total: dict[str, Counter[str]] = {}
     for path in checkpoints():
-        format_, evidence = registry.recognise(path)
-        own = count(format_.read(evidence.root))
+        own = count(read(path))
         lacking = sum(pairs["not placed"] for pairs in own.values())
         if lacking and "-v" in sys.argv:
             print(f"{path.parent.name}/{path.name}: {lacking} pairs not placed, {dict(own)}")

@@ -89,7 +89,7 @@ ARGUMENTS = {
     "--against": "against=...",
     "--shapes-from": "shapes_from=...",
     "--param-order": "param_order=...",
-    **{f"--{name}": f"{name}=True" for name in ("virtual", "compress", "resume", "overwrite", "verify")},
+    **{f"--{name}": f"{name}=True" for name in ("virtual", "compress", "resume", "overwrite", "verify", "weights")},
     "--dtype": "dtypes={...}",
     "--set": "settings={...}",
     "--engine": "engine=...",
@@ -106,6 +106,11 @@ _OPTION = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*")
 """Example: --zero-moments."""
 
 
+def _printable(part: object) -> object:
+    """A message with lone surrogates escaped: a name in a checkpoint may have them, and no terminal can show them."""
+    return part.encode("utf-8", "backslashreplace").decode() if isinstance(part, str) else part
+
+
 class UcpError(Exception):
     """Root of every expected failure; the command line prints it without a traceback.
 
@@ -114,7 +119,7 @@ class UcpError(Exception):
     """
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*args)
+        super().__init__(*map(_printable, args))
         named = dict.fromkeys(option for text in args for option in _OPTION.findall(str(text)) if option in ARGUMENTS)
         if named:
             self.add_note(f"In Python: {', '.join(f'{option} is {ARGUMENTS[option]}' for option in named)}")

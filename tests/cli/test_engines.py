@@ -118,7 +118,7 @@ class TestOfAnotherPackage:
         done = shell(loud, *words)
         assert done.returncode == 2
         assert "wrd: did you mean word?" in done.stderr
-        assert "It takes optimizer, scheduler, step, drop; the engine loud takes word" in done.stderr
+        assert "It takes optimizer, scheduler, step, drop, frozen; the engine loud takes word" in done.stderr
 
     def test_a_value_that_makes_no_sense(self, loud: dict[str, str], zero3: Path) -> None:
         done = shell(loud, "plan", zero3, "--engine", "loud", "--set", "word=")

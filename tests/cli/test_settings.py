@@ -21,7 +21,10 @@ LLAMA = FIXTURES / "megatron/llama-tp2-pp2-dp2-full/checkpoint"
         ([ZERO3, "--to", "deepspeed"], "It takes stages, partition, layers, tied, norm, scheduler, step, drop"),
         ([ZERO3, "--to", "deepspeed-universal"], "It takes optimizer, scheduler, step, drop"),
         ([ZERO3, "--to", "megatron", "--topology", "tp=1"], "hidden_size"),
-        ([LLAMA, "--to", "megatron"], "drop; any argument that the source records; sizes of the model by the names of"),
+        (
+            [LLAMA, "--to", "megatron"],
+            "drop, frozen; any argument that the source records; sizes of the model by",
+        ),
         (
             [ZERO3, "--to", "dcp", "--names", "huggingface"],
             "sizes of the model by the names of Megatron or",

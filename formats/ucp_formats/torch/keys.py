@@ -2,7 +2,8 @@
 
 >>> from ucp_formats.torch.state_dict import Leaf
 >>> step = Leaf(("app", "opt", "state", "0", "step"), ())
->>> parts = Parts(model={"w": Leaf(("app", "model", "_orig_mod.w"), (2,))}, states={"w": {"step": step}})
+>>> weight = Leaf(("app", "model", "_orig_mod.w"), (2,))
+>>> parts = Parts(root=("app", "model"), model={"w": weight}, states={"w": {"step": step}})
 >>> parts.groups = (ParamGroup(params=("w",), hyper={}),)
 >>> keys = find_keys([("app", "opt", "param_groups", 0, "lr")], parts)
 >>> keys.model, keys.params
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from ucp.core.index import ParamGroup
 from ucp.core.names import OptimizerKeys, StateDictKeys
-from ucp_formats.torch.model_dict import Path, bare_name
+from ucp_formats.torch.model_dict import Path
 from ucp_formats.torch.state_dict import Parts
 
 __all__ = ["find_keys"]
@@ -30,8 +31,6 @@ def find_keys(paths: Iterable[Path], parts: Parts) -> StateDictKeys | None:
 
     `paths`: of all entries. `parts`: what they are.
     """
-    name, leaf = next(iter(parts.model.items()))
-    depth = next(at for at in range(len(leaf.path)) if bare_name(_joined(leaf.path[at:])) == name)
     roots = sorted({root for path in paths if (root := _root(path)) is not None}, key=len)
     owners = [_owner(group, parts, roots) for group in parts.groups]
     optimizers = []
@@ -40,8 +39,8 @@ def find_keys(paths: Iterable[Path], parts: Parts) -> StateDictKeys | None:
         if keys is None:
             return None
         optimizers.append(keys)
-    params = {name: key for name, own in parts.model.items() if (key := _joined(own.path[depth:])) != name}
-    return StateDictKeys(model=leaf.path[:depth], params=params, optimizers=tuple(optimizers))
+    params = {name: key for name, leaf in parts.model.items() if (key := _joined(leaf.path[len(parts.root) :])) != name}
+    return StateDictKeys(model=parts.root, params=params, optimizers=tuple(optimizers))
 
 
 def _joined(path: Path) -> str:

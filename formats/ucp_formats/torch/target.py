@@ -63,6 +63,8 @@ _ROOTS: Mapping[str, tuple[tuple[object, ...], str]] = {
 
 _META = "meta.pt"
 """What Lightning saves beside model and optimizers (2.6, `pytorch/strategies/model_parallel.py`)."""
+_LIGHTNING_SCHEDULERS = "lr_schedulers"
+"""Key of Lightning's list of schedulers; a list of one was taken for the run's scheduler when the source was read."""
 _LIGHTNING = "pytorch-lightning_version"
 """Key that every checkpoint of Lightning has."""
 
@@ -309,7 +311,10 @@ def _lightning_values(index: Index) -> dict[object, object]:
     client = run_extras(index).client
     extras = _client_extras(index)
     values = [own.value for own in extras if client and isinstance(own.value, dict)]
-    return values[0] if values else {own.name: own.value for own in extras}
+    if values:
+        return values[0]
+    names = {LR_SCHEDULER: _LIGHTNING_SCHEDULERS}
+    return {names.get(own.name, own.name): [own.value] if own.name in names else own.value for own in extras}
 
 
 def _slice(param: str, state: str, dtype: DType, box: Box) -> Slice:

@@ -387,7 +387,7 @@ class TestRanks:
 
     def test_a_lost_last_rank(self, copy: Path) -> None:
         (copy / "shard-00002-model-00001-of-00001.safetensors").unlink()
-        self.refused(copy, r"config\.json; got\n(.*\n)*.*hidden: .* hidden_size = 16")
+        self.refused(copy, r"config\.json describes; got\n(.*\n)*.*hidden_size = 16")
 
     def test_what_cannot_be_known_is_said(self, copy: Path) -> None:
         assert not any("last ranks" in note for note in index_of("llama-dcp").notes)

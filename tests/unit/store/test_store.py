@@ -544,8 +544,8 @@ class TestExtrasAreSummed:
         memory_format.index = replace(index, extras=extras)
         found = [(c.param, c.state, c.what, c.a, c.b) for c in ucp.verify(out, against=index.path).changes]
         assert found == [
-            ("extra/engine", "global_steps", "extra", "9", "3"),
-            ("extra/client_state", "", "missing", "missing", "present"),
+            ("extra/engine", "global_steps", "extra", "3", "9"),
+            ("extra/client_state", "", "missing", "present", "missing"),
             ("extra/rng@rank1", "", "values", "9 of 9 elements", "9 of 9 elements"),
         ]
         memory_format.index = replace(memory_format.index, topology=Topology(dp=2))
@@ -559,7 +559,7 @@ class TestExtrasAreSummed:
         extras = (Extra(name="engine", value=0), *memory_format.index.extras[1:])
         memory_format.index = replace(memory_format.index, extras=extras)
         (change,) = ucp.verify(out.parent / "again", against=memory_format.index.path).changes
-        assert (change.param, change.a, change.b) == ("extra/engine", "0", "dict of 1")
+        assert (change.param, change.a, change.b) == ("extra/engine", "dict of 1", "0")
 
 
 def swap(a, b):

@@ -59,7 +59,7 @@ def test_what_cannot_be_frozen_is_refused(said: str, message: str, run: Path, tm
 
 def test_a_new_optimizer_leaves_frozen_parameters_out(run: Path, tmp_path: Path) -> None:
     weights = tmp_path / "weights"
-    ucp.convert(run, weights, to="huggingface", settings={"config": "none"})
+    ucp.convert(run, weights, to="huggingface", settings={"config": "none"}, names="huggingface:huggingface")
     ucp.convert(weights, tmp_path / "out", optimizer="zero", settings={"frozen": "frozen.*", "lr": 0.1})
     index = ucp.inspect(tmp_path / "out")
     assert index.atoms["frozen.weight"].kind is Kind.FROZEN

@@ -123,7 +123,10 @@ def test_states_without_names_are_one_problem_and_weights_are_read(way: str, tmp
         with pytest.raises(MissingStateError, match="--param-order"):
             ucp.convert(folder, tmp_path / "refused", to=to)
     ucp.convert(folder, tmp_path / "weights", to="dcp", include=["*/weight"], verify=True)
-    ucp.convert(folder, tmp_path / "export", to="huggingface", settings={"config": "none"}, verify=True)
+    same_names = "huggingface:huggingface"
+    ucp.convert(
+        folder, tmp_path / "export", to="huggingface", settings={"config": "none"}, names=same_names, verify=True
+    )
 
 
 def test_the_page_and_the_verdict_name_the_problem(tmp_path: Path) -> None:
