@@ -22,7 +22,7 @@ from tests.bench.measure import run
 from tests.bench.scale.deepspeed import expert_groups, write_expert_run
 from tests.bench.scale.megatron import Layout, write_torch_dist
 from tests.bench.scale.moe import Moe
-from tests.bench.scale.report import Row, write_report
+from tests.bench.scale.report import PAGE, Row, write_report
 
 RANKS = 1024
 
@@ -98,6 +98,10 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="where the report goes")
     asked = parser.parse_args()
+    if not (asked.out / PAGE).is_file():
+        parser.error(
+            f"expected the page {PAGE} in {asked.out}, whose table is replaced; copy docs/benchmarks/{PAGE} there"
+        )
     rows: list[Row] = []
     for name in asked.series or SERIES:
         for case in SERIES[name]:

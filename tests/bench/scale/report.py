@@ -8,7 +8,10 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-__all__ = ["Row", "write_report"]
+__all__ = ["PAGE", "Row", "write_report"]
+
+PAGE = "scale.md"
+"""Page whose table is replaced."""
 
 _COLOURS = {"ucp inspect": "#4878a8", "ucp plan": "#d0743c", "ucp convert --virtual": "#5a9e6f"}
 
@@ -46,7 +49,7 @@ def write_report(folder: Path, rows: Sequence[Row], *, machine: str) -> None:
     rows = sorted({_case(row): row for row in (*before, *rows)}.values(), key=_place)
     document = {"date": day, "machine": machine, "rows": [asdict(row) for row in rows]}
     data.write_text(json.dumps(document, indent=1) + "\n")
-    page = folder / "scale.md"
+    page = folder / PAGE
     head, _, rest = page.read_text().partition(_BEGIN)
     tail = rest.partition(_END)[2]
     table = f"Measured on {day} ({machine}).\n\n{_table(rows)}"

@@ -1,4 +1,4 @@
-"""Format `deepspeed`: native checkpoints, told by names alone; what is in them is for `native_index` to say."""
+"""Format `deepspeed`: native checkpoints, recognised by names alone; `read/index` says what is in them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """torch_dist checkpoints of megatron-core, read as an index.
 
-1. Read `.metadata`, the objects and the common state; sort the keys by what they are (`dist_keys`).
-2. Take the model's tensors apart into parameters, and name them by their family (`dist_pieces`, `dist_names`).
-3. Find the optimizer's states, in whichever of the six layouts (`dist_states`, `dist_buckets`, `dist_gathered`).
-4. Deal the parameter groups out (`dist_groups`); put everything together. The rest becomes extras (`dist_extras`).
+1. Read `.metadata`, the objects and the common state; sort the keys by what they are (`keys`).
+2. Take the model's tensors apart into parameters, and name them by their family (`unstack`, `names`).
+3. Find the optimizer's states, in whichever of the six layouts (`states/`).
+4. Assign the parameters to their groups (`groups`); put everything together. The rest becomes extras (`extras`).
 """
 
 from __future__ import annotations

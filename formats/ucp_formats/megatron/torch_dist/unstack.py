@@ -1,6 +1,6 @@
 """Tensors of a torch_dist checkpoint taken apart into parameters: one layer, one expert, one name each.
 
-1. A key is understood (`dist_keys`): what its leading dims count, and whether it is a part of a fused tensor.
+1. A key is understood (`keys`): what its leading dims count, and whether it is a part of a fused tensor.
 2. Every chunk is cut into its layers and experts; a flattened one (up to megatron-core 0.15) into boxes.
 3. Parts of a fused tensor are put one behind the other along dim 0.
 """

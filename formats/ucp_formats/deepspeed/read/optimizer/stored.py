@@ -1,7 +1,7 @@
 """What ranks stored of a tensor, and the pieces of the whole that it is: where `place` says that they lie.
 
 1. A reader of the files of one model-parallel rank gives each tensor with its layout over the data-parallel ranks.
-2. The other axes are added to the layout, and the tensors of all model-parallel ranks put together (`merge_ranks`).
+2. The other axes are added to the layout, and the tensors of all model-parallel ranks put together (`ranks/merge`).
 3. `Placer` makes the pieces.
 """
 

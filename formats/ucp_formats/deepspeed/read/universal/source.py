@@ -1,4 +1,4 @@
-"""Format `deepspeed-universal`: told by names alone; what is in a checkpoint is for `universal_index` to say."""
+"""Format `deepspeed-universal`: recognised by names alone; `universal/index` says what is in one."""
 
 from __future__ import annotations
 

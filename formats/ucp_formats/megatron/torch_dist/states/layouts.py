@@ -4,9 +4,9 @@
 |---|---|
 | no distributed optimizer | optimizer.state.{fp32_param,exp_avg,exp_avg_sq}.<parameter> |
 | fully_reshardable (0.14 on) | optimizer.state.{param,exp_avg,exp_avg_sq}.<parameter> |
-| fully_sharded_model_space (0.8 to 0.14) | as without, but flattened: see `dist_pieces` |
-| dp_reshardable (default since 0.15), fully_sharded_bucket_space (0.6 to 0.14) | flat buckets: see `dist_buckets` |
-| dp_zero_gather_scatter (0.6 to 0.14) | an object per data-parallel group: see `dist_gathered` |
+| fully_sharded_model_space (0.8 to 0.14) | as without, but flattened: see `unstack` |
+| dp_reshardable (default since 0.15), fully_sharded_bucket_space (0.6 to 0.14) | flat buckets: see `states/buckets` |
+| dp_zero_gather_scatter (0.6 to 0.14) | an object per data-parallel group: see `states/gathered` |
 """
 
 from __future__ import annotations
