@@ -1,9 +1,9 @@
 """Tasks shared out over processes of this machine, and over threads within each so that I/O overlaps.
 
 Whoever is free takes the next task: tasks are about equal in bytes (`ucp.transfer.plan.tasks.TASK`), so the last to
-finish is at most one task behind the first. Workers end when the parent is gone, whatever they are at and however it went. They are
-forked before any thread of ours is started (comparing threads of an earlier stage have been joined), and are deaf to
-the signals that end the parent.
+finish is at most one task behind the first. Workers end when the parent is gone, whatever they are at and however it
+went. They are forked before any thread of ours is started (comparing threads of an earlier stage have been joined),
+and are deaf to the signals that end the parent.
 """
 
 from __future__ import annotations
