@@ -93,8 +93,8 @@ class TestFits:
             check_fits(folder, ["a/b", "c/" + "x" * (longest + 1)])
 
     def test_the_destination_counts(self, tmp_path: Path) -> None:
-        path = "/".join(["y" * 200] * 20)
         room = os.pathconf(tmp_path, "PC_PATH_MAX") - 1 - len(str(tmp_path)) - 1
+        path = "/".join(["y" * 200] * ((room - 2) // 201))
         check_fits(tmp_path, [f"{path}/{'z' * (room - len(path) - 1)}"])
         with pytest.raises(DestinationError, match="choose a shorter destination"):
             check_fits(tmp_path, [f"{path}/{'z' * (room - len(path))}"])
