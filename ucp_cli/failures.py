@@ -8,9 +8,9 @@ from typing import IO, Any
 
 import click
 
+from ucp.core.text.units import printable
 from ucp.errors import MemoryBudgetError, UcpError, UsageError
 from ucp_cli.exits import DIFFERENT, FAILED, HUNG_UP, INTERRUPTED, TERMINATED, USAGE
-from ucp_cli.pages.units import printable
 from ucp_cli.stopping import Terminated
 
 __all__ = ["Failure", "Misuse", "Unfitting", "explained", "stopped"]

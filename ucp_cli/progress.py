@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import click
 
 from ucp.contract.protocols import WAITING
-from ucp_cli.pages.units import nbytes_text, rate_text, seconds_text
+from ucp.core.text.units import nbytes_text, rate_text, seconds_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -67,25 +67,6 @@ def test_a_plan_is_what_a_conversion_does(source, tmp_path):
     assert {path: (tmp_path / "out" / path).stat().st_size for path in report.files} == report.files
 
 
-def test_a_plan_is_readable(source):
-    report = ucp.plan(source, **ZERO1, dtypes={"exp_avg": "bfloat16"}, memory=64 << 20, workers=1)
-    first, tensors, files, work, *told = str(report).splitlines()
-    assert first.endswith("to deepspeed, dp=2,zero=1")
-    assert f"{report.nbytes:,} bytes to read, {report.nbytes_written:,} to write, of 5 parameters" == tensors
-    assert files == f"{len(report.files)} files of {report.nbytes_out:,} bytes, and the index"
-    assert work.startswith("1 task by 1 worker of ")
-    assert [line.partition(":")[0] for line in told] == ["warning", "cast", "note", "dropped"]
-    assert told[1].startswith("cast: exp_avg: float32 -> bfloat16")
-    assert len(repr(report)) < 2000, "neither the index nor the files are in it"
-
-
-def test_references_are_not_called_bytes_to_read(source):
-    report = ucp.plan(source, virtual=True)
-    assert report.nbytes_read == 0
-    assert f"{report.references} references into the source, nothing copied, of 6 parameters" in str(report)
-    assert "what the tensors compress to" in str(ucp.plan(source, compress=True))
-
-
 def test_what_is_refused_is_refused_before(source, tmp_path):
     for asked in ({"to": "deepspeed", "topology": "tp=2,zero=1"}, {"include": "nothing"}, {"family": "llama"}):
         with pytest.raises(UcpError) as early:
@@ -124,35 +105,6 @@ def test_settings_may_be_numbers():
     """As they are where they are known in Python; the command line has text."""
     options = make_options(to="megatron", settings={"heads": 32, "eps": 1e-06, "swiglu": True, "name": "x"})
     assert options.target.settings == {"heads": "32", "eps": "1e-06", "swiglu": "True", "name": "x"}
-
-
-def test_every_report_prints_as_a_few_lines(source, tmp_path):
-    done = ucp.convert(source, tmp_path / "out", dtypes={"exp_avg": "bfloat16"}, workers=1)
-    first, written, checked, cast, *_ = str(done).splitlines()
-    assert first == f"{tmp_path / 'out'} (ucp), from ucp: 6 parameters"
-    assert written.startswith(f"{done.nbytes_written:,} bytes of tensors written; {done.files_out} file")
-    assert checked.startswith(f"{done.checked_bytes:,} bytes of the source checked against checksums")
-    assert cast.startswith("cast: exp_avg: float32 -> bfloat16")
-    again = str(ucp.convert(source, tmp_path / "out", dtypes={"exp_avg": "bfloat16"}, workers=1, resume=True))
-    assert again.splitlines()[:2] == [first, "already complete: nothing was written"]
-    assert "references into the source, nothing copied; " in str(ucp.convert(source, tmp_path / "v", virtual=True))
-
-    found = ucp.diff(source, tmp_path / "out")
-    assert f": {len(found.changes)} differences; {found.compared} states of {found.nbytes_compared:,} " in str(found)
-    assert "\n  embed/exp_avg: dtype: float32 and bfloat16" in str(found)
-    assert ": equal; " in str(ucp.diff(source, source))
-    assert str(ucp.verify(source, against=source)).startswith(f"{source}: complete and undamaged, equal to {source}; ")
-
-
-def test_damage_prints_with_the_report(source, tmp_path):
-    ucp.convert(source, tmp_path / "out", workers=1)
-    pack = next((tmp_path / "out" / "packs").iterdir())
-    pack.write_bytes(pack.read_bytes()[:-8] + bytes(8))
-    report = ucp.verify(tmp_path / "out", against=source)
-    first, *rest = str(report).splitlines()
-    assert first.startswith(f"{tmp_path / 'out'}: {len(report.problems)} problem")
-    assert rest == [f"problem: {line}" for line in report.problems]
-    assert "equal to" not in first
 
 
 class TestCheckpoint:

@@ -7,15 +7,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ucp.checks.changes import change_tables
 from ucp.contract.companions import is_companion
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.contract.registry import recognise
-from ucp.contract.state_gaps import gap_text, state_gaps
 from ucp.conversion.source.read import index_of
 from ucp.conversion.verify import damage
 from ucp.conversion.verify import drift as find_drift
 from ucp.core.index import TAG, Index
 from ucp.core.names import WEIGHT, NameFilter
+from ucp.core.state_gaps import gap_text, state_gaps
+from ucp.core.text.page import Page, Report, facts, lines
+from ucp.core.text.units import nbytes_text
 from ucp.errors import (
     ChangedError,
     CorruptError,
@@ -26,7 +29,6 @@ from ucp.errors import (
     MissingFileError,
     UsageError,
     counted,
-    listed,
 )
 from ucp.io.destination.mark import find_damage, find_destination, read_mark
 from ucp.io.folder import path_of
@@ -43,7 +45,7 @@ _DAMAGE = (ChangedError, CorruptError, CoverError, MalformedError, MissingFileEr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
+class VerifyReport(Report):
     """What a verification found."""
 
     path: str
@@ -70,19 +72,40 @@ class VerifyReport:
         """Whether nothing is wrong."""
         return not self.problems and not self.changes
 
-    def __str__(self) -> str:
-        equal = f", equal to {self.against}" if self.against and not self.changes else ""
-        verdict = f"{counted(len(self.problems), 'problem')}" if self.problems else f"complete and undamaged{equal}"
-        text = [f"{self.path}: {verdict}; {self.checked_bytes:,} bytes checked against checksums"]
-        text += [f"problem: {line}" for line in self.problems]
-        text += [f"compared after a cast: {line}" for line in self.casts]
+    def page(self) -> Page:
+        """The verdict, what it stands on, and everything that is wrong."""
+        same = f"{self.against}{', after the casts below' if self.casts else ''}"
+        yield self._verdict()
+        yield facts(
+            [
+                ("in itself", "complete and undamaged" if self.changes else ""),
+                ("checked", f"{nbytes_text(self.checked_bytes)} against checksums" if self.checked_bytes else ""),
+                ("equal to", same if self.against and self.ok else ""),
+                ("not compared with", self.against if self.problems and self.against else ""),
+            ]
+        )
+        yield lines("Casts", self.casts)
+        yield lines("Damage", [line for line in self.problems if line not in (*self.drift, *self.unnamed)])
+        yield lines("Optimizer", self.unnamed)
+        yield lines("Copies that differ", self.drift)
+        yield lines("Notes", self.notes)
+        yield from change_tables(self.changes, a=self.path, b=self.against or "")
+
+    def _verdict(self) -> str:
+        """The first line: what was found, in a word."""
+        if len(self.problems) > len(self.drift) + len(self.unnamed):
+            return f"{self.path}: damaged"
+        if self.unnamed:
+            return f"{self.path}: undamaged, but the states of its optimizer cannot be given to parameters"
+        if self.drift:
+            return f"{self.path}: holds copies that should be equal and are not"
         if self.changes:
-            text += [f"{counted(len(self.changes), 'difference')} from {self.against}:", listed(map(str, self.changes))]
-        return "\n".join([*text, *(f"note: {line}" for line in self.notes)])
+            return f"{self.path}: differs from {self.against}, {counted(len(self.changes), 'difference')}"
+        return f"{self.path}: complete and undamaged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiffReport:
+class DiffReport(Report):
     """How two checkpoints differ."""
 
     a: str
@@ -105,12 +128,12 @@ class DiffReport:
         """Whether there is no difference."""
         return not self.changes
 
-    def __str__(self) -> str:
+    def page(self) -> Page:
+        """The verdict, and the differences as tables."""
         verdict = "equal" if self.equal else counted(len(self.changes), "difference")
-        shared = f"{counted(self.compared, 'state')} of {self.nbytes_compared:,} bytes compared"
-        text = [f"{self.a} and {self.b}: {verdict}; {shared}"]
-        text += [listed(map(str, self.changes))] if self.changes else []
-        return "\n".join([*text, *(f"note: {line}" for line in self.notes)])
+        yield f"{verdict}; {counted(self.compared, 'state')} of {nbytes_text(self.nbytes_compared)} compared"
+        yield from change_tables(self.changes, a=self.a, b=self.b)
+        yield lines("Notes", self.notes)
 
 
 def prove(

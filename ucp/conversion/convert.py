@@ -12,9 +12,10 @@ In parts (`ucp.conversion.parts`) each does its share of 2; whoever finalizes do
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from ucp.conversion.parts.planning import plan_part
 from ucp.conversion.parts.run import write_part
 from ucp.conversion.prepare import Prepared, prepare
 from ucp.conversion.verify import verify_written
+from ucp.core.text.page import Page, Report, facts, lines
+from ucp.core.text.units import nbytes_text, rate_text, seconds_text
 from ucp.core.topology import Topology
 from ucp.errors import ChangedError, CorruptError, DestinationError, ReplicaError, UsageError, counted
 from ucp.io.destination.goal import Making
@@ -42,7 +45,7 @@ __all__ = ["ConvertReport", "carry_out"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertReport:
+class ConvertReport(Report):
     """What a conversion did."""
 
     dst: str
@@ -96,26 +99,18 @@ class ConvertReport:
     scratch_bytes: int = 0
     """Bytes that files on their way to a bucket took of the scratch folder at once, at most; 0 on a disk."""
 
-    def __str__(self) -> str:
-        what = ", ".join(filter(None, [self.to, self.layout, str(self.topology or "")]))
-        refers = f"{counted(self.references, 'reference')} into the source, nothing copied"
-        copied = f"{self.nbytes_written:,} bytes of tensors written"
-        files = f"{counted(self.files_out, 'file')} of {self.nbytes_out:,} bytes"
-        last = f"{counted(self.files_last, 'file')} of {self.nbytes_last:,} bytes"
-        copies = f"{counted(self.copies_checked, 'state')} against copies"
-        text = [f"{self.dst} ({what}), from {self.format}: {counted(self.atoms, 'parameter')}"]
-        if self.already_complete:
-            text.append("already complete: nothing was written")
-        elif self.part:
-            text.append(f"part {self.part}: {copied}, {self.resumed_bytes:,} before; --finalize when all are done")
-        else:
-            text.append(f"{refers if self.references else copied}; {files}, and the index: {last}")
-            text.append(f"{self.checked_bytes:,} bytes of the source checked against checksums, {copies}")
-            believed = f"{self.believed_bytes:,} bytes of earlier runs believed as noted"
-            if self.believed_bytes or self.read_back_bytes:
-                text.append(f"{believed}, {self.read_back_bytes:,} read back and compared")
-        told = {"warning": self.warnings, "cast": self.casts, "note": self.notes, "dropped": self.dropped}
-        return "\n".join([*text, *(f"{kind}: {line}" for kind, lines in told.items() for line in lines)])
+    seconds: float = field(default=0.0, compare=False)
+    """Time it took."""
+    verified: bool = False
+    """Whether everything was read back and compared with the source."""
+
+    def page(self) -> Page:
+        """What was written and checked, and what is to be known."""
+        yield facts(_facts(self))
+        yield lines("Warnings", self.warnings)
+        yield lines("Casts", self.casts)
+        yield lines("Notes", self.notes)
+        yield lines("Left behind", self.dropped)
 
 
 def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer) -> ConvertReport:
@@ -123,8 +118,10 @@ def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer)
     nul = next((own for own in (src, dst) if "\0" in str(own)), None)
     if nul is not None:
         raise UsageError(f"expected paths without the character NUL, which ends one; got {str(nul)!r}")
+    begun = time.monotonic()
     with _stores(src, dst, observer):
-        return _carry_out(src, dst, options, observer)
+        report = _carry_out(src, dst, options, observer)
+    return replace(report, seconds=time.monotonic() - begun)
 
 
 @contextmanager
@@ -276,6 +273,7 @@ def _report(
         dropped=index.dropped,
         part=str(options.part or ""),
         scratch_bytes=scratch,
+        verified=options.verify and not already_complete,
     )
 
 
@@ -289,3 +287,54 @@ def _copies(job: Job) -> int:
     checked = {(own.param, own.state) for n in job.checking for own in (job.target.placements[n].slice,)}
     states = (job.index.atoms[param].states[state] for param, state in checked)
     return sum(any(fragment.replica for fragment in state.fragments) for state in states)
+
+
+def _facts(report: ConvertReport) -> Iterator[tuple[str, str]]:
+    layout = ", ".join(filter(None, [report.to, report.layout, str(report.topology or "")]))
+    part = "" if report.already_complete or not report.part else f"part {report.part} of "
+    yield "wrote", f"{part}{report.dst} ({layout})"
+    if report.already_complete:
+        yield "", "already complete: nothing was written"
+        return
+    yield "tensors", _tensors(report)
+    if report.part:
+        yield "resumed", _resumed(report)
+        yield "then", "when all parts are done, the same command with --finalize completes it"
+        return
+    last = f"{'manifest' if report.references else 'index'}: {_files(report.files_last, report.nbytes_last)}"
+    yield "files", f"{_files(report.files_out, report.nbytes_out)}, and the {last}"
+    yield "scratch", f"{nbytes_text(report.scratch_bytes)} at most" if report.scratch_bytes else ""
+    yield "resumed", _resumed(report)
+    yield "checked", ", ".join(_checks(report))
+    yield "verified", "read back and equal to the source" if report.verified else ""
+
+
+def _resumed(report: ConvertReport) -> str:
+    if not report.resumed_bytes:
+        return ""
+    amounts = {"believed as noted": report.believed_bytes, "read back": report.read_back_bytes}
+    how = ", ".join(f"{nbytes_text(nbytes)} {what}" for what, nbytes in amounts.items() if nbytes)
+    return f"{nbytes_text(report.resumed_bytes)} already there{how and f': {how}'}"
+
+
+def _tensors(report: ConvertReport) -> str:
+    """What was done with the bytes of tensors."""
+    whose, spent = f"of {counted(report.atoms, 'parameter')}", f"in {seconds_text(report.seconds)}"
+    if report.references:
+        return f"{counted(report.references, 'reference')} into the source, {whose}; nothing copied; {spent}"
+    rate = rate_text(report.nbytes_written, report.seconds) if report.nbytes_written else ""
+    how = "with --verify" if report.verified else rate
+    return f"{nbytes_text(report.nbytes_written)} written, {whose}, {spent}{f' ({how})' if how else ''}"
+
+
+def _files(count: int, nbytes: int) -> str:
+    return f"{counted(count, 'file')} of {nbytes_text(nbytes)}"
+
+
+def _checks(report: ConvertReport) -> Iterator[str]:
+    if report.checked_bytes:
+        yield f"{nbytes_text(report.checked_bytes)} of the source against checksums"
+    if report.copies_checked:
+        yield f"{counted(report.copies_checked, 'state')} against copies in the source"
+    if report.unchecked_files:
+        yield f"{counted(len(report.unchecked_files), 'file')} of the source without checksums"

@@ -9,7 +9,7 @@ report.nbytes_out  # of the files that it would write
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,14 +17,21 @@ from ucp.conversion.destination.choice import destination_at
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import prepare
 from ucp.core.index import Index
+from ucp.core.text.overview import source_facts
+from ucp.core.text.page import Page, Report, facts, lines
+from ucp.core.text.tally import count_patterns
+from ucp.core.text.units import nbytes_text, seconds_text
 from ucp.core.topology import Topology
 from ucp.errors import counted
 
 __all__ = ["PlanReport", "preview"]
 
+_DISK = 1 << 30
+"""Bytes per second of the disk that the time is given for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanReport:
+class PlanReport(Report):
     """What a conversion would do."""
 
     source: Index = field(repr=False)
@@ -81,24 +88,16 @@ class PlanReport:
         """Bytes of tensors to read."""
         return 0 if self.references else self.nbytes
 
-    def __str__(self) -> str:
-        what = ", ".join(filter(None, [self.to, self.layout, str(self.topology or "")]))
-        copied = f"{self.nbytes_read:,} bytes to read, {self.nbytes_written:,} to write"
-        tensors = f"{counted(self.references, 'reference')} into the source, nothing copied"
-        packs = " and what the tensors compress to" if self.compressed else ""
-        by = f"{counted(self.workers, 'worker')} of {counted(self.threads, 'thread')}"
-        memory = f"{self.projected_bytes:,} bytes of memory at most, and {self.index_bytes:,} for the index"
-        text = [
-            f"{self.source.path} ({self.format}, {self.source.topology}, step {self.source.step}) to {what}",
-            f"{tensors if self.references else copied}, of {counted(self.atoms, 'parameter')}",
-            f"{counted(len(self.files), 'file')} of {self.nbytes_out:,} bytes{packs}, and the index",
-            f"{counted(self.tasks, 'task')} by {by}, {memory}",
-        ]
-        if self.scratch:
-            text.append(f"{self.scratch_bytes:,} bytes of {self.scratch} at most, for files before they are uploaded")
-        told = {"warning": self.warnings, "cast": self.casts, "note": self.notes, "dropped": self.dropped}
-        text += [f"{kind}: {line}" for kind, lines in told.items() for line in lines]
-        return "\n".join(text)
+    def page(self) -> Page:
+        """The source, what would be done, and what is to be known."""
+        patterns = count_patterns(self.source)
+        yield facts(source_facts(self.source))
+        yield facts(_facts(self), "Conversion")
+        yield lines("Warnings", self.warnings)
+        yield lines("Layout of the source", [f"{name}: {counted(count, 'tensor')}" for name, count in patterns.items()])
+        yield lines("Casts", self.casts)
+        yield lines("Notes", self.notes)
+        yield lines("Left behind", self.dropped)
 
 
 def preview(src: Path, options: ConvertOptions, dst: Path | None = None) -> PlanReport:
@@ -136,3 +135,28 @@ def preview(src: Path, options: ConvertOptions, dst: Path | None = None) -> Plan
         scratch=str(destination.root) if destination is not None and destination.beside_bytes else "",
         scratch_bytes=scratch_bytes,
     )
+
+
+def _facts(report: PlanReport) -> Iterator[tuple[str, str]]:
+    yield "to", " ".join(filter(None, [report.to, report.layout, str(report.topology or "")]))
+    yield "tensors", _tensors(report)
+    packs = "what the tensors compress to, and " if report.compressed else ""
+    files = f"{counted(len(report.files), 'file')} of {packs}{nbytes_text(report.nbytes_out)}"
+    yield "files", f"{files}, and the index"
+    at_best = seconds_text((report.nbytes_read + report.nbytes_out) / _DISK)
+    yield "time", f"{at_best} or more, where the disk reads and writes 1 GiB/s"
+    workers = f"{counted(report.workers, 'worker')} of {counted(report.threads, 'thread')}"
+    yield "work", f"{counted(report.tasks, 'task')} by {workers}"
+    yield "memory", f"{nbytes_text(report.projected_bytes)} at most, of {nbytes_text(report.memory)} allowed"
+    if report.scratch:
+        yield "scratch", f"{nbytes_text(report.scratch_bytes)} of {report.scratch} at most, for files to be uploaded"
+    yield "index", f"{nbytes_text(report.index_bytes)} of memory at most, beside that"
+
+
+def _tensors(report: PlanReport) -> str:
+    """What is done with the bytes of tensors."""
+    whose = f"of {counted(report.atoms, 'parameter')}"
+    if report.references:
+        references = counted(report.references, "reference")
+        return f"{nbytes_text(report.nbytes)} {whose}: {references} into the source, nothing copied"
+    return f"{nbytes_text(report.nbytes_read)} to read, {nbytes_text(report.nbytes_written)} to write, {whose}"

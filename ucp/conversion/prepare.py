@@ -10,7 +10,6 @@ from ucp.contract.companions import chosen_companions
 from ucp.contract.protocols import Engine, Observer, Target
 from ucp.contract.registry import engine as registered_engine
 from ucp.contract.registry import names, target, with_callables
-from ucp.contract.state_gaps import gap_text, state_gaps
 from ucp.conversion.collection import no_cycle_collection
 from ucp.conversion.fingerprint import facts_of, fingerprint_of
 from ucp.conversion.options import ConvertOptions, cores
@@ -30,6 +29,7 @@ from ucp.core.index import (
 )
 from ucp.core.names import WEIGHT
 from ucp.core.pickle_values import nbytes_in_memory
+from ucp.core.state_gaps import gap_text, state_gaps
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import FamilyError, MisfitError, MissingStateError, UnsupportedError, UsageError, listed, nearest

@@ -18,6 +18,7 @@ from ucp.core.layout import Layout, Overlap
 from ucp.core.names import STEP, WEIGHT, StateDictKeys
 from ucp.core.region import Box, uncovered
 from ucp.core.tensor import Record
+from ucp.core.text.page import Page, Report
 from ucp.core.topology import Topology
 from ucp.errors import CoverError, MalformedError, MissingStateError, UsageError, counted, listed
 
@@ -219,7 +220,7 @@ class Doubt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Index:
+class Index(Report):
     """A checkpoint, without its tensor bytes."""
 
     path: str
@@ -301,6 +302,12 @@ class Index:
     def __repr__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
         return f"<{self.format} checkpoint {self.path}: {counted(len(self.atoms), 'parameter')}, {self.topology}{step}>"
+
+    def page(self) -> Page:
+        """What it is, what is missing, its states, its notes."""
+        from ucp.core.text.overview import overview, remarks  # which knows the index
+
+        return (*overview(self), *remarks(self))
 
 
 def check_cover(index: Index) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from html import escape
 from importlib.util import find_spec
 from types import EllipsisType
 from typing import TYPE_CHECKING
@@ -25,6 +24,8 @@ from ucp.core.names import WEIGHT
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Locator, Slice, resolve
 from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.core.text.page import Page, Report, table
+from ucp.core.text.units import shape_text
 from ucp.core.topology import Topology
 from ucp.errors import MissingLibraryError, NoSuchNameError, UsageError, counted
 from ucp.live.resume.values import live_value
@@ -100,7 +101,7 @@ Region = Box | slice | tuple[slice | EllipsisType, ...]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Checkpoint(Mapping[str, Atom]):
+class Checkpoint(Report, Mapping[str, Atom]):
     """A checkpoint of any format as a mapping of names to atoms. Opening reads indexes only.
 
     The names are those of parameters and buffers, in the order of the model; a tied name is not one of them, but
@@ -124,25 +125,15 @@ class Checkpoint(Mapping[str, Atom]):
     def __len__(self) -> int:
         return len(self.index.atoms)
 
-    def _repr_html_(self) -> str:
-        """For notebooks: what it is, and its parameters."""
+    def page(self) -> Page:
+        """What it is, and its parameters."""
         rows = [
-            (name, f"{list(atom.global_shape)}", ", ".join(atom.states), ", ".join(map(str, _dtypes(atom))))
-            for name, atom in list(self.index.atoms.items())[:_SHOWN]
+            (name, shape_text(atom.global_shape), ", ".join(atom.states), ", ".join(_dtypes(atom)))
+            for name, atom in self.index.atoms.items()
         ]
-        more = len(self.index.atoms) - len(rows)
-        rest = f"<p>and {more:,} more</p>" if more > 0 else ""
-        head = _table((), list(self._shown()))
-        return head + _table(("parameter", "shape", "states", "dtypes"), rows) + rest
-
-    def _shown(self) -> Iterator[tuple[str, str]]:
-        index = self.index
-        yield "format", index.format
-        yield "path", index.path
-        yield "run", str(index.topology)
-        if index.step is not None:
-            yield "step", str(index.step)
-        yield "parameters", f"{len(index.atoms):,}"
+        columns = ("name", "shape", "states", "dtypes")
+        parameters = table("Parameters", columns, rows, most=_SHOWN, all_in="iterate over the checkpoint for all")
+        return (*self.index.page(), parameters)
 
     @property
     def format(self) -> str:
@@ -244,7 +235,7 @@ class Checkpoint(Mapping[str, Atom]):
 
 
 _SHOWN = 50
-"""Parameters that a notebook shows."""
+"""Parameters on the page of a checkpoint."""
 
 
 def _box(region: Region | None, shape: tuple[int, ...], what: str) -> Box:
@@ -293,9 +284,3 @@ def _read(source: StateIndex, box: Box, what: str, files: Sequence[SourceFile]) 
 
 def _dtypes(atom: AtomIndex) -> Iterator[DType]:
     yield from dict.fromkeys(state.dtype for state in atom.states.values())
-
-
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    cells = [*(["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"] if head else [])]
-    cells += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
-    return f"<table>{''.join(cells)}</table>"

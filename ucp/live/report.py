@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import TensorRef
+from ucp.core.text.page import Page, Report, facts, lines
+from ucp.core.text.units import count_text, nbytes_text, rate_text, seconds_text
 from ucp.errors import counted
 from ucp.live.exchange.traffic import Traffic
 from ucp.live.match.decide import Decision
@@ -17,7 +19,7 @@ __all__ = ["Clock", "LoadReport", "report_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
+class LoadReport(Report):
     """What was loaded, and what was not."""
 
     path: str
@@ -88,34 +90,35 @@ class LoadReport:
         rates = {"seconds": self.seconds, "gigabytes_per_second": self.gigabytes_per_second}
         return {**told, "stages": dict(self.stages), "carried": list(self.carried), **rates}
 
-    def __str__(self) -> str:
-        states = f", {', '.join(self.states)}" if self.states else ""
-        share = f" ({self.nbytes_read:,} by this one of {self.ranks} ranks)" if self.ranks > 1 else ""
-        stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.stages.items())
-        landed = f"{self.nbytes_loaded:,} bytes put in place on this rank, {self.gigabytes_per_second:.2f} GB/s"
-        peak = f"{self.nbytes_peak:,} bytes of buffers" + (", verified" if self.is_verified else "")
-        text = [
-            f"{self.path} ({self.format}, step {self.step}): {counted(len(self.names), 'tensor')}{states}",
-            f"{self.nbytes_total:,} bytes read{share} in {self.seconds:.2f} s ({stages})",
-            f"{landed}; {self.nbytes_exchanged:,} bytes received from other ranks; {peak}",
-        ]
-        told = {
-            "restored": self.restored,
-            "cast": self.casts,
-            "missing": self.missing,
-            "unexpected": self.unexpected,
-            "problem": self.problems,
-            "note": self.notes,
-            "dropped": self.dropped,
-            "ignored": (", ".join(self.extras),) if self.extras else (),
-        }
-        if self.fresh:
-            text.append(
-                f"fresh: {counted(len(self.fresh), 'parameter has', 'parameters have')} "
-                f"no optimizer states: {', '.join(self.fresh[:5])}"
-            )
-        text += [f"{kind}: {line}" for kind, lines in told.items() for line in lines]
-        return "\n".join(text)
+    def page(self) -> Page:
+        """What was loaded and at what cost, and what is to be known."""
+        yield facts(_facts(self))
+        yield lines("Restored", self.restored)
+        yield lines("Casts", self.casts)
+        yield lines("Missing", self.missing)
+        yield lines("Unexpected", self.unexpected)
+        yield lines("Problems", self.problems)
+        yield lines("Notes", self.notes)
+        yield lines("Left behind", self.dropped)
+        yield lines("Ignored", self.extras)
+
+
+def _facts(report: LoadReport) -> Iterator[tuple[str, str]]:
+    yield "loaded", f"{report.path} ({report.format})"
+    yield "step", "not recorded" if report.step is None else count_text(report.step)
+    yield "tensors", ", ".join((counted(len(report.names), "tensor"), *report.states))
+    if report.fresh:
+        names = ", ".join((*report.fresh[:5], *(["..."] if len(report.fresh) > 5 else [])))
+        yield "fresh", f"{counted(len(report.fresh), 'parameter')} without optimizer states: {names}"
+    share = f", {nbytes_text(report.nbytes_read)} by this one of {report.ranks} ranks" if report.ranks > 1 else ""
+    yield "read", f"{nbytes_text(report.nbytes_total)}{share}"
+    yield "received", f"{nbytes_text(report.nbytes_exchanged)} from other ranks" if report.nbytes_exchanged else ""
+    rate = rate_text(report.nbytes_loaded, report.stages["read"])
+    yield "put in place", f"{nbytes_text(report.nbytes_loaded)} on this rank ({rate})"
+    stages = ", ".join(f"{stage} {seconds_text(seconds)}" for stage, seconds in report.stages.items())
+    yield "time", f"{seconds_text(report.seconds)} ({stages})"
+    yield "buffers", f"{nbytes_text(report.nbytes_peak)} of memory at most"
+    yield "verified", "read again and equal" if report.is_verified else ""
 
 
 class Clock:

@@ -8,11 +8,11 @@ from pathlib import Path
 import click
 
 from ucp.conversion.options import cores
+from ucp.core.text.units import nbytes_text, rate_text, seconds_text
 from ucp.errors import counted
 from ucp.transfer.floor import floor
 from ucp_cli.options import PATH, as_json, count_of, example, memory_of
 from ucp_cli.pages.render import table, write, write_json
-from ucp_cli.pages.units import nbytes_text, rate_text, seconds_text
 
 __all__ = ["command"]
 

@@ -6,16 +6,12 @@ from pathlib import Path
 from typing import Unpack
 
 import click
-from rich.text import Text
 
 from ucp import api
-from ucp.errors import counted
 from ucp_cli.exits import DIFFERENT
 from ucp_cli.options import PATH, CompareArguments, as_json, compare_options, example, progress
-from ucp_cli.pages.changes import change_tables
 from ucp_cli.pages.documents import diff_document
-from ucp_cli.pages.render import lines, write, write_json
-from ucp_cli.pages.units import nbytes_text
+from ucp_cli.pages.render import write, write_json
 from ucp_cli.progress import watch
 
 __all__ = ["command"]
@@ -56,9 +52,6 @@ def command(
     if as_json:
         write_json(diff_document(report))
     elif not quiet:
-        shared = f"{counted(report.compared, 'state')} of {nbytes_text(report.nbytes_compared)} compared"
-        verdict = "equal" if report.equal else counted(len(report.changes), "difference")
-        tables = change_tables(report.changes, a=report.a, b=report.b)
-        write(Text(f"{verdict}; {shared}"), tables, lines("Notes", report.notes))
+        write(*report.page())
     if not report.equal:
         ctx.exit(DIFFERENT)

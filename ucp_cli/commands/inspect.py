@@ -7,14 +7,14 @@ from pathlib import Path
 import click
 
 from ucp import api
-from ucp.contract.state_gaps import gap_text, state_gaps
-from ucp.core.index import Index, check_cover
+from ucp.core.index import Index
 from ucp.core.names import NameFilter
-from ucp.errors import CorruptError, CoverError, FamilyError, SourceError
+from ucp.core.text.overview import describe_missing
+from ucp.errors import CorruptError, FamilyError, SourceError
 from ucp_cli.options import PATH, as_json, example, source_options
 from ucp_cli.pages.detail import detail
 from ucp_cli.pages.documents import index_document, survey_document
-from ucp_cli.pages.overview import file_rows, overview
+from ucp_cli.pages.overview import file_rows, inspect_page
 from ucp_cli.pages.remains import remains
 from ucp_cli.pages.render import table, write, write_json
 
@@ -63,10 +63,10 @@ def command(
         raise
     wanted = _named(index, params)
     if as_json:
-        write_json(index_document(index, missing=_missing(index), detailed=frozenset(wanted)))
+        write_json(index_document(index, missing=describe_missing(index), detailed=frozenset(wanted)))
         return
     if not wanted and not files:
-        write(*overview(index, _missing(index)))
+        write(*inspect_page(index))
         return
     listing = table("Files", ("file", "holds", ">bytes"), file_rows(index)) if files else None
     write(*(detail(index, index.atoms[name]) for name in wanted), listing)
@@ -88,14 +88,3 @@ def _named(index: Index, globs: tuple[str, ...]) -> list[str]:
     names = NameFilter(include=globs)
     names.check_used((atom.name, state) for atom, state, _ in index.states())
     return [name for name, atom in index.atoms.items() if any(names.keeps(name, state) for state in atom.states)]
-
-
-def _missing(index: Index) -> list[str]:
-    lost = state_gaps(index)
-    lines = [gap_text(lost)] if lost else []
-    lines += [] if index.unnamed is None else [index.unnamed.why]
-    try:
-        check_cover(index)
-    except CoverError as error:
-        return [str(error), *lines]
-    return lines

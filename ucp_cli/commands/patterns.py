@@ -11,6 +11,7 @@ from ucp.checks.explain import explain
 from ucp.checks.propose import propose
 from ucp.contract import registry
 from ucp.contract.protocols import SourceOptions
+from ucp.core.text.page import lines
 from ucp.errors import UnknownFamilyError
 from ucp.families.infer import Certainty
 from ucp_cli.exits import DIFFERENT
@@ -18,7 +19,7 @@ from ucp_cli.failures import Unfitting
 from ucp_cli.options import PATH, as_json, completed, example, family_names, source_options
 from ucp_cli.pages.family_documents import families_document, family_document, proposal_document, report_document
 from ucp_cli.pages.family_page import family_page, family_table, report_page
-from ucp_cli.pages.render import lines, write, write_json
+from ucp_cli.pages.render import write, write_json
 
 __all__ = ["command"]
 

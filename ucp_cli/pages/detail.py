@@ -10,9 +10,10 @@ from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.tensor import TensorRef
+from ucp.core.text.page import facts
+from ucp.core.text.units import count_text, nbytes_text, shape_text
 from ucp_cli.pages.overview import shown_path, stages
-from ucp_cli.pages.render import facts, heading, stacked, table
-from ucp_cli.pages.units import count_text, nbytes_text, shape_text
+from ucp_cli.pages.render import heading, stacked, table
 
 __all__ = ["detail"]
 

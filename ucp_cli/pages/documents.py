@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Extra, Index, SourceFile, StateIndex
 from ucp.core.tensor import TensorRef
-from ucp_cli.pages.tally import count_kinds, count_patterns, count_states
+from ucp.core.text.tally import count_kinds, count_patterns, count_states
 from ucp_cli.pages.values import json_value, what_is_held
 
 if TYPE_CHECKING:
@@ -94,12 +94,12 @@ def plan_document(report: PlanReport) -> dict[str, object]:
     }
 
 
-def convert_document(report: ConvertReport, *, seconds: float, verified: bool) -> dict[str, object]:
+def convert_document(report: ConvertReport) -> dict[str, object]:
     """What `ucp convert` did."""
     told = asdict(report)
     scratch = told.pop("scratch_bytes")
     beside = {"scratch_bytes": scratch} if scratch else {}
-    return {"schema": "ucp.convert/1", **told, **beside, "seconds": round(seconds, 3), "verified": verified}
+    return {"schema": "ucp.convert/1", **told, **beside, "seconds": round(report.seconds, 3)}
 
 
 def verify_document(report: VerifyReport) -> dict[str, object]:

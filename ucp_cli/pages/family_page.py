@@ -8,11 +8,12 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ucp.checks.explain import NO_RULE, Explained, FamilyReport
+from ucp.core.text.page import Section, facts, lines
+from ucp.core.text.units import shape_text
 from ucp.errors import counted
 from ucp.families.family import CANONICAL, Family
 from ucp.families.rule import Rule
-from ucp_cli.pages.render import facts, lines, table
-from ucp_cli.pages.units import shape_text
+from ucp_cli.pages.render import table
 
 __all__ = ["family_page", "family_table", "report_page"]
 
@@ -25,7 +26,7 @@ def family_table(families: Iterable[Family]) -> RenderableType | None:
     return table("Families", ("name", "what it is", ">rules", "file"), rows)
 
 
-def family_page(family: Family, style: str | None) -> list[RenderableType | None]:
+def family_page(family: Family, style: str | None) -> list[Section | RenderableType | None]:
     """Everything that a family says. `style`: naming style to show the names in, beside the canonical ones."""
     evidence = family.evidence
     found = [f"{name} = {' or else '.join(map(str, ways))}" for name, ways in family.sizes.items()]
@@ -60,7 +61,7 @@ def lies(rule: Rule) -> str:
     return "; ".join(map(str, rule.axes)) or "one owner"
 
 
-def report_page(report: FamilyReport) -> Iterator[RenderableType | None]:
+def report_page(report: FamilyReport) -> Iterator[Section | RenderableType | None]:
     """What a family says about a checkpoint: a row per rule that names fell under, then what is wrong."""
     if report.family is None:
         yield from _recorded_page(report)
@@ -79,13 +80,13 @@ def report_page(report: FamilyReport) -> Iterator[RenderableType | None]:
         ]
     )
     yield table("Parameters", ("name", ">tensors", "shape", "lies", "meaning"), list(_parameter_rows(report)))
-    yield lines("Without a rule", _some(f"{own.name} {shape_text(own.global_shape)}" for own in without), style="red")
-    yield lines("Of several rules", _some(own.problem for own in undecided), style="red")
-    yield lines("Not as their rule says", _some(own.problem for own in wrong if own.rule is not None), style="red")
+    yield lines("Without a rule", _some(f"{own.name} {shape_text(own.global_shape)}" for own in without))
+    yield lines("Of several rules", _some(own.problem for own in undecided))
+    yield lines("Not as their rule says", _some(own.problem for own in wrong if own.rule is not None))
     yield lines("Rules that matched nothing", list(dict.fromkeys(str(rule.name) for rule in report.unused)))
 
 
-def _recorded_page(report: FamilyReport) -> Iterator[RenderableType | None]:
+def _recorded_page(report: FamilyReport) -> Iterator[Section | RenderableType | None]:
     """What a checkpoint says of itself: where it stands, and a row per kind of parameter."""
     count = counted(len(report.parameters), "parameter")
     yield Text(f"{report.path}: {count}; no family is needed, the checkpoint records how they lie")

@@ -12,73 +12,30 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ucp.core.index import AtomIndex, Index, Kind, ParamGroup
-from ucp.errors import counted
+from ucp.core.text.overview import overview, remarks
+from ucp.core.text.page import Section, lines
+from ucp.core.text.units import count_text, nbytes_text, printable, ranges_text, shape_text
 from ucp.io.folder import path_of
-from ucp_cli.pages.render import facts, lines, table
-from ucp_cli.pages.tally import count_kinds, count_states
+from ucp_cli.pages.render import table
 from ucp_cli.pages.tree import Line, collapsed
-from ucp_cli.pages.units import count_text, nbytes_text, printable, ranges_text, shape_text
 from ucp_cli.pages.values import brief, what_is_held
 
-__all__ = ["file_rows", "overview", "shown_path", "source_facts", "stages"]
+__all__ = ["file_rows", "inspect_page", "shown_path", "stages"]
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 """Number of a layer in a name: the first number. Examples: decoder.layers.3.mlp, 3.attention."""
 
 
-def overview(index: Index, missing: Sequence[str]) -> list[RenderableType | None]:
-    """The parts of the page. `missing`: what keeps the pieces from being whole."""
+def inspect_page(index: Index) -> list[Section | RenderableType | None]:
+    """The parts of the page."""
     return [
-        facts([*source_facts(index), *_size_facts(index), *_complete_fact(index, missing)]),
-        lines("Missing", missing, style="bold red"),
-        lines("In doubt", [doubt.text for doubt in index.doubts], style="bold red"),
-        table("States", ("state", "dtype", ">tensors", ">elements", ">bytes"), _state_rows(index)),
+        *overview(index),
         *_tree(index),
         table("Pipeline stages", (">stage", ">tensors", "layers", "other modules"), _stage_rows(index)),
         lines("Tied", [f"{alias} = {name}" for alias, name in index.aliases.items()]),
         table("Parameter groups", (">group", ">parameters", "hyper-parameters"), _group_rows(index.groups)),
         table("Extras", ("name", "holds"), _extra_rows(index)),
-        lines("Notes", index.notes),
-        lines("Left behind", index.dropped, style="yellow"),
-    ]
-
-
-def source_facts(index: Index) -> Iterator[tuple[str, str]]:
-    """What it is, where it comes from."""
-    yield "checkpoint", index.path
-    yield "format", f"{index.format} ({', '.join(index.evidence)})" if index.evidence else index.format
-    yield "producer", index.producer
-    yield "topology", str(index.topology)
-    yield "step", "not recorded" if index.step is None else count_text(index.step)
-
-
-def _size_facts(index: Index) -> Iterator[tuple[str, str]]:
-    words = {Kind.PARAMETER: "trained", Kind.FROZEN: "frozen"}
-    kinds = [
-        (count_text(own.tensors) + f" {words[own.kind]}" if own.kind in words else counted(own.tensors, "buffer"), own)
-        for own in count_kinds(index)
-        if own.tensors
-    ]
-    yield "parameters", ", ".join(f"{many} of {count_text(own.numel)}" for many, own in kinds) + " elements"
-    low = Counter(atom.model_dtype for atom in index.atoms.values() if atom.model_dtype is not None)
-    yield "computes in", ", ".join(f"{dtype} ({counted(count, 'tensor')})" for dtype, count in low.items())
-    stored = sum(file.nbytes for file in index.files)
-    yield (
-        "bytes",
-        f"{nbytes_text(index.nbytes)} of tensors, in {counted(len(index.files), 'file')} of {nbytes_text(stored)}",
-    )
-
-
-def _complete_fact(index: Index, missing: Sequence[str]) -> Iterator[tuple[str, str]]:
-    pieces = sum(len(state.fragments) for _, _, state in index.states())
-    no = "Missing" if missing else "In doubt" if index.doubts else ""
-    yield "complete", f"NO: see {no}" if no else f"yes: {counted(pieces, 'shard')} cover every tensor"
-
-
-def _state_rows(index: Index) -> list[tuple[str, ...]]:
-    return [
-        (t.state, t.dtype.value, count_text(t.tensors), count_text(t.numel), nbytes_text(t.nbytes))
-        for t in count_states(index)
+        *remarks(index),
     ]
 
 
@@ -108,7 +65,7 @@ def _look(atom: AtomIndex) -> _Look:
     return _Look(shape_text(atom.global_shape), weight.value if weight else "-", " ".join(others), atom.kind)
 
 
-def _tree(index: Index) -> Iterator[RenderableType | None]:
+def _tree(index: Index) -> Iterator[Section | RenderableType | None]:
     """The parameters, and what the signs of the tree mean where they occur in it."""
     looks = {name: _look(atom) for name, atom in index.atoms.items()}
     common = Counter(look.others for look in looks.values() if look.kind is Kind.PARAMETER).most_common(1)

@@ -18,16 +18,17 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ucp.api import Survey
+from ucp.core.text.page import Section, facts, lines
+from ucp.core.text.units import count_text, nbytes_text, printable, ranges_text
 from ucp.io.folder import path_of
-from ucp_cli.pages.render import facts, lines, table
-from ucp_cli.pages.units import count_text, nbytes_text, printable, ranges_text
+from ucp_cli.pages.render import table
 
 __all__ = ["remains"]
 
 _NUMBER = re.compile(r"\d+", re.ASCII)
 
 
-def remains(survey: Survey, problem: str, *, each: bool) -> list[RenderableType | None]:
+def remains(survey: Survey, problem: str, *, each: bool) -> list[Section | RenderableType | None]:
     """The parts of the page. `problem`: why it cannot be read; `each`: a line for every file."""
     root = survey.path if path_of(survey.path).is_dir() else os.path.dirname(survey.path)
     sizes = {os.path.relpath(file.path, root): file.nbytes for file in survey.files}
@@ -43,7 +44,7 @@ def remains(survey: Survey, problem: str, *, each: bool) -> list[RenderableType 
                 ("files", total),
             ]
         ),
-        lines("Problems", [problem], style="bold red"),
+        lines("Problems", [problem]),
         table("Files", ("file", ">bytes"), each_file)
         if each
         else table("Files, by name", ("name", "numbers", ">files", ">bytes each", ">bytes"), list(_rows(sizes))),

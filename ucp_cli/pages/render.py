@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from io import StringIO
 
 import click
@@ -17,18 +17,27 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ucp_cli.pages.units import printable
+from ucp.core.text.page import Section
+from ucp.core.text.units import printable
 
-__all__ = ["Column", "facts", "heading", "lines", "stacked", "table", "write", "write_json"]
+__all__ = ["Column", "heading", "stacked", "table", "write", "write_json"]
 
 _ENDLESS = 1 << 16
 """Columns of what is not a terminal."""
+
+_STYLES = {
+    **dict.fromkeys(("Warnings", "Missing", "In doubt", "Problems"), "bold red"),
+    **dict.fromkeys(("Damage", "Optimizer", "Copies that differ"), "red"),
+    **dict.fromkeys(("Without a rule", "Of several rules", "Not as their rule says"), "red"),
+    **dict.fromkeys(("Casts", "Left behind"), "yellow"),
+}
+"""Title of a list to the style of its items."""
 
 Column = str
 """Heading of a column; one that starts with ">" is set flush right."""
 
 
-def write(*parts: RenderableType | None) -> None:
+def write(*parts: Section | RenderableType | None) -> None:
     """Print parts to stdout as one page, leaving out those that are None; nothing when all are."""
     terminal = sys.stdout.isatty()
     buffer = StringIO()
@@ -52,25 +61,39 @@ def write_json(document: object) -> None:
     click.echo(json.dumps(document, indent=1, allow_nan=False))
 
 
-def stacked(*parts: RenderableType | None) -> RenderableType:
+def stacked(*parts: Section | RenderableType | None) -> RenderableType:
     """Parts below one another, leaving out those that are None."""
-    return Group(*(part for part in parts if part is not None))
+    drawn = (_draw(part) if isinstance(part, Section) else part for part in parts)
+    return Group(*(Text(printable(part)) if isinstance(part, str) else part for part in drawn if part is not None))
+
+
+def _draw(section: Section) -> RenderableType | None:
+    if not section.rows:
+        return None
+    if section.columns:
+        more = Text(f"  {section.more}") if section.more else None
+        return stacked(table(section.title, section.columns, section.rows), more)
+    if section.is_list:
+        items = [("-", item) for (item,) in section.rows]
+        body: RenderableType = Padding(_grid(items, gap=1, text=_STYLES.get(section.title, "")), (0, 0, 0, 2))
+    else:
+        body = _grid(section.rows, gap=2, label="cyan")
+    return stacked(heading(section.title) if section.title else None, body)
+
+
+def _grid(rows: Sequence[Sequence[str]], *, gap: int, label: str = "", text: str = "") -> RenderableType:
+    """Two columns. `label`, `text`: their styles."""
+    grid = Table.grid(padding=(0, gap))
+    grid.add_column(style=label, no_wrap=True)
+    grid.add_column(overflow="fold")
+    for first, second in rows:
+        grid.add_row(first, Text(printable(second), style=text))
+    return grid
 
 
 def heading(text: str) -> RenderableType:
     """The title of a section."""
     return Text(f"\n{text}", style="bold")
-
-
-def facts(pairs: Iterable[tuple[str, str]]) -> RenderableType:
-    """Names and values, one a line; pairs without a value are left out."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="cyan", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in pairs:
-        if value:
-            grid.add_row(name, Text(printable(value)))
-    return grid
 
 
 def table(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> RenderableType | None:
@@ -84,15 +107,3 @@ def table(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str | T
     for row in rows:
         drawn.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
     return stacked(heading(title) if title else None, Padding(drawn, (0, 0, 0, 2)))
-
-
-def lines(title: str, items: Sequence[str], *, style: str = "") -> RenderableType | None:
-    """A titled list; None without items."""
-    if not items:
-        return None
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column()
-    grid.add_column(overflow="fold")
-    for item in items:
-        grid.add_row("-", Text(printable(item), style=style))
-    return Group(heading(title), Padding(grid, (0, 0, 0, 2)))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Generic, TypeAlias, TypeVar
 
-from ucp_cli.pages.units import ranges_text
+from ucp.core.text.units import ranges_text
 
 __all__ = ["Line", "collapsed"]
 

@@ -9,10 +9,10 @@ from ucp.contract.companions import is_companion
 from ucp.core.index import Extra
 from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.core.text.units import count_text, nbytes_text, shape_text
 from ucp.errors import counted
 from ucp.io.pickle.fields import short, short_members
 from ucp.store.values import PlainJson
-from ucp_cli.pages.units import count_text, nbytes_text, shape_text
 
 __all__ = ["brief", "json_value", "what_is_held"]
 

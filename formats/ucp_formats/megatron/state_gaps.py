@@ -1,4 +1,4 @@
-"""Parameters that lack a state which all others like them have (`ucp.contract.state_gaps`), as Megatron keeps states.
+"""Parameters that lack a state which all others like them have (`ucp.core.state_gaps`), as Megatron keeps states.
 
 The master is a state, under the name `weight`. Masters are kept of halved weights alone, where the optimizer is not
 distributed.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping
 
-from ucp.contract.state_gaps import gaps
 from ucp.core.names import STEP, WEIGHT
+from ucp.core.state_gaps import gaps
 from ucp.errors import MalformedError, counted, listed
 
 __all__ = ["check_gaps"]

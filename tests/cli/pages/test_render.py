@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ucp_cli.pages.render import facts, lines, table, write
+from ucp.core.text.page import facts, lines
+from ucp_cli.pages.render import table, write
 
 LONG = "model.layers.0." + "very_" * 60 + "long.weight"
 
@@ -58,7 +59,7 @@ def _on_a_terminal(words: list[str], columns: int, *, code: int = 0, **variables
 
 
 def test_on_a_terminal_lines_are_folded_and_coloured(zero3: Path) -> None:
-    code = f"from ucp_cli.pages.render import *; write(facts([('name', {LONG!r})]))"
+    code = f"from ucp.core.text.page import *; from ucp_cli.pages.render import *; write(facts([('name', {LONG!r})]))"
     out = _on_a_terminal([sys.executable, "-c", code], 60)
     assert "\x1b[" in out
     assert "…" not in out

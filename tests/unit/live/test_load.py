@@ -297,7 +297,7 @@ def test_what_does_not_fit_may_be_left_as_it_is(saved):
     assert report.problems == ("frozen has shape [9] in the model and [4] in the checkpoint",)
     assert torch.equal(net.frozen, torch.full((9,), 3.0))
     assert torch.equal(net.turned, torch.from_numpy(saved.arrays["turned", "weight"]))
-    assert "missing: extra.weight" in str(report)
+    assert "Missing\n  - extra.weight\n" in str(report)
 
 
 def test_a_checkpoint_of_something_else_is_refused_even_so(saved):
@@ -572,4 +572,4 @@ def test_a_function_that_fails_is_named(saved):
 def test_the_report_says_what_was_verified(saved):
     report = load_into(Net(), checkpoint=saved.path, verify=True)
     assert report.is_verified
-    assert "verified" in str(report)
+    assert "\nverified      read again and equal" in str(report)

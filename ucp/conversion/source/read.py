@@ -7,13 +7,13 @@ from pathlib import Path
 
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import recognise
-from ucp.contract.state_gaps import with_gaps
 from ucp.conversion.collection import no_cycle_collection
 from ucp.conversion.source.copied_ranks import copied_ranks
 from ucp.conversion.source.moment_shapes import odd_moments
 from ucp.conversion.source.selection import selected
 from ucp.core.index import Index, SourceFile, check_cover, check_names
 from ucp.core.names import NameFilter
+from ucp.core.state_gaps import with_gaps
 from ucp.errors import IdleOptionError, listed
 from ucp.io.folder import files_below
 

@@ -18,6 +18,7 @@ from ucp.conversion.journal import done_of
 from ucp.conversion.options import make_options
 from ucp.conversion.parts.journals import PartJournal, runs_in
 from ucp.conversion.prepare import prepare
+from ucp.core.text.units import nbytes_text
 from ucp.errors import DestinationError, UnfinishedError
 from ucp.io.destination.goal import Making
 from ucp.io.destination.staging import Staging
@@ -131,7 +132,8 @@ def test_nothing_is_read_of_a_target_with_checksums(tmp_path, dst, small_blocks,
     report = finalize(src, dst, **options)
     assert read() == 0
     assert report.believed_bytes == report.resumed_bytes > 0
-    assert f"{report.believed_bytes:,} bytes of earlier runs believed as noted, 0 read back and compared" in str(report)
+    believed = nbytes_text(report.believed_bytes)
+    assert f"{believed} already there: {believed} believed as noted\n" in str(report)
     assert tree(dst) == tree(tmp_path / "whole")
 
 
@@ -139,7 +141,7 @@ def test_what_was_not_synced_is_read(source, dst, wanted, read):
     own = [part(source, dst, number, fsync=number != 2) for number in (1, 2, 3)]
     report = finalize(source, dst)
     assert (read(), report.believed_bytes, report.resumed_bytes) == (own[1], own[0] + own[2], sum(own))
-    assert f"{own[0] + own[2]:,} bytes of earlier runs believed as noted, {own[1]:,} read back" in str(report)
+    assert f"{nbytes_text(own[0] + own[2])} believed as noted, {nbytes_text(own[1])} read back" in str(report)
     assert tree(dst) == wanted
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rich.console import RenderableType
-from rich.text import Text
-
+from ucp.core.text.page import Part, Section, facts, table
+from ucp.core.text.units import count_text, ranges_text
 from ucp.errors import counted
 from ucp.transfer.differences import Change
-from ucp_cli.pages.render import facts, stacked, table
-from ucp_cli.pages.units import count_text, printable, ranges_text
 
 __all__ = ["change_tables"]
 
@@ -47,13 +44,12 @@ class _Row:
             seen.add(number)
 
     @property
-    def label(self) -> Text:
+    def label(self) -> str:
         """Name, with "#" for numbers that differ."""
         if self.changes == 1:
-            return Text(printable(self.first.param))
-        label = Text(printable(_NUMBER.sub("#", self.first.param)))
-        label.append("".join(f"  [{ranges_text(sorted(numbers))}]" for numbers in self.numbers), style="cyan")
-        return label
+            return self.first.param
+        ranges = (f"  [{ranges_text(sorted(numbers))}]" for numbers in self.numbers)
+        return "".join((_NUMBER.sub("#", self.first.param), *ranges))
 
     @property
     def times(self) -> str:
@@ -65,33 +61,25 @@ _MOST_ROWS = 20
 """Rows of a table; the one that matters is not to be lost among hundreds."""
 
 
-def _short(title: str, columns: Sequence[str], rows: Sequence[tuple[str | Text, ...]]) -> RenderableType | None:
-    """A table of the first rows, and how many there are beside them."""
-    drawn = table(title, columns, rows[:_MOST_ROWS])
-    if len(rows) <= _MOST_ROWS:
-        return drawn
-    return stacked(
-        drawn, Text(f"  and {counted(len(rows) - _MOST_ROWS, 'more row', 'more rows')} (--json lists all differences)")
-    )
+def _short(title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Section:
+    return table(title, columns, rows, most=_MOST_ROWS, all_in="`changes` and --json list all differences")
 
 
-def change_tables(changes: Sequence[Change], *, a: str, b: str) -> RenderableType | None:
-    """Differences, grouped; None without any. `a`, `b`: what the two checkpoints are called."""
+def change_tables(changes: Sequence[Change], *, a: str, b: str) -> Iterator[Part]:
+    """Differences, grouped; nothing without any. `a`, `b`: what the two checkpoints are called."""
     if not changes:
-        return None
+        return
     values = [change for change in changes if change.what == "values"]
     hyper = [change for change in changes if change.what == "group"]
     extras = [(c.param.removeprefix("extra/"), c.state, c.a, c.b) for c in changes if c.what == "extra"]
     others = [change for change in changes if change.what not in {"values", "group", "extra"}]
-    return stacked(
-        Text(""),
-        facts([("a", a), ("b", b)]),
-        _short("Structure", ("parameter", ">", "state", "differs in", "a", "b"), _structure(others)),
-        _short("Hyper-parameters", ("name", "a", "b", "of"), _hyper(hyper)),
-        _short("Extras", ("extra", "entry", "a", "b"), extras),
-        _short("Values, by state", ("state", ">tensors", ">elements", ">largest"), _by_state(values)),
-        _short("Values, by parameter", ("parameter", ">", "state", ">elements", ">largest"), _by_parameter(values)),
-    )
+    yield ""
+    yield facts([("a", a), ("b", b)])
+    yield _short("Structure", ("parameter", ">", "state", "differs in", "a", "b"), _structure(others))
+    yield _short("Hyper-parameters", ("name", "a", "b", "of"), _hyper(hyper))
+    yield _short("Extras", ("extra", "entry", "a", "b"), extras)
+    yield _short("Values, by state", ("state", ">tensors", ">elements", ">largest"), _by_state(values))
+    yield _short("Values, by parameter", ("parameter", ">", "state", ">elements", ">largest"), _by_parameter(values))
 
 
 def _grouped(changes: Iterable[Change], key: Callable[[Change], object]) -> list[_Row]:
@@ -106,7 +94,7 @@ def _alike(change: Change) -> tuple[str, str, str]:
     return _NUMBER.sub("#", change.param), change.state, change.what
 
 
-def _structure(changes: Sequence[Change]) -> list[tuple[str | Text, ...]]:
+def _structure(changes: Sequence[Change]) -> list[tuple[str, ...]]:
     rows = _grouped(changes, lambda change: (*_alike(change), change.a, change.b))
     return [(r.label, r.times, r.first.state, r.first.what, r.first.a, r.first.b) for r in rows]
 
@@ -121,6 +109,6 @@ def _by_state(changes: Sequence[Change]) -> list[tuple[str, ...]]:
     return [(r.first.state, count_text(r.changes), count_text(r.numel), f"{r.largest:.3g}") for r in rows]
 
 
-def _by_parameter(changes: Sequence[Change]) -> list[tuple[str | Text, ...]]:
+def _by_parameter(changes: Sequence[Change]) -> list[tuple[str, ...]]:
     rows = _grouped(changes, _alike)
     return [(r.label, r.times, r.first.state, count_text(r.numel), f"{r.largest:.3g}") for r in rows]
