@@ -194,6 +194,17 @@ def test_a_config_of_another_model(config: dict[str, Any], match: str, tmp_path:
         ucp.plan(source, to="huggingface", settings={"config": str(folder)})
 
 
+def test_the_config_of_a_model_without_the_tensors_that_it_sizes(tmp_path: Path) -> None:
+    """As transformers 5.23 saves Wav2Vec2Model: a vocabulary without a head, convolutions counted as layers."""
+    folder = model_folder(tmp_path / "model", vocab_size=97, hidden_size=4, num_hidden_layers=2)
+    tensors = {f"encoder.layers.{n}.w": torch.zeros(4, 7) for n in range(2)}
+    convolutions = {f"encoder.pos_conv_embed.layers.{n}.w": torch.zeros(4) for n in range(5)}
+    save_file(tensors | convolutions, folder / "model.safetensors")
+    assert ucp.verify(folder).problems == ()
+    ucp.convert(folder, tmp_path / "out", to="huggingface")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
