@@ -109,8 +109,14 @@ def _count_params(groups: Iterable[ParamGroup]) -> int:
 
 
 def _switches(group: ParamGroup) -> frozenset[tuple[str, object]]:
-    """What tells optimizers and their choices apart: names of hyper-parameters, values of such as `amsgrad`."""
-    return frozenset((key, own if isinstance(own, bool | str | None) else ...) for key, own in group.hyper.items())
+    """What tells optimizers and their choices apart: names of hyper-parameters, values of such as `amsgrad`.
+
+    Without `momentum` RMSprop and SGD keep no buffer of it.
+    """
+    return frozenset(
+        (key, bool(own) if key == "momentum" else own if isinstance(own, bool | str | None) else ...)
+        for key, own in group.hyper.items()
+    )
 
 
 def with_gaps(index: Index) -> Index:

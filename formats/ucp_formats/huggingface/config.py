@@ -134,14 +134,21 @@ def _config(file: Extra, where: str, files: Sequence[Extra]) -> ModelConfig:
     return ModelConfig(values=values, where=where, text=text, files=tuple(files))
 
 
-def check_config(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], family: Family | None) -> None:
-    """Raise MisfitError naming all that `config_conflicts` finds, or that the model of `config` is quantised."""
+def check_config(
+    config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], family: Family | None, *, came_along: bool
+) -> None:
+    """Raise MisfitError naming all that `config_conflicts` finds, or that the model of `config` is quantised.
+
+    One that `came_along` with the checkpoint is of a model that transformers has: where no family is known, its sizes
+    may be those of tensors that such a model lacks (`vocab_size` of a speech encoder without a head).
+    """
     if config.get("quantization_config") is not None:
         raise MisfitError(
             f"{config.where} is of a quantised model (quantization_config), and what is written is not: "
             "name a folder with a config.json without it (--set config=DIR)"
         )
-    lines = [*_general(config, shapes), *config_conflicts(config, shapes, family)]
+    general = () if came_along else _general(config, shapes)
+    lines = [*general, *config_conflicts(config, shapes, family)]
     if lines:
         raise MisfitError(
             f"expected the tensors that {config.where} describes; got\n{listed(dict.fromkeys(lines))}\nIt is of "

@@ -91,7 +91,7 @@ class HuggingFaceTarget(Target):
             config = _derived(index, family)
         written = _written(index, config)
         if config is not None:
-            check_config(config, written.shapes, family)
+            check_config(config, written.shapes, family, came_along=asked is None)
         tensors = list(_tensors(index, written, options.dtypes.get(WEIGHT)))
         check_text(own.name for own in tensors)
         shards = laid_out(tensors, limit=limit)

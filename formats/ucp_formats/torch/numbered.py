@@ -6,7 +6,7 @@ shapes and cuts that a parameter and its states have in common. A number without
 stepped, of whatever shape. Of these the first that leaves exactly one answer is taken:
 
 1. The order of the model, names left out where they are in no group. Several groups may not share a shape.
-2. The order of all parameters of the model, where the groups have as many. Several groups may interleave in any way.
+2. The same without names of buffers, where several groups may interleave in any way.
 3. Shapes alone.
 
 >>> name_params([[0, 1]], {"0": (2,), "1": (3,)}, {"a": (2,), "drift": (7,), "b": (3,)}, shapes={}).names
@@ -158,42 +158,45 @@ def _take_all(
     model: Forms,
     shapes: Mapping[str, Sequence[int]],
 ) -> Names | None:
-    """Names where the groups have all parameters of the model, each group in its order; None where that is not so.
+    """Names where the groups, each in the order of the model, interleave in one way; None where that is not so.
 
-    Every parameter that has states must have one name in all ways to interleave the groups. Parameters without may
-    have several: then the usual rules for weight decay decide which group they are in, if one answer follows.
+    Every parameter that has states must have one name in all ways to interleave the groups, whichever names are in
+    none. Parameters without may have several: then the usual rules for weight decay decide which group they are in,
+    if the groups have all of them and one answer follows.
     """
-    total = sum(map(len, groups))
     parameters = {name: form for name, form in model.items() if name.rpartition(".")[2] not in _BUFFERS}
-    params = next((own for own in (model, parameters) if len(own) == total), None)
-    levels = None if params is None else _interleavings(forms, list(params.values()))
-    if params is None or levels is None:
+    params = parameters if len(parameters) >= sum(map(len, groups)) else model
+    levels = _interleavings(forms, list(params.values()))
+    if levels is None:
         return None
     names: Names = {}
     is_certain = True
     for name, places in zip(params, levels, strict=True):
-        if len(places) > 1 and any(forms[group][at] is not None for group, at in places):
+        if len(places) > 1 and any(place and forms[place[0]][place[1]] is not None for place in places):
             return None
         is_certain = is_certain and len(places) == 1
-        names |= {groups[group][at]: name for group, at in places}
+        names |= {groups[place[0]][place[1]]: name for place in places if place}
     return names if is_certain else _by_decay(groups, forms, params, shapes)
 
 
-Place = tuple[int, int]
-"""Number of a group, and of a parameter within it"""
+Place = tuple[int, int] | None
+"""Number of a group, and of a parameter within it; None for what is in no group"""
 
 
 def _interleavings(forms: Sequence[Sequence[Hashable]], model: Sequence[Hashable]) -> list[set[Place]] | None:
-    """For every parameter of the model the places in the groups that it has in some interleaving; None without one."""
+    """For every tensor of the model the places in the groups that it has in some interleaving; None without one."""
     levels: list[set[tuple[int, ...]]] = [{(0,) * len(forms)}]
+    sizes = tuple(map(len, forms))
+    total = sum(sizes)
     count = 0
-    for form in model:
-        levels.append({after for taken in levels[-1] for _, after in _steps(taken, forms, form)})
+    for position, form in enumerate(model, 1):
+        after_all = (after for taken in levels[-1] for _, after in _steps(taken, forms, form))
+        levels.append({after for after in after_all if total - sum(after) <= len(model) - position})
         count += len(levels[-1])
         if not levels[-1] or count > _MOST + len(model):
             return None
     places: list[set[Place]] = []
-    alive = levels[-1]
+    alive = {sizes}
     for form, before in zip(reversed(model), reversed(levels[:-1]), strict=True):
         steps = [(taken, place) for taken in before for place, after in _steps(taken, forms, form) if after in alive]
         places.append({place for _, place in steps})
@@ -205,6 +208,7 @@ def _steps(
     taken: tuple[int, ...], forms: Sequence[Sequence[Hashable]], form: Hashable
 ) -> Iterator[tuple[Place, tuple[int, ...]]]:
     """Places that can be next, once so many parameters of each group are taken, and what is taken then."""
+    yield None, taken
     for group, at in enumerate(taken):
         if at < len(forms[group]) and forms[group][at] in (None, form):
             yield (group, at), (*taken[:group], at + 1, *taken[group + 1 :])

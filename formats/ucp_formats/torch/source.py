@@ -233,7 +233,7 @@ class _Reading:
             places.append(around.get(key) if isinstance(around, dict) else None)
         for where in (own for own in places if isinstance(own, dict)):
             for key in STEP_KEYS:
-                if isinstance(found := where.get(key), int) and not isinstance(found, bool):
+                if isinstance(found := where.get(key), int) and not isinstance(found, bool) and found >= 0:
                     return found
         return step_in(Path(self._root).name)
 

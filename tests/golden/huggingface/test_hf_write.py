@@ -194,6 +194,17 @@ def test_a_config_of_another_model(config: dict[str, Any], match: str, tmp_path:
         ucp.plan(source, to="huggingface", settings={"config": str(folder)})
 
 
+def test_the_config_of_a_model_without_the_tensors_that_it_sizes(tmp_path: Path) -> None:
+    """As transformers 5.23 saves Wav2Vec2Model: a vocabulary without a head, convolutions counted as layers."""
+    folder = model_folder(tmp_path / "model", vocab_size=97, hidden_size=4, num_hidden_layers=2)
+    tensors = {f"encoder.layers.{n}.w": torch.zeros(4, 7) for n in range(2)}
+    convolutions = {f"encoder.pos_conv_embed.layers.{n}.w": torch.zeros(4) for n in range(5)}
+    save_file(tensors | convolutions, folder / "model.safetensors")
+    assert ucp.verify(folder).problems == ()
+    ucp.convert(folder, tmp_path / "out", to="huggingface")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -382,3 +393,29 @@ def test_names_of_no_family_are_not_taken_for_those_of_transformers(tmp_path: Pa
     ucp.convert(tmp_path / "model", tmp_path / "atoms")
     ucp.convert(tmp_path / "atoms", tmp_path / "again", to="huggingface", settings=ALONE)
     assert ucp.diff(tmp_path / "model", tmp_path / "again").equal
+
+
+def test_names_stay_where_the_source_has_those_of_transformers_already(tmp_path: Path) -> None:
+    """A dense model with DeepSeek's attention (Youtu-LLM): a family knows each name, and the model is of none."""
+    sizes = {
+        "self_attn.q_a_proj": (8, 16),
+        "self_attn.q_a_layernorm": (8,),
+        "self_attn.q_b_proj": (48, 8),
+        "self_attn.kv_a_proj_with_mqa": (12, 16),
+        "self_attn.kv_a_layernorm": (8,),
+        "self_attn.kv_b_proj": (64, 8),
+        "self_attn.o_proj": (16, 32),
+        "mlp.gate_proj": (24, 16),
+        "mlp.up_proj": (24, 16),
+        "mlp.down_proj": (16, 24),
+        "input_layernorm": (16,),
+        "post_attention_layernorm": (16,),
+    }
+    tensors = {f"model.layers.0.{name}.weight": torch.randn(shape) for name, shape in sizes.items()}
+    tensors |= {"model.embed_tokens.weight": torch.randn(32, 16), "model.norm.weight": torch.ones(16)}
+    folder = model_folder(tmp_path / "model", vocab_size=32, hidden_size=16, num_hidden_layers=1)
+    save_file(tensors, folder / "model.safetensors")
+    ucp.convert(folder, tmp_path / "out", to="huggingface")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    assert all(same(written[name], own) for name, own in tensors.items())

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import ucp
 from tests.golden.torch.truth import REPORTS, ROOT, check_states, index_of, truth_of
@@ -398,3 +399,17 @@ def test_states_of_a_pickled_optimizer_are_left_behind(tmp_path: Path) -> None:
     torch.save({"model": model.state_dict(), "run": {"optimizer": optimizer}}, tmp_path / "last.pt")
     (line,) = ucp.open(tmp_path).index.dropped
     assert "run/optimizer is an object of torch.optim.adamw.AdamW" in line
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("way", ["torch", "dcp"])
+def test_a_step_below_zero_is_none(way: str, tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2)}, "step": -1}
+    source = tmp_path / "run"
+    source.mkdir()
+    if way == "dcp":
+        dcp.save(state, checkpoint_id=source, no_dist=True)
+    else:
+        torch.save(state, source / "run.pt")
+    ucp.convert(source, tmp_path / "atoms", to="ucp")
+    assert ucp.open(tmp_path / "atoms").step is None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ucp.contract.model.arguments import run_arguments
 from ucp.contract.protocols import SourceOptions, Target
-from ucp.contract.registry import choose_family, library
+from ucp.contract.registry import choose_family, library, names_of
 from ucp.conversion.options import Naming
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, check_weights
@@ -112,7 +112,8 @@ def _family(
         family, _ = choose_family(names=shapes, shapes=shapes, arguments=arguments, options=said)
     except UnknownFamilyError as error:
         unread = min((_unread(own, shapes) for own in library().concrete()), key=len)
-        if not unread:  # the question is which of those that know them all
+        has_names = not naming.style and names_of(index) == target.names
+        if not unread and not has_names:  # the question is which of those that know them all
             raise
         if _are_final(index, target, naming, settings):
             return None

@@ -213,7 +213,7 @@ class _Reading:
         for depth in range(len(around) + 1):
             for key in STEP_KEYS:
                 found = extras.get("/".join(map(str, (*around[:depth], key))))
-                if isinstance(found, int) and not isinstance(found, bool):
+                if isinstance(found, int) and not isinstance(found, bool) and found >= 0:
                     return found
         named = [path_of(self._folder)] if self._located.root.is_dir() else [Path(self._located.root.stem)]
         named += [path_of(self._folder).parent] if self._located.ranks > 1 else []

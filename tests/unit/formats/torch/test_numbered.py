@@ -310,3 +310,32 @@ def test_another_order_is_taken_only_where_shapes_cannot_show_it(seed: int) -> N
             draw.shuffle(group)
         answer = named(model, groups, draw)
         assert all(model[name] == model[inferred] for name, inferred in answer or ())
+
+
+class Pooled(nn.Module):
+    """Buffers beside parameters, some of a parameter's shape and some with names of its own, and an unused layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(5, 5))
+        self.conv, self.norm = nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4)
+        self.unused, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """Scores of a batch."""
+        return self.head(self.norm(self.conv(batch)).mean(2))
+
+
+@pytest.mark.parametrize("way", ["torch", "dcp"])
+def test_buffers_are_in_no_group(way: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Pooled()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 3, 5)).square().mean().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if way == "dcp":
+        dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    else:
+        torch.save(state, tmp_path / "checkpoint.pt")
+    check(tmp_path, {name: optimizer.state[own] for name, own in model.named_parameters() if own in optimizer.state})

@@ -79,6 +79,11 @@ def _named_group(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD([{"params": [first], "lr": 0.5}, {"params": rest, "kind": "rest"}], momentum=0.9)]
 
 
+def _momentum_of_some(model: nn.Module) -> list[torch.optim.Optimizer]:
+    first, *rest = [p for p in model.parameters() if p.requires_grad]
+    return [torch.optim.RMSprop([{"params": [first], "momentum": 0.9}, {"params": rest}])]
+
+
 @pytest.mark.parametrize(
     "optimizers",
     [
@@ -86,10 +91,19 @@ def _named_group(model: nn.Module) -> list[torch.optim.Optimizer]:
         _amsgrad_of_one,
         _muon_and_adamw,
         _named_group,
+        _momentum_of_some,
         lambda model: [torch.optim.Adafactor(p for p in model.parameters() if p.requires_grad)],
         lambda model: [torch.optim.RMSprop([p for p in model.parameters() if p.requires_grad], centered=True)],
     ],
-    ids=["AdamW", "amsgrad of one", "Muon and AdamW", "a group with a name", "Adafactor", "RMSprop"],
+    ids=[
+        "AdamW",
+        "amsgrad of one",
+        "Muon and AdamW",
+        "a group with a name",
+        "momentum of some",
+        "Adafactor",
+        "RMSprop",
+    ],
 )
 def test_optimizers_of_torch_keep_what_they_keep_for_a_reason(optimizers: Optimizers, tmp_path: Path) -> None:
     report = ucp.verify(_save(tmp_path / "run", optimizers))
