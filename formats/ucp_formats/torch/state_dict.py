@@ -25,6 +25,7 @@ from operator import or_
 
 from ucp.contract.scalars import scalar_state
 from ucp.core.index import Kind, Loss, ParamGroup, StateIndex, UnnamedStates
+from ucp.core.names import STEP
 from ucp.core.tensor import TensorRef
 from ucp.errors import IdleOptionError, MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import described
@@ -294,7 +295,8 @@ class _Optimizer:
         self, groups: Sequence[Sequence[Number]], model: Mapping[str, Leaf], *, in_order: bool, order: Order | None
     ) -> Naming:
         """Names for the numbers of its groups. Raises UnnamedError, UsageError for an `order` that does not fit."""
-        states = {str(path[0]): leaf.form for path, leaf in self._states if leaf.shape}
+        by_dims = sorted(self._states, key=lambda item: len(item[1].shape or ()))  # those of the parameter's shape last
+        states = {str(path[0]): leaf.form for path, leaf in by_dims if leaf.shape is not None and path[-1] != STEP}
         forms = _distinct(model)
         if order is not None:
             return order_params(groups, states, {name: leaf.form for name, leaf in model.items()}, order)

@@ -9,6 +9,8 @@ Rank 0 writes the full state that it has then to the folder of the checkpoint (`
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +73,5 @@ def gathered(value: Any) -> Any:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # at times torch's own threads abort the process while Python takes it down (torch 2.13, on CPUs)

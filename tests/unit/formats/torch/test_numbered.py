@@ -339,3 +339,24 @@ def test_buffers_are_in_no_group(way: str, tmp_path: Path) -> None:
     else:
         torch.save(state, tmp_path / "checkpoint.pt")
     check(tmp_path, {name: optimizer.state[own] for name, own in model.named_parameters() if own in optimizer.state})
+
+
+def test_the_moments_of_a_scalar_are_moments(tmp_path: Path) -> None:
+    """A learned temperature first in the model, and a buffer that is in no group."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature = torch.nn.Parameter(torch.tensor(2.0))
+            self.linear = torch.nn.Linear(3, 2)
+            self.register_buffer("seen", torch.zeros(7))
+
+    model = Scaled()
+    optimizer = torch.optim.AdamW(model.parameters())
+    (model.linear(torch.ones(1, 3)) * model.temperature).square().sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ckpt.pt")
+    checkpoint = ucp.open(tmp_path / "ckpt.pt")
+    assert checkpoint.index.unnamed is None
+    for name, param in model.named_parameters():
+        assert torch.equal(checkpoint.read(name, "exp_avg"), optimizer.state[param]["exp_avg"]), name
