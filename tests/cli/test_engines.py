@@ -111,7 +111,7 @@ class TestOfAnotherPackage:
         self, loud: dict[str, str], ucp: Run, zero3: Path, tmp_path: Path
     ) -> None:
         shell(loud, "convert", zero3, tmp_path / "out", "--engine", "loud", "--set", "word=oh")
-        assert "already complete" in ucp("convert", zero3, tmp_path / "out", "--resume", "--engine", "serial").stdout
+        assert "nothing was written" in ucp("convert", zero3, tmp_path / "out", "--resume", "--engine", "serial").stdout
 
     def test_an_unknown_setting_lists_those_of_both(self, loud: dict[str, str], zero3: Path) -> None:
         words = ("plan", zero3, "--to", "deepspeed-universal", "--engine", "loud", "--set", "wrd=oh")

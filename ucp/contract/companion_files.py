@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ucp.contract.companions import companion_extra, is_plain_name, left_text
+from ucp.contract.companions import adapter_text, companion_extra, is_adapter, is_plain_name, left_text
 from ucp.core.index import Index, SourceFile
 from ucp.io.destination.mark import MARK
 from ucp.io.destination.staging import PARTIAL
@@ -37,8 +37,11 @@ def with_companions(index: Index, folder: SaveFolder | None, *, is_own: Callable
         return index
     files: list[SourceFile] = []
     left: dict[str, list[str]] = {}
+    adapter: list[str] = []
     try:
         for entry in _entries(path_of(absolute(folder.path)), is_own):
+            if is_adapter(entry.name):
+                adapter.append(entry.name)
             reason = _reason(entry) or _of_another(folder)
             if reason:
                 left.setdefault(reason, []).append(ascii(entry.name)[1:-1])
@@ -46,11 +49,13 @@ def with_companions(index: Index, folder: SaveFolder | None, *, is_own: Callable
                 files.append(source_file(str(entry), "companion file"))
     except OSError as error:
         left = {f"cannot be read ({error.strerror})": [str(error.filename or folder.path)]}
+    unmerged = (adapter_text(adapter),) if adapter else ()
     return replace(
         index,
+        notes=(*index.notes, *unmerged),
         extras=(*index.extras, *(companion_extra(os.path.basename(own.path), own.path, own.nbytes) for own in files)),
         files=(*index.files, *files),
-        dropped=(*index.dropped, *(left_text(names, reason) for reason, names in left.items())),
+        dropped=(*index.dropped, *(left_text(names, reason) for reason, names in left.items()), *unmerged),
     )
 
 

@@ -23,9 +23,11 @@ __all__ = [
     "MOST_SMALL",
     "Companion",
     "Companions",
+    "adapter_text",
     "chosen_companions",
     "companion_extra",
     "companions_of",
+    "is_adapter",
     "is_companion",
     "is_plain_name",
     "left_text",
@@ -41,6 +43,8 @@ _OF_A_RANK = re.compile(r"rng_state(?:_(?P<trainer>\d+))?\.pth|random_states_(?P
 
 Examples: rng_state_3.pth, rng_state.pth (of a run of one rank), random_states_3.pkl.
 """
+_ADAPTER = re.compile(r"adapter_model\.(?:safetensors|bin)|adapter_config\.json")
+"""Files of PEFT (peft/utils/constants.py: CONFIG_NAME, WEIGHTS_NAME, SAFETENSORS_WEIGHTS_NAME)."""
 _MOST_SHOWN = 24
 
 
@@ -158,6 +162,19 @@ def _alien(index: Index, plan: TargetPlan) -> str:
         return f"of single ranks, of {before}; what is written is for any number of them"
     now = plan.topology.ranks
     return "" if now == index.topology.ranks else f"of single ranks; there were {before}, and will be {now:,}"
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a file is of a LoRA adapter."""
+    return _ADAPTER.fullmatch(name) is not None
+
+
+def adapter_text(names: Iterable[str]) -> str:
+    """That the adapter in files of such names is not part of the result."""
+    return (
+        f"{_names_text(sorted(names))}: a LoRA adapter beside the model, which is not read or merged: the result is "
+        "the base model alone. To include it, merge it with PEFT (merge_and_unload), save the model, and pass that"
+    )
 
 
 def left_text(names: Iterable[str], reason: str) -> str:

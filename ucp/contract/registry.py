@@ -314,7 +314,8 @@ def _advice(path: Path, formats: Sequence[Format]) -> str:
         return f"Did you mean {inside[0]}?"
     parent = path.absolute().parent
     around = [evidence.strength for fmt in formats if (evidence := fmt.detect(parent)) is not None]
-    is_part = max(around, default=Strength.SUFFIX) > Strength.SUFFIX
+    is_empty = path.is_dir() and not any(path.iterdir())
+    is_part = not is_empty and max(around, default=Strength.SUFFIX) > Strength.SUFFIX
     return _remedy(path) or (f"Did you mean {parent}?" if is_part else "Pass the folder that the framework saved to")
 
 

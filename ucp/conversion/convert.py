@@ -291,11 +291,12 @@ def _copies(job: Job) -> int:
 
 def _facts(report: ConvertReport) -> Iterator[tuple[str, str]]:
     layout = ", ".join(filter(None, [report.to, report.layout, str(report.topology or "")]))
-    part = "" if report.already_complete or not report.part else f"part {report.part} of "
-    yield "wrote", f"{part}{report.dst} ({layout})"
     if report.already_complete:
-        yield "", "already complete: nothing was written"
+        yield "complete", f"{report.dst} ({layout})"
+        yield "", "nothing was written: files and sizes are as recorded; `ucp verify` reads them"
         return
+    part = f"part {report.part} of " if report.part else ""
+    yield "wrote", f"{part}{report.dst} ({layout})"
     yield "tensors", _tensors(report)
     if report.part:
         yield "resumed", _resumed(report)

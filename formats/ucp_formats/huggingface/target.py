@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ucp.contract.companions import companions_of, is_companion, left_text, place_companions
+from ucp.contract.companions import companions_of, is_adapter, is_companion, left_text, place_companions
 from ucp.contract.model.arguments import CONFIG_EXTRA, recorded_arguments, run_arguments, said_values
 from ucp.contract.model.transformers import tied_output
 from ucp.contract.output_names import check_text
@@ -265,7 +265,8 @@ def _with_published(plan: TargetPlan, written: Index, config: ModelConfig | None
     """`plan` and the files that are published with the model: those beside its config.json, or else the checkpoint."""
     beside = {own.name: own for own in written.extras if is_companion(own)}
     kept = [own for own in companions_of(written) if is_published(own.name)]
-    left = [own.name for own in companions_of(written) if not is_published(own.name) and own.name != CONFIG]
+    others = [own.name for own in companions_of(written) if not is_published(own.name) and own.name != CONFIG]
+    left = [name for name in others if not is_adapter(name)]  # an adapter is in the index's own list
     given = config.files if config is not None else ()
     taken = {own.name: own for own in beside.values() if own.name.partition("/")[2] in {each.name for each in kept}}
     taken |= {own.name: own for own in given}

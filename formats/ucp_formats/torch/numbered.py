@@ -46,6 +46,7 @@ _SORTED = (
     "Say the order of the model (--shapes-from PATH: a file of torch.save, or a JSON of name to shape), as safetensors "
     "keeps names sorted, or that of the optimizer (--param-order FILE: JSON of the names in each of its groups)"
 )
+_PROVED = "the only order that shapes allow"
 _MOST = 100_000
 """Ways to have come to parameters that are looked at, at most: many groups of many equal layers have more."""
 
@@ -66,7 +67,7 @@ class Naming:
     names: Names
     """Number to name"""
     how: str
-    """In which order they were taken, in words"""
+    """In which order they were taken, and what that leaves unproved, in words"""
 
 
 def name_params(
@@ -87,12 +88,40 @@ def name_params(
         names = _skip_unlisted(groups, forms, model)
         names = names or _take_all(groups, forms, model, shapes)
         if names:
-            return Naming(names, "the order of the model, which all shapes fit")
-    return Naming(_by_form(groups, forms, model, _REMEDY if in_order else _SORTED), "the only order that shapes allow")
+            return Naming(names, _model_order(names, states, model))
+    return Naming(_by_form(groups, forms, model, _REMEDY if in_order else _SORTED), _PROVED)
 
 
-def order_params(groups: Sequence[Sequence[Number]], states: Forms, model: Forms, order: Order) -> Naming:
-    """Names that the user gives for `groups`: a list for each, or one for all. Raises UsageError where they misfit."""
+def _model_order(names: Names, states: Forms, model: Forms) -> str:
+    """The order of the model in words, with the parameters that a script may have listed in another unnoticed."""
+    stepped = {model[name] for number, name in names.items() if str(number) in states}
+    alike: dict[Hashable, list[str]] = {form: [] for form in model.values() if form in stepped}
+    for name, form in model.items():
+        if form in alike and not _is_buffer(name):
+            alike[form].append(name)
+    doubtful = [name for group in alike.values() if len(group) > 1 for name in group]
+    if not doubtful:
+        return _PROVED
+    first, second, *rest = doubtful
+    more = f" (and {len(rest):,} more)" if rest else ""
+    return (
+        f"the order of the model; shapes cannot tell {first} from {second}{more}: if the script listed them in "
+        "another order, their moments are exchanged; --param-order FILE says the order"
+    )
+
+
+def order_params(
+    groups: Sequence[Sequence[Number]],
+    states: Forms,
+    model: Forms,
+    order: Order,
+    *,
+    shapes: Mapping[str, Sequence[int]],
+) -> Naming:
+    """Names that the user gives for `groups`: a list for each, or one for all. Raises UsageError where they misfit.
+
+    `shapes`: those of parameters by name, and of states by number.
+    """
     numbers = [number for group in groups for number in group]
     names = [name for group in order for name in group]
     sizes, given = [len(group) for group in groups], [len(group) for group in order]
@@ -106,7 +135,12 @@ def order_params(groups: Sequence[Sequence[Number]], states: Forms, model: Forms
     for number, name in zip(numbers, names, strict=True):
         form = states.get(str(number))
         if form is not None and name in model and form != model[name]:
-            problems.append(f"{name} is {model[name]}, the states of number {number} are {form}")
+            actual, wanted = list(shapes[str(number)]), list(shapes[name])
+            sharded = ", sharded in another way" if actual == wanted else ""
+            problems.append(
+                f"number {number} has states of shape {actual}, and --param-order gives it {name} of shape "
+                f"{wanted}{sharded}"
+            )
     if problems:
         raise UsageError(f"--param-order does not fit this checkpoint:\n{listed(problems)}")
     return Naming(dict(zip(numbers, names, strict=True)), "the order that --param-order gives")
@@ -164,7 +198,7 @@ def _take_all(
     none. Parameters without may have several: then the usual rules for weight decay decide which group they are in,
     if the groups have all of them and one answer follows.
     """
-    parameters = {name: form for name, form in model.items() if name.rpartition(".")[2] not in _BUFFERS}
+    parameters = {name: form for name, form in model.items() if not _is_buffer(name)}
     params = parameters if len(parameters) >= sum(map(len, groups)) else model
     levels = _interleavings(forms, list(params.values()))
     if levels is None:
@@ -239,6 +273,10 @@ def _by_decay(
                 answers.append([*first, *second])
     numbers = [number for group in groups for number in group]
     return dict(zip(numbers, answers[0], strict=True)) if len(answers) == 1 else None
+
+
+def _is_buffer(name: str) -> bool:
+    return name.rpartition(".")[2] in _BUFFERS
 
 
 def _is_bias(name: str) -> bool:

@@ -275,7 +275,7 @@ class _Optimizer:
                 parts.unnamed = unnamed_states(where, (str(path[1]) for path, _ in self._states), error)
                 return
             naming = found.names
-            parts.notes.append(f"the optimizer numbers its parameters; they are taken in {found.how}")
+            parts.notes.append(f"the optimizer numbers its parameters: they are named in {found.how}")
         by_text = {str(name): own for name, own in naming.items()}
         for path, leaf in self._states:
             name = by_text.get(str(path[0]))
@@ -299,7 +299,9 @@ class _Optimizer:
         states = {str(path[0]): leaf.form for path, leaf in by_dims if leaf.shape is not None and path[-1] != STEP}
         forms = _distinct(model)
         if order is not None:
-            return order_params(groups, states, {name: leaf.form for name, leaf in model.items()}, order)
+            sized = {str(path[0]): leaf.shape for path, leaf in self._states if leaf.shape}
+            sized |= {name: leaf.shape or () for name, leaf in model.items()}
+            return order_params(groups, states, {name: leaf.form for name, leaf in model.items()}, order, shapes=sized)
         shapes = {name: model[name].shape or () for name in forms}
         return name_params(groups, states, forms, shapes=shapes, in_order=in_order)
 

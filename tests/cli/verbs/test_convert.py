@@ -166,7 +166,7 @@ def test_include_and_dtype(ucp: Run, zero3: Path, tmp_path: Path) -> None:
 def test_a_destination_that_is_there_is_not_touched(ucp: Run, zero3: Path, atoms: Path) -> None:
     assert "--overwrite" in ucp("convert", zero3, atoms, code=1).stderr
     ucp("convert", zero3, atoms, "--overwrite")
-    assert "already complete" in ucp("convert", zero3, atoms, "--resume").stdout
+    assert "nothing was written" in ucp("convert", zero3, atoms, "--resume").stdout
 
 
 def test_a_destination_that_is_not_apart_from_the_source_is_wrong_usage(

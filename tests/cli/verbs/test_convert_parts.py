@@ -167,7 +167,7 @@ def test_nothing_is_left_to_do_afterwards(ucp: Run, mixed: Path, dst: Path) -> N
     assert "--finalize completes it" in said
     assert "0 B/s" not in ucp("convert", mixed, dst, "--finalize").stdout
     for option in (["--part", "1/1"], ["--part", "2/7"], ["--finalize"]):
-        assert "already complete: nothing was written" in ucp("convert", mixed, dst, *option).stdout
+        assert "nothing was written" in ucp("convert", mixed, dst, *option).stdout
     assert not dst.with_name("out.ucp-partial").exists()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import random
 import shutil
@@ -200,6 +201,24 @@ class TestBesideOthers:
         for path in (folder, folder / "adapter_model.safetensors"):
             with pytest.raises(ucp.UcpError, match="LoRA adapter"):
                 ucp.inspect(path)
+
+    @pytest.mark.parametrize("is_linked", [False, True])
+    def test_an_adapter_beside_the_model_is_reported_as_not_merged(self, is_linked: bool, tmp_path: Path) -> None:
+        folder = tmp_path / "model"
+        shutil.copytree(ROOT / "llama" / "model", folder)
+        (folder / "adapter_config.json").write_text("{}")
+        save_file({"a": torch.zeros(2)}, tmp_path / "adapter.safetensors")
+        place = os.symlink if is_linked else shutil.copyfile  # the hub's cache has links
+        place(tmp_path / "adapter.safetensors", folder / "adapter_model.safetensors")
+        verdict = "not read or merged: the result is the base model alone"
+        index = ucp.inspect(folder)
+        assert any(verdict in note for note in index.notes)
+        reports = [ucp.convert(folder, tmp_path / to, to=to) for to in ("ucp", "dcp", "huggingface")]
+        reports.append(ucp.convert(tmp_path / "ucp", tmp_path / "again", to="huggingface"))
+        for dropped in [index.dropped, *(report.dropped for report in reports)]:
+            (line,) = [line for line in dropped if verdict in line]
+            assert "adapter_model.safetensors" in line
+            assert not any("adapter" in line and "of the training" in line for line in dropped)
 
 
 class TestDamage:

@@ -284,6 +284,13 @@ class TestFlatModels:
     def test_shapes_of_a_document(self, alone: Path, shapes: Path) -> None:
         self.check(ucp.open(alone, shapes_from=shapes), {"weight"})
 
+    def test_a_note_says_that_the_order_of_a_document_is_not_proved(self, alone: Path, shapes: Path) -> None:
+        names = list(json.loads(shapes.read_text()))
+        (note,) = [note for note in ucp.inspect(alone, shapes_from=shapes).notes if "_flat_param" in note]
+        assert f"the order of {shapes} ({names[0]}, ..., {names[-1]})" in note
+        assert "every value is wrong" in note
+        assert not any("_flat_param" in note for note in ucp.inspect(self.SOURCE).notes)
+
     def test_shapes_of_another_checkpoint(self, alone: Path, tmp_path: Path) -> None:
         other = ROOT / "verl-fsdp2-dp2-tp2" / "checkpoint"
         self.check(ucp.open(alone, shapes_from=other), {"weight"})

@@ -121,7 +121,7 @@ def test_the_command_line(bucket, dst, source, scratch, tmp_path):
     assert "scratch" in plan
     said = command("convert", source, dst, "--scratch", scratch, "--verify")
     assert dst in said
-    assert "already complete" in command("convert", source, dst, "--resume")
+    assert "nothing was written" in command("convert", source, dst, "--resume")
     assert "pass --overwrite" in command("convert", source, dst, "--to", "torch", code=1)
     command("convert", source, dst, "--to", "torch", "--overwrite", "--verify")
     command("convert", source, tmp_path / "torch", "--to", "torch")

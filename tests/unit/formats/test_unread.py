@@ -54,6 +54,12 @@ def test_a_file_of_torch_above_says_nothing_of_an_empty_folder(tmp_path):
         ucp.inspect(tmp_path / "empty")
 
 
+def test_a_checkpoint_around_an_empty_folder_is_not_proposed(source):
+    (source / "empty").mkdir()
+    with pytest.raises(UnknownFormatError, match="Pass the folder that the framework saved to"):
+        ucp.inspect(source / "empty")
+
+
 @pytest.mark.parametrize("path", ["s3://bucket/run", "gs://bucket/run", Path("hf://owner/model")])
 def test_a_url_is_no_local_path(path, source, tmp_path, monkeypatch):
     for library in ("s3fs", "gcsfs", "huggingface_hub"):

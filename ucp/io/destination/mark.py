@@ -74,8 +74,9 @@ def is_complete(dst: Path, fingerprint: str, *, overwrite: bool = False) -> bool
         return False
     damage = find_damage(dst, mark)
     if damage and not overwrite:
+        files, verb = counted(len(damage), "file"), "is" if len(damage) == 1 else "are"
         raise DestinationError(
-            f"this conversion was finished, but {counted(len(damage), 'file')} in {dst} are not as it wrote them:\n"
+            f"this conversion was finished, but {files} in {dst} {verb} not as written:\n"
             f"{listed(damage)}\ncopy them again from where they are whole, or write all of them anew with --overwrite "
             "in place of --resume"
         )

@@ -50,6 +50,8 @@ class Tree:
     """Everything else"""
     aside: tuple[str, ...]
     """Places in the extras of dicts of tensors, such as further models"""
+    is_order_assumed: bool = False
+    """Whether flat parameters, which record no names, were split in the order of shapes that the user passed"""
 
 
 def leaves_of(items: Mapping[Path, Ranked], checksums: Checksums, where: str) -> Tree:

@@ -15,7 +15,7 @@ from typing import cast
 
 from ucp.contract.companion_files import SaveFolder, with_companions
 from ucp.contract.model.transformers import in_model_order, tied_output
-from ucp.contract.protocols import Evidence, Format, ParamOrder, SourceOptions
+from ucp.contract.protocols import Evidence, Format, SourceOptions
 from ucp.contract.rank_extras import Checksums
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile
 from ucp.core.names import WEIGHT
@@ -63,10 +63,6 @@ class TorchFormat(Format):
             return cast("TorchFormat", super().configured(options))  # which raises
         return TorchFormat(options)
 
-    def _shapes(self) -> Shapes | None:
-        path = self._options.shapes_from
-        return None if path is None else shapes_from(path)
-
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is, or leads to, such files."""
         located = locate(path)
@@ -77,7 +73,7 @@ class TorchFormat(Format):
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
         located = the_files(locate(path), path)
-        index = _Reading(located, self._shapes(), order_of(self._options.param_order)).index(self.name)
+        index = _Reading(located, self._options).index(self.name)
         folder = SaveFolder(located.root) if located.root.is_dir() else None
         names = {os.path.basename(file.path) for file in index.files}
         is_one_file = "all" in located.files
@@ -91,11 +87,12 @@ class TorchFormat(Format):
 class _Reading:
     """A checkpoint while its index is made."""
 
-    def __init__(self, located: Located, shapes: Shapes | None, order: ParamOrder | None) -> None:
+    def __init__(self, located: Located, options: SourceOptions) -> None:
         self._located = located
-        self._order = order
+        self._order = order_of(options.param_order)
         self._folder = absolute(located.folder)
-        self._shapes = shapes
+        self._shapes_path = options.shapes_from
+        self._shapes: Shapes | None = None if options.shapes_from is None else shapes_from(options.shapes_from)
         self._in_order = True
         self._config: Mapping[str, object] = {}
         self._records: list[Record] = []
@@ -108,8 +105,8 @@ class _Reading:
         tree = leaves_of({_PATHS[item]: own for item, own in values.items()}, self._checksums, str(located.root))
         if not tree.model:
             raise self._no_model()
-        is_ordered_by_it = shapes is not None and "safetensors" in located.files.get("model", {}).get(0, "")
-        self._tree: Tree = with_parameters(tree, None if is_ordered_by_it else shapes, str(located.root))
+        is_ordered_by_it = self._shapes is not None and "safetensors" in located.files.get("model", {}).get(0, "")
+        self._tree: Tree = with_parameters(tree, None if is_ordered_by_it else self._shapes, str(located.root))
         self._saved: Parts = self._sorted_out(str(located.root))
         self._is_shared = any(Joined.of(own).is_shared for own in self._saved.model.values())
         tied = tied_output(self._saved.model, self._config)
@@ -234,6 +231,13 @@ class _Reading:
             yield f"taken for tied, as they are stored once, or as config.json says:\n{shown}"
         if self._tree.aside:
             yield aside_text(self._tree.aside)
+        if self._tree.is_order_assumed and self._shapes:
+            names = list(self._shapes)
+            yield (
+                f"_flat_param records neither names nor order: it is read in the order of {self._shapes_path} "
+                f"({names[0]}, ..., {names[-1]}); if that is not the order of model.named_parameters(), every value is "
+                "wrong"
+            )
 
 
 def _check_rank(saved_as: str, path: str) -> None:

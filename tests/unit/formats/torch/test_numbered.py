@@ -107,6 +107,28 @@ def test_a_number_without_states_is_a_parameter_that_was_not_stepped(
 
 
 @pytest.mark.parametrize("way", ["torch", "dcp"])
+@pytest.mark.parametrize(("split", "more"), [(in_one, 12), (by_dim, 12)])
+def test_a_note_names_parameters_whose_moments_may_be_exchanged(
+    way: str, split: Split, more: int, tmp_path: Path
+) -> None:
+    folder, _ = saved(split, tmp_path / "run", way=way)
+    (note,) = [note for note in ucp.inspect(folder).notes if "numbers its parameters" in note]
+    assert f"shapes cannot tell embed.weight from head.weight (and {more} more)" in note
+    assert "--param-order" in note
+    assert "all shapes fit" not in note
+
+
+def test_shapes_that_differ_leave_one_order(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    (note,) = [note for note in ucp.inspect(tmp_path / "run.pt").notes if "numbers its parameters" in note]
+    assert note == "the optimizer numbers its parameters: they are named in the only order that shapes allow"
+
+
+@pytest.mark.parametrize("way", ["torch", "dcp"])
 def test_states_without_names_are_one_problem_and_weights_are_read(way: str, tmp_path: Path) -> None:
     folder, _ = saved(by_layer, tmp_path / "run", way=way)
     model, _ = trained(by_layer)
@@ -205,7 +227,10 @@ def test_an_order_that_the_user_gives(way: str, form: str, tmp_path: Path) -> No
     ("change", "message"),
     [
         (lambda groups: groups[:1], r"optimizer groups of \[6, 8\] parameters"),
-        (lambda groups: [[*groups[0][1:], groups[0][0]], groups[1]], "the states of number 1 are"),
+        (
+            lambda groups: [[*groups[0][1:], groups[0][0]], groups[1]],
+            r"number 1 has states of shape \[4\], and --param-order gives it blocks.0.up.weight of shape \[4, 4\]",
+        ),
         (lambda groups: [groups[0], [*groups[1][:-1], "nothing"]], "nothing is not in the model"),
         (lambda groups: [groups[0], [*groups[1][:-1], groups[1][0]]], "embed.weight is listed 2 times"),
         (lambda groups: {"groups": groups}, "holds another document"),

@@ -54,7 +54,9 @@ def with_parameters(tree: Tree, shapes: Shapes | None, where: str) -> Tree:
     params = {name: params[ties.get(name, name)] for name in (*known, *ties)}
     root = next(iter(flat.values())).path[:-1]
     rest = [leaf for leaf in tree.model if leaf not in flat.values() and _name(leaf) not in params]
-    return replace(tree, model=(*(_leaf((*root, name), own) for name, own in params.items()), *map(_copies, rest)))
+    model = (*(_leaf((*root, name), own) for name, own in params.items()), *map(_copies, rest))
+    is_nameless = any(len(names) > 1 and beside.keys().isdisjoint(names) for names in units.values())
+    return replace(tree, model=model, is_order_assumed=shapes is not None and is_nameless)
 
 
 def _ties(beside: Mapping[str, Ranked], names: Collection[str]) -> dict[str, str]:

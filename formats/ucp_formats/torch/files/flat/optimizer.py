@@ -121,10 +121,11 @@ def _names(saved: _Saved, shapes: Shapes, order: Order | None) -> dict[int, list
     counts = {name: prod(shape) for name, shape in shapes.items()}
     forms = {str(number): own for number, own in lengths.items()}
     if order is not None or (len(numbers) == len(shapes) and set(lengths.values()) <= set(counts.values())):
+        sized: Shapes = {**shapes, **{number: (own,) for number, own in forms.items()}}
         named = (
             name_params(saved.groups, forms, counts, shapes=shapes)
             if order is None
-            else order_params(saved.groups, forms, counts, order)
+            else order_params(saved.groups, forms, counts, order, shapes=sized)
         ).names
         return {number: [named[number]] for number in numbers}
     units = units_of(shapes, list(lengths.values()), saved.ranks) if len(lengths) == len(numbers) else None
