@@ -171,8 +171,9 @@ def _groups(a: Index, b: Index) -> Iterator[Change]:
     if bool(left) is not bool(right):
         yield Change(param="", state="", what="group", a=_grouped(left), b=_grouped(right))
         return
-    for name in sorted(set(left) ^ set(right)):
-        if name in a.atoms and name in b.atoms and 0 not in a.atoms[name].global_shape:  # as with its kind
+    for name in sorted((set(left) ^ set(right)) & a.atoms.keys() & b.atoms.keys()):
+        is_stepped = Kind.PARAMETER in (a.atoms[name].kind, b.atoms[name].kind) and 0 not in a.atoms[name].global_shape
+        if is_stepped:  # torch lists frozen parameters in groups, DeepSpeed does not
             yield Change(param=name, state="", what="group", a=_place(left, name), b=_place(right, name))
     checksums = Checksums((*a.records, *b.records))
     found: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
