@@ -166,8 +166,8 @@ def sorted_out(
         parts.frozen = frozenset(name for name in unstepped if 0 not in (parts.model[name].shape or ()))
         parts.notes.append(
             f"{counted(len(unstepped), 'parameter')} in a group of the optimizer without states, which others have: "
-            "taken for frozen. If they were trained and never got a gradient, say so (--set frozen=none); if not, the "
-            f"states are lost:\n{listed(unstepped)}"
+            "taken for frozen. Nothing to do if they are. If they were trained and had no gradient yet: "
+            f"--set frozen=none. If neither holds, their states are missing from the file:\n{listed(unstepped)}"
         )
     return parts
 
