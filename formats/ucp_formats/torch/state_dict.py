@@ -24,7 +24,8 @@ from functools import reduce
 from operator import or_
 
 from ucp.contract.scalars import scalar_state
-from ucp.core.index import Kind, Loss, ParamGroup, StateIndex, UnnamedStates
+from ucp.core.index import AtomIndex, Kind, Loss, ParamGroup, StateIndex, UnnamedStates
+from ucp.core.names import WEIGHT
 from ucp.core.tensor import TensorRef
 from ucp.errors import IdleOptionError, MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import described
@@ -43,7 +44,7 @@ from ucp_formats.torch.model_dict import (
 )
 from ucp_formats.torch.numbered import Naming, Number, Order, UnnamedError, name_params, order_params
 
-__all__ = ["Leaf", "Parts", "kind_of", "number_of", "sorted_out", "unnamed_states"]
+__all__ = ["Leaf", "Parts", "kind_of", "number_of", "sorted_out", "unnamed_states", "untrained_notes"]
 
 _GROUPS, _STATE = "param_groups", "state"
 _PARAMS, _NAMES = "params", "param_names"
@@ -179,6 +180,20 @@ def kind_of(name: str, parts: Parts) -> Kind | None:
     lists too.
     """
     return Kind.FROZEN if name in parts.frozen else Kind.PARAMETER if name in parts.trained else None
+
+
+def untrained_notes(atoms: Mapping[str, AtomIndex], parts: Parts) -> Iterator[str]:
+    """What tensors in no group are taken for, where nothing tells parameters from buffers."""
+    frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN and name not in parts.frozen]
+    if frozen:
+        yield f"in no group of the optimizer, so frozen parameters or buffers:\n{listed(frozen)}"
+    buffers = (atom for atom in atoms.values() if atom.kind is Kind.BUFFER and not atom.global_shape)
+    scalars = [atom.name for atom in buffers if atom.states[WEIGHT].dtype.is_floating]
+    if scalars:
+        yield (
+            "scalars in no group of the optimizer, taken for buffers (--set frozen=NAME for one that is a frozen "
+            f"parameter):\n{listed(scalars)}"
+        )
 
 
 def number_of(leaf: Leaf) -> StateIndex:
