@@ -268,7 +268,8 @@ _CONVERT_OPTIONS = (
         multiple=True,
         callback=_once,
         help="What the target needs and the source does not record, e.g. num_attention_heads=N (an unknown name lists "
-        "those there are); drop=EXTRA,... leaves extras of the source out. Also settings of --engine.",
+        "those there are); drop=EXTRA,... leaves extras of the source out; frozen=GLOB,... or none says what is "
+        "frozen; step=N and scheduler=KEY what a run resumes from. Also settings of --engine.",
     ),
     click.option(
         "--names",

@@ -41,12 +41,14 @@ A failure is one message without a traceback; `ucp --debug VERB ...` or `UCP_DEB
 _SETTINGS = """\
 ## Settings
 
-What `--set NAME=VALUE` takes, by target and by engine. Every target takes `drop=EXTRA,...`, which leaves extras of
-the source out, and megatron also what the source records among its arguments; any other name is refused. With
-`--names`, and to megatron and huggingface, sizes of the model are taken by the names of Megatron's arguments or of
-config.json (`num_attention_heads`, `num_query_groups` or `num_key_value_heads`, `head_dim`, ...), where names are
-translated and the source does not record them. With `--optimizer zero`: `lr`, `beta1`, `beta2`, `eps`,
-`weight_decay`."""
+What `--set NAME=VALUE` takes, by target and by engine. Every target takes `drop=EXTRA,...`, which leaves extras of the
+source out, and `frozen=GLOB,...` or `frozen=none`, which says what parameters are frozen. A target that a run resumes
+from (dcp, deepspeed, deepspeed-universal, megatron, torch) takes `step=N` and `scheduler=KEY`, for a source that does
+not record its step or has the state of the scheduler under a key of its own; megatron also takes what the source
+records among its arguments. Any other name is refused. With `--names`, and to megatron and huggingface, sizes of the
+model are taken by the names of Megatron's arguments or of config.json (`num_attention_heads`, `num_query_groups` or
+`num_key_value_heads`, `head_dim`, ...), where names are translated and the source does not record them. With
+`--optimizer zero`: `lr`, `beta1`, `beta2`, `eps`, `weight_decay`."""
 
 
 def page() -> str:

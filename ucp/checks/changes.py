@@ -100,8 +100,8 @@ def _structure(changes: Sequence[Change]) -> list[tuple[str, ...]]:
 
 
 def _hyper(changes: Sequence[Change]) -> list[tuple[str, ...]]:
-    rows = _grouped(changes, lambda change: (change.state, change.a, change.b))
-    return [(row.first.state, row.first.a, row.first.b, counted(row.changes, "parameter")) for row in rows]
+    rows = _grouped(changes, lambda change: (change.state or _alike(change), change.a, change.b))
+    return [(r.first.state or r.label, r.first.a, r.first.b, counted(r.changes, "parameter")) for r in rows]
 
 
 def _by_state(changes: Sequence[Change]) -> list[tuple[str, ...]]:

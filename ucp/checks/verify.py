@@ -34,7 +34,7 @@ from ucp.io.destination.mark import find_damage, find_destination, read_mark
 from ucp.io.folder import path_of
 from ucp.io.identity import check_unchanged
 from ucp.transfer.compare import checked_bytes
-from ucp.transfer.differences import Change, casts_between, compare, keeps_extras
+from ucp.transfer.differences import Change, casts_between, compare, equal_casts, keeps_extras
 
 __all__ = ["DiffReport", "VerifyReport", "differences", "prove"]
 
@@ -251,8 +251,9 @@ def differences(
         if right.atoms[atom.name].states[name].global_shape == state.global_shape
     ]
     changes = compare(left, right, observer, extras=extras, threads=threads)
-    check_unchanged((*left.files, *right.files))
     recast = _recast(changes, left)
+    casts = equal_casts(left, right, (own for own in changes if own not in recast), observer, threads=threads)
+    check_unchanged((*left.files, *right.files))
     return DiffReport(
         a=str(a),
         b=str(b),
@@ -262,6 +263,7 @@ def differences(
         changes=tuple(own for own in changes if own not in recast),
         notes=(
             *_strangers(left, right),
+            *casts,
             *(f"{line}: the numbers are equal, only their type is another" for line in _casts(recast)),
             *(f"{own.path}: {line}" for own in (left, right) for line in (*_oddities(own), *_unnamed(own))),
         ),

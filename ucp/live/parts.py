@@ -132,6 +132,8 @@ class LiveParam:
     """What of it this rank steps; None for what the model holds of it."""
     apart: Mapping[str, LivePart] = field(default_factory=dict)
     """States of which the rank keeps another part."""
+    is_frozen: bool = False
+    """Whether it is in a group of the optimizer and gets no gradient (`requires_grad=False`), so is not stepped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

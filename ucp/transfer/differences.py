@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import isnan
 
@@ -19,7 +19,7 @@ from ucp.errors import counted
 from ucp.io.pickle.fields import shown
 from ucp.transfer.compare import THREADS, Pair, apart
 
-__all__ = ["Change", "casts_between", "compare", "keeps_extras"]
+__all__ = ["Change", "casts_between", "compare", "equal_casts", "keeps_extras"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +94,27 @@ def casts_between(a: Index, b: Index) -> tuple[str, ...]:
         and state.numel
     )
     return tuple(f"{change} in {counted(count, 'parameter')}" for change, count in changed.items())
+
+
+def equal_casts(
+    a: Index, b: Index, changes: Iterable[Change], observer: Observer, *, threads: int = THREADS
+) -> list[str]:
+    """A line for each change of dtype among `changes` after which all states are equal, from the wider to the narrower.
+
+    Reads these states again.
+    """
+    casts: dict[tuple[str, str], list[Pair]] = {}
+    for change in (change for change in changes if change.what == "dtype"):
+        both = [index.atoms[change.param].states[change.state] for index in (a, b)]
+        if all(state.dtype.is_floating for state in both):
+            wide, narrow = sorted(both, key=lambda state: -state.dtype.itemsize)
+            pair = Pair(change.param, change.state, wide, narrow)
+            casts.setdefault((change.state, f"{wide.dtype} -> {narrow.dtype}"), []).append(pair)
+    return [
+        f"{state}: equal after the cast {cast}, in {counted(len(pairs), 'parameter')}"
+        for (state, cast), pairs in casts.items()
+        if not apart(pairs, observer, cast=True, threads=threads)
+    ]
 
 
 def _structure(a: Index, b: Index, *, cast: bool) -> Iterator[Change]:
@@ -171,8 +192,9 @@ def _groups(a: Index, b: Index) -> Iterator[Change]:
     if bool(left) is not bool(right):
         yield Change(param="", state="", what="group", a=_grouped(left), b=_grouped(right))
         return
-    for name in sorted(set(left) ^ set(right)):
-        if name in a.atoms and name in b.atoms and 0 not in a.atoms[name].global_shape:  # as with its kind
+    for name in sorted((set(left) ^ set(right)) & a.atoms.keys() & b.atoms.keys()):
+        is_stepped = Kind.PARAMETER in (a.atoms[name].kind, b.atoms[name].kind) and 0 not in a.atoms[name].global_shape
+        if is_stepped:  # torch lists frozen parameters in groups, DeepSpeed does not
             yield Change(param=name, state="", what="group", a=_place(left, name), b=_place(right, name))
     checksums = Checksums((*a.records, *b.records))
     found: dict[tuple[int, int], list[tuple[str, str, str]]] = {}

@@ -43,7 +43,7 @@ from ucp_formats.torch.locate import (
 from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of
 from ucp_formats.torch.model_dict import FLAT
 from ucp_formats.torch.order import order_of
-from ucp_formats.torch.state_dict import Leaf, Parts, kind_of, number_of, sorted_out
+from ucp_formats.torch.state_dict import Leaf, Parts, kind_of, number_of, sorted_out, untrained_notes
 
 __all__ = ["DcpFormat"]
 
@@ -211,10 +211,10 @@ class _Reading:
         )
 
     def _untrained(self, weight: StateIndex) -> Kind:
-        """Kind of a tensor that is in no group of the optimizer: FSDP cuts parameters, and no buffers."""
-        is_whole = sum(not own.replica for own in weight.fragments) == 1 and (
-            not weight.global_shape or weight.global_shape[0] > 1
-        )
+        """Kind of a tensor that is in no group of the optimizer: FSDP cuts parameters, and no buffers or scalars."""
+        if not weight.global_shape:
+            return Kind.BUFFER
+        is_whole = sum(not own.replica for own in weight.fragments) == 1 and weight.global_shape[0] > 1
         return Kind.BUFFER if (self._is_cut and is_whole) or not weight.dtype.is_floating else Kind.FROZEN
 
     @property
@@ -251,9 +251,8 @@ class _Reading:
         if unplaced:
             names = listed(unplaced)
             yield f"{counted(len(unplaced), 'tensor')} cut by no pattern known here, read by their boxes:\n{names}"
-        frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN and name not in self._saved.frozen]
-        if frozen and not self._is_cut:
-            yield f"in no group of the optimizer, so frozen parameters or buffers:\n{listed(frozen)}"
+        if not self._is_cut:
+            yield from untrained_notes(atoms, self._saved)
         if aliases:
             shown = listed(f"{alias} = {name}" for alias, name in aliases.items())
             yield f"taken for tied, as all elements are equal:\n{shown}"

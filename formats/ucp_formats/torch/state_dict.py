@@ -24,8 +24,8 @@ from functools import reduce
 from operator import or_
 
 from ucp.contract.scalars import scalar_state
-from ucp.core.index import Kind, Loss, ParamGroup, StateIndex, UnnamedStates
-from ucp.core.names import STEP
+from ucp.core.index import AtomIndex, Kind, Loss, ParamGroup, StateIndex, UnnamedStates
+from ucp.core.names import STEP, WEIGHT
 from ucp.core.tensor import TensorRef
 from ucp.errors import IdleOptionError, MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import described
@@ -44,7 +44,7 @@ from ucp_formats.torch.model_dict import (
 )
 from ucp_formats.torch.numbered import Naming, Number, Order, UnnamedError, name_params, order_params
 
-__all__ = ["Leaf", "Parts", "kind_of", "number_of", "sorted_out", "unnamed_states"]
+__all__ = ["Leaf", "Parts", "kind_of", "number_of", "sorted_out", "unnamed_states", "untrained_notes"]
 
 _GROUPS, _STATE = "param_groups", "state"
 _PARAMS, _NAMES = "params", "param_names"
@@ -167,8 +167,8 @@ def sorted_out(
         parts.frozen = frozenset(name for name in unstepped if 0 not in (parts.model[name].shape or ()))
         parts.notes.append(
             f"{counted(len(unstepped), 'parameter')} in a group of the optimizer without states, which others have: "
-            "taken for frozen. If they were trained and never got a gradient, say so (--set frozen=none); if not, the "
-            f"states are lost:\n{listed(unstepped)}"
+            "taken for frozen. Nothing to do if they are. If they were trained and had no gradient yet: "
+            f"--set frozen=none. If neither holds, their states are missing from the file:\n{listed(unstepped)}"
         )
     return parts
 
@@ -180,6 +180,20 @@ def kind_of(name: str, parts: Parts) -> Kind | None:
     lists too.
     """
     return Kind.FROZEN if name in parts.frozen else Kind.PARAMETER if name in parts.trained else None
+
+
+def untrained_notes(atoms: Mapping[str, AtomIndex], parts: Parts) -> Iterator[str]:
+    """What tensors in no group are taken for, where nothing tells parameters from buffers."""
+    frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN and name not in parts.frozen]
+    if frozen:
+        yield f"in no group of the optimizer, so frozen parameters or buffers:\n{listed(frozen)}"
+    buffers = (atom for atom in atoms.values() if atom.kind is Kind.BUFFER and not atom.global_shape)
+    scalars = [atom.name for atom in buffers if atom.states[WEIGHT].dtype.is_floating]
+    if scalars:
+        yield (
+            "scalars in no group of the optimizer, taken for buffers (--set frozen=NAME for one that is a frozen "
+            f"parameter):\n{listed(scalars)}"
+        )
 
 
 def number_of(leaf: Leaf) -> StateIndex:

@@ -23,7 +23,7 @@ from ucp.contract.protocols import Target
 from ucp.contract.registry import run_extras
 from ucp.contract.run_extras import LR_SCHEDULER, MODULE_STATE
 from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Extra, Index, ParamGroup, StateIndex, check_weights
+from ucp.core.index import AtomIndex, Extra, Index, Kind, ParamGroup, StateIndex, check_weights
 from ucp.core.names import STEP, WEIGHT, OptimizerKeys, StateDictKeys
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
@@ -330,7 +330,8 @@ def _key(path: tuple[object, ...]) -> str:
 def _group_notes(index: Index) -> Iterator[str]:
     """What torch asks for and the source does not have."""
     yield from rate_notes(index)
-    trained = [index.atoms[name] for group in index.groups for name in group.params]
+    in_groups = (index.atoms[name] for group in index.groups for name in group.params)
+    trained = [atom for atom in in_groups if atom.kind is Kind.PARAMETER]
     full = {state for own in trained for state in own.states}
     full |= {STEP, "exp_avg", "exp_avg_sq"} if any(map(is_adam, index.groups)) else set()
     bare = [own.name for own in trained if full - own.states.keys()]

@@ -41,6 +41,14 @@ def test_hyper_parameters_are_grouped_by_value(capsys: pytest.CaptureFixture[str
     assert rows[-1].split() == ["lr", "0.1", "0.2", "2", "parameters"]
 
 
+def test_what_is_in_a_group_on_one_side_only_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    lone = Change(param="head.weight", state="", what="group", a="in a group", b="-")
+    layers = [Change(param=f"layers.{n}.weight", state="", what="group", a="in a group", b="-") for n in (1, 2)]
+    rows = shown(capsys, lone, *layers)
+    assert rows[-2].split() == ["head.weight", "in", "a", "group", "-", "1", "parameter"]
+    assert rows[-1].split() == ["layers.#.weight", "[1-2]", "in", "a", "group", "-", "2", "parameters"]
+
+
 def test_structure_says_what_each_has(capsys: pytest.CaptureFixture[str]) -> None:
     shape = [Change(param=f"a.{n}", state="weight", what="shape", a="[2]", b="[3]") for n in (0, 1, 5)]
     missing = Change(param="b", state="", what="missing", a="present", b="missing")

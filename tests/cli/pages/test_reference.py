@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ucp.contract import registry
+from ucp.conversion.source.frozen import FROZEN
+from ucp.conversion.source.run_state import RUN_SETTINGS
+from ucp.conversion.source.selection import DROP
 from ucp_cli.reference import page
 
 DOCS = Path(__file__).parents[3] / "docs" / "reference"
+
+
+def test_settings_that_targets_have_in_common_are_named() -> None:
+    common = page().partition("## Settings")[2].partition("###")[0]
+    assert all(f"`{name}=" in common for name in (DROP, FROZEN, *RUN_SETTINGS))
+    targets = [registry.target(name) for name in registry.names("ucp.targets")]
+    assert f"({', '.join(sorted(target.name for target in targets if target.resumes))})" in common.replace("\n", " ")
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -127,6 +127,20 @@ def test_weights_alone_are_compared_where_asked_for(ucp: Run, zero3: Path, tmp_p
         assert f"equal to  {run}" in ucp("verify", export, "--against", run, *options).stdout
 
 
+def test_weights_that_are_equal_after_a_cast_are_said_to_be(ucp: Run, tmp_path: Path) -> None:
+    weights = {f"layers.{n}.weight": torch.rand(5, 3) for n in range(3)}
+    torch.save(weights, tmp_path / "run.pt")
+    rounded = {name: weight.bfloat16() for name, weight in weights.items()}
+    torch.save(rounded, tmp_path / "export.pt")
+    line = "weight: equal after the cast float32 -> bfloat16, in 3 parameters"
+    for both in (("run.pt", "export.pt"), ("export.pt", "run.pt")):
+        page = ucp("diff", *(tmp_path / name for name in both), "--weights", code=3).stdout
+        assert page.rstrip().endswith(line)
+    rounded["layers.1.weight"][2, 1] += 1
+    torch.save(rounded, tmp_path / "trained.pt")
+    assert "after the cast" not in ucp("diff", tmp_path / "run.pt", tmp_path / "trained.pt", code=3).stdout
+
+
 def test_a_glob_that_matches_nothing_in_either_is_refused(ucp: Run, zero3: Path, mixed: Path) -> None:
     assert "no parameter matches 'nothing*'" in ucp("diff", zero3, mixed, "--include", "nothing*", code=2).stderr
     assert "say with what by --against" in ucp("verify", zero3, "--weights", code=2).stderr

@@ -110,6 +110,48 @@ def test_what_torch_asks_for_and_is_not_there_is_said() -> None:
     assert any("no train_state" in note for note in plan.notes)
 
 
+def test_a_scalar_in_no_group_is_a_buffer_unless_it_is_named_as_frozen(tmp_path: Path) -> None:
+    """ZeRO-3 keeps parameters apart from the model's tensors, and does not load a buffer that is written as one."""
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("scale", torch.tensor(2.0))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    ucp.convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp")
+    for source in (tmp_path / "a.pt", tmp_path / "dcp"):
+        report = ucp.inspect(source)
+        assert report.atoms["scale"].kind == "buffer"
+        assert any("taken for buffers" in note and "scale" in note for note in report.notes)
+    for number, (frozen, kind) in enumerate({"none": "buffer", "sc*": "buffer", "scale": "frozen"}.items()):
+        zero3 = tmp_path / f"zero3-{number}"
+        ucp.convert(source, zero3, to="deepspeed", topology="dp=2,zero=3", settings={"frozen": frozen})
+        assert ucp.inspect(zero3).atoms["scale"].kind == kind
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_does_not_ask_for_states_of_frozen_parameters(tmp_path: Path) -> None:
+    def new_run() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        model.get_parameter("1.weight").requires_grad = False
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = new_run()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "source.pt")
+    report = ucp.convert(tmp_path / "source.pt", tmp_path / "out", to="dcp")
+    assert not any("without all optimizer states" in note for note in report.notes)
+    later, stepped = new_run()
+    weights, states = get_state_dict(later, stepped)
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert same(weights, model.state_dict())
+    assert torch.equal(
+        states["state"]["0.weight"]["exp_avg"], optimizer.state[model.get_parameter("0.weight")]["exp_avg"]
+    )
+    assert "1.weight" not in states["state"]
+
+
 def test_every_rank_has_one_chunk_of_what_it_loads(tmp_path: Path) -> None:
     ucp.convert(ROOT / "torch" / "ddp-dp2" / "checkpoint", tmp_path / "out", to="dcp", topology="dp=4")
     metadata = FileSystemReader(tmp_path / "out").read_metadata()

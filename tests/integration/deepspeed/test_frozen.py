@@ -40,6 +40,8 @@ def saved(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 def test_deepspeed_loads_it(stage: int, tmp_path: Path) -> None:
     source, truth = saved(tmp_path / "source")
     ucp.convert(source, tmp_path / "written", to="deepspeed", topology=f"dp=2,zero={stage}", verify=True)
+    assert ucp.diff(source, tmp_path / "written").equal
+    assert ucp.verify(tmp_path / "written", against=source).ok
     worker = Path(__file__).with_name("frozen_worker.py")
     run([*ranks(2), str(worker), str(tmp_path / "written"), str(stage), str(tmp_path / "saved")])
     again = ucp.open(tmp_path / "saved")

@@ -151,6 +151,15 @@ def test_a_single_process_gets_everything(saved):
     assert net.void not in optimizer.state
 
 
+def test_a_frozen_parameter_may_be_in_the_optimizer(saved):
+    net = Net()
+    optimizer = optim.AdamW(net.parameters())
+    report = load_into(net, checkpoint=saved.path, optimizer=optimizer)
+    saved.check(net, optimizer)
+    assert not report.problems
+    assert net.frozen not in optimizer.state
+
+
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("memory", [256, 4 << 20])
 def test_ranks_share_the_reading_and_hold_the_same(saved, count, memory):

@@ -104,6 +104,15 @@ class TestStructure:
         assert changes(a, left) == [("x", "", "group", "in a group", "-")]
         assert changes(a, replace(left, atoms={"w": own.atoms["w"]}))[-1][:3] == ("empty", "", "missing")
 
+    def test_a_frozen_parameter_may_be_in_a_group(self, shards):
+        """torch lists it in one and DeepSpeed does not; nothing steps it."""
+        array = np.zeros(3, "float32")
+        a = replace(index(shards, w=array, x=array), groups=(ParamGroup(params=("w", "x"), hyper={"lr": 1e-3}),))
+        a.atoms["x"] = replace(a.atoms["x"], kind=Kind.FROZEN)
+        b = replace(a, groups=(ParamGroup(params=("w",), hyper={"lr": 1e-3}),))
+        assert not changes(a, b)
+        assert not changes(b, a)
+
 
 class TestValues:
     def test_elements_that_differ_are_counted_over_blocks(self, shards, monkeypatch):

@@ -30,7 +30,11 @@ def with_frozen(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mappi
     idle = [glob for glob in globs if not any(fnmatchcase(name, glob) for name in index.atoms)]
     if idle:
         raise UsageError(f"--set frozen: no parameter of {index.path} matches {', '.join(idle)}")
-    frozen = {name for name in index.atoms if any(fnmatchcase(name, glob) for glob in globs)}
+    frozen = {
+        name
+        for name, atom in index.atoms.items()
+        if name in globs or (atom.kind is not Kind.BUFFER and any(fnmatchcase(name, glob) for glob in globs))
+    }
     stepped = [name for name in index.atoms if name in frozen and index.atoms[name].states.keys() - {WEIGHT}]
     if stepped:
         raise UsageError(
@@ -45,7 +49,7 @@ def with_frozen(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mappi
 
 
 def _as(atom: AtomIndex, *, is_frozen: bool, is_grouped: bool) -> AtomIndex:
-    """The parameter, frozen or not; what no group lists and nobody names stays as it is."""
-    if atom.kind is Kind.BUFFER or not (is_frozen or is_grouped):
-        return atom
-    return replace(atom, kind=Kind.FROZEN if is_frozen else Kind.PARAMETER)
+    """The parameter, frozen or not; what no group lists and nobody names stays as it is, as do buffers in a glob."""
+    if is_frozen:
+        return replace(atom, kind=Kind.FROZEN)
+    return replace(atom, kind=Kind.PARAMETER) if is_grouped and atom.kind is not Kind.BUFFER else atom

@@ -44,7 +44,7 @@ def match_states(
             wanted.append(item_of(param.name, atom, WEIGHT, dtype, param.part or parts[param.name], stepped=True))
         if not _held(atom):
             is_new = index.unnamed is None and has_optimizer and atom.name not in known
-            if is_new and 0 not in atom.global_shape:
+            if is_new and not param.is_frozen and 0 not in atom.global_shape:
                 findings.problems.append(f"{param.name} is optimised, and was not when the checkpoint was saved")
             fresh.append(param.name)
         else:

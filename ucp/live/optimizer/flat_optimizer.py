@@ -84,13 +84,14 @@ class FlatOptimizer:
 
     def params(self, hyper: Sequence[Mapping[str, object]]) -> list[LiveParam]:
         """What it keeps of every parameter of which this rank has elements: that of its tensor."""
-        keeps = {own.name: own.keeps for own in self.base.params(hyper)}
+        params = {param.name: param for param in self.base.params(hyper)}
         slots = {name: self._slot(name) for group in self.groups() for name in group.params}
         return [
             LiveParam(
                 name=name,
-                keeps=keeps[slot.key],
+                keeps=params[slot.key].keeps,
                 apart={state: own.part for state, own in slot.apart.items()},
+                is_frozen=params[slot.key].is_frozen,
             )
             for name, slot in slots.items()
             if slot.usual.numel or slot.key != name

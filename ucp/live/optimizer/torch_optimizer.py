@@ -60,7 +60,11 @@ class TorchOptimizer:
         """What it keeps, as names and types; a momentum in `hyper` may make a state."""
         self.forms.update(_forms_of(self, hyper))
         return [
-            LiveParam(name=name, keeps=_types(self.forms[name]) if name in self.forms else None)
+            LiveParam(
+                name=name,
+                keeps=_types(self.forms[name]) if name in self.forms else None,
+                is_frozen=not self.live[name].requires_grad,
+            )
             for names in self.names
             for name in names
         ]

@@ -39,7 +39,7 @@ from ucp_formats.torch.model_dict import Path as TreePath
 from ucp_formats.torch.model_dict import aside_text
 from ucp_formats.torch.numbered import UnnamedError
 from ucp_formats.torch.order import order_of
-from ucp_formats.torch.state_dict import Leaf, Parts, kind_of, number_of, sorted_out, unnamed_states
+from ucp_formats.torch.state_dict import Leaf, Parts, kind_of, number_of, sorted_out, unnamed_states, untrained_notes
 
 __all__ = ["TorchFormat"]
 
@@ -196,8 +196,8 @@ class _Reading:
 
     def _untrained(self, weight: Joined) -> Kind:
         """Kind of a tensor that is in no group of the optimizer: ranks share parameters, and no buffers."""
-        is_buffer = not weight.dtype.is_floating or (self._is_shared and not weight.is_shared)
-        return Kind.BUFFER if is_buffer else Kind.FROZEN
+        is_whole = not weight.shape or (self._is_shared and not weight.is_shared)
+        return Kind.BUFFER if is_whole or not weight.dtype.is_floating else Kind.FROZEN
 
     def _producer(self) -> str:
         extras = {own.name: own.value for own in self._tree.extras}
@@ -223,9 +223,8 @@ class _Reading:
                 yield f"optimizer states: {place} is an object of {own.made_by}; save its state_dict() instead"
 
     def _notes(self, atoms: Mapping[str, AtomIndex]) -> Iterator[str]:
-        frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN and name not in self._saved.frozen]
-        if frozen and not self._is_shared:
-            yield f"in no group of the optimizer, so frozen parameters or buffers:\n{listed(frozen)}"
+        if not self._is_shared:
+            yield from untrained_notes(atoms, self._saved)
         if self._saved.tied:
             shown = listed(f"{alias} = {name}" for alias, name in self._saved.tied.items())
             yield f"taken for tied, as they are stored once, or as config.json says:\n{shown}"

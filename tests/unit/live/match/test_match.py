@@ -224,6 +224,14 @@ def test_a_parameter_that_was_not_optimised_is_a_problem():
     assert findings.problems == ["a is optimised, and was not when the checkpoint was saved"]
 
 
+def test_a_frozen_parameter_in_a_group_need_not_have_been_optimised():
+    source = index(atom("a"), adam_atom("b"), groups=(ParamGroup(params=("b",), hyper={}),))
+    params = [LiveParam(name="a", keeps=ADAM, is_frozen=True), LiveParam(name="b", keeps=ADAM)]
+    _, fresh, findings = states_of(params, source)
+    assert not findings.problems
+    assert fresh == ["a"]
+
+
 def test_a_checkpoint_of_weights_only_is_one_problem():
     params = [LiveParam(name=name, keeps=ADAM) for name in ("a", "b")]
     _, fresh, findings = states_of(params, index(atom("a"), atom("b")))
