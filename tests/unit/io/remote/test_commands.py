@@ -43,7 +43,7 @@ def llama(memory):
     return stored(memory, "huggingface/llama-sharded")
 
 
-_MEMORY = re.compile(r"[\d,]+ bytes of memory")
+_MEMORY = re.compile(r"^memory  .*$", re.MULTILINE)
 """Of which what is on its way from a store takes some."""
 
 
