@@ -5,7 +5,6 @@ partition=uniform    `partition_method` of the run: uniform, parameters, or type
                      that its expression matches (class names are in no file), like type:2-25,27
 layers=9             for partition: the number of layers, where functions follow the last that has a file
 tied=embed:8         a layer without a file (`forward_fn`) that uses a tied layer again
-norm=unchecked       write stages over which a run configured as the source could not take the norm of the gradients
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ _FORMS = {
     ),
     "layers": (r"[1-9]\d{0,4}", "the number of layers"),
     "tied": (r"[^:,]+:\d{1,5}(,[^:,]+:\d{1,5})*", "key and number of the layer that uses it again, like embed:8"),
-    "norm": ("unchecked", "unchecked"),
 }
 """Setting to its form, and to that in words."""
 SETTINGS = {name: words for name, (_, words) in _FORMS.items()}
@@ -49,8 +47,6 @@ class StageSettings:
     """Number of layers."""
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Key of a tied layer to layers that use it again."""
-    any_norm: bool = False
-    """Whether stages are written over which a run configured as the source could not take the norm."""
 
     @property
     def partitions(self) -> bool:
@@ -87,7 +83,6 @@ def stage_settings(texts: Mapping[str, str]) -> StageSettings:
         matched=frozenset(_numbers(partition.partition(":")[2])),
         layers=int(texts.get("layers", 0)),
         tied=tied,
-        any_norm="norm" in texts,
     )
 
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from itertools import accumulate
+from math import inf, prod
 
 from ucp.core.index import Kind
 from ucp.errors import TopologyError, UsageError, listed
 from ucp_formats.deepspeed.write.pipeline.layers import Pipeline, Uses, layer_of, stage_at, tied_key
-from ucp_formats.deepspeed.write.pipeline.norms import norm_notes
-from ucp_formats.deepspeed.write.pipeline.partition import balanced_bounds, uniform_bounds
 from ucp_formats.deepspeed.write.pipeline.settings import StageSettings
-from ucp_formats.deepspeed.write.rank_files import groups_of
 from ucp_formats.deepspeed.write.run import RunFacts
 
-__all__ = ["Stages", "stages_of"]
+__all__ = ["Stages", "balanced_bounds", "stages_of", "uniform_bounds"]
 
 _STAGES = (
     "--set stages=FIRST,FIRST,...,COUNT (the first layer of each stage, then how many layers there are; PipelineModule "
@@ -46,8 +44,7 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
     Raises TopologyError where nobody says what the stages have or DeepSpeed cannot have them, and UsageError.
     """
     if count == len(pipeline.stages) and not settings.partitions:
-        kept = _as_they_are(facts, pipeline)
-        return Stages(kept, tuple(norm_notes(facts, groups_of(facts), kept)))
+        return Stages(_as_they_are(facts, pipeline))
     disorder = pipeline.disorder(facts.index.groups)
     if disorder is not None:
         raise TopologyError(
@@ -73,13 +70,7 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
         )
     bounds = settings.bounds or _partitioned(facts, settings, uses, layers, count)
     places = _places(facts, uses, bounds)
-    told = list(norm_notes(facts, groups_of(facts), places)) if count > 1 else []
-    if told and not settings.any_norm:
-        raise TopologyError(
-            f"DeepSpeed could not take a step over stages={','.join(map(str, bounds))}: {told[0]}. Choose other "
-            "stages, or say --set norm=unchecked where the run is configured otherwise"
-        )
-    return Stages(places, (_note(facts, pipeline, settings, uses, bounds), *told) if count > 1 else ())
+    return Stages(places, (_note(facts, pipeline, settings, uses, bounds),) if count > 1 else ())
 
 
 def _as_they_are(facts: RunFacts, pipeline: Pipeline) -> list[dict[str, int]]:
@@ -150,3 +141,45 @@ def _note(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, uses: Us
         if before and not pipeline.agrees(_partitioned(facts, settings, uses, bounds[-1], before), uses):
             note += "; the source's stages are not of this partition: check partition, layers and tied"
     return f"{note}. A run that partitions its layers otherwise fails to load its optimizer"
+
+
+def uniform_bounds(layers: int, stages: int) -> tuple[int, ...]:
+    """Bounds of stages with as many layers each, the first ones with one more (`partition_uniform`, runtime/utils.py).
+
+    Stages come out empty where there are fewer layers than stages.
+
+    >>> uniform_bounds(8, 3)
+    (0, 3, 6, 8)
+    """
+    if layers <= stages:
+        return tuple(min(stage, layers) for stage in range(stages + 1))
+    each, more = divmod(layers, stages)
+    return tuple(each * stage + min(stage, more) for stage in range(stages + 1))
+
+
+def balanced_bounds(weights: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Bounds with the smallest difference of the heaviest and the lightest stage (`partition_balanced`, ties included).
+
+    `weights`: one per layer. Of several such bounds, the last stages take the fewest layers.
+
+    >>> balanced_bounds([88, 72, 0, 16, 72, 88], 2)
+    (0, 4, 6)
+    """
+    count = len(weights)
+    if count <= stages:
+        return uniform_bounds(count, stages)
+    before = list(accumulate(weights, initial=0))
+    best: dict[tuple[int, int], tuple[float, float, int]] = {(0, 0): (0, inf, 0)}  # heaviest, lightest, last start
+    for stop in range(1, count + 1):
+        for number in range(1, min(stop, stages) + 1):
+            ways = (
+                (max(best[start, number - 1][0], own), min(best[start, number - 1][1], own), start)
+                for start in reversed(range(stop))
+                if (start, number - 1) in best
+                for own in [before[stop] - before[start]]
+            )
+            best[stop, number] = min(ways, key=lambda way: way[0] - way[1])
+    bounds = [count]
+    for number in range(stages, 0, -1):
+        bounds.append(best[bounds[-1], number][2])
+    return tuple(reversed(bounds))

@@ -22,7 +22,6 @@ def test_every_setting() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("norm", "checked", "norm=checked: expected unchecked"),
         ("stages", "1,3", "stages=1,3: expected the first layer of each stage"),
         ("stages", "0,3,3", "increasing, like 0,3,5,9"),
         ("stages", "4", "stages=4: expected"),

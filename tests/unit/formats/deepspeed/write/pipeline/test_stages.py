@@ -111,28 +111,6 @@ def test_the_order_of_several_tied_layers_has_to_be_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "count", "said", "why"),
-    [
-        ("z1-pp2-dp2", 3, TIED, "stages have parameters of 1 or 2 optimizer groups"),
-        ("z1-pp2-tp2-dp2-bf16", 4, {"tied": "embed:5"}, "stage 3 trains copies of tied"),
-    ],
-)
-def test_stages_that_cannot_take_a_step_are_refused(source: str, count: int, said: dict[str, str], why: str) -> None:
-    asked = {**said, "partition": "uniform"}
-    with pytest.raises(TopologyError, match=f"could not take a step over stages=[0-9,]*: {why}.*norm=unchecked"):
-        stages(source, count, asked, zero=1)
-    assert why in stages(source, count, {**asked, "norm": "unchecked"}, zero=1).notes[1]
-
-
-def test_the_stages_of_the_source_are_looked_at_too() -> None:
-    own = pipeline("z1-pp2-dp2")
-    tied = [name for name in own.stages[1] if name == EMB]
-    moved = replace(own, stages=[[*own.stages[0], *(n for n in own.stages[1] if n != EMB)], tied])
-    (note,) = stages_of(facts("z1-pp2-dp2", 1), moved, stage_settings({}), 2).notes
-    assert "hangs in the first step" in note
-
-
-@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"stages": "0,3,6"}, "stages: 2 of them for pp=3"),
