@@ -28,22 +28,27 @@ class OptimizerPlan:
 
     def __init__(self, index: Index, prober: Prober) -> None:
         """Read every count. Raises SourceError."""
+        self._data: dict[tuple[str, str], bytes] = {}
         self._index = index
         self._counts: dict[tuple[str, str], int | float] = {}
         self._casts: Counter[str] = Counter()
-        known: dict[Tensor, int | float] = {}  # parameters of one flat tensor share their counts
+        known: dict[Tensor, tuple[bytes, int | float]] = {}  # parameters of one flat tensor share their counts
         # of a parameter with one element a count looks like a value per element
         counts = {name for atom, name, _ in index.states() if atom.is_count(name) and name != WEIGHT}
         for atom, name, state in index.states():
             if name in counts and state.numel == 1:
                 ref = state.fragments[0].ref
                 if ref not in known:
-                    known[ref] = _number(ref, prober)
-                self._counts[atom.name, name] = known[ref]
+                    known[ref] = _read(ref, prober)
+                self._data[atom.name, name], self._counts[atom.name, name] = known[ref]
 
     def count(self, param: str, state: str = STEP) -> int | float | None:
         """A count of a parameter; None where it has none."""
         return self._counts.get((param, state))
+
+    def stored(self, param: str, state: str) -> bytes:
+        """The bytes of a count, in the type that the source has."""
+        return self._data[param, state]
 
     def counted_by(self, params: Iterable[str], state: str = STEP, *, keeper: str, remedy: str) -> str | None:
         """The first of `params` with a count on which all that have one agree; None where none has.
@@ -76,10 +81,10 @@ class OptimizerPlan:
         grouped = {name for group in self._index.groups for name in group.params}
         absent = [name for name in params if name not in grouped]
         if absent:
-            reasons = self._index.reasons(absent) or (f"{listed(absent)}\n{remedy}",)
+            reasons = self._index.reasons(absent) or (listed(absent),)
             raise MissingStateError(
                 f"expected every trained parameter in an optimizer group; {self._index.path} has {len(absent)} in "
-                "none:\n" + "\n".join(reasons)
+                "none:\n" + "\n".join((*reasons, remedy))
             )
 
 
@@ -101,10 +106,10 @@ def step_counts(index: Index, prober: Prober) -> list[float]:
     return sorted({float(count) for count in counts if count is not None})
 
 
-def _number(ref: Tensor, prober: Prober) -> int | float:
-    if ref.dtype.is_floating:
-        return float(unpack("<d", prober.window(ref, 0, 1, dtype=DType.FLOAT64))[0])
+def _read(ref: Tensor, prober: Prober) -> tuple[bytes, int | float]:
     data = prober.window(ref, 0, 1)
+    if ref.dtype.is_floating:
+        return data, float(unpack("<d", prober.window(ref, 0, 1, dtype=DType.FLOAT64))[0])
     if ref.dtype is DType.BOOL:
-        return bool(data[0])
-    return int.from_bytes(data, "little", signed=not ref.dtype.value.startswith("u"))
+        return data, bool(data[0])
+    return data, int.from_bytes(data, "little", signed=not ref.dtype.value.startswith("u"))

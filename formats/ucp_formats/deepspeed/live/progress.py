@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
+from ucp.contract.optimizer import step_counts
 from ucp.core.index import Index
 from ucp.core.pickle_values import Stub
 from ucp.live.match.findings import Findings
-from ucp.transfer.step_counts import shared_step
+from ucp.transfer.probe import Prober
 from ucp_formats.deepspeed.config import RunConfig
 from ucp_formats.deepspeed.live.handles import Engine, LossScaleConfig
 from ucp_formats.deepspeed.loss_scale import read_loss_scale
@@ -41,7 +42,10 @@ def _counts(engine: Engine, index: Index, extras: Mapping[str, object]) -> tuple
         return "steps and samples of the engine", ""
     step, origin = index.step, "the step of the checkpoint"
     if step is None:
-        step, origin = shared_step(index), "which the optimizer in the checkpoint counts for every parameter"
+        with Prober() as prober:
+            counts = step_counts(index, prober)
+        step = int(counts[0]) if len(counts) == 1 and counts[0].is_integer() else None
+        origin = "which the optimizer in the checkpoint counts for every parameter"
     if step is None:
         return "", f"engine.global_steps stays {engine.global_steps}: the checkpoint does not say its step"
     engine.global_steps = step

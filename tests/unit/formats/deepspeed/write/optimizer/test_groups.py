@@ -38,5 +38,6 @@ def test_with_the_reason_that_the_source_gives(index):
     with pytest.raises(MissingStateError) as error:
         groups_of(told)
     assert str(error.value).endswith(
-        "has 1 in none:\nthe optimizer group of 1 parameter, which is not recorded:\n  b: [2]"
+        "has 1 in none:\nthe optimizer group of 1 parameter, which is not recorded:\n  b: [2]\n"
+        "convert from a checkpoint with the whole optimizer"
     )
