@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ucp.core.dtypes import DType
+from ucp.errors import LoadError, listed
 from ucp.live.adapters import LiveModel
 from ucp.live.match.groups import LiveGroup
 from ucp.live.model.dtensor import local_of
 from ucp.live.model.fsdp1 import FlatUnit
-from ucp.live.optimizer.counts import agreed_counts
 from ucp.live.optimizer.torch_optimizer import TorchOptimizer, describe_optimizer
 from ucp.live.parts import LiveParam, LivePart
 
@@ -120,7 +120,7 @@ class FlatOptimizer:
             stepped = {name: own for name, own in members.items() if own}
             for name in (members.keys() - stepped.keys()) if stepped else ():
                 self._clear(name)
-            own_counts = agreed_counts(stepped, counts, cure=self.cure)
+            own_counts = self._agreed_counts(stepped, counts)
             brought = {state: own for members in stepped.values() for state, own in members.items()}
             self.base.put({key: {**brought, **own_counts}}, {key: frozenset(own_counts)})
         self.made.clear()
@@ -134,6 +134,26 @@ class FlatOptimizer:
             return self.slots[name]
         own = self.base.live[name]
         return Slot(key=name, usual=Stretch(start=0, numel=own.numel(), part=LivePart.whole(tuple(own.shape))))
+
+    def _agreed_counts(
+        self, members: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]
+    ) -> dict[str, torch.Tensor]:
+        """Counts, by state, that the parameters of one tensor have in common. Raises LoadError where they differ."""
+        first: dict[str, dict[float, str]] = {}
+        for name, states in members.items():
+            for state in counts.get(name, ()):
+                first.setdefault(state, {}).setdefault(float(states[state].item()), name)
+        differing = [
+            ", ".join(f"{value:g} of {name}" for value, name in values.items()) + f" ({state})"
+            for state, values in first.items()
+            if len(values) > 1
+        ]
+        if differing:
+            raise LoadError(
+                "expected one count of steps for all parameters that lie in one flat tensor; the checkpoint has\n"
+                f"{listed(differing)}\n{self.cure}"
+            )
+        return {state: members[next(iter(values.values()))][state] for state, values in first.items()}
 
     def _clear(self, name: str) -> None:
         """Make the states of a parameter those of one that no gradient ever reached, beside others of its tensor."""

@@ -38,8 +38,7 @@ from ucp_formats.deepspeed.write.optimizer.groups import (
 )
 from ucp_formats.deepspeed.write.optimizer.zero0 import is_flat
 from ucp_formats.deepspeed.write.pipeline.layers import layer_files, named_pipeline, pipeline_of
-from ucp_formats.deepspeed.write.pipeline.settings import SETTINGS, StageSettings, stage_settings
-from ucp_formats.deepspeed.write.pipeline.stages import stages_of
+from ucp_formats.deepspeed.write.pipeline.stages import SETTINGS, StageSettings, stage_settings, stages_of
 from ucp_formats.deepspeed.write.rank_files import RankFiles
 from ucp_formats.deepspeed.write.rank_views import check_degrees, check_experts, rank_views
 from ucp_formats.deepspeed.write.run import RunFacts, pointer_file, run_facts, tag

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ucp_formats.deepspeed.write.pipeline.settings import StageSettings, stage_settings
+from ucp_formats.deepspeed.write.pipeline.stages import StageSettings, stage_settings
 
 from ucp.errors import UsageError
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from ucp_formats.deepspeed.write.pipeline.layers import Pipeline, pipeline_of
-from ucp_formats.deepspeed.write.pipeline.settings import stage_settings
-from ucp_formats.deepspeed.write.pipeline.stages import Stages, stages_of
+from ucp_formats.deepspeed.write.pipeline.stages import Stages, stage_settings, stages_of
 from ucp_formats.deepspeed.write.run import RunFacts, run_facts
 
 import ucp
