@@ -120,7 +120,7 @@ class FlatOptimizer:
             stepped = {name: own for name, own in members.items() if own}
             for name in (members.keys() - stepped.keys()) if stepped else ():
                 self._clear(name)
-            own_counts = self._agreed_counts(stepped, counts)
+            own_counts = _agreed_counts(stepped, counts, cure=self.cure)
             brought = {state: own for members in stepped.values() for state, own in members.items()}
             self.base.put({key: {**brought, **own_counts}}, {key: frozenset(own_counts)})
         self.made.clear()
@@ -134,26 +134,6 @@ class FlatOptimizer:
             return self.slots[name]
         own = self.base.live[name]
         return Slot(key=name, usual=Stretch(start=0, numel=own.numel(), part=LivePart.whole(tuple(own.shape))))
-
-    def _agreed_counts(
-        self, members: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]
-    ) -> dict[str, torch.Tensor]:
-        """Counts, by state, that the parameters of one tensor have in common. Raises LoadError where they differ."""
-        first: dict[str, dict[float, str]] = {}
-        for name, states in members.items():
-            for state in counts.get(name, ()):
-                first.setdefault(state, {}).setdefault(float(states[state].item()), name)
-        differing = [
-            ", ".join(f"{value:g} of {name}" for value, name in values.items()) + f" ({state})"
-            for state, values in first.items()
-            if len(values) > 1
-        ]
-        if differing:
-            raise LoadError(
-                "expected one count of steps for all parameters that lie in one flat tensor; the checkpoint has\n"
-                f"{listed(differing)}\n{self.cure}"
-            )
-        return {state: members[next(iter(values.values()))][state] for state, values in first.items()}
 
     def _clear(self, name: str) -> None:
         """Make the states of a parameter those of one that no gradient ever reached, beside others of its tensor."""
@@ -179,3 +159,28 @@ def describe_flat_optimizer(optimizer: Optimizer, model: LiveModel, units: Seque
         slots=slots,
         cure="wrap with use_orig_params=True, or load without optimizer=",
     )
+
+
+def _agreed_counts(
+    members: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]], *, cure: str
+) -> dict[str, torch.Tensor]:
+    """Counts that the parameters of one tensor have in common, by state.
+
+    `members`: parameter to its states; `counts`: which of them are counts; `cure`: what to do where they differ. Raises
+    LoadError.
+    """
+    steps: dict[str, dict[float, str]] = {}
+    for name, states in members.items():
+        for state in counts.get(name, ()):
+            steps.setdefault(state, {}).setdefault(float(states[state].item()), name)
+    differing = [
+        ", ".join(f"{value:g} of {name}" for value, name in values.items()) + f" ({state})"
+        for state, values in steps.items()
+        if len(values) > 1
+    ]
+    if differing:
+        raise LoadError(
+            "expected one count of steps for all parameters that lie in one flat tensor; the checkpoint has\n"
+            f"{listed(differing)}\n{cure}"
+        )
+    return {state: members[next(iter(values.values()))][state] for state, values in steps.items()}
