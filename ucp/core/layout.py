@@ -105,6 +105,12 @@ class Layout:
         over_dims = {axis.axis: axis.pattern.name for axis in self.axes if axis.parts > 1}
         return {**over_dims, **{axis.axis: f"flat {axis.pattern.name}" for axis in self.flat if axis.parts > 1}}
 
+    @property
+    def overlap(self) -> Overlap:
+        """What it means that ranks hold values of their own: their mean is taken, or they hold parts of one tensor."""
+        means = any(axis.pattern.overlap is Overlap.MEAN for axis in self.axes)
+        return Overlap.MEAN if means else Overlap.EXCLUSIVE
+
     def ranks(self) -> Iterator[dict[str, int]]:
         """Coordinates of every rank of its axes, the first axis slowest.
 

@@ -22,13 +22,13 @@ from ucp_formats.deepspeed.read.optimizer.flat_layout import (
 )
 from ucp_formats.deepspeed.read.optimizer.group_order import optimizer_order, undo_round_robin
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
-from ucp_formats.deepspeed.read.optimizer.stored import Placer
 
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
 from ucp.core.dtypes import DType
 from ucp.core.region import RegionPair, uncovered
 from ucp.core.tensor import TensorRef
+from ucp.core.union import Union
 
 GARBAGE = -1
 
@@ -252,7 +252,7 @@ def test_states_of_a_flat_group_tile_every_parameter(source: Params, ranks: int)
     found = OptimizerPart()
     add_flat_group(found, group, Checksums(()), problems)
     assert problems == Problems()
-    placer = Placer()
+    placer = Union()
     for name, shape in source.shapes.items():
         assert list(found.states[name]) == ["weight", "m", "step"]
         assert found.states[name]["step"].global_shape == ()

@@ -21,10 +21,10 @@ from ucp.core.layout import AxisLayout, Layout
 from ucp.core.names import WEIGHT
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.union import ShardedTensor, Shards
 from ucp.io.pickle.fields import Shape, described
 from ucp_formats.deepspeed.read.optimizer.flat_layout import FlatLayout
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
-from ucp_formats.deepspeed.read.optimizer.stored import LaidOut, StoredTensor
 
 __all__ = ["FlatGroupStates", "Shard", "add_flat_group"]
 
@@ -147,14 +147,14 @@ class _Reader:
         for (param, shape), own in zip(self.group.shapes.items(), self.states.values(), strict=True):
             place = places.get(param)
             if place is None:
-                laid_out = LaidOut(whole, (Stored(self.group.coords, first),))
+                laid_out = Shards(whole, (Stored(self.group.coords, first),))
             elif layout.ranks == 1:
                 ref = first.strided(place.starts[0][1], shape, contiguous_strides(shape))
-                laid_out = LaidOut(whole, (Stored(self.group.coords, ref),))
+                laid_out = Shards(whole, (Stored(self.group.coords, ref),))
             else:
                 stored = [Stored(self.coords[rank], tensors[rank], start) for rank, start in place.starts]
-                laid_out = LaidOut(place.layout, tuple(stored))
-            own[name] = StoredTensor(dtype=first.dtype, shape=shape, parts=(laid_out,))
+                laid_out = Shards(place.layout, tuple(stored))
+            own[name] = ShardedTensor(dtype=first.dtype, shape=shape, parts=(laid_out,))
 
     def _places(self, layout: FlatLayout) -> dict[str, _Places]:
         """Places of all parameters with elements, found once for all states."""
