@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
+from ucp.contract.flat_buffer import Chunks, chunk_axis
 from ucp.contract.rank_extras import Checksums, per_rank_extras
 from ucp.contract.run_extras import MODULE_STATE
 from ucp.core.dtypes import DType
@@ -20,9 +21,7 @@ from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.core.union import ShardedTensor, Shards
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed
 from ucp.io.pickle.fields import Shape, described
-from ucp_formats.deepspeed.partition import chunk
 from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule
-from ucp_formats.deepspeed.read.optimizer.flat_layout import chunk_axis
 
 __all__ = ["ModuleEntry", "ModulePart", "module_of", "read_module"]
 
@@ -178,23 +177,25 @@ def _frozen(name: str, models: Mapping[int, ModelStates], dtype: DType) -> Shard
     ranks = models[0].ranks or max(models) + 1
     shape = models[0].frozen[name]
     numel = prod(shape)
-    length = chunk(numel, ranks=ranks)
-    axis = chunk_axis(ranks)
+    chunks = Chunks({name: numel}, ranks)
+    length = chunks.lengths(0).start
     stored: list[Stored] = []
     missing: list[str] = []
-    for rank in range(-(-numel // length) if length else 1):
+    for rank in range(ranks):
+        if rank and name not in chunks.spans(rank):
+            break
         if rank in models:
             stored.append(Stored({"dp": rank}, _frozen_chunk(name, models[rank], dtype, length)))
         else:
             file = f"zero_pp_rank_{rank}_mp_rank_{models[0].name.mp:02d}_model_states.pt"
-            (pair,) = axis.pattern.regions((numel,), ranks, rank)
-            missing.append(f"{file}: elements {str(pair.whole).strip('[]')} of {name}")
+            first = rank * length
+            missing.append(f"{file}: elements {first}:{min(first + length, numel)} of {name}")
     if missing:
         raise MissingFileError(
             f"a frozen parameter lies in pieces on all ranks, and {len(missing)} model-states files are missing:\n"
             f"{listed(missing)}\nCopy them from where they were saved"
         )
-    laid_out = Shards(Layout(flat=(axis,)), tuple(stored))
+    laid_out = Shards(Layout(flat=(chunk_axis(ranks),)), tuple(stored))
     return ShardedTensor(dtype=stored[0].ref.dtype, shape=shape, parts=(laid_out,))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ucp.contract.flat_buffer import FlatLayout
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums, per_rank_extras
 from ucp.contract.scalars import number_state, scalar_state
@@ -23,7 +24,6 @@ from ucp.core.region import Box
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.core.union import ShardedTensor, Shards
 from ucp.io.pickle.fields import Shape, described
-from ucp_formats.deepspeed.read.optimizer.flat_layout import FlatLayout
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
 
 __all__ = ["FlatGroupStates", "Shard", "add_flat_group"]
@@ -138,7 +138,7 @@ class _Reader:
 
     def add_elementwise(self, name: str, tensors: Mapping[int, TensorRef], layout: FlatLayout) -> None:
         """Add a state with a number per element."""
-        lacking = [rank for rank in self.files if rank not in tensors and layout.starts_on(rank)]
+        lacking = [rank for rank in self.files if rank not in tensors and layout.spans(rank)]
         if not self._one_type(name, tensors) or not self._all_have(name, lacking):
             return
         first = next(iter(tensors.values()))
@@ -165,8 +165,8 @@ class _Reader:
                 own = own if own.flat and own.flat[0] is axis else Layout(self.group.axes, (axis,))
                 found[param] = _Places(own)
             for rank in self.files:
-                for param, start in layout.starts_on(rank).items():
-                    found[param].starts.append((rank, start))
+                for param, span in layout.spans(rank).items():
+                    found[param].starts.append((rank, span.start))
             self.places[id(layout)] = found
         return self.places[id(layout)]
 
@@ -216,7 +216,7 @@ class _Reader:
         fitting = [own for own in layouts if all(ref.shape[0] in own.lengths(rank) for rank, ref in tensors.items())]
         if len(fitting) < 2:
             return fitting[0] if fitting else None
-        starts = [[own.starts_on(rank) for rank in tensors] for own in fitting]
+        starts = [[own.spans(rank) for rank in tensors] for own in fitting]
         params = [param for own in starts[0] for param in own]
         same = all(own == starts[0] for own in starts) and len(set(params)) == len(params)  # none is cut
         return fitting[0] if same else None
