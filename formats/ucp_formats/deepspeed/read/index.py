@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from ucp.contract.locating import Located
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.rank_extras import Checksums
 from ucp.core.dtypes import DType
@@ -23,7 +24,7 @@ from ucp.core.topology import Topology
 from ucp.core.union import ShardedTensor, State, Union
 from ucp.errors import MalformedError, listed
 from ucp_formats.deepspeed.config import Precision, RunConfig
-from ucp_formats.deepspeed.locate import Located, TagFolder, list_folder
+from ucp_formats.deepspeed.locate import TagFolder, list_folder
 from ucp_formats.deepspeed.names import UNIVERSAL
 from ucp_formats.deepspeed.read.extras import joined, model_extras
 from ucp_formats.deepspeed.read.files import SavedFile, source_files
@@ -39,7 +40,7 @@ _DTYPES = {Precision.BF16: DType.BFLOAT16, Precision.FP16: DType.FLOAT16}
 
 
 def read_native(
-    located: Located, name: str, *, group_names: Sequence[Sequence[str]] | None, options: SourceOptions
+    located: Located[bool], name: str, *, group_names: Sequence[Sequence[str]] | None, options: SourceOptions
 ) -> Index:
     """Index, of the format called `name`, of the tag folder that was found.
 
@@ -81,7 +82,7 @@ def _read_plain(grid: SavedGrid, checksums: Checksums, group_names: Sequence[Seq
     return Merged.of_one(module, optimizer, _mesh(grid, max(1, len(grid.expert_optimizers))))
 
 
-def _index(name: str, located: Located, grid: SavedGrid, merged: Merged) -> Index:
+def _index(name: str, located: Located[bool], grid: SavedGrid, merged: Merged) -> Index:
     run, module, optimizer, mesh = grid.first, merged.module, merged.optimizer, merged.mesh
     roles = ((file.path, file.name.label) for file in grid.files)
     return Index(
