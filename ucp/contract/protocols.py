@@ -146,6 +146,11 @@ class Format(Protocol):
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path` (as given by the user). Raises SourceError; reads no tensor."""
 
+    def owns(self, name: str) -> bool:
+        """Whether only checkpoints of this format have a file of that name: other formats then leave it alone."""
+        del name
+        return False
+
     def configured(self, options: SourceOptions) -> Format:
         """The same format, reading with these options. Raises IdleOptionError where it has no use for them."""
         raise IdleOptionError(f"{self.name} checkpoints are read without a model family: drop --family and --patterns")

@@ -33,7 +33,7 @@ from ucp.live.model.parallel.experts import Experts
 from ucp.live.model.parallel.numbering import without_chunks
 from ucp.live.model.parallel.padding import without_padding
 from ucp.live.model.parallel.place import Placing, place
-from ucp.live.optimizer.wrappers import innermost
+from ucp.live.optimizer.torch_optimizer import unwrap_optimizer
 from ucp.live.parts import LoadItem
 from ucp.live.report import Clock, LoadReport, report_of
 from ucp.live.resume.beside import Resume, RunObjects, resume_of
@@ -186,7 +186,12 @@ def load_into(
     beside = RunObjects(scheduler=scheduler, scheduler_key=asked.scheduler, scaler=scaler, policy=asked.rank_extras)
     given = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "masters": masters}
     request = LiveRequest(
-        model=model, optimizer=innermost(optimizer), mesh=asked.mesh, ranks=ranks, dtype=asked.dtype, masters=masters
+        model=model,
+        optimizer=unwrap_optimizer(optimizer),
+        mesh=asked.mesh,
+        ranks=ranks,
+        dtype=asked.dtype,
+        masters=masters,
     )
     with no_cycle_collection():  # of the user's objects there may be millions
         plan = _plan(request, asked, beside, given, clock)

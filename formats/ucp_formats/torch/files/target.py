@@ -27,7 +27,7 @@ from ucp.io.torch_file.draft import FileDraft, target_plan
 from ucp.io.torch_file.tensors import NewTensor
 from ucp.transfer.probe import Prober
 from ucp_formats.torch.counts import Counts
-from ucp_formats.torch.files.names import NAME
+from ucp_formats.torch.files.locate import NAME
 from ucp_formats.torch.settings import (
     DECOUPLED,
     DECOUPLED_MEANING,

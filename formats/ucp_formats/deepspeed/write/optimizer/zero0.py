@@ -17,7 +17,7 @@ from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.names import WEIGHT
 from ucp.errors import UnsupportedError, listed
 from ucp_formats.deepspeed.config import Precision
-from ucp_formats.deepspeed.read.optimizer.flat_layout import shared_buffers
+from ucp_formats.deepspeed.partition import shared_buffers
 from ucp_formats.deepspeed.write.draft import AtomDraft, Stored
 from ucp_formats.deepspeed.write.optimizer.groups import Group, inline_number, stored_dtype
 from ucp_formats.deepspeed.write.optimizer.loss_scale import LossScale, read_loss_scale, scale_numbers

@@ -10,11 +10,11 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ucp.contract.flat_buffer import FlatBuffer, WholeParameters
 from ucp.core.layout import AxisLayout
 from ucp.core.names import WEIGHT
 from ucp.core.pickle_values import GlobalName, Stub
-from ucp_formats.deepspeed.partition import alignment_paddings, round_robin
-from ucp_formats.deepspeed.read.optimizer.flat_layout import SharedBuffer, WholeParameters, shared_buffers
+from ucp_formats.deepspeed.partition import alignment_paddings, round_robin, shared_buffers
 from ucp_formats.deepspeed.write.draft import AtomDraft, Stored
 from ucp_formats.deepspeed.write.optimizer.groups import Group
 from ucp_formats.deepspeed.write.optimizer.values import clipping, common_keys, group_entry, scalar_value
@@ -29,7 +29,7 @@ class GroupBuffer:
 
     group: Group
     """The group."""
-    layout: SharedBuffer
+    layout: FlatBuffer
     """How the buffer is shared."""
     axes: Mapping[str, AxisLayout]
     """How it cuts each parameter."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ucp.contract.flat_buffer import Chunks
 from ucp.core.names import WEIGHT
 from ucp.core.pickle_values import GlobalName, Stub
-from ucp_formats.deepspeed.partition import chunk, sub_groups
-from ucp_formats.deepspeed.read.optimizer.flat_layout import Chunks
+from ucp_formats.deepspeed.partition import sub_groups
 from ucp_formats.deepspeed.write.draft import AtomDraft, Stored
 from ucp_formats.deepspeed.write.optimizer.groups import Group
 from ucp_formats.deepspeed.write.optimizer.values import common_keys, group_entry, scalar_value
@@ -32,11 +32,11 @@ class SubGroup:
     @property
     def names(self) -> tuple[str, ...]:
         """Its parameters."""
-        return tuple(name for name, _ in self.chunks.sizes)
+        return tuple(self.chunks.numels)
 
     def numel(self) -> int:
         """Elements of its flat tensor on each rank, padding counted."""
-        return sum(chunk(numel, ranks=self.chunks.ranks) for _, numel in self.chunks.sizes)
+        return self.chunks.lengths(0).start
 
 
 def split(facts: RunFacts, groups: Sequence[Group]) -> tuple[tuple[SubGroup, ...], ...]:
@@ -45,7 +45,7 @@ def split(facts: RunFacts, groups: Sequence[Group]) -> tuple[tuple[SubGroup, ...
     for group in groups:
         sizes = dict(group.sizes)
         cut = sub_groups(group.sizes, ranks=facts.ranks, limit=facts.config.sub_group_size)
-        chunks = [Chunks(tuple((name, sizes[name]) for name in names), facts.ranks) for names in cut]
+        chunks = [Chunks({name: sizes[name] for name in names}, facts.ranks) for names in cut]
         found.append(tuple(SubGroup(group=group, chunks=own) for own in chunks))
     return tuple(found)
 
