@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from ucp.contract.flat_buffer import Chunks, FlatBuffer, WholeParameters
 from ucp.core.index import AtomIndex
 from ucp.core.layout import AxisLayout
 from ucp.core.names import WEIGHT
 from ucp.core.pickle_values import GlobalName, Stub
-from ucp_formats.deepspeed.partition import alignment_paddings, chunk, round_robin, sub_groups
-from ucp_formats.deepspeed.read.optimizer.flat_layout import Chunks, SharedBuffer, WholeParameters, shared_buffers
+from ucp_formats.deepspeed.partition import alignment_paddings, round_robin, shared_buffers, sub_groups
 from ucp_formats.deepspeed.write.draft import AtomDraft, Stored
 from ucp_formats.deepspeed.write.optimizer.groups import Group, clipping, common_keys, group_entry, write_count
 from ucp_formats.deepspeed.write.run import EMULATED, RunFacts
@@ -32,7 +32,7 @@ class GroupBuffer:
 
     group: Group
     """The group."""
-    layout: SharedBuffer
+    layout: FlatBuffer
     """How the buffer is shared."""
     axes: Mapping[str, AxisLayout]
     """How it cuts each parameter."""
@@ -88,12 +88,12 @@ class SubGroup:
     @property
     def names(self) -> tuple[str, ...]:
         """Its parameters."""
-        return tuple(name for name, _ in self.chunks.sizes)
+        return tuple(self.chunks.numels)
 
     @cached_property
     def numel(self) -> int:
         """Elements of its flat tensor on each rank, padding counted."""
-        return sum(chunk(numel, ranks=self.chunks.ranks) for _, numel in self.chunks.sizes)
+        return self.chunks.lengths(0).start
 
     @cached_property
     def counters(self) -> Mapping[str, AtomIndex]:
@@ -107,7 +107,7 @@ def split(facts: RunFacts, groups: Sequence[Group]) -> tuple[tuple[SubGroup, ...
     for group in groups:
         sizes = dict(group.sizes)
         cuts = sub_groups(group.sizes, ranks=facts.ranks, limit=facts.config.sub_group_size)
-        chunks = [Chunks(tuple((name, sizes[name]) for name in names), facts.ranks) for names in cuts]
+        chunks = [Chunks({name: sizes[name] for name in names}, facts.ranks) for names in cuts]
         found.append(tuple(SubGroup(group=group, chunks=part) for part in chunks))
     return tuple(found)
 

@@ -18,7 +18,7 @@ from ucp.core.names import WEIGHT
 from ucp.errors import UnsupportedError, listed
 from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.loss_scale import read_loss_scale, scale_numbers
-from ucp_formats.deepspeed.read.optimizer.flat_layout import shared_buffers
+from ucp_formats.deepspeed.partition import shared_buffers
 from ucp_formats.deepspeed.write.draft import AtomDraft
 from ucp_formats.deepspeed.write.optimizer.groups import Group, clipping, group_entry, write_count
 from ucp_formats.deepspeed.write.run import RunFacts, is_plain_number

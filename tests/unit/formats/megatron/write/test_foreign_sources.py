@@ -12,8 +12,9 @@ import torch
 
 import ucp
 from tests.unit.formats.megatron.write.torch_dist.test_files import tensors
-from ucp.api import convert, diff, make_options, verify
+from ucp.api import convert, diff, verify
 from ucp.conversion.convert import ConvertReport, carry_out
+from ucp.conversion.options import make_options
 from ucp.conversion.prepare import Silent, prepare
 from ucp.conversion.verify import verify_written
 from ucp.core.index import ParamGroup
