@@ -149,8 +149,8 @@ def test_param_shows_where_pieces_lie(ucp: Run, zero3: Path) -> None:
 
 def test_param_says_where_a_state_is_stored_otherwise_than_its_parameter_lies(ucp: Run) -> None:
     page = ucp("inspect", FIXTURES.parent / "torch" / "verl-fsdp1-dp4" / "checkpoint", "--param", "emb.weight").stdout
-    assert "laid out  flat partition(share=44) over dp_shard" in page
-    assert "weight float32, stored as chunk(dim=0) over dp_shard\n" in page
+    assert "laid out  dp_shard=4: flat partition(share=44), known from flat parameters of FSDP1\n" in page
+    assert "weight float32, stored as dp_shard=4: chunk(dim=0), known from" in page
 
 
 def test_param_that_matches_nothing_is_wrong_usage(ucp: Run, zero3: Path) -> None:
