@@ -47,6 +47,7 @@ __all__ = [
     "engine",
     "families",
     "family",
+    "is_of_another",
     "library",
     "live_adapters",
     "names",
@@ -99,6 +100,11 @@ def names(group: str) -> tuple[str, ...]:
 
 def _formats() -> list[Format]:
     return [cast("Format", _made("ucp.formats", name)) for name in names("ucp.formats")]  # what the group promises
+
+
+def is_of_another(name: str, fmt: str) -> bool:
+    """Whether a file name is of a format other than `fmt`, by what formats say (`Format.owns`)."""
+    return any(other.owns(name) for other in _formats() if other.name != fmt)
 
 
 def run_extras(index: Index) -> RunExtras:

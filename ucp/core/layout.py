@@ -134,6 +134,12 @@ class Layout:
         over_dims = {axis.axis: axis.pattern.name for axis in self.axes if axis.parts > 1}
         return {**over_dims, **{axis.axis: f"flat {axis.pattern.name}" for axis in self.flat if axis.parts > 1}}
 
+    @property
+    def overlap(self) -> Overlap:
+        """What it means that ranks hold values of their own: their mean is taken, or they hold parts of one tensor."""
+        means = any(axis.pattern.overlap is Overlap.MEAN for axis in self.axes)
+        return Overlap.MEAN if means else Overlap.EXCLUSIVE
+
     def dim(self, axis: str, global_shape: Sequence[int]) -> int | None:
         """Dim that the ranks along `axis` divide among them, as `AxisLayout.dim`; None without such an axis."""
         shape = tuple(global_shape)

@@ -110,7 +110,7 @@ class Library:
         headers = {name: header(text, source) for name, (source, text) in self.texts.items()}
         kinds = {name: own.kind_of for name, own in headers.items()}
         for name in sorted(headers, key=lambda own: (-len(_more_general([own], kinds)), own)):
-            if not headers[name].abstract and not list(_contradicted(headers[name].arguments, arguments)):
+            if not headers[name].abstract and not list(_contradicted(headers[name].evidence.arguments, arguments)):
                 yield self.family(name)
 
 

@@ -24,7 +24,7 @@ from ucp.families.library import contradictions
 from ucp.families.styles import shape_conflicts
 from ucp.io.json_text import NotJson, parsed
 from ucp.transfer.probe import Prober
-from ucp_formats.huggingface.names import CONFIG
+from ucp_formats.huggingface.locate import CONFIG
 
 __all__ = ["NONE", "ModelConfig", "carried_config", "check_config", "config_conflicts", "given_config", "is_published"]
 

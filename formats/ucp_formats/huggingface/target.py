@@ -42,7 +42,7 @@ from ucp_formats.huggingface.config import (
     is_published,
 )
 from ucp_formats.huggingface.derived import derived, refused_note
-from ucp_formats.huggingface.names import CONFIG
+from ucp_formats.huggingface.locate import CONFIG
 from ucp_formats.huggingface.shards import MAX_SHARD_SIZE, NewTensor, Shard, laid_out, nbytes_of_shard
 from ucp_formats.huggingface.source import buffers_of, find_family
 from ucp_formats.huggingface.vocabulary import without_padding

@@ -232,7 +232,7 @@ class TestFilesThatAreNone:
         ("content", "said"),
         [
             (b"\xff\xfe", "byte 0 is not UTF-8"),
-            (b'name="x"\ntitle="x"\nx=' + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
+            (b'name="x"\ntitle="x"\nx=' + b"[" * 5000 + b"]" * 5000, "recursion"),
             (b"#" * (5 << 20), "at most 4,194,304 bytes"),
         ],
         ids=["binary", "nested", "long"],

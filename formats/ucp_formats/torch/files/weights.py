@@ -10,7 +10,7 @@ from ucp.contract.model.arguments import config_in
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError
 from ucp.io.safetensors import read_header, read_weight_map
-from ucp_formats.torch.files.names import INDEX
+from ucp_formats.torch.files.locate import INDEX
 
 __all__ = ["Weights", "read_weights"]
 
