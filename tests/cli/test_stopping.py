@@ -30,7 +30,7 @@ for name in (
     "transfer.compare",
     "conversion.prepare",
     "conversion.execute",
-    "store.target",
+    "store.manifest",
 ):
     module = import_module(f"ucp.{name}")
     if hasattr(module, "BLOCK"):

@@ -39,7 +39,7 @@ def small_blocks():
             "transfer.compare",
             "conversion.prepare",
             "conversion.execute",
-            "store.target",
+            "store.manifest",
         ):
             module = import_module(f"ucp.{name}")
             if hasattr(module, "BLOCK"):

@@ -18,7 +18,7 @@ BLOCK_USERS = (
     "transfer.compare",
     "conversion.prepare",
     "conversion.execute",
-    "store.target",
+    "store.manifest",
 )
 """Modules that know the size of a block."""
 

@@ -1,7 +1,10 @@
 """JSON that may be damaged, and in a few words where it goes wrong.
 
->>> parsed(b'{"step": 3}')
-{'step': 3}
+>>> decode(b'{"steps": [3, 4]}', dict[str, list[int]])
+{'steps': [3, 4]}
+>>> decode(b'{"steps": [3, "four"]}', dict[str, list[int]])
+Traceback (most recent call last):
+ucp.io.json_text.NotJson: Expected `int`, got `str` - at `$[...][1]`
 >>> parsed(b'{"step": ')
 Traceback (most recent call last):
 ucp.io.json_text.NotJson: it goes wrong at line 1, column 10
@@ -12,13 +15,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from typing import Annotated, TypeVar
 
+import msgspec
 import xxhash
 
 from ucp.errors import MalformedError
 from ucp.io.files import open_source
 
-__all__ = ["NotJson", "has_wrong_digest", "parsed", "read_object", "with_digest"]
+__all__ = ["Natural", "NotJson", "decode", "has_wrong_digest", "parsed", "read_object", "with_digest"]
+
+T = TypeVar("T")
+
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+"""Field of a document: a whole number of at least 0."""
 
 _MOST = 256 << 20
 """Bytes of the largest document that is read from a file of its own."""
@@ -30,7 +40,7 @@ Pairs = Callable[[list[tuple[str, object]]], object]
 
 
 class NotJson(ValueError):  # noqa: N818  # a word of the message, never shown to a user by name
-    """Text is not JSON; the message says where it goes wrong."""
+    """Text is not JSON, or not of the type asked for; the message says where it goes wrong."""
 
 
 def read_object(path: str) -> dict[str, object]:
@@ -46,6 +56,20 @@ def read_object(path: str) -> dict[str, object]:
     if not isinstance(document, dict):
         raise MalformedError(f"expected a JSON object in {path}; got a {type(document).__name__}. Copy the file again")
     return document
+
+
+def decode(text: bytes, kind: type[T]) -> T:
+    """The document `text` (UTF-8) as a `kind`, such as a msgspec.Struct. Raises NotJson."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError as error:
+        raise NotJson(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        document = parsed(text)  # says the line; and reads lone surrogates, as in names of files that are not UTF-8
+    try:
+        return msgspec.convert(document, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise NotJson(str(error)) from error
 
 
 def parsed(text: bytes, *, pairs: Pairs | None = None) -> object:

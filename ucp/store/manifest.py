@@ -1,33 +1,43 @@
 """`ucp.json`: what an atom store holds and where. Version 1; see docs/reference/atom-store.md.
 
-A packed store and a virtual one differ only in where their states lie: one stretch of a pack, or pieces of somebody
-else's files. A plain number that the source keeps outside its tensors stands in the manifest itself.
+A packed store and a virtual one differ only in where their states lie: one range of a pack, or pieces of somebody
+else's files. A plain number that the source keeps outside its tensors stands in the manifest itself. The structures
+below are the document; `ucp.store.interpret` reads it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from typing import Annotated, cast
 
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 from zlib_ng import zlib_ng
 
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Index, StateIndex
-from ucp.core.tensor import InlineTensor
-from ucp.errors import DestinationError, MalformedError
+from ucp.core.index import AtomIndex, Index, Kind, StateIndex
+from ucp.core.layout import Overlap
+from ucp.core.target import Receipt
+from ucp.core.tensor import InlineTensor, Record
+from ucp.errors import DestinationError, MalformedError, UnsupportedError
+from ucp.io.codec import codec_name
 from ucp.io.files import open_source
-from ucp.io.json_text import NotJson, has_wrong_digest, parsed, with_digest
+from ucp.io.json_text import Natural, NotJson, decode, has_wrong_digest, with_digest
 from ucp.store.values import to_json
+from ucp.transfer.plan.tasks import BLOCK
 
 __all__ = [
     "LONGEST",
     "MANIFEST",
-    "VERSION",
-    "SourceIdentity",
-    "Stored",
+    "Checksum",
+    "Manifest",
+    "Piece",
+    "StoredAtom",
     "StoredExtra",
+    "StoredFile",
+    "StoredState",
     "describe",
     "dump",
     "is_inline",
@@ -41,121 +51,270 @@ VERSION = 1
 LONGEST = 1 << 30
 """Bytes of the longest JSON document of a store: some ten million pieces, and ten times as much memory."""
 
-Json = dict[str, object]
+Crc32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Shape = tuple[Natural, ...]
+States = Mapping[tuple[str, str], Receipt]
+"""(parameter, state) to where it was written."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """Where one state lies in a pack."""
+class Origin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a store was made of."""
 
     path: str
-    """Pack, relative to the store."""
-    offset: int
+    """Checkpoint, absolute."""
+    format: str
+    """Name of its format."""
+    origin: str = ""
+    """Format that the extras were read from; of a store of a store, the first one's."""
+    producer: str
+    """Program that wrote it."""
+    topology: str
+    """Layout of the run, as `Topology.parse` reads it."""
+
+
+class StoredFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A file that states refer to by its number."""
+
+    path: str
+    """Relative to the store; absolute, or a URL, in a virtual one."""
+    header: tuple[Natural, Crc32] | None = None
+    """Bytes before the tensors and their CRC-32, of a safetensors file."""
+    nbytes: Natural | None = None
+    """Virtual: bytes, of all parts where it is split."""
+    mtime_ns: Natural | None = None
+    """Virtual: time of its last change, nanoseconds since 1970."""
+    identity: str | None = None
+    """Virtual: digest of its length and both ends."""
+    role: str | None = None
+    """Virtual: what it holds."""
+
+
+class Checksum(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A range of a file whose checksum the source recorded."""
+
+    file: Natural
+    """Number of the file."""
+    offset: Natural
     """First byte."""
+    nbytes: Natural
+    """Bytes."""
+    crc32: Crc32
+    """CRC-32 of them."""
+    name: str
+    """What they are, for people."""
+
+
+class Piece(Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+    """A piece of a state: in another file, or a number that stands here. Fields from `offset` on may be missing."""
+
+    offsets: Shape
+    """First element per dim."""
+    sizes: Shape
+    """Elements per dim."""
+    replica: int
+    """Number of the copy, 0 for the one to take; below 0 where it was computed from another piece."""
+    term: Natural
+    """Which summand of a mean it is."""
     dtype: DType
     """Type as stored."""
-    crc32: int
-    """CRC-32 of all bytes, uncompressed."""
-    digests: tuple[str, ...]
-    """xxh3-64 per block of the bytes, uncompressed."""
-    block_nbytes: int
-    """Bytes of a block; the last may be shorter."""
+    place: Natural | str
+    """Number of the file; or the elements themselves as hex digits (one, where all are equal)."""
+    offset: Natural = 0
+    """First byte in the file."""
+    strides: Shape = ()
+    """Elements to step per dim."""
     codec: str = ""
-    """Codec of the blocks, or empty."""
-    blocks: tuple[tuple[int, int], ...] = ()
-    """File offset and encoded bytes per block, when encoded."""
+    """Codec of the bytes there, or empty."""
+    codec_nbytes: Natural = 0
+    """Encoded bytes."""
+    codec_start: Natural = 0
+    """Byte of the decoded block where the piece begins."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceIdentity:
-    """What a virtual store recognises a file of its source by."""
+class StoredState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A state: one range of a pack, or `pieces`."""
 
-    nbytes: int
-    """Bytes, of all parts where it is split."""
-    mtime_ns: int
-    """Time of its last change, nanoseconds since 1970."""
-    identity: str
-    """Digest of its length and both ends."""
-    role: str
-    """What it holds."""
+    shape: Shape
+    """Elements per dim."""
+    dtype: DType
+    """Type as stored."""
+    overlap: Overlap | None = None
+    """What several pieces of one element mean."""
+    pieces: tuple[Piece, ...] | None = None
+    """Where its pieces lie, of a virtual store and of a plain number."""
+    file: Natural | None = None
+    """Number of the pack."""
+    offset: Natural | None = None
+    """First byte."""
+    crc32: Crc32 | None = None
+    """CRC-32 of all bytes, uncompressed."""
+    xxh3: tuple[str, ...] | None = None
+    """xxh3-64 per block of the bytes, uncompressed."""
+    block: Natural | None = None
+    """Bytes of a block; the last may be shorter."""
+    codec: str | None = None
+    """Codec of the blocks of a compressed store."""
+    blocks: tuple[tuple[Natural, Natural], ...] | None = None
+    """File offset and encoded bytes per block."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredExtra:
+class StoredAtom(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A parameter or a buffer."""
+
+    shape: Shape
+    """Elements per dim."""
+    kind: Kind
+    """What it is to the optimizer."""
+    model_dtype: DType | None = None
+    """Type in which the model computes with it, where its weight is a master of higher precision."""
+    patterns: dict[str, str] = {}
+    """Mesh axis to the pattern it was laid out by."""
+    states: dict[str, StoredState]
+    """State name to where it lies."""
+
+
+class StoredGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A parameter group of the optimizer."""
+
+    params: tuple[str, ...]
+    """Names, in the order of the optimizer."""
+    hyper: object
+    """Values, as `ucp.store.values` marks them."""
+
+
+class StoredExtra(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where an extra lies in a store."""
 
     name: str
     """What it is."""
-    rank: int | None
-    """Rank whose own value it is; None for all."""
+    rank: Natural | None
+    """Rank whose value it is; None for all."""
     file: str
     """File that holds it, relative to the store."""
-    nbytes: int | None
+    nbytes: Natural | None = None
     """Bytes of the file; None in a store that was written before they were recorded."""
-    crc32: int | None
+    crc32: Crc32 | None = None
     """CRC-32 of the whole file; None as before."""
+
+
+class StoredLoss(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters that lack states which they had."""
+
+    why: str
+    """The reason and what to do."""
+    chosen: bool
+    """Whether the user left them out."""
+    params: dict[str, str]
+    """Parameter to a detail for people."""
+
+
+class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The document. What has a default is absent in stores that were written before it was recorded."""
+
+    ucp: int
+    """Version of the store."""
+    producer: str
+    """Program and version that wrote the store."""
+    virtual: bool
+    """Whether states lie in the source's files."""
+    source: Origin
+    """What it was made of."""
+    step: Natural | None
+    """Training step."""
+    skipped: Natural = 0
+    """How many of these steps changed nothing."""
+    files: tuple[StoredFile, ...]
+    """Files that states refer to."""
+    records: tuple[Checksum, ...]
+    """Checksums that the source recorded (virtual)."""
+    atoms: dict[str, StoredAtom]
+    """Name to atom, in the order of the model."""
+    groups: tuple[StoredGroup, ...]
+    """Parameter groups of the optimizer."""
+    aliases: dict[str, str]
+    """Tied name to the name it is stored under."""
+    extras: tuple[StoredExtra, ...]
+    """Everything else."""
+    casts: tuple[str, ...]
+    """Changes of type, for people."""
+    notes: tuple[str, ...]
+    """Assumptions."""
+    dropped: tuple[str, ...]
+    """What was left behind."""
+    lost: tuple[StoredLoss, ...] = ()
+    """Parameters that lack states, and why."""
+    unselected: Natural = 0
+    """Whole parameters that a selection left out."""
+    unordered: bool = False
+    """Whether nothing says in which order the model registers its parameters."""
+    xxh3: str | UnsetType = UNSET
+    """Digest of all before it, which `dump` adds."""
+
+
+class _Version(Struct):
+    ucp: int
 
 
 def describe(
     index: Index,
     *,
     producer: str,
-    stored: Mapping[tuple[str, str], Stored] | None,
+    written: States | None,
     extras: Sequence[StoredExtra],
     casts: Sequence[str],
-    identify: Callable[[str], SourceIdentity],
+    identify: Callable[[str], StoredFile],
     headers: Mapping[str, bytes],
-) -> Json:
-    """The manifest of `index` as JSON.
+) -> Manifest:
+    """The manifest of `index`.
 
-    `stored`: place of every (parameter, state), or None for a virtual store, which keeps the source's own places.
-    `identify`: what a file of the source is recognised by (virtual only). `headers`: of packs that begin with one.
+    `written`: where every state lies, or None for a virtual store, which keeps the source's places. `identify`: what a
+    file of the source is recognised by (virtual only). `headers`: of packs that begin with one.
     """
-    files = _Numbering()
-    atoms = {atom.name: _atom(atom, stored, files) for atom in index.atoms.values()}
-    records = [] if stored is not None else _records(index, files)
-    return {
-        "ucp": VERSION,
-        "producer": producer,
-        "virtual": stored is None,
-        "source": {
-            "path": index.path,
-            "format": index.format,
-            "origin": index.origin or index.format,
-            "producer": index.producer,
-            "topology": str(index.topology),
-        },
-        "step": index.step,
-        "skipped": index.skipped,
-        "files": [
-            {"path": path} | (asdict(identify(path)) if stored is None else _header(headers.get(path, b"")))
-            for path in files.paths
-        ],
-        "records": records,
-        "atoms": atoms,
-        "groups": [{"params": list(g.params), "hyper": to_json(dict(g.hyper))} for g in index.groups],
-        "aliases": dict(index.aliases),
-        "extras": [asdict(extra) for extra in extras],
-        "casts": list(casts),
-        "notes": list(index.notes),
-        "dropped": list(index.dropped),
-        "lost": _lost(index),
-        "unselected": index.unselected,
-        "unordered": index.unordered,
-    }
+    numbers: dict[str, int] = {}  # of files, in the order in which they are first named
+    atoms = {atom.name: _atom(atom, written, numbers) for atom in index.atoms.values()}
+    records = [] if written is not None else [_checksum(record, numbers) for record in index.records]
+
+    def describe_file(path: str) -> StoredFile:
+        if written is None:
+            return identify(path)
+        header = headers.get(path)
+        return StoredFile(path=path, header=(len(header), zlib_ng.crc32(header)) if header else None)
+
+    return Manifest(
+        ucp=VERSION,
+        producer=producer,
+        virtual=written is None,
+        source=Origin(
+            path=index.path,
+            format=index.format,
+            origin=index.origin or index.format,
+            producer=index.producer,
+            topology=str(index.topology),
+        ),
+        step=index.step,
+        skipped=index.skipped,
+        files=tuple(map(describe_file, numbers)),
+        records=tuple(records),
+        atoms=atoms,
+        groups=tuple(StoredGroup(params=group.params, hyper=to_json(dict(group.hyper))) for group in index.groups),
+        aliases=dict(index.aliases),
+        extras=tuple(extras),
+        casts=tuple(casts),
+        notes=index.notes,
+        dropped=index.dropped,
+        lost=_losses(index),
+        unselected=index.unselected,
+        unordered=index.unordered,
+    )
 
 
-def _header(header: bytes) -> Json:
-    return {"header": [len(header), zlib_ng.crc32(header)]} if header else {}
-
-
-def _lost(index: Index) -> list[object]:
+def _losses(index: Index) -> tuple[StoredLoss, ...]:
     """`Index.lost` with each reason once, for the parameters there are."""
     params: dict[tuple[str, bool], dict[str, str]] = {}
     for name, loss in index.lost.items():
         if name in index.atoms:
             params.setdefault((loss.why, loss.chosen), {})[name] = loss.detail
-    return [{"why": why, "chosen": chosen, "params": own} for (why, chosen), own in params.items()]
+    return tuple(StoredLoss(why=why, chosen=chosen, params=details) for (why, chosen), details in params.items())
 
 
 def is_inline(state: StateIndex) -> bool:
@@ -163,67 +322,69 @@ def is_inline(state: StateIndex) -> bool:
     return bool(state.fragments) and all(isinstance(fragment.ref, InlineTensor) for fragment in state.fragments)
 
 
-class _Numbering:
-    """Numbers paths in the order they are first named."""
-
-    def __init__(self) -> None:
-        self.paths: dict[str, int] = {}
-
-    def __call__(self, path: str) -> int:
-        return self.paths.setdefault(path, len(self.paths))
+def _number(path: str, numbers: dict[str, int]) -> int:
+    return numbers.setdefault(path, len(numbers))
 
 
-def _records(index: Index, files: _Numbering) -> list[object]:
-    return [[files(r.path), r.offset, r.nbytes, r.crc32, r.name] for r in index.records]
+def _checksum(record: Record, numbers: dict[str, int]) -> Checksum:
+    number = _number(record.path, numbers)
+    return Checksum(file=number, offset=record.offset, nbytes=record.nbytes, crc32=record.crc32, name=record.name)
 
 
-def _atom(atom: AtomIndex, stored: Mapping[tuple[str, str], Stored] | None, files: _Numbering) -> Json:
-    described: Json = {"shape": list(atom.global_shape), "kind": atom.kind.value}
-    if atom.model_dtype is not None:
-        described["model_dtype"] = atom.model_dtype.value
-    if atom.patterns:
-        described["patterns"] = dict(atom.patterns)
-    described["states"] = {
-        name: _state(atom.name, name, state, stored=stored, files=files) for name, state in atom.states.items()
-    }
-    return described
+def _atom(atom: AtomIndex, written: States | None, numbers: dict[str, int]) -> StoredAtom:
+    states = {}
+    for name, state in atom.states.items():
+        if written is None or ((atom.name, name) not in written and is_inline(state)):
+            states[name] = _pieces(state, numbers)
+        else:
+            states[name] = _range(state, written[atom.name, name], numbers)
+    return StoredAtom(
+        shape=atom.global_shape,
+        kind=atom.kind,
+        model_dtype=atom.model_dtype,
+        patterns=dict(atom.patterns),
+        states=states,
+    )
 
 
-def _state(
-    param: str, name: str, state: StateIndex, *, stored: Mapping[tuple[str, str], Stored] | None, files: _Numbering
-) -> Json:
-    described: Json = {"shape": list(state.global_shape)}
-    if stored is None or ((param, name) not in stored and is_inline(state)):
-        described |= {"dtype": state.dtype.value, "overlap": state.overlap.value}
-        described["pieces"] = [_piece(fragment, files) for fragment in state.fragments]
-        return described
-    place = stored[param, name]
-    described |= {
-        "dtype": place.dtype.value,
-        "file": files(place.path),
-        "offset": place.offset,
-        "crc32": place.crc32,
-        "xxh3": list(place.digests),
-        "block": place.block_nbytes,
-    }
-    if place.codec:
-        described |= {"codec": place.codec, "blocks": [list(block) for block in place.blocks]}
-    return described
+def _range(state: StateIndex, receipt: Receipt, numbers: dict[str, int]) -> StoredState:
+    dtype = receipt.placement.slice.dtype
+    return StoredState(
+        shape=state.global_shape,
+        dtype=dtype,
+        file=_number(receipt.placement.path, numbers),
+        offset=receipt.placement.offset,
+        crc32=receipt.crc32,
+        xxh3=receipt.digests,
+        block=BLOCK,
+        codec=codec_name(dtype.itemsize) if receipt.blocks else None,
+        blocks=receipt.blocks or None,
+    )
 
 
-def _piece(fragment: Fragment, files: _Numbering) -> list[object]:
+def _pieces(state: StateIndex, numbers: dict[str, int]) -> StoredState:
+    pieces = [_piece(fragment, numbers) for fragment in state.fragments]
+    return StoredState(
+        shape=state.global_shape,
+        dtype=state.dtype,
+        overlap=state.overlap,
+        pieces=cast("tuple[Piece, ...]", tuple(pieces)),  # lists, as a Piece is always written with all its fields
+    )
+
+
+def _piece(fragment: Fragment, numbers: dict[str, int]) -> list[object]:
     ref = fragment.ref
     replica = -fragment.replica if fragment.derived else fragment.replica
-    head: list[object] = [list(fragment.box.offsets), list(fragment.box.sizes), replica, fragment.term]
+    start: list[object] = [fragment.box.offsets, fragment.box.sizes, replica, fragment.term, ref.dtype]
     if isinstance(ref, InlineTensor):
-        return [*head, ref.dtype.value, ref.data.hex()]
-    place: list[object] = [*head, ref.dtype.value, files(ref.path), ref.offset, list(ref.strides)]
-    return [*place, ref.codec, ref.codec_nbytes, ref.codec_start] if ref.codec else place
+        return [*start, ref.data.hex()]
+    start += [_number(ref.path, numbers), ref.offset, ref.strides]
+    return [*start, ref.codec, ref.codec_nbytes, ref.codec_start] if ref.codec else start
 
 
-def dump(document: Json) -> bytes:
-    """The manifest as text, sealed by a digest of itself. Raises DestinationError for one too long to be read again."""
-    text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+def dump(manifest: Manifest) -> bytes:
+    """The manifest as text, with a digest of itself. Raises DestinationError for one too long to be read again."""
+    text = json.dumps(msgspec.to_builtins(manifest), separators=(",", ":"), allow_nan=False).encode()
     if len(text) > LONGEST - 64:
         raise DestinationError(
             f"expected a manifest of at most {LONGEST:,} bytes; got {len(text):,}: too many pieces for one virtual "
@@ -243,14 +404,21 @@ def read_text(path: str) -> bytes:
         return file.read(0, file.nbytes)
 
 
-def parse(text: bytes, where: str) -> object:
-    """What `dump` wrote, not yet interpreted. Raises MalformedError when it is damaged.
+def parse(text: bytes, where: str) -> Manifest:
+    """What `dump` wrote. Raises MalformedError when it is damaged, UnsupportedError for a newer version.
 
-    A manifest without a seal (edited by hand) is taken as it is.
+    A manifest without a digest (edited by hand) is taken as it is.
     """
     if has_wrong_digest(text):
         raise MalformedError(f"{where} is not what was written (its digest differs); it is damaged. Copy it again")
     try:
-        return parsed(text)
+        version = decode(text, _Version).ucp
+        if version == VERSION:
+            return decode(text, Manifest)
     except NotJson as error:
-        raise MalformedError(f"expected JSON in {where}; {error}. The file is damaged: copy it again") from error
+        raise MalformedError(
+            f"expected the manifest of an atom store in {where}; {error}. The file is damaged: copy it again"
+        ) from error
+    raise UnsupportedError(
+        f"expected version {VERSION} of the atom store; got {version} in {where}. It needs a newer ucp"
+    )

@@ -18,17 +18,15 @@ from ucp.contract.output_names import check_named, check_text
 from ucp.contract.protocols import Target
 from ucp.core.index import Extra, Index
 from ucp.core.slices import Slice, whole_slice
-from ucp.core.target import Literal, OutputFile, Placement, RawCopy, Receipt, Receipts, TargetOptions, TargetPlan, casts
+from ucp.core.target import Literal, OutputFile, Placement, RawCopy, Receipts, TargetOptions, TargetPlan, casts
 from ucp.core.topology import Topology
 from ucp.errors import DestinationError, UsageError, counted, listed
-from ucp.io.codec import codec_name
 from ucp.io.identity import identity_of, producer, size_and_time
 from ucp.io.pickle.fields import described
 from ucp.io.safetensors import layout_safetensors
 from ucp.store.extras import EXTRAS, extra_file
-from ucp.store.manifest import MANIFEST, SourceIdentity, Stored, StoredExtra, describe, dump, is_inline
+from ucp.store.manifest import MANIFEST, StoredExtra, StoredFile, describe, dump, is_inline
 from ucp.store.values import is_plain
-from ucp.transfer.plan.tasks import BLOCK
 
 __all__ = ["LAYOUTS", "StoreTarget", "recogniser"]
 
@@ -69,11 +67,11 @@ class StoreTarget(Target):
     def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
         """The manifest."""
         virtual = not plan.placements and not all(is_inline(state) for _, _, state in index.states())
-        stored = {(r.placement.slice.param, r.placement.slice.state): _stored(r) for r in receipts.placements}
-        document = describe(
+        written = {(r.placement.slice.param, r.placement.slice.state): r for r in receipts.placements}
+        manifest = describe(
             index,
             producer=producer(),
-            stored=None if virtual else stored,
+            written=None if virtual else written,
             extras=[
                 StoredExtra(
                     name=extra.name,
@@ -88,7 +86,7 @@ class StoreTarget(Target):
             identify=recogniser(index),
             headers={file.path: part.data for file in plan.files for part in file.literals if part.offset == 0},
         )
-        text = dump(document)
+        text = dump(manifest)
         return (OutputFile(path=MANIFEST, nbytes=len(text), literals=(Literal(0, text),)),)
 
 
@@ -212,31 +210,17 @@ def _laid(extras: Iterable[Extra]) -> Iterator[tuple[Extra, OutputFile, tuple[Ra
         yield extra, file, raw
 
 
-def recogniser(index: Index) -> Callable[[str], SourceIdentity]:
+def recogniser(index: Index) -> Callable[[str], StoredFile]:
     """What gives, for a file that `index` refers to, by what it is recognised: as it was when the index was read.
 
     A file that is split in parts, which the index has one by one, is taken as it is now.
     """
     files = {file.path: file for file in index.files}
 
-    def identify(path: str) -> SourceIdentity:
-        own = files.get(path)
-        nbytes, mtime_ns = size_and_time(path) if own is None else (own.nbytes, own.mtime_ns)
-        role = "split in parts" if own is None else own.role
-        return SourceIdentity(nbytes=nbytes, mtime_ns=mtime_ns, identity=identity_of(path), role=role)
+    def identify(path: str) -> StoredFile:
+        file = files.get(path)
+        nbytes, mtime_ns = size_and_time(path) if file is None else (file.nbytes, file.mtime_ns)
+        role = "split in parts" if file is None else file.role
+        return StoredFile(path=path, nbytes=nbytes, mtime_ns=mtime_ns, identity=identity_of(path), role=role)
 
     return identify
-
-
-def _stored(receipt: Receipt) -> Stored:
-    own = receipt.placement.slice
-    return Stored(
-        path=receipt.placement.path,
-        offset=receipt.placement.offset,
-        dtype=own.dtype,
-        crc32=receipt.crc32,
-        digests=receipt.digests,
-        block_nbytes=BLOCK,
-        codec=codec_name(own.dtype.itemsize) if receipt.blocks else "",
-        blocks=receipt.blocks,
-    )

@@ -165,7 +165,7 @@ def write_checkpoint(index: Index) -> Path:
     document = describe(
         index,
         producer="ucp.testing",
-        stored=None,
+        written=None,
         extras=(),
         casts=(),
         identify=recogniser(index),

@@ -1,7 +1,7 @@
 """Format `huggingface`: models as save_pretrained of transformers writes them, and as torch writes them for it.
 
 1. Find the files (`locate`); read their indexes and headers (`weights`).
-2. Tell tied weights (`ties`), buffers, and the order of the model.
+2. Tell tied weights (`matcher`), buffers, and the order of the model.
 3. config.json is the extra `config`; tokenizer and generation files are carried along.
 
 There are weights only: no optimizer states, and no groups.

@@ -21,9 +21,10 @@ ucp_formats.torch.numbered.UnnamedError: shapes do not tell which parameter numb
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ucp.core.assign import ManyWaysError, Slots, bounds, possible_places
 from ucp.errors import UnsupportedError, UsageError, listed
 
 __all__ = ["Naming", "Number", "Order", "UnnamedError", "name_params", "order_params"]
@@ -156,34 +157,15 @@ def _skip_unlisted(
             return None
     names: Names = {}
     for group, wanted in zip(groups, forms, strict=True):
-        rest = {name: form for name, form in model.items() if len(groups) == 1 or form in wanted}
-        taken = _in_order(wanted, rest)
-        if taken is None:
+        rest = [name for name, form in model.items() if len(groups) == 1 or form in wanted]
+        of_form: dict[Hashable, list[int]] = {None: [*range(len(rest))]}
+        for at, name in enumerate(rest):
+            of_form.setdefault(model[name], []).append(at)
+        extremes = bounds([of_form.get(form, []) for form in wanted])
+        if extremes is None or extremes[0] != extremes[1]:
             return None
-        names |= zip(group, taken, strict=True)
+        names |= zip(group, (rest[at] for at in extremes[0]), strict=True)
     return names
-
-
-def _in_order(wanted: Sequence[Hashable], model: Forms) -> list[str] | None:
-    """Names in the order of the model whose forms are `wanted` (None: any), if that leaves no choice; None otherwise.
-
-    Names may be left out (buffers, frozen parameters). There is no choice where taking the first that fits each time
-    gives what taking the last does.
-    """
-    first = _first_that_fit(wanted, list(model), model)
-    last = _first_that_fit(wanted[::-1], list(model)[::-1], model)
-    return first if first is not None and last is not None and first == last[::-1] else None
-
-
-def _first_that_fit(wanted: Sequence[Hashable], names: Sequence[str], model: Forms) -> list[str] | None:
-    taken = []
-    rest = iter(names)
-    for form in wanted:
-        name = next((name for name in rest if form is None or model[name] == form), None)
-        if name is None:
-            return None
-        taken.append(name)
-    return taken
 
 
 def _take_all(
@@ -200,7 +182,10 @@ def _take_all(
     """
     parameters = {name: form for name, form in model.items() if not _is_buffer(name)}
     params = parameters if len(parameters) >= sum(map(len, groups)) else model
-    levels = _interleavings(forms, list(params.values()))
+    try:
+        levels = possible_places([[Slots(tuple(own)) for own in forms]], [[*params.values()]], most=_MOST + len(params))
+    except ManyWaysError:
+        levels = None
     if levels is None:
         return None
     names: Names = {}
@@ -211,41 +196,6 @@ def _take_all(
         is_certain = is_certain and len(places) == 1
         names |= {groups[place[0]][place[1]]: name for place in places if place}
     return names if is_certain else _by_decay(groups, forms, params, shapes)
-
-
-Place = tuple[int, int] | None
-"""Number of a group, and of a parameter within it; None for what is in no group"""
-
-
-def _interleavings(forms: Sequence[Sequence[Hashable]], model: Sequence[Hashable]) -> list[set[Place]] | None:
-    """For every tensor of the model the places in the groups that it has in some interleaving; None without one."""
-    levels: list[set[tuple[int, ...]]] = [{(0,) * len(forms)}]
-    sizes = tuple(map(len, forms))
-    total = sum(sizes)
-    count = 0
-    for position, form in enumerate(model, 1):
-        after_all = (after for taken in levels[-1] for _, after in _steps(taken, forms, form))
-        levels.append({after for after in after_all if total - sum(after) <= len(model) - position})
-        count += len(levels[-1])
-        if not levels[-1] or count > _MOST + len(model):
-            return None
-    places: list[set[Place]] = []
-    alive = {sizes}
-    for form, before in zip(reversed(model), reversed(levels[:-1]), strict=True):
-        steps = [(taken, place) for taken in before for place, after in _steps(taken, forms, form) if after in alive]
-        places.append({place for _, place in steps})
-        alive = {taken for taken, _ in steps}
-    return places[::-1]
-
-
-def _steps(
-    taken: tuple[int, ...], forms: Sequence[Sequence[Hashable]], form: Hashable
-) -> Iterator[tuple[Place, tuple[int, ...]]]:
-    """Places that can be next, once so many parameters of each group are taken, and what is taken then."""
-    yield None, taken
-    for group, at in enumerate(taken):
-        if at < len(forms[group]) and forms[group][at] in (None, form):
-            yield (group, at), (*taken[:group], at + 1, *taken[group + 1 :])
 
 
 def _by_decay(

@@ -7,11 +7,9 @@ bf16_optimizer.py, partition_parameters.py); what a layout then says must put ev
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 
 import numpy as np
-import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from ucp_formats.deepspeed.partition import round_robin
@@ -23,13 +21,6 @@ from ucp_formats.deepspeed.read.optimizer.flat_layout import (
     shared_buffers,
 )
 from ucp_formats.deepspeed.read.optimizer.group_order import optimizer_order, undo_round_robin
-from ucp_formats.deepspeed.read.optimizer.match_slots import (
-    AmbiguousError,
-    FlatSlots,
-    NoMatchError,
-    Slots,
-    match_stages,
-)
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.stored import Placer
 
@@ -270,63 +261,3 @@ def test_states_of_a_flat_group_tile_every_parameter(source: Params, ranks: int)
             assert index.global_shape == shape
             assert index.fragments, "even a parameter without elements has a piece"
             assert uncovered(shape, [piece.box for piece in index.fragments]) == ()
-
-
-# ---- matching against trying everything ----
-
-
-@st.composite
-def matchings(draw):
-    shapes = draw(st.lists(st.sampled_from([(2,), (3,), (2, 2)]), max_size=6))
-    count = draw(st.integers(1, 2))
-    homes = [draw(st.integers(-1, count - 1)) for _ in shapes]
-    groups = []
-    for group in range(count):
-        own = [shape for shape, home in zip(shapes, homes, strict=True) if home == group]
-        if draw(st.booleans()):
-            groups.append(FlatSlots(sum(map(prod, own))))
-        else:
-            groups.append(Slots(tuple(None if draw(st.integers(0, 4)) == 0 else shape for shape in own)))
-    return groups, [(f"p{at}", shape) for at, shape in enumerate(shapes)]
-
-
-def every_assignment(groups, params) -> list[tuple[tuple[str, ...], ...]]:
-    found = []
-    for homes in product(range(-1, len(groups)), repeat=len(params)):
-        positions = [0] * len(groups)
-        for home, (_, shape) in zip(homes, params, strict=True):
-            after = 0 if home < 0 else groups[home].after(positions[home], shape)
-            if after is None:
-                break
-            if home >= 0:
-                positions[home] = after
-        else:
-            if all(at == group.length for at, group in zip(positions, groups, strict=True)):
-                names = [name for name, _ in params]
-                found.append(tuple(tuple(n for n, h in zip(names, homes, strict=True) if h == g)
-                                   for g in range(len(groups))))  # fmt: skip
-    return found
-
-
-@given(case=matchings())
-def test_matching_answers_exactly_when_one_assignment_fits(case) -> None:
-    groups, named = case
-    fitting = every_assignment(groups, named)
-    assert fitting, "the case was made from an assignment"
-    if len(fitting) == 1:
-        assert match_stages([groups], [named])[0] == fitting[0]
-    else:
-        with pytest.raises(AmbiguousError) as caught:
-            match_stages([groups], [named])
-        assert set(caught.value.names) <= {name for name, _ in named}
-
-
-def test_matching_says_when_nothing_fits() -> None:
-    with pytest.raises(NoMatchError):
-        match_stages([[Slots(((2, 2),))]], [[("a", (3,))]])
-
-
-def test_matching_a_large_model_is_quick() -> None:
-    named = [(f"layers.{at}.{kind}", shape) for at in range(400) for kind, shape in (("w", (64, 64)), ("b", (64,)))]
-    groups = [Slots(((64, 64),) * 400), Slots(((64,),) * 400)]
-    assert [len(own) for own in match_stages([groups], [named])[0]] == [400, 400]

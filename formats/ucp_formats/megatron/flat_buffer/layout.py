@@ -8,7 +8,7 @@ leave out the padding at the ends of buckets, so a parameter that opens a bucket
 What a file does not say is the size of the buckets, and before 2024-07 nothing was aligned. So a layout is *walked*:
 after a parameter the next one starts at the next multiple of 64 of its bucket, or right away. Which of the two it is,
 the contents tell: `fitting(place)`. Parameters that are not trained are passed over. The first and the last walk in the
-order of choices are the same only where there is no other (`ties`).
+order of choices are the same only where there is no other (`matcher`).
 
 >>> simulate([70, 60, 10], bucket_numel=100)
 BufferLayout(starts=(124, 64, 0), numel=194)

@@ -5,8 +5,10 @@ first elements at a place of the buffer, cast, tell the parameter that starts th
 
 1. Walk over the places where a parameter can start, and find for each the parameters that fit it. Where the order of
    registration is known for sure, walk in that order, and prove every place by its contents (`layouts`).
-2. Else a place that one parameter fits is known. Places that several fit (norms that are all one, biases that are all
-   zero) are matched in the order of the buffer, which is that of registration, reversed (`ties`).
+2. Else a place that one parameter fits is known. Norms that are all one and biases that are all zero have the same
+   contents in every layer: places that several fit are matched in the order of the buffer, which is that of
+   registration or its reverse, over as many parameters as may be frozen or on other ranks. Where the earliest and the
+   latest that each place can have are not the same (`ucp.core.assign.bounds`), the checkpoint does not say: an error.
 3. What no parameter fits is named; nothing is filled in by guessing.
 
 (megatron-core 0.16 core/distributed/param_and_grad_buffer.py lays the buffers out.)
@@ -14,21 +16,47 @@ first elements at a place of the buffer, cast, tell the parameter that starts th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 
+from ucp.core.assign import bounds
 from ucp.core.dtypes import DType
-from ucp.errors import MalformedError, listed
+from ucp.errors import MalformedError, counted, listed
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.flat_buffer.boxes import Candidate, FlatBuffer
 from ucp_formats.megatron.flat_buffer.layout import ALIGNMENT, Place, walk
-from ucp_formats.megatron.flat_buffer.ties import Spot, settle
 
-__all__ = ["Fingerprints", "FlatBufferMatcher", "Found", "Placement"]
+__all__ = ["Fingerprints", "FlatBufferMatcher", "Found", "Placement", "Spot", "ambiguous"]
 
 _WINDOW = 64
 """Elements by which a parameter is recognised."""
+
+_REMEDY = (
+    "Which of them is trained, and which frozen, is recorded nowhere, so that their states would be guessed. Take the "
+    "checkpoint of a later step, where their contents differ, or load this one in Megatron and save it with "
+    "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, which records names. Where the states are not "
+    "needed, save it with --no-save-optim: the weights are read without them"
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Spot:
+    """A place where a parameter starts."""
+
+    where: str
+    """The buffer, for messages."""
+    start: int
+    """Its first element."""
+    fits: list[Candidate]
+    """Parameters whose contents stand there, all of one length."""
+
+    @property
+    def stop(self) -> int:
+        """One past the last element of a parameter there."""
+        return self.start + self.fits[0].numel
 
 
 @dataclass(slots=True)
@@ -164,7 +192,9 @@ class FlatBufferMatcher:
         Raises MalformedError when parameters of equal contents cannot be told apart by their order either, or one of
         them is in a buffer twice; all are named.
         """
-        chosen = iter(settle([own.spots for own in found], self._backwards([s for own in found for s in own.spots])))
+        chosen = iter(
+            resolve_ties([own.spots for own in found], self._backwards([s for own in found for s in own.spots]))
+        )
         placements = []
         for own in found:
             held = [next(chosen).name for _ in own.spots]
@@ -289,3 +319,55 @@ def _between(buffer: FlatBuffer, spots: Sequence[Spot], alignment: int) -> Itera
         if start > end and not is_padding:
             yield end, start
         end = stop
+
+
+def ambiguous(where: str, places: Sequence[str]) -> MalformedError:
+    """The error that names places which several parameters of equal contents can have."""
+    return MalformedError(
+        f"{where}{counted(len(places), 'parameter has', 'parameters have')} the same contents as others, and their "
+        f"order does not tell them apart:\n{listed(places)}\n{_REMEDY}"
+    )
+
+
+def resolve_ties(runs: Sequence[Sequence[Spot]], orders: Sequence[Sequence[str]]) -> list[Candidate]:
+    """The parameter at every place of `runs`, one after the other.
+
+    `runs`: places of buffers, each in its order; the buffers in that of the model, where that is known. `orders`: names
+    in the order of the buffers, as they may be. Raises MalformedError naming all places that stay open.
+    """
+    places = list(chain.from_iterable(runs))
+    if all(len(place.fits) == 1 for place in places):
+        return [place.fits[0] for place in places]
+    answers = [answer for order in orders for answer in _answers(places, order)]
+    if not answers and len(runs) > 1:  # buffers are not in the order of the model: each by itself
+        return [own for run in runs for own in resolve_ties([run], orders)]
+    names = [{answer[number].name for answer in answers} for number in range(len(places))]
+    open_ = [
+        f"{place.where}, element {place.start}: {', '.join(own.name for own in place.fits[:4])}"
+        for place, found in zip(places, names, strict=True)
+        if len(place.fits) > 1 and len(found) != 1
+    ]
+    if open_:
+        raise ambiguous("", open_)
+    return answers[0]
+
+
+def _answers(places: Sequence[Spot], order: Sequence[str]) -> list[list[Candidate]]:
+    """The earliest and the latest answer that an order allows; none where known places contradict it."""
+    ranks = {name: number for number, name in enumerate(order)}
+    known = Counter(place.fits[0].name for place in places if len(place.fits) == 1)
+    bound = [place for place in places if len(place.fits) > 1 or known[place.fits[0].name] == 1]  # no copies
+    found = bounds([sorted(ranks[own.name] for own in place.fits if own.name in ranks) for place in bound])
+    if found is None:
+        return []
+    answers = []
+    for numbers in found:
+        names = {id(place): order[number] for place, number in zip(bound, numbers, strict=True)}
+        of_names = ({own.name: own for own in place.fits} for place in places)
+        answers.append(
+            [
+                by_name.get(names.get(id(place), ""), place.fits[0])
+                for place, by_name in zip(places, of_names, strict=True)
+            ]
+        )
+    return answers

@@ -56,7 +56,7 @@ def small(monkeypatch):
             "transfer.compare",
             "conversion.execute",
             "conversion.prepare",
-            "store.target",
+            "store.manifest",
             "live.exchange.loads",
         )
     }

@@ -6,7 +6,7 @@
 
 None of them has names. Files that ucp wrote have them in `param_shapes`, which DeepSpeed leaves None without ZeRO. Else
 torch's own `param_names` tell where they are there; in the third shape, the module's tensors do, as views of a flat
-tensor per group; else order and shapes must leave one answer (`match_slots`).
+tensor per group; else order and shapes must leave one answer (`ucp.core.assign`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from math import prod
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
 from ucp.contract.scalars import scalar_state
+from ucp.core.assign import FlatSlots, ManyWaysError, SlotGroup, Slots, possible_places
 from ucp.core.index import Extra, ParamGroup
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.tensor import TensorRef
@@ -26,14 +27,6 @@ from ucp_formats.deepspeed.experts import is_expert
 from ucp_formats.deepspeed.read.extras import UNSTEPPED
 from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, Shard, add_flat_group
 from ucp_formats.deepspeed.read.optimizer.flat_layout import shared_buffers
-from ucp_formats.deepspeed.read.optimizer.match_slots import (
-    AmbiguousError,
-    FlatSlots,
-    NoMatchError,
-    SlotGroup,
-    Slots,
-    match_stages,
-)
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.saved import SavedGroup, UnshardedOptimizer
 from ucp_formats.deepspeed.read.optimizer.stored import State, StoredTensor
@@ -178,19 +171,29 @@ def names_by_shape(
 
     Raises UnsupportedError when none or several assignments fit.
     """
+    params = [(name, ref.shape) for layer in layers for name, ref in layer.items()]
     try:
-        return match_stages(slots, [[(name, ref.shape) for name, ref in layer.items()] for layer in layers])
-    except NoMatchError:
+        places = possible_places(slots, [[ref.shape for ref in layer.values()] for layer in layers])
+        unclear = [] if places is None else [n for (n, _), own in zip(params, places, strict=True) if len(own) > 1]
+    except ManyWaysError:
+        places, unclear = [], [name for name, _ in params]
+    if places is None:
         raise UnsupportedError(
             "no assignment of the module's parameters, in their order, to the "
             f"{counted(sum(map(len, slots)), 'parameter group')} of {where} fits the shapes of the optimizer states. "
             f"{REMEDY}"
-        ) from None
-    except AmbiguousError as error:
+        )
+    if unclear:
         raise UnsupportedError(
             f"the optimizer in {where} does not name its parameters, and more than one assignment fits; it is not "
-            f"known to which group these belong:\n{listed(error.names)}\n{REMEDY}"
-        ) from None
+            f"known to which group these belong:\n{listed(unclear)}\n{REMEDY}"
+        )
+    members: list[list[str]] = [[] for own in slots for _ in own]
+    for (name, _), (place,) in zip(params, places, strict=True):
+        if place is not None:
+            members[place[0]].append(name)
+    groups = iter(map(tuple, members))
+    return tuple(tuple(next(groups) for _ in own) for own in slots)
 
 
 REMEDY = (
@@ -203,7 +206,7 @@ REMEDY = (
 
 
 def slots_of(optimizer: UnshardedOptimizer) -> list[SlotGroup]:
-    """Slots of every group, as `match_slots` takes them."""
+    """Slots of every group, as `possible_places` takes them."""
     if optimizer.kind == _FLAT:
         return [FlatSlots(flat.numel) for (flat,) in optimizer.masters]
     if optimizer.masters:

@@ -27,8 +27,7 @@ from ucp.io.pickle.fields import described, mapping, sequence
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.flat_buffer.boxes import FlatBuffer
 from ucp_formats.megatron.flat_buffer.layout import Place, bucket_multiple
-from ucp_formats.megatron.flat_buffer.matcher import Fingerprints, FlatBufferMatcher
-from ucp_formats.megatron.flat_buffer.ties import ambiguous
+from ucp_formats.megatron.flat_buffer.matcher import Fingerprints, FlatBufferMatcher, ambiguous
 from ucp_formats.megatron.legacy.model import Held
 from ucp_formats.megatron.legacy.optimizer.states import LegacyStates, Optimizer, candidate
 

@@ -3,7 +3,7 @@
 `Float16OptimizerWithFloat16Params` saves its masters in the order of its groups; torch's own state goes by number.
 Names follow from the order in which the model registers its parameters, split by the rule of the groups. Masters prove
 it: cast, they equal the weights. What is frozen is in no group: then contents say who fits, and the order who it is of
-those (`ties`). Where the order is another, every master is looked for by its contents alone.
+those (`matcher`). Where the order is another, every master is looked for by its contents alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
+from ucp.core.assign import narrow, narrow_in_order
 from ucp.core.dtypes import DType
 from ucp.core.index import ParamGroup
 from ucp.core.names import STEP, WEIGHT
@@ -21,8 +22,7 @@ from ucp.errors import MalformedError, listed
 from ucp.io.pickle.fields import integer, mapping, sequence, tensor
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.flat_buffer.boxes import FlatBuffer
-from ucp_formats.megatron.flat_buffer.matcher import Fingerprints
-from ucp_formats.megatron.flat_buffer.ties import ambiguous, in_groups, without_order
+from ucp_formats.megatron.flat_buffer.matcher import Fingerprints, ambiguous
 from ucp_formats.megatron.legacy.model import Held
 from ucp_formats.megatron.legacy.optimizer.states import LegacyStates, Optimizer, candidate
 from ucp_formats.megatron.param_groups.rules import USUAL, SavedGroup, dealt_out, group_rule
@@ -178,8 +178,8 @@ class _Whole:
             for entry, numbers in zip(own.entries, row, strict=True):
                 if not numbers:
                     raise MalformedError(self._refusal(f"one of shape {entry.shape} fits none of them"))
-        chosen = in_groups(self._ruled(fits)) or in_groups(fits)
-        found = chosen or without_order(fits)
+        chosen = narrow_in_order(self._ruled(fits)) or narrow_in_order(fits)
+        found = chosen or narrow(fits)
         if any(not numbers for row in found for numbers in row):
             raise MalformedError(self._refusal("there are more of the same contents"))
         several = [

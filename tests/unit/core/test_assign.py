@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ucp_formats.deepspeed.read.optimizer.match_slots import (
-    AmbiguousError,
-    FlatSlots,
-    NoMatchError,
-    SlotGroup,
-    Slots,
-    match_stages,
-)
+
+from ucp.core.assign import FlatSlots, SlotGroup, Slots, possible_places
 
 Layer = list[tuple[str, tuple[int, ...]]]
 
@@ -30,8 +24,15 @@ def stage(layers: int) -> list[SlotGroup]:
     return [Slots(((4, 4), (4,)) * layers)]
 
 
-def names(stages: list[list[SlotGroup]], layers: list[Layer]) -> list[tuple[tuple[str, ...], ...]]:
-    return list(match_stages(stages, layers))
+def names(stages: list[list[SlotGroup]], layers: list[Layer]) -> list[tuple[tuple[str, ...], ...]] | None:
+    """Names of each group of every stage; None where nothing fits, or several assignments do."""
+    places = possible_places(stages, [[shape for _, shape in layer] for layer in layers])
+    if places is None or any(len(own) > 1 for own in places):
+        return None
+    every = [(name, own.pop()) for (name, _), own in zip([p for layer in layers for p in layer], places, strict=True)]
+    members = [tuple(name for name, place in every if place and place[0] == at) for at in range(sum(map(len, stages)))]
+    groups = iter(members)
+    return [tuple(next(groups) for _ in own) for own in stages]
 
 
 def test_the_one_way_that_fits() -> None:
@@ -45,35 +46,33 @@ def test_the_one_way_that_fits() -> None:
 @pytest.mark.parametrize("counts", [(2, 2), (3, 1), (1, 2, 1)])
 def test_alike_layers_that_are_all_used(counts: tuple[int, ...]) -> None:
     found = names([stage(count) for count in counts], alike(4))
+    assert found is not None
     assert [len(own[0]) for own in found] == [2 * count for count in counts]
     assert [name for own in found for name in own[0]] == [name for layer in alike(4) for name, _ in layer]
 
 
 def test_alike_layers_in_two_groups_and_in_flat_ones() -> None:
     apart: list[list[SlotGroup]] = [[Slots(((4, 4),) * 2), Slots(((4,),) * 2)]] * 2
-    weights, biases = names(apart, alike(4))[1]
-    assert (weights, biases) == (("2.weight", "3.weight"), ("2.bias", "3.bias"))
+    expected = [(f"{a}.weight", f"{a + 1}.weight") for a in (0, 2)], [(f"{a}.bias", f"{a + 1}.bias") for a in (0, 2)]
+    assert names(apart, alike(4)) == list(zip(*expected, strict=True))
     flat: list[list[SlotGroup]] = [[FlatSlots(40)], [FlatSlots(40)]]
-    assert names(flat, alike(4))[0] == (("0.weight", "0.bias", "1.weight", "1.bias"),)
+    halves = [[name for layer in alike(4)[at : at + 2] for name, _ in layer] for at in (0, 2)]
+    assert names(flat, alike(4)) == [(tuple(half),) for half in halves]
 
 
 def test_optimizers_without_states_have_slots_all_the_same() -> None:
     """As before the first step."""
     unknown: list[list[SlotGroup]] = [[Slots((None,) * 6)], [Slots((None,) * 2)]]
-    assert len(names(unknown, alike(4))[0][0]) == 6
+    assert names(unknown, alike(4)) == [(tuple(n for own in alike(3) for n, _ in own),), (("3.weight", "3.bias"),)]
 
 
 def test_alike_layers_of_which_some_are_frozen_are_not_guessed() -> None:
-    with pytest.raises(AmbiguousError) as caught:
-        names([stage(2), stage(1)], alike(4))
-    assert set(caught.value.names) <= {name for layer in alike(4) for name, _ in layer}
+    places = possible_places([stage(2), stage(1)], [[shape for _, shape in layer] for layer in alike(4)])
+    assert places is not None
+    assert any(len(own) > 1 for own in places)
 
 
-def test_no_layer_is_on_two_stages() -> None:
-    with pytest.raises(NoMatchError):
-        names([[Slots(((4, 4),))], [Slots(((4,),))]], alike(1))
-
-
-def test_a_tied_layer_without_a_file() -> None:
-    with pytest.raises(NoMatchError):
-        names([[Slots(((7, 4), (4, 4), (4,)))], [Slots(((4, 4), (4, 7), (7, 4)))]], LAYERS)
+def test_no_layer_is_on_two_stages_and_none_is_without_a_file() -> None:
+    assert possible_places([[Slots(((4, 4),))], [Slots(((4,),))]], [[(4, 4), (4,)]]) is None
+    stages: list[list[SlotGroup]] = [[Slots(((7, 4), (4, 4), (4,)))], [Slots(((4, 4), (4, 7), (7, 4)))]]
+    assert possible_places(stages, [[shape for _, shape in layer] for layer in LAYERS]) is None
