@@ -1,4 +1,4 @@
-"""Settings of torch's own optimizers, for groups of parameters that another framework may have kept.
+"""Settings and counts of torch's own optimizers, for groups of parameters that another framework may have kept.
 
 torch asks for every setting that its optimizer has: those that another framework lacks are written as torch has them by
 default (torch 2.13, `torch/optim/adamw.py`).
@@ -9,16 +9,21 @@ default (torch 2.13, `torch/optim/adamw.py`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from ucp.core.dtypes import DType
 from ucp.core.index import Index, ParamGroup
 from ucp.core.names import STEP
-from ucp.core.target import TargetOptions
-from ucp.errors import UsageError
+from ucp.core.target import TargetOptions, TargetPlan
+from ucp.errors import UnsupportedError, UsageError, counted
+from ucp.transfer.probe import Prober
 
 __all__ = [
     "DECOUPLED",
     "DECOUPLED_MEANING",
+    "Counts",
     "check_options",
     "checked_decoupled",
     "decay_notes",
@@ -95,3 +100,31 @@ def decay_notes(index: Index, said: str | None) -> Iterator[str]:
             f"the source does not say whether weight decay is decoupled: written as AdamW has it. For Adam pass "
             f"--set {DECOUPLED}=false"
         )
+
+
+class Counts:
+    """States that are one number for a whole parameter: 0-d, and `step` in float32. Remembers which were cast."""
+
+    def __init__(self, index: Index, prober: Prober) -> None:
+        self._index = index
+        self._prober = prober
+        self._casts: Counter[str] = Counter()
+
+    def of(self, param: str, name: str) -> tuple[DType, bytes]:
+        """Type and bytes of a parameter's state. Raises UnsupportedError for one with dims."""
+        state = self._index.atoms[param].states[name]
+        if state.global_shape:
+            raise UnsupportedError(
+                f"{self._index.path} keeps {name} as a tensor of shape {list(state.global_shape)}, torch's optimizers "
+                "as one without dims. Leave the optimizer out (--include '*/weight'), or take another target"
+            )
+        ref = state.fragments[0].ref
+        if name != STEP or state.dtype is DType.FLOAT32:
+            return state.dtype, self._prober.window(ref, 0, 1)
+        self._casts[f"{name}: {state.dtype} -> {DType.FLOAT32}"] += 1
+        return DType.FLOAT32, self._prober.window(ref, 0, 1, dtype=DType.FLOAT32)
+
+    def with_casts(self, plan: TargetPlan) -> TargetPlan:
+        """`plan`, which names their casts too."""
+        lines = (f"{change} in {counted(count, 'parameter')}" for change, count in self._casts.items())
+        return replace(plan, casts=(*plan.casts, *lines))

@@ -35,12 +35,12 @@ from ucp.io.dcp.emit import DcpDraft, NewChunk
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.torch_file.draft import Drafted, FileDraft, Part, target_plan
 from ucp.transfer.probe import Prober
-from ucp_formats.torch.counts import Counts
 from ucp_formats.torch.cuts import Cuts
 from ucp_formats.torch.locate import MODEL, OPTIMIZER, STEP_KEYS, TRAIN_STATE
 from ucp_formats.torch.settings import (
     DECOUPLED,
     DECOUPLED_MEANING,
+    Counts,
     check_options,
     checked_decoupled,
     decay_notes,
@@ -105,7 +105,7 @@ class DcpTarget(Target):
         plan = target_plan(index, draft.finish(), notes=draft.notes, topology=wanted)
         metadata = tuple(own.path for own in plan.files if own.path.rpartition("/")[2] == METADATA)
         plan = replace(plan, last=metadata, dropped=tuple(draft.dropped))
-        return place_companions(index, draft.counts.told(plan))
+        return place_companions(index, draft.counts.with_casts(plan))
 
 
 def _checked_topology(index: Index, topology: Topology | None) -> Topology:

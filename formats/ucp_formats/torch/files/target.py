@@ -26,11 +26,11 @@ from ucp.errors import UsageError
 from ucp.io.torch_file.draft import FileDraft, target_plan
 from ucp.io.torch_file.tensors import NewTensor
 from ucp.transfer.probe import Prober
-from ucp_formats.torch.counts import Counts
 from ucp_formats.torch.files.locate import NAME
 from ucp_formats.torch.settings import (
     DECOUPLED,
     DECOUPLED_MEANING,
+    Counts,
     check_options,
     checked_decoupled,
     decay_notes,
@@ -61,7 +61,7 @@ class TorchTarget(Target):
             root = draft.root()
         plan = target_plan(index, [draft.file.finish(root)], notes=draft.notes)
         plan = replace(plan, dropped=draft.dropped())
-        return place_companions(index, draft.counts.told(plan))
+        return place_companions(index, draft.counts.with_casts(plan))
 
 
 def _check(topology: Topology | None, options: TargetOptions) -> None:
