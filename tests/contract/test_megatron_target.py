@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.unit.formats.megatron.conftest import FakeLegacy
 from ucp.api import convert
 from ucp.conversion.options import ConvertOptions
-from ucp.core.target import TargetOptions
 from ucp.core.topology import Topology
 from ucp.testing import TargetContract
 
@@ -16,7 +15,8 @@ def options(topology: str, layout: str, **settings: str) -> ConvertOptions:
     return ConvertOptions(
         to="megatron",
         topology=Topology.parse(topology),
-        target=TargetOptions(layout=layout, settings={**LOCAL, **settings}),
+        layout=layout,
+        settings={**LOCAL, **settings},
     )
 
 

@@ -106,8 +106,7 @@ def _stage_rows(index: Index) -> list[tuple[str, ...]]:
 def stages(atom: AtomIndex) -> list[int]:
     """Pipeline stages that hold a parameter, where that is known; of virtual stages those of the pipeline's ranks."""
     own = next((axis for axis in atom.layout.axes if axis.axis == "pp" and axis.parts > 1), None)
-    shape = atom.global_shape
-    return [at for at in range(own.parts) if own.pattern.regions(shape, own.parts, at)] if own else []
+    return own.holders(atom.global_shape) if own else []
 
 
 def _group_rows(groups: Sequence[ParamGroup]) -> list[tuple[str, str, str]]:

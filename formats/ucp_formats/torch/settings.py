@@ -1,4 +1,4 @@
-"""Settings and counts of torch's own optimizers, for groups of parameters that another framework may have kept.
+"""Settings of torch's own optimizers, for groups of parameters that another framework may have kept.
 
 torch asks for every setting that its optimizer has: those that another framework lacks are written as torch has them by
 default (torch 2.13, `torch/optim/adamw.py`).
@@ -9,23 +9,22 @@ default (torch 2.13, `torch/optim/adamw.py`).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from struct import pack
 
+from ucp.contract.optimizer import OptimizerPlan
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, ParamGroup
 from ucp.core.names import STEP
-from ucp.core.target import TargetOptions, TargetPlan
-from ucp.errors import UnsupportedError, UsageError, counted
-from ucp.transfer.probe import Prober
+from ucp.core.target import TargetOptions
+from ucp.errors import UnsupportedError, UsageError
 
 __all__ = [
     "DECOUPLED",
     "DECOUPLED_MEANING",
-    "Counts",
     "check_options",
     "checked_decoupled",
+    "count_tensor",
     "decay_notes",
     "is_adam",
     "rate_notes",
@@ -68,6 +67,24 @@ def checked_decoupled(index: Index, options: TargetOptions) -> str | None:
     return said
 
 
+def count_tensor(index: Index, optimizer: OptimizerPlan, param: str, state: str) -> tuple[DType, bytes]:
+    """Type and bytes of a count as torch's optimizers keep it: 0-d, and `step` in float32.
+
+    Raises UnsupportedError for one with dims.
+    """
+    source = index.atoms[param].states[state]
+    count = optimizer.count(param, state)
+    if source.global_shape or count is None:
+        raise UnsupportedError(
+            f"{index.path} keeps {state} as a tensor of shape {list(source.global_shape)}, torch's optimizers as one "
+            "without dims. Leave the optimizer out (--include '*/weight'), or take another target"
+        )
+    if state != STEP:
+        return source.dtype, optimizer.stored(param, state)
+    optimizer.note_cast(state, source.dtype, DType.FLOAT32)
+    return DType.FLOAT32, pack("<f", count)
+
+
 def is_adam(group: ParamGroup) -> bool:
     """Whether a group is one of Adam or AdamW."""
     return "betas" in group.hyper
@@ -100,31 +117,3 @@ def decay_notes(index: Index, said: str | None) -> Iterator[str]:
             f"the source does not say whether weight decay is decoupled: written as AdamW has it. For Adam pass "
             f"--set {DECOUPLED}=false"
         )
-
-
-class Counts:
-    """States that are one number for a whole parameter: 0-d, and `step` in float32. Remembers which were cast."""
-
-    def __init__(self, index: Index, prober: Prober) -> None:
-        self._index = index
-        self._prober = prober
-        self._casts: Counter[str] = Counter()
-
-    def of(self, param: str, name: str) -> tuple[DType, bytes]:
-        """Type and bytes of a parameter's state. Raises UnsupportedError for one with dims."""
-        state = self._index.atoms[param].states[name]
-        if state.global_shape:
-            raise UnsupportedError(
-                f"{self._index.path} keeps {name} as a tensor of shape {list(state.global_shape)}, torch's optimizers "
-                "as one without dims. Leave the optimizer out (--include '*/weight'), or take another target"
-            )
-        ref = state.fragments[0].ref
-        if name != STEP or state.dtype is DType.FLOAT32:
-            return state.dtype, self._prober.window(ref, 0, 1)
-        self._casts[f"{name}: {state.dtype} -> {DType.FLOAT32}"] += 1
-        return DType.FLOAT32, self._prober.window(ref, 0, 1, dtype=DType.FLOAT32)
-
-    def with_casts(self, plan: TargetPlan) -> TargetPlan:
-        """`plan`, which names their casts too."""
-        lines = (f"{change} in {counted(count, 'parameter')}" for change, count in self._casts.items())
-        return replace(plan, casts=(*plan.casts, *lines))
