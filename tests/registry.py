@@ -66,7 +66,7 @@ def checkpoints() -> Iterator[Path]:
 
 def read(path: Path) -> Index:
     """Index of a kept checkpoint."""
-    options = SourceOptions.of(None, None, SHAPES_FROM.get(path.parent.name))
+    options = SourceOptions(shapes_from=SHAPES_FROM.get(path.parent.name))
     format_, evidence = registry.recognise(path, options=options)
     return format_.read(evidence.root)
 

@@ -37,12 +37,10 @@ A message says what was expected, what was found, where, and what to do::
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 __all__ = [
-    "ARGUMENTS",
     "AccessError",
     "BusyError",
     "ChangedError",
@@ -80,32 +78,6 @@ __all__ = [
 ]
 
 
-ARGUMENTS = {
-    **{f"--{name}": f"{name}=..." for name in ("to", "topology", "layout", "include", "exclude", "family", "patterns")},
-    **{
-        f"--{name}": f"{name}=..."
-        for name in ("names", "rename", "drift", "tag", "companions", "workers", "memory", "scratch")
-    },
-    "--against": "against=...",
-    "--shapes-from": "shapes_from=...",
-    "--param-order": "param_order=...",
-    **{f"--{name}": f"{name}=True" for name in ("virtual", "compress", "resume", "overwrite", "verify", "weights")},
-    "--dtype": "dtypes={...}",
-    "--set": "settings={...}",
-    "--engine": "engine=...",
-    "--zero-moments": "zero_moments=...",
-    "--optimizer": "optimizer=...",
-    "--accept": "accept=...",
-    "--no-fsync": "fsync=False",
-    "--part": "part=...",
-    "--finalize": "finalize=True",
-}
-"""Options that messages name, and what they are called in Python."""
-
-_OPTION = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*")
-"""Example: --zero-moments."""
-
-
 def _printable(part: object) -> object:
     """A message with lone surrogates escaped: a name in a checkpoint may have them, and no terminal can show them."""
     return part.encode("utf-8", "backslashreplace").decode() if isinstance(part, str) else part
@@ -114,15 +86,11 @@ def _printable(part: object) -> object:
 class UcpError(Exception):
     """Root of every expected failure; the command line prints it without a traceback.
 
-    Messages name options as the command line spells them; a note, which Python shows below the message, has the
-    arguments of the functions.
+    Messages name options as the command line spells them; public functions add a note with their arguments.
     """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*map(_printable, args))
-        named = dict.fromkeys(option for text in args for option in _OPTION.findall(str(text)) if option in ARGUMENTS)
-        if named:
-            self.add_note(f"In Python: {', '.join(f'{option} is {ARGUMENTS[option]}' for option in named)}")
 
 
 class UsageError(UcpError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.unit.formats.megatron.conftest import FakeLegacy
 from ucp.conversion.options import ConvertOptions
-from ucp.core.target import TargetOptions
 from ucp.core.topology import Topology
 from ucp.testing import TargetContract
 
@@ -15,7 +14,8 @@ def options(topology: str, layout: str, **settings: str) -> ConvertOptions:
     return ConvertOptions(
         to="megatron",
         topology=Topology.parse(topology),
-        target=TargetOptions(layout=layout, settings={**LOCAL, **settings}),
+        layout=layout,
+        settings={**LOCAL, **settings},
     )
 
 

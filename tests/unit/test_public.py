@@ -14,7 +14,15 @@ import pytest
 import torch
 
 import ucp
-from ucp.conversion.options import ConvertOptions, make_options
+from ucp.conversion.arguments import (
+    CompareArguments,
+    ConvertArguments,
+    LoadArguments,
+    PlanArguments,
+    SourceArguments,
+)
+from ucp.conversion.option import Verb
+from ucp.conversion.options import OPTIONS, ConvertOptions, make_options, options_of
 from ucp.conversion.prepare import prepare
 from ucp.core.tensor import TensorRef
 from ucp.errors import MissingLibraryError, UcpError, UsageError
@@ -49,11 +57,24 @@ def test_tensors_ask_for_torch_only_when_they_are_read(source, monkeypatch):
 
 def test_a_plan_is_asked_for_as_a_conversion_is():
     """With the same names, defaults and types, all of which become options in one place."""
-    plan, convert, options = (inspect.signature(own).parameters for own in (ucp.plan, ucp.convert, make_options))
+    plan, convert = (inspect.signature(function).parameters for function in (ucp.plan, ucp.convert))
     assert list(plan) == [name for name in convert if name not in ONCE_BYTES_MOVE]
-    asked = {name: own for name, own in plan.items() if name != "dst"}  # which may be left out of a plan
-    assert all(convert[name] == own == options.get(name, own) for name, own in asked.items())
-    assert set(convert) - set(options) == {"src", "dst", "observer"}
+    assert all(convert[name] == parameter for name, parameter in plan.items() if name != "dst")
+    assert set(convert) - set(OPTIONS) == {"src", "dst", "observer"}
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments"),
+    [
+        (Verb.READ, SourceArguments),
+        (Verb.COMPARE, CompareArguments),
+        (Verb.LOAD, LoadArguments),
+        (Verb.PLAN, PlanArguments),
+        (Verb.CONVERT, ConvertArguments),
+    ],
+)
+def test_type_checkers_know_the_arguments_that_there_are(verb, arguments):
+    assert set(inspect.get_annotations(arguments)) == {option.name for option in options_of(verb)}
 
 
 def test_a_plan_is_what_a_conversion_does(source, tmp_path):

@@ -24,8 +24,7 @@ from ucp.core.layout import Pattern
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.tensor import Tensor
 from ucp.core.topology import Topology
-from ucp.errors import IdleOptionError, UsageError
-from ucp.io.folder import given
+from ucp.errors import IdleOptionError
 
 if TYPE_CHECKING:
     from ucp.transfer.plan.job import Job
@@ -98,41 +97,9 @@ class SourceOptions:
     param_order: Path | ParamOrder | None = None
     """Names of the parameters that an optimizer numbers, in its order; a path is of a JSON file with them."""
 
-    @classmethod
-    def of(
-        cls,
-        family: str | None,
-        patterns: str | PathLike[str] | None,
-        shapes_from: str | PathLike[str] | None = None,
-        param_order: ParamOrderLike | None = None,
-    ) -> SourceOptions:
-        """What a user says of a source. Raises UsageError, as for a family by name and by file at once."""
-        if family is not None and patterns is not None:
-            raise UsageError("expected a family by name (--family) or by file (--patterns); got both")
-        return cls(
-            family,
-            None if patterns is None else Path(patterns),
-            None if shapes_from is None else given(shapes_from),
-            None if param_order is None else _order_of(param_order),
-        )
-
     def without_family(self) -> SourceOptions:
         """What is for the source alone: rules of a family may be for the target."""
         return replace(self, family=None, patterns=None)
-
-
-def _order_of(asked: ParamOrderLike) -> Path | ParamOrder:
-    if isinstance(asked, str | PathLike):
-        return given(asked)
-    if isinstance(asked, Sequence) and all(isinstance(own, str) for own in asked):
-        return (tuple(str(own) for own in asked),)
-    if isinstance(asked, Sequence) and all(_is_names(own) for own in asked):
-        return tuple(tuple(own) for own in asked)
-    raise UsageError(f"expected param_order as a path, a list of names, or one for each group; got {asked!r}")
-
-
-def _is_names(asked: object) -> bool:
-    return isinstance(asked, list | tuple) and all(isinstance(name, str) for name in asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +145,11 @@ class Format(Protocol):
 
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path` (as given by the user). Raises SourceError; reads no tensor."""
+
+    def owns(self, name: str) -> bool:
+        """Whether only checkpoints of this format have a file of that name: other formats then leave it alone."""
+        del name
+        return False
 
     def configured(self, options: SourceOptions) -> Format:
         """The same format, reading with these options. Raises IdleOptionError where it has no use for them."""

@@ -46,6 +46,7 @@ __all__ = [
     "engine",
     "families",
     "family",
+    "is_of_another",
     "library",
     "live_adapters",
     "names",
@@ -97,6 +98,11 @@ def names(group: str) -> tuple[str, ...]:
 
 def _formats() -> list[Format]:
     return [cast("Format", _made("ucp.formats", name)) for name in names("ucp.formats")]  # what the group promises
+
+
+def is_of_another(name: str, fmt: str) -> bool:
+    """Whether a file name is of a format other than `fmt`, by what formats say (`Format.owns`)."""
+    return any(other.owns(name) for other in _formats() if other.name != fmt)
 
 
 def run_extras(index: Index) -> RunExtras:
@@ -162,11 +168,13 @@ def choose_family(
     arguments: Mapping[str, object] | None = None,
     axes: Mapping[str, int] | None = None,
     options: SourceOptions | None = None,
+    explain: bool = True,
 ) -> tuple[Family, tuple[str, ...]]:
     """The family that a checkpoint is of, bound to its sizes, and the reasons: by evidence unless `options` say.
 
     `names`: of the model's tensors, in any style. `shapes`: of wholes, or of the parts of one rank, with degrees in
-    `axes`. `arguments`: as recorded. Raises UnknownFamilyError when none or several fit, MisfitError when the one that
+    `axes`. `arguments`: as recorded. `explain`: whether an error names what speaks against the nearest of all families,
+    which reads all of them. Raises UnknownFamilyError when none or several fit, MisfitError when the one that
     `options` name says otherwise than the checkpoint, UsageError for one that is not there or a rules file with a
     mistake.
     """
@@ -195,6 +203,8 @@ def choose_family(
     try:
         return choice(found.likely(arguments or {}))
     except UnknownFamilyError:
+        if not explain:
+            raise
         return choice(found.concrete())  # the message tells what speaks against each of all
 
 

@@ -1,38 +1,161 @@
-"""Misspelt arguments of the public functions are named with the nearest argument there is."""
+"""Public functions that take options: their signatures, their help, and what is said of arguments they do not have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from inspect import Parameter, signature
-from typing import ParamSpec, TypeVar
+from inspect import Parameter, get_annotations, signature
+from operator import attrgetter
+from textwrap import fill, indent
+from typing import Literal, ParamSpec, TypedDict, TypeVar
 
-from ucp.errors import nearest
+from ucp.contract.protocols import ParamOrderLike
+from ucp.conversion.option import Option, Verb
+from ucp.conversion.options import OPTIONS, options_of
+from ucp.conversion.parts.which import PartLike
+from ucp.conversion.values import DtypeLike, MemoryLike, TopologyLike, type_path
+from ucp.errors import UcpError, nearest
 
-__all__ = ["suggest_arguments"]
+__all__ = [
+    "CompareArguments",
+    "ConvertArguments",
+    "LoadArguments",
+    "PlanArguments",
+    "SourceArguments",
+    "takes_options",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+ZeroMomentsName = Literal["error", "keep"]
+AcceptName = Literal["equal-ranks", "missing-layers", "moment-shapes", "config"]
 
-def suggest_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, whose TypeError for an unknown argument names the function and the nearest argument.
 
-    >>> @suggest_arguments
-    ... def load(*, topology=None): ...
-    >>> load(topolgy="dp=2")
+class SourceArguments(TypedDict, total=False):
+    """Types of the arguments of `Verb.READ`, for type checkers and editors; see `ConvertOptions` for their meaning."""
+
+    family: str | None
+    patterns: type_path | None
+    shapes_from: type_path | None
+    param_order: ParamOrderLike | None
+
+
+class CompareArguments(SourceArguments, total=False):
+    """Those of `Verb.COMPARE`."""
+
+    include: Iterable[str]
+    exclude: Iterable[str]
+    weights: bool
+    workers: int | None
+    memory: MemoryLike
+
+
+class LoadArguments(SourceArguments, total=False):
+    """Those of `Verb.LOAD`."""
+
+    settings: Mapping[str, str | int | float] | None
+    names: str | None
+    zero_moments: ZeroMomentsName
+    accept: Iterable[AcceptName]
+    memory: MemoryLike
+
+
+class PlanArguments(LoadArguments, total=False):
+    """Those of `Verb.PLAN`."""
+
+    to: str
+    topology: TopologyLike | None
+    layout: str
+    virtual: bool
+    compress: bool
+    include: Iterable[str]
+    exclude: Iterable[str]
+    dtypes: Mapping[str, DtypeLike] | None
+    rename: type_path | None
+    drift: Literal["error", "first", "mean"]
+    optimizer: Literal["zero"] | None
+    tag: str | None
+    companions: Literal["small", "all", "none"]
+    engine: str | None
+    workers: int | None
+    scratch: type_path | None
+
+
+class ConvertArguments(PlanArguments, total=False):
+    """Those of `Verb.CONVERT`."""
+
+    resume: bool
+    overwrite: bool
+    fsync: bool
+    verify: bool
+    part: PartLike | None
+    finalize: bool
+
+
+_TYPES: dict[str, str] = {
+    name: annotation.__forward_arg__
+    for arguments in (CompareArguments, ConvertArguments)
+    for name, annotation in get_annotations(arguments).items()
+}
+"""Argument to its type, as `help` shows it."""
+_FLAG = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*")
+"""Example: --zero-moments."""
+_PLACE = "    OPTIONS\n"
+"""The line of a docstring in whose place the options are explained."""
+
+
+def takes_options(verb: Verb) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make the `**options` of a function those of `verb`, for `help` and notebooks.
+
+    A misspelt argument is answered with the nearest one, and an error that names options of the command line carries
+    a note with the arguments.
+
+    >>> @takes_options(Verb.READ)
+    ... def open(path, **options): ...
+    >>> open("ckpt", famly="llama")
     Traceback (most recent call last):
-    TypeError: ucp.load() has no argument 'topolgy'; did you mean 'topology'?
+    TypeError: ucp.open() has no argument 'famly'; did you mean 'family'?
     """
-    parameters = signature(function).parameters.values()
-    known = [parameter.name for parameter in parameters if parameter.kind is not Parameter.VAR_KEYWORD]
 
-    @wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs.keys() - {*known}:
-            near = nearest(name, known)
-            hint = f"did you mean {near!r}?" if near else f"it has {', '.join(known)}"
-            raise TypeError(f"ucp.{function.__name__}() has no argument {name!r}; {hint}")
-        return function(*args, **kwargs)
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        *parameters, _ = signature(function).parameters.values()
+        parameters += [
+            Parameter(option.name, Parameter.KEYWORD_ONLY, default=option.default, annotation=_TYPES[option.name])
+            for option in options_of(verb)
+        ]
+        shown = signature(function).replace(parameters=sorted(parameters, key=attrgetter("kind")))
+        known = list(shown.parameters)
+        flags = {option.flag: option for option in OPTIONS.values() if option.name in known}
 
-    return checked
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs.keys() - {*known}:
+                near = nearest(name, known)
+                hint = f"did you mean {near!r}?" if near else f"it has {', '.join(known)}"
+                raise TypeError(f"ucp.{function.__name__}() has no argument {name!r}; {hint}")
+            try:
+                return function(*args, **kwargs)
+            except UcpError as error:
+                named = [flag for flag in dict.fromkeys(_FLAG.findall(str(error))) if flag in flags]
+                if named:
+                    spelled = ", ".join(f"{flag} is {flags[flag].in_python}" for flag in named)
+                    error.add_note(f"In Python: {spelled}")
+                raise
+
+        vars(checked)["__signature__"] = shown
+        if checked.__doc__ and _PLACE in checked.__doc__:
+            checked.__doc__ = checked.__doc__.replace(
+                _PLACE, indent("\n".join(map(_explained, options_of(verb))), "    ") + "\n"
+            )
+        return checked
+
+    return decorate
+
+
+def _explained(option: Option) -> str:
+    """An option as a docstring explains it: by its help, flags named as arguments."""
+    names = {other.flag: f"`{other.name}`" for other in OPTIONS.values()}
+    text = _FLAG.sub(lambda match: names.get(match.group(), match.group()), option.python or option.help)
+    return f"{option.name}\n{fill(text, 112, initial_indent='    ', subsequent_indent='    ')}"

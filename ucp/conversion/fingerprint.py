@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from pathlib import Path
 
 import xxhash
 
-from ucp.contract.companions import Companions
-from ucp.conversion.options import ConvertOptions
-from ucp.conversion.source.replica_policy import Drift
+from ucp.conversion.options import OPTIONS, ConvertOptions
 from ucp.core.index import Index
 from ucp.core.target import TargetPlan
 from ucp.io.identity import contents_of, producer
@@ -21,28 +19,26 @@ __all__ = ["facts_of", "fingerprint_of"]
 
 def facts_of(job: Job, options: ConvertOptions) -> dict[str, str]:
     """What the fingerprint is of, by name, as messages tell it; what was not asked for is left out."""
-    asked = {
-        "source": job.index.path,
-        "target": options.to,
-        "topology": str(options.topology or job.target.topology or ""),
-        "layout": options.target.layout,
-        "compression": "zstd" if options.target.compress else "",
-        "dtypes": ", ".join(f"{state}={dtype}" for state, dtype in sorted(options.target.dtypes.items())),
-        "settings": ", ".join(f"{name}={value}" for name, value in sorted(options.target.settings.items())),
-        "included": ", ".join(options.names.include),
-        "left out": ", ".join(options.names.exclude),
-        "tag": options.target.tag,
-        "new optimizer": options.optimizer or "",
-        "companion files": "" if options.companions is Companions.SMALL else options.companions.value,
-        "names": ":".join(filter(None, (options.naming.source, options.naming.style))),
-        "renamed by": str(options.naming.rules or ""),
-        "family": options.source.family or str(options.source.patterns or ""),
-        "shapes": str(options.source.shapes_from or ""),
-        "order of the optimizer": str(options.source.param_order or ""),
-        "of copies that differ": "" if options.drift is Drift.ERROR else options.drift.value,
-        "program": producer(),
-    }
-    return {name: value for name, value in asked.items() if value}
+    facts = {"source": job.index.path}
+    for option in OPTIONS.values():
+        value = getattr(options, option.name)
+        if option.identity and value not in (None, option.default):
+            facts[option.identity] = _text(value)
+    topology = str(options.topology or job.target.topology or "")
+    facts |= {**({"topology": topology} if topology else {}), "target": options.to, "program": producer()}
+    return facts
+
+
+def _text(value: object) -> str:
+    """A value of an option, in words."""
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case dict():
+            return ", ".join(f"{name}={member}" for name, member in sorted(value.items()))
+        case tuple():
+            return ", ".join(map(str, value))
+    return str(value)
 
 
 def fingerprint_of(index: Index, plan: TargetPlan, options: ConvertOptions) -> str:
@@ -56,16 +52,12 @@ def fingerprint_of(index: Index, plan: TargetPlan, options: ConvertOptions) -> s
         producer(),
         index.format,
         sorted((file.path, file.nbytes, file.mtime_ns, *filter(None, (file.version,))) for file in index.files),
-        options.to,
-        str(options.topology),
-        asdict(options.target),
-        asdict(options.names),
-        [options.naming.style, options.naming.source, str(options.naming.rules)],
-        [options.source.family, str(options.source.patterns), options.drift.value, options.companions.value],
-        [str(options.source.param_order or "")],
-        options.optimizer,
-        [(str(path), contents_of(path)) for path in options.own_files],
+        {
+            option.identity: contents_of(value) if isinstance(value, Path) else value
+            for option in OPTIONS.values()
+            if option.identity and (value := getattr(options, option.name)) is not None
+        },
         literals.hexdigest(),
         BLOCK,
     ]
-    return xxhash.xxh3_128_hexdigest(json.dumps(asked, sort_keys=True).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps(asked, sort_keys=True, default=str).encode())

@@ -1,375 +1,476 @@
-"""What a user asks for, in the forms that Python and the shell have for it, checked once and kept as one value."""
+"""The options of the verbs, each declared once: a field of `ConvertOptions` whose metadata is an `Option`.
+
+Command-line options, arguments of the public functions and their help, the identity of a conversion and that of a
+part's plan are read from the fields.
+
+>>> make_options(topology={"dp": 4, "zero": 3}).topology
+Topology(dp=4, zero=3)
+>>> OPTIONS["dtypes"].flag, OPTIONS["dtypes"].identity
+('--dtype', 'dtypes')
+"""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import StrEnum
-from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict, TypeVar
+from typing import Any
 
 from ucp.contract.companions import Companions
-from ucp.contract.protocols import Engine, ParamOrderLike, SourceOptions
+from ucp.contract.protocols import Engine, ParamOrder, SourceOptions
 from ucp.contract.registry import engine as engine_named
-from ucp.conversion.parts.which import PartLike, part_of
+from ucp.conversion.option import Option, Verb, declare
+from ucp.conversion.parts.which import part_of
 from ucp.conversion.source.new_optimizer import NewOptimizer
 from ucp.conversion.source.replica_policy import Drift
 from ucp.conversion.source.zero_moments import ZeroMoments
-from ucp.core.dtypes import DType
+from ucp.conversion.values import (
+    Naming,
+    choice_of,
+    dtypes_of,
+    globs_of,
+    nbytes_of,
+    param_order_of,
+    path_of,
+    settings_of,
+    tag_of,
+    text_of,
+    topology_of,
+    workers_of,
+)
 from ucp.core.index import DoubtKind
 from ucp.core.names import WEIGHT, NameFilter
 from ucp.core.target import TargetOptions
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
+from ucp.io.folder import given
 from ucp.transfer.plan.tasks import Share
 
-if TYPE_CHECKING:
-    import torch
-
 __all__ = [
-    "AcceptName",
-    "CompanionsName",
-    "ConvertArguments",
+    "OPTIONS",
     "ConvertOptions",
-    "DriftName",
-    "DtypeLike",
-    "MemoryLike",
-    "Naming",
-    "OptimizerName",
-    "PlanArguments",
-    "TopologyLike",
-    "ZeroMomentsName",
     "cores",
     "make_options",
-    "nbytes_of",
-    "policy_of",
-    "settings_of",
-    "topology_of",
-    "type_path",
-    "workers_of",
+    "options_of",
 ]
-
-P = TypeVar("P", bound=StrEnum)
-
-type_path = str | PathLike[str]
-"""A path."""
-if TYPE_CHECKING:
-    DtypeLike: TypeAlias = str | DType | torch.dtype
-else:
-    DtypeLike = str | DType | object  # torch is not imported for a type hint
-"""A dtype: "bfloat16", "bf16", torch.bfloat16."""
-TopologyLike = Topology | str | Mapping[str, int]
-"""A run: ucp.Topology(dp=4, zero=3), "dp=4,zero=3", {"dp": 4, "zero": 3}."""
-MemoryLike = int | str
-"""Memory: bytes, or text like "512M", "1GiB" (powers of 1024), "2GB" (powers of 1000)."""
-DriftName = Literal["error", "first", "mean"]
-ZeroMomentsName = Literal["error", "keep"]
-OptimizerName = Literal["zero"]
-CompanionsName = Literal["small", "all", "none"]
-AcceptName = Literal["equal-ranks", "missing-layers", "moment-shapes", "config"]
-
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", re.IGNORECASE)
-"""Number, prefix, "iB" or "B". Examples: 512M, 1.5GiB, 2GB, 1073741824."""
-_EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Naming:
-    """What the user asked for."""
-
-    style: str = ""
-    """Naming style of model families to write; empty for the target's, or the source's."""
-    source: str = ""
-    """Style of the source's names, where several have the same names for other tensors; empty for any."""
-    rules: Path | None = None
-    """TOML file with rules of the user's own."""
-
-    @classmethod
-    def of(cls, names: str | None, rename: Path | None) -> Naming:
-        """`STYLE` or `FROM:STYLE`, and a file. Raises UsageError.
-
-        >>> Naming.of("nanogpt:huggingface", None).source
-        'nanogpt'
-        """
-        source, colon, style = (names or "").rpartition(":")
-        if names is not None and (not style or (colon and not source)):
-            raise UsageError(
-                f"expected a naming style, as in --names huggingface or nanogpt:huggingface; got {names!r}"
-            )
-        return cls(style=style, source=source, rules=rename)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """What the user asked for."""
+    """What the user asked for. The metadata of each field says what it means."""
 
-    to: str = "ucp"
-    """Name of the target."""
-    topology: Topology | None = None
-    """Layout of the run that will load it; None where the target has no ranks."""
-    target: TargetOptions = field(default_factory=TargetOptions)
-    """Options of the target."""
-    names: NameFilter = field(default_factory=NameFilter)
-    """Which parameters and states to take."""
-    naming: Naming = field(default_factory=Naming)
-    """Under which names to write them."""
-    source: SourceOptions = field(default_factory=SourceOptions)
-    """What the user says of the source."""
-    drift: Drift = Drift.ERROR
-    """What to do about copies that should be equal and are not."""
-    zero_moments: ZeroMoments = ZeroMoments.ERROR
-    """What to do about moments that are all zero although steps were taken."""
-    optimizer: NewOptimizer | None = None
-    """What to make for a source without optimizer states."""
-    accept: frozenset[DoubtKind] = frozenset()
-    """Doubts of the source that are to be passed over."""
-    engine: Engine | None = None
-    """What does the work, with its settings; None: processes of this machine."""
-    workers: int = 0
-    """Processes; 0 for one per core."""
-    memory: int = 1 << 30
-    """Bytes of memory for the whole run, beyond the interpreter's own and that of the index."""
-    resume: bool = False
-    """Continue an unfinished conversion."""
-    overwrite: bool = False
-    """Replace a destination that ucp wrote."""
-    verify: bool = False
-    """Read back what was written, and compare it with the source, before it is put in place."""
-    companions: Companions = Companions.SMALL
-    """Which files beside the checkpoint to carry along."""
-    fsync: bool = True
-    """Wait until everything is on the disk; else the system brings it there in its own time."""
-    part: Share | None = None
-    """Which part of the work to do; None for all of it."""
-    finalize: bool = False
-    """Complete what parts did, and do none of their work."""
-    scratch: Path | None = None
-    """Folder of a disk in which files grow that are uploaded; None for the one that the environment says."""
-
-    @property
-    def own_files(self) -> tuple[Path, ...]:
-        """Files of the user's own which decide what is written, beside the source: rules, and shapes."""
-        order = self.source.param_order
-        paths = (self.naming.rules, self.source.patterns, self.source.shapes_from)
-        return (*filter(None, paths), *((order,) if isinstance(order, Path) else ()))
-
-
-class PlanArguments(TypedDict, total=False):
-    """What `ucp.plan` and `ucp.convert` are asked: see `ucp.convert`, and `make_options` for the defaults."""
-
-    to: str
-    topology: TopologyLike | None
-    layout: str
-    virtual: bool
-    compress: bool
-    include: Iterable[str]
-    exclude: Iterable[str]
-    dtypes: Mapping[str, DtypeLike] | None
-    settings: Mapping[str, str | int | float] | None
-    names: str | None
-    rename: type_path | None
-    family: str | None
-    patterns: type_path | None
-    shapes_from: type_path | None
-    param_order: ParamOrderLike | None
-    drift: DriftName
-    zero_moments: ZeroMomentsName
-    optimizer: OptimizerName | None
-    accept: Iterable[AcceptName]
-    tag: str | None
-    companions: CompanionsName
-    engine: str | None
-    workers: int | None
-    memory: MemoryLike
-    scratch: type_path | None
-
-
-class ConvertArguments(PlanArguments, total=False):
-    """What `ucp.convert` alone is asked."""
-
-    resume: bool
-    overwrite: bool
-    fsync: bool
-    verify: bool
-    part: PartLike | None
-    finalize: bool
-
-
-def make_options(
-    *,
-    to: str = "ucp",
-    topology: TopologyLike | None = None,
-    layout: str = "",
-    virtual: bool = False,
-    compress: bool = False,
-    include: Iterable[str] = (),
-    exclude: Iterable[str] = (),
-    dtypes: Mapping[str, DtypeLike] | None = None,
-    settings: Mapping[str, str | int | float] | None = None,
-    names: str | None = None,
-    rename: type_path | None = None,
-    family: str | None = None,
-    patterns: type_path | None = None,
-    shapes_from: type_path | None = None,
-    param_order: ParamOrderLike | None = None,
-    drift: DriftName = "error",
-    zero_moments: ZeroMomentsName = "error",
-    optimizer: OptimizerName | None = None,
-    accept: Iterable[AcceptName] = (),
-    tag: str | None = None,
-    companions: CompanionsName = "small",
-    engine: str | None = None,
-    workers: int | None = None,
-    memory: MemoryLike = 1 << 30,
-    scratch: type_path | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    fsync: bool = True,
-    verify: bool = False,
-    part: PartLike | None = None,
-    finalize: bool = False,
-) -> ConvertOptions:
-    """Options as users give them, checked. Raises UsageError. See `ucp.convert`."""
-    if virtual and (to != "ucp" or layout not in ("", "virtual")):
-        other = f"--layout {layout}" if to == "ucp" else f"--to {to}"
-        raise UsageError(f"--virtual makes a store of atoms that are references: it does not go with {other}")
-    for argument, text in {"to": to, "layout": layout}.items():
-        if not isinstance(text, str):
-            raise UsageError(f"expected {argument} as text; got {text!r}")
-    if tag is not None and not (isinstance(tag, str) and tag):
-        raise UsageError(f"expected a tag such as global_step100; got {tag!r}")
-    if part is not None and (finalize or verify):
-        raise UsageError(f"{'--finalize' if finalize else '--verify'} is for when all parts are done: drop --part")
-    chosen, asked = _engine(engine, settings_of(settings or {}))
-    return ConvertOptions(
-        to=to,
-        topology=None if topology is None else topology_of(topology),
-        target=TargetOptions(
-            dtypes=_dtypes(dtypes or {}),
-            layout="virtual" if virtual else layout,
-            compress=compress,
-            settings=asked,
-            tag=tag or "",
+    to: str = field(
+        default="ucp",
+        metadata=declare(
+            "What to write: ucp (atoms), dcp, deepspeed, deepspeed-universal, huggingface, megatron, torch, or any "
+            "installed target.",
+            metavar="FORMAT",
+            shown="ucp",
+            parse=text_of("to"),
+            identity="target",
         ),
-        names=filter_of(include, exclude),
-        naming=Naming.of(names, None if rename is None else Path(rename)),
-        source=SourceOptions.of(family, patterns, shapes_from, param_order),
-        drift=policy_of(drift, Drift, "a policy for copies that differ"),
-        zero_moments=policy_of(zero_moments, ZeroMoments, "a policy for moments that are zero"),
-        optimizer=None if optimizer is None else policy_of(optimizer, NewOptimizer, "an optimizer to make"),
-        accept=DoubtKind.accepted(accept),
-        companions=policy_of(companions, Companions, "which files beside the checkpoint to carry along,"),
-        engine=chosen,
-        workers=workers_of(workers),
-        memory=nbytes_of(memory),
-        scratch=None if scratch is None else Path(scratch),
-        resume=resume,
-        overwrite=overwrite,
-        fsync=fsync,
-        verify=verify,
-        part=None if part is None else part_of(part),
-        finalize=finalize,
+    )
+    topology: Topology | None = field(
+        default=None,
+        metadata=declare(
+            "Layout of the run that will load it, such as dp=4,zero=3. Axes left out are 1; deepspeed requires "
+            "zero; dcp takes dp_replicate=2,dp_shard=4 for HSDP. Without the option: a run like the source. "
+            "deepspeed-universal fits any run and takes tp and pp only.",
+            python='Layout of the run that will load it, where the target has ranks: "dp=4,zero=3", {"dp": 4, '
+            '"zero": 3} or ucp.Topology(dp=4, zero=3).',
+            metavar="T",
+            parse=topology_of,
+            identity="topology",
+        ),
+    )
+    layout: str = field(
+        default="",
+        metadata=declare(
+            "Of atoms: packed (default) or per-parameter. Of megatron: torch_dist (default) or torch.",
+            also="--megatron-format",
+            metavar="NAME",
+            parse=text_of("layout"),
+            identity="layout",
+        ),
+    )
+    virtual: bool = field(
+        default=False,
+        metadata=declare("Write atoms that refer to the source's bytes; nothing is copied.", identity="references"),
+    )
+    compress: bool = field(default=False, metadata=declare("Compress atoms with zstd.", identity="compression"))
+    include: tuple[str, ...] = field(
+        default=(),
+        metadata=declare(
+            "Only these parameters (NAME) or states (NAME/STATE). May be repeated.",
+            python="Globs over parameter names, or name/state, of what to take.",
+            metavar="GLOB",
+            repeats=True,
+            parse=globs_of,
+            verbs=Verb.MAKE | Verb.COMPARE,
+            identity="included",
+        ),
+    )
+    exclude: tuple[str, ...] = field(
+        default=(),
+        metadata=declare(
+            "Leave these out. May be repeated.",
+            python="Globs over parameter names, or name/state, of what to leave out.",
+            metavar="GLOB",
+            repeats=True,
+            parse=globs_of,
+            verbs=Verb.MAKE | Verb.COMPARE,
+            identity="left out",
+        ),
+    )
+    weights: bool = field(
+        default=False,
+        metadata=declare("Compare weights alone, as of a run and an export: --include '*/weight'.", verbs=Verb.COMPARE),
+    )
+    dtypes: Mapping[str, str] = field(
+        default_factory=dict,
+        metadata=declare(
+            "Cast a state, e.g. weight=bfloat16. May be repeated.",
+            python='State to dtype, e.g. {"weight": "bfloat16"}, {"weight": "bf16"} or {"weight": torch.bfloat16}.',
+            flag="--dtype",
+            metavar="STATE=DTYPE",
+            repeats=True,
+            parse=dtypes_of,
+            identity="dtypes",
+        ),
+    )
+    settings: Mapping[str, str] = field(
+        default_factory=dict,
+        metadata=declare(
+            "What the target needs and the source does not record, e.g. num_attention_heads=N (an unknown name "
+            "lists those there are); drop=EXTRA,... leaves extras of the source out; frozen=GLOB,... or none says "
+            "what is frozen; step=N and scheduler=KEY what a run resumes from. Also settings of --engine.",
+            python='What the target needs and the source does not record, e.g. {"num_attention_heads": 32} for '
+            "megatron.",
+            flag="--set",
+            metavar="NAME=VALUE",
+            repeats=True,
+            parse=settings_of,
+            verbs=Verb.MAKE | Verb.LOAD,
+            identity="settings",
+        ),
+    )
+    names: str | None = field(
+        default=None,
+        metadata=declare(
+            "Write names and tensors of another framework, by the model's family: huggingface, mcore, ... "
+            "FROM:STYLE where the source's names are those of several.",
+            metavar="STYLE",
+            parse=lambda names: Naming.of(names, None) and names,
+            verbs=Verb.MAKE | Verb.LOAD,
+            identity="names",
+        ),
+    )
+    rename: Path | None = field(
+        default=None,
+        metadata=declare(
+            "Other names by rules of your own, as a TOML file.",
+            metavar="FILE",
+            parse=path_of("rename"),
+            identity="renamed by",
+        ),
+    )
+    family: str | None = field(
+        default=None,
+        metadata=declare(
+            "Model family of the source; see `ucp patterns list`.",
+            python="Model family whose rules say how the source is sharded, instead of the one chosen by evidence.",
+            metavar="NAME",
+            parse=text_of("family"),
+            verbs=Verb.EVERY,
+            identity="family",
+        ),
+    )
+    patterns: Path | None = field(
+        default=None,
+        metadata=declare(
+            "Model family of your own, as a TOML file.",
+            metavar="FILE",
+            parse=path_of("patterns"),
+            verbs=Verb.EVERY,
+            identity="rules of the family",
+        ),
+    )
+    shapes_from: Path | None = field(
+        default=None,
+        metadata=declare(
+            "Checkpoint, or JSON of name to shape, that has the shapes which the source lacks (FSDP1, LOCAL).",
+            metavar="PATH",
+            parse=path_of("shapes_from", given),
+            verbs=Verb.EVERY,
+            identity="shapes",
+        ),
+    )
+    param_order: Path | ParamOrder | None = field(
+        default=None,
+        metadata=declare(
+            "JSON of the names that the source's optimizer numbers, in its order: a list per group, or one.",
+            python="Names of the parameters that the source's optimizer numbers, in its order: a list for each "
+            "of its groups, one for all of them, or a JSON file with either.",
+            metavar="FILE",
+            parse=param_order_of,
+            verbs=Verb.EVERY,
+            identity="order of the optimizer",
+        ),
+    )
+    drift: Drift = field(
+        default=Drift.ERROR,
+        metadata=declare(
+            "If copies that should be equal differ: stop, take the first rank's, or take their mean.",
+            python='If copies that should be equal differ: "error" (stop), "first" (take the first rank\'s) or "mean".',
+            parse=choice_of(Drift, "a policy for copies that differ"),
+            identity="of copies that differ",
+        ),
+    )
+    zero_moments: ZeroMoments = field(
+        default=ZeroMoments.ERROR,
+        metadata=declare(
+            "If all moments are zero although steps were taken (the optimizer was lost): stop, or keep them.",
+            python='If all moments are zero although steps were taken (the optimizer was lost): "error" (stop) '
+            'or "keep".',
+            parse=choice_of(ZeroMoments, "a policy for moments that are zero"),
+            verbs=Verb.MAKE | Verb.LOAD,
+        ),
+    )
+    optimizer: NewOptimizer | None = field(
+        default=None,
+        metadata=declare(
+            "Make optimizer states for a source that has none, such as a published model: moments of zero, and one "
+            "parameter group (--set lr=, beta1=, beta2=, eps=, weight_decay=).",
+            python='"zero": make moments of zero, a step of 0 and one parameter group for a source without '
+            "optimizer states, such as a published model. `settings` takes its lr, beta1, beta2, eps and "
+            "weight_decay.",
+            choices=NewOptimizer,
+            parse=choice_of(NewOptimizer, "an optimizer to make"),
+            identity="new optimizer",
+        ),
+    )
+    accept: frozenset[DoubtKind] = field(
+        default=frozenset(),
+        metadata=declare(
+            "Continue even if the files of two ranks are copies of one another, or a pipeline layer has no file.",
+            python='Doubts about the files of the source to ignore: "equal-ranks" (files of two ranks are copies '
+            'of one another), "missing-layers" (a pipeline layer has no file), "moment-shapes" (moments '
+            'do not have the shapes of their parameters), "config" (config.json is that of another '
+            "model).",
+            choices=DoubtKind,
+            repeats=True,
+            parse=DoubtKind.accepted,
+            verbs=Verb.MAKE | Verb.LOAD,
+        ),
+    )
+    tag: str | None = field(
+        default=None,
+        metadata=declare(
+            "Tag, the folder that DeepSpeed's files are saved in.  [default: that of the source]",
+            metavar="NAME",
+            parse=tag_of,
+            identity="tag",
+        ),
+    )
+    companions: Companions = field(
+        default=Companions.SMALL,
+        metadata=declare(
+            "Of the files that a training script saved beside the checkpoint (Trainer state, scheduler, tokenizer, "
+            "...), keep those of up to 64 MiB each, all, or none.",
+            python="Of the files that a training script saved beside the checkpoint (Trainer state, scheduler, "
+            'tokenizer), keep those of up to 64 MiB each ("small"), "all", or "none".',
+            parse=choice_of(Companions, "which files beside the checkpoint to carry along,"),
+            identity="companion files",
+        ),
+    )
+    engine: Engine | None = field(
+        default=None,
+        metadata=declare(
+            "What does the work, with its settings by --set: {engines}.  [default: processes, or serial where one "
+            "is enough]",
+            python='What does the work: "processes" (of this machine), "serial", "ray" (nodes of a Ray cluster), '
+            'or any installed one; its settings go into `settings`, as in {"address": "auto"}. By default '
+            "processes, or none where one is enough.",
+            metavar="NAME",
+            parse=engine_named,
+            is_per_part=True,
+        ),
+    )
+    workers: int | None = field(
+        default=None,
+        metadata=declare(
+            "Processes.  [default: one per core; on a cluster, by --memory]",
+            comparing="Threads that read and compare.  [default: 4; with a bucket 8]",
+            metavar="N",
+            parse=workers_of,
+            verbs=Verb.MAKE | Verb.COMPARE,
+            is_per_part=True,
+        ),
+    )
+    memory: int = field(
+        default=1 << 30,
+        metadata=declare(
+            "Memory for the whole run: 512M or 1GiB are powers of 1024, 2GB of 1000.",
+            python='Memory for the whole run, beyond the interpreter\'s own: bytes, or text like "1GiB".',
+            metavar="M",
+            shown="1GiB",
+            parse=nbytes_of,
+            verbs=Verb.MAKE | Verb.COMPARE | Verb.LOAD,
+            is_per_part=True,
+        ),
+    )
+    scratch: Path | None = field(
+        default=None,
+        metadata=declare(
+            "Where files grow before they are uploaded to a DST in a bucket.  [default: $UCP_SCRATCH, or the "
+            "system's temporary folder]",
+            metavar="DIR",
+            parse=path_of("scratch"),
+        ),
+    )
+    resume: bool = field(
+        default=False,
+        metadata=declare(
+            "Continue an interrupted conversion; with --overwrite, one that replaces DST.",
+            verbs=Verb.CONVERT,
+            is_per_part=True,
+        ),
+    )
+    overwrite: bool = field(
+        default=False,
+        metadata=declare(
+            "Replace a DST that ucp wrote, once the new one is complete (in a bucket: at once).",
+            verbs=Verb.CONVERT,
+            is_per_part=True,
+        ),
+    )
+    fsync: bool = field(
+        default=True,
+        metadata=declare(
+            "Let the system decide when bytes reach the disk, like cp: safe against kill -9, not against a power "
+            "failure.",
+            python="Wait until everything is on disk. Otherwise the system flushes in its own time, as after "
+            "`cp`: safe if the process is killed, not if the power fails soon after.",
+            flag="--no-fsync",
+            verbs=Verb.CONVERT,
+            is_per_part=True,
+        ),
+    )
+    verify: bool = field(
+        default=False,
+        metadata=declare(
+            "Read everything back and compare it with SRC, bit for bit, before DST appears.",
+            verbs=Verb.CONVERT,
+            is_per_part=True,
+        ),
+    )
+    part: Share | None = field(
+        default=None,
+        metadata=declare(
+            "Do part K of N alone, here or on another machine that sees the same folders: in any order, side by "
+            "side, again after a failure. auto: as Slurm's variables say (srun, job arrays).",
+            python='Do this part of the work alone, into the folder beside DST that all parts share: "3/8", (3, '
+            '8), or "auto" for what Slurm\'s variables say. Parts may run in any order, at the same time, '
+            "and again.",
+            metavar="K/N",
+            parse=part_of,
+            verbs=Verb.CONVERT,
+            is_per_part=True,
+        ),
+    )
+    finalize: bool = field(
+        default=False,
+        metadata=declare(
+            "Complete what parts did: check that all of it is there, and put DST in place. Reads back only what "
+            "was written with --no-fsync or by a part that was cut off. Takes the same options.",
+            verbs=Verb.CONVERT,
+            is_per_part=True,
+        ),
     )
 
+    def __post_init__(self) -> None:
+        """Raise UsageError for options that exclude one another."""
+        if self.virtual and (self.to != "ucp" or self.layout not in ("", "virtual")):
+            other = f"--layout {self.layout}" if self.to == "ucp" else f"--to {self.to}"
+            raise UsageError(f"--virtual makes a store of atoms that are references: it does not go with {other}")
+        if self.part is not None and (self.finalize or self.verify):
+            flag = "--finalize" if self.finalize else "--verify"
+            raise UsageError(f"{flag} is for when all parts are done: drop --part")
+        if self.family is not None and self.patterns is not None:
+            raise UsageError("expected a family by name (--family) or by file (--patterns); got both")
+        if self.weights and self.include:
+            raise UsageError(f"expected --weights or --include; got both. Say --include '{self.include[0]}/{WEIGHT}'")
 
-def nbytes_of(memory: MemoryLike) -> int:
-    """Bytes of an amount of memory. Raises UsageError.
+    @property
+    def selection(self) -> NameFilter:
+        """Which parameters and states to take."""
+        return NameFilter(include=(f"*/{WEIGHT}",) if self.weights else self.include, exclude=self.exclude)
 
-    >>> nbytes_of("1.5G"), nbytes_of("2GB"), nbytes_of(4096)
-    (1610612736, 2000000000, 4096)
-    """
-    match = _MEMORY.fullmatch(memory.strip()) if isinstance(memory, str) else None
-    if match is not None:
-        number, prefix, unit = match.groups()
-        base = 1000 if unit in {"B", "b"} else 1024
-        memory = int(float(number) * base ** _EXPONENTS[prefix.upper()])
-    if not isinstance(memory, int) or isinstance(memory, bool) or memory <= 0:
-        raise UsageError(f"expected an amount of memory such as 512M or 2GiB, or bytes, above 0; got {memory!r}")
-    return memory
+    @property
+    def naming(self) -> Naming:
+        """Under which names to write them."""
+        return Naming.of(self.names, self.rename)
+
+    @property
+    def source(self) -> SourceOptions:
+        """What the user says of the source."""
+        return SourceOptions(self.family, self.patterns, self.shapes_from, self.param_order)
+
+    @property
+    def target(self) -> TargetOptions:
+        """What the user says of the destination."""
+        return TargetOptions(
+            dtypes=self.dtypes,
+            layout="virtual" if self.virtual else self.layout,
+            compress=self.compress,
+            settings=self.settings,
+            tag=self.tag or "",
+        )
 
 
-def workers_of(workers: int | None) -> int:
-    """A number of workers; 0 for the default. Raises UsageError."""
-    if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
-        raise UsageError(f"expected a number of workers, 1 or more, or None for the default; got {workers!r}")
-    return workers or 0
+def _declared() -> dict[str, Option]:
+    options: dict[str, Option] = {}
+    for own in fields(ConvertOptions):
+        option: Option = own.metadata["option"]
+        default = None if own.default is MISSING else own.default
+        options[own.name] = replace(
+            option,
+            name=own.name,
+            flag=option.flag or f"--{own.name.replace('_', '-')}",
+            default=default.value if isinstance(default, StrEnum) else () if default == frozenset() else default,
+            shown=default.value if isinstance(default, StrEnum) else option.shown,
+            choices=type(default) if isinstance(default, StrEnum) else option.choices,
+        )
+    return options
+
+
+OPTIONS: Mapping[str, Option] = _declared()
+"""Argument to its option, in the order of help pages."""
+
+
+def options_of(verb: Verb) -> list[Option]:
+    """The options that something takes."""
+    return [option for option in OPTIONS.values() if verb in option.verbs]
+
+
+def make_options(**arguments: object) -> ConvertOptions:
+    """Arguments as users pass them, checked; settings that are the engine's go to it. Raises UsageError."""
+    values: dict[str, Any] = {
+        name: OPTIONS[name].parse(value)
+        for name, value in arguments.items()
+        if value is not None or OPTIONS[name].default is not None
+    }
+    options = ConvertOptions(**values)
+    if options.engine is None:
+        return options
+    settings = options.settings
+    chosen = {name: value for name, value in settings.items() if name in options.engine.settings}
+    others = {name: value for name, value in settings.items() if name not in chosen}
+    return replace(options, engine=options.engine.configured(chosen), settings=others)
 
 
 def cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def topology_of(asked: object) -> Topology:
-    """A topology. Raises UsageError for what is none."""
-    if isinstance(asked, Topology):
-        return asked
-    if isinstance(asked, Mapping):
-        return Topology.parse(",".join(f"{axis}={degree}" for axis, degree in asked.items()))
-    if not isinstance(asked, str):
-        raise UsageError(f"expected a topology as ucp.Topology, a dict, or text like dp=4,zero=3; got {asked!r}")
-    return Topology.parse(asked)
-
-
-def policy_of(asked: str, choices: type[P], what: str) -> P:
-    """The member of `choices` that was asked for; `what`: what it is, for the message. Raises UsageError."""
-    if asked not in set(choices):
-        raise UsageError(f"expected {what} of {', '.join(choices)}; got {asked!r}")
-    return choices(asked)
-
-
-def _dtypes(asked: Mapping[str, DtypeLike]) -> dict[str, str]:
-    """State to dtype. Raises UsageError."""
-    if not isinstance(asked, Mapping):
-        raise UsageError(f"expected dtypes by state, as in {{'weight': 'bfloat16'}}; got {asked!r}")
-    found = {}
-    for state, dtype in asked.items():
-        own = DType.named(str(dtype))
-        if own is None or not own.is_floating:
-            known = ", ".join(member.value for member in DType if member.is_floating)
-            raise UsageError(f"expected STATE=DTYPE with a dtype of {known}; got {state}={dtype}")
-        found[state] = own.value
-    return found
-
-
-def settings_of(asked: Mapping[str, str | int | float]) -> dict[str, str]:
-    """Name to value as text, as the command line has it. Raises UsageError."""
-    if not isinstance(asked, Mapping) or not all(isinstance(value, str | int | float) for value in asked.values()):
-        raise UsageError(
-            f"expected settings by name, as in {{'num_attention_heads': 32}}, each a text or a number; got {asked!r}"
-        )
-    return {name: str(value) for name, value in asked.items()}
-
-
-def _engine(name: str | None, settings: dict[str, str]) -> tuple[Engine | None, dict[str, str]]:
-    """The engine of that name with those of `settings` that are its own, and the others. Raises UsageError."""
-    if name is None:
-        return None, settings
-    chosen = engine_named(name)
-    own = {setting: value for setting, value in settings.items() if setting in chosen.settings}
-    return chosen.configured(own), {setting: value for setting, value in settings.items() if setting not in own}
-
-
-def filter_of(include: Iterable[str], exclude: Iterable[str], *, weights: bool = False) -> NameFilter:
-    """The parameters and states that globs choose; with `weights`, weights alone. Raises UsageError.
-
-    >>> filter_of((), "lm_head.*", weights=True)
-    NameFilter(include=('*/weight',), exclude=('lm_head.*',))
-    """
-    names = NameFilter(include=_globs(include), exclude=_globs(exclude))
-    if weights and names.include:
-        raise UsageError(f"expected --weights or --include; got both. Say --include '{names.include[0]}/{WEIGHT}'")
-    return replace(names, include=(f"*/{WEIGHT}",)) if weights else names
-
-
-def _globs(asked: Iterable[str]) -> tuple[str, ...]:
-    """Several globs, or one. Raises UsageError."""
-    if isinstance(asked, str):
-        return (asked,)
-    globs = tuple(asked) if isinstance(asked, Iterable) else (asked,)
-    if not all(isinstance(own, str) for own in globs):
-        raise UsageError(f"expected globs over names as text, as in ['*/weight']; got {asked!r}")
-    return globs

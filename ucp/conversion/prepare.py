@@ -156,7 +156,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     by_name = bool(options.naming.style or chosen.names)
     read = index_as_told if by_name or chosen.takes_family(options.topology) else index_of
     whole = before_first_step(read(src, source=options.source))
-    index = selected(whole, options.names)
+    index = selected(whole, options.selection)
     check_doubts(index, options.accept)
     warnings = (
         *(f"--accept {doubt.kind}: {doubt.text}" for doubt in index.doubts),

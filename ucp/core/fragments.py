@@ -55,28 +55,41 @@ class Stored(NamedTuple):
     """Its local tensor; where the layout has flat axes, a one-dimensional one."""
     start: int = 0
     """Element of a one-dimensional one where its part of this tensor begins."""
+    boxes: tuple[tuple[Box, TensorRef], ...] = ()
+    """Boxes of the local tensor with the elements of each, where it is not stored in one order."""
 
-    def piece(self, placed: Placed, layout: Layout, *, replica: int | None = None, derived: bool = False) -> Fragment:
+    def pieces(
+        self, placed: Placed, layout: Layout, *, replica: int | None = None, derived: bool = False
+    ) -> tuple[Fragment, ...]:
         """The elements of the box that `layout` placed there; `replica`: number of the copy, if another."""
+        number = placed.replica if replica is None else replica
+        if self.boxes:
+            pair = RegionPair(placed.box, placed.local)
+            cuts = (cut_out(pair, box, ref, replica=number, term=placed.term) for box, ref in self.boxes)
+            return tuple(replace(own, derived=derived) for own in cuts if own is not None)
         if layout.flat:
             ref = self.ref.strided(self.start + placed.offset, placed.box.sizes, placed.strides)
         else:
             ref = self.ref.narrow(placed.local.offsets, placed.box.sizes)
-        number = placed.replica if replica is None else replica
-        return Fragment(box=placed.box, ref=ref, replica=number, term=placed.term, derived=derived)
+        return (Fragment(box=placed.box, ref=ref, replica=number, term=placed.term, derived=derived),)
 
 
 def fragments(layout: Layout, global_shape: Sequence[int], stored: Iterable[Stored]) -> tuple[Fragment, ...]:
     """The pieces that ranks stored of a tensor of `global_shape` elements, where `place` says that they lie."""
     return tuple(
-        own.piece(placed, layout) for own in stored for placed in place(layout, global_shape, coords=own.coords)
+        piece
+        for own in stored
+        for placed in place(layout, global_shape, coords=own.coords)
+        for piece in own.pieces(placed, layout)
     )
 
 
-def with_copies(first: Sequence[Fragment], second: Iterable[Fragment]) -> tuple[Fragment, ...]:
-    """The pieces of a tensor, and those of a second one as copies of it."""
+def with_copies(
+    first: Sequence[Fragment], second: Iterable[Fragment], *, derived: bool = False
+) -> tuple[Fragment, ...]:
+    """The pieces of a tensor, and those of a second one as copies of it, computed from it if `derived`."""
     number = 1 + max((own.replica for own in first), default=-1)
-    return (*first, *(replace(own, replica=own.replica + number) for own in second))
+    return (*first, *(replace(own, replica=own.replica + number, derived=derived or own.derived) for own in second))
 
 
 def cut_out(pair: RegionPair, box: Box, ref: TensorRef, *, replica: int = 0, term: int = 0) -> Fragment | None:

@@ -84,6 +84,24 @@ class AxisLayout:
     known_from: str = field(default="", compare=False)
     """Where that is known from, e.g. "param_shapes of FILE", "family llama", "ZeRO-3" (a law of the framework)."""
 
+    def holders(self, global_shape: tuple[int, ...]) -> list[int]:
+        """Parts that hold some of a tensor of `global_shape` elements, or an empty piece of it."""
+        return [index for index in range(self.parts) if self._regions(global_shape, index)]
+
+    def dim(self, global_shape: tuple[int, ...]) -> int | None:
+        """The one dim of a tensor that its parts divide among them; None where they divide none, or several.
+
+        >>> from ucp_patterns.chunk import Chunk
+        >>> AxisLayout("dp", 2, Chunk(1)).dim((3, 4))
+        1
+        """
+        pieces = (pair.whole.sizes for at in range(self.parts) for pair in self._regions(global_shape, at))
+        dims = {dim for sizes in pieces for dim, length in enumerate(global_shape) if sizes[dim] != length}
+        return dims.pop() if len(dims) == 1 else None
+
+    def _regions(self, global_shape: tuple[int, ...], index: int) -> tuple[RegionPair, ...]:
+        return self.pattern.regions(global_shape, self.parts, index)
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -104,6 +122,21 @@ class Layout:
         """Axis of degree above 1 to the name of its pattern."""
         over_dims = {axis.axis: axis.pattern.name for axis in self.axes if axis.parts > 1}
         return {**over_dims, **{axis.axis: f"flat {axis.pattern.name}" for axis in self.flat if axis.parts > 1}}
+
+    @property
+    def overlap(self) -> Overlap:
+        """What it means that ranks hold values of their own: their mean is taken, or they hold parts of one tensor."""
+        means = any(axis.pattern.overlap is Overlap.MEAN for axis in self.axes)
+        return Overlap.MEAN if means else Overlap.EXCLUSIVE
+
+    def dim(self, axis: str, global_shape: Sequence[int]) -> int | None:
+        """Dim that the ranks along `axis` divide among them, as `AxisLayout.dim`; None without such an axis."""
+        shape = tuple(global_shape)
+        for own in self.axes:
+            if own.axis == axis:
+                return own.dim(shape)
+            shape = _part_shape(own.pattern.regions(shape, own.parts, own.holders(shape)[0]))
+        return None
 
     def ranks(self) -> Iterator[dict[str, int]]:
         """Coordinates of every rank of its axes, the first axis slowest.

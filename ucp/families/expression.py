@@ -16,22 +16,13 @@ import ast
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import Lock
 from types import MappingProxyType
 
 __all__ = ["Expression", "ExpressionError", "UnknownNameError"]
 
-_LONGEST = 400
-"""Characters of an expression; more is no expression but an attack on the parser."""
-
-_DEEPEST = 40
-"""Parts of an expression in one another."""
-
 _MOST = 1 << 63
 """Bound of every number in it: no size of a model is as large, and products of products end there."""
 
-_PARSING = Lock()
-"""Two threads that parse at once can end in a SystemError (gh-106905, CPython up to 3.11.7 and 3.12.1)."""
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = MappingProxyType(
     {
         ast.Add: operator.add,
@@ -71,19 +62,11 @@ class Expression:
     _tree: ast.expr = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if len(self.text) > _LONGEST:
-            raise ExpressionError(f"expected at most {_LONGEST} characters; got {len(self.text)}")
         try:
-            with _PARSING:
-                tree = ast.parse(self.text.strip(), mode="eval").body
+            tree = ast.parse(self.text.strip(), mode="eval").body
         except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
             raise ExpressionError(f"expected an expression such as 'heads * head_dim'; got {self.text!r}") from error
         object.__setattr__(self, "_tree", tree)
-        level: list[ast.AST] = [tree]
-        for _ in range(_DEEPEST):
-            level = [below for node in level for below in ast.iter_child_nodes(node)]
-        if level:
-            raise ExpressionError(f"expected at most {_DEEPEST} parts in one another in {self.text!r}")
         for node in ast.walk(tree):
             _check(node, self.text)
 

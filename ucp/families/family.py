@@ -11,10 +11,9 @@ Pure values: files are read in `ucp.families`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import prod
 
 from ucp.errors import FamilyError, UsageError, counted, listed
 from ucp.families.expression import Expression, ExpressionError
@@ -22,16 +21,13 @@ from ucp.families.match import Match
 from ucp.families.naming import CANONICAL, Evidence, Named, Stored, Style, Tied, order_key, positions_of, undecided
 from ucp.families.rule import Alias, Rule
 from ucp.families.tables import Tables
-from ucp.families.template import LONGEST, MOST_SHIFT, Template, kind, outline
+from ucp.families.template import MOST_SHIFT, Template, kind, outline
 from ucp.families.toml.config import ConfigPart
 
 __all__ = ["CANONICAL", "Evidence", "Family", "Match", "Named", "Style", "Tied", "distinct_shapes"]
 
 _COMPUTED = re.compile(r"(?:\{|\+)=([^}]*)\}")
 """A number in an alias that is computed from sizes: `{=layers + 4}.weight`, or `{mtp+=layers}` beside a field."""
-
-_MOST_WAYS = 256
-"""Ways in which the parts of one name that a style writes otherwise may combine."""
 
 _Ways = tuple[tuple[Alias, tuple[Template, ...]], ...]
 
@@ -246,6 +242,16 @@ class Family:
         found = {own.rule.name: own.rule for own in entries if own.template.fields_in(name) is not None}
         return tuple(found.values())
 
+    def missing_parts(self, text: str, outlines: Collection[str]) -> list[str]:
+        """What names of a model lack of the rule for the template `text`, where no style has all that it stores it as.
+
+        `outlines`: of the names. A feed-forward without a gate has half of what others store.
+        """
+        rule = next(own for own in self.rules if own.name.text == text)
+        ways = (alias.names for style in (CANONICAL, *self.styles) for alias in self._aliases(rule, style))
+        missing = [[f"no {own}" for own in names if Template(own).outline not in outlines] for names in ways]
+        return min(missing, key=len, default=[])
+
     def _within(self, fields: Mapping[str, int]) -> bool:
         return all(fields.get(own, -1) < limit for own, limit in self._limits.items())
 
@@ -328,7 +334,6 @@ class Family:
         for alias in aliases:
             ways = self._rewritten(alias.names, own)
             found.extend(alias if names == alias.names else replace(alias, names=names) for names in ways)
-            self._check_ways(len(found), alias.names, own)
         return tuple(dict.fromkeys(found))
 
     def _rewritten(self, names: tuple[str, ...], style: Style) -> list[tuple[str, ...]]:
@@ -341,7 +346,6 @@ class Family:
             for part, others in style.rewrite.items()
             if any(part in name for name in filled)
         ]
-        self._check_ways(prod(map(len, choices)), names, style)
         ways = []
         for choice in product(*choices):
             way = filled
@@ -350,18 +354,9 @@ class Family:
             ways.append(tuple(way))
         return ways
 
-    def _check_ways(self, count: int, names: tuple[str, ...], style: Style) -> None:
-        if count > _MOST_WAYS:
-            raise UsageError(
-                f"{self.source}: style: {style.name}: rewrite: expected at most {_MOST_WAYS} ways to write a name; got "
-                f"{count:,} for {names[0]}"
-            )
-
     def _replaced(self, name: str, part: str, own: str, style: Style) -> str:
         """`name` with `own` for `part`. Raises UsageError where that is no name."""
         try:
-            if len(name) + name.count(part) * (len(own) - len(part)) > LONGEST:
-                raise ValueError(f"expected names of at most {LONGEST} characters")
             return Template(name.replace(part, own)).text
         except ValueError as error:
             where = f"{self.source}: style: {style.name}: rewrite: {part}"

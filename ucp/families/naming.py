@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from ucp.families.expression import Expression
 from ucp.families.rule import Alias, Rule
 from ucp.families.template import Template
@@ -16,15 +18,14 @@ CANONICAL = "mcore"
 """The style of the names that rules are written in."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class Evidence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a family is recognised."""
 
     names: tuple[str, ...] = ()
     """Templates that all must stand for some name of the checkpoint."""
     absent: tuple[str, ...] = ()
     """Templates that must not."""
-    arguments: Mapping[str, object] = field(default_factory=dict)
+    arguments: dict[str, object] = {}
     """Values that recorded arguments must have, where they are recorded."""
 
 

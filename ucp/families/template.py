@@ -16,10 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-__all__ = ["LONGEST", "MOST_SHIFT", "Template", "kind", "outline"]
-
-LONGEST = 256
-"""Characters of a template in a rules file; names of parameters have half as many."""
+__all__ = ["MOST_SHIFT", "Template", "kind", "outline"]
 
 MOST_SHIFT = 999_999
 """Largest number by which a field may be shifted."""

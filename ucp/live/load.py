@@ -10,15 +10,16 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Unpack
 
-from ucp.contract.protocols import Observer, ParamOrderLike
-from ucp.conversion.arguments import suggest_arguments
+from ucp.contract.protocols import Observer
+from ucp.conversion.arguments import LoadArguments, takes_options
 from ucp.conversion.collection import no_cycle_collection
-from ucp.conversion.options import AcceptName, DtypeLike, MemoryLike, TopologyLike, ZeroMomentsName, type_path
+from ucp.conversion.option import Verb
 from ucp.conversion.source.read import index_as_told, index_of
+from ucp.conversion.values import DtypeLike, TopologyLike, type_path
 from ucp.io.identity import check_unchanged
 from ucp.live.adapters import LiveRequest, LiveRun
 from ucp.live.exchange.carry import carry
@@ -32,7 +33,7 @@ from ucp.live.model.parallel.experts import Experts
 from ucp.live.model.parallel.numbering import without_chunks
 from ucp.live.model.parallel.padding import without_padding
 from ucp.live.model.parallel.place import Placing, place
-from ucp.live.optimizer.wrappers import innermost
+from ucp.live.optimizer.torch_optimizer import unwrap_optimizer
 from ucp.live.parts import LoadItem
 from ucp.live.report import Clock, LoadReport, report_of
 from ucp.live.resume.beside import Resume, RunObjects, resume_of
@@ -49,11 +50,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ENVIRONMENT", "LoadReport", "load_into"]
 
-ExchangeName = Literal["auto", "always", "never"]
-RankPolicyName = Literal["drop", "carry", "replicate"]
 
-
-@suggest_arguments
+@takes_options(Verb.LOAD)
 def load_into(
     model: nn.Module | Sequence[nn.Module],
     topology: TopologyLike | DeviceMesh | type_path | None = None,
@@ -65,22 +63,14 @@ def load_into(
     scaler: object = None,
     strict: bool = True,
     dtype: DtypeLike | None = None,
-    names: str | None = None,
     rename: Callable[[str], str] | type_path | None = None,
-    settings: Mapping[str, str | int | float] | None = None,
-    rank_extras: RankPolicyName = "drop",
+    rank_extras: Literal["drop", "carry", "replicate"] = "drop",
     process_group: ProcessGroup | Ranks | None = None,
-    memory: MemoryLike = "1GiB",
-    exchange: ExchangeName = "auto",
+    exchange: Literal["auto", "always", "never"] = "auto",
     verify: bool = False,
     progress: bool | Observer = False,
-    zero_moments: ZeroMomentsName = "error",
-    accept: Iterable[AcceptName] = (),
-    family: str | None = None,
-    patterns: type_path | None = None,
-    shapes_from: type_path | None = None,
-    param_order: ParamOrderLike | None = None,
     experts: Experts | None = None,
+    **options: Unpack[LoadArguments],
 ) -> LoadReport:
     """Load a checkpoint into `model`, and what a run goes on with into `optimizer`, `scheduler` and `scaler`.
 
@@ -184,27 +174,24 @@ def load_into(
             ranks=ranks.count,
             strict=strict,
             dtype=dtype,
-            names=names,
             rename=rename,
-            settings=settings,
             rank_extras=rank_extras,
-            memory=memory,
             exchange=exchange,
             verify=verify,
             progress=progress,
-            zero_moments=zero_moments,
-            accept=accept,
-            family=family,
-            patterns=patterns,
-            shapes_from=shapes_from,
-            param_order=param_order,
             experts=experts,
+            **options,
         ),
     )
     beside = RunObjects(scheduler=scheduler, scheduler_key=asked.scheduler, scaler=scaler, policy=asked.rank_extras)
     given = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "masters": masters}
     request = LiveRequest(
-        model=model, optimizer=innermost(optimizer), mesh=asked.mesh, ranks=ranks, dtype=asked.dtype, masters=masters
+        model=model,
+        optimizer=unwrap_optimizer(optimizer),
+        mesh=asked.mesh,
+        ranks=ranks,
+        dtype=asked.dtype,
+        masters=masters,
     )
     with no_cycle_collection():  # of the user's objects there may be millions
         plan = _plan(request, asked, beside, given, clock)

@@ -88,7 +88,7 @@ class TargetContract:
         for (path, options), own in zip(sources, written, strict=True):
             fmt, _ = recognise(own)
             assert fmt.name == options.to
-            source, back = index_of(path, options.names), index_of(own)
+            source, back = index_of(path, options.selection), index_of(own)
             held = {name: atom for name, atom in source.atoms.items() if name in back.atoms}
             assert compare(replace(source, atoms=held), back, Silent(), cast=True) == []
 

@@ -8,9 +8,10 @@ from typing import Unpack
 import click
 
 from ucp import api
-from ucp.conversion.options import PlanArguments
+from ucp.conversion.arguments import ConvertArguments
+from ucp.conversion.option import Verb
 from ucp_cli.failures import stopped
-from ucp_cli.options import PATH, as_json, convert_options, example, progress
+from ucp_cli.options import PATH, as_json, example, progress, takes_options
 from ucp_cli.progress import watch
 
 __all__ = ["command"]
@@ -28,53 +29,17 @@ __all__ = ["command"]
 )
 @click.argument("src", type=PATH)
 @click.argument("dst", type=PATH)
-@convert_options
-@click.option(
-    "--resume",
-    is_flag=True,
-    help="Continue an interrupted conversion; with --overwrite, one that replaces DST.",
-)
-@click.option(
-    "--overwrite",
-    is_flag=True,
-    help="Replace a DST that ucp wrote, once the new one is complete (in a bucket: at once).",
-)
-@click.option(
-    "--no-fsync",
-    is_flag=True,
-    help="Let the system decide when bytes reach the disk, like cp: safe against kill -9, not against a power failure.",
-)
-@click.option(
-    "--verify", is_flag=True, help="Read everything back and compare it with SRC, bit for bit, before DST appears."
-)
-@click.option(
-    "--part",
-    metavar="K/N",
-    help="Do part K of N alone, here or on another machine that sees the same folders: in any order, side by side, "
-    "again after a failure. auto: as Slurm's variables say (srun, job arrays).",
-)
-@click.option(
-    "--finalize",
-    is_flag=True,
-    help="Complete what parts did: check that all of it is there, and put DST in place. Reads back only what was "
-    "written with --no-fsync or by a part that was cut off. Takes the same options.",
-)
+@takes_options(Verb.CONVERT)
 @progress
 @as_json
 def command(
     *,
     src: Path,
     dst: Path,
-    resume: bool,
-    overwrite: bool,
-    no_fsync: bool,
-    verify: bool,
-    part: str | None,
-    finalize: bool,
     progress: str,
     quiet: bool,
     as_json: bool,
-    **asked: Unpack[PlanArguments],
+    **options: Unpack[ConvertArguments],
 ) -> None:
     """Convert a checkpoint to atoms, or for another run or framework.
 
@@ -86,17 +51,11 @@ def command(
         report = api.convert(
             src,
             dst,
-            resume=resume,
-            overwrite=overwrite,
-            fsync=not no_fsync,
-            verify=verify,
-            part=part,
-            finalize=finalize,
             observer=watch(progress, quiet=quiet),
-            **asked,
+            **options,
         )
     except KeyboardInterrupt as stop:
-        raise stopped(stop, _advice(dst, part)) from None
+        raise stopped(stop, _advice(dst, is_part=options.get("part") is not None)) from None
     if not as_json and quiet:
         return
     from ucp_cli.pages.documents import convert_document  # drawing takes a while to import: only for who looks
@@ -108,9 +67,9 @@ def command(
         write(*report.page())
 
 
-def _advice(dst: Path, part: str | None) -> str:
+def _advice(dst: Path, *, is_part: bool) -> str:
     """How to go on after an interrupt."""
-    if part is not None:
+    if is_part:
         return f"; the same command continues this part of {dst}"
     if api.is_unfinished(dst):
         return f"; the same command with --resume continues {dst}"

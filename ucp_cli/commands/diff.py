@@ -8,8 +8,10 @@ from typing import Unpack
 import click
 
 from ucp import api
+from ucp.conversion.arguments import CompareArguments
+from ucp.conversion.option import Verb
 from ucp_cli.exits import DIFFERENT
-from ucp_cli.options import PATH, CompareArguments, as_json, compare_options, example, progress
+from ucp_cli.options import PATH, as_json, example, progress, takes_options
 from ucp_cli.pages.documents import diff_document
 from ucp_cli.pages.render import write, write_json
 from ucp_cli.progress import watch
@@ -26,7 +28,7 @@ __all__ = ["command"]
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
 @click.option("--extras", is_flag=True, help="Also compare what is not a parameter: schedulers, client state, ...")
-@compare_options
+@takes_options(Verb.COMPARE)
 @progress
 @as_json
 @click.pass_context
@@ -39,7 +41,7 @@ def command(
     progress: str,
     quiet: bool,
     as_json: bool,
-    **asked: Unpack[CompareArguments],
+    **options: Unpack[CompareArguments],
 ) -> None:
     """Compare two checkpoints of any formats.
 
@@ -48,7 +50,7 @@ def command(
     inspect` shows. Exit code 0 if they are equal, 3 if they differ. --family and --patterns apply to both; a checkpoint
     that needs no family, such as atoms, ignores them.
     """
-    report = api.diff(a, b, extras=extras, observer=watch(progress, quiet=quiet), **asked)
+    report = api.diff(a, b, extras=extras, observer=watch(progress, quiet=quiet), **options)
     if as_json:
         write_json(diff_document(report))
     elif not quiet:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Unpack
 
 import click
 
 from ucp import api
+from ucp.conversion.arguments import SourceArguments
+from ucp.conversion.option import Verb
 from ucp.core.index import Index
 from ucp.core.names import NameFilter
 from ucp.core.text.overview import describe_missing
 from ucp.errors import CorruptError, FamilyError, SourceError
-from ucp_cli.options import PATH, as_json, example, source_options
+from ucp_cli.options import PATH, as_json, example, takes_options
 from ucp_cli.pages.detail import detail
 from ucp_cli.pages.documents import index_document, survey_document
 from ucp_cli.pages.overview import file_rows, inspect_page
@@ -32,18 +35,15 @@ __all__ = ["command"]
 @click.argument("path", type=PATH)
 @click.option("--param", "params", metavar="GLOB", multiple=True, help="Show where the shards of these parameters lie.")
 @click.option("--files", is_flag=True, help="List the files and what they hold.")
-@source_options
+@takes_options(Verb.READ)
 @as_json
 def command(
     *,
     path: Path,
     params: tuple[str, ...],
     files: bool,
-    family: str | None,
-    patterns: Path | None,
-    shapes_from: Path | None,
-    param_order: Path | None,
     as_json: bool,
+    **options: Unpack[SourceArguments],
 ) -> None:
     """Show what a checkpoint holds.
 
@@ -55,9 +55,9 @@ def command(
     is 1. Any other problem is listed on the page (`ucp verify` exits with 1 for it).
     """
     try:
-        index = api.inspect(path, family=family, patterns=patterns, shapes_from=shapes_from, param_order=param_order)
+        index = api.inspect(path, **options)
     except (SourceError, CorruptError) as error:
-        if isinstance(error, FamilyError) and (family or patterns):
+        if isinstance(error, FamilyError) and (options.get("family") or options.get("patterns")):
             raise  # the family is wrong, or its rules are: that tells nothing of the checkpoint
         _show_remains(path, str(error), files=files, as_json=as_json)
         raise

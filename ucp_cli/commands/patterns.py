@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Unpack
 
 import click
 
 from ucp.checks.explain import explain
 from ucp.checks.propose import propose
 from ucp.contract import registry
-from ucp.contract.protocols import SourceOptions
+from ucp.conversion.arguments import SourceArguments
+from ucp.conversion.option import Verb
+from ucp.conversion.options import make_options
 from ucp.core.text.page import lines
 from ucp.errors import UnknownFamilyError
 from ucp.families.infer import Certainty
 from ucp_cli.exits import DIFFERENT
 from ucp_cli.failures import Unfitting
-from ucp_cli.options import PATH, as_json, completed, example, family_names, source_options
+from ucp_cli.options import PATH, as_json, completed, example, family_names, takes_options
 from ucp_cli.pages.family_documents import families_document, family_document, proposal_document, report_document
 from ucp_cli.pages.family_page import family_page, family_table, report_page
 from ucp_cli.pages.render import write, write_json
@@ -88,18 +91,15 @@ def show_command(*, family: str, style: str | None, as_json: bool) -> None:
     epilog=example("ucp patterns check checkpoints/", "ucp patterns check checkpoints/ --patterns my.toml"),
 )
 @click.argument("path", metavar="CKPT", type=PATH)
-@source_options
+@takes_options(Verb.READ)
 @as_json
 @click.pass_context
 def check_command(
     ctx: click.Context,
     *,
     path: Path,
-    family: str | None,
-    patterns: Path | None,
-    shapes_from: Path | None,
-    param_order: Path | None,
     as_json: bool,
+    **options: Unpack[SourceArguments],
 ) -> None:
     """Explain every parameter of a checkpoint.
 
@@ -108,7 +108,7 @@ def check_command(
     Exit code 3 if a name has no rule, if a shape does not fit its rule, or if a family is needed and none fits.
     """
     try:
-        report = explain(path, SourceOptions.of(family, patterns, shapes_from, param_order))
+        report = explain(path, make_options(**options).source)
     except UnknownFamilyError as error:
         raise Unfitting(str(error)) from error
     if as_json:

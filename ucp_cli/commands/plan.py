@@ -8,8 +8,9 @@ from typing import Unpack
 import click
 
 from ucp import api
-from ucp.conversion.options import PlanArguments
-from ucp_cli.options import PATH, as_json, convert_options, example
+from ucp.conversion.arguments import PlanArguments
+from ucp.conversion.option import Verb
+from ucp_cli.options import PATH, as_json, example, takes_options
 from ucp_cli.pages.documents import plan_document
 from ucp_cli.pages.render import write, write_json
 
@@ -26,16 +27,16 @@ __all__ = ["command"]
 )
 @click.argument("src", type=PATH)
 @click.argument("dst", type=PATH, required=False)
-@convert_options
+@takes_options(Verb.PLAN)
 @as_json
-def command(*, src: Path, dst: Path | None, as_json: bool, **asked: Unpack[PlanArguments]) -> None:
+def command(*, src: Path, dst: Path | None, as_json: bool, **options: Unpack[PlanArguments]) -> None:
     """Show what a conversion would do.
 
     Takes the options of `ucp convert` (DST may be left out: of one in a bucket, the disk that files take before they
     are uploaded is shown too) and writes nothing. Reads indexes and windows of a few
     moments (the whole of those that are zero there); with --drift first or mean, copies of tensors too.
     """
-    report = api.plan(src, dst, **asked)
+    report = api.plan(src, dst, **options)
     if as_json:
         write_json(plan_document(report))
         return

@@ -8,8 +8,10 @@ from typing import Unpack
 import click
 
 from ucp import api
+from ucp.conversion.arguments import CompareArguments
+from ucp.conversion.option import Verb
 from ucp_cli.exits import DIFFERENT, FAILED
-from ucp_cli.options import PATH, CompareArguments, as_json, compare_options, example, progress
+from ucp_cli.options import PATH, as_json, example, progress, takes_options
 from ucp_cli.pages.documents import verify_document
 from ucp_cli.pages.render import write, write_json
 from ucp_cli.progress import watch
@@ -27,7 +29,7 @@ __all__ = ["command"]
 )
 @click.argument("path", type=PATH)
 @click.option("--against", type=PATH, metavar="SRC", help="Also compare with this checkpoint, bit for bit.")
-@compare_options
+@takes_options(Verb.COMPARE)
 @progress
 @as_json
 @click.pass_context
@@ -39,7 +41,7 @@ def command(
     progress: str,
     quiet: bool,
     as_json: bool,
-    **asked: Unpack[CompareArguments],
+    **options: Unpack[CompareArguments],
 ) -> None:
     """Prove that a checkpoint is complete and undamaged.
 
@@ -47,7 +49,7 @@ def command(
     PATH is damaged, 3 if it is not but differs from SRC. --family and --patterns apply to both; a checkpoint that needs
     no family, such as atoms, ignores them.
     """
-    report = api.verify(path, against=against, observer=watch(progress, quiet=quiet), **asked)
+    report = api.verify(path, against=against, observer=watch(progress, quiet=quiet), **options)
     if as_json:
         write_json(verify_document(report))
     elif not quiet:

@@ -67,7 +67,8 @@ def _look(atom: AtomIndex) -> _Look:
 
 def _tree(index: Index) -> Iterator[Section | RenderableType | None]:
     """The parameters, and what the signs of the tree mean where they occur in it."""
-    looks = {name: _look(atom) for name, atom in index.atoms.items()}
+    same: dict[_Look, _Look] = {}
+    looks = {name: same.setdefault(look, look) for name, atom in index.atoms.items() for look in (_look(atom),)}
     common = Counter(look.others for look in looks.values() if look.kind is Kind.PARAMETER).most_common(1)
     usual = common[0][0] if common else ""
     title = f"Parameters (optimizer state: {usual.replace(' ', ', ')}, unless noted)" if usual else "Parameters"
@@ -106,8 +107,7 @@ def _stage_rows(index: Index) -> list[tuple[str, ...]]:
 def stages(atom: AtomIndex) -> list[int]:
     """Pipeline stages that hold a parameter, where that is known; of virtual stages those of the pipeline's ranks."""
     own = next((axis for axis in atom.layout.axes if axis.axis == "pp" and axis.parts > 1), None)
-    shape = atom.global_shape
-    return [at for at in range(own.parts) if own.pattern.regions(shape, own.parts, at)] if own else []
+    return own.holders(atom.global_shape) if own else []
 
 
 def _group_rows(groups: Sequence[ParamGroup]) -> list[tuple[str, str, str]]:

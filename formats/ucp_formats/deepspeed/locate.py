@@ -8,37 +8,21 @@ which is a save folder too. Other files of the save folder (`ucp.contract.compan
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ucp.contract.companion_files import SaveFolder, with_companions
+from ucp.contract.companion_files import with_companions
+from ucp.contract.locating import Located, Pointer, find_only, follow_pointers, look_at, the_checkpoint
 from ucp.contract.output_names import is_text
 from ucp.core.index import TAG, Extra, Index
-from ucp.errors import MalformedError, SourceError, UnknownFormatError, UsageError, counted, listed
-from ucp.io.folder import absolute, is_there, names_in, names_of_folder, path_of, short_text
+from ucp.errors import SourceError
+from ucp.io.folder import absolute, names_in, names_of_folder, path_of
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, UNIVERSAL, FileName, Role, parse_name
 
-__all__ = ["Located", "TagFolder", "list_folder", "locate_native", "locate_universal", "saved_as", "the_folder"]
+__all__ = ["TagFolder", "list_folder", "locate_tag", "saved_as", "the_folder"]
 
-_MOST_TAG_BYTES = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Located:
-    """What a path resolves to."""
-
-    root: Path
-    """The tag folder; the folder passed, when there is a problem."""
-    reasons: tuple[str, ...]
-    """What was seen on the way."""
-    tags: tuple[str, ...] = ()
-    """Tags to choose from, when nothing says which; else empty."""
-    dangling: str = ""
-    """File that is there to name the tag, and names none that is; else empty."""
-    saved_in: SaveFolder | None = None
-    """Folder that the tag folder was saved in; None where that is not known."""
+_EXAMPLE = "mp_rank_00_model_states.pt"
+_LATEST, _LATEST_UNIVERSAL = Pointer(LATEST), Pointer(LATEST_UNIVERSAL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,70 +39,40 @@ class TagFolder:
     """Names that are not part of the grammar, sorted."""
 
 
-def locate_native(path: Path) -> Located | None:
-    """Where the native checkpoint at `path` lies, or None if there is none."""
+def locate_tag(path: Path, *, universal: bool) -> Located[bool] | None:
+    """The native or `universal` tag folder that `path` is or leads to; None if there is none, or one of the other kind.
+
+    Where both are there, the one that a pointer names is meant, and the native one before the universal one.
+    """
     if not path.is_dir():
         return None
-    if _is_native(path):
-        return Located(root=path, reasons=(_sample(path),), saved_in=_parent(path, (LATEST,)))
-    pointed = _follow(path, LATEST)
-    if pointed is not None:
-        return _pointed(path, LATEST, pointed) if _is_native(pointed) else None
-    universal = _follow(path, LATEST_UNIVERSAL)
-    if universal is not None and _is_universal(universal):
-        return None
-    return _only_tag(path, _is_native)
+    kinds = ((_look_native, (_LATEST,)), (_look_universal, (_LATEST_UNIVERSAL, _LATEST)))
+    found = (look_at(path, *kind) or follow_pointers(path, *kind) for kind in kinds)
+    located = next(filter(None, found), None)
+    located = located or find_only(path, (_look_native, _look_universal), (_LATEST, _LATEST_UNIVERSAL))
+    return located if located is not None and located.content is universal else None
 
 
-def locate_universal(path: Path) -> Located | None:
-    """Where the universal checkpoint at `path` lies, or None if there is none or `latest` names a native one."""
-    if not path.is_dir():
-        return None
-    if _is_universal(path):
-        reasons = (f"folder {UNIVERSAL}/ of parameters",)
-        return Located(root=path, reasons=reasons, saved_in=_parent(path, (LATEST_UNIVERSAL, LATEST)))
-    latest = _follow(path, LATEST)
-    if latest is not None and _is_native(latest):
-        return None
-    for pointer in (LATEST_UNIVERSAL, LATEST):
-        pointed = _follow(path, pointer)
-        if pointed is not None and _is_universal(pointed):
-            return _pointed(path, pointer, pointed)
-    return None if _only_tag(path, _is_native) else _only_tag(path, _is_universal)
-
-
-def the_folder(located: Located | None, path: Path) -> Located:
+def the_folder(located: Located[bool] | None, path: Path) -> Located[bool]:
     """The tag folder found. Raises UnknownFormatError when there is none, UsageError when there are several."""
-    if located is None:
-        raise UnknownFormatError(
-            f"expected a DeepSpeed checkpoint at {path}: a folder with {LATEST!r}, or a tag folder such as "
-            "global_step100 with files like mp_rank_00_model_states.pt"
-        )
-    if located.dangling:
-        raise MalformedError(
-            f"expected {path / located.dangling} to name a tag folder beside it; it names none. Copy the missing "
-            f"folder, or pass one that is there:\n{listed(str(path / tag) for tag in located.tags)}"
-        )
-    if located.tags:
-        raise UsageError(
-            f"{path} holds {counted(len(located.tags), 'checkpoint')} "
-            f"and no file {LATEST!r} that names one; pass one of them:\n"
-            f"{listed(str(path / tag) for tag in located.tags)}"
-        )
-    return located
+    example = (
+        f"a folder with {LATEST!r}, or a tag folder such as global_step100 with files like mp_rank_00_model_states.pt"
+    )
+    return the_checkpoint(located, path, "a DeepSpeed checkpoint", example, f"file {LATEST!r}")
 
 
-def saved_as(index: Index, located: Located) -> Index:
+def saved_as(index: Index, located: Located[bool]) -> Index:
     """`index` of the tag folder found, with its tag and with what lies beside it as extras."""
     root = path_of(absolute(located.root))
     folder = root.parent if located.saved_in is None else path_of(absolute(located.saved_in.path))
     name = root.relative_to(folder)
-    named = (*index.extras, Extra(name=TAG, value=str(name))) if is_text(str(name)) else index.extras
+    tag = (Extra(name=TAG, value=str(name)),) if is_text(str(name)) else ()
 
     def is_own(path: Path) -> bool:
-        return path.name in (LATEST, LATEST_UNIVERSAL, *name.parts[:1]) or _is_native(path) or _is_universal(path)
+        is_named = path.name in (LATEST, LATEST_UNIVERSAL, *name.parts[:1])
+        return is_named or _look_native(path) is not None or _look_universal(path) is not None
 
-    return with_companions(replace(index, extras=named), located.saved_in, is_own=is_own)
+    return with_companions(replace(index, extras=(*index.extras, *tag)), located.saved_in, is_own=is_own)
 
 
 def list_folder(path: Path) -> TagFolder:
@@ -128,67 +82,26 @@ def list_folder(path: Path) -> TagFolder:
     except OSError as error:
         raise SourceError(f"cannot list {path}: {error.strerror}") from error
     parsed = {entry: parse_name(entry) for entry in entries}
-    files = {found.name: found for found in parsed.values() if found is not None}
-    strays = tuple(entry for entry, found in parsed.items() if found is None)
+    files = {file.name: file for file in parsed.values() if file is not None}
+    strays = tuple(entry for entry, file in parsed.items() if file is None)
     ordered = sorted(files.values(), key=lambda file: (file.role.name, file.mp, file.dp, file.name))
     return TagFolder(path=path.absolute(), files=tuple(ordered), entries=frozenset(entries), strays=strays)
 
 
-def _is_native(path: Path) -> bool:
-    return any(parse_name(name) for name in names_in(path)) and not _is_universal(path)
+def _look_native(path: Path) -> Located[bool] | None:
+    samples: dict[Role, str] = {}
+    for file in filter(None, map(parse_name, sorted(names_in(path)))):
+        samples.setdefault(file.role, file.name)
+    if not samples or _look_universal(path) is not None:
+        return None
+    return Located(root=path, content=False, reasons=(", ".join(samples.values()),))
 
 
-def _is_universal(path: Path) -> bool:
-    """Whether it has `zero/` with a folder of `fp32.pt` in it."""
+def _look_universal(path: Path) -> Located[bool] | None:
+    """A folder `zero/` with a folder of `fp32.pt` in it."""
     zero = path / UNIVERSAL
     if not zero.is_dir():
-        return False
-    return any(name == "optimizer_state.pt" or (zero / name / "fp32.pt").is_file() for name in names_in(zero))
-
-
-def _sample(path: Path) -> str:
-    """One file name for each role, as evidence."""
-    found: dict[Role, str] = {}
-    for name in sorted(names_in(path)):
-        parsed = parse_name(name)
-        if parsed is not None:
-            found.setdefault(parsed.role, parsed.name)
-    return ", ".join(found.values())
-
-
-def _follow(path: Path, pointer: str) -> Path | None:
-    """The folder that the text file `pointer` names, if both are there."""
-    tag = short_text(path / pointer, most_bytes=_MOST_TAG_BYTES)
-    if not tag or os.path.isabs(tag) or ".." in Path(tag).parts:
         return None
-    folder = path / tag
-    return folder if folder.is_dir() else None
-
-
-def _parent(path: Path, pointers: Sequence[str]) -> SaveFolder | None:
-    """The folder that a tag folder lies in, if one of `pointers` there says that checkpoints were saved in it."""
-    root = path_of(absolute(path))
-    named = next(filter(None, (_follow(root.parent, pointer) for pointer in pointers)), None)
-    if named is None:
+    if not any(name == "optimizer_state.pt" or (zero / name / "fp32.pt").is_file() for name in names_in(zero)):
         return None
-    return SaveFolder(root.parent, newest="" if named == root else str(named.relative_to(root.parent)))
-
-
-def _pointed(path: Path, pointer: str, folder: Path) -> Located:
-    reasons = (f"{pointer} -> {folder.relative_to(path)}", _sample(folder))
-    return Located(root=folder, reasons=reasons, saved_in=SaveFolder(path))
-
-
-def _only_tag(path: Path, is_tag: Callable[[Path], bool]) -> Located | None:
-    tags = sorted(name for name in names_in(path) if (path / name).is_dir() and is_tag(path / name))
-    if not tags:
-        return None
-    for pointer in (LATEST, LATEST_UNIVERSAL):
-        if is_there(path / pointer) and _follow(path, pointer) is None:
-            return Located(
-                root=path, reasons=(f"tag folders {', '.join(tags[:3])}",), tags=tuple(tags), dangling=pointer
-            )
-    if len(tags) == 1:
-        reasons = (f"the only tag folder, {tags[0]}", _sample(path / tags[0]))
-        return Located(root=path / tags[0], reasons=reasons, saved_in=SaveFolder(path))
-    return Located(root=path, reasons=(f"tag folders {', '.join(tags[:3])}, ...",), tags=tuple(tags))
+    return Located(root=path, content=True, reasons=(f"folder {UNIVERSAL}/ of parameters",))

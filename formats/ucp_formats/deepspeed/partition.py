@@ -4,15 +4,19 @@ Stages 1 and 2 (and BF16_Optimizer): the parameters of an optimizer group stand 
 padded at its end to a multiple of 2 * ranks elements, and each rank holds an equal `share` of it. Stage 3: each
 parameter is cut alone, and the chunks of a rank stand one after another in one flat tensor per sub-group.
 
-What a rank has of a parameter is said by patterns (`partition`, `touched`, `chunk`): see `FlatLayout`.
+What a rank has of a parameter is said by patterns: see `ucp.contract.flat_buffer`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, repeat
 from math import gcd
+from operator import add
 
-__all__ = ["alignment_paddings", "chunk", "round_robin", "share", "sub_groups"]
+from ucp.contract.flat_buffer import FlatBuffer
+
+__all__ = ["alignment_paddings", "chunk", "round_robin", "share", "shared_buffers", "sub_groups"]
 
 START_ALIGNMENT = 2
 """Elements; `nccl_start_alignment_factor` of stage_1_and_2.py and bf16_optimizer.py, 0.19.8."""
@@ -28,6 +32,22 @@ def share(used: int, *, ranks: int) -> int:
     4
     """
     return -(-used // (START_ALIGNMENT * ranks)) * START_ALIGNMENT
+
+
+def shared_buffers(
+    numels: Mapping[str, int], *, ranks: int, paddings: Sequence[int] | None, first: int, known_from: str
+) -> tuple[FlatBuffer, ...]:
+    """Layouts that a buffer of these parameters can have, the usual one first.
+
+    Versions that round otherwise have shares as long as what rank 0 holds, `first` elements. `paddings`: elements after
+    each parameter.
+    """
+    *starts, used = accumulate(map(add, numels.values(), paddings or repeat(0)), initial=0)
+    return tuple(
+        FlatBuffer.of(numels, ranks=ranks, share=length, starts=starts, known_from=known_from)
+        for length in dict.fromkeys((share(used, ranks=ranks), first))
+        if length * ranks >= used
+    )
 
 
 def alignment_paddings(numels: Sequence[int], *, itemsize: int) -> tuple[int, ...]:

@@ -6,26 +6,100 @@ A user may pass the folder, one file with weights, an index, or the folder of a 
 A folder may hold a model in several forms: safetensors come before torch files, as transformers prefers them, and
 `model` before the names of other libraries. Where that does not settle it (one file and an index, two variants), the
 user has to.
+
+| name | written by |
+|---|---|
+| model.safetensors | save_pretrained, of one file (transformers 4.29 and later) |
+| model-00001-of-00003.safetensors | save_pretrained, of several, with model.safetensors.index.json |
+| model.fp16.safetensors, model.safetensors.index.fp16.json | save_pretrained(variant="fp16") |
+| pytorch_model.bin, pytorch_model-00001-of-00003.bin | save_pretrained of before, by torch.save |
+| shard-00002-model-00001-of-00001.safetensors | HuggingFaceStorageWriter of torch (DCP): rank 1 of a run |
+| diffusion_pytorch_model.safetensors, consolidated.safetensors | diffusers, Mistral |
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
 
-from ucp.errors import UnknownFormatError, UsageError, counted, listed
+from ucp.contract.locating import Located, the_checkpoint
+from ucp.contract.protocols import Strength
+from ucp.errors import UsageError, counted, listed
 from ucp.io.folder import names_in, short_text
-from ucp_formats.huggingface.names import BIN, SAFETENSORS, WeightsName, index_stem, parse_weights
 
-__all__ = ["Form", "Located", "is_weights", "locate", "the_model"]
+__all__ = [
+    "BIN",
+    "CONFIG",
+    "SAFETENSORS",
+    "Form",
+    "Model",
+    "index_stem",
+    "is_weights",
+    "locate",
+    "parse_weights",
+    "the_model",
+]
 
-_STEMS = ("model", "pytorch_model")
-"""Names of transformers itself."""
+CONFIG = "config.json"
+SAFETENSORS, BIN = ".safetensors", ".bin"
+
+_STEMS = r"(?:model|pytorch_model|diffusion_pytorch_model|consolidated)(?:\.[A-Za-z0-9_]+)?"
+_WEIGHTS = re.compile(
+    rf"(?:shard-(?P<rank>\d{{5}})-)?(?P<stem>{_STEMS})(?:-(?P<number>\d{{5}})-of-(?P<count>\d{{5}}))?"
+    r"(?P<suffix>\.safetensors|\.bin)"
+)
+_INDEX = re.compile(r"(?P<stem>.+)(?P<suffix>\.safetensors|\.bin)\.index(?P<variant>\.[A-Za-z0-9_]+)?\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsName:
+    """Name of a file with weights, understood."""
+
+    stem: str
+    """What it begins with, and the variant: "model", "model.fp16"."""
+    suffix: str
+    """".safetensors" or ".bin"."""
+    number: int | None
+    """Which of the files it is, from 1; None where there is one."""
+    count: int | None
+    """How many files there are."""
+    rank: int | None
+    """Rank that wrote it, where each writes its own."""
+
+
+def parse_weights(name: str) -> WeightsName | None:
+    """A file name, understood; None for what is none of these.
+
+    >>> parse_weights("model-00002-of-00003.safetensors")
+    WeightsName(stem='model', suffix='.safetensors', number=2, count=3, rank=None)
+    >>> parse_weights("shard-00002-model-00001-of-00001.safetensors").rank
+    1
+    >>> parse_weights("adapter_model.safetensors"), parse_weights("model.gguf")
+    (None, None)
+    """
+    match = _WEIGHTS.fullmatch(name)
+    if match is None or (match["suffix"] == BIN and not match["stem"].startswith("pytorch_model")):
+        return None
+    number, count, rank = (None if text is None else int(text) for text in match.group("number", "count", "rank"))
+    return WeightsName(match["stem"], match["suffix"], number, count, None if rank is None else rank - 1)
+
+
+def index_stem(name: str) -> tuple[str, str] | None:
+    """Stem and suffix of the files that an index of such a name is of; None for another name.
+
+    >>> index_stem("model.safetensors.index.fp16.json"), index_stem("config.json")
+    (('model.fp16', '.safetensors'), None)
+    """
+    match = _INDEX.fullmatch(name)
+    return None if match is None else (match["stem"] + (match["variant"] or ""), match["suffix"])
+
+
+_TRANSFORMERS = ("model", "pytorch_model")
+"""Stems of transformers itself."""
 _ADAPTER = "adapter_model"
-_SNAPSHOTS = "snapshots"
 _MOST_REF = 256
 
 
@@ -39,97 +113,87 @@ class Form(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Located:
-    """What a path resolves to."""
-
-    root: Path
-    """Folder that the files lie in."""
-    form: Form = Form.WHOLE
-    """How the model is cut into files."""
-    files: tuple[str, ...] = ()
-    """Names of the files with weights; of the index alone, where there is one."""
-    reasons: tuple[str, ...] = ()
-    """What was seen."""
-    choices: tuple[str, ...] = ()
-    """Files to choose from, where several could be meant."""
-    others: tuple[str, ...] = ()
-    """Files with weights that are left alone: the model in another form."""
-    alone: bool = False
-    """Whether the user passed one file, to which the other files of the folder need not belong."""
-
-
-def locate(path: Path) -> Located | None:
-    """Where the model at `path` lies, or None if there is none."""
-    if path.is_file():
-        return _of_file(path)
-    root = _snapshot(path)
-    forms = _forms(set(names_in(root)))
-    if not forms:
-        return None
-    first = min(map(_preference, forms))
-    found = [own for own in forms if _preference(own) == first]
-    every = [name for own in forms for name in own.files]
-    if len(found) > 1:
-        choices = tuple(own.files[0] for own in found)
-        return Located(root=root, choices=choices, reasons=choices[:1])
-    others = tuple(name for name in every if name not in found[0].files)
-    return Located(root=root, form=found[0].form, files=found[0].files, reasons=found[0].files[:1], others=others)
-
-
-def _snapshot(path: Path) -> Path:
-    """The folder of files that a folder of the hub's cache leads to; `path` itself where it is none."""
-    name = short_text(path / "refs" / "main", most_bytes=_MOST_REF)
-    snapshots = path / _SNAPSHOTS
-    if name and name.isalnum() and (snapshots / name).is_dir():
-        return snapshots / name
-    return path
-
-
-def _of_file(path: Path) -> Located | None:
-    """The model that one file is, or leads to."""
-    own = parse_weights(path.name)
-    is_index = index_stem(path.name) is not None
-    if path.name.startswith(_ADAPTER) or not (is_index or own is not None or path.suffix == SAFETENSORS):
-        return None
-    if own is not None and (own.count or 1) > 1:
-        return Located(root=path.parent, choices=(str(path.parent),), reasons=(path.name,), alone=True)
-    form = Form.INDEXED if is_index else Form.OF_RANKS if own is not None and own.rank is not None else Form.WHOLE
-    return Located(root=path.parent, form=form, files=(path.name,), reasons=(path.name,), alone=True)
-
-
-class _Saved(NamedTuple):
+class Model:
     """A model in one form."""
 
-    stem: str
-    """What the names of its files begin with, and the variant."""
-    suffix: str
+    stem: str = ""
+    """What the names of its files begin with, and the variant; empty where the user passed a file."""
+    suffix: str = ""
     """What they end with."""
-    form: Form
-    """How it is cut."""
+    form: Form = Form.WHOLE
+    """How it is cut into files."""
     files: tuple[str, ...] = ()
-    """Names of the files with weights, or of the index alone."""
+    """Names of the files with weights; of the index alone, where there is one."""
+    others: tuple[str, ...] = ()
+    """Files with weights that are left alone: the model in another form."""
+
+    @property
+    def is_lone(self) -> bool:
+        """Whether the user passed one file, to which the other files of the folder need not belong."""
+        return not self.stem
 
 
-def _forms(names: Iterable[str]) -> list[_Saved]:
+def locate(path: Path) -> Located[Model] | None:
+    """Where the model at `path` lies, or None if there is none."""
+    if path.is_file():
+        return _look_at_file(path)
+    commit = short_text(path / "refs" / "main", most_bytes=_MOST_REF)
+    snapshot = path / "snapshots" / commit if commit and commit.isalnum() else path
+    root = snapshot if snapshot.is_dir() else path
+    models = _models(set(names_in(root)))
+    if not models:
+        return None
+    best = min(map(_preference, models))
+    model, *equals = (model for model in models if _preference(model) == best)
+    choices = tuple(own.files[0] for own in (model, *equals)) if equals else ()
+    others = tuple(name for own in models for name in own.files if name not in model.files)
+    return _located(root, replace(model, others=others), choices)
+
+
+def _located(root: Path, model: Model, choices: tuple[str, ...] = ()) -> Located[Model]:
+    return Located(root=root, content=model, reasons=model.files[:1], choices=choices, strength=Strength.WEIGHTS)
+
+
+def _look_at_file(path: Path) -> Located[Model] | None:
+    """The model that one file is, or leads to."""
+    name = parse_weights(path.name)
+    is_index = index_stem(path.name) is not None
+    if path.name.startswith(_ADAPTER) or not (is_index or name is not None or path.suffix == SAFETENSORS):
+        return None
+    form = Form.INDEXED if is_index else Form.WHOLE if name is None else _form(name)
+    is_part = name is not None and (name.count or 1) > 1
+    model = Model(form=Form.WHOLE if form is Form.NUMBERED else form, files=(path.name,))
+    return _located(path.parent, model, (path.name,) if is_part else ())
+
+
+def _models(names: Iterable[str]) -> list[Model]:
     """Models that files of such names are, each in the forms it is there in."""
-    keys = {name: key for name in sorted(names) if (key := index_stem(name)) is not None}
-    found = [_Saved(*key, Form.INDEXED, (name,)) for name, key in keys.items() if not key[0].startswith(_ADAPTER)]
-    held: dict[_Saved, list[str]] = {}
+    indexes = {name: key for name in sorted(names) if (key := index_stem(name)) is not None}
+    models = [
+        Model(stem=stem, suffix=suffix, form=Form.INDEXED, files=(name,))
+        for name, (stem, suffix) in indexes.items()
+        if not stem.startswith(_ADAPTER)
+    ]
+    files: dict[tuple[str, str, Form], list[str]] = {}
     for name in sorted(names):
-        own = parse_weights(name)
-        if own is not None and (_form(own) is not Form.NUMBERED or (own.stem, own.suffix) not in keys.values()):
-            held.setdefault(_Saved(own.stem, own.suffix, _form(own)), []).append(name)
-    return [*found, *(own._replace(files=tuple(files)) for own, files in held.items())]
+        parsed = parse_weights(name)
+        if parsed is None or (_form(parsed) is Form.NUMBERED and (parsed.stem, parsed.suffix) in indexes.values()):
+            continue  # none, or of an index
+        files.setdefault((parsed.stem, parsed.suffix, _form(parsed)), []).append(name)
+    return [
+        *models,
+        *(Model(stem=stem, suffix=suffix, form=form, files=tuple(own)) for (stem, suffix, form), own in files.items()),
+    ]
 
 
-def _form(own: WeightsName) -> Form:
-    if own.rank is not None:
+def _form(name: WeightsName) -> Form:
+    if name.rank is not None:
         return Form.OF_RANKS
-    return Form.WHOLE if own.count is None else Form.NUMBERED
+    return Form.WHOLE if name.count is None else Form.NUMBERED
 
 
-def _preference(own: _Saved) -> tuple[bool, bool, bool]:
-    return own.suffix == BIN, own.form is Form.NUMBERED, own.stem not in _STEMS
+def _preference(model: Model) -> tuple[bool, bool, bool]:
+    return model.suffix == BIN, model.form is Form.NUMBERED, model.stem not in _TRANSFORMERS
 
 
 def is_weights(name: str) -> bool:
@@ -137,18 +201,17 @@ def is_weights(name: str) -> bool:
     return parse_weights(name) is not None or index_stem(name) is not None
 
 
-def the_model(located: Located | None, path: Path) -> Located:
+def the_model(located: Located[Model] | None, path: Path) -> Located[Model]:
     """The model found. Raises UnknownFormatError where there is none, UsageError where there are several."""
-    if located is None:
-        raise UnknownFormatError(
-            f"expected a Hugging Face model at {path}: a folder with model.safetensors, with "
-            "model.safetensors.index.json and the files that it names, or with pytorch_model.bin"
-        )
-    if located.choices and located.alone:
-        raise UsageError(f"{path} is one of several files of a model; pass its folder, {located.choices[0]}")
-    if located.choices:
+    if located is not None and located.choices and located.content.is_lone:
+        raise UsageError(f"{path} is one of several files of a model; pass its folder, {located.root}")
+    if located is not None and located.choices:
         raise UsageError(
             f"{path} holds a model in {counted(len(located.choices), 'form')}, which need not be the same; pass the "
             f"file of the one that is meant:\n{listed(str(located.root / name) for name in located.choices)}"
         )
-    return located
+    example = (
+        "a folder with model.safetensors, with model.safetensors.index.json and the files that it names, or with "
+        "pytorch_model.bin"
+    )
+    return the_checkpoint(located, path, "a Hugging Face model", example)

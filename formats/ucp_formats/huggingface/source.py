@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucp.contract.companion_files import SaveFolder, with_companions
+from ucp.contract.locating import Located
 from ucp.contract.model.arguments import CONFIG_EXTRA, config_in
 from ucp.contract.model.transformers import by_number, in_model_order, tied_output
-from ucp.contract.protocols import Evidence, Format, Strength
+from ucp.contract.protocols import Evidence, Format
 from ucp.contract.registry import choose_family
 from ucp.core.dtypes import DType
 from ucp.core.fragments import with_copies
@@ -29,10 +30,8 @@ from ucp.core.topology import Topology
 from ucp.errors import FamilyError, MalformedError, UnsupportedError, listed
 from ucp.io.folder import absolute, path_of
 from ucp.io.identity import source_file
-from ucp_formats.huggingface.locate import Form, Located, is_weights, locate, the_model
-from ucp_formats.huggingface.names import CONFIG
-from ucp_formats.huggingface.ties import second_names
-from ucp_formats.huggingface.weights import SavedTensor, Weights, read_weights
+from ucp_formats.huggingface.locate import CONFIG, Form, Model, is_weights, locate, the_model
+from ucp_formats.huggingface.weights import SavedTensor, Weights, read_weights, second_names
 
 if TYPE_CHECKING:
     from ucp.families.family import Family
@@ -53,17 +52,15 @@ class HuggingFaceFormat(Format):
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is a folder with a model, or one of its files."""
         located = locate(path)
-        if located is None:
-            return None
-        return Evidence(root=located.root, reasons=located.reasons, strength=Strength.WEIGHTS)
+        return None if located is None else located.evidence
 
     def read(self, path: Path) -> Index:
         """Index of the model at `path`."""
         located = the_model(locate(path), path)
         config = config_in(absolute(located.root))
         _check_plain(config, located.root)
-        index = _Reading(located, config, read_weights(located)).index(self.name)
-        return index if located.alone else _beside(index)
+        index = _Reading(located, config, read_weights(located.root, located.content)).index(self.name)
+        return index if located.content.is_lone else _beside(index)
 
 
 def _check_plain(config: Mapping[str, object], root: Path) -> None:
@@ -83,7 +80,7 @@ def _check_plain(config: Mapping[str, object], root: Path) -> None:
 class _Reading:
     """A model while its index is made."""
 
-    located: Located
+    located: Located[Model]
     config: dict[str, object]
     weights: Weights
     aliases: dict[str, str] = field(default_factory=dict)
@@ -98,7 +95,7 @@ class _Reading:
         shapes = {name: own.shape for name, own in tensors.items()}
         family = find_family(shapes, self.config)
         buffers = buffers_of({name: (_dtype(own), own.shape) for name, own in tensors.items()}, family)
-        path = os.path.join(root, self.located.files[0]) if self.located.alone else root
+        path = os.path.join(root, self.located.content.files[0]) if self.located.content.is_lone else root
         return Index(
             path=path,
             format=name,
@@ -157,12 +154,12 @@ class _Reading:
 
     def _order(self, tensors: Mapping[str, SavedTensor]) -> list[str] | None:
         """Names in the order of the model, where that is known."""
-        if self.located.files[0].endswith((".bin", ".bin.index.json")):
+        if self.located.content.files[0].endswith((".bin", ".bin.index.json")):
             return list(tensors)
         return in_model_order(tensors, self.config.get("model_type"))
 
     def _producer(self) -> str:
-        if self.located.form is Form.OF_RANKS:
+        if self.located.content.form is Form.OF_RANKS:
             return "torch.distributed.checkpoint, HuggingFaceStorageWriter"
         version = self.config.get("transformers_version")
         return f"transformers {version}" if isinstance(version, str) else "Hugging Face model"
@@ -173,8 +170,8 @@ class _Reading:
         return int(found[1]) if found and (folder / _TRAINER_STATE).is_file() else None
 
     def _files(self, root: str) -> Iterator[SourceFile]:
-        if self.located.form is Form.INDEXED:
-            yield source_file(os.path.join(root, self.located.files[0]), "index of the weights")
+        if self.located.content.form is Form.INDEXED:
+            yield source_file(os.path.join(root, self.located.content.files[0]), "index of the weights")
         for name in self.weights.files:
             yield source_file(os.path.join(root, name), "weights")
         if self.config:
@@ -192,16 +189,16 @@ class _Reading:
         if not self.config.get("model_type"):
             lacks = f"{CONFIG} does not name the kind of model" if self.config else f"no {CONFIG}"
             yield f"{lacks}: whether lm_head.weight is tied to the embedding is not known"
-        if self.located.form is Form.NUMBERED:
+        if self.located.content.form is Form.NUMBERED:
             yield f"without an index: taken as complete: all {len(self.weights.files):,} numbered files are there"
-        if self.located.form is Form.OF_RANKS and "model_type" not in self.config:
+        if self.located.content.form is Form.OF_RANKS and "model_type" not in self.config:
             yield (
                 "global shapes follow from the parts that are there, by the offsets that ranks recorded: lost files "
                 "of the last ranks cannot be detected"
             )
-        if self.located.others:
-            others = ", ".join(self.located.others)
-            yield f"{self.located.files[0]} is preferred to other files with weights, which are not read: {others}"
+        if self.located.content.others:
+            first, others = self.located.content.files[0], ", ".join(self.located.content.others)
+            yield f"{first} is preferred to other files with weights, which are not read: {others}"
 
 
 def _beside(index: Index) -> Index:
@@ -228,7 +225,7 @@ def buffers_of(tensors: Mapping[str, tuple[DType, tuple[int, ...]]], family: Fam
 def find_family(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]) -> Family | None:
     """The family that has all names of a model; None where none has."""
     try:
-        return choose_family(names=shapes, shapes=shapes, arguments=config)[0]
+        return choose_family(names=shapes, shapes=shapes, arguments=config, explain=False)[0]
     except FamilyError:
         return None
 

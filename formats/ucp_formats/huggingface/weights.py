@@ -16,6 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ucp.contract.output_names import shorter
 from ucp.contract.problems import Problems
@@ -28,10 +29,9 @@ from ucp.io.json_text import parsed
 from ucp.io.pickle.fields import described
 from ucp.io.safetensors import read_header, read_weight_map
 from ucp.io.torch_file.archive import read_archive
-from ucp_formats.huggingface.locate import Form, Located
-from ucp_formats.huggingface.names import BIN, parse_weights
+from ucp_formats.huggingface.locate import BIN, Form, Model, parse_weights
 
-__all__ = ["SavedTensor", "Weights", "read_weights"]
+__all__ = ["SavedTensor", "Weights", "read_weights", "second_names"]
 
 _OFFSETS = "DCP_SHARDING_INFO"
 
@@ -69,41 +69,54 @@ class _File:
     records: tuple[Record, ...] = ()
 
 
-def read_weights(located: Located) -> Weights:
-    """The tensors of the model found.
+def read_weights(folder: Path, model: Model) -> Weights:
+    """The tensors of a model in `folder`.
 
     Raises MissingFileError, MalformedError or UnsupportedError with everything wrong with its files.
     """
     problems = Problems()
-    root = absolute(located.root)
-    places = read_weight_map(os.path.join(root, located.files[0])) if located.form is Form.INDEXED else None
-    names = _file_names(located, places, problems)
+    root = absolute(folder)
+    places = read_weight_map(os.path.join(root, model.files[0])) if model.form is Form.INDEXED else None
+    names = _file_names(folder, model, places, problems)
     found = {name: own for name in names if (own := _try(os.path.join(root, name), name, problems)) is not None}
     if places is not None:
-        _check_index(located.files[0], places, found, problems)
+        _check_index(model.files[0], places, found, problems)
     weights = Weights(files=names, records=[record for own in found.values() for record in own.records])
-    if located.form is Form.OF_RANKS:
+    if model.form is Form.OF_RANKS:
         weights.ranks = 1 + max(parts.rank or 0 for name in names if (parts := parse_weights(name)) is not None)
         weights.tensors = _joined(found, problems)
     else:
         weights.tensors = _whole(found, problems)
-    problems.raise_any(root, f"a Hugging Face model, {located.form}")
+    problems.raise_any(root, f"a Hugging Face model, {model.form}")
     return weights
 
 
-def _file_names(located: Located, places: Mapping[str, str] | None, problems: Problems) -> list[str]:
+def second_names(tensors: Mapping[str, SavedTensor]) -> dict[str, str]:
+    """Names of tensors that lie where another lies, with the name of that: torch files keep a storage once."""
+    first: dict[object, str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if len(tensor.fragments) != 1 or not tensor.fragments[0].box.numel:
+            continue
+        other = first.setdefault(tensor.fragments[0].ref, name)
+        if other != name:
+            aliases[name] = other
+    return aliases
+
+
+def _file_names(folder: Path, model: Model, places: Mapping[str, str] | None, problems: Problems) -> list[str]:
     """Files with tensors; those that should be there and are not are problems."""
     if places is not None:
         every = sorted(set(places.values()))
         counts = Counter(places.values())
-        beside = set(names_in(located.root))
+        beside = set(names_in(folder))
         there = [name for name in every if name in beside]
         for name in sorted(set(every) - set(there)):
-            problems.missing.append(f"{shorter(name)}, which {located.files[0]} names for {counts[name]:,} tensors")
+            problems.missing.append(f"{shorter(name)}, which {model.files[0]} names for {counts[name]:,} tensors")
         return there
-    if located.form in (Form.NUMBERED, Form.OF_RANKS):
-        problems.missing.extend(_missing(located.files))
-    return list(located.files)
+    if model.form in (Form.NUMBERED, Form.OF_RANKS):
+        problems.missing.extend(_missing(model.files))
+    return list(model.files)
 
 
 def _missing(files: Sequence[str]) -> Iterable[str]:

@@ -9,12 +9,12 @@ import re
 from pathlib import Path
 
 from ucp.contract.companion_files import with_companions
+from ucp.contract.locating import Located
 from ucp.contract.protocols import Evidence, Format, LocalTensors, SourceOptions
 from ucp.contract.run_extras import LossScale, RunExtras
 from ucp.core.index import Index
 from ucp.errors import UnsupportedError
 from ucp_formats.megatron.locate import (
-    Located,
     SavedAs,
     is_of_the_format,
     locate,
@@ -22,6 +22,7 @@ from ucp_formats.megatron.locate import (
     the_folder,
     unknown_version,
 )
+from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER, METADATA, MODEL, MODEL_APART
 
 __all__ = ["MegatronFormat"]
 
@@ -78,31 +79,33 @@ class MegatronFormat(Format):
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is, or leads to, an iteration folder of Megatron."""
         located = locate(path)
-        if located is None:
-            return None
-        return Evidence(root=located.root, reasons=located.reasons, is_saved_in=located.saved_in is not None)
+        return None if located is None else located.evidence
+
+    def owns(self, name: str) -> bool:
+        """Whether it is a file of a rank, or says how an iteration was saved."""
+        return name in (MODEL, MODEL_APART, DISTRIBUTED_OPTIMIZER, METADATA)
 
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
         located = the_folder(locate(path), path)
         return with_companions(self._read(located), located.saved_in, is_own=is_of_the_format)
 
-    def _read(self, located: Located) -> Index:
-        if located.saved_as is SavedAs.TORCH_DIST:
+    def _read(self, located: Located[SavedAs]) -> Index:
+        if located.content is SavedAs.TORCH_DIST:
             refused = unknown_version(located.root)
             if refused is not None:
                 raise refused
             from ucp_formats.megatron.torch_dist.source import read_dist
 
             return read_dist(located, self.name, self._options)
-        if located.saved_as is SavedAs.TORCH:
+        if located.content is SavedAs.TORCH:
             from ucp_formats.megatron.legacy.source import read_legacy
 
             return read_legacy(located, self.name, self._options)
-        lost = lost_backend(located.root) if located.saved_as is SavedAs.TORCH_DCP else None
+        lost = lost_backend(located.root) if located.content is SavedAs.TORCH_DCP else None
         if lost is not None:
             raise lost
-        what, remedy = _REMEDIES[located.saved_as]
+        what, remedy = _REMEDIES[located.content]
         raise UnsupportedError(f"{located.root} is {what}, which is not read here. {remedy}")
 
     def local_tensors(self, path: Path) -> LocalTensors | None:
@@ -110,4 +113,4 @@ class MegatronFormat(Format):
         from ucp_formats.megatron.legacy.files import read_local
 
         located = the_folder(locate(path), path)
-        return read_local(located.root) if located.saved_as is SavedAs.TORCH else None
+        return read_local(located.root) if located.content is SavedAs.TORCH else None

@@ -44,7 +44,7 @@ class Cuts:
     def _dims(self, index: Index, tp: int, options: TargetOptions) -> Mapping[str, int | None] | None:
         """Dim that tensor-parallel ranks cut, by name; None where nobody says."""
         recorded = {
-            atom.name: getattr(axis.pattern, "dim", None)
+            atom.name: atom.layout.dim("tp", atom.global_shape)
             for atom in index.atoms.values()
             for axis in atom.layout.axes
             if axis.axis == "tp" and axis.parts > 1
@@ -107,7 +107,7 @@ def _stages(index: Index, pp: int) -> dict[str, int]:
     if pp == 1:
         return {}
     owners = {
-        atom.name: getattr(axis.pattern, "owner", 0)
+        atom.name: min(axis.holders(atom.global_shape), default=0)
         for atom in index.atoms.values()
         for axis in atom.layout.axes
         if axis.axis == "pp" and axis.parts == pp

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from ucp.contract.companion_files import SaveFolder, with_companions
+from ucp.contract.locating import Located
 from ucp.contract.protocols import Evidence, Format, ParamOrder, SourceOptions
 from ucp.contract.run_extras import MODULE_STATE, RunExtras
 from ucp.contract.value_diff import differing_values
@@ -34,7 +35,6 @@ from ucp_formats.torch.keys import find_keys
 from ucp_formats.torch.locate import (
     STEP_KEYS,
     TRAIN_STATE,
-    Located,
     is_of_the_format,
     locate,
     step_in,
@@ -42,7 +42,7 @@ from ucp_formats.torch.locate import (
 )
 from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of
 from ucp_formats.torch.model_dict import FLAT
-from ucp_formats.torch.order import order_of
+from ucp_formats.torch.numbered import order_of
 from ucp_formats.torch.state_dict import Leaf, Parts, kind_of, number_of, sorted_out, untrained_notes
 
 __all__ = ["DcpFormat"]
@@ -67,7 +67,7 @@ class DcpFormat(Format):
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is, or leads to, such a folder."""
         located = locate(path)
-        return None if located is None else Evidence(root=located.root, reasons=located.reasons)
+        return None if located is None else located.evidence
 
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
@@ -143,10 +143,10 @@ class _Part:
 class _Reading:
     """A checkpoint while its index is made."""
 
-    def __init__(self, located: Located, order: ParamOrder | None) -> None:
+    def __init__(self, located: Located[tuple[str, ...]], order: ParamOrder | None) -> None:
         self._located = located
         self._root = absolute(located.root)
-        self._parts = [_Part.at(os.path.join(self._root, name) if name else self._root) for name in located.parts]
+        self._parts = [_Part.at(os.path.join(self._root, name) if name else self._root) for name in located.content]
         leaves = (leaf for part in self._parts for leaf in part.leaves())
         in_order = all(part.is_in_order for part in self._parts)
         self._saved: Parts = sorted_out(leaves, self._root, in_order=in_order, order=order)

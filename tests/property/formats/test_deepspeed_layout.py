@@ -12,23 +12,18 @@ from math import prod
 import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from ucp_formats.deepspeed.partition import round_robin
+from ucp_formats.deepspeed.partition import round_robin, shared_buffers
 from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, Shard, add_flat_group
-from ucp_formats.deepspeed.read.optimizer.flat_layout import (
-    Chunks,
-    FlatLayout,
-    WholeParameters,
-    shared_buffers,
-)
 from ucp_formats.deepspeed.read.optimizer.group_order import optimizer_order, undo_round_robin
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
-from ucp_formats.deepspeed.read.optimizer.stored import Placer
 
+from ucp.contract.flat_buffer import Chunks, FlatLayout, WholeParameters
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
 from ucp.core.dtypes import DType
 from ucp.core.region import RegionPair, uncovered
 from ucp.core.tensor import TensorRef
+from ucp.core.union import Union
 
 GARBAGE = -1
 
@@ -131,7 +126,7 @@ def rebuilt(source: Params, layout: FlatLayout, flats: list[np.ndarray]) -> dict
     """Parameters put together from what `layout` says of each rank's flat array."""
     out = {name: np.full(array.size, -2) for name, array in source.arrays.items()}
     for rank, flat in enumerate(flats):
-        for name, offset in layout.starts_on(rank).items():
+        for name, (offset, _) in layout.spans(rank).items():
             pair = pair_of(layout, rank, name, source.numels[name])
             span = slice(pair.whole.offsets[0], pair.whole.stops[0])
             if pair.copy == 0:
@@ -184,7 +179,7 @@ def test_shares_of_other_alignments_are_told_by_the_length_of_the_first(source: 
 @given(source=params(), ranks=st.integers(1, 9))
 def test_chunks_hold_every_element_once(source: Params, ranks: int) -> None:
     flats = zero3_partitions(list(source.arrays.values()), ranks)
-    check_rebuilt(source, Chunks(tuple(source.numels.items()), ranks), flats)
+    check_rebuilt(source, Chunks(source.numels, ranks), flats)
 
 
 @given(source=params(), ranks=st.integers(1, 9))
@@ -196,7 +191,7 @@ def test_whole_parameters_of_muon(source: Params, ranks: int) -> None:
     check_rebuilt(full, layout, flats)
     copies: dict[str, list[int]] = {}
     for rank in range(ranks):
-        for name in layout.starts_on(rank):
+        for name in layout.spans(rank):
             copies.setdefault(name, []).append(pair_of(layout, rank, name, full.numels[name]).copy)
     assert all(numbers == list(range(len(numbers))) for numbers in copies.values())
 
@@ -204,8 +199,8 @@ def test_whole_parameters_of_muon(source: Params, ranks: int) -> None:
 @given(source=params(), ranks=st.integers(1, 9))
 def test_a_layout_never_names_padding(source: Params, ranks: int) -> None:
     buffer, *_ = shared_buffers(source.numels, ranks=ranks, paddings=None, first=0, known_from="")
-    for layout in (buffer, Chunks(tuple(source.numels.items()), ranks)):
-        held = [(n, pair_of(layout, r, n, source.numels[n]).whole) for r in range(ranks) for n in layout.starts_on(r)]
+    for layout in (buffer, Chunks(source.numels, ranks)):
+        held = [(n, pair_of(layout, r, n, source.numels[n]).whole) for r in range(ranks) for n in layout.spans(r)]
         assert sum(own.numel for _, own in held) == sum(source.numels.values())
         assert all(0 <= own.offsets[0] < own.stops[0] <= source.numels[name] for name, own in held)
 
@@ -224,7 +219,7 @@ def test_the_order_of_the_optimizer_is_found_from_the_mappings(source: Params, r
     names = tuple(full)
     stored = round_robin(names, ranks=ranks) if dealt else names
     optimizer, *_ = shared_buffers(full, ranks=ranks, paddings=None, first=0, known_from="")
-    mappings = [dict.fromkeys(optimizer.starts_on(rank)) for rank in range(ranks)]
+    mappings = [dict.fromkeys(optimizer.spans(rank)) for rank in range(ranks)]
     assert optimizer_order(stored, ranks=ranks, dealt=dealt, mappings=mappings)[0] == names
 
 
@@ -233,7 +228,6 @@ def test_slice_mappings_are_what_the_partition_places(source: Params, ranks: int
     buffer, *_ = shared_buffers(source.numels, ranks=ranks, paddings=None, first=0, known_from="")
     for rank in range(ranks):
         spans = buffer.spans(rank)
-        assert {name: span.start for name, span in spans.items()} == buffer.starts_on(rank)
         for name, span in spans.items():
             assert span.numel == pair_of(buffer, rank, name, source.numels[name]).whole.numel
 
@@ -246,13 +240,13 @@ def test_states_of_a_flat_group_tile_every_parameter(source: Params, ranks: int)
         for rank, flat in enumerate(flats)
     ]
     shards = [Shard(rank=r, file=f"r{r}", weight=ref, states={"m": ref, "step": 3}) for r, ref in enumerate(refs)]
-    layouts = (Chunks(tuple(source.numels.items()), ranks),)
+    layouts = (Chunks(source.numels, ranks),)
     problems = Problems()
     group = FlatGroupStates(label="b", shapes=source.shapes, layouts=layouts, shards=tuple(shards))
     found = OptimizerPart()
     add_flat_group(found, group, Checksums(()), problems)
     assert problems == Problems()
-    placer = Placer()
+    placer = Union()
     for name, shape in source.shapes.items():
         assert list(found.states[name]) == ["weight", "m", "step"]
         assert found.states[name]["step"].global_shape == ()

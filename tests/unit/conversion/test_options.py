@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ucp.conversion.options import make_options, nbytes_of
+from ucp.conversion.options import make_options
+from ucp.conversion.values import nbytes_of
 from ucp.core.dtypes import DType
 from ucp.core.topology import Topology
 from ucp.errors import UcpError, UsageError

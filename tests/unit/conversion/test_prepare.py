@@ -14,7 +14,6 @@ from ucp.conversion.source.read import index_of
 from ucp.conversion.source.replica_policy import Drift, resolve_drift
 from ucp.core.index import Loss
 from ucp.core.names import NameFilter
-from ucp.core.target import TargetOptions
 from ucp.core.topology import Topology
 from ucp.errors import MemoryBudgetError, UsageError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
@@ -55,10 +54,10 @@ def test_too_little_memory_names_the_flag(source):
 def test_a_fingerprint_is_of_what_decides_the_bytes(source):
     same = [{}, {"workers": 1}, {"memory": 64 << 20}, {"resume": True}, {"overwrite": True}]
     others = [
-        {"target": TargetOptions(layout="per-parameter")},
-        {"target": TargetOptions(compress=True)},
-        {"target": TargetOptions(dtypes={"weight": "bfloat16"})},
-        {"names": NameFilter(exclude=("norm",))},
+        {"layout": "per-parameter"},
+        {"compress": True},
+        {"dtypes": {"weight": "bfloat16"}},
+        {"exclude": ("norm",)},
     ]
     assert len({prepare(source, ConvertOptions(**options)).fingerprint for options in same}) == 1
     assert len({prepare(source, ConvertOptions(**options)).fingerprint for options in [{}, *others]}) == 5

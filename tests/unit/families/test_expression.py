@@ -67,7 +67,6 @@ def test_values(text, value):
         "x for x in y",
         "f'{heads}'",
         "1; 2",
-        "heads" * 100,
         "(" * 300,
     ],
 )

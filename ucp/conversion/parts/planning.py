@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 
 import xxhash
@@ -21,7 +20,7 @@ import xxhash
 from ucp.contract.protocols import Observer
 from ucp.contract.registry import recognise
 from ucp.conversion.destination.waiting import waiting_for
-from ucp.conversion.options import ConvertOptions
+from ucp.conversion.options import OPTIONS, ConvertOptions
 from ucp.conversion.parts.plan_file import read_plan, write_plan
 from ucp.conversion.prepare import Prepared, prepare
 from ucp.io.destination.staging import Staging
@@ -32,9 +31,6 @@ __all__ = ["plan_part"]
 
 _PATIENCE = 600.0
 """Seconds to wait for a plan that another part makes; its machine may have stopped."""
-
-_OWN = ("engine", "workers", "memory", "resume", "overwrite", "verify", "fsync", "part", "finalize")
-"""Options in which parts may differ."""
 
 
 def plan_part(
@@ -113,11 +109,11 @@ def _key(src: Path, options: ConvertOptions) -> str:
 
     Files of the user's own, rules and shapes, are told by size and time. Raises SourceError where nothing can be read.
     """
-    asked = {name: own for name, own in asdict(options).items() if name not in _OWN}
-    own = [path for path in options.own_files if path.exists()]
-    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in own]
+    shared = {option.name: getattr(options, option.name) for option in OPTIONS.values() if not option.is_per_part}
+    paths = [value for value in shared.values() if isinstance(value, Path) and value.exists()]
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     root = recognise(src)[1].root.absolute()
-    said = [producer(), str(src.absolute()), str(root), asked, stats, BLOCK, TASK]
+    said = [producer(), str(src.absolute()), str(root), shared, stats, BLOCK, TASK]
     return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True, default=_plain).encode())
 
 

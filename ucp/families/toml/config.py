@@ -21,12 +21,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ucp.families.expression import Expression, ExpressionError
-from ucp.families.toml.fields import Place, expression_of, items_of, only, table_of, tables_of, text_of, texts_of
+from ucp.families.toml.document import ConfigTable, make_expression, make_expressions
 
-__all__ = ["ConfigPart", "config_parts", "derived_config", "more_parts"]
+__all__ = ["ConfigPart", "derived_config", "make_part", "more_parts"]
 
-_KINDS = ("keys", "floats", "flags")
-_KEYS = frozenset({"when", "needs", "equals", "absent", "fixed", "must", *_KINDS})
 _NULL = "None"
 
 
@@ -52,39 +50,26 @@ class ConfigPart:
     """Family that it stands in."""
 
 
-def config_parts(value: object, place: Place, family: str) -> dict[str, tuple[ConfigPart, ...]]:
-    """Naming style to parts, of what stands under `config` in a rules file. Raises UsageError."""
-    table = table_of(value, place)
-    return {
-        style: tuple(_part(own, place.at(style).at(at), family) for at, own in tables_of(table, style, place))
-        for style in table
-    }
-
-
-def _part(value: object, place: Place, family: str) -> ConfigPart:
-    table = table_of(value, place)
-    only(table, _KEYS, place)
-    keys: dict[str, tuple[str, tuple[Expression, ...]]] = {}
-    for kind in _KINDS:
-        for key, own in table_of(table.get(kind, {}), place.at(kind)).items():
-            ways = own if isinstance(own, list) else [own]
-            keys[key] = (kind, tuple(expression_of(way, place.at(kind).at(key)) for way in ways))
-    needs = items_of(table.get("needs", []), place.at("needs"))
+def make_part(table: ConfigTable, family: str) -> ConfigPart:
+    """The part that a table of `family` describes. Raises ExpressionError, a ValueError."""
+    kinds = {"keys": table.keys, "floats": table.floats, "flags": table.flags}
     return ConfigPart(
-        when=_condition(table["when"], place.at("when")) if "when" in table else None,
-        needs=tuple(_condition(own, place.at("needs").at(at)) for at, own in enumerate(needs)),
-        equals=dict(table_of(table.get("equals", {}), place.at("equals"))),
-        absent=dict(table_of(table.get("absent", {}), place.at("absent"))),
-        fixed=dict(table_of(table.get("fixed", {}), place.at("fixed"))),
-        keys=keys,
-        must=texts_of(table.get("must", []), place.at("must")),
+        when=None if table.when is None else _condition(table.when),
+        needs=tuple(map(_condition, table.needs)),
+        equals=table.equals,
+        absent=table.absent,
+        fixed=table.fixed,
+        keys={
+            key: (kind, make_expressions(formulas)) for kind, ways in kinds.items() for key, formulas in ways.items()
+        },
+        must=table.must,
         family=family,
     )
 
 
-def _condition(value: object, place: Place) -> Expression:
+def _condition(text: str) -> Expression:
     """An expression that is 1 or 0, also of what is no number, such as an argument that is None."""
-    return expression_of(f"not not ({text_of(value, place)})", place)
+    return make_expression(f"not not ({text})")
 
 
 def more_parts(

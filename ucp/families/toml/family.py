@@ -6,94 +6,41 @@ there already replaces all rules of that template.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
-from typing import NamedTuple
+
+import msgspec
 
 from ucp.errors import UsageError
 from ucp.families.expression import Expression
-from ucp.families.family import CANONICAL, Evidence, Family, Style, Tied
+from ucp.families.family import CANONICAL, Family, Style, Tied
 from ucp.families.rule import DIM, Alias, AxisRule, PatternFactory, Rule
 from ucp.families.template import Template
-from ucp.families.toml.alias import alias_table, aliases_by_rule, lengths_of
-from ucp.families.toml.config import config_parts, more_parts
-from ucp.families.toml.fields import (
-    Place,
-    dim_of,
-    document_of,
-    expression_of,
-    flag_of,
-    numbers_of,
-    only,
-    option_of,
-    table_of,
-    tables_of,
-    template_of,
-    text_of,
-    texts_of,
+from ucp.families.toml.config import make_part, more_parts
+from ucp.families.toml.document import (
+    Dim,
+    FamilyDocument,
+    PatternOption,
+    RuleTable,
+    aliases_of,
+    located,
+    make_expression,
+    make_expressions,
+    make_lengths,
+    make_option,
+    read_document,
 )
 
-__all__ = ["Header", "header", "read_family"]
-
-_KEYS = frozenset(
-    {
-        *("name", "title", "extends", "kind_of", "abstract", "order", "ignored"),
-        *(
-            "evidence",
-            "sizes",
-            "given",
-            "tensors",
-            "style",
-            "tied",
-            "rule",
-            "drop",
-            "alias",
-            "repeat",
-            "limits",
-            "config",
-        ),
-    }
-)
-
-_RULE_KEYS = frozenset({"name", "when", "meaning", "buffer", "shape", "padded", "alias"})
-
-_MOST_RULES = 10_000
-"""Rules of a family, and places in its order."""
-
-_MOST_STYLES = 16
-"""Styles of which each is like the next."""
+__all__ = ["header", "read_family"]
 
 _AXES = ("pp", "ep", "etp", "tp", "cp", "dp")
 
 
-class Header(NamedTuple):
-    """What a rules file says of its family before its rules are read."""
-
-    name: str
-    """Name of the family."""
-    extends: tuple[str, ...]
-    """Names of those it extends."""
-    kind_of: tuple[str, ...]
-    """More general families."""
-    abstract: bool
-    """Whether it is only there for others to extend."""
-    arguments: Mapping[str, object]
-    """Recorded arguments by which it is recognised."""
-
-
-def header(text: str, source: str) -> Header:
-    """The header of a rules file. Raises UsageError."""
-    document, place = document_of(text, source), Place(source)
-    return Header(
-        name=text_of(document.get("name"), place.at("name")),
-        extends=texts_of(document.get("extends", []), place.at("extends")),
-        kind_of=texts_of(document.get("kind_of", []), place.at("kind_of")),
-        abstract=flag_of(document.get("abstract", False), place.at("abstract")),
-        arguments=_evidence(
-            table_of(document.get("evidence", {}), place.at("evidence")), place.at("evidence")
-        ).arguments,
-    )
+def header(text: str, source: str) -> FamilyDocument:
+    """What a rules file says, before rules are made of it. Raises UsageError."""
+    document: FamilyDocument = read_document(text, source, FamilyDocument)  # a cache does not say its type
+    return document
 
 
 def read_family(
@@ -103,36 +50,43 @@ def read_family(
 
     `pattern`: gives the pattern registered under a name. Raises UsageError with the place of the mistake.
     """
-    document, place = document_of(text, source), Place(source)
-    only(document, _KEYS, place)
-    name = text_of(document.get("name"), place.at("name"))
+    document = header(text, source)
     base = _joined(extended)
-    rules = [_rule(own, place.at("rule").at(at), pattern, name) for at, own in tables_of(document, "rule", place)]
-    given = {**base.given, **numbers_of(document.get("given", {}), place.at("given"))}
-    family = Family(
-        name=name,
-        title=text_of(document.get("title", ""), place.at("title")),
-        rules=_merged(base.rules, rules, texts_of(document.get("drop", []), place.at("drop")), place),
-        sizes=_more_ways(_sizes(document.get("sizes", {}), place.at("sizes")), base.sizes),
-        given=given,
-        values=given,
-        limits={**base.limits, **_limits(document.get("limits", {}), place.at("limits"))},
-        tensors={**base.tensors, **_templates(document.get("tensors", {}), place.at("tensors"))},
-        evidence=_evidence(table_of(document.get("evidence", {}), place.at("evidence")), place.at("evidence")),
-        styles={**base.styles, **_styles(document.get("style", {}), place.at("style"))},
-        configs=more_parts(base.configs, config_parts(document.get("config", {}), place.at("config"), name)),
-        tied=(*base.tied, *(_tied(own, place.at("tied").at(at)) for at, own in tables_of(document, "tied", place))),
-        ignored=(*base.ignored, *texts_of(document.get("ignored", []), place.at("ignored"))),
-        order=texts_of(document.get("order", list(base.order)), place.at("order")),
-        kind_of=texts_of(document.get("kind_of", []), place.at("kind_of")),
-        abstract=flag_of(document.get("abstract", False), place.at("abstract")),
-        source=source,
-    )
-    aliases = aliases_by_rule(document.get("alias", {}), place.at("alias"))
-    family = _with_aliases(family, aliases, place)
-    for at, own in tables_of(document, "repeat", place):
-        family = _repeated(family, own, place.at("repeat").at(at))
-    return _checked(replace(family, rules=family.ordered()), place)
+    rules = []
+    for at, table in enumerate(document.rule):
+        with located(f"{source}: rule[{at}]"):
+            rules.append(_rule(table, pattern, document.name))
+    with located(source):
+        given = {**base.given, **{name: int(number) for name, number in document.given.items()}}
+        family = Family(
+            name=document.name,
+            title=document.title,
+            rules=_merged(base.rules, rules, document.drop),
+            sizes=_more_ways({name: make_expressions(ways) for name, ways in document.sizes.items()}, base.sizes),
+            given=given,
+            values=given,
+            limits={**base.limits, **{name: make_expression(limit) for name, limit in document.limits.items()}},
+            tensors={**base.tensors, **{name: Template(text) for name, text in document.tensors.items()}},
+            evidence=document.evidence,
+            styles={**base.styles, **_styles(document)},
+            configs=more_parts(
+                base.configs,
+                {
+                    style: tuple(make_part(table, document.name) for table in tables)
+                    for style, tables in document.config.items()
+                },
+            ),
+            tied=(*base.tied, *_tied(document)),
+            ignored=(*base.ignored, *document.ignored),
+            order=base.order if document.order is None else document.order,
+            kind_of=document.kind_of,
+            abstract=document.abstract,
+            source=source,
+        )
+        family = _with_aliases(family, document)
+        for repeat in document.repeat:
+            family = _repeated(family, repeat)
+        return _checked(replace(family, rules=family.ordered()))
 
 
 def _joined(families: Sequence[Family]) -> Family:
@@ -141,7 +95,7 @@ def _joined(families: Sequence[Family]) -> Family:
     for own in families:
         joined = replace(
             joined,
-            rules=_merged(joined.rules, own.rules, (), Place(own.source)),
+            rules=_merged(joined.rules, own.rules, ()),
             sizes=_more_ways(joined.sizes, own.sizes),
             given={**joined.given, **own.given},
             limits={**joined.limits, **own.limits},
@@ -163,92 +117,93 @@ def _more_ways(
     return {name: tuple(dict.fromkeys((*first.get(name, ()), *then.get(name, ())))) for name in names}
 
 
-def _merged(old: Sequence[Rule], new: Sequence[Rule], drop: Sequence[str], place: Place) -> tuple[Rule, ...]:
+def _merged(old: Sequence[Rule], new: Sequence[Rule], drop: Sequence[str]) -> tuple[Rule, ...]:
     """Rules of both; those of `new` stand in the place of old ones with the same template."""
-    names = {rule.name for rule in old}
-    unknown = [name for name in drop if name not in {own.text for own in names}]
-    if unknown:
-        raise place.at("drop").wrong("templates of rules that are extended", unknown)
+    _check_known("drop: templates of rules that are extended", drop, {rule.name.text for rule in old})
     changed: dict[Template, list[Rule]] = {}
     for rule in new:
         changed.setdefault(rule.name, []).append(rule)
-    kept: dict[Template, list[Rule]] = {}
+    remaining: dict[Template, list[Rule]] = {}
     for rule in old:
         if rule.name.text not in drop:
-            kept.setdefault(rule.name, []).append(rule)
-    return tuple(rule for own in {**kept, **changed}.values() for rule in own)
+            remaining.setdefault(rule.name, []).append(rule)
+    return tuple(rule for rules in {**remaining, **changed}.values() for rule in rules)
 
 
-def _rule(value: object, place: Place, pattern: Callable[[str], PatternFactory], family: str) -> Rule:
-    table = table_of(value, place)
-    only(table, _RULE_KEYS | set(_AXES), place)
-    axes = tuple(_axis(axis, own, place.at(axis), pattern) for axis, own in table.items() if axis in _AXES)
-    padded = table.get("padded")
+def _check_known(what: str, names: Iterable[str], known: Container[str]) -> None:
+    """Raise ValueError with all names that are not known. `what`: where they stand, and what they have to be."""
+    unknown = sorted(name for name in names if name not in known)
+    if unknown:
+        place, _, expected = what.rpartition(": ")
+        raise ValueError(f"{place}{': ' if place else ''}expected {expected}; got {unknown}")
+
+
+def _rule(table: dict[str, object], pattern: Callable[[str], PatternFactory], family: str) -> Rule:
+    rule = msgspec.convert(table, RuleTable)
+    axes: dict[str, str | dict[str, PatternOption]] = {axis: getattr(rule, axis) for axis in table if axis in _AXES}
     return Rule(
-        name=template_of(table.get("name"), place.at("name")),
-        axes=axes,
-        when=expression_of(table["when"], place.at("when")) if "when" in table else None,
-        meaning=text_of(table.get("meaning", ""), place.at("meaning")),
-        buffer=flag_of(table.get("buffer", False), place.at("buffer")),
-        shape=lengths_of(table.get("shape", []), place.at("shape")),
-        padded=None if padded is None else dim_of(padded, place.at("padded")),
-        aliases=alias_table(table.get("alias", {}), place.at("alias")),
+        name=Template(rule.name),
+        axes=tuple(_axis(axis, options, pattern) for axis, options in axes.items()),
+        when=None if rule.when is None else make_expression(rule.when),
+        meaning=rule.meaning,
+        buffer=rule.buffer,
+        shape=make_lengths(rule.shape),
+        padded=rule.padded,
+        aliases={style: aliases_of(ways) for style, ways in rule.alias.items()},
         source=family,
     )
 
 
-def _axis(axis: str, value: object, place: Place, pattern: Callable[[str], PatternFactory]) -> AxisRule:
+def _axis(axis: str, table: str | dict[str, PatternOption], pattern: Callable[[str], PatternFactory]) -> AxisRule:
     """`tp = "replicate"`, or `tp = { pattern = "shard", dim = 0 }`."""
-    table = {"pattern": value} if isinstance(value, str) else table_of(value, place)
-    name = text_of(table.get("pattern"), place.at("pattern"))
-    options = {key: option_of(own, place.at(key)) for key, own in table.items() if key != "pattern"}
-    if DIM in table:
-        options[DIM] = dim_of(table[DIM], place.at(DIM))
-    try:
+    with located(axis):
+        values = dict(table) if isinstance(table, dict) else {"pattern": table}
+        name = values.pop("pattern", None)
+        if not isinstance(name, str):
+            raise UsageError(f"expected the name of a pattern; got {name!r}")
+        options = {key: make_option(value) for key, value in values.items()}
+        if DIM in values:
+            with located(DIM):
+                msgspec.convert(values[DIM], Dim)
         factory = pattern(name)
-    except UsageError as error:
-        raise UsageError(f"{place.path}: {error}") from error
-    try:
-        signature(factory).bind(**options)
-    except TypeError as error:
-        raise UsageError(f"{place.path}: the pattern {name!r} does not take these options: {error}") from error
+        try:
+            signature(factory).bind(**options)
+        except TypeError as error:
+            raise ValueError(f"the pattern {name!r} does not take these options: {error}") from error
     return AxisRule(axis=axis, pattern=name, factory=factory, options=options)
 
 
-def _with_aliases(family: Family, aliases: Mapping[str, Mapping[str, tuple[Alias, ...]]], place: Place) -> Family:
-    known = {rule.name.text for rule in family.rules}
-    unknown = [template for template in aliases if template not in known]
-    if unknown:
-        raise place.at("alias").wrong("templates of rules", unknown)
+def _with_aliases(family: Family, document: FamilyDocument) -> Family:
+    """The family with what `[alias.STYLE]` says of rules by their templates."""
+    aliases: dict[str, dict[str, tuple[Alias, ...]]] = {}
+    for style, names in document.alias.items():
+        for template, ways in names.items():
+            with located(f"alias: {style}: {template}"):
+                aliases.setdefault(template, {})[style] = aliases_of(ways)
+    _check_known("alias: templates of rules", aliases, {rule.name.text for rule in family.rules})
     rules = tuple(replace(rule, aliases={**rule.aliases, **aliases.get(rule.name.text, {})}) for rule in family.rules)
     return replace(family, rules=rules)
 
 
-def _repeated(family: Family, value: object, place: Place) -> Family:
+def _repeated(family: Family, table: Mapping[str, str | dict[str, str]]) -> Family:
     """The family and a copy of the rules whose names start with `rules`, under names that start with `as` instead.
 
     Aliases follow where they start in the same way, or as `[repeat.STYLE]` says (old start = new start).
     """
-    table = table_of(value, place)
-    old, new = text_of(table.get("rules"), place.at("rules")), text_of(table.get("as"), place.at("as"))
-    starts = {
-        style: {old: new, **{own: text_of(to, place.at(style).at(own)) for own, to in table_of(own, place).items()}}
-        for style, own in table.items()
-        if style not in ("rules", "as")
-    }
+    old, new = table.get("rules"), table.get("as")
+    if not isinstance(old, str) or not isinstance(new, str):
+        raise UsageError(f"repeat: expected rules and as, both text; got {dict(table)}")
+    starts = {style: {old: new, **more} for style, more in table.items() if isinstance(more, dict)}
     copies = []
     for rule in family.rules:
         if rule.name.text.startswith(old):
             aliases = {
-                style: tuple(moved for own in ways if (moved := _moved(own, starts.get(style, {old: new}))))
+                style: tuple(moved for way in ways if (moved := _moved(way, starts.get(style, {old: new}))))
                 for style, ways in rule.aliases.items()
             }
-            name = template_of(new + rule.name.text.removeprefix(old), place.at("as"))
+            name = Template(new + rule.name.text.removeprefix(old))
             copies.append(replace(rule, name=name, aliases={style: ways for style, ways in aliases.items() if ways}))
-    order = tuple(new + own.removeprefix(old) for own in family.order if own.startswith(old))
-    together = max(len(family.rules) + len(copies), len(family.order) + len(order))
-    if together > _MOST_RULES:
-        raise place.wrong(f"at most {_MOST_RULES:,} rules, those that are repeated counted", together)
+    order = tuple(new + prefix.removeprefix(old) for prefix in family.order if prefix.startswith(old))
     return replace(family, rules=(*family.rules, *copies), order=(*family.order, *order))
 
 
@@ -263,96 +218,60 @@ def _moved(alias: Alias, starts: Mapping[str, str]) -> Alias | None:
     return replace(alias, names=tuple(names))
 
 
-def _checked(family: Family, place: Place) -> Family:
+def _checked(family: Family) -> Family:
     """The family, when all that it mentions is there; one that is only extended may lean on what others bring."""
     if family.abstract:
         return family
-    for rule in family.rules:
-        unknown = [style for style in rule.aliases if style not in family.styles]
-        if unknown:
-            raise place.wrong(f"styles that are described ({', '.join(family.styles)}), for {rule.name}", unknown)
     for style in family.styles.values():
-        _check_style(style, family.styles, place.at("style").at(style.name))
+        _check_style(style, family.styles)
     templates = {rule.name.text for rule in family.rules}
-    for rule in family.rules:
-        unknown = [own for ways in rule.aliases.values() for way in ways for own in way.beside if own not in templates]
-        if unknown:
-            raise place.wrong(f"templates of rules, beside which {rule.name} stands", unknown)
     names = {*family.sizes, *family.given, *_AXES, DIM}
     for rule in family.rules:
+        styles = ", ".join(family.styles)
+        _check_known(f"styles that are described ({styles}), for {rule.name}", rule.aliases, family.styles)
+        beside = [template for ways in rule.aliases.values() for way in ways for template in way.beside]
+        _check_known(f"templates of rules, beside which {rule.name} stands", beside, templates)
         if () in rule.aliases.values() and not rule.buffer:
-            raise place.wrong("a name in every style of [alias]: buffers alone may have none", rule.name.text)
-        own = [e for axis in rule.axes for e in axis.expressions] + ([rule.when] if rule.when else [])
-        own += [length for length in rule.shape if isinstance(length, Expression)]
-        unknown = sorted({name for expression in own for name in expression.names} - names)
-        if unknown:
-            raise place.wrong(f"names under [sizes] or [given], for {rule}", unknown)
+            raise ValueError(f"expected a name in every style of [alias]: buffers alone may have none; got {rule.name}")
+        formulas = [e for axis in rule.axes for e in axis.expressions] + ([rule.when] if rule.when else [])
+        formulas += [length for length in rule.shape if isinstance(length, Expression)]
+        used = {name for formula in formulas for name in formula.names}
+        _check_known(f"names under [sizes] or [given], for {rule}", used, names)
     return family
 
 
-def _check_style(style: Style, styles: Mapping[str, Style], place: Place) -> None:
+def _check_style(style: Style, styles: Mapping[str, Style]) -> None:
     """Refuse a style that is like one which is not described, or like itself at some remove."""
     alike = [style.name]
     like = style.like
     while like not in (None, CANONICAL):
-        if like not in styles:
-            raise place.at("like").wrong("a style that is described", like)
         alike.append(like)
-        if like in alike[:-1] or len(alike) > _MOST_STYLES:
-            raise place.at("like").wrong(f"at most {_MOST_STYLES} styles, one like another in no circle", alike)
+        _check_known(f"style: {style.name}: like: a style that is described", [like], styles)
+        if like in alike[:-1]:
+            raise ValueError(f"style: {style.name}: like: expected styles one like another in no circle; got {alike}")
         like = styles[like].like
 
 
-def _sizes(value: object, place: Place) -> dict[str, tuple[Expression, ...]]:
-    found = {}
-    for name, own in table_of(value, place).items():
-        ways = own if isinstance(own, list) else [own]
-        found[name] = tuple(expression_of(way, place.at(name)) for way in ways)
-    return found
-
-
-def _limits(value: object, place: Place) -> dict[str, Expression]:
-    return {name: expression_of(own, place.at(name)) for name, own in table_of(value, place).items()}
-
-
-def _evidence(table: Mapping[str, object], place: Place) -> Evidence:
-    only(table, frozenset({"names", "absent", "arguments"}), place)
-    return Evidence(
-        names=texts_of(table.get("names", []), place.at("names")),
-        absent=texts_of(table.get("absent", []), place.at("absent")),
-        arguments=dict(table_of(table.get("arguments", {}), place.at("arguments"))),
-    )
-
-
-def _styles(value: object, place: Place) -> dict[str, Style]:
-    found = {}
-    for name, own in table_of(value, place).items():
-        here = place.at(name)
-        table = table_of(own, here)
-        only(table, frozenset({"like", "rewrite", "modules"}), here)
-        like = table.get("like")
-        rewrite = {
-            part: texts_of(others if isinstance(others, list) else [others], here.at("rewrite").at(part))
-            for part, others in table_of(table.get("rewrite", {}), here.at("rewrite")).items()
-        }
-        found[name] = Style(
+def _styles(document: FamilyDocument) -> dict[str, Style]:
+    return {
+        name: Style(
             name=name,
-            like=None if like is None else text_of(like, here.at("like")),
-            rewrite=rewrite,
-            modules=tuple(text_of(table.get("modules", ""), here.at("modules")).split()),
+            like=table.like,
+            rewrite={
+                part: (others,) if isinstance(others, str) else tuple(others) for part, others in table.rewrite.items()
+            },
+            modules=tuple(table.modules.split()),
         )
-    return found
+        for name, table in document.style.items()
+    }
 
 
-def _tied(value: object, place: Place) -> Tied:
-    table = table_of(value, place)
-    only(table, frozenset({"name", "to", "when"}), place)
-    return Tied(
-        name=template_of(table.get("name"), place.at("name")).text,
-        to=template_of(table.get("to"), place.at("to")).text,
-        when=expression_of(table["when"], place.at("when")) if "when" in table else None,
-    )
-
-
-def _templates(value: object, place: Place) -> dict[str, Template]:
-    return {name: template_of(own, place.at(name)) for name, own in table_of(value, place).items()}
+def _tied(document: FamilyDocument) -> list[Tied]:
+    return [
+        Tied(
+            name=Template(table.name).text,
+            to=Template(table.to).text,
+            when=None if table.when is None else make_expression(table.when),
+        )
+        for table in document.tied
+    ]

@@ -21,15 +21,12 @@ from ucp.errors import FamilyError, UnsupportedError, UsageError, listed
 from ucp.families.family import Family, Style
 from ucp.families.rule import Rule
 from ucp.families.template import Template
-from ucp.families.toml.alias import alias_of
-from ucp.families.toml.fields import Place, document_of, numbers_of, only, table_of, tables_of, template_of
+from ucp.families.toml.document import Joining, RenameDocument, RenameTable, located, make_alias, read_document
 from ucp.families.translate import translated
 
 __all__ = ["renames_of"]
 
 _FROM, _TO = "from", "to"
-_JOINING = ("dim", "groups", "blocks", "lengths")
-_KEYS = frozenset({_FROM, _TO, *_JOINING, "view", "order", "views", "orders"})
 
 
 def renames_of(text: str, path: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Made], list[str]]:
@@ -61,35 +58,34 @@ def renames_of(text: str, path: str, shapes: Mapping[str, tuple[int, ...]]) -> t
 
 def _family(text: str, path: str) -> Family:
     """The rules as those of a family of its own, whose canonical names nobody sees."""
-    place = Place(path)
-    document = document_of(text, path)
-    only(document, frozenset({"rename", "sizes"}), place)
-    rules = tuple(_rule(at, own, place.at("rename").at(at)) for at, own in tables_of(document, "rename", place))
-    if not rules:
-        raise place.wrong("rules, as [[rename]] tables with from and to", document)
+    document = read_document(text, path, RenameDocument)
+    rules = []
+    for at, table in enumerate(document.rename):
+        with located(f"{path}: rename[{at}]"):
+            rules.append(_rule(at, table))
     styles = {name: Style(name=name) for name in (_FROM, _TO)}
-    values = numbers_of(document.get("sizes", {}), place.at("sizes"))
-    return Family(name=path, rules=rules, styles=styles, values=values)
+    values = {name: int(number) for name, number in document.sizes.items()}
+    return Family(name=path, rules=tuple(rules), styles=styles, values=values)
 
 
-def _rule(at: int, value: object, place: Place) -> Rule:
-    table = table_of(value, place)
-    only(table, _KEYS, place)
-    sides = {key: own if isinstance(own := table.get(key), list) else [own] for key in (_FROM, _TO)}
-    if min(map(len, sides.values())) > 1:
-        raise place.wrong("one name on one of the two sides", [table.get(_FROM), table.get(_TO)])
-    several = _FROM if len(sides[_FROM]) >= len(sides[_TO]) else _TO
-    how = {key: own for key, own in table.items() if key not in (_FROM, _TO)}
+def _rule(at: int, table: RenameTable) -> Rule:
+    old, new = ((side,) if isinstance(side, str) else tuple(side) for side in (table.old, table.new))
+    if min(len(old), len(new)) > 1:
+        raise ValueError(f"expected one name on one of the two sides; got {[table.old, table.new]}")
+    if len(set(new)) < len(new):
+        raise ValueError(f"to: expected names that differ; got {table.new}")
+    is_split = len(old) < len(new)
     aliases = {
-        key: alias_of({"names": own, **(how if key == several else {})}, place.at(key)) for key, own in sides.items()
+        _FROM: make_alias(old, Joining() if is_split else table),
+        _TO: make_alias(new, table if is_split else Joining()),
     }
-    names = [template_of(name, place) for own in aliases.values() for name in own.names]
-    if len({name.text for name in names[-len(aliases[_TO].names) :]}) < len(aliases[_TO].names):
-        raise place.at(_TO).wrong("names that differ", table[_TO])
-    fields = {name.fields for name in names}
+    fields = {Template(name).fields for name in (*old, *new)}
     longest = max(fields, key=len)
-    if any(set(own) - set(longest) for own in fields):
-        raise place.wrong("the same fields on both sides; one may lack some, where it holds several in one", table)
+    if any(set(names) - set(longest) for names in fields):
+        raise ValueError(
+            "expected the same fields on both sides; one may lack some, where it holds several in one; got "
+            f"{[table.old, table.new]}"
+        )
     name = Template(".".join((f"rule{at}", *(f"{{{field}}}" for field in longest))))
-    ways = {key: (own,) for key, own in aliases.items()}
-    return Rule(name=name, axes=(), aliases=ways, meaning=f"{table[_FROM]} -> {table[_TO]}")
+    ways = {key: (alias,) for key, alias in aliases.items()}
+    return Rule(name=name, axes=(), aliases=ways, meaning=f"{table.old} -> {table.new}")

@@ -16,8 +16,8 @@ from itertools import islice
 from ucp.contract.model.arguments import recorded_arguments, said_values
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family
-from ucp.conversion.options import Naming
 from ucp.conversion.source.naming import by_rules, check_styles, family_sizes, restyled, under_style
+from ucp.conversion.values import Naming
 from ucp.core.index import Index
 from ucp.core.names import WEIGHT
 from ucp.core.patches import Made

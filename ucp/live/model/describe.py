@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -15,15 +15,14 @@ from ucp.live.model.fsdp1 import FlatUnit, flat_units
 from ucp.live.model.meta import give_memory, lacks_memory, place_of
 from ucp.live.model.module import describe_modules, torch_type
 from ucp.live.optimizer.flat_optimizer import describe_flat_optimizer
-from ucp.live.optimizer.masters import MastersOptimizer, describe_masters
-from ucp.live.optimizer.zero_redundancy import describe_zero_redundancy
+from ucp.live.optimizer.masters import describe_masters
+from ucp.live.optimizer.torch_optimizer import describe_zero_redundancy
 from ucp.live.parts import LiveTensor
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.optim import Optimizer
 
 __all__ = ["described"]
 
@@ -47,19 +46,11 @@ def described(request: LiveRequest) -> LiveRun:
     prepare = partial(_prepared, modules, units, dtype)
     run = LiveRun(model=model, prepare=prepare, is_named=is_named, is_placed=is_placed)
     if isinstance(request.optimizer, optim.Optimizer) and not units and not _is_zero(request.optimizer):
-        return _with_optimizer(run, request.optimizer, modules, request.masters)
+        model, live = describe_masters(request.optimizer, model, modules, request.masters)
+        return replace(run, model=model, optimizer=live, finish=live.cast_weights)
     if request.masters is not None:
         raise UsageError("expected masters= only with a torch optimizer over them, and not for FSDP1 or ZeRO")
     return replace(run, optimizer=_optimizer(request.optimizer, model, units))
-
-
-def _with_optimizer(
-    run: LiveRun, optimizer: Optimizer, modules: Sequence[nn.Module], masters: Mapping[str, torch.Tensor] | None
-) -> LiveRun:
-    model, live = describe_masters(optimizer, run.model, modules, masters)
-    if isinstance(live, MastersOptimizer):
-        return replace(run, model=model, optimizer=live, finish=live.cast)
-    return replace(run, optimizer=live)
 
 
 def _is_zero(optimizer: object) -> bool:

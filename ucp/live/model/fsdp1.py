@@ -14,8 +14,8 @@ from itertools import accumulate, compress
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ucp.contract.registry import pattern
-from ucp.core.layout import AxisLayout, Layout
+from ucp.contract.flat_buffer import FlatBuffer, Span
+from ucp.core.layout import Layout
 from ucp.errors import LoadError, UnsupportedError, listed
 from ucp.live.model.wrappers import hidden_in, plain_name
 from ucp.live.parts import LivePart
@@ -87,6 +87,18 @@ def _unit(handle: Any, paths: Mapping[int, Sequence[str]], number: int) -> FlatU
     rank, ranks = (handle.rank, handle.world_size) if handle.uses_sharded_strategy else (0, 1)
     kept = [not is_padding for is_padding in _field(flat, "_is_padding_mask")]
     starts = compress(accumulate(_field(flat, "_numels_with_padding"), initial=0), kept)
+    shapes = [tuple(shape) for shape in _field(flat, "_shapes")]
+    buffer = FlatBuffer.of(
+        {str(at): prod(shape) for at, shape in enumerate(shapes)},
+        ranks=ranks,
+        share=share.numel(),
+        starts=[*starts],
+        axis="dp_shard",
+        known_from="flat parameters of FSDP1",
+    )
+    axes, of_rank = buffer.axes(), buffer.spans(rank)
+    spans = [of_rank.get(str(at), Span(0, 0)) for at in range(len(shapes))]
+    layouts = [Layout(flat=(axes[str(at)],) if str(at) in axes else ()) for at in range(len(shapes))]
     originals = tuple(_field(flat, "_params") or ())
     shared = tuple(_field(flat, "_shared_params") or ())
     return FlatUnit(
@@ -94,8 +106,13 @@ def _unit(handle: Any, paths: Mapping[int, Sequence[str]], number: int) -> FlatU
         flat=flat,
         share=share,
         stretches=tuple(
-            _stretch(names, tuple(shape), start, (share.numel(), rank, ranks))
-            for names, shape, start in zip(_names(flat, paths), _field(flat, "_shapes"), starts, strict=True)
+            Stretch(
+                names=names,
+                start=span.start,
+                numel=span.numel,
+                part=LivePart(local_shape=shape, layout=layout, coords={"dp_shard": rank}, global_shape=shape),
+            )
+            for names, shape, span, layout in zip(_names(flat, paths), shapes, spans, layouts, strict=True)
         ),
         originals=originals,
         members=frozenset(map(id, (flat, *originals, *shared))),
@@ -138,16 +155,3 @@ def _names(flat: Any, paths: Mapping[int, Sequence[str]]) -> Iterator[tuple[str,
 
 def _joined(paths: Sequence[str], name: str) -> list[str]:
     return [f"{path}.{name}" if path else name for path in paths]
-
-
-def _stretch(names: tuple[str, ...], shape: tuple[int, ...], start: int, place: tuple[int, int, int]) -> Stretch:
-    """`start`: element of the flat parameter. `place`: elements of a share, this rank, ranks."""
-    share, rank, ranks = place
-    axis = AxisLayout("dp_shard", ranks, pattern("partition", start=start, share=share), "flat parameters of FSDP1")
-    held = axis.pattern.regions((prod(shape),), ranks, rank)
-    return Stretch(
-        names=names,
-        start=max(0, start - rank * share) if held else 0,
-        numel=sum(pair.local.numel for pair in held),
-        part=LivePart(local_shape=shape, layout=Layout(flat=(axis,)), coords={"dp_shard": rank}, global_shape=shape),
-    )

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ucp.core.dtypes import DType
+from ucp.errors import LoadError, listed
 from ucp.live.adapters import LiveModel
 from ucp.live.match.groups import LiveGroup
 from ucp.live.model.dtensor import local_of
 from ucp.live.model.fsdp1 import FlatUnit
-from ucp.live.optimizer.counts import agreed_counts
 from ucp.live.optimizer.torch_optimizer import TorchOptimizer, describe_optimizer
 from ucp.live.parts import LiveParam, LivePart
 
@@ -120,7 +120,7 @@ class FlatOptimizer:
             stepped = {name: own for name, own in members.items() if own}
             for name in (members.keys() - stepped.keys()) if stepped else ():
                 self._clear(name)
-            own_counts = agreed_counts(stepped, counts, cure=self.cure)
+            own_counts = _agreed_counts(stepped, counts, cure=self.cure)
             brought = {state: own for members in stepped.values() for state, own in members.items()}
             self.base.put({key: {**brought, **own_counts}}, {key: frozenset(own_counts)})
         self.made.clear()
@@ -159,3 +159,28 @@ def describe_flat_optimizer(optimizer: Optimizer, model: LiveModel, units: Seque
         slots=slots,
         cure="wrap with use_orig_params=True, or load without optimizer=",
     )
+
+
+def _agreed_counts(
+    members: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]], *, cure: str
+) -> dict[str, torch.Tensor]:
+    """Counts that the parameters of one tensor have in common, by state.
+
+    `members`: parameter to its states; `counts`: which of them are counts; `cure`: what to do where they differ. Raises
+    LoadError.
+    """
+    steps: dict[str, dict[float, str]] = {}
+    for name, states in members.items():
+        for state in counts.get(name, ()):
+            steps.setdefault(state, {}).setdefault(float(states[state].item()), name)
+    differing = [
+        ", ".join(f"{value:g} of {name}" for value, name in values.items()) + f" ({state})"
+        for state, values in steps.items()
+        if len(values) > 1
+    ]
+    if differing:
+        raise LoadError(
+            "expected one count of steps for all parameters that lie in one flat tensor; the checkpoint has\n"
+            f"{listed(differing)}\n{cure}"
+        )
+    return {state: members[next(iter(values.values()))][state] for state, values in steps.items()}

@@ -11,78 +11,25 @@ can doubt: masters in the order of the parameters, with their shapes, whose valu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ucp.core.dtypes import DType
-from ucp.core.names import WEIGHT
-from ucp.errors import LoadError, UsageError, counted, listed
+from ucp.errors import UsageError, counted, listed
 from ucp.live.adapters import LiveModel
-from ucp.live.match.groups import LiveGroup
 from ucp.live.model.dtensor import local_of
-from ucp.live.model.module import dtype_of
 from ucp.live.optimizer.torch_optimizer import TorchOptimizer, describe_optimizer
-from ucp.live.parts import LiveParam
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["MastersOptimizer", "describe_masters"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MastersOptimizer:
-    """An optimizer some of whose parameters are masters."""
-
-    base: TorchOptimizer
-    """The optimizer, its parameters under the names of those they are masters of."""
-    weights: Mapping[str, torch.Tensor]
-    """Name of a parameter that has a master to the parameter itself."""
-
-    def groups(self) -> list[LiveGroup]:
-        """Its groups with their hyper-parameters."""
-        return self.base.groups()
-
-    def params(self, hyper: Sequence[Mapping[str, object]]) -> list[LiveParam]:
-        """What it keeps, masters among it; an optimizer that is not known must have stepped once."""
-        return [self._with_master(own) for own in self.base.params(hyper)]
-
-    def landing(self, name: str, state: str, dtype: DType, shape: tuple[int, ...], *, counts: bool) -> torch.Tensor:
-        """The master itself, or as of the optimizer."""
-        if state == WEIGHT:
-            return local_of(self.base.live[name]).detach()
-        return self.base.landing(name, state, dtype, shape, counts=counts)
-
-    def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
-        """Take what was brought; masters are where they belong already."""
-        kept = {name: {state: value for state, value in own.items() if state != WEIGHT} for name, own in states.items()}
-        self.base.put(kept, counts)
-
-    def put_hyper(self, hyper: Sequence[Mapping[str, object]]) -> None:
-        """Set hyper-parameters of every group."""
-        self.base.put_hyper(hyper)
-
-    def cast(self) -> None:
-        """Make the weights from their masters."""
-        for name, weight in self.weights.items():
-            local_of(weight).detach().copy_(local_of(self.base.live[name]).detach())
-
-    def _with_master(self, own: LiveParam) -> LiveParam:
-        if own.name not in self.weights:
-            return own
-        if own.keeps is None:
-            raise LoadError(
-                f"{own.name}: nothing says which states {type(self.base.handle).__name__} keeps beside masters. Let it "
-                "step once before load_into"
-            )
-        return replace(own, keeps={WEIGHT: dtype_of(local_of(self.base.live[own.name])), **own.keeps})
+__all__ = ["describe_masters"]
 
 
 def describe_masters(
     optimizer: Optimizer, model: LiveModel, modules: Sequence[nn.Module], masters: Mapping[str, torch.Tensor] | None
-) -> tuple[LiveModel, MastersOptimizer | TorchOptimizer]:
+) -> tuple[LiveModel, TorchOptimizer]:
     """The optimizer by names, and the model without the weights that are cast from masters.
 
     Raises LoadError for parameters of the optimizer that are neither the model's nor surely masters, UsageError for
@@ -93,18 +40,18 @@ def describe_masters(
     if not strangers and not masters:
         return model, describe_optimizer(optimizer, model)
     own = {name: param for module in modules for param in module.parameters() if (name := model.owners.get(id(param)))}
-    found = _in_order(strangers, own, params) if masters is None else _said(masters, own, strangers)
+    found = _match_in_order(strangers, own, params) if masters is None else _check_masters(masters, own, strangers)
     whose = {id(master): name for name, master in found.items()}
-    base = describe_optimizer(optimizer, replace(model, owners={**model.owners, **whose}))
-    memory = {**base.memory, **{name: local_of(master) for name, master in found.items()}}
+    live = describe_optimizer(optimizer, replace(model, owners={**model.owners, **whose}))
+    memory = {**live.memory, **{name: local_of(master) for name, master in found.items()}}
     weights = {name: own[name] for name in found}
-    live = MastersOptimizer(base=replace(base, memory=memory), weights=weights)
     note = f"{counted(len(found), 'weight is', 'weights are')} cast from masters that the optimizer steps"
-    doubts = _told_by_order(weights) if masters is None else ()
-    return replace(model, derived=model.derived | found.keys(), notes=(*model.notes, note, *doubts)), live
+    doubts = _note_equal_weights(weights) if masters is None else ()
+    model = replace(model, derived=model.derived | found.keys(), notes=(*model.notes, note, *doubts))
+    return model, replace(live, memory=memory, weights=weights)
 
 
-def _in_order(
+def _match_in_order(
     strangers: Sequence[torch.Tensor], own: Mapping[str, torch.Tensor], params: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Masters by name where order, shapes and values agree; none where they do not all."""
@@ -116,7 +63,7 @@ def _in_order(
     return pairs if all(_is_cast_of(left[name], master) for name, master in pairs.items()) else {}
 
 
-def _told_by_order(weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
+def _note_equal_weights(weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
     """A note where weights are equal, so that their values do not say whose a master is."""
     import torch
 
@@ -142,7 +89,7 @@ def _is_cast_of(weight: torch.Tensor, master: torch.Tensor) -> bool:
     return held.shape == wanted.shape and torch.equal(held, wanted.to(held.dtype).to(held.device))
 
 
-def _said(
+def _check_masters(
     masters: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], strangers: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     stepped = set(map(id, strangers))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ucp.core.dtypes import DType
+from ucp.core.names import WEIGHT
 from ucp.errors import LoadError, UnsupportedError, listed
 from ucp.live.adapters import LiveModel, State
 from ucp.live.match.groups import LiveGroup
@@ -22,9 +23,18 @@ from ucp.live.parts import LiveParam
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.optim import Optimizer
 
-__all__ = ["TorchOptimizer", "describe_optimizer", "set_hyper"]
+__all__ = ["TorchOptimizer", "describe_optimizer", "describe_zero_redundancy", "unwrap_optimizer"]
+
+_WRAPPERS = {
+    "AcceleratedOptimizer": "optimizer",
+    "DeepSpeedOptimizerWrapper": "optimizer",
+    "LightningOptimizer": "optimizer",
+}
+"""Class of an optimizer that hands everything to another one, to the attribute that holds it: of accelerate and
+Lightning."""
 
 Forms: TypeAlias = Mapping[str, State]
 """State name to a value of the same form: type and device count, the value does not."""
@@ -42,6 +52,12 @@ class TorchOptimizer:
     """Name to the parameter itself."""
     memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Name to the memory of this rank's part of it, which may still be on the meta device."""
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Weights of the model that are cast from masters: name to weight. The master itself is in `live`."""
+    wrapper: Sequence[dict[str, Any]] = ()
+    """Groups of the optimizer that wraps this one over the parameters of all ranks (ZeroRedundancyOptimizer)."""
+    wrapped_names: tuple[tuple[str, ...], ...] = ()
+    """Names of the parameters of each group of `wrapper`."""
     forms: dict[str, Forms]
     """Parameter to the form of the states that the optimizer keeps of it, where known: see `params`."""
     made: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
@@ -53,26 +69,24 @@ class TorchOptimizer:
         """Its groups with their hyper-parameters."""
         return [
             LiveGroup(params=names, hyper={key: _plain(value) for key, value in group.items() if key != "params"})
-            for names, group in zip(self.names, self.handle.param_groups, strict=True)
+            for names, group in zip(self.wrapped_names or self.names, self.handle.param_groups, strict=True)
         ]
 
     def params(self, hyper: Sequence[Mapping[str, object]]) -> list[LiveParam]:
         """What it keeps, as names and types; a momentum in `hyper` may make a state."""
         self.forms.update(_forms_of(self, hyper))
         return [
-            LiveParam(
-                name=name,
-                keeps=_types(self.forms[name]) if name in self.forms else None,
-                is_frozen=not self.live[name].requires_grad,
-            )
+            LiveParam(name=name, keeps=self._types(name), is_frozen=not self.live[name].requires_grad)
             for names in self.names
             for name in names
         ]
 
     def landing(self, name: str, state: str, dtype: DType, shape: tuple[int, ...], *, counts: bool) -> torch.Tensor:
-        """The state that is held, where it is of that form; else a new tensor beside the parameter."""
+        """A master, or the state that is held where it is of that form; else a new tensor beside the parameter."""
         import torch
 
+        if state == WEIGHT:
+            return local_of(self.live[name]).detach()
         taken: torch.dtype = getattr(torch, dtype.value)
         if counts:
             return torch.empty(shape, dtype=taken)
@@ -84,29 +98,48 @@ class TorchOptimizer:
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
         """Give parameters exactly these states; an empty mapping makes a parameter one that was never stepped."""
-        for name, own in states.items():
+        for name, values in states.items():
             param, forms = self.live[name], self.forms.get(name, {})
-            if own:
+            if values:
                 self.handle.state[param] = {
                     state: _formed(value, forms.get(state))
                     if state in counts.get(name, ())
                     else self.made.pop((name, state), value)
-                    for state, value in own.items()
+                    for state, value in values.items()
+                    if state != WEIGHT  # a master is where it belongs already
                 }
             elif param.numel():
                 self.handle.state.pop(param, None)
 
     def put_hyper(self, hyper: Sequence[Mapping[str, object]]) -> None:
-        """Set hyper-parameters of every group."""
-        set_hyper(self.handle.param_groups, hyper)
+        """Set hyper-parameters of every group, in this optimizer and in one that wraps it."""
+        _set_hyper(self.handle.param_groups, hyper)
+        if self.wrapper:
+            _set_hyper(self.wrapper, hyper)
+
+    def cast_weights(self) -> None:
+        """Make the weights from their masters."""
+        for name, weight in self.weights.items():
+            local_of(weight).detach().copy_(local_of(self.live[name]).detach())
 
     def held(self, name: str) -> Mapping[str, State]:
         """What the optimizer holds for a parameter now."""
         held: Mapping[str, State] = self.handle.state.get(self.live[name], {})
         return held
 
+    def _types(self, name: str) -> dict[str, DType | None] | None:
+        """The states that are kept of a parameter, with their types; None where that is not known."""
+        forms = self.forms.get(name)
+        if forms is None and name in self.weights:
+            raise LoadError(
+                f"{name}: nothing says which states {type(self.handle).__name__} keeps beside masters. Let it step "
+                "once before load_into"
+            )
+        types = None if forms is None else {state: _dtype(value) for state, value in forms.items()}
+        return types if name not in self.weights else {WEIGHT: dtype_of(local_of(self.live[name])), **(types or {})}
 
-def set_hyper(groups: Sequence[dict[str, Any]], hyper: Sequence[Mapping[str, object]]) -> None:
+
+def _set_hyper(groups: Sequence[dict[str, Any]], hyper: Sequence[Mapping[str, object]]) -> None:
     """Set hyper-parameters; one that is a tensor is filled in place."""
     import torch
 
@@ -142,6 +175,27 @@ def _plain(value: object) -> object:
     import torch
 
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def unwrap_optimizer(optimizer: object) -> object:
+    """The optimizer that steps, beneath the wrappers of clients."""
+    while type(optimizer).__name__ in _WRAPPERS:
+        optimizer = getattr(optimizer, _WRAPPERS[type(optimizer).__name__])
+    return optimizer
+
+
+def describe_zero_redundancy(optimizer: ZeroRedundancyOptimizer, model: LiveModel) -> TorchOptimizer:
+    """Torch's ZeroRedundancyOptimizer: every rank has all parameters, and the states of those that it steps.
+
+    Raises as `describe_optimizer`, and UnsupportedError for one that overlaps with DDP.
+    """
+    if getattr(optimizer, "_overlap_with_ddp", False):
+        raise UnsupportedError(
+            "expected a ZeroRedundancyOptimizer whose parameters are assigned to ranks from the start; got one with "
+            "overlap_with_ddp=True, which assigns them during training. Make it with overlap_with_ddp=False"
+        )
+    names = tuple(tuple(model.owners[id(p)] for p in group["params"]) for group in optimizer.param_groups)
+    return replace(describe_optimizer(optimizer.optim, model), wrapper=optimizer.param_groups, wrapped_names=names)
 
 
 def describe_optimizer(optimizer: Optimizer, model: LiveModel) -> TorchOptimizer:
@@ -231,10 +285,6 @@ def _probed(optimizer: Optimizer, base: type[Optimizer], group: Mapping[str, obj
     except (AssertionError, RuntimeError, TypeError, ValueError):
         return None
     return dict(probe.state[tiny])
-
-
-def _types(forms: Forms) -> dict[str, DType | None]:
-    return {state: _dtype(value) for state, value in forms.items()}
 
 
 def _dtype(value: State) -> DType | None:

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, Unpack
 
-from ucp.contract.protocols import ParamOrderLike, SourceOptions
-from ucp.conversion.options import (
-    DtypeLike,
-    MemoryLike,
-    Naming,
-    TopologyLike,
-    nbytes_of,
-    policy_of,
-    settings_of,
-    topology_of,
-    type_path,
-)
+from ucp.conversion.arguments import LoadArguments
+from ucp.conversion.options import make_options
 from ucp.conversion.source.run_state import SCHEDULER
-from ucp.conversion.source.zero_moments import ZeroMoments
+from ucp.conversion.values import DtypeLike, Naming, TopologyLike, choice_of, dtype_of, path_of, topology_of, type_path
 from ucp.core.dtypes import DType
-from ucp.core.index import DoubtKind
 from ucp.errors import UsageError
 from ucp.io.folder import given
 from ucp.live.exchange.traffic import CarryOptions, Exchange
@@ -77,49 +66,36 @@ class LoadAsked:
         ranks: int,
         strict: bool = True,
         dtype: DtypeLike | None = None,
-        names: str | None = None,
         rename: Callable[[str], str] | type_path | None = None,
-        settings: Mapping[str, str | int | float] | None = None,
         rank_extras: str = RankPolicy.DROP,
-        memory: MemoryLike = 1 << 30,
         exchange: str = Exchange.AUTO,
         verify: bool = False,
         progress: object = False,
-        zero_moments: str = ZeroMoments.ERROR,
-        accept: Iterable[str] = (),
-        family: str | None = None,
-        patterns: type_path | None = None,
-        shapes_from: type_path | None = None,
-        param_order: ParamOrderLike | None = None,
         experts: Experts | None = None,
+        **shared: Unpack[LoadArguments],
     ) -> LoadAsked:
-        """What a rank of a run of so many is asked. Raises UsageError."""
+        """What a rank of a run of so many is asked; `shared`: as for a conversion. Raises UsageError."""
         _check_mode()
-        mesh, path = _told(topology, checkpoint, rank, ranks)
-        called = _Rename(rename) if callable(rename) else None
-        rules = None if rename is None or callable(rename) else Path(_path(rename, "rename, or a function"))
-        said = dict(settings_of(settings or {}))
+        mesh, path = _find_checkpoint(topology, checkpoint, rank, ranks)
+        function = _Rename(rename) if callable(rename) else None
+        rules = None if rename is None or callable(rename) else path_of("rename, or a function")(rename)
+        options = make_options(**shared)
+        settings = dict(options.settings)
         return cls(
             path=path,
             mesh=mesh,
-            scheduler=said.pop(SCHEDULER, None),
+            scheduler=settings.pop(SCHEDULER, None),
             options=LoadOptions(
-                strict=strict,
-                rename=called,
-                zero_moments=policy_of(zero_moments, ZeroMoments, "a policy for moments that are zero"),
-                accept=DoubtKind.accepted(accept),
+                strict=strict, rename=function, zero_moments=options.zero_moments, accept=options.accept
             ),
             names=NamesAsked(
-                naming=Naming.of(names, rules),
-                rename=called,
-                settings=said,
-                source=SourceOptions.of(family, patterns, shapes_from, param_order),
+                naming=Naming.of(options.names, rules), rename=function, settings=settings, source=options.source
             ),
             dtype=None if dtype is None else _dtype(dtype),
-            rank_extras=policy_of(rank_extras, RankPolicy, "rank_extras as one"),
+            rank_extras=choice_of(RankPolicy, "rank_extras as one")(rank_extras),
             carry=CarryOptions(
-                exchange=policy_of(exchange, Exchange, "exchange as one"),
-                memory=nbytes_of(memory),
+                exchange=choice_of(Exchange, "exchange as one")(exchange),
+                memory=options.memory,
                 verify=verify,
                 observer=observer_of(progress, rank=rank),
             ),
@@ -173,7 +149,7 @@ def _check_mode() -> None:
         raise UsageError("expected a call outside torch.inference_mode: states that are made in it cannot be stepped")
 
 
-def _told(
+def _find_checkpoint(
     topology: TopologyLike | DeviceMesh | type_path | None, checkpoint: type_path | None, rank: int, ranks: int
 ) -> tuple[RunMesh, Path]:
     """The mesh and the path, which may stand in its place. Raises UsageError."""
@@ -198,7 +174,7 @@ def _told(
     path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)
     if path is None or not str(path):
         raise UsageError(f"expected a checkpoint: pass checkpoint=PATH, or set {ENVIRONMENT}")
-    return mesh, given(_path(path, "checkpoint"))
+    return mesh, path_of("checkpoint", given)(path)
 
 
 def _is_path(topology: object) -> TypeGuard[type_path]:
@@ -207,15 +183,9 @@ def _is_path(topology: object) -> TypeGuard[type_path]:
     return isinstance(topology, PathLike) or is_text or (isinstance(topology, str) and os.path.exists(topology))
 
 
-def _path(asked: object, argument: str) -> type_path:
-    if not isinstance(asked, str | PathLike):
-        raise UsageError(f"expected a path as {argument}; got {asked!r}")
-    return asked
-
-
 def _dtype(asked: DtypeLike) -> DType:
-    found = DType.named(str(asked))
-    if found is None or not found.is_floating:
+    dtype = dtype_of(asked)
+    if dtype is None:
         known = ", ".join(member.value for member in DType if member.is_floating)
         raise UsageError(f"expected dtype of {known}; got {asked!r}")
-    return found
+    return dtype

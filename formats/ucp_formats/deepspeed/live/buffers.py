@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
-from ucp.contract.registry import pattern
+from ucp.contract.flat_buffer import Chunks, FlatBuffer, FlatLayout, Span, WholeParameters, chunk_axis
 from ucp.core.layout import AxisLayout, Layout
 from ucp.live.optimizer.flat_optimizer import Stretch
 from ucp.live.parts import LivePart
@@ -24,7 +24,6 @@ from ucp_formats.deepspeed.live.handles import (
     Stage3Optimizer,
     ZeroOptimizer,
 )
-from ucp_formats.deepspeed.read.optimizer.flat_layout import chunk_axis
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +42,8 @@ __all__ = [
 
 MOMENTUM = "momentum_buffer"
 """State of Muon that stages 1 and 2 keep whole on every rank which has some of a parameter."""
+
+_NOTHING = Span(0, 0)
 
 PartOf: TypeAlias = "Callable[[nn.Parameter], LivePart]"
 """What the model parallelism of the run leaves a rank of a parameter, before ZeRO cuts it."""
@@ -71,8 +72,8 @@ def zero_buffers(optimizer: ZeroOptimizer, part_of: PartOf) -> Iterator[Buffer]:
         own = _shares(params, starts, tensor, process_group, part_of)
         whole = {}
         if optimizer.optimizer.param_groups[group].get("use_muon"):
-            touched = _shares(params, starts, tensor, process_group, part_of, name="touched")
-            whole = {MOMENTUM: _one_by_one(touched, optimizer.params_in_partition[group])}
+            inside = optimizer.params_in_partition[group]
+            whole = {MOMENTUM: _shares(params, starts, tensor, process_group, part_of, whole_in=inside)}
         yield Buffer(group=group, tensor=tensor, params=own, apart=whole)
 
 
@@ -116,9 +117,8 @@ def single_buffers(groups: Iterable[Iterable[tuple[nn.Parameter, torch.Tensor]]]
 def chunk_of(param: PartitionedParam, process_group: ProcessGroup, part: LivePart) -> Stretch:
     """What `ds_tensor` of a parameter holds, without the padding."""
     rank, ranks = _place(process_group)
-    each = param.partition_numel()
-    held = max(0, min(each, param.ds_numel - rank * each))
-    return Stretch(start=0, numel=held, part=_cut(part, chunk_axis(ranks), rank))
+    span = Chunks({"": param.ds_numel}, ranks).spans(rank).get("", _NOTHING)
+    return Stretch(start=0, numel=span.numel, part=_cut(part, chunk_axis(ranks), rank))
 
 
 def _shares(
@@ -128,25 +128,26 @@ def _shares(
     process_group: ProcessGroup | None,
     part_of: PartOf,
     *,
-    name: str = "partition",
+    whole_in: Sequence[nn.Parameter] | None = None,
 ) -> dict[nn.Parameter, Stretch]:
-    """An equal share of one buffer; `starts`: element of it where each parameter starts. None: all of it."""
+    """An equal share of one buffer; `starts`: element of it where each parameter starts. No group: all of it.
+
+    `whole_in`: order of a tensor of its own that has parameters whole where the share touches them.
+    """
     rank, ranks = (0, 1) if process_group is None else _place(process_group)
-    share = tensor.numel()
-    found = {}
-    for param, start in zip(params, starts, strict=True):
-        axis = AxisLayout("dp", ranks, pattern(name, start=start, share=share), "the live optimizer")
-        part = _cut(part_of(param), axis, rank)
-        held = axis.pattern.regions((param.numel(),), ranks, rank)
-        numel = sum(pair.local.numel for pair in held)
-        found[param] = Stretch(start=max(0, start - rank * share) if numel else 0, numel=numel, part=part)
-    return found
-
-
-def _one_by_one(touched: Mapping[nn.Parameter, Stretch], order: Sequence[nn.Parameter]) -> dict[nn.Parameter, Stretch]:
-    """The same stretches in a tensor of their own, in `order`."""
-    starts = dict(zip(order, _packed(order), strict=True))
-    return {param: replace(own, start=starts.get(param, 0)) for param, own in touched.items()}
+    numels = {str(at): param.numel() for at, param in enumerate(params)}
+    buffer = FlatBuffer.of(numels, ranks=ranks, share=tensor.numel(), starts=starts, known_from="the live optimizer")
+    layout: FlatLayout = buffer if whole_in is None else WholeParameters(buffer)
+    axes, spans = layout.axes(), layout.spans(rank)
+    packed = dict(zip(whole_in or (), _packed(whole_in or ()), strict=True))
+    stretches = {}
+    for at, param in enumerate(params):
+        start, numel = spans.get(str(at), _NOTHING)
+        part = part_of(param)
+        if str(at) in axes:
+            part = _cut(part, axes[str(at)], rank)
+        stretches[param] = Stretch(start=packed.get(param, start), numel=numel, part=part)
+    return stretches
 
 
 def _packed(params: Sequence[nn.Parameter]) -> list[int]:

@@ -12,8 +12,8 @@ What only some runs need (ranks of more than data parallelism, no ZeRO) is impor
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
+from ucp.contract.locating import Located
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.rank_extras import Checksums
 from ucp.core.dtypes import DType
@@ -21,15 +21,15 @@ from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.layout import Layout
 from ucp.core.names import WEIGHT
 from ucp.core.topology import Topology
+from ucp.core.union import ShardedTensor, State, Union
 from ucp.errors import MalformedError, listed
 from ucp_formats.deepspeed.config import Precision, RunConfig
-from ucp_formats.deepspeed.locate import Located, TagFolder, list_folder
+from ucp_formats.deepspeed.locate import TagFolder, list_folder
 from ucp_formats.deepspeed.names import UNIVERSAL
 from ucp_formats.deepspeed.read.extras import joined, model_extras
 from ucp_formats.deepspeed.read.files import SavedFile, source_files
-from ucp_formats.deepspeed.read.module import ModuleEntry, ModulePart, read_module
+from ucp_formats.deepspeed.read.module import ModulePart, read_module
 from ucp_formats.deepspeed.read.optimizer.sharded import read_sharded, with_shapes
-from ucp_formats.deepspeed.read.optimizer.stored import Placer, State, StoredTensor
 from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
 from ucp_formats.deepspeed.read.run import SavedGrid, SavedRun, read_grid
 from ucp_formats.deepspeed.refusals import refuse_idle_options, refuse_names
@@ -40,7 +40,7 @@ _DTYPES = {Precision.BF16: DType.BFLOAT16, Precision.FP16: DType.FLOAT16}
 
 
 def read_native(
-    located: Located, name: str, *, group_names: Sequence[Sequence[str]] | None, options: SourceOptions
+    located: Located[bool], name: str, *, group_names: Sequence[Sequence[str]] | None, options: SourceOptions
 ) -> Index:
     """Index, of the format called `name`, of the tag folder that was found.
 
@@ -82,7 +82,7 @@ def _read_plain(grid: SavedGrid, checksums: Checksums, group_names: Sequence[Seq
     return Merged.of_one(module, optimizer, _mesh(grid, max(1, len(grid.expert_optimizers))))
 
 
-def _index(name: str, located: Located, grid: SavedGrid, merged: Merged) -> Index:
+def _index(name: str, located: Located[bool], grid: SavedGrid, merged: Merged) -> Index:
     run, module, optimizer, mesh = grid.first, merged.module, merged.optimizer, merged.mesh
     roles = ((file.path, file.name.label) for file in grid.files)
     return Index(
@@ -148,61 +148,32 @@ def atoms_of(
     `config`: says the type in which the model computes with the latter. `mesh`: the axes over which tensors lie.
     """
     layouts = _layouts(module, states, mesh) if mesh is not None else {}
-    placers = Placer(), Placer()
-    atoms = {
-        name: _atom(entry, states.get(name, {}), placers, name=name, layout=layouts.get(name, Layout()))
-        for name, entry in module.entries.items()
-    }
+    union = Union()
+    atoms = {}
+    for name, entry in module.entries.items():
+        own = states.get(name, {})
+        if WEIGHT not in own and entry.tensor is None:
+            raise MalformedError(f"expected the elements of {name} {list(entry.shape)}; neither file has them")
+        layout = layouts.get(name, Layout())
+        atoms[name] = union.atom(
+            name, kind=entry.kind, layout=layout, states=own, model=entry.tensor, model_dtype=entry.dtype
+        )
     usual = _DTYPES.get(config.precision(()))
     for name, own in states.items():
         if name not in atoms and WEIGHT in own:
-            placed = {key: placers[0].state(state) for key, state in own.items()}
-            weight = placed[WEIGHT]
-            atoms[name] = AtomIndex(
-                name=name,
-                global_shape=weight.global_shape,
-                kind=Kind.PARAMETER,
-                states=placed,
-                model_dtype=usual if usual is not weight.dtype else None,
-                layout=layouts.get(name, Layout()),
-            )
+            layout = layouts.get(name, Layout())
+            atoms[name] = union.atom(name, kind=Kind.PARAMETER, layout=layout, states=own, model_dtype=usual)
     return atoms
 
 
 def _layouts(module: ModulePart, states: Mapping[str, Mapping[str, State]], mesh: Mesh) -> dict[str, Layout]:
     """How each parameter lies over the axes: its weight, as the optimizer has it or else the module."""
     masters = ((name, own.get(WEIGHT)) for name, own in states.items())
-    layouts = {name: master.layout for name, master in masters if isinstance(master, StoredTensor)}
+    layouts = {name: master.layout for name, master in masters if isinstance(master, ShardedTensor)}
     for name, entry in module.entries.items():
         if name not in layouts and entry.tensor is not None:
             layouts[name] = mesh.layout(name, Layout(flat=entry.tensor.layout.flat))
     return layouts
-
-
-def _atom(
-    entry: ModuleEntry, states: Mapping[str, State], placers: tuple[Placer, Placer], *, name: str, layout: Layout
-) -> AtomIndex:
-    """One atom: the master is the weight where there is one, and the module's tensor a copy of it.
-
-    `placers`: for states and for modules, which have layouts of their own.
-    """
-    master = states.get(WEIGHT, entry.tensor)
-    if master is None:
-        raise MalformedError(f"expected the elements of {name} {list(entry.shape)}; neither file has them")
-    weight = placers[master is entry.tensor].state(master)
-    if entry.tensor is not None and master is not entry.tensor and 0 not in entry.shape:
-        first = 1 + max([piece.replica for piece in weight.fragments], default=0)
-        copies = placers[1].fragments(entry.tensor, first, derived=True)
-        weight = replace(weight, fragments=weight.fragments + copies)
-    placed = {key: placers[0].state(state) for key, state in states.items() if key != WEIGHT}
-    return AtomIndex(
-        name=name,
-        global_shape=entry.shape,
-        kind=entry.kind,
-        states={WEIGHT: weight, **placed},
-        model_dtype=entry.dtype if entry.dtype is not weight.dtype else None,
-        layout=layout,
-    )
 
 
 def producer_of(files: Iterable[SavedFile]) -> str:

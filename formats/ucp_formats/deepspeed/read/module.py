@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
+from ucp.contract.flat_buffer import Chunks, chunk_axis
 from ucp.contract.rank_extras import Checksums, per_rank_extras
 from ucp.contract.run_extras import MODULE_STATE
 from ucp.core.dtypes import DType
@@ -17,12 +18,10 @@ from ucp.core.fragments import Stored
 from ucp.core.index import Extra, Kind
 from ucp.core.layout import Layout
 from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.union import ShardedTensor, Shards
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed
 from ucp.io.pickle.fields import Shape, described
-from ucp_formats.deepspeed.partition import chunk
 from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule
-from ucp_formats.deepspeed.read.optimizer.flat_layout import chunk_axis
-from ucp_formats.deepspeed.read.optimizer.stored import LaidOut, StoredTensor
 
 __all__ = ["ModuleEntry", "ModulePart", "module_of", "read_module"]
 
@@ -37,7 +36,7 @@ class ModuleEntry:
     """Elements per dim: of what one model-parallel rank has, until all are put together."""
     dtype: DType
     """Type in which the model computes."""
-    tensor: StoredTensor | None
+    tensor: ShardedTensor | None
     """Where its elements lie in the model-states files; None for a placeholder."""
 
 
@@ -116,7 +115,7 @@ def _add_whole(model: ModelStates, trained: Mapping[str, Shape], part: ModulePar
         if fragment is not None and fragment.shape == ref.shape and fragment.numel:
             copies.setdefault(name, []).insert(0, fragment)
         apart = (own for own in copies.get(name, ()) if (own.path, own.offset) != (ref.path, ref.offset))
-        tensor = StoredTensor.whole(ref, *apart)
+        tensor = ShardedTensor.whole(ref, *apart)
         part.entries[name] = ModuleEntry(kind=kind, shape=ref.shape, dtype=ref.dtype, tensor=tensor)
 
 
@@ -134,19 +133,19 @@ def _add_sharded(
             continue
         kind = Kind.PARAMETER if name in trained else Kind.BUFFER if name in buffers else Kind.FROZEN
         shape = recorded.get(name, ref.shape)
-        tensor = StoredTensor.whole(ref) if ref.shape == shape and ref.numel else None
+        tensor = ShardedTensor.whole(ref) if ref.shape == shape and ref.numel else None
         if name in model.frozen and name not in trained:
             kind, tensor = Kind.FROZEN, _frozen(name, models, ref.dtype)
         elif name not in recorded and prod(model.empty.get(name, (1,))) == 0 == ref.numel:
             kind, shape = Kind.FROZEN, model.empty[name]
-            tensor = StoredTensor.whole(ref.strided(0, shape, contiguous_strides(shape)))
+            tensor = ShardedTensor.whole(ref.strided(0, shape, contiguous_strides(shape)))
         elif name not in recorded:
             if not ref.numel and kind is not Kind.BUFFER:
                 part.dropped.append(
                     f"{name}: the checkpoint has no data of it, only its name (a placeholder of ZeRO-3)"
                 )
                 continue
-            tensor = StoredTensor.whole(ref)
+            tensor = ShardedTensor.whole(ref)
             _keep_differing(name, models, checksums, part)
         part.entries[name] = ModuleEntry(kind=kind, shape=shape, dtype=ref.dtype, tensor=tensor)
 
@@ -173,29 +172,31 @@ def _find_ties(
             part.notes.append(f"shared_params ties {alias} to {name}, but their shapes differ: they are kept apart")
 
 
-def _frozen(name: str, models: Mapping[int, ModelStates], dtype: DType) -> StoredTensor:
+def _frozen(name: str, models: Mapping[int, ModelStates], dtype: DType) -> ShardedTensor:
     """A frozen parameter of ZeRO-3 from its chunk on every rank."""
     ranks = models[0].ranks or max(models) + 1
     shape = models[0].frozen[name]
     numel = prod(shape)
-    length = chunk(numel, ranks=ranks)
-    axis = chunk_axis(ranks)
+    chunks = Chunks({name: numel}, ranks)
+    length = chunks.lengths(0).start
     stored: list[Stored] = []
     missing: list[str] = []
-    for rank in range(-(-numel // length) if length else 1):
+    for rank in range(ranks):
+        if rank and name not in chunks.spans(rank):
+            break
         if rank in models:
             stored.append(Stored({"dp": rank}, _frozen_chunk(name, models[rank], dtype, length)))
         else:
             file = f"zero_pp_rank_{rank}_mp_rank_{models[0].name.mp:02d}_model_states.pt"
-            (pair,) = axis.pattern.regions((numel,), ranks, rank)
-            missing.append(f"{file}: elements {str(pair.whole).strip('[]')} of {name}")
+            first = rank * length
+            missing.append(f"{file}: elements {first}:{min(first + length, numel)} of {name}")
     if missing:
         raise MissingFileError(
             f"a frozen parameter lies in pieces on all ranks, and {len(missing)} model-states files are missing:\n"
             f"{listed(missing)}\nCopy them from where they were saved"
         )
-    laid_out = LaidOut(Layout(flat=(axis,)), tuple(stored))
-    return StoredTensor(dtype=stored[0].ref.dtype, shape=shape, parts=(laid_out,))
+    laid_out = Shards(Layout(flat=(chunk_axis(ranks),)), tuple(stored))
+    return ShardedTensor(dtype=stored[0].ref.dtype, shape=shape, parts=(laid_out,))
 
 
 def _frozen_chunk(name: str, model: ModelStates, dtype: DType, length: int) -> TensorRef:

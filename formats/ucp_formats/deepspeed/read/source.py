@@ -8,7 +8,8 @@ from pathlib import Path
 from ucp.contract.protocols import Evidence, Format, SourceOptions
 from ucp.contract.run_extras import LR_SCHEDULER, LossScale, RunExtras
 from ucp.core.index import Index
-from ucp_formats.deepspeed.locate import locate_native, saved_as, the_folder
+from ucp_formats.deepspeed.locate import locate_tag, saved_as, the_folder
+from ucp_formats.deepspeed.names import parse_name
 
 __all__ = ["RUN", "DeepSpeedFormat"]
 
@@ -56,15 +57,17 @@ class DeepSpeedFormat(Format):
 
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is, or leads to, a native tag folder."""
-        located = locate_native(path)
-        if located is None:
-            return None
-        return Evidence(root=located.root, reasons=located.reasons, is_saved_in=located.saved_in is not None)
+        located = locate_tag(path, universal=False)
+        return None if located is None else located.evidence
+
+    def owns(self, name: str) -> bool:
+        """Whether it is a file of a tag folder."""
+        return parse_name(name) is not None
 
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
         from ucp_formats.deepspeed.read.index import read_native
 
-        located = the_folder(locate_native(path), path)
+        located = the_folder(locate_tag(path, universal=False), path)
         index = read_native(located, self.name, group_names=self._group_names, options=self._options)
         return saved_as(index, located)

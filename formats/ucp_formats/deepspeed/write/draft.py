@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from ucp.contract.flat_buffer import FlatLayout
 from ucp.core.dtypes import DType
 from ucp.core.index import Index
 from ucp.core.layout import AxisLayout, Layout, part_of
@@ -14,7 +15,6 @@ from ucp.core.region import RegionPair
 from ucp.core.slices import Slice, whole_slice
 from ucp.io.torch_file.draft import Drafted, FileDraft, Part
 from ucp.io.torch_file.layout import NewTensor
-from ucp_formats.deepspeed.read.optimizer.flat_layout import FlatLayout
 from ucp_formats.deepspeed.tp.layout import TensorLayout
 
 __all__ = ["AtomDraft", "Stored"]
@@ -69,7 +69,7 @@ class AtomDraft:
     def stored(self, layout: FlatLayout, axes: Mapping[str, AxisLayout], rank: int) -> list[Stored]:
         """What the flat tensor of data-parallel rank `rank` has of each parameter; `axes`: those of `layout`."""
         found = []
-        for param, start in layout.starts_on(rank).items():
+        for param, (start, _) in layout.spans(rank).items():
             part = self._part(param, (axes[param],), rank)
             pairs = _pairs(part)
             for own in part.flat or ():

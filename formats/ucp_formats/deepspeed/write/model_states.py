@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
+from ucp.contract.flat_buffer import Chunks
 from ucp.contract.run_extras import MODULE_STATE
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.names import WEIGHT
 from ucp.core.pickle_values import TorchSize
 from ucp.io.torch_file.layout import NewTensor
-from ucp_formats.deepspeed.partition import chunk
 from ucp_formats.deepspeed.read.model_states import EMPTY_SHAPES
-from ucp_formats.deepspeed.read.optimizer.flat_layout import Chunks
 from ucp_formats.deepspeed.write.draft import AtomDraft
 from ucp_formats.deepspeed.write.optimizer.groups import is_optimized
 from ucp_formats.deepspeed.write.run import EMULATED, RunFacts
@@ -113,9 +112,8 @@ def _fragment(draft: AtomDraft, facts: RunFacts, atom: AtomIndex, rank: int) -> 
     dtype = facts.module_dtype(atom)
     if facts.stage < 3:
         return draft.whole(atom.name, WEIGHT, dtype)
-    numel = atom.states[WEIGHT].numel
-    chunks = Chunks(((atom.name, numel),), facts.ranks)
-    return draft.flat(WEIGHT, dtype, chunk(numel, ranks=facts.ranks), draft.stored(chunks, chunks.axes(), rank))
+    chunks = Chunks({atom.name: atom.states[WEIGHT].numel}, facts.ranks)
+    return draft.flat(WEIGHT, dtype, chunks.lengths(rank).start, draft.stored(chunks, chunks.axes(), rank))
 
 
 def shapes(index: Index, groups: Iterable[Sequence[str]]) -> list[object]:

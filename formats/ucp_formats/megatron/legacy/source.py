@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ucp.contract.locating import Located
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.rank_extras import Checksums
 from ucp.core.dtypes import DType
@@ -23,7 +24,7 @@ from ucp_formats.megatron.legacy.files import LegacyRun, read_run, source_files
 from ucp_formats.megatron.legacy.model import LegacyModel, read_model
 from ucp_formats.megatron.legacy.optimizer.forms import read_optimizer
 from ucp_formats.megatron.legacy.optimizer.states import LegacyStates
-from ucp_formats.megatron.locate import Located
+from ucp_formats.megatron.locate import SavedAs
 from ucp_formats.megatron.param_groups.rules import is_by_named_optimizer, rank_free
 from ucp_formats.megatron.run.modules import modules_extra
 from ucp_formats.megatron.run.recorded_sizes import check_recorded
@@ -32,7 +33,7 @@ from ucp_formats.megatron.state_gaps import check_gaps
 __all__ = ["read_legacy"]
 
 
-def read_legacy(located: Located, name: str, options: SourceOptions) -> Index:
+def read_legacy(located: Located[SavedAs], name: str, options: SourceOptions) -> Index:
     """Index of the legacy checkpoint at `located`; `name`: of the format.
 
     `options`: may name the family of the model.

@@ -19,17 +19,16 @@ The rows of a fused query-key-value projection had three orders over the years, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from ucp.core.fragments import Fragment, cut_out
-from ucp.core.layout import Placed
-from ucp.core.region import Box, RegionPair
+from ucp.core.fragments import Stored
+from ucp.core.region import Box
 from ucp.core.tensor import TensorRef, contiguous_strides
 
-__all__ = ["View", "ViewPiece", "experts_in_one", "fragments", "old_attention_rows", "plain"]
+__all__ = ["View", "ViewPiece", "experts_in_one", "old_attention_rows", "plain"]
 
 Shape = tuple[int, ...]
 
@@ -54,6 +53,11 @@ class View:
     """Elements per dim of the parameter, as the rank holds it."""
     pieces: tuple[ViewPiece, ...]
     """Where they lie."""
+
+    def of(self, ref: TensorRef, coords: Mapping[str, int]) -> Stored:
+        """What the rank at `coords` stored of the parameter; `ref`: the stored tensor, consecutive."""
+        boxes = tuple((own.box, ref.strided(own.offset, own.box.sizes, own.strides)) for own in self.pieces)
+        return Stored(coords, boxes[0][1]) if len(boxes) == 1 else Stored(coords, ref, boxes=boxes)
 
 
 def plain(shape: Shape) -> View:
@@ -104,18 +108,3 @@ def experts_in_one(shape: Shape, strides: Shape) -> tuple[View, ...]:
         View(shape=shape[1:], pieces=(ViewPiece(box=box, offset=at * strides[0], strides=strides[1:]),))
         for at in range(shape[0])
     )
-
-
-def fragments(view: View, placed: Iterable[Placed], ref: TensorRef, *, copy: int = 0) -> Iterator[Fragment]:
-    """Boxes of the whole that a rank stores, and where they lie in `ref`.
-
-    `ref`: the stored tensor, consecutive. `placed`: boxes that the rank's part of the parameter is made of. `copy`:
-    added to their replica number.
-    """
-    stored = [(piece.box, ref.strided(piece.offset, piece.box.sizes, piece.strides)) for piece in view.pieces]
-    for own in placed:
-        pair = RegionPair(own.box, own.local)
-        for box, part in stored:
-            piece = cut_out(pair, box, part, replica=own.replica + copy, term=own.term)
-            if piece is not None:
-                yield piece

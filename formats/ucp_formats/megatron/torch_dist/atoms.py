@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Kind, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.names import STEP, WEIGHT
+from ucp.core.union import Union
 from ucp_formats.megatron.torch_dist.groups import DistGroups
 from ucp_formats.megatron.torch_dist.names import DistNames
 from ucp_formats.megatron.torch_dist.states.layouts import DistStates, state_dtype
@@ -21,34 +22,16 @@ OUTPUT = "output_layer.weight"
 
 def atom_of(whole: Whole, states: DistStates, groups: DistGroups, names: DistNames, layout: Layout) -> AtomIndex:
     """The atom of one parameter or buffer: the master is its weight where there is one."""
-    own = states.fragments.get(whole.name, {})
-    made = {key: _state(whole, pieces) for key, pieces in own.items() if key != WEIGHT}
-    weight = _weight(whole, own.get(WEIGHT, ()))
-    if whole.name in groups.steps and made:
+    made = {
+        key: StateIndex(dtype=state_dtype(pieces), global_shape=whole.shape, fragments=tuple(pieces))
+        for key, pieces in states.fragments.get(whole.name, {}).items()
+    }
+    if whole.name in groups.steps and made.keys() - {WEIGHT}:
         made[STEP] = groups.steps[whole.name]
-    return AtomIndex(
-        name=whole.name,
-        global_shape=whole.shape,
-        kind=_kind(whole.name, states, names),
-        states={WEIGHT: weight, **made},
-        model_dtype=whole.dtype if whole.dtype is not weight.dtype else None,
-        layout=layout,
-    )
-
-
-def _state(whole: Whole, pieces: Iterable[Fragment]) -> StateIndex:
-    fragments = tuple(pieces)
-    return StateIndex(dtype=state_dtype(fragments), global_shape=whole.shape, fragments=fragments)
-
-
-def _weight(whole: Whole, master: Iterable[Fragment]) -> StateIndex:
-    """The master where there is one, and the model's own tensor as a copy of it."""
-    taken = tuple(master)
-    replica = 1 + max((piece.replica for piece in taken), default=-1)
-    derived = bool(taken)
-    model = (Fragment(box=piece.box, ref=piece.ref, replica=replica, derived=derived) for piece in whole.pieces)
-    dtype = state_dtype(taken) if taken else whole.dtype
-    return StateIndex(dtype=dtype, global_shape=whole.shape, fragments=(*taken, *model))
+    pieces = tuple(Fragment(box=piece.box, ref=piece.ref) for piece in whole.pieces)
+    model = StateIndex(dtype=whole.dtype, global_shape=whole.shape, fragments=pieces)
+    kind = _kind(whole.name, states, names)
+    return Union().atom(whole.name, kind=kind, layout=layout, states=made, model=model)
 
 
 def _kind(name: str, states: DistStates, names: DistNames) -> Kind:

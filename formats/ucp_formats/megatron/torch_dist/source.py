@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from ucp.contract.locating import Located
 from ucp.contract.protocols import SourceOptions
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, SourceFile
@@ -20,7 +21,7 @@ from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredTensor
 from ucp.io.folder import absolute, path_of
 from ucp.io.identity import source_file
-from ucp_formats.megatron.locate import Located
+from ucp_formats.megatron.locate import SavedAs
 from ucp_formats.megatron.names import METADATA as BACKEND
 from ucp_formats.megatron.names import parse_iteration
 from ucp_formats.megatron.param_groups.rules import is_by_named_optimizer
@@ -78,7 +79,7 @@ class _Model:
     """Parameter to its tensor, in the order of registration."""
 
 
-def read_dist(located: Located, name: str, options: SourceOptions) -> Index:
+def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> Index:
     """Index of the torch_dist checkpoint at `located`.
 
     `name`: of the format. `options`: may name the family of the model.

@@ -15,9 +15,9 @@ from ucp.core.names import STEP, WEIGHT
 from ucp.core.target import Placement
 from ucp.errors import counted
 from ucp_formats.megatron.run.modules import MODULES
-from ucp_formats.megatron.write.division import division_notes
+from ucp_formats.megatron.write.division import vocabulary_notes
 from ucp_formats.megatron.write.groups import OptimizerGroup
-from ucp_formats.megatron.write.run import TargetRun, experts_apart
+from ucp_formats.megatron.write.run import TargetRun
 
 __all__ = ["common_state", "consumed_samples", "extra_notes", "lost_extras", "lost_lines", "lost_states"]
 
@@ -29,7 +29,6 @@ _REPLACED = ("args", "iteration", "content_metadata", "optimizer", "client_state
 _OF_A_LAYOUT = ("rerun_state_machine", "rerun_state_machine_state")
 """Extras that mean nothing to another run, and Megatron does without."""
 _WITHOUT_RANDOM = "start the run with --no-load-rng, or Megatron stops"
-_CONVOLUTION = ".mixer.conv1d.weight"
 _VERSION = 3.0
 """`checkpoint_version`: the order of rows in fused attention."""
 
@@ -70,12 +69,9 @@ def consumed_samples(index: Index, arguments: Mapping[str, object]) -> int | Non
 
 
 def extra_notes(run: TargetRun) -> Iterator[str]:
-    """What a run has to know of what is written beside tensors."""
-    names = _names(run)
-    if run.is_legacy and not run.random and not any(map(_is_random, names)):
-        yield f"random states of Megatron are not in the source: {_WITHOUT_RANDOM}"
-    yield from _model_notes(run)
-    if run.chain and _SCHEDULER not in names:
+    """What a run has to know of what is written beside tensors; docs/reference/megatron.md has what it refuses."""
+    yield from vocabulary_notes(run)
+    if run.chain and _SCHEDULER not in _names(run):
         samples = run.arguments.get("consumed_train_samples")
         seen = f"{samples} samples" if samples else "no sample (say so with --set consumed_train_samples=N)"
         yield (
@@ -110,26 +106,6 @@ def _names(run: TargetRun) -> list[str]:
 
 def _is_random(name: str) -> bool:
     return name.partition("/")[0] == "rng_state"
-
-
-def _expert_optimizer(run: TargetRun) -> str:
-    if run.topology.ep > 1:
-        return "an optimizer of their own, for runs with ep above 1"
-    if experts_apart(run.model, run.topology):
-        return "an optimizer of their own, as since megatron-core 0.19 where etp is not tp (up to 0.18 not with ep=1)"
-    return "no optimizer of their own, for ep=1"
-
-
-def _model_notes(run: TargetRun) -> Iterator[str]:
-    """What of the layout a run has to match by itself."""
-    if run.chain and run.model.experts and not run.is_legacy:
-        yield f"experts have {_expert_optimizer(run)}; Megatron refuses to load the optimizer otherwise"
-    yield from division_notes(run)
-    if run.is_legacy and any(own.name.endswith(_CONVOLUTION) for own in run.model.tensors):
-        yield (
-            "the convolution of Mamba is named conv1d.weight, as by megatron-core up to 0.16; 0.19 names it "
-            "conv1d_weight and does not load these files: for it write torch_dist (--layout torch_dist)"
-        )
 
 
 def lost_states(run: TargetRun, placements: Iterable[Placement]) -> dict[str, frozenset[str]]:

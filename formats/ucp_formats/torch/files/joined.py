@@ -22,7 +22,7 @@ from ucp.contract.registry import pattern
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
-from ucp.core.layout import AxisLayout, Layout, Overlap, local_shape, place
+from ucp.core.layout import AxisLayout, Layout, local_shape, place
 from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef
@@ -78,12 +78,11 @@ class Joined:
 
     def state(self, layout: Layout) -> StateIndex:
         """The state that it is, of an atom of that `layout`."""
-        is_mean = any(axis.pattern.overlap is Overlap.MEAN for axis in self.layout.axes)
         return StateIndex(
             dtype=self.dtype,
             global_shape=self.shape,
             fragments=self.fragments,
-            overlap=Overlap.MEAN if is_mean else Overlap.EXCLUSIVE,
+            overlap=self.layout.overlap,
             layout=None if self.layout == layout else self.layout,
         )
 

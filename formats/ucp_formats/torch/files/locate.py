@@ -4,89 +4,125 @@
 2. Weights and an optimizer in a folder (Trainer, accelerate).
 3. One file with everything in it: the path itself, the only such file of a folder, or `checkpoint.pt` where `ucp`
    wrote it. The first two are told by their suffix alone.
+
+    model_world_size_4_rank_1.pt, optim_..., extra_state_...       verl (`fsdp_checkpoint_manager.py`, 2026)
+    pytorch_model_fsdp_0_rank1.bin, optimizer_0_rank1.bin          accelerate 1.15, `use_dcp=False` (`fsdp_utils.py`)
+    pytorch_model_fsdp_rank1.bin                                   accelerate, FSDP1's LOCAL_STATE_DICT
+    pytorch_model_fsdp.bin, optimizer.bin                          accelerate, FULL_STATE_DICT
+    model.safetensors or pytorch_model.bin, with optimizer.pt      Trainer of transformers; optimizer.bin: accelerate
+    ckpt.pt, last.ckpt, ...                                        scripts, Lightning
+
+>>> item_of_rank("optim_world_size_4_rank_1.pt"), item_of_rank("pytorch_model_fsdp_rank0.bin")
+(RankFile(item='optimizer', rank=1, ranks=4), RankFile(item='model', rank=0, ranks=None))
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
+from ucp.contract.locating import Located, find_only, the_checkpoint
 from ucp.contract.protocols import Strength
-from ucp.errors import DestinationError, MissingFileError, UnknownFormatError, UsageError, counted, listed
+from ucp.contract.registry import is_of_another
+from ucp.errors import DestinationError, MissingFileError, UsageError, counted, listed
 from ucp.io.destination.mark import read_mark
 from ucp.io.folder import names_in
-from ucp_formats.torch.files.names import (
-    NAME,
-    OPTIMIZERS,
-    WEIGHTS,
-    Item,
-    RankFile,
-    is_beside,
-    is_of_another_framework,
-    is_torch_file,
-    item_of_rank,
-    name_of_rank,
+
+__all__ = ["INDEX", "NAME", "Item", "SavedFiles", "is_of_the_format", "item_of_rank", "locate", "the_files"]
+
+Item = Literal["model", "optimizer", "others", "all"]
+"""What a file holds."""
+
+NAME = "checkpoint.pt"
+"""What `--to torch` writes."""
+
+INDEX = "model.safetensors.index.json"
+"""Says which files of safetensors hold which tensors, where there are several."""
+
+WEIGHTS = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model_fsdp.bin")
+"""Weights beside an optimizer, the first that is there; and the optimizers:"""
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+
+_VERL = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
+_VERL_ITEMS: dict[str, Item] = {"model": "model", "optim": "optimizer", "extra_state": "others"}
+_ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_0)?_rank(\d+)\.bin")
+_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
+_BESIDE = re.compile(
+    r"scheduler\.(?:pt|bin)|rng_state(?:_\d+)?\.pth|scaler\.pt|training_args\.bin|sampler.*\.bin|dl_state_dict.*\.bin"
+    r"|custom_checkpoint_\d+\.pkl|meta\.pt|common\.pt|data\.pt"
+    r"|pytorch_model(?:-\d+-of-\d+)?\.bin|adapter_model\.bin"
 )
+"""What trainers save beside a checkpoint: `scheduler.pt`, `rng_state_0.pth`, `data.pt`, and the weights alone."""
 
-__all__ = ["Located", "is_of_the_format", "locate", "the_files"]
+
+class RankFile(NamedTuple):
+    """What the name of a rank's file says."""
+
+    item: Item
+    """What it holds."""
+    rank: int
+    """Rank that saved it."""
+    ranks: int | None
+    """Ranks of the run, where the name says it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Located:
-    """What a path resolves to."""
+def item_of_rank(name: str) -> RankFile | None:
+    """What a file of one rank holds; None for other files."""
+    if match := _VERL.fullmatch(name):
+        return RankFile(_VERL_ITEMS[match[1]], int(match[3]), int(match[2]))
+    if match := _ACCELERATE.fullmatch(name):
+        return RankFile("optimizer" if match[1] == "optimizer" else "model", int(match[2]), None)
+    return None
 
-    root: Path
-    """Folder of the checkpoint, or its one file."""
+
+def name_of_rank(name: str, rank: int) -> str:
+    """Name of the same file of another rank.
+
+    >>> name_of_rank("optim_world_size_4_rank_1.pt", 3)
+    'optim_world_size_4_rank_3.pt'
+    """
+    return re.sub(r"(rank_?)\d+\.", rf"\g<1>{rank}.", name)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFiles:
+    """Files of a checkpoint."""
+
     files: Mapping[Item, Mapping[int, str]]
-    """What is in it: item to rank to name of the file; of what no rank saved for itself, rank 0."""
+    """Item to rank to name of the file; of what no rank saved for itself, rank 0."""
     ranks: int = 1
     """Ranks that files are of."""
-    choices: tuple[str, ...] = ()
-    """Folders or files to choose from, where there are several."""
-    reasons: tuple[str, ...] = ()
-    """What was seen."""
-    strength: Strength = Strength.MARKER
-    """How sure it is that this is a checkpoint."""
-
-    @property
-    def folder(self) -> Path:
-        """Folder that the files lie in."""
-        return self.root if self.root.is_dir() else self.root.parent
 
 
-def locate(path: Path) -> Located | None:
+def locate(path: Path) -> Located[SavedFiles] | None:
     """The checkpoint at `path`, or None if there is none."""
     if path.is_file():
         if item_of_rank(path.name) is not None:
             return _of_ranks(path.parent, [path.name])
         return _by_suffix(path, [path.name]) if _is_candidate(path.name) else None
-    if not path.is_dir():
-        return None
-    if (found_here := _seen(path)) is not None:
-        return found_here
-    below = {name: own for name in sorted(names_in(path)) if (own := _ranks_in(path / name)) is not None}
-    if len(below) == 1:
-        ((name, own),) = below.items()
-        return Located(root=own.root, files=own.files, ranks=own.ranks, reasons=(name, *own.reasons))
-    return Located(root=path, files={}, choices=tuple(below), reasons=tuple(below)) if below else None
+    return (_look(path) or find_only(path, (_look_for_ranks,))) if path.is_dir() else None
 
 
-def _seen(path: Path) -> Located | None:
+def _look(path: Path) -> Located[SavedFiles] | None:
     """The checkpoint that the folder `path` itself is."""
-    if (of_ranks := _ranks_in(path)) is not None:
+    if (of_ranks := _look_for_ranks(path)) is not None:
         return of_ranks
     names = sorted(name for name in names_in(path) if (path / name).is_file())
     weights = next((name for name in WEIGHTS if name in names), None)
     optimizer = next((name for name in OPTIMIZERS if name in names), None)
+    files: dict[Item, Mapping[int, str]] = {}
     if weights is not None and optimizer is not None:
-        return Located(
-            root=path, files={"model": {0: weights}, "optimizer": {0: optimizer}}, reasons=(weights, optimizer)
-        )
-    if weights == "pytorch_model_fsdp.bin":
-        return Located(root=path, files={"model": {0: weights}}, reasons=(weights,))
-    if NAME in names and _is_written_by_target(path):
-        return Located(root=path, files={"all": {0: NAME}}, reasons=(NAME,))
+        files = {"model": {0: weights}, "optimizer": {0: optimizer}}
+    elif weights == "pytorch_model_fsdp.bin":
+        files = {"model": {0: weights}}
+    elif NAME in names and _is_written_by_target(path):
+        files = {"all": {0: NAME}}
+    if files:
+        reasons = tuple(name for by_rank in files.values() for name in by_rank.values())
+        return Located(root=path, content=SavedFiles(files), reasons=reasons)
     candidates = [name for name in names if _is_candidate(name) and not name.endswith(".bin")]
     return _by_suffix(path, candidates) if candidates not in ([], [optimizer]) else None
 
@@ -101,75 +137,57 @@ def _is_written_by_target(path: Path) -> bool:
 
 def _is_candidate(name: str) -> bool:
     """Whether a file may hold a whole checkpoint, by its name."""
-    return is_torch_file(name) and not is_beside(name) and not is_of_another_framework(name)
+    return name.endswith(_SUFFIXES) and _BESIDE.fullmatch(name) is None and not is_of_another(name, "torch")
 
 
-def _by_suffix(path: Path, names: list[str]) -> Located:
+def _by_suffix(path: Path, names: list[str]) -> Located[SavedFiles]:
     """The one file of `names` at `path`, or the choice between several."""
-    if len(names) > 1:
-        return Located(root=path, files={}, choices=tuple(names), reasons=tuple(names), strength=Strength.SUFFIX)
-    return Located(root=path, files={"all": {0: names[0]}}, reasons=tuple(names), strength=Strength.SUFFIX)
+    choices = tuple(names) if len(names) > 1 else ()
+    content = SavedFiles({} if choices else {"all": {0: names[0]}})
+    return Located(root=path, content=content, choices=choices, reasons=tuple(names), strength=Strength.SUFFIX)
 
 
-def _ranks_in(path: Path) -> Located | None:
-    names = [name for name in sorted(names_in(path)) if item_of_rank(name) is not None] if path.is_dir() else []
+def _look_for_ranks(path: Path) -> Located[SavedFiles] | None:
+    names = [name for name in sorted(names_in(path)) if item_of_rank(name) is not None]
     return _of_ranks(path, names) if any("model" in name for name in names) else None
 
 
-def _of_ranks(path: Path, names: Iterable[str]) -> Located:
+def _of_ranks(path: Path, names: Iterable[str]) -> Located[SavedFiles]:
     files: dict[Item, dict[int, str]] = {}
-    every = dict(_rank_files(names))
-    for name, own in every.items():
-        files.setdefault(own.item, {})[own.rank] = name
-    said = {own.ranks for own in every.values() if own.ranks is not None}
-    ranks = max([*said, *(own.rank + 1 for own in every.values())])
-    globs = dict.fromkeys(name.replace(f"{own.rank}.", "*.") for name, own in every.items())
-    return Located(root=path, files=files, ranks=ranks, reasons=tuple(globs)[:4])
+    by_name = {name: file for name in names if (file := item_of_rank(name)) is not None}
+    for name, file in by_name.items():
+        files.setdefault(file.item, {})[file.rank] = name
+    ranks = max(max(file.rank + 1, file.ranks or 0) for file in by_name.values())
+    globs = dict.fromkeys(name.replace(f"{file.rank}.", "*.") for name, file in by_name.items())
+    return Located(root=path, content=SavedFiles(files, ranks), reasons=tuple(globs)[:4])
 
 
-def _rank_files(names: Iterable[str]) -> Iterator[tuple[str, RankFile]]:
-    for name in names:
-        own = item_of_rank(name)
-        assert own is not None  # chosen by it
-        yield name, own
-
-
-def the_files(located: Located | None, path: Path) -> Located:
+def the_files(located: Located[SavedFiles] | None, path: Path) -> Located[SavedFiles]:
     """The checkpoint found. Raises UnknownFormatError, UsageError, MissingFileError naming all ranks without a file."""
-    if located is None:
-        raise UnknownFormatError(f"expected a checkpoint saved by torch.save at {path}; none is there")
-    if located.choices:
-        what = "file of torch.save" if located.strength is Strength.SUFFIX else "checkpoint"
-        raise UsageError(
-            f"{path} holds {counted(len(located.choices), what)}; pass one of them:\n"
-            f"{listed(str(path / name) for name in located.choices)}"
-        )
+    located = the_checkpoint(located, path, "a checkpoint saved by torch.save", "none is there")
     if path.is_file() and item_of_rank(path.name) is not None:
         raise UsageError(f"{path} is the file of one rank; pass the folder that holds those of all: {path.parent}")
-    _check_ranks(located)
-    return located
-
-
-def _check_ranks(located: Located) -> None:
-    names = [name for own in located.files.values() for name in own.values()]
-    said = sorted({own.ranks for _, own in _rank_files(filter(item_of_rank, names)) if own.ranks is not None})
-    if len(said) > 1:
+    files, ranks = located.content.files.values(), located.content.ranks
+    rank_files = (item_of_rank(name) for by_rank in files for name in by_rank.values())
+    sizes = sorted({file.ranks for file in rank_files if file is not None and file.ranks is not None})
+    if len(sizes) > 1:
         raise UsageError(
-            f"{located.root} holds files of runs of {' and '.join(map(str, said))} ranks: move those of all but one "
+            f"{located.root} holds files of runs of {' and '.join(map(str, sizes))} ranks: move those of all but one "
             "elsewhere"
         )
     missing = [
-        name_of_rank(next(iter(own.values())), rank)
-        for own in located.files.values()
-        for rank in range(located.ranks)
-        if rank not in own
+        name_of_rank(next(iter(by_rank.values())), rank)
+        for by_rank in files
+        for rank in range(ranks)
+        if rank not in by_rank
     ]
     if missing:
         raise MissingFileError(
-            f"expected a file of each of {counted(located.ranks, 'rank')} in {located.root}; "
+            f"expected a file of each of {counted(ranks, 'rank')} in {located.root}; "
             f"{counted(len(missing), 'file is', 'files are')} not there:\n{listed(missing)}\nCopy them from where the "
             "run saved them: every node keeps its own"
         )
+    return located
 
 
 def is_of_the_format(path: Path) -> bool:

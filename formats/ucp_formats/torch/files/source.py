@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import cast
 
 from ucp.contract.companion_files import SaveFolder, with_companions
+from ucp.contract.locating import Located
 from ucp.contract.model.transformers import in_model_order, tied_output
 from ucp.contract.protocols import Evidence, Format, SourceOptions
 from ucp.contract.rank_extras import Checksums
@@ -30,15 +31,12 @@ from ucp_formats.torch.files.flat.model import with_parameters
 from ucp_formats.torch.files.flat.optimizer import states_by_name
 from ucp_formats.torch.files.joined import Joined
 from ucp_formats.torch.files.leaves import Tree, leaves_of, pickled_objects
-from ucp_formats.torch.files.locate import Located, is_of_the_format, locate, the_files
-from ucp_formats.torch.files.names import Item, item_of_rank
-from ucp_formats.torch.files.shapes import shapes_from
-from ucp_formats.torch.files.weights import Weights, read_weights
+from ucp_formats.torch.files.locate import Item, SavedFiles, is_of_the_format, item_of_rank, locate, the_files
+from ucp_formats.torch.files.weights import Weights, read_weights, shapes_from
 from ucp_formats.torch.locate import STEP_KEYS, step_in
 from ucp_formats.torch.model_dict import Path as TreePath
 from ucp_formats.torch.model_dict import aside_text
-from ucp_formats.torch.numbered import UnnamedError
-from ucp_formats.torch.order import order_of
+from ucp_formats.torch.numbered import UnnamedError, order_of
 from ucp_formats.torch.state_dict import Leaf, Parts, kind_of, number_of, sorted_out, unnamed_states, untrained_notes
 
 __all__ = ["TorchFormat"]
@@ -66,9 +64,7 @@ class TorchFormat(Format):
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is, or leads to, such files."""
         located = locate(path)
-        if located is None:
-            return None
-        return Evidence(root=located.root, reasons=located.reasons, strength=located.strength)
+        return None if located is None else located.evidence
 
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
@@ -76,7 +72,7 @@ class TorchFormat(Format):
         index = _Reading(located, self._options).index(self.name)
         folder = SaveFolder(located.root) if located.root.is_dir() else None
         names = {os.path.basename(file.path) for file in index.files}
-        is_one_file = "all" in located.files
+        is_one_file = "all" in located.content.files
 
         def is_own(path: Path) -> bool:
             return path.name in names or (not is_one_file and is_of_the_format(path))
@@ -87,10 +83,10 @@ class TorchFormat(Format):
 class _Reading:
     """A checkpoint while its index is made."""
 
-    def __init__(self, located: Located, options: SourceOptions) -> None:
+    def __init__(self, located: Located[SavedFiles], options: SourceOptions) -> None:
         self._located = located
         self._order = order_of(options.param_order)
-        self._folder = absolute(located.folder)
+        self._folder = absolute(located.root if located.root.is_dir() else located.root.parent)
         self._shapes_path = options.shapes_from
         self._shapes: Shapes | None = None if options.shapes_from is None else shapes_from(options.shapes_from)
         self._in_order = True
@@ -99,13 +95,15 @@ class _Reading:
         self._files: list[SourceFile] = []
         values = {
             item: {rank: self._read(item, rank, name) for rank, name in files.items()}
-            for item, files in located.files.items()
+            for item, files in located.content.files.items()
         }
         self._checksums = Checksums(self._records)
         tree = leaves_of({_PATHS[item]: own for item, own in values.items()}, self._checksums, str(located.root))
         if not tree.model:
             raise self._no_model()
-        is_ordered_by_it = self._shapes is not None and "safetensors" in located.files.get("model", {}).get(0, "")
+        is_ordered_by_it = self._shapes is not None and "safetensors" in located.content.files.get("model", {}).get(
+            0, ""
+        )
         self._tree: Tree = with_parameters(tree, None if is_ordered_by_it else self._shapes, str(located.root))
         self._saved: Parts = self._sorted_out(str(located.root))
         self._is_shared = any(Joined.of(own).is_shared for own in self._saved.model.values())
@@ -135,7 +133,7 @@ class _Reading:
         archive = read_archive(path)
         _check_rank(archive.saved_as, path)
         self._records += archive.records
-        of_rank = f" of rank {rank}" if self._located.ranks > 1 else ""
+        of_rank = f" of rank {rank}" if self._located.content.ranks > 1 else ""
         self._files.append(source_file(path, f"{'checkpoint' if item == 'all' else item}{of_rank}"))
         return archive.root
 
@@ -156,7 +154,7 @@ class _Reading:
             format=name,
             evidence=self._located.reasons,
             producer=self._producer(),
-            topology=_topology(atoms, self._located.ranks),
+            topology=_topology(atoms, self._located.content.ranks),
             step=self._step(),
             atoms=atoms,
             groups=saved.groups,
@@ -213,7 +211,7 @@ class _Reading:
                 if isinstance(found, int) and not isinstance(found, bool) and found >= 0:
                     return found
         named = [path_of(self._folder)] if self._located.root.is_dir() else [Path(self._located.root.stem)]
-        named += [path_of(self._folder).parent] if self._located.ranks > 1 else []
+        named += [path_of(self._folder).parent] if self._located.content.ranks > 1 else []
         return next((step for own in named if (step := step_in(own.name)) is not None), None)
 
     def _unread_optimizers(self) -> Iterator[str]:

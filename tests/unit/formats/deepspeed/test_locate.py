@@ -1,10 +1,12 @@
+from functools import partial
 from pathlib import Path
 
 import pytest
-from ucp_formats.deepspeed.locate import list_folder, locate_native, locate_universal, the_folder
+from ucp_formats.deepspeed.locate import list_folder, locate_tag, the_folder
 
 from ucp.errors import MalformedError, UnknownFormatError, UsageError
 
+locate_native, locate_universal = partial(locate_tag, universal=False), partial(locate_tag, universal=True)
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
@@ -46,7 +48,7 @@ def test_a_tag_may_be_nested_but_not_leave_the_folder(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("a/b")
     assert locate_native(tmp_path).root == tmp_path / "a" / "b"
     (save / "latest").write_text("../outside")
-    with pytest.raises(MalformedError, match="latest to name a tag folder"):
+    with pytest.raises(MalformedError, match="latest to name a checkpoint"):
         the_folder(locate_native(save), save)
 
 

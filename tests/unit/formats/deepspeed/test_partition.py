@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from ucp_formats.deepspeed.partition import alignment_paddings, chunk, round_robin, share, sub_groups
-from ucp_formats.deepspeed.read.optimizer.flat_layout import shared_buffers
+from ucp_formats.deepspeed.partition import alignment_paddings, chunk, round_robin, share, shared_buffers, sub_groups
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8).map(
     lambda numels: [(f"p{number}", numel) for number, numel in enumerate(numels)]

@@ -32,7 +32,7 @@ def test_the_tracker_is_followed(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("5\n")
     found = the_folder(locate(tmp_path), tmp_path)
     assert found.root == tmp_path / "iter_0000005"
-    assert found.saved_as is SavedAs.TORCH
+    assert found.content is SavedAs.TORCH
     assert found.reasons == (f"{TRACKER} -> iter_0000005", "folder mp_rank_00")
 
 
@@ -69,7 +69,7 @@ def test_of_several_one_must_be_named(tmp_path: Path) -> None:
 def test_a_tracker_that_names_nothing_is_an_error(tmp_path: Path) -> None:
     legacy(tmp_path / "iter_0000005")
     (tmp_path / TRACKER).write_text("7")
-    with pytest.raises(MalformedError, match="iter_0000007") as caught:
+    with pytest.raises(MalformedError, match="'7', which names none") as caught:
         the_folder(locate(tmp_path), tmp_path)
     assert str(tmp_path / "iter_0000005") in str(caught.value)
 
@@ -83,7 +83,7 @@ def test_a_tracker_of_something_else_is_ignored(tmp_path: Path, text: str) -> No
 @pytest.mark.parametrize("name", ["torch_dist", "zarr"])
 def test_backends_of_megatron_core(tmp_path: Path, name: str) -> None:
     root = backend(tmp_path / "weights", name)
-    assert locate(root).saved_as == name
+    assert locate(root).content == name
     assert locate(tmp_path).root == root
 
 
@@ -99,7 +99,7 @@ def test_dcp_is_megatrons_only_in_an_iteration_folder(tmp_path: Path) -> None:
     for name in ("iter_0000005", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".metadata").write_bytes(b"")
-    assert locate(tmp_path / "iter_0000005").saved_as is SavedAs.TORCH_DCP
+    assert locate(tmp_path / "iter_0000005").content is SavedAs.TORCH_DCP
     assert locate(tmp_path / "other") is None
 
 

@@ -168,7 +168,8 @@ class Finder:
         outer = self._stacked(name, atom.global_shape) if axis == "etp" else ()
         by_rule = () if ruled is None else ruled.layouts
         if said.dim is not None:
-            same = [way for way in by_rule if _last_dim(way, axis) == said.dim] if said.blocks == 1 else []
+            dims = (said.dim, None)  # copies of all of it on neighbours divide nothing
+            same = [way for way in by_rule if said.blocks == 1 and _divided(way, axis, atom.global_shape) in dims]
             yield from (self._dealt(way, outer) for way in same)
             yield from self._over(axis, outer, self._attributed(axis, atom.global_shape, own.part.local_shape, said))
         elif by_rule:
@@ -193,14 +194,14 @@ class Finder:
 
     def _recorded(self, axis: str, atom: AtomIndex, local: tuple[int, ...]) -> Iterator[Pattern]:
         """The cut that the checkpoint was stored in, over any number of ranks."""
-        for own in atom.layout.axes:
-            dim = getattr(own.pattern, "dim", None)
-            if own.axis != axis or own.parts == 1 or dim is None or getattr(own.pattern, "copies", None):
+        parts, shape = self._degrees[axis], atom.global_shape
+        for recorded in atom.layout.axes:
+            dim = recorded.dim(shape) if recorded.axis == axis and recorded.parts > 1 else None
+            if dim is None:
                 continue
-            if getattr(own.pattern, "blocks", None):
-                yield own.pattern
-            else:
-                yield from cuts(dim, self._degrees[axis], atom.global_shape, local)
+            yield recorded.pattern
+            if len(recorded.pattern.regions(shape, recorded.parts, 0)) == 1:  # the dim is one block
+                yield from cuts(dim, parts, shape, local)
 
     def _over(self, axis: str, outer: tuple[AxisLayout, ...], patterns: Iterator[Pattern]) -> Iterator[Layout]:
         for own in patterns:
@@ -333,5 +334,9 @@ def _key(way: Layout) -> str:
     return " x ".join(f"{own.axis}={own.parts} {own.pattern.name}" for own in way.axes) or "no cut"
 
 
-def _last_dim(way: Layout, axis: str) -> int | None:
-    return next((getattr(own.pattern, "dim", None) for own in reversed(way.axes) if own.axis == axis), None)
+def _divided(way: Layout, axis: str, shape: tuple[int, ...]) -> int | None:
+    """Dim that the ranks along `axis` divide; None where the tensor cannot lie so."""
+    try:
+        return way.dim(axis, shape)
+    except ValueError:
+        return None

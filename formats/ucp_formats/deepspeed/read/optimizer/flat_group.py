@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ucp.contract.flat_buffer import FlatLayout
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums, per_rank_extras
 from ucp.contract.scalars import number_state, scalar_state
@@ -21,10 +22,9 @@ from ucp.core.layout import AxisLayout, Layout
 from ucp.core.names import WEIGHT
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.union import ShardedTensor, Shards
 from ucp.io.pickle.fields import Shape, described
-from ucp_formats.deepspeed.read.optimizer.flat_layout import FlatLayout
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
-from ucp_formats.deepspeed.read.optimizer.stored import LaidOut, StoredTensor
 
 __all__ = ["FlatGroupStates", "Shard", "add_flat_group"]
 
@@ -138,7 +138,7 @@ class _Reader:
 
     def add_elementwise(self, name: str, tensors: Mapping[int, TensorRef], layout: FlatLayout) -> None:
         """Add a state with a number per element."""
-        lacking = [rank for rank in self.files if rank not in tensors and layout.starts_on(rank)]
+        lacking = [rank for rank in self.files if rank not in tensors and layout.spans(rank)]
         if not self._one_type(name, tensors) or not self._all_have(name, lacking):
             return
         first = next(iter(tensors.values()))
@@ -147,14 +147,14 @@ class _Reader:
         for (param, shape), own in zip(self.group.shapes.items(), self.states.values(), strict=True):
             place = places.get(param)
             if place is None:
-                laid_out = LaidOut(whole, (Stored(self.group.coords, first),))
+                laid_out = Shards(whole, (Stored(self.group.coords, first),))
             elif layout.ranks == 1:
                 ref = first.strided(place.starts[0][1], shape, contiguous_strides(shape))
-                laid_out = LaidOut(whole, (Stored(self.group.coords, ref),))
+                laid_out = Shards(whole, (Stored(self.group.coords, ref),))
             else:
                 stored = [Stored(self.coords[rank], tensors[rank], start) for rank, start in place.starts]
-                laid_out = LaidOut(place.layout, tuple(stored))
-            own[name] = StoredTensor(dtype=first.dtype, shape=shape, parts=(laid_out,))
+                laid_out = Shards(place.layout, tuple(stored))
+            own[name] = ShardedTensor(dtype=first.dtype, shape=shape, parts=(laid_out,))
 
     def _places(self, layout: FlatLayout) -> dict[str, _Places]:
         """Places of all parameters with elements, found once for all states."""
@@ -165,8 +165,8 @@ class _Reader:
                 own = own if own.flat and own.flat[0] is axis else Layout(self.group.axes, (axis,))
                 found[param] = _Places(own)
             for rank in self.files:
-                for param, start in layout.starts_on(rank).items():
-                    found[param].starts.append((rank, start))
+                for param, span in layout.spans(rank).items():
+                    found[param].starts.append((rank, span.start))
             self.places[id(layout)] = found
         return self.places[id(layout)]
 
@@ -216,7 +216,7 @@ class _Reader:
         fitting = [own for own in layouts if all(ref.shape[0] in own.lengths(rank) for rank, ref in tensors.items())]
         if len(fitting) < 2:
             return fitting[0] if fitting else None
-        starts = [[own.starts_on(rank) for rank in tensors] for own in fitting]
+        starts = [[own.spans(rank) for rank in tensors] for own in fitting]
         params = [param for own in starts[0] for param in own]
         same = all(own == starts[0] for own in starts) and len(set(params)) == len(params)  # none is cut
         return fitting[0] if same else None

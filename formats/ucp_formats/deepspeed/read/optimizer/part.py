@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from ucp.contract.scalars import scalar_state
 from ucp.core.index import Extra, Loss, ParamGroup
 from ucp.core.names import STEP
+from ucp.core.union import State
 from ucp.errors import listed
-from ucp_formats.deepspeed.read.optimizer.stored import State
 
 __all__ = ["OptimizerPart"]
 

@@ -6,8 +6,8 @@ import marshal
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from ucp.contract.flat_buffer import Span
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
 from ucp.core.pickle_values import Stub
@@ -22,7 +22,6 @@ from ucp_formats.deepspeed.read.files import SavedFile
 __all__ = [
     "OptimizerFile",
     "SavedGroup",
-    "Span",
     "TorchOptimizer",
     "UnshardedOptimizer",
     "counts_of",
@@ -141,23 +140,14 @@ class UnshardedOptimizer:
         )
 
 
-class Span(NamedTuple):
-    """Elements of a flat tensor (`fragment_address`)."""
-
-    start: int
-    """The first."""
-    numel: int
-    """How many."""
-
-    @classmethod
-    def of(cls, saved: object, where: str) -> Span:
-        """The address `saved`, whose class was a named tuple once."""
-        if not isinstance(saved, Stub):
-            raise MalformedError(f"expected a fragment_address for {where}; got {described(saved)}")
-        start, numel = saved.attribute("start"), saved.attribute("numel")
-        if len(saved.args) == 2:
-            numel, start = saved.args
-        return cls(integer(start, f"start of {where}"), integer(numel, f"numel of {where}"))
+def _span(saved: object, where: str) -> Span:
+    """The elements of a `fragment_address`, whose class was a named tuple once."""
+    if not isinstance(saved, Stub):
+        raise MalformedError(f"expected a fragment_address for {where}; got {described(saved)}")
+    start, numel = saved.attribute("start"), saved.attribute("numel")
+    if len(saved.args) == 2:
+        numel, start = saved.args
+    return Span(integer(start, f"start of {where}"), integer(numel, f"numel of {where}"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,4 +274,4 @@ def _mapping(saved: object) -> dict[str, Span] | None:
     where = "param_slice_mappings"
     if not isinstance(saved, dict):
         return None
-    return {text(name, where): Span.of(own, f"{name} in {where}") for name, own in saved.items()}
+    return {text(name, where): _span(own, f"{name} in {where}") for name, own in saved.items()}

@@ -21,15 +21,15 @@ from ucp.core.assign import FlatSlots, ManyWaysError, SlotGroup, Slots, possible
 from ucp.core.index import Extra, ParamGroup
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.tensor import TensorRef
+from ucp.core.union import ShardedTensor, State
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, described
 from ucp_formats.deepspeed.experts import is_expert
+from ucp_formats.deepspeed.partition import shared_buffers
 from ucp_formats.deepspeed.read.extras import UNSTEPPED
 from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, Shard, add_flat_group
-from ucp_formats.deepspeed.read.optimizer.flat_layout import shared_buffers
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.saved import SavedGroup, UnshardedOptimizer
-from ucp_formats.deepspeed.read.optimizer.stored import State, StoredTensor
 
 __all__ = ["INFERRED", "REMEDY", "names_by_shape", "read_optimizer", "slots_of"]
 
@@ -257,7 +257,7 @@ def _add_slots(
         own = part.states.setdefault(name, {})
         for key, value in ({WEIGHT: masters[at], **states} if masters else states).items():
             whole = isinstance(value, TensorRef) and value.shape == shape
-            found = StoredTensor.whole(value) if isinstance(value, TensorRef) and whole else scalar_state(value)
+            found = ShardedTensor.whole(value) if isinstance(value, TensorRef) and whole else scalar_state(value)
             if value is None:
                 part.dropped.append(f"{name}: state {key} is None")
             elif found is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
+from ucp.contract.flat_buffer import FlatBuffer, Span, WholeParameters
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
 from ucp.contract.registry import pattern
@@ -17,11 +18,11 @@ from ucp.core.layout import AxisLayout
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import ExpertGroups, ranks_joined
+from ucp_formats.deepspeed.partition import shared_buffers
 from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, Shard, add_flat_group
-from ucp_formats.deepspeed.read.optimizer.flat_layout import SharedBuffer, WholeParameters, shared_buffers
 from ucp_formats.deepspeed.read.optimizer.group_order import optimizer_order
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
-from ucp_formats.deepspeed.read.optimizer.saved import OptimizerFile, Span
+from ucp_formats.deepspeed.read.optimizer.saved import OptimizerFile
 from ucp_formats.deepspeed.read.run import SavedRun
 
 __all__ = ["add_groups"]
@@ -65,7 +66,7 @@ def _shard(file: OptimizerFile, rank: int, number: int) -> Shard:
     return Shard(rank=rank, file=file.name.name, weight=file.weights[number], states=states)
 
 
-def _buffer(run: SavedRun, number: int, own: Mapping[str, Shape], files: Sequence[OptimizerFile]) -> SharedBuffer:
+def _buffer(run: SavedRun, number: int, own: Mapping[str, Shape], files: Sequence[OptimizerFile]) -> FlatBuffer:
     """The buffer of a group that has the lengths which the ranks hold, else the usual one."""
     first = run.optimizers[min(run.optimizers)]
     paddings = None
@@ -92,7 +93,7 @@ def _checked_order(
     part: OptimizerPart,
     run: SavedRun,
     group: FlatGroupStates,
-    buffer: SharedBuffer,
+    buffer: FlatBuffer,
     *,
     mappings: Mapping[int, Mapping[str, Span]],
     checksums: Checksums,
@@ -122,7 +123,7 @@ def _checked_order(
     return names
 
 
-def _displaced(run: SavedRun, buffer: SharedBuffer, checksums: Checksums) -> list[str]:
+def _displaced(run: SavedRun, buffer: FlatBuffer, checksums: Checksums) -> list[str]:
     """Parameters whose module tensor, where it is a view of the whole buffer, starts elsewhere in it; sorted.
 
     A pipeline has no views: its tensors are in files of layers.

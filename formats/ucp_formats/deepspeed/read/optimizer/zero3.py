@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
+from ucp.contract.flat_buffer import Chunks
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
 from ucp.errors import MalformedError
 from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, Shard, add_flat_group
-from ucp_formats.deepspeed.read.optimizer.flat_layout import Chunks
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.saved import SavedGroup
 from ucp_formats.deepspeed.read.run import SavedRun
@@ -28,7 +28,7 @@ def add_sub_groups(part: OptimizerPart, run: SavedRun, checksums: Checksums, pro
         group = FlatGroupStates(
             label=f"sub-group {number}",
             shapes=own,
-            layouts=(Chunks(tuple((name, prod(shape)) for name, shape in own.items()), run.ranks),),
+            layouts=(Chunks({name: prod(shape) for name, shape in own.items()}, run.ranks),),
             shards=tuple(
                 Shard(
                     rank=rank,

@@ -12,16 +12,15 @@ from dataclasses import dataclass, field, replace
 
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
-from ucp.core.fragments import Fragment
 from ucp.core.index import Extra, Kind, ParamGroup, StateIndex
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import InlineTensor
+from ucp.core.union import ShardedTensor, State, joined_counts
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import Numbered
 from ucp_formats.deepspeed.read.module import ModuleEntry, ModulePart
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
-from ucp_formats.deepspeed.read.optimizer.stored import State, StoredTensor
 from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
 from ucp_formats.deepspeed.tp.family import FamilyRules
 from ucp_formats.deepspeed.tp.layout import TensorLayout
@@ -108,7 +107,7 @@ def _layouts(parts: Sequence[RankPart], tp: int, rules: Rules, where: str) -> di
     buffers: set[str] = set()
     for part in parts:
         weights = ((name, states.get(WEIGHT)) for name, states in part.optimizer.states.items())
-        own = {name: weight.shape for name, weight in weights if isinstance(weight, StoredTensor)}
+        own = {name: weight.shape for name, weight in weights if isinstance(weight, ShardedTensor)}
         own |= {name: entry.shape for name, entry in part.module.entries.items()}
         buffers |= {name for name, entry in part.module.entries.items() if entry.kind is Kind.BUFFER}
         for name, shape in own.items():
@@ -163,7 +162,7 @@ class _Merger:
         counts = [(part, own) for part, own in held if isinstance(own, StateIndex)]
         if len(counts) == len(held):
             return self._count(f"{name}/{key}", counts)
-        tensors = [(part, own) for part, own in held if isinstance(own, StoredTensor)]
+        tensors = [(part, own) for part, own in held if isinstance(own, ShardedTensor)]
         odd = [part.mp for part, _ in counts]
         if layout is not None:
             odd += [part.mp for part, own in tensors if own.shape != layout.local_shape(part.tp)]
@@ -177,16 +176,22 @@ class _Merger:
         shared = tuple([id(own) for _, own in counts])
         made = self._counts.get(shared)
         if made is None:
-            before = len(self.wrong)
-            pieces = [(part, piece) for part, own in counts for piece in own.fragments]
-            made = replace(counts[0][1], fragments=self._copies(what, pieces))
-            if len(self.wrong) == before:
-                self._counts[shared] = made
+            refs = [piece.ref for _, own in counts for piece in own.fragments]
+            inline = {ref.data for ref in refs if isinstance(ref, InlineTensor)}
+            if all(isinstance(ref, InlineTensor) for ref in refs):  # numbers in the files themselves must agree now
+                made = counts[0][1]
+                if len(inline) > 1:
+                    ranks = ", ".join(f"model-parallel rank {part.mp}" for part, _ in counts)
+                    self.wrong.append(f"of another run: {what} differs among {ranks}")
+                    return made
+            else:
+                made = joined_counts([own for _, own in counts])
+            self._counts[shared] = made
         return made
 
     def _joined(
-        self, name: str, held: Sequence[tuple[RankPart, StoredTensor]], *, in_stage: bool = False
-    ) -> StoredTensor:
+        self, name: str, held: Sequence[tuple[RankPart, ShardedTensor]], *, in_stage: bool = False
+    ) -> ShardedTensor:
         """A tensor of several ranks as one; `in_stage`: each copy of it is whole in a file of its own."""
         of_expert = name in self.mesh.owners
         every = [
@@ -233,15 +238,6 @@ class _Merger:
                 )
             else:
                 yield part, own
-
-    def _copies(self, what: str, pieces: Sequence[tuple[RankPart, Fragment]]) -> tuple[Fragment, ...]:
-        """A count that every rank has a copy of. Numbers that stand in the files themselves must agree now."""
-        inline = {f"model-parallel rank {part.mp}": piece.ref for part, piece in pieces}
-        if all(isinstance(ref, InlineTensor) for ref in inline.values()):
-            if len({ref.data for ref in inline.values() if isinstance(ref, InlineTensor)}) > 1:
-                self.wrong.append(f"of another run: {what} differs among {', '.join(inline)}")
-            return (pieces[0][1],)
-        return tuple(replace(piece, replica=number) for number, (_, piece) in enumerate(pieces))
 
 
 def _shape(state: State) -> Shape:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from ucp.contract.registry import pattern
 from ucp.core.fragments import Stored
 from ucp.core.layout import AxisLayout, Layout
+from ucp.core.union import ShardedTensor, Shards
 from ucp_formats.deepspeed.read.module import ModulePart
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
-from ucp_formats.deepspeed.read.optimizer.stored import LaidOut, StoredTensor
 
 if TYPE_CHECKING:
     from ucp.core.index import Doubt
@@ -55,7 +55,7 @@ class Mesh:
             axes.append(AxisLayout("ep", self.ep, by, self.known_from.get("ep", "")))
         return self.in_stage(name, own, (*axes, *own.axes))
 
-    def laid_out(self, name: str, tensor: StoredTensor, *, in_stage: bool, **coords: int) -> StoredTensor:
+    def laid_out(self, name: str, tensor: ShardedTensor, *, in_stage: bool, **coords: int) -> ShardedTensor:
         """A tensor of the model-parallel rank at `coords`, over all axes; `in_stage`: but for those outside a stage."""
         shape = self.tensors[name].global_shape if name in self.tensors else tensor.shape
         base = {"dp": 0, **coords}
@@ -66,10 +66,10 @@ class Mesh:
                 parts.append(part)
             else:
                 moved = [Stored({**base, **one.coords}, one.ref, one.start) for one in part.stored]
-                parts.append(LaidOut(layout, tuple(moved)))
+                parts.append(Shards(layout, tuple(moved)))
         if all(new is old for new, old in zip(parts, tensor.parts, strict=True)):
             return tensor
-        return StoredTensor(dtype=tensor.dtype, shape=shape, parts=tuple(parts))
+        return ShardedTensor(dtype=tensor.dtype, shape=shape, parts=tuple(parts))
 
     def in_stage(self, name: str, own: Layout, outer: tuple[AxisLayout, ...] = ()) -> Layout:
         """The layout in a pipeline stage, which has its modules in files of layers and experts, by their names."""
@@ -112,6 +112,6 @@ class Merged:
                     module.entries[name] = replace(entry, tensor=tensor)
         for name, own in optimizer.states.items():
             for key, state in own.items():
-                if isinstance(state, StoredTensor) and not state.layout.flat:
+                if isinstance(state, ShardedTensor) and not state.layout.flat:
                     own[key] = mesh.laid_out(name, state, in_stage=True)
         return cls(module, optimizer, mesh)

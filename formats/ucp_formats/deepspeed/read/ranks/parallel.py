@@ -18,6 +18,7 @@ from ucp.core.index import Doubt, DoubtKind, Extra
 from ucp.core.layout import Overlap
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import TensorRef
+from ucp.core.union import ShardedTensor
 from ucp.errors import counted
 from ucp.io.pickle.fields import Shape, mapping
 from ucp_formats.deepspeed.experts import ExpertGroups, Experts
@@ -27,7 +28,6 @@ from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule
 from ucp_formats.deepspeed.read.module import module_of, read_module
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.sharded import read_sharded, with_shapes
-from ucp_formats.deepspeed.read.optimizer.stored import StoredTensor
 from ucp_formats.deepspeed.read.ranks.merge import RankPart, Rules, merge
 from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
 from ucp_formats.deepspeed.read.ranks.pipeline import layer_starts, pipeline_modules
@@ -83,7 +83,7 @@ def _layers_and_stages(grid: SavedGrid, parts: Sequence[RankPart]) -> tuple[dict
         if part.tp == 0 and part.optimizer.groups:
             stages[part.order] = [name for group in part.optimizer.groups for name in group.params]
     weights = {name: own.get(WEIGHT) for part in parts if part.tp == 0 for name, own in part.optimizer.states.items()}
-    numels = {name: prod(weight.shape) for name, weight in weights.items() if isinstance(weight, StoredTensor)}
+    numels = {name: prod(weight.shape) for name, weight in weights.items() if isinstance(weight, ShardedTensor)}
     starts = layer_starts(grid, 0, {name: numels.get(name) for own in stages.values() for name in own})
     return starts, [stages.get(stage, []) for stage in range(grid.pp)]
 

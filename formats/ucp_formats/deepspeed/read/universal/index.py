@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from ucp.contract.locating import Located
 from ucp.contract.problems import Problems
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.rank_extras import Checksums
@@ -24,7 +25,7 @@ from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, sequence
-from ucp_formats.deepspeed.locate import Located, list_folder
+from ucp_formats.deepspeed.locate import list_folder
 from ucp_formats.deepspeed.names import UNIVERSAL, FileName, Role
 from ucp_formats.deepspeed.read.extras import joined, universal_extras
 from ucp_formats.deepspeed.read.files import SavedFile, parsed, read_files, source_files, try_read
@@ -91,7 +92,7 @@ class SharedStates:
         )
 
 
-def read_universal(located: Located, name: str, options: SourceOptions) -> Index:
+def read_universal(located: Located[bool], name: str, options: SourceOptions) -> Index:
     """Index, of the format called `name`, of the tag folder that was found. Raises SourceError."""
     folder = list_folder(located.root)
     refuse_names(folder)

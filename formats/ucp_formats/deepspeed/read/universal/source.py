@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ucp.contract.protocols import Evidence, Format, SourceOptions
 from ucp.core.index import Index
-from ucp_formats.deepspeed.locate import locate_universal, saved_as, the_folder
+from ucp_formats.deepspeed.locate import locate_tag, saved_as, the_folder
 from ucp_formats.deepspeed.read.source import RUN
 
 __all__ = ["DeepSpeedUniversalFormat"]
@@ -27,14 +27,12 @@ class DeepSpeedUniversalFormat(Format):
 
     def detect(self, path: Path) -> Evidence | None:
         """Whether `path` is, or leads to, a tag folder with `zero/`."""
-        located = locate_universal(path)
-        if located is None:
-            return None
-        return Evidence(root=located.root, reasons=located.reasons, is_saved_in=located.saved_in is not None)
+        located = locate_tag(path, universal=True)
+        return None if located is None else located.evidence
 
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
         from ucp_formats.deepspeed.read.universal.index import read_universal
 
-        located = the_folder(locate_universal(path), path)
+        located = the_folder(locate_tag(path, universal=True), path)
         return saved_as(read_universal(located, self.name, self._options), located)

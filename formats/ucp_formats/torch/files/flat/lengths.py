@@ -21,12 +21,12 @@ Sources: torch 2.13, `torch/distributed/fsdp/_flat_param.py` (`_init_flat_param_
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from math import prod
 
+from ucp.contract.flat_buffer import FlatBuffer, Span
 from ucp.contract.registry import pattern
 from ucp.core.fragments import Stored, fragments
-from ucp.core.layout import AxisLayout, Layout, Pattern
+from ucp.core.layout import AxisLayout, Layout
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError
 from ucp_formats.torch.files.joined import COPIES, Joined
@@ -60,17 +60,17 @@ def split_flat(
             f"{where} has {numel} elements{f', padded over {ranks} ranks' if is_padded else ''}; its parameters have "
             f"{sum(counts)}: {', '.join(shapes)}. The shapes are those of another model"
         )
-    share = -(-numel // ranks)
-    params = {}
-    for (name, shape), start in zip(shapes.items(), accumulate(counts, initial=0), strict=False):
-        stored = [
-            (copy, number, ref, max(start - number * share, 0))
-            for copy, shards in enumerate(copies)
-            for number, ref in enumerate(shards)
-            if ref is not None
-        ]
-        params[name] = _joined(shape, pattern("partition", start=start, share=share), stored, (len(copies), ranks))
-    return params
+    buffer = FlatBuffer.of(
+        dict(zip(shapes, counts, strict=True)),
+        ranks=ranks,
+        share=-(-numel // ranks),
+        axis="dp_shard",
+        known_from="flat parameters of FSDP1",
+    )
+    axes, spans = buffer.axes(), [buffer.spans(rank) for rank in range(ranks)]
+    return {
+        name: _joined(shape, axes[name], copies, [own.get(name) for own in spans]) for name, shape in shapes.items()
+    }
 
 
 def proves_parts(widths: Sequence[Sequence[int]], numel: int) -> bool:
@@ -82,16 +82,19 @@ def proves_parts(widths: Sequence[Sequence[int]], numel: int) -> bool:
     ranks = len(widths[0])
     share = -(-numel // ranks)
     for alignment in _ALIGNMENTS:
-        stop = 0
+        starts = [0]
         for parts in widths:
-            start = _rounded(stop, alignment)
-            stop = start + sum(parts)
-            shares = (min(stop, (rank + 1) * share) - max(start, rank * share) for rank in range(ranks))
-            if tuple(max(own, 0) for own in shares) != tuple(parts):
-                break
-        else:
-            if numel in (stop, _rounded(stop, ranks)):
-                return True
+            stop = starts[-1] + sum(parts)
+            starts.append(_rounded(stop, alignment))
+        numels = {str(at): sum(parts) for at, parts in enumerate(widths)}
+        buffer = FlatBuffer.of(numels, ranks=ranks, share=share, starts=starts[:-1], known_from="")
+        spans = [buffer.spans(rank) for rank in range(ranks)]
+        fits = all(
+            tuple(parts) == tuple(own[str(at)].numel if str(at) in own else 0 for own in spans)
+            for at, parts in enumerate(widths)
+        )
+        if fits and numel in (stop, _rounded(stop, ranks)):
+            return True
     return False
 
 
@@ -105,27 +108,29 @@ def join_parts(shape: tuple[int, ...], copies: Sequence[Sequence[TensorRef | Non
         raise MalformedError(
             f"expected {prod(shape)} elements of {where} over all ranks; got {' or '.join(map(str, map(sum, widths)))}"
         )
-    stored = [
-        (copy, number, ref, 0)
-        for copy, shards in enumerate(copies)
-        for number, ref in enumerate(shards)
-        if ref is not None
-    ]
-    return _joined(shape, pattern("cut", dim=0, widths=(held,)), stored, (len(copies), len(held)))
+    axis = AxisLayout("dp_shard", len(held), pattern("cut", dim=0, widths=(held,)), "flat parameters of FSDP1")
+    return _joined(shape, axis, copies, [Span(0, numel) for numel in held])
 
 
 def _joined(
-    shape: tuple[int, ...], cut: Pattern, stored: Sequence[tuple[int, int, TensorRef, int]], degrees: tuple[int, int]
+    shape: tuple[int, ...],
+    cut: AxisLayout,
+    copies: Sequence[Sequence[TensorRef | None]],
+    spans: Sequence[Span | None],
 ) -> Joined:
-    """A parameter from what ranks stored of it: copy, place among the shards, shard, element where it starts there."""
-    known = "flat parameters of FSDP1"
-    copies = (AxisLayout(COPIES, degrees[0], pattern("replicate"), known),) if degrees[0] > 1 else ()
-    layout = Layout(axes=copies, flat=(AxisLayout("dp_shard", degrees[1], cut, known),))
-    places = [Stored({COPIES: copy, "dp_shard": number}, ref, start) for copy, number, ref, start in stored]
+    """A parameter from the shards of a flat one, of which each holds the span; once for each copy."""
+    replicas = (AxisLayout(COPIES, len(copies), pattern("replicate"), cut.known_from),) if len(copies) > 1 else ()
+    layout = Layout(axes=replicas, flat=(cut,))
+    stored = [
+        Stored({COPIES: copy, cut.axis: number}, ref, span.start)
+        for copy, shards in enumerate(copies)
+        for number, (ref, span) in enumerate(zip(shards, spans, strict=True))
+        if ref is not None and span is not None
+    ]
     return Joined(
-        dtype=stored[0][2].dtype,
+        dtype=next(ref.dtype for shards in copies for ref in shards if ref is not None),
         shape=shape,
-        fragments=fragments(layout, shape, places),
+        fragments=fragments(layout, shape, stored),
         layout=layout,
         is_shared=True,
     )

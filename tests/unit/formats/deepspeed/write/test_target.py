@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from ucp.core.index import Extra, Index, Loss, StateIndex
 from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.region import Box
 from ucp.core.target import TargetOptions
-from ucp.core.tensor import InlineTensor, Record, TensorRef
+from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, UnsupportedError, UsageError
 from ucp.io.torch_file.archive import read_archive
@@ -213,7 +212,7 @@ def test_nor_is_one_state_of_it_nor_those_of_a_group_that_has_none(source: Make)
             del index.atoms[atom].states[state]
     plan = TARGET.plan(index, Topology(dp=1, zero=1), TargetOptions())
     assert plan.zeros == {}
-    assert any("no states of groups 0 of the optimizer are there" in note for note in plan.notes)
+    assert any("no states of groups 0 of the optimizer" in note for note in plan.notes)
 
 
 def test_stage_0_of_fused_adam_is_as_flat_as_other_stages(source: Make, write: Make) -> None:
@@ -322,59 +321,10 @@ def test_stage_3_keeps_the_shape_of_an_empty_parameter_that_nothing_frozen_stand
 ADAM = {"betas": (0.9, 0.99), "eps": 1e-8}
 
 
-@pytest.mark.parametrize(
-    ("stage", "states", "words"),
-    [
-        (0, [], "no states of the optimizer are there: load_checkpoint restores weights and hyper-parameters"),
-        (3, [], "no states of the optimizer are there: load_checkpoint restores weights and hyper-parameters"),
-        (
-            0,
-            ["exp_avg"],
-            "lacks exp_avg_sq, step: it fails, or the first step after it, with KeyError. load_module_only",
-        ),
-        (1, ["exp_avg"], "KeyError. load_optimizer_states=False loads the weights alone. Leave out all states"),
-        (3, ["exp_avg_sq"], "lacks exp_avg, step: .*loads the weights alone; load_module_only=True would load none"),
-    ],
-)
-def test_what_deepspeed_cannot_resume_is_told(
-    source: Make, write: Make, stage: int, states: list[str], words: str
-) -> None:
-    made = source(states=[states, states], steps=[], hypers=[ADAM, ADAM])
-    notes = write(made, TARGET, Topology(dp=2, zero=stage)).plan.notes
-    assert sum(re.search(words, note) is not None for note in notes) == 1, notes
-
-
-def test_masters_that_would_be_rounded_are_told(source: Make, write: Make) -> None:
-    made = source(states=[["exp_avg"]] * 2, hypers=[ADAM, ADAM], model_dtype=DType.BFLOAT16)
-    notes = write(made, TARGET, Topology(dp=2, zero=2)).plan.notes
-    assert any("with masters rounded to bf16" in note for note in notes)
-
-
 def test_one_group_without_states_is_named(source: Make, write: Make) -> None:
     made = source(states=[["momentum_buffer"], []], steps=[])
     notes = write(made, TARGET, Topology(dp=2, zero=2)).plan.notes
-    assert any(note.startswith("no states of groups 1 of the optimizer are there") for note in notes)
-
-
-def test_at_stage_0_a_single_parameter_that_lacks_a_state_is_named(source: Make, write: Make) -> None:
-    made = source(hypers=[ADAM, ADAM])
-    del made.arrays["w/exp_avg"]
-    notes = write(made, TARGET, Topology(dp=1, zero=0)).plan.notes
-    assert any("which lacks exp_avg of w: " in note for note in notes)
-    del made.arrays["w/exp_avg_sq"], made.arrays["gate/exp_avg"], made.arrays["gate/exp_avg_sq"]
-    index = made.index()
-    for name in ("w", "gate"):
-        del index.atoms[name].states["step"]
-    plan = TARGET.plan(index, Topology(dp=1, zero=0), TargetOptions())
-    assert not any("lacks" in note for note in plan.notes), "never stepped: torch starts those when it first steps them"
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_whole_optimizers_need_no_notes(source: Make, write: Make, stage: int) -> None:
-    for states, hyper in ((["exp_avg", "exp_avg_sq"], ADAM), (["exp_avg"], {"betas": (0.9, 0.99)})):
-        made = source(states=[states, states], hypers=[hyper, hyper])
-        notes = write(made, TARGET, Topology(dp=2, zero=stage)).plan.notes
-        assert not any("load_checkpoint" in note for note in notes)
+    assert any("no states of groups 1 of the optimizer" in note for note in notes)
 
 
 def test_a_trained_parameter_outside_all_groups_is_refused(source: Make, write: Make) -> None:
@@ -538,25 +488,22 @@ def test_what_a_module_keeps_beside_tensors_is_in_the_module_again(source: Make,
     assert root["module"]._metadata == versions
 
 
-def test_steps_that_are_tensors_are_compared_by_recorded_checksums(source: Make, write: Make) -> None:
+def test_steps_that_are_tensors_are_compared_by_their_values(source: Make, write: Make) -> None:
     made = source()
     index = made.index()
+    counts = made.root / "counts.bin"
+    counts.write_bytes(struct.pack("<5f", 3, 3, 4, 4, 4))
 
     def step_at(offset: int) -> StateIndex:
-        ref = TensorRef(path=str(made.path), offset=offset, dtype=DType.FLOAT32, shape=(), strides=())
+        ref = TensorRef(path=str(counts), offset=offset, dtype=DType.FLOAT32, shape=(), strides=())
         return StateIndex(dtype=DType.FLOAT32, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=ref),))
 
     for number, name in enumerate(("emb", "w", "gate", "scalar", "bias")):
         index.atoms[name].states["step"] = step_at(4 * number)
-    crcs = [7, 7, 9, 9, 9]
-    same = [Record(path=str(made.path), name="", offset=4 * n, nbytes=4, crc32=crc) for n, crc in enumerate(crcs)]
-    sure = TARGET.plan(replace(index, records=tuple(same)), Topology(dp=1, zero=2), TargetOptions())
-    assert not any("step" in note for note in sure.notes)
-    unsure = TARGET.plan(index, Topology(dp=1, zero=2), TargetOptions())
-    assert any("step" in note and "first parameter's is taken" in note for note in unsure.notes)
-    differing = (*same[:-1], replace(same[-1], crc32=8))
-    with pytest.raises(UnsupportedError, match="a tensor at 16"):
-        TARGET.plan(replace(index, records=differing), Topology(dp=1, zero=2), TargetOptions())
+    TARGET.plan(index, Topology(dp=1, zero=2), TargetOptions())
+    index.atoms["w"].states["step"] = step_at(8)
+    with pytest.raises(UnsupportedError, match=r"emb: 3\n  w: 4"):
+        TARGET.plan(index, Topology(dp=1, zero=2), TargetOptions())
 
 
 def test_a_static_loss_scale_stays_static(source: Make, write: Make) -> None:

@@ -6,11 +6,12 @@ from itertools import product
 
 import numpy as np
 import pytest
-from ucp_formats.megatron.legacy.views import View, experts_in_one, fragments, old_attention_rows, plain
+from ucp_formats.megatron.legacy.views import View, experts_in_one, old_attention_rows, plain
 from ucp_patterns.shard import Shard
 
 from ucp.core.dtypes import DType
-from ucp.core.layout import AxisLayout, Layout, local_shape, place
+from ucp.core.fragments import fragments
+from ucp.core.layout import AxisLayout, Layout, local_shape
 from ucp.core.tensor import TensorRef, contiguous_strides
 
 
@@ -54,15 +55,13 @@ def test_experts_are_taken_apart() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_fragments_are_cut_out_of_a_view(version: float, rank: int) -> None:
     layout = Layout((AxisLayout("tp", 2, Shard(dim=0, blocks=(12, 12))),))
-    placed = place(layout, (24, 3), coords={"tp": rank})
     local = local_shape(layout, (24, 3), {"tp": rank})
     view = old_attention_rows(local, heads=2, parts=3, version=version)
     stored = np.arange(36).reshape(local)
     canonical = seen(view, stored)
     ref = TensorRef(path="a", offset=16, dtype=DType.FLOAT32, shape=local, strides=contiguous_strides(local))
     out = np.full((24, 3), -1)
-    for fragment in fragments(view, placed, ref, copy=5):
-        assert fragment.replica == 5
+    for fragment in fragments(layout, (24, 3), [view.of(ref, {"tp": rank})]):
         flat = (fragment.ref.offset - 16) // 4
         for index in product(*map(range, fragment.box.sizes)):
             at = tuple(map(sum, zip(index, fragment.box.offsets, strict=True)))
@@ -75,5 +74,5 @@ def test_fragments_are_cut_out_of_a_view(version: float, rank: int) -> None:
 
 def test_a_number_is_a_view_too() -> None:
     ref = TensorRef(path="a", offset=0, dtype=DType.FLOAT32, shape=(), strides=())
-    (fragment,) = fragments(plain(()), place(Layout(), (), coords={}), ref)
+    (fragment,) = fragments(Layout(), (), [plain(()).of(ref, {})])
     assert fragment.ref == ref

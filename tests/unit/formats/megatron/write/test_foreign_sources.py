@@ -12,8 +12,9 @@ import torch
 
 import ucp
 from tests.unit.formats.megatron.write.torch_dist.test_files import tensors
-from ucp.api import convert, diff, make_options, verify
+from ucp.api import convert, diff, verify
 from ucp.conversion.convert import ConvertReport, carry_out
+from ucp.conversion.options import make_options
 from ucp.conversion.prepare import Silent, prepare
 from ucp.conversion.verify import verify_written
 from ucp.core.index import ParamGroup
@@ -100,15 +101,6 @@ def test_names_of_huggingface(topology, model, store, tmp_path):
     fc1 = torch.stack([torch.cat(own) for own in gates])
     assert torch.equal(found["optimizer.state.param.decoder.layers.mlp.linear_fc1.weight"], fc1)
     assert torch.equal(found["output_layer.weight"], model["lm_head.weight"].bfloat16())
-
-
-def test_legacy_files_without_random_states_say_how_to_start(store, tmp_path):
-    """Megatron ends where files of ranks have none, unless it is told not to ask."""
-    report = to_megatron(store, tmp_path / "b", "tp=2", "torch", **SAID)
-    (note,) = (note for note in report.notes if "random states" in note)
-    assert note == (
-        "random states of Megatron are not in the source: start the run with --no-load-rng, or Megatron stops"
-    )
 
 
 def test_arguments_follow_from_shapes(store, tmp_path):

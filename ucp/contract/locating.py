@@ -1,0 +1,149 @@
+"""Which folder holds the checkpoint: a path leads to it in the same few ways in every format.
+
+1. The path is the checkpoint.
+2. A pointer, which is a small text file such as `latest`, names one of those in the folder.
+3. Only one lies in the folder. Where there are several, or the pointer names none of them, the user has to choose.
+
+A format says what a path itself is (`Look`), and which files point (`Pointer`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from ucp.contract.companion_files import SaveFolder
+from ucp.contract.protocols import Evidence, Strength
+from ucp.errors import MalformedError, UnknownFormatError, UsageError, counted, listed
+from ucp.io.folder import absolute, is_there, names_in, path_of, short_text
+
+__all__ = ["Located", "Look", "Pointer", "find_only", "follow_pointers", "locate", "look_at", "the_checkpoint"]
+
+T = TypeVar("T")
+
+_MOST_BYTES = 1024
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located(Generic[T]):
+    """What a path resolves to."""
+
+    root: Path
+    """Folder or file of the checkpoint; the path passed, where there are several."""
+    content: T
+    """What the format sees there."""
+    reasons: tuple[str, ...]
+    """What was seen on the way."""
+    choices: tuple[str, ...] = ()
+    """Names in `root` to choose from, where nothing says which; else empty."""
+    dangling: str = ""
+    """Pointer that is there and names none of the choices; else empty."""
+    saved_in: SaveFolder | None = None
+    """Folder that the checkpoint was saved in; None where that is not known."""
+    strength: Strength = Strength.MARKER
+    """How sure it is that this is a checkpoint of the format."""
+    notes: tuple[str, ...] = ()
+    """What was assumed on the way."""
+
+    @property
+    def evidence(self) -> Evidence:
+        """The same, for `Format.detect`."""
+        return Evidence(self.root, self.reasons, is_saved_in=self.saved_in is not None, strength=self.strength)
+
+
+Look = Callable[[Path], Located[T] | None]
+"""What a path itself is to a format, without what it points to; None where it is nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """A text file that names a checkpoint beside it."""
+
+    file: str
+    """Name of the file."""
+    folder_of: Callable[[str], str | None] = str
+    """Name of the checkpoint's folder, by the text of the file; None for a text that is no name."""
+    is_binding: bool = True
+    """Whether a text that is no name is an error even where only one checkpoint is there."""
+
+    def read(self, folder: Path) -> str | None:
+        """Name of the folder that the file in `folder` names; None where there is none, or no name in it."""
+        text = short_text(folder / self.file, most_bytes=_MOST_BYTES)
+        name = self.folder_of(text) if text else None
+        return None if not name or os.path.isabs(name) or ".." in Path(name).parts else name
+
+
+def locate(path: Path, look: Look[T], pointers: Sequence[Pointer] = ()) -> Located[T] | None:
+    """The checkpoint that `path` is or leads to; None if there is none."""
+    return look_at(path, look, pointers) or follow_pointers(path, look, pointers) or find_only(path, (look,), pointers)
+
+
+def look_at(path: Path, look: Look[T], pointers: Sequence[Pointer]) -> Located[T] | None:
+    """The checkpoint that `path` itself is, with the folder that it was saved in, as pointers there show."""
+    located = look(path)
+    if located is None:
+        return None
+    root = path_of(absolute(located.root))
+    folder = root.parent
+    names = (name for pointer in pointers if (name := pointer.read(folder)) and (folder / name).is_dir())
+    newest = next(names, None)
+    if newest is None:
+        return located
+    return replace(located, saved_in=SaveFolder(folder, newest="" if folder / newest == root else newest))
+
+
+def follow_pointers(path: Path, look: Look[T], pointers: Sequence[Pointer]) -> Located[T] | None:
+    """The checkpoint that the first pointer in `path` leads to which leads to one."""
+    for pointer in pointers:
+        name = pointer.read(path)
+        located = look(path / name) if name else None
+        if located is not None:
+            reasons = (f"{pointer.file} -> {name}", *located.reasons)
+            return replace(located, reasons=reasons, saved_in=SaveFolder(path))
+    return None
+
+
+def find_only(path: Path, looks: Sequence[Look[T]], pointers: Sequence[Pointer] = ()) -> Located[T] | None:
+    """The only checkpoint in `path`, or the choice between several: of the first of `looks` that sees any.
+
+    `pointers`: files that lead to none, if they are there.
+    """
+    names = sorted(name for name in names_in(path) if (path / name).is_dir())
+    for look in looks:
+        below = {name: located for name in names if (located := look(path / name)) is not None}
+        if not below:
+            continue
+        lost = (p.file for p in pointers if is_there(path / p.file) and (p.is_binding or p.read(path)))
+        dangling = next(lost, "")
+        name, located = next(iter(below.items()))
+        if len(below) == 1 and not dangling:
+            reasons = (f"the only checkpoint, {name}", *located.reasons)
+            return replace(located, reasons=reasons, saved_in=SaveFolder(path) if pointers else None)
+        reasons = (f"folders {', '.join([*below][:_SHOWN])}{', ...' if len(below) > _SHOWN else ''}",)
+        return replace(located, root=path, reasons=reasons, choices=tuple(below), dangling=dangling)
+    return None
+
+
+def the_checkpoint(located: Located[T] | None, path: Path, what: str, example: str, pointer: str = "") -> Located[T]:
+    """The one checkpoint found at `path`. Raises UnknownFormatError, MalformedError (a pointer to none), UsageError.
+
+    `what` is expected, such as `example`; `pointer`: the file that would name one of several.
+    """
+    if located is None:
+        raise UnknownFormatError(f"expected {what} at {path}: {example}")
+    choices = listed(str(located.root / name) for name in located.choices)
+    if located.dangling:
+        text = short_text(located.root / located.dangling, most_bytes=_MOST_BYTES)
+        raise MalformedError(
+            f"expected {located.root / located.dangling} to name a checkpoint beside it; got {text!r}, which names "
+            f"none. Copy the missing folder, or pass one that is there:\n{choices}"
+        )
+    if located.choices:
+        noun = "candidate file" if located.strength is Strength.SUFFIX else "checkpoint"
+        unnamed = f" and no {pointer} that names one" if pointer else ""
+        raise UsageError(f"{path} holds {counted(len(located.choices), noun)}{unnamed}; pass one of them:\n{choices}")
+    return located

@@ -1,0 +1,79 @@
+"""An option: how the command line and functions spell it, what it takes, what takes it, and what it decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Flag, StrEnum, auto
+from typing import Any
+
+from ucp.conversion.values import dtypes_of, settings_of
+
+__all__ = ["Option", "Verb", "declare"]
+
+
+class Verb(Flag):
+    """What takes an option."""
+
+    READ = auto()
+    """`open`, `inspect`, `patterns check`."""
+    COMPARE = auto()
+    """`verify` and `diff`."""
+    LOAD = auto()
+    """`load_into`."""
+    PLAN = auto()
+    CONVERT = auto()
+    MAKE = PLAN | CONVERT
+    EVERY = READ | COMPARE | LOAD | MAKE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What is known of an option: how it is spelled, what it takes, and what it decides."""
+
+    name: str = ""
+    """The argument of functions; set by `ucp.conversion.options.OPTIONS`."""
+    flag: str = ""
+    """The option of the command line; set there where it is the name with dashes."""
+    also: str = ""
+    """Another spelling of the flag."""
+    metavar: str | None = None
+    """The value on a help page; None for a flag without value, or one of `choices`."""
+    help: str
+    """What it does."""
+    python: str = ""
+    """The same for the arguments of functions, where these take other forms."""
+    comparing: str = ""
+    """The same for `verify` and `diff`, where it means something else there."""
+    parse: Callable[[Any], object] = bool
+    """Makes the field's value of the argument, or raises UsageError."""
+    choices: type[StrEnum] | None = None
+    """Values there are, where these are few."""
+    repeats: bool = False
+    """Whether the command line takes it several times."""
+    shown: str = ""
+    """The default on a help page."""
+    verbs: Verb = Verb.MAKE
+    """What takes it."""
+    identity: str = ""
+    """What messages call it as a part of a conversion's identity; empty where it does not decide what is written."""
+    is_per_part: bool = False
+    """Whether parts of one conversion may differ in it."""
+    default: object = None
+    """The argument's default; set there."""
+
+    @property
+    def in_python(self) -> str:
+        """The argument as a note below a message spells it.
+
+        >>> Option(name="fsync", help="", default=True).in_python
+        'fsync=False'
+        """
+        is_map = self.parse in {dtypes_of, settings_of}
+        value = not self.default if isinstance(self.default, bool) else "{...}" if is_map else "..."
+        return f"{self.name}={value}"
+
+
+def declare(text: str, /, **more: Any) -> dict[str, Option]:
+    """Metadata of a field; the type of the field is that of the checked value."""
+    return {"option": Option(help=text, **more)}

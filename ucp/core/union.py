@@ -1,0 +1,178 @@
+"""The union: what ranks stored of a tensor, put together into one atom, where `place` says that it lies.
+
+1. A reader of files gives each tensor as `ShardedTensor`: what every rank stored, with its coordinates and a layout.
+2. `Union.state` makes the pieces: ranks that differ in nothing but copied axes hold replicas, numbered on.
+3. `Union.atom` joins the states: where the optimizer has a master, that is the weight, and the model's own tensor is a
+   derived copy of it, which is compared and never taken. `joined_counts` does the same for one number per parameter.
+
+>>> from ucp.core.layout import AxisLayout
+>>> from ucp_patterns.replicate import Replicate
+>>> ref = TensorRef(path="rank0", offset=0, dtype=DType.FLOAT32, shape=(2,), strides=(1,))
+>>> layout = Layout((AxisLayout("dp", 2, Replicate()),))
+>>> shards = Shards(layout, tuple(Stored({"dp": rank}, ref) for rank in (0, 1)))
+>>> tensor = ShardedTensor(dtype=DType.FLOAT32, shape=(2,), parts=(shards,))
+>>> [(str(piece.box), piece.replica) for piece in Union().state(tensor).fragments]
+[('[0:2]', 0), ('[0:2]', 1)]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ucp.core.dtypes import DType
+from ucp.core.fragments import Fragment, Stored, with_copies
+from ucp.core.index import AtomIndex, Kind, StateIndex
+from ucp.core.layout import Layout, Placed, place
+from ucp.core.names import WEIGHT
+from ucp.core.region import Box
+from ucp.core.tensor import TensorRef, contiguous_strides
+
+__all__ = ["ShardedTensor", "Shards", "State", "Union", "joined_counts"]
+
+
+class Shards(NamedTuple):
+    """What some ranks stored of a tensor."""
+
+    layout: Layout
+    """How the tensor lies over them."""
+    stored: tuple[Stored, ...]
+    """What each stored; where one has several copies, one after another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedTensor:
+    """A tensor as it lies in files."""
+
+    dtype: DType
+    """Type of its elements."""
+    shape: tuple[int, ...]
+    """Elements per dim: of what one model-parallel rank has, until all are put together."""
+    parts: tuple[Shards, ...]
+    """What ranks stored. Model-parallel ranks have layouts of their own where their buffers differ."""
+
+    @classmethod
+    def whole(cls, *copies: TensorRef) -> ShardedTensor:
+        """A tensor that a file holds whole, once or more."""
+        stored = tuple(Stored({}, ref) for ref in copies)
+        return cls(dtype=copies[0].dtype, shape=copies[0].shape, parts=(Shards(Layout(), stored),))
+
+    @property
+    def layout(self) -> Layout:
+        """That of the first ranks."""
+        return self.parts[0].layout
+
+    @property
+    def first(self) -> TensorRef:
+        """What the first rank stored."""
+        return self.parts[0].stored[0].ref
+
+
+State = StateIndex | ShardedTensor
+"""A state of a parameter: in pieces already, or a tensor that is still to be placed."""
+
+
+class Union:
+    """Makes states and atoms; where a layout places a shape is found once per rank, as parameters share it."""
+
+    def __init__(self) -> None:
+        self._states, self._models = _Places(), _Places()
+
+    def state(self, state: State) -> StateIndex:
+        """The state with its pieces."""
+        if isinstance(state, StateIndex):
+            return state
+        return StateIndex(
+            dtype=state.dtype,
+            global_shape=state.shape,
+            fragments=_fragments(state, self._states),
+            overlap=state.layout.overlap,
+        )
+
+    def atom(
+        self,
+        name: str,
+        *,
+        kind: Kind,
+        layout: Layout,
+        states: Mapping[str, State],
+        model: State | None = None,
+        model_dtype: DType | None = None,
+    ) -> AtomIndex:
+        """The atom of a parameter; `model`: the model's own tensor, `model_dtype`: type in which it computes.
+
+        There is a master among `states`, or a tensor of the model.
+        """
+        master = states.get(WEIGHT, model)
+        assert master is not None
+        weight = self.state(master)
+        if model is not None and master is not model and weight.numel:
+            if isinstance(model, StateIndex):
+                pieces = with_copies(weight.fragments, model.fragments, derived=True)
+            else:
+                first = 1 + max([piece.replica for piece in weight.fragments], default=-1)
+                pieces = weight.fragments + _fragments(model, self._models, first, derived=True)
+            weight = replace(weight, fragments=pieces)
+        dtype = model.dtype if model_dtype is None and model is not None else model_dtype
+        return AtomIndex(
+            name=name,
+            global_shape=weight.global_shape,
+            kind=kind,
+            states={WEIGHT: weight, **{key: self.state(state) for key, state in states.items() if key != WEIGHT}},
+            model_dtype=dtype if dtype is not weight.dtype else None,
+            layout=layout,
+        )
+
+
+class _Places:
+    """Boxes that ranks hold of a shape, under the layout that was asked for last."""
+
+    def __init__(self) -> None:
+        self._take(Layout())
+
+    def _take(self, layout: Layout) -> None:
+        self._layout = layout
+        self._axes = [axis.axis for axis in layout.every]
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Placed, ...]] = {}
+
+    def of(self, layout: Layout, shape: tuple[int, ...], rank: Stored) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
+        """Coordinates of a rank on the axes of the layout, and the boxes that it holds."""
+        if layout is not self._layout and layout != self._layout:
+            self._take(layout)
+        at = tuple([rank.coords[axis] for axis in self._axes])
+        placed = self._known.get((shape, at))
+        if placed is None:
+            placed = self._known[shape, at] = place(layout, shape, coords=rank.coords)
+        return at, placed
+
+
+def _fragments(
+    tensor: ShardedTensor, places: _Places, first: int = 0, *, derived: bool = False
+) -> tuple[Fragment, ...]:
+    """Pieces of a global tensor; one of no elements where it has none.
+
+    `first`: number of the first copy. `derived`: whether ranks computed it from other pieces.
+    """
+    shape = tensor.shape
+    if 0 in shape:
+        ref = tensor.first.strided(0, shape, contiguous_strides(shape))
+        return (Fragment(box=Box.whole(shape), ref=ref),)
+    pieces: list[Fragment] = []
+    seen: dict[tuple[int, ...], int] = {}
+    copies = {(0, 0): first}
+    for layout, stored in tensor.parts:
+        for rank in stored:
+            at, every = places.of(layout, shape, rank)
+            nth = seen.get(at, 0)
+            seen[at] = nth + 1
+            for placed in every:
+                replica = copies.setdefault((nth, placed.replica), first + len(copies))
+                pieces += rank.pieces(placed, layout, replica=replica, derived=derived)
+    return tuple(pieces)
+
+
+def joined_counts(counts: Sequence[StateIndex]) -> StateIndex:
+    """One number of a parameter that several ranks have: the first rank's, and copies on the others."""
+    pieces = [piece for count in counts for piece in count.fragments]
+    return replace(counts[0], fragments=tuple(replace(piece, replica=at) for at, piece in enumerate(pieces)))
