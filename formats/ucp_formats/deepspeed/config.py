@@ -71,16 +71,6 @@ class RunConfig:
         return self._section("zero_optimization").get("parameter_alignment") is True
 
     @property
-    def computes_norm(self) -> bool:
-        """Whether stages 1 and 2 take the norm of the gradients."""
-        return self._section("zero_optimization").get("compute_grad_norm") is not False
-
-    @property
-    def fuses_as_before(self) -> bool:
-        """Whether FP16_Optimizer takes the steps of `legacy_fusion`."""
-        return self._section("optimizer").get("legacy_fusion") is True
-
-    @property
     def gradient_clipping(self) -> float | None:
         """Norm at which gradients are clipped, 0.0 for never; None without a configuration."""
         found = self.raw.get("gradient_clipping", 0.0)

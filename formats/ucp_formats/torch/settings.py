@@ -10,17 +10,21 @@ default (torch 2.13, `torch/optim/adamw.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from struct import pack
 
+from ucp.contract.optimizer import OptimizerPlan
+from ucp.core.dtypes import DType
 from ucp.core.index import Index, ParamGroup
 from ucp.core.names import STEP
 from ucp.core.target import TargetOptions
-from ucp.errors import UsageError
+from ucp.errors import UnsupportedError, UsageError
 
 __all__ = [
     "DECOUPLED",
     "DECOUPLED_MEANING",
     "check_options",
     "checked_decoupled",
+    "count_tensor",
     "decay_notes",
     "is_adam",
     "rate_notes",
@@ -61,6 +65,24 @@ def checked_decoupled(index: Index, options: TargetOptions) -> str | None:
     if said is not None and any(DECOUPLED in own.hyper for own in index.groups):
         raise UsageError(f"the source says {DECOUPLED} itself; drop --set {DECOUPLED}=...")
     return said
+
+
+def count_tensor(index: Index, optimizer: OptimizerPlan, param: str, state: str) -> tuple[DType, bytes]:
+    """Type and bytes of a count as torch's optimizers keep it: 0-d, and `step` in float32.
+
+    Raises UnsupportedError for one with dims.
+    """
+    source = index.atoms[param].states[state]
+    count = optimizer.count(param, state)
+    if source.global_shape or count is None:
+        raise UnsupportedError(
+            f"{index.path} keeps {state} as a tensor of shape {list(source.global_shape)}, torch's optimizers as one "
+            "without dims. Leave the optimizer out (--include '*/weight'), or take another target"
+        )
+    if state != STEP:
+        return source.dtype, optimizer.stored(param, state)
+    optimizer.note_cast(state, source.dtype, DType.FLOAT32)
+    return DType.FLOAT32, pack("<f", count)
 
 
 def is_adam(group: ParamGroup) -> bool:

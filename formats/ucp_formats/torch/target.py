@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ucp.contract.companions import companions_of, is_companion, place_companions
+from ucp.contract.optimizer import OptimizerPlan, missing_states
 from ucp.contract.protocols import Target
 from ucp.contract.registry import run_extras
 from ucp.contract.run_extras import LR_SCHEDULER, MODULE_STATE
@@ -35,7 +36,6 @@ from ucp.io.dcp.emit import DcpDraft, NewChunk
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.torch_file.draft import Drafted, FileDraft, Part, target_plan
 from ucp.transfer.probe import Prober
-from ucp_formats.torch.counts import Counts
 from ucp_formats.torch.cuts import Cuts
 from ucp_formats.torch.locate import MODEL, OPTIMIZER, STEP_KEYS, TRAIN_STATE
 from ucp_formats.torch.settings import (
@@ -43,6 +43,7 @@ from ucp_formats.torch.settings import (
     DECOUPLED_MEANING,
     check_options,
     checked_decoupled,
+    count_tensor,
     decay_notes,
     is_adam,
     rate_notes,
@@ -104,8 +105,8 @@ class DcpTarget(Target):
             draft.others()
         plan = target_plan(index, draft.finish(), notes=draft.notes, topology=wanted)
         metadata = tuple(own.path for own in plan.files if own.path.rpartition("/")[2] == METADATA)
-        plan = replace(plan, last=metadata, dropped=tuple(draft.dropped))
-        return place_companions(index, draft.counts.told(plan))
+        plan = replace(plan, last=metadata, casts=(*plan.casts, *draft.counts.casts), dropped=tuple(draft.dropped))
+        return place_companions(index, plan)
 
 
 def _checked_topology(index: Index, topology: Topology | None) -> Topology:
@@ -138,7 +139,7 @@ class _Drafting:
         self._keys = _keys_of(index, style)
         self._decoupled = checked_decoupled(index, options)
         self._cuts = cuts
-        self.counts = Counts(index, prober)
+        self.counts = OptimizerPlan(index, prober)
         folders = (MODEL, OPTIMIZER) if style == "accelerate" else ("",)
         self._drafts = [DcpDraft(folder) for folder in folders]
         self.notes: list[str] = [*cuts.notes]
@@ -268,7 +269,7 @@ class _Drafting:
     def _state(self, path: tuple[object, ...], atom: AtomIndex, name: str) -> None:
         state = atom.states[name]
         if atom.is_count(name):
-            dtype, data = self.counts.of(atom.name, name)
+            dtype, data = count_tensor(self._index, self.counts, atom.name, name)
             self._put(path, dtype, (), [NewChunk(offsets=(), sizes=(), data=data, rank=self._cuts.rank(atom.name))])
             return
         dtype = atom.dtype_of(name, self._dtypes)
@@ -332,9 +333,8 @@ def _group_notes(index: Index) -> Iterator[str]:
     yield from rate_notes(index)
     in_groups = (index.atoms[name] for group in index.groups for name in group.params)
     trained = [atom for atom in in_groups if atom.kind is Kind.PARAMETER]
-    full = {state for own in trained for state in own.states}
-    full |= {STEP, "exp_avg", "exp_avg_sq"} if any(map(is_adam, index.groups)) else set()
-    bare = [own.name for own in trained if full - own.states.keys()]
+    of_adam = (STEP, "exp_avg", "exp_avg_sq") if any(map(is_adam, index.groups)) else ()
+    bare = list(missing_states({atom.name: atom.states for atom in trained}, of_adam))
     if bare:
         yield (
             f"{counted(len(bare), 'trained parameter', 'trained parameters')} without all optimizer states, such as "

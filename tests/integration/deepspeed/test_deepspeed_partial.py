@@ -1,4 +1,4 @@
-"""What `ucp convert` notes of files that lack optimizer states is what real DeepSpeed then does."""
+"""What real DeepSpeed does with files that lack optimizer states is what docs/reference/deepspeed.md says."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ WEIGHTS = [
     for stage in range(4)
 ]
 WEIGHTS += [Load(source="fp32", without=name, stage=3, universal=True, options=MODULE_ONLY) for name in WITHOUT]
-"""The options that the notes name load the weights."""
+"""The options that the page names load the weights."""
 
 NOTHING = [Load(source="fp32", without="second", stage=3, options=MODULE_ONLY)]
 """An option that loads nothing, without a word."""
@@ -141,18 +141,13 @@ def test_without_any_state_the_optimizer_starts_anew(
     load: Load, notes: Mapping[str, Sequence[str]], reports: Mapping[str, dict[str, Any]]
 ) -> None:
     assert any("starts them anew" in note for note in notes[load.destination])
-    assert not any("cannot resume" in note for note in notes[load.destination])
     report = reports[load.name]
     expected = {"load": "", "step": "", "wrong": [], "masters": "", "states": [], "decays": [0.1, 0.0], "named": False}
     assert report == expected
 
 
 @pytest.mark.parametrize("load", FAILING, ids=_id)
-def test_without_some_states_it_fails_as_told(
-    load: Load, notes: Mapping[str, Sequence[str]], reports: Mapping[str, dict[str, Any]]
-) -> None:
-    words = "stage 3 cannot load it" if load.universal and load.stage == 3 else "cannot resume the optimizer"
-    assert any(words in note for note in notes[load.destination])
+def test_without_some_states_it_fails(load: Load, reports: Mapping[str, dict[str, Any]]) -> None:
     report = reports[load.name]
     if load.universal:
         assert bool(report["load"]) is (load.stage == 3)
@@ -160,21 +155,16 @@ def test_without_some_states_it_fails_as_told(
 
 
 @pytest.mark.parametrize("load", WEIGHTS, ids=_id)
-def test_the_weights_alone_load_as_told(
-    load: Load, notes: Mapping[str, Sequence[str]], reports: Mapping[str, dict[str, Any]]
-) -> None:
-    (option,) = load.options
-    told = [note for note in notes[load.destination] if option in note]
-    assert told
+def test_the_weights_alone_load(load: Load, reports: Mapping[str, dict[str, Any]]) -> None:
     report = reports[load.name]
     assert not report["load"]
     assert not report["step"]
     assert not report["wrong"]
-    assert bool(report["masters"]) is any("rounded" in note for note in told)
+    assert bool(report["masters"]) is (load.source == "bf16"), "masters are made of the rounded weights"
 
 
 @pytest.mark.parametrize("load", NOTHING, ids=_id)
 def test_limit_stage_3_loads_no_weights_with_module_only(load: Load, reports: Mapping[str, dict[str, Any]]) -> None:
-    """If this fails, DeepSpeed loads them now: drop the warning in the note."""
+    """If this fails, DeepSpeed loads them now: drop it from the page."""
     assert not reports[load.name]["load"]
     assert reports[load.name]["wrong"]

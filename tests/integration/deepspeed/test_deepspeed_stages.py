@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from safetensors import safe_open
 
 pytest.importorskip("deepspeed.runtime", reason="needs DeepSpeed; `make integration` installs it")
 
-from ucp_formats.deepspeed.write.pipeline.partition import balanced_bounds, uniform_bounds
+from ucp_formats.deepspeed.write.pipeline.stages import balanced_bounds, uniform_bounds
 
 import ucp
 from tests.integration.deepspeed.deepspeed_cuts import Words, cut
@@ -126,18 +126,17 @@ def uneven(source: str, zero: int, case: Json) -> Cell:
 
 
 SUMS = (
-    (uneven("z1-pp2-dp2", 1, {}), [2, 1, 2], True),
-    (uneven("z1-pp2-dp2", 0, {"stage": 0, **UNNAMED}), [1, 1, 1], False),
-    (uneven("z0-pp2-bf16", 1, {"stage": 1}), [3, 2, 3], True),
-    (uneven("z0-pp2-bf16", 1, BF16_OPTIMIZER), [1, 1, 1], True),
-    (uneven("chain-pp1-unclipped", 1, {}), [2, 2, 1], True),
-    (uneven("chain-pp1-unclipped", 1, NO_NORM), [0, 0, 0], True),
-    (uneven("chain-pp1-fp16", 1, {}), [3, 3, 2], True),
-    (uneven("chain-pp1-fp16", 0, {}), [3, 3, 2], True),
+    (uneven("z1-pp2-dp2", 1, {}), [2, 1, 2]),
+    (uneven("z1-pp2-dp2", 0, {"stage": 0, **UNNAMED}), [1, 1, 1]),
+    (uneven("z0-pp2-bf16", 1, {"stage": 1}), [3, 2, 3]),
+    (uneven("z0-pp2-bf16", 1, BF16_OPTIMIZER), [1, 1, 1]),
+    (uneven("chain-pp1-unclipped", 1, {}), [2, 2, 1]),
+    (uneven("chain-pp1-unclipped", 1, NO_NORM), [0, 0, 0]),
+    (uneven("chain-pp1-fp16", 1, {}), [3, 3, 2]),
+    (uneven("chain-pp1-fp16", 0, {}), [3, 3, 2]),
 )
-"""A conversion and load, the sums over all stages that a step takes on each of them, and whether a note
-says that stages wait for each other: by the configuration of the source, which the run need not share. But for fp32 and
-BF16_Optimizer, one of the sums is for the overflow."""
+"""A conversion and load, and the sums over all stages that a step takes on each of them: a run hangs where they differ.
+But for fp32 and BF16_Optimizer, one of the sums is for the overflow."""
 
 TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-3}
 """Largest relative difference of a loss, by type in which the model computes."""
@@ -151,7 +150,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     """Folder of every source: `checkpoint`, and the truth about it."""
     out = tmp_path_factory.mktemp("sources")
     launch(4, [{"case": "chain", "overrides": own, "out": str(out / name)} for name, own in OWN.items()], out)
-    names = [cell.source for cell in (*CELLS, *(cell for cell, _, _ in SUMS))]
+    names = [cell.source for cell in (*CELLS, *(cell for cell, _ in SUMS))]
     return {name: (out if name in OWN else FIXTURES) / name for name in names}
 
 
@@ -166,11 +165,6 @@ def loaded(sources: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
     return {cell.name: out / cell.name for cell in CELLS}
 
 
-def said(cell: Cell) -> dict[str, str]:
-    """Settings of a cell; stages that a run configured as the source could not train over are written, too."""
-    return {**cell.settings, "norm": "unchecked"} if cell.settings else {}
-
-
 def write(cell: Cell, source: Path, path: Path) -> Path:
     """Convert; gives the folder."""
     ucp.convert(
@@ -178,7 +172,7 @@ def write(cell: Cell, source: Path, path: Path) -> Path:
         path,
         to="deepspeed-universal" if cell.universal else "deepspeed",
         topology=None if cell.universal else cell.run,
-        settings=said(cell),
+        settings=cell.settings,
         workers=1,
         verify=True,
     )
@@ -322,7 +316,7 @@ def sums(sources: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     """For each of `SUMS`, the sums over all stages that real DeepSpeed takes in a step, by stage."""
     out = tmp_path_factory.mktemp("sums")
     jobs = []
-    for number, (cell, _, _) in enumerate(SUMS):
+    for number, (cell, _) in enumerate(SUMS):
         path = write(cell, sources[cell.source], out / f"written-{number}")
         jobs.append({**job(cell, path, out), "out": str(out / str(number)), "count_sums": True})
     launch(3, jobs, out)
@@ -331,17 +325,7 @@ def sums(sources: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_stages_take_as_many_sums_as_they_have_groups(sums: list[list[int]]) -> None:
-    assert sums == [expected for _, expected, _ in SUMS]
-
-
-@pytest.mark.parametrize(("cell", "told"), [(cell, told) for cell, _, told in SUMS])
-def test_stages_that_wait_for_each_other_are_refused(cell: Cell, told: bool, sources: Mapping[str, Path]) -> None:
-    source = sources[cell.source] / "checkpoint"
-    plan = partial(ucp.plan, source, to="deepspeed", topology=cell.run)
-    if told:
-        with pytest.raises(ucp.UcpError, match=r"hangs in the first step.*norm=unchecked"):
-            plan(settings=cell.settings)
-    assert any("hangs in the first step" in note for note in plan(settings=said(cell)).notes) is told
+    assert sums == [expected for _, expected in SUMS]
 
 
 def test_layers_are_partitioned_as_deepspeed_does() -> None:

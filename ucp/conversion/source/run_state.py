@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ucp.contract.optimizer import step_counts
 from ucp.contract.protocols import Target
 from ucp.contract.registry import run_extras
 from ucp.contract.run_extras import LR_SCHEDULER, SchedulerState, scheduler_states
@@ -17,7 +18,7 @@ from ucp.contract.value_diff import differing_values
 from ucp.core.index import Extra, Index
 from ucp.core.names import STEP
 from ucp.errors import UsageError
-from ucp.transfer.step_counts import step_counts
+from ucp.transfer.probe import Prober
 
 __all__ = ["RUN_SETTINGS", "SCHEDULER", "with_run_state"]
 
@@ -48,7 +49,10 @@ def _with_step(index: Index, asked: str | None) -> Index:
                 f"{index.path} says in its files or its name that its step is {index.step}: drop --set {STEP}={asked}"
             )
         return replace(index, step=int(asked))
-    counts = [] if index.step is not None else step_counts(index)
+    if index.step is not None:
+        return index
+    with Prober() as prober:
+        counts = step_counts(index, prober)
     if not any(counts):
         return index
     if len(counts) == 1 and counts[0].is_integer():

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from enum import StrEnum
 
+from ucp.contract.optimizer import step_counts
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, Kind, StateIndex
@@ -24,7 +25,6 @@ from ucp.core.tensor import Tensor, TensorRef
 from ucp.errors import MalformedError, SourceError
 from ucp.io.elements import viewed
 from ucp.transfer.probe import Prober
-from ucp.transfer.step_counts import step_counts
 
 __all__ = ["ZeroMoments", "before_first_step", "check_moments", "moments", "moments_note"]
 
@@ -54,7 +54,8 @@ def before_first_step(index: Index) -> Index:
     if index.step is not None or not _stepped_with_zeros(index):
         return index
     try:
-        is_new = step_counts(index) == [1]
+        with Prober() as prober:
+            is_new = step_counts(index, prober) == [1]
     except SourceError:
         return index
     if not is_new:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
@@ -60,29 +60,6 @@ class TaskList(Sequence[Task]):
         every = range(len(self.starts) - 1)
         low = bisect_left(every, share.number, key=part)
         return replace(self, listed=range(low, bisect_left(every, share.number + 1, lo=low, key=part)))
-
-    def cut(self, numbers: range) -> TaskList:
-        """Those of `numbers`, which follow one another, with nothing of the others kept; counted from 0."""
-        low, high = (max(0, at - len(self.whole)) for at in (numbers.start, numbers.stop))
-        first = self.begins[low]
-        last = self.begins[high] + bool(self.blocks[high]) if high > low else first
-        return replace(
-            self,
-            whole=self.whole[numbers.start : numbers.stop],
-            bundled=self.bundled[first:last],
-            begins=array("q", [at - first for at in self.begins[low : high + 1]]),
-            blocks=self.blocks[low : high + 1],
-            starts=self.starts[numbers.start : numbers.stop + 1],
-            listed=range(len(numbers)),
-        )
-
-    def ranges(self, limit: int) -> Iterator[range]:
-        """Numbers of all tasks, cut after `limit` bytes or a little more."""
-        first, last = self.listed.start, self.listed.stop
-        while first < last:
-            stop = bisect_right(self.starts, self.starts[first] + limit, lo=first + 1, hi=last)
-            yield range(first, stop)
-            first = stop
 
     def __len__(self) -> int:
         return len(self.listed)

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
+from ucp.contract.optimizer import step_counts
 from ucp.core.index import Index
+from ucp.core.pickle_values import Stub
 from ucp.live.match.findings import Findings
-from ucp.transfer.step_counts import shared_step
+from ucp.transfer.probe import Prober
 from ucp_formats.deepspeed.config import RunConfig
 from ucp_formats.deepspeed.live.handles import Engine, LossScaleConfig
-from ucp_formats.deepspeed.write.optimizer.loss_scale import LossScale, read_loss_scale
+from ucp_formats.deepspeed.loss_scale import read_loss_scale
 
 __all__ = ["resume"]
 
@@ -40,7 +42,10 @@ def _counts(engine: Engine, index: Index, extras: Mapping[str, object]) -> tuple
         return "steps and samples of the engine", ""
     step, origin = index.step, "the step of the checkpoint"
     if step is None:
-        step, origin = shared_step(index), "which the optimizer in the checkpoint counts for every parameter"
+        with Prober() as prober:
+            counts = step_counts(index, prober)
+        step = int(counts[0]) if len(counts) == 1 and counts[0].is_integer() else None
+        origin = "which the optimizer in the checkpoint counts for every parameter"
     if step is None:
         return "", f"engine.global_steps stays {engine.global_steps}: the checkpoint does not say its step"
     engine.global_steps = step
@@ -65,10 +70,14 @@ def _loss_scale(engine: Engine, _index: Index, extras: Mapping[str, object]) -> 
     if scaler is None:
         return "", ""
     saved = extras.get("loss_scaler")
-    found = read_loss_scale(saved, RunConfig(raw={})) if saved is not None else None
-    if found is None or found.dynamic != getattr(scaler, "dynamic_loss_scale", getattr(scaler, "dynamic", None)):
+    scale = read_loss_scale(saved, RunConfig(raw={})) if saved is not None else {}
+    is_dynamic = getattr(scaler, "dynamic_loss_scale", getattr(scaler, "dynamic", None))
+    if not scale or scale.pop("dynamic") != is_dynamic:
         return "", "the loss scale stays as configured: the checkpoint has none of that kind"
-    for name, value in _fields(found).items():
+    state = saved.state if isinstance(saved, Stub) and isinstance(saved.state, Mapping) else {}
+    more = {str(name): number for name, number in state.items() if isinstance(number, int | float)}
+    values = {**more, **scale} if is_dynamic else {"cur_scale": scale["cur_scale"]}
+    for name, value in values.items():
         if hasattr(scaler, name):
             setattr(scaler, name, value)
     return "loss scale of the engine", ""
@@ -84,14 +93,3 @@ def _scaler(optimizer: object) -> object | None:
         own: object = getattr(optimizer, "loss_scaler", None)
         return own
     return None
-
-
-def _fields(scale: LossScale) -> dict[str, object]:
-    """Names that scalers of DeepSpeed have, to values; those that do not adapt have a scale only."""
-    if not scale.dynamic:
-        return {"cur_scale": scale.cur_scale}
-    own: dict[str, object] = {}
-    if scale.source is not None and isinstance(scale.source.state, Mapping):
-        own = {str(key): value for key, value in scale.source.state.items() if isinstance(value, int | float)}
-    names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-    return {**own, **{name: getattr(scale, name) for name in names}}

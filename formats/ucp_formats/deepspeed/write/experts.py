@@ -16,7 +16,7 @@ from ucp.errors import UnsupportedError
 from ucp.io.torch_file.draft import Drafted
 from ucp_formats.deepspeed.experts import Numbered, holders
 from ucp_formats.deepspeed.write.optimizer.groups import Group
-from ucp_formats.deepspeed.write.optimizer.zero12 import GroupBuffer, Share
+from ucp_formats.deepspeed.write.optimizer.sharded import GroupBuffer, Share
 from ucp_formats.deepspeed.write.rank_views import narrowed
 from ucp_formats.deepspeed.write.run import RunFacts, tag
 
@@ -54,7 +54,7 @@ class ExpertRanks:
         ranks = self._facts.ranks if owners <= {None} else holders
         return Share(GroupBuffer.of(self._facts, group, ranks=ranks), 0, renamed)
 
-    def views(self) -> Iterator[tuple[RunFacts, list[Group]]]:
+    def views(self) -> Iterator[tuple[RunFacts, Sequence[Group]]]:
         """Facts and groups of each expert-parallel rank, with its own experts only."""
         for rank, groups in enumerate(self._groups):
             atoms = {

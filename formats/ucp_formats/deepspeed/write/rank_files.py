@@ -8,7 +8,7 @@ from dataclasses import replace
 from ucp.io.torch_file.draft import Drafted
 from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.experts import Numbered
-from ucp_formats.deepspeed.read.extras import UNSTEPPED
+from ucp_formats.deepspeed.extras import UNSTEPPED
 from ucp_formats.deepspeed.read.model_states import EMPTY_SHAPES
 from ucp_formats.deepspeed.write.draft import AtomDraft
 from ucp_formats.deepspeed.write.experts import ExpertRanks, expert_files, without_experts
@@ -24,22 +24,17 @@ from ucp_formats.deepspeed.write.model_states import (
     shapes,
 )
 from ucp_formats.deepspeed.write.optimizer import zero0 as whole_optimizer
-from ucp_formats.deepspeed.write.optimizer import zero3 as chunked_optimizer
-from ucp_formats.deepspeed.write.optimizer import zero12 as flat_optimizer
-from ucp_formats.deepspeed.write.optimizer.groups import Group, check_flat, optimizer_groups, without_groups
-from ucp_formats.deepspeed.write.optimizer.step_forms import native_form
-from ucp_formats.deepspeed.write.optimizer.zero12 import GroupBuffer, Share
-from ucp_formats.deepspeed.write.plan import group_notes
+from ucp_formats.deepspeed.write.optimizer.groups import (
+    Group,
+    check_flat,
+    group_notes,
+    optimizer_groups,
+    without_groups,
+)
+from ucp_formats.deepspeed.write.optimizer.sharded import GroupBuffer, Share, chunked_state, shared_state, split
 from ucp_formats.deepspeed.write.run import EMULATED, RunFacts, tag
 
-__all__ = ["RankFiles", "groups_of"]
-
-
-def groups_of(facts: RunFacts) -> Sequence[Group]:
-    """Optimizer groups; none at all where no parameter has a trained one."""
-    index = facts.index
-    groups = optimizer_groups(index, facts.dtypes, native_form(index)) if index.groups else ()
-    return groups if any(group.params for group in groups) else ()
+__all__ = ["RankFiles"]
 
 
 class RankFiles:
@@ -51,7 +46,7 @@ class RankFiles:
 
     def __init__(self, facts: RunFacts, numbered: Numbered, ep: int, *, is_stage: bool) -> None:
         self.facts = facts
-        self.groups = groups_of(facts)
+        self.groups = optimizer_groups(facts)
         self.numbered = numbered
         self.experts = ExpertRanks(facts, self.groups, numbered, ep) if numbered.counts else None
         self.is_stage = is_stage
@@ -79,11 +74,12 @@ class RankFiles:
             note = f"the source {without_groups(facts.index)}: load the files with load_module_only=True"
             return [draft.finish(model_state(draft, facts, 0, own))], (note,)
         kind = whole_optimizer.wrapper(facts, self.groups)
-        notes = tuple(_stage0_notes(facts, kind))
-        if kind is whole_optimizer.Wrapper.FUSED:
+        flat = kind is whole_optimizer.Wrapper.FUSED
+        if flat:
             check_flat(self.groups)
-            notes = (*notes, *group_notes(self.groups))
-        views = list(self.experts.views()) if self.experts else [(facts, self.groups)]
+        notes = (*_stage0_notes(facts, kind), *group_notes(self.groups, flat=flat))
+        views: list[tuple[RunFacts, Sequence[Group]]] = [(facts, self.groups)]
+        views = list(self.experts.views()) if self.experts else views
         own |= self._whole_optimizer(draft, *views[0], kind)
         files = [draft.finish(model_state(draft, facts, 0, own))]
         for number, (view, groups) in enumerate(views if self.experts else ()):
@@ -103,7 +99,7 @@ class RankFiles:
 
     def _partitioned(self) -> tuple[list[Drafted], tuple[str, ...]]:
         check_flat(self.groups)
-        notes = group_notes(self.groups)
+        notes = tuple(group_notes(self.groups, flat=True))
         if self.facts.stage == 3:
             return list(self._stage3()), notes
         kept = [group for group in self.groups if group.params]
@@ -129,11 +125,11 @@ class RankFiles:
         for rank in range(facts.ranks):
             shares = self.experts.shares(rank) if self.experts else [replace(share, place=rank) for share in shares]
             draft = facts.draft(self._optim_path(rank))
-            yield draft.finish(self._optim(draft, flat_optimizer.optimizer_state(draft, facts, shares, rank)))
+            yield draft.finish(self._optim(draft, shared_state(draft, facts, shares, rank)))
 
     def _stage3(self) -> Iterator[Drafted]:
         facts = self.facts
-        cut = list(zip(self.groups, chunked_optimizer.split(facts, self.groups), strict=True))
+        cut = list(zip(self.groups, split(facts, self.groups), strict=True))
         for rank in range(facts.ranks):
             draft = facts.draft(self._model_path(rank))
             own: dict[str, object] = {
@@ -148,7 +144,7 @@ class RankFiles:
                 own[EMPTY_SHAPES] = empty
             yield draft.finish(model_state(draft, facts, rank, own))
             draft = facts.draft(self._optim_path(rank))
-            yield draft.finish(self._optim(draft, chunked_optimizer.optimizer_state(draft, facts, cut, rank)))
+            yield draft.finish(self._optim(draft, chunked_state(draft, facts, cut, rank)))
 
     def _optim(self, draft: AtomDraft, state: dict[str, object]) -> dict[str, object]:
         config = draft.carried(self.facts.config.staged(self.facts.stage))

@@ -6,23 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ucp.contract.optimizer import OptimizerPlan
 from ucp.contract.output_names import check_named
 from ucp.contract.protocols import SourceOptions
 from ucp.core.dtypes import DType
 from ucp.core.index import TAG, AtomIndex, Index, Kind, check_weights
-from ucp.core.names import WEIGHT
-from ucp.core.target import TargetOptions
+from ucp.core.names import STEP, WEIGHT
+from ucp.core.target import Literal, OutputFile, TargetOptions
+from ucp.core.tensor import InlineTensor
 from ucp.errors import DestinationError, TagError, TopologyError, UnknownFamilyError
 from ucp.io.destination.mark import MARK
+from ucp.transfer.probe import Prober
 from ucp_formats.deepspeed.config import Precision, RunConfig
+from ucp_formats.deepspeed.extras import CarriedExtras
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, parse_name
 from ucp_formats.deepspeed.tp.layout import TensorLayout
 from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo, recorded_layouts
 from ucp_formats.deepspeed.write.draft import AtomDraft
-from ucp_formats.deepspeed.write.extras import CarriedExtras
-from ucp_formats.deepspeed.write.optimizer.groups import stored_dtype
 
-__all__ = ["EMULATED", "RunFacts", "check_tag", "run_facts", "tag"]
+__all__ = ["EMULATED", "RunFacts", "check_tag", "is_plain_number", "pointer_file", "run_facts", "tag"]
 
 EMULATED = "0.19.8"
 """Version of DeepSpeed whose files are written."""
@@ -45,6 +47,10 @@ class RunFacts:
     """Its precision, which the target shares."""
     dtypes: Mapping[str, str]
     """State name to the dtype asked for."""
+    optimizer: OptimizerPlan
+    """Its optimizer."""
+    step_dtype: DType | None
+    """Type that steps are written in: int64 for a Python number, else a 0-d tensor; None for that of the source."""
     ranks: int
     """Data-parallel ranks of the target."""
     stage: int
@@ -70,7 +76,12 @@ class RunFacts:
 
     def module_dtype(self, atom: AtomIndex) -> DType:
         """Type of a parameter or buffer in the module."""
-        return atom.model_dtype or stored_dtype(atom, WEIGHT, {} if atom.kind is Kind.BUFFER else self.dtypes)
+        return atom.model_dtype or atom.dtype_of(WEIGHT, self.dtypes)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether no engine of DeepSpeed saved the source, so that its optimizer is in forms of another framework."""
+        return _is_foreign(self.index)
 
 
 def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, tp: int) -> RunFacts:
@@ -84,6 +95,11 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, t
     config = RunConfig(extras.mapping("ds_config"))
     rules, rules_notes = _tensor_rules(index, extras, options, tp)
     trained = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER]
+    with Prober() as prober:
+        optimizer = OptimizerPlan(index, prober)
+    counted = [atom for atom in trained if STEP in atom.states]
+    # native files: what an optimizer of DeepSpeed saved is for the same one, and others go on from tensors
+    is_cast = _is_foreign(index) and all(is_plain_number(atom, STEP) for atom in counted)
     precision = config.precision(atom.model_dtype or atom.states[WEIGHT].dtype for atom in trained if atom.states)
     return RunFacts(
         index=index,
@@ -91,12 +107,25 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, t
         config=config,
         precision=precision,
         dtypes=options.dtypes,
+        optimizer=optimizer,
+        step_dtype=DType.INT64 if is_cast else None,
         ranks=ranks,
         stage=stage,
         rules=rules,
         rules_notes=rules_notes,
         keeps_zeros=options.keeps_zeros,
     )
+
+
+def _is_foreign(index: Index) -> bool:
+    return not any(extra.name == "engine" for extra in index.extras)
+
+
+def is_plain_number(atom: AtomIndex, state: str) -> bool:
+    """Whether a state was a Python number in the source."""
+    ref = atom.states[state].fragments[0].ref
+    plain = isinstance(ref, InlineTensor) and not ref.shape
+    return plain and (not ref.dtype.is_floating or ref.dtype is DType.FLOAT64)
 
 
 def _tensor_rules(
@@ -147,3 +176,8 @@ def check_tag(index: Index, *, error: type[DestinationError] = DestinationError)
         faults=faults,
         error=error,
     )
+
+
+def pointer_file(path: str, tag: str) -> OutputFile:
+    """A file at the root that names the tag to load."""
+    return OutputFile(path=path, nbytes=len(tag.encode()), literals=(Literal(0, tag.encode()),), is_pointer=True)

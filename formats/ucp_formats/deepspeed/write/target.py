@@ -29,19 +29,19 @@ from ucp.errors import MissingStateError, TopologyError, UnsupportedError, Usage
 from ucp.io.torch_file.draft import Drafted, target_plan
 from ucp_formats.deepspeed.experts import Numbered
 from ucp_formats.deepspeed.names import LATEST
-from ucp_formats.deepspeed.write.optimizer.groups import Group, without_groups
-from ucp_formats.deepspeed.write.optimizer.lost_states import check_stepped, filled_with_zeros
-from ucp_formats.deepspeed.write.optimizer.missing_states import native_notes
-from ucp_formats.deepspeed.write.optimizer.step_notes import step_casts
+from ucp_formats.deepspeed.write.optimizer.groups import (
+    check_stepped,
+    filled_with_zeros,
+    note_step_casts,
+    optimizer_groups,
+    without_groups,
+)
 from ucp_formats.deepspeed.write.optimizer.zero0 import is_flat
-from ucp_formats.deepspeed.write.pipeline.layers import named_pipeline, pipeline_of
-from ucp_formats.deepspeed.write.pipeline.settings import SETTINGS, StageSettings, stage_settings
-from ucp_formats.deepspeed.write.pipeline.stages import stages_of
-from ucp_formats.deepspeed.write.pipeline.target import layer_files
-from ucp_formats.deepspeed.write.plan import pointer_file
-from ucp_formats.deepspeed.write.rank_files import RankFiles, groups_of
+from ucp_formats.deepspeed.write.pipeline.layers import layer_files, named_pipeline, pipeline_of
+from ucp_formats.deepspeed.write.pipeline.stages import SETTINGS, StageSettings, stage_settings, stages_of
+from ucp_formats.deepspeed.write.rank_files import RankFiles
 from ucp_formats.deepspeed.write.rank_views import check_degrees, check_experts, rank_views
-from ucp_formats.deepspeed.write.run import RunFacts, run_facts, tag
+from ucp_formats.deepspeed.write.run import RunFacts, pointer_file, run_facts, tag
 
 __all__ = ["DeepSpeedTarget"]
 
@@ -63,21 +63,30 @@ class DeepSpeedTarget(Target):
         wanted = _wanted(index, topology, options)
         stage = wanted.zero or 0
         facts = run_facts(index, options, ranks=wanted.dp, stage=stage, tp=wanted.tp)
-        groups = groups_of(facts)
+        groups = optimizer_groups(facts)
         if stage and not groups:
             raise MissingStateError(
                 f"expected optimizer groups and states, which ZeRO stage {stage} keeps the weights with; {index.path} "
                 f"{without_groups(index)}. Start a new optimizer (--optimizer zero), or write stage-0 model files "
                 "(--topology zero=0), to load with load_module_only=True"
             )
-        _check_order(index, groups)
+        if groups and index.unordered:
+            raise UnsupportedError(
+                "expected parameters in the order of the model, since DeepSpeed's optimizer files hold no names; for "
+                f"{index.path} it is not known. Write --to deepspeed-universal, which is loaded by name "
+                "(load_universal in the configuration of the run)"
+            )
         flat = is_flat(facts, groups, stage)
         check_stepped(facts, groups, flat=flat)
         drafted, notes = _files(facts, wanted, stage_settings(options.settings))
-        lost = native_notes(groups, stage=stage, flat=flat, precision=facts.precision)
-        plan = target_plan(index, list(drafted), notes=(*facts.rules_notes, *notes, *lost), topology=wanted)
-        zeros = filled_with_zeros(groups) if flat else {}
-        plan = replace(plan, casts=(*plan.casts, *step_casts(groups)), zeros=zeros, dropped=facts.extras.left_behind())
+        note_step_casts(facts, groups)
+        plan = target_plan(index, list(drafted), notes=(*facts.rules_notes, *notes), topology=wanted)
+        plan = replace(
+            plan,
+            casts=(*plan.casts, *facts.optimizer.casts),
+            zeros=filled_with_zeros(groups) if flat else {},
+            dropped=facts.extras.left_behind(),
+        )
         plan = place_companions(index, plan, own=(LATEST,))
         return plan if groups else _without_states(plan, index)
 
@@ -91,16 +100,6 @@ class DeepSpeedTarget(Target):
         return (pointer_file(LATEST, tag(index)),)
 
 
-def _check_order(index: Index, groups: Sequence[Group]) -> None:
-    """Raise UnsupportedError where parameters would lie in an order that need not be the model's."""
-    if groups and index.unordered:
-        raise UnsupportedError(
-            "expected parameters in the order of the model, since DeepSpeed's optimizer files hold no names; for "
-            f"{index.path} it is not known. Write --to deepspeed-universal, which is loaded by name (load_universal in "
-            "the configuration of the run)"
-        )
-
-
 def _without_states(plan: TargetPlan, index: Index) -> TargetPlan:
     """The plan, with the states that are in no file because no optimizer group takes them."""
     lost = {atom.name: frozenset(atom.states) - {WEIGHT} for atom in index.atoms.values()}
@@ -111,27 +110,23 @@ def _without_states(plan: TargetPlan, index: Index) -> TargetPlan:
 
 
 def _wanted(index: Index, topology: Topology | None, options: TargetOptions) -> Topology:
-    wanted = topology or index.topology
-    if wanted.zero is None:
-        raise TopologyError(_no_stage(index, wanted, asked=topology is not None))
+    """The run that the files are for. Raises TopologyError where its ZeRO stage is not known, and UsageError."""
     if options.compress:
         raise UsageError("DeepSpeed's files are not compressed; drop --compress")
-    return wanted
-
-
-def _no_stage(index: Index, wanted: Topology, *, asked: bool) -> str:
-    """That the stage is not known; `asked`: though there is a topology."""
-    kept = index.topology.zero
-    shown = replace(wanted if asked else Topology(dp=wanted.dp), zero=1 if kept is None else kept)
-    if not asked:
-        return (
-            f"expected the run that will load the files, as in --topology {shown}: {index.path} is of {wanted}, "
+    wanted = topology or index.topology
+    if wanted.zero is not None:
+        return wanted
+    saved = index.topology.zero
+    example = replace(wanted if topology else Topology(dp=wanted.dp), zero=1 if saved is None else saved)
+    if topology is None:
+        raise TopologyError(
+            f"expected the run that will load the files, as in --topology {example}: {index.path} is of {wanted}, "
             "and has no ZeRO stage to keep"
         )
     without = f"; without --topology the files are for a run as the source was, {index.topology}"
-    return (
-        f"expected the ZeRO stage of the run that will load the files, as in --topology {shown}; got {wanted}. Axes "
-        f"that --topology leaves out are 1, zero it has to say{'' if kept is None else without}"
+    raise TopologyError(
+        f"expected the ZeRO stage of the run that will load the files, as in --topology {example}; got {wanted}. Axes "
+        f"that --topology leaves out are 1, zero it has to say{'' if saved is None else without}"
     )
 
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from ucp.contract.companions import place_companions
 from ucp.contract.protocols import Target
 from ucp.contract.run_extras import LR_SCHEDULER
+from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
@@ -27,48 +28,46 @@ from ucp.io.torch_file.draft import Drafted, target_plan
 from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.experts import is_expert
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
-from ucp_formats.deepspeed.partition import share
 from ucp_formats.deepspeed.read.universal.paths import check_places, state_path
 from ucp_formats.deepspeed.write.draft import AtomDraft
 from ucp_formats.deepspeed.write.model_states import Module, frozen_shapes, model_state, module_tensors, shapes
 from ucp_formats.deepspeed.write.optimizer.groups import (
     Group,
     check_flat,
+    check_stepped,
+    clipping,
+    common_keys,
+    filled_with_zeros,
+    group_entry,
+    group_notes,
     is_optimized,
+    note_step_casts,
     optimizer_groups,
     without_groups,
+    write_count,
 )
-from ucp_formats.deepspeed.write.optimizer.lost_states import check_stepped, filled_with_zeros
-from ucp_formats.deepspeed.write.optimizer.missing_states import ANEW, lacking, shared_notes
-from ucp_formats.deepspeed.write.optimizer.step_forms import SETTINGS, universal_form
-from ucp_formats.deepspeed.write.optimizer.step_notes import check_steps, step_casts, step_is_tensor, step_notes
-from ucp_formats.deepspeed.write.optimizer.values import clipping, common_keys, count_of, group_entry, scalar_value
-from ucp_formats.deepspeed.write.optimizer.zero12 import keeps_whole
-from ucp_formats.deepspeed.write.pipeline.layers import PIPELINE, is_pipeline, layer_of, tied_key
-from ucp_formats.deepspeed.write.pipeline.norms import hang_notes
-from ucp_formats.deepspeed.write.plan import group_notes, pointer_file
+from ucp_formats.deepspeed.write.pipeline.layers import PIPELINE, is_pipeline
 from ucp_formats.deepspeed.write.rank_views import rank_views
-from ucp_formats.deepspeed.write.run import EMULATED, RunFacts, run_facts, tag
+from ucp_formats.deepspeed.write.run import EMULATED, RunFacts, is_plain_number, pointer_file, run_facts, tag
 
 __all__ = ["DeepSpeedUniversalTarget"]
 
 _FILE_NAMES = {WEIGHT: "fp32"}
 """State to the stem of its file, where they differ."""
 
-_STAGE3_STATES = ("exp_avg", "exp_avg_sq")
-"""States that the loader of stage 3 knows (`load_hp_checkpoint_state_from_checkpoint_dir_stage3`, 0.19.8)."""
+_STAGE3_STATES = ("exp_avg", "exp_avg_sq", STEP)
+"""States that the loader of stage 3 asks for, and no others."""
 
-_MOST_RANKS = 1024
-"""Numbers of ranks that are tried for the loader of stages 1 and 2."""
-_MOST_SPANS = 6
-"""Stretches of such numbers that are told."""
+_OPTIMIZERS = {"torch": DType.FLOAT32, "deepspeed": DType.INT64}
+"""Whose optimizer loads the files, to the type of step that it counts on from (see `optimizer.groups`)."""
+_SETTINGS = {"optimizer": "torch or deepspeed: whose optimizer loads it, which decides the form of the step"}
 
 
 class DeepSpeedUniversalTarget(Target):
     """Target `deepspeed-universal`."""
 
     name = "deepspeed-universal"
-    settings = SETTINGS
+    settings = _SETTINGS
     resumes = True
     scheduler = LR_SCHEDULER
 
@@ -96,31 +95,28 @@ class DeepSpeedUniversalTarget(Target):
         stage = index.topology.zero
         stage = 1 if stage is None else stage
         facts = run_facts(index, options, ranks=index.topology.dp, stage=stage, tp=wanted.tp)
-        facts = replace(facts, tp=wanted.tp, pp=wanted.pp)
+        asked = options.settings.get("optimizer")
+        if asked is not None and asked not in _OPTIMIZERS:
+            raise UsageError(f"expected --set optimizer=torch or optimizer=deepspeed; got {asked!r}")
+        step_dtype = _OPTIMIZERS[asked] if asked else DType.FLOAT32 if facts.is_foreign else None
+        facts = replace(facts, tp=wanted.tp, pp=wanted.pp, step_dtype=step_dtype)
         views = _views(facts)
-        steps = universal_form(index, options.settings)
-        groups = [group for group in optimizer_groups(index, options.dtypes, steps) if group.params]
-        if options.settings:
-            check_steps(groups, steps)
+        groups = [group for group in optimizer_groups(facts) if group.params]
         check_stepped(facts, groups)
         check_flat(groups)
         _check_counts(groups)
+        note_step_casts(facts, groups)
         check_places(tag(index), _stems_of_all(groups))
         drafted = [
             *_model_files(facts, views, groups),
             _globals(facts, groups),
             *(file for group in groups for file in _parameter_files(facts, group)),
         ]
-        notes = (
-            *facts.rules_notes,
-            *group_notes(groups),
-            *step_notes(groups),
-            *_limits(facts, groups),
-        )
+        notes = (*facts.rules_notes, *group_notes(groups, flat=True), *_warnings(facts, groups))
         plan = target_plan(index, drafted, notes=notes)
         plan = replace(
             plan,
-            casts=(*plan.casts, *step_casts(groups)),
+            casts=(*plan.casts, *facts.optimizer.casts),
             zeros=filled_with_zeros(groups),
             dropped=facts.extras.left_behind(),
         )
@@ -138,7 +134,7 @@ class DeepSpeedUniversalTarget(Target):
 
 def _check_counts(groups: Sequence[Group]) -> None:
     """Raise UnsupportedError for counts that `load_hp_checkpoint_state` takes for tensors, and fails with (0.19.8)."""
-    others = dict.fromkeys(name for group in groups for name in group.scalars if name != STEP)
+    others = dict.fromkeys(name for group in groups for name in group.counts if name != STEP)
     if others:
         left_out = " ".join(f"--exclude '*/{name}'" for name in others)
         raise UnsupportedError(
@@ -199,11 +195,11 @@ def _unrestored(draft: AtomDraft, facts: RunFacts, kinds: Sequence[Kind]) -> Mod
 def _globals(facts: RunFacts, groups: Sequence[Group]) -> Drafted:
     """`optimizer_state.pt`: `param_groups` is read by stages 1 and 2, `optimizer_state_dict` by stage 3."""
     draft = AtomDraft(f"{tag(facts.index)}/zero/optimizer_state.pt", facts.index)
-    entries = [group_entry(draft, group, [number]) for number, group in enumerate(groups)]
+    entries = [group_entry(draft, facts, group, [number]) for number, group in enumerate(groups)]
     kept = _shared_by_all(entries)
     if _scheduled(facts) and "lr" in entries[0]:
         kept["lr"] = entries[0]["lr"]
-    counts = {name: scalar_value(draft, groups[0], name) for name in groups[0].scalars}
+    counts = {name: write_count(draft, facts, atom, name) for name, atom in groups[0].counters.items()}
     common = common_keys(facts, 0)
     if facts.precision is not Precision.FP16:
         del common["loss_scaler"]  # without the key an engine keeps its own scaler
@@ -240,25 +236,17 @@ def _shared_by_all(entries: Sequence[dict[object, object]]) -> dict[object, obje
 def _parameter_files(facts: RunFacts, group: Group) -> Iterator[Drafted]:
     """One file per parameter and state; no others, as stages 1 and 2 take every `.pt` file of a folder for a state."""
     stems = _stems(group)
-    dtypes = {**group.elementwise, WEIGHT: group.weight_dtype(facts.dtypes)}
-    # the parameter whose count stands for those that have none
-    counted_by = {
-        state: facts.index.atoms[group.scalar(state).param]
-        for state in group.scalars
-        if any(state not in atom.states for atom in group.params)
-    }
     for atom in group.params:
         for state, stem in stems.items():
             draft = AtomDraft(state_path(tag(facts.index), atom.name, stem), facts.index)
-            if state in group.scalars:
-                own = atom if state in atom.states else counted_by[state]
-                yield draft.finish(count_of(draft, own, state, group.steps))
+            has_state = state in atom.states
+            if state in group.counts:
+                yield draft.finish(write_count(draft, facts, atom if has_state else group.counters[state], state))
                 continue
             shape = atom.global_shape or (1,)
             keys = {"cat_dim": 0} if facts.rules is None else facts.rules.file_keys(atom.name)
-            held = state in atom.states
-            dtype = dtypes[state]
-            tensor = draft.whole(atom.name, state, dtype, shape=shape) if held else draft.zeros(dtype, shape)
+            dtype = group.dtypes[state]
+            tensor = draft.whole(atom.name, state, dtype, shape=shape) if has_state else draft.zeros(dtype, shape)
             yield draft.finish({**keys, "param": tensor})
 
 
@@ -273,104 +261,45 @@ def _stems_of_all(groups: Sequence[Group]) -> dict[str, tuple[str, ...]]:
     return {atom.name: stems for group, stems in every for atom in group.params}
 
 
-def _limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
-    """What DeepSpeed does not restore from a universal checkpoint, whatever is in it."""
-    index = facts.index
-    pipeline = is_pipeline(facts)
-    stages = "stage 1 of ZeRO, as this is a pipeline" if pipeline else "ZeRO stages 1, 2 and 3"
-    yield f"DeepSpeed {EMULATED} loads universal checkpoints in {stages}; for stage 0 use --to deepspeed"
-    buffers = sum(atom.kind is Kind.BUFFER for atom in index.atoms.values())
-    frozen = sum(atom.kind is not Kind.BUFFER and not is_optimized(atom) for atom in index.atoms.values())
+def _warnings(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
+    """What DeepSpeed does not restore from a universal checkpoint, or restores wrongly, without saying so.
+
+    Loads that fail say so themselves: docs/reference/deepspeed.md has them.
+    """
+    index, atoms = facts.index, facts.index.atoms.values()
+    buffers = sum(atom.kind is Kind.BUFFER for atom in atoms)
+    frozen = sum(atom.kind is not Kind.BUFFER and not is_optimized(atom) for atom in atoms)
     if buffers or frozen:
         frozen_ones = counted(frozen, "frozen parameter", "frozen parameters")
-        kinds = [own for own, count in ((frozen_ones, frozen), (counted(buffers, "buffer"), buffers)) if count]
+        kinds = [text for text, count in ((frozen_ones, frozen), (counted(buffers, "buffer"), buffers)) if count]
         yield (
             f"a universal load leaves {' and '.join(kinds)} as the model was built; they "
             f"lie in 'module' of {tag(index)}/mp_rank_00_model_states.pt. --to deepspeed restores them"
-        )
-    yield from _partial(groups)
-    yield from _model_parallel(facts)
-    yield from _stage_limits(facts, groups) if pipeline else _stage3_limits(facts, groups)
-    if any(keeps_whole(facts, group, state) for group in groups for state in group.elementwise):
-        yield (
-            "stages 1 and 2 read the momentum of Muon in shares but use it whole, so that the first step after a load "
-            "fails at more than one rank; use --to deepspeed"
         )
     if facts.config.round_robin and not facts.config.parameter_alignment:
         yield (
             "stages 1 and 2 with round_robin_gradients put what they load in wrong places, without a word; load it "
             "with that off, or use --to deepspeed"
         )
-    ranks = _empty_at(groups)
-    if ranks:
-        which = "ZeRO 1" if pipeline else "stages 1 and 2"
-        part = "stages of the pipeline" if pipeline else "tensor-parallel ranks" if facts.rules is not None else ""
-        fewer = f", or already at fewer where {part} have a part of it each" if part else ""
-        yield (
-            f"{which} cannot load it at {ranks} ranks: some rank's shard of a parameter group would be empty{fewer}, "
-            f"and DeepSpeed fails with IndexError (numbers above {_MOST_RANKS:,} were not tried). --to deepspeed has "
-            "no such limit"
-        )
-
-
-def _model_parallel(facts: RunFacts) -> Iterator[str]:
-    """What a load at other tensor- and expert-parallel degrees does."""
-    rules = facts.rules
-    if rules is None and facts.index.topology.tp > 1:
+    if facts.rules is None and index.topology.tp > 1:
         yield (
             "how tensor-parallel ranks cut parameters is not in the files of this source: load it without tensor "
             "parallelism, or with AutoTP, which cuts by records of its own. Another run with tp > 1 would get rows of "
             "dim 0 of every parameter that it cuts, wrong ones in part, and DeepSpeed compares only how many elements"
         )
-    padded = [
-        f"{name} of {atom.global_shape[0]} rows"
-        for name, atom in facts.index.atoms.items()
-        if rules is not None and rules.padded_vocabulary(name, atom.global_shape) is not None
-    ]
-    if padded:
-        yield (
-            f"the vocabulary keeps its padding ({', '.join(padded)}): stages 1 and 2 load it where they pad to as many "
-            "rows or more, with zeros in those that are new"
-        )
-    if any(map(is_expert, facts.index.atoms)):
+    if any(map(is_expert, index.atoms)):
         yield (
             "DeepSpeed looks for experts by their numbers on their own ranks, so that it loads these rightly with "
             "expert-parallel degree 1 only; for others use --to deepspeed"
         )
+    if not is_pipeline(facts):
+        yield from _stage3_warnings(facts, groups)
 
 
-def _partial(groups: Sequence[Group]) -> Iterator[str]:
-    """What stages 1 and 2 do without some of the states."""
-    yield from shared_notes(groups, "a load under stage 1 or 2")
-    missing = lacking(groups, each=False)
-    if missing:
-        yield (
-            f"stages 1 and 2 cannot resume the optimizer, which lacks {', '.join(missing)}: the first step after a "
-            f"load fails with KeyError. {ANEW}"
-        )
-
-
-def _stage_limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
-    """That a run may hang, as the files do not say what layers a stage has."""
-    layers: dict[str | int | None, dict[str, object]] = {}
-    for group in groups:
-        for atom in group.params:
-            layers.setdefault(tied_key(atom.name) or layer_of(atom.name), {})[atom.name] = None
-    least_and_most = [*layers.values(), facts.index.atoms]
-    yield from hang_notes(replace(facts, stage=1), groups, least_and_most, "stages can have")
-
-
-def _stage3_limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
-    """What stage 3 does not restore, or why it does not load at all."""
-    missing = [name for name in _STAGE3_STATES if not all(name in group.elementwise for group in groups)]
-    if STEP not in groups[0].scalars:
-        missing.append(STEP)
-    if missing:
-        yield (
-            "stage 3 cannot load it: it asks for exp_avg, exp_avg_sq and step of every parameter, and not all have "
-            f"{', '.join(missing)}. With load_module_only=True it loads the weights alone"
-        )
-        return
+def _stage3_warnings(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
+    """For what stage 3 loads: `load_hp_checkpoint_state_from_checkpoint_dir_stage3`, 0.19.8."""
+    if not all({*_STAGE3_STATES} <= {*group.elementwise, *group.counts} for group in groups):
+        return  # it does not load at all
     entries: list[dict[object, object]] = [dict(group.hyper.items()) for group in groups]
     differing = sorted({str(key) for entry in entries for key in entry.keys() - _shared_by_all(entries).keys()})
     if differing:
@@ -382,24 +311,10 @@ def _stage3_limits(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
     others = sorted({state for group in groups for state in group.elementwise if state not in _STAGE3_STATES})
     if others:
         yield f"stage 3 leaves out {', '.join(others)}: it loads exp_avg, exp_avg_sq and step only"
-    if any(STEP in group.scalars and step_is_tensor(group) for group in groups):
+    is_tensor = facts.step_dtype is None and not is_plain_number(groups[0].counters[STEP], STEP)
+    if is_tensor or facts.step_dtype is DType.FLOAT32:
         yield (
             "stage 3 shares one step tensor between all its sub-groups, so that an optimizer counts it once for each; "
             "after loading, replace optimizer.state[p]['step'] by its clone for every p, or use --to deepspeed (or "
             "--set optimizer=deepspeed for an optimizer of DeepSpeed, which counts a number)"
         )
-
-
-def _empty_at(groups: Sequence[Group]) -> str:
-    """Numbers of ranks, of those tried, at which one would hold no element of some group, in words; empty for none."""
-    sizes = {sum(numel for _, numel in group.sizes) for group in groups}
-    found = {
-        ranks: None
-        for ranks in range(2, _MOST_RANKS + 1)
-        if any((ranks - 1) * share(used, ranks=ranks) >= used for used in sizes)
-    }
-    starts = [ranks for ranks in found if ranks - 1 not in found]
-    stops = [ranks for ranks in found if ranks + 1 not in found]
-    spans = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, stops, strict=True)]
-    shown = spans if len(spans) <= _MOST_SPANS else [*spans[: _MOST_SPANS - 1], "...", spans[-1]]
-    return ", ".join(shown)

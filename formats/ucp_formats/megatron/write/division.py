@@ -16,7 +16,7 @@ from ucp_formats.megatron.run.stages import stage_problem
 from ucp_formats.megatron.write.model import Model, ModelTensor
 from ucp_formats.megatron.write.run import TargetRun, grid_problem
 
-__all__ = ["check_division", "division_notes"]
+__all__ = ["check_division", "vocabulary_notes"]
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _MAMBA = ".mixer.A_log"
@@ -42,17 +42,6 @@ def check_division(run: TargetRun) -> None:
             f"expected a layout that divides the model into equal parts, as Megatron does; got {own} for "
             f"{run.index.path}:\n{listed(found, most=40)}\nChoose other degrees"
         )
-
-
-def division_notes(run: TargetRun) -> Iterator[str]:
-    """What of the layout only some releases take, or a run has to match by itself."""
-    tp, groups = run.topology.tp, _groups(run.arguments)
-    if groups and groups % tp:
-        yield (
-            f"tp={tp} is above the {groups} groups of queries, so that ranks share keys and values: megatron-core 0.16 "
-            "and later do that, earlier ones refuse it"
-        )
-    yield from _vocabulary_notes(run)
 
 
 def _number(arguments: Mapping[str, object], name: str) -> int:
@@ -142,7 +131,8 @@ def _vocabulary_problems(run: TargetRun) -> Iterator[str]:
         yield f"vocabulary: tp={tp} does not divide padded_vocab_size={padded}; {remedy}"
 
 
-def _vocabulary_notes(run: TargetRun) -> Iterator[str]:
+def vocabulary_notes(run: TargetRun) -> Iterator[str]:
+    """What a run makes of the rows of the vocabulary, without a word."""
     tp, rows, padded = run.topology.tp, _rows(run.model), _padded(run)
     if not rows:
         return

@@ -8,19 +8,16 @@ expert-parallel degree asks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from struct import unpack
 
+from ucp.contract.optimizer import OptimizerPlan
 from ucp.contract.rank_extras import Checksums
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, ParamGroup
-from ucp.core.names import STEP, WEIGHT
-from ucp.core.tensor import InlineTensor, Tensor, TensorRef
-from ucp.errors import MissingStateError, UnsupportedError, counted, listed
-from ucp.transfer.probe import Prober, cast_bits
+from ucp.core.names import STEP
 
-__all__ = ["OptimizerGroup", "check_members", "is_native", "optimizer_chain"]
+__all__ = ["OptimizerGroup", "is_native", "optimizer_chain"]
 
 _EXPERT = "is_expert_parallel"
 _FROM_RUN = {"params", "step", "param_names"}
@@ -53,7 +50,7 @@ class OptimizerGroup:
 
 
 def optimizer_chain(
-    index: Index, experts: frozenset[str], *, split: bool
+    index: Index, experts: frozenset[str], optimizer: OptimizerPlan, *, split: bool
 ) -> tuple[tuple[tuple[OptimizerGroup, ...], ...], tuple[str, ...]]:
     """Groups of each optimizer of the chain, and what was assumed, for the user.
 
@@ -63,6 +60,8 @@ def optimizer_chain(
         The source.
     experts
         Names of the atoms that are parameters of experts.
+    optimizer
+        Its counts; casts of the steps are noted there.
     split
         Whether experts have an optimizer of their own (more than one expert-parallel rank).
 
@@ -74,12 +73,13 @@ def optimizer_chain(
     if not index.groups:
         return (), ()
     native = is_native(index)
-    groups = [_without_frozen(group, index) for group in index.groups]
+    # Megatron has those with `requires_grad` (core/optimizer/__init__.py, _get_param_groups)
+    trained = {name for name, atom in index.atoms.items() if atom.kind is not Kind.FROZEN}
+    groups = [replace(group, params=tuple(n for n in group.params if n in trained)) for group in index.groups]
     merged = _merged(groups if native else map(_translated, groups))
     if not native:
         merged = _with_both_decays(merged)
-    with Prober() as prober:
-        steps = [_step(index, group, prober, exact=native) for group in merged]
+    steps = [_step(index, group, optimizer, exact=native) for group in merged]
     overall = next((step for step in steps if step is not None), None)
     counts = not native or not any(isinstance(step, float) for step in steps)
 
@@ -101,11 +101,6 @@ def optimizer_chain(
     return (part(experts_alone=False), tuple(own for own in part(experts_alone=True) if own.params)), notes
 
 
-def _without_frozen(group: ParamGroup, index: Index) -> ParamGroup:
-    """The group as Megatron has it: parameters with `requires_grad` (core/optimizer/__init__.py, _get_param_groups)."""
-    return replace(group, params=tuple(own for own in group.params if index.atoms[own].kind is not Kind.FROZEN))
-
-
 def is_native(index: Index) -> bool:
     """Whether the groups are in Megatron's terms."""
     return all("wd_mult" in group.hyper or "pre_wd_mult" in group.hyper for group in index.groups)
@@ -114,26 +109,6 @@ def is_native(index: Index) -> bool:
 def _settings(group: ParamGroup) -> dict[str, object]:
     """Hyper-parameters of a group, however it is cut."""
     return {key: value for key, value in group.hyper.items() if key not in _FROM_RUN and key != _EXPERT}
-
-
-def check_members(index: Index, params: Collection[str], *, remedy: str) -> None:
-    """Raise MissingStateError for trained parameters among `params` that are in no group of the source.
-
-    For files that list the parameters of a group, or have an optimizer of experts alone: these would lose their states.
-    `remedy`: files that do not.
-    """
-    grouped = {name for group in index.groups for name in group.params}
-    lost = [
-        name
-        for name in params
-        if name in index.atoms and name not in grouped and index.atoms[name].states.keys() - {WEIGHT}
-    ]
-    if lost:
-        reasons = index.reasons(lost) or (listed(lost),)
-        raise MissingStateError(
-            f"expected every trained parameter in an optimizer group, as these files record it; {index.path} has "
-            f"{counted(len(lost), 'parameter')} in none:\n" + "\n".join(reasons) + f"\n{remedy}"
-        )
 
 
 def _merged(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
@@ -172,36 +147,20 @@ def _with_both_decays(groups: list[ParamGroup]) -> list[ParamGroup]:
     return sorted([*groups, *extra], key=lambda group: not group.hyper["wd_mult"])
 
 
-def _step(index: Index, group: ParamGroup, prober: Prober, *, exact: bool) -> int | float | None:
+def _step(index: Index, group: ParamGroup, optimizer: OptimizerPlan, *, exact: bool) -> int | float | None:
     """Steps that all parameters of a group have taken; `exact`: in the source's own type, else a whole number.
 
     Apex's and Transformer Engine's Adam take nothing but a whole number.
     """
-    counts: dict[int | float, str] = {}
-    for name in group.params:
-        atom = index.atoms.get(name)
-        if atom is not None and STEP in atom.states:
-            counts.setdefault(_number(atom.states[STEP].fragments[0].ref, prober), name)
-    if len(counts) > 1:
-        raise UnsupportedError(
-            "expected one step count for all parameters of an optimizer group, as Megatron keeps it; got\n"
-            f"{listed(f'{name}: {count}' for count, name in counts.items())}\n"
-            "convert to atoms or to stage-0 files of DeepSpeed, which keep one per parameter"
-        )
+    remedy = "convert to atoms or to stage-0 files of DeepSpeed, which keep one per parameter"
+    first = optimizer.counted_by(group.params, keeper="Megatron keeps it", remedy=remedy)
     recorded = group.hyper.get("step")
-    found = next(iter(counts), recorded if isinstance(recorded, int | float) else None)
-    return found if exact or found is None or not float(found).is_integer() else int(found)
-
-
-def _number(ref: Tensor, prober: Prober) -> int | float:
-    """The value of a 0-d tensor, a few bytes that say how the optimizer stands."""
-    if isinstance(ref, TensorRef) and ref.codec:
-        raise UnsupportedError(
-            f"expected the step count as plain bytes; got one compressed with {ref.codec} in {ref.path}. "
-            "Convert to atoms without --compress first"
-        )
-    data = ref.data if isinstance(ref, InlineTensor) else prober.window(ref, 0, 1)
-    if not ref.dtype.is_floating:
-        return int.from_bytes(data, "little", signed=not ref.dtype.value.startswith("u"))
-    wide = cast_bits(data, ref.dtype, DType.FLOAT64)
-    return float(unpack("<d", wide)[0])
+    step = recorded if isinstance(recorded, int | float) else None
+    step = step if first is None else optimizer.count(first)
+    if step is not None and not exact and float(step).is_integer():
+        step = int(step)
+    for name in group.params:
+        if optimizer.count(name) is not None:
+            written = DType.FLOAT64 if isinstance(step, float) else DType.INT64
+            optimizer.note_cast(STEP, index.atoms[name].states[STEP].dtype, written)
+    return step

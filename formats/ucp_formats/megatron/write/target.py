@@ -9,22 +9,23 @@ checkpoint does not say and Megatron needs is derived where it is certain, and a
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from ucp.contract.companions import place_companions
 from ucp.contract.model.arguments import recorded_arguments, run_arguments, said_values
+from ucp.contract.optimizer import OptimizerPlan, missing_states
 from ucp.contract.protocols import Target
 from ucp.contract.registry import target_family
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, check_weights
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.names import WEIGHT
 from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.topology import Topology
-from ucp.errors import MissingStateError, UsageError, counted, listed
+from ucp.errors import MissingStateError, UsageError, listed
 from ucp.families.family import CANONICAL
 from ucp.io.torch_file.draft import target_plan
+from ucp.transfer.probe import Prober
 from ucp_formats.megatron.names import RELEASE, TRACKER
 from ucp_formats.megatron.param_groups.rules import is_by_named_optimizer
 from ucp_formats.megatron.run.modules import chosen_modules
@@ -41,7 +42,7 @@ from ucp_formats.megatron.write.extras import (
     lost_lines,
     lost_states,
 )
-from ucp_formats.megatron.write.groups import check_members, is_native, optimizer_chain
+from ucp_formats.megatron.write.groups import is_native, optimizer_chain
 from ucp_formats.megatron.write.legacy.files import legacy_places, plan_legacy
 from ucp_formats.megatron.write.model import Model, check_layers, target_model
 from ucp_formats.megatron.write.run import TargetRun, check_topology, experts_apart, random_states
@@ -106,7 +107,9 @@ class MegatronTarget(Target):
                 f"Megatron finds a checkpoint by its iteration: it lies in {_folder(index)}, whatever it was called; "
                 "drop --tag"
             )
-        run, notes = _run(index, topology or replace(index.topology, zero=None), layout, options)
+        with Prober() as prober:
+            optimizer = OptimizerPlan(index, prober)
+        run, notes = _run(index, topology or replace(index.topology, zero=None), layout, options, optimizer)
         check_division(run)
         asked = said_values(options.settings)
         check_asked(asked, run.model, before=run_arguments(index), written=run.arguments)
@@ -116,7 +119,7 @@ class MegatronTarget(Target):
         lost = lost_states(run, plan.placements)
         plan = replace(
             plan,
-            casts=(*plan.casts, *_step_casts(index, run)),
+            casts=(*plan.casts, *(optimizer.casts if run.chain else ())),
             lost=lost,
             dropped=(*lost_lines(run, lost, plan.placements), *lost_extras(run)),
             regrouped=not is_native(index),
@@ -135,7 +138,9 @@ def _checked_layout(options: TargetOptions) -> str:
     return options.layout or _LAYOUTS[0]
 
 
-def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) -> tuple[TargetRun, tuple[str, ...]]:
+def _run(
+    index: Index, topology: Topology, layout: str, options: TargetOptions, optimizer: OptimizerPlan
+) -> tuple[TargetRun, tuple[str, ...]]:
     """Everything that is to be written, and what was assumed."""
     check_topology(topology)
     check_weights(index)
@@ -146,15 +151,15 @@ def _run(index: Index, topology: Topology, layout: str, options: TargetOptions) 
     model = target_model(index, target_family(index, options, {**native, **said})[0], weights=weights)
     arguments, told = ({**native, **said}, ()) if native else _made_arguments(index, model, said)
     check_layers(model, alike=key_style(arguments).stacked)
-    chain, notes = optimizer_chain(index, model.expert_atoms, split=experts_apart(model, topology))
+    chain, notes = optimizer_chain(index, model.expert_atoms, optimizer, split=experts_apart(model, topology))
     if chain and _is_without_moments(model, arguments):
         chain, notes = (), (_ANEW,)
     if chain:
         _check_states(index, model, arguments)
     if chain and layout == "torch" and not arguments.get("use_distributed_optimizer", True):
-        check_members(index, index.atoms, remedy=_GROUPS_UNSAID)
+        optimizer.check_grouped(_stepped(index, index.atoms), remedy=_GROUPS_UNSAID)
     elif len(chain) > 1:
-        check_members(index, model.expert_atoms, remedy=_EXPERTS_ALONG)
+        optimizer.check_grouped(_stepped(index, model.expert_atoms), remedy=_EXPERTS_ALONG)
     places = legacy_places(topology) if layout == "torch" else dist_places(topology)
     samples = consumed_samples(index, arguments)
     if samples is not None:
@@ -210,17 +215,16 @@ def _is_without_moments(model: Model, arguments: Mapping[str, object]) -> bool:
     return arguments.get("optimizer") != "sgd" and not any(own.states.keys() - {WEIGHT} for own in trained)
 
 
+def _stepped(index: Index, names: Iterable[str]) -> list[str]:
+    """Those with states of an optimizer, which they would lose outside its groups."""
+    return [name for name in names if name in index.atoms and index.atoms[name].states.keys() - {WEIGHT}]
+
+
 def _check_states(index: Index, model: Model, arguments: Mapping[str, object]) -> None:
     """Prove that trained parameters have all states that some have; `arguments`: of the run."""
-    trained = {own.name: own.states for own in model.tensors if own.kind is Kind.PARAMETER}
-    wanted = dict.fromkeys(state for states in trained.values() for state in states if state != WEIGHT)
-    lacking = {
-        name: ", ".join(state for state in wanted if state not in states)
-        for name, states in trained.items()
-        if not wanted.keys() <= states.keys()
-    }
+    lacking = missing_states({own.name: own.states for own in model.tensors if own.kind is Kind.PARAMETER})
     if lacking:
-        lines = listed(f"{name}: {states}" for name, states in lacking.items())
+        lines = listed(f"{name}: {', '.join(states)}" for name, states in lacking.items())
         reasons = index.reasons(lacking)
         two = is_by_named_optimizer(arguments, "", (1, 1))  # matrices by another one than the rest
         why = _TWO_OPTIMIZERS.format(name=arguments["optimizer"]) if two else _NEVER_STEPPED
@@ -228,15 +232,3 @@ def _check_states(index: Index, model: Model, arguments: Mapping[str, object]) -
             f"expected the same optimizer states of all trained parameters; {index.path} lacks\n{lines}\n"
             + ("\n".join(reasons) or why)
         )
-
-
-def _step_casts(index: Index, run: TargetRun) -> tuple[str, ...]:
-    """One line per change of the step's type: Megatron keeps a plain number per group."""
-    changed: Counter[str] = Counter()
-    for group in (group for chain in run.chain for group in chain):
-        written = DType.FLOAT64 if isinstance(group.step, float) else DType.INT64
-        for name in group.params:
-            kept = index.atoms[name].states.get(STEP) if name in index.atoms else None
-            if kept is not None and kept.dtype is not written:
-                changed[f"{STEP}: {kept.dtype} -> {written}, a number of the group,"] += 1
-    return tuple(f"{change} in {counted(count, 'parameter')}" for change, count in changed.items())

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from dataclasses import replace
 
 from ucp.contract.companions import is_companion, place_companions
+from ucp.contract.optimizer import OptimizerPlan
 from ucp.contract.protocols import Target
 from ucp.contract.run_extras import LR_SCHEDULER, MODULE_STATE
 from ucp.core.index import AtomIndex, Extra, Index, check_weights
@@ -26,13 +27,13 @@ from ucp.errors import UsageError
 from ucp.io.torch_file.draft import FileDraft, target_plan
 from ucp.io.torch_file.tensors import NewTensor
 from ucp.transfer.probe import Prober
-from ucp_formats.torch.counts import Counts
 from ucp_formats.torch.files.locate import NAME
 from ucp_formats.torch.settings import (
     DECOUPLED,
     DECOUPLED_MEANING,
     check_options,
     checked_decoupled,
+    count_tensor,
     decay_notes,
     rate_notes,
     settings_of,
@@ -60,8 +61,8 @@ class TorchTarget(Target):
             draft = _Drafting(index, options, prober)
             root = draft.root()
         plan = target_plan(index, [draft.file.finish(root)], notes=draft.notes)
-        plan = replace(plan, dropped=draft.dropped())
-        return place_companions(index, draft.counts.told(plan))
+        plan = replace(plan, casts=(*plan.casts, *draft.counts.casts), dropped=draft.dropped())
+        return place_companions(index, plan)
 
 
 def _check(topology: Topology | None, options: TargetOptions) -> None:
@@ -77,7 +78,7 @@ class _Drafting:
         self._index = index
         self._dtypes = options.dtypes
         self._decoupled = checked_decoupled(index, options)
-        self.counts = Counts(index, prober)
+        self.counts = OptimizerPlan(index, prober)
         self.file = FileDraft(NAME)
         self.notes: list[str] = []
         self._left: list[str] = []
@@ -119,7 +120,7 @@ class _Drafting:
     def _tensor(self, atom: AtomIndex, name: str) -> NewTensor:
         state = atom.states[name]
         if atom.is_count(name) and name != WEIGHT:
-            dtype, data = self.counts.of(atom.name, name)
+            dtype, data = count_tensor(self._index, self.counts, atom.name, name)
             return self.file.known(dtype, (), data)
         dtype = atom.dtype_of(name, self._dtypes)
         return self.file.tensor(whole_slice(atom.name, name, state, dtype=dtype))

@@ -1,46 +1,58 @@
-"""The optimizer of a checkpoint as DeepSpeed's flat buffers want it: groups of parameters with their states.
+"""The optimizer of a checkpoint as DeepSpeed's files have it: groups of parameters, counts, and what both share.
 
 A flat group has one tensor per state and one step count. A parameter that was never stepped has zeros there, as in
-DeepSpeed's own buffers; parameters that counted different steps cannot share a group.
+DeepSpeed's own buffers; parameters that counted different steps cannot share a group. One that took steps and whose
+states were lost looks as if it had taken none, but zeros are wrong for it: `Index.lost` tells, or that it has some
+states and lacks others.
+
+A step is written in the type that optimizers go on from (`RunFacts.step_dtype`). `load_checkpoint` of native files goes
+through `load_state_dict` of the optimizer, where torch's make a tensor of a number and DeepSpeed's keep it; a universal
+load puts what it finds into the optimizer as it is (`base_optimizer.py` and `stage3.py`, 0.19.8). The first step after
+it, tried with torch 2.13 and DeepSpeed 0.19.8:
+
+==================== ============================ ============================================
+form                 torch (plain, foreach, fused) DeepSpeed's on CPUs (FusedAdam, CPUAdam)
+==================== ============================ ============================================
+number, whole        fails                        counts on
+number with a point  fails                        fails: the C++ takes none
+tensor of int64      foreach and fused fail       counts on
+tensor of float32    counts on                    counts on
+==================== ============================ ============================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from struct import unpack
 
-from ucp.contract.rank_extras import Checksums
+from ucp.contract.optimizer import OptimizerPlan, missing_states
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, check_weights
 from ucp.core.names import STEP, WEIGHT
-from ucp.core.tensor import InlineTensor, Tensor, TensorRef
-from ucp.errors import MissingStateError, UnsupportedError, listed
-from ucp_formats.deepspeed.write.optimizer.step_forms import StepForm, from_elsewhere
+from ucp.errors import MissingStateError, UnsupportedError, counted, listed
+from ucp_formats.deepspeed.config import Precision
+from ucp_formats.deepspeed.loss_scale import plain_scaler, read_loss_scale, scaler_object
+from ucp_formats.deepspeed.write.draft import AtomDraft
+from ucp_formats.deepspeed.write.run import RunFacts, is_plain_number
 
 __all__ = [
     "Group",
-    "Scalar",
     "check_flat",
-    "inline_number",
+    "check_stepped",
+    "clipping",
+    "common_keys",
+    "filled_with_zeros",
+    "group_entry",
+    "group_notes",
     "is_optimized",
+    "note_step_casts",
     "optimizer_groups",
-    "stored_dtype",
     "without_groups",
+    "write_count",
 ]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scalar:
-    """A count that a flat group keeps once, such as `step`."""
-
-    param: str
-    """Parameter whose value is taken; all others of the group agree with it."""
-    number: int | float | None
-    """The value, where it was a Python number; None for a 0-d tensor."""
-    certain: bool
-    """Whether the others are known to agree, by values in the index or recorded checksums."""
+_ONE_EACH = "write stage-0 files (--to deepspeed --topology zero=0): one per parameter"
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: what all of its parameters share is asked for by every rank, and kept
@@ -51,16 +63,12 @@ class Group:
     """Parameters that the optimizer steps, in its order: trained, with at least one element."""
     hyper: Mapping[str, object]
     """Everything in the group but its parameters."""
-    elementwise: Mapping[str, DType]
-    """States with a value per element, and the type to store each flat tensor of them in; never the weight."""
-    scalars: tuple[str, ...]
+    dtypes: Mapping[str, DType]
+    """The weight and every state with a value per element, and the type to store each flat tensor of them in."""
+    counts: tuple[str, ...]
     """States with one value per parameter."""
-    checksums: Checksums = field(repr=False)
-    """Recorded checksums of the source, to compare counts that are tensors."""
-    steps: StepForm = StepForm.FOUND
-    """How the files keep its steps."""
-    from_elsewhere: bool = False
-    """Whether its hyper-parameters are those of another framework."""
+    plan: OptimizerPlan = field(repr=False)
+    """The values of these."""
 
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
@@ -68,86 +76,40 @@ class Group:
         return tuple((atom.name, atom.states[WEIGHT].numel) for atom in self.params)
 
     @cached_property
-    def state_names(self) -> tuple[str, ...]:
-        """All states but the weight, in the order in which a parameter has them."""
-        known = {*self.elementwise, *self.scalars}
-        ordered = [name for atom in self.params for name in atom.states if name in known]
-        return tuple(dict.fromkeys(ordered))
-
-    def never_stepped(self) -> tuple[str, ...]:
-        """Parameters that lack some state which others of the group have."""
-        wanted = {*self.elementwise, *self.scalars}
-        return tuple(atom.name for atom in self.params if not wanted <= atom.states.keys())
-
-    def weight_dtype(self, dtypes: Mapping[str, str]) -> DType:
-        """Type of a flat tensor of the weights."""
-        return _common(stored_dtype(atom, WEIGHT, dtypes) for atom in self.params)
+    def elementwise(self) -> tuple[str, ...]:
+        """States with a value per element, without the weight."""
+        return tuple(name for name in self.dtypes if name != WEIGHT)
 
     @cached_property
-    def _shared(self) -> dict[str, Scalar]:
-        return {}
+    def state_names(self) -> tuple[str, ...]:
+        """All states but the weight, in the order in which a parameter has them."""
+        known = {*self.elementwise, *self.counts}
+        return tuple(dict.fromkeys(name for atom in self.params for name in atom.states if name in known))
 
-    def scalar(self, state: str, params: Iterable[str] | None = None) -> Scalar:
-        """The value of a count for `params` (all, if not given). Raises UnsupportedError when they differ."""
-        if params is not None:
-            return self._scalar(state, set(params))
-        if state not in self._shared:
-            self._shared[state] = self._scalar(state, {atom.name for atom in self.params})
-        return self._shared[state]
+    @cached_property
+    def lacking(self) -> Mapping[str, tuple[str, ...]]:
+        """Parameter to the states that others of the group have and it lacks."""
+        return missing_states({atom.name: atom.states for atom in self.params}, self.state_names)
 
-    def _scalar(self, state: str, chosen: Container[str]) -> Scalar:
-        holders = [atom for atom in self.params if state in atom.states and atom.name in chosen]
-        holders = holders or [atom for atom in self.params if state in atom.states]
-        first = holders[0].states[state].fragments[0].ref
-        same = [(atom, self._same(first, atom.states[state].fragments[0].ref)) for atom in holders]
-        if any(answer is False for _, answer in same):
-            counts = [f"{atom.name}: {_shown(atom.states[state].fragments[0].ref)}" for atom, _ in same]
-            raise UnsupportedError(
-                f"expected one {state} for all parameters of an optimizer group, as stages 1 to 3 keep it; got\n"
-                f"{listed(counts)}\nwrite stage-0 files (--to deepspeed --topology zero=0): one per parameter"
-            )
-        certain = all(answer for _, answer in same)
-        return Scalar(param=holders[0].name, number=inline_number(holders[0], state), certain=certain)
+    @cached_property
+    def counters(self) -> Mapping[str, AtomIndex]:
+        """Count to a parameter whose value is that of all. Raises UnsupportedError where they differ."""
+        return {state: self.counter(state) for state in self.counts}
 
-    def _same(self, a: Tensor, b: Tensor) -> bool | None:
-        """Whether two counts are equal; None where that is not known before their bytes are read."""
-        if isinstance(a, TensorRef) and isinstance(b, TensorRef):
-            return self.checksums.same_bytes(a, b)
-        if isinstance(a, InlineTensor) and isinstance(b, InlineTensor):
-            return a == b
-        return None
-
-
-def inline_number(atom: AtomIndex, state: str) -> int | float | None:
-    """Value of a 0-d state that was a Python number, else None."""
-    ref = atom.states[state].fragments[0].ref
-    if not isinstance(ref, InlineTensor) or ref.shape:
-        return None
-    if ref.dtype is DType.BOOL:
-        return bool(ref.data[0])
-    if ref.dtype.is_floating:
-        return float(unpack("<d", ref.data)[0]) if ref.dtype is DType.FLOAT64 else None
-    return int.from_bytes(ref.data, "little", signed=True)
-
-
-def _shown(ref: Tensor) -> str:
-    """A count for a message."""
-    if isinstance(ref, TensorRef):
-        return f"a tensor at {ref.offset} in {ref.path}"
-    if ref.dtype is DType.FLOAT32:
-        return f"{unpack('<f', ref.data)[0]:g}"
-    return str(int.from_bytes(ref.data, "little", signed=True))
+    def counter(self, state: str, params: Iterable[str] | None = None) -> AtomIndex:
+        """A parameter whose count is that of `params`, or of the whole group where none of them has one."""
+        atoms = {atom.name: atom for atom in self.params}
+        for names in ([] if params is None else [params], [atoms]):
+            for own in names:
+                name = self.plan.counted_by(own, state, keeper="stages 1 to 3 keep it", remedy=_ONE_EACH)
+                if name is not None:
+                    return atoms[name]
+        raise KeyError(state)
 
 
 def is_optimized(atom: AtomIndex) -> bool:
     """Whether DeepSpeed's optimizers own the parameter (`is_optimized_parameter`, runtime/utils.py, 0.19.8)."""
     return atom.kind is Kind.PARAMETER and 0 not in atom.global_shape
-
-
-def stored_dtype(atom: AtomIndex, state: str, dtypes: Mapping[str, str]) -> DType:
-    """Type to store a state in: the one asked for, else its own."""
-    own = atom.states[state].dtype
-    return DType(dtypes[state]) if state in dtypes and own.is_floating else own
 
 
 def without_groups(index: Index) -> str:
@@ -156,31 +118,42 @@ def without_groups(index: Index) -> str:
     return f"has {', '.join(states)}, and no optimizer groups to take them with" if states else "holds weights only"
 
 
-def optimizer_groups(index: Index, dtypes: Mapping[str, str], steps: StepForm = StepForm.FOUND) -> tuple[Group, ...]:
-    """Groups of the source, their parameters narrowed to those an optimizer owns. Groups may come out empty.
+def optimizer_groups(facts: RunFacts) -> tuple[Group, ...]:
+    """Groups of the source, their parameters narrowed to those an optimizer owns; none where no parameter is trained.
 
     Raises MissingStateError for a trained parameter without a group, or without a weight.
     """
-    _check_complete(index)
-    checksums = Checksums(index.records)
-    counts = {name for atom, name, _ in index.states() if is_optimized(atom) and atom.is_count(name)}
+    index = facts.index
+    if not index.groups:
+        return ()
+    owned = {name: atom for name, atom in index.atoms.items() if is_optimized(atom)}
+    facts.optimizer.check_grouped(owned, remedy="convert from a checkpoint with the whole optimizer")
+    check_weights(index)
+    # one number for a parameter anywhere; of one with a single element it looks like a value per element
+    counts = {name for atom in owned.values() for name in atom.states if atom.is_count(name)}
     groups = []
     for group in index.groups:
-        params = [index.atoms[name] for name in group.params if is_optimized(index.atoms[name])]
+        params = tuple(owned[name] for name in group.params if name in owned)
+        holders: dict[str, list[AtomIndex]] = {WEIGHT: []}
+        for atom in params:
+            for state in atom.states:
+                holders.setdefault(state, []).append(atom)
+        single = [n for n, atoms in holders.items() if n in counts and all(a.states[n].numel == 1 for a in atoms)]
+        dtypes = {
+            name: _common_dtype({atom.dtype_of(name, facts.dtypes) for atom in atoms})
+            for name, atoms in holders.items()
+            if name not in single
+        }
         hyper = {key: value for key, value in group.hyper.items() if key != "params"}
-        elementwise, scalars = _states(params, counts, dtypes)
-        groups.append(
-            Group(
-                params=tuple(params),
-                hyper=hyper,
-                elementwise=elementwise,
-                scalars=scalars,
-                checksums=checksums,
-                steps=_form(params, steps),
-                from_elsewhere=from_elsewhere(index),
-            )
-        )
-    return tuple(groups)
+        groups.append(Group(params=params, hyper=hyper, dtypes=dtypes, counts=tuple(single), plan=facts.optimizer))
+    return tuple(groups) if any(group.params for group in groups) else ()
+
+
+def _common_dtype(dtypes: set[DType]) -> DType:
+    """The one type, or the narrowest that holds all values of several floating types."""
+    if len(dtypes) == 1:
+        return next(iter(dtypes))
+    return DType.FLOAT64 if DType.FLOAT64 in dtypes else DType.FLOAT32
 
 
 def check_flat(groups: Iterable[Group]) -> None:
@@ -199,49 +172,99 @@ def check_flat(groups: Iterable[Group]) -> None:
         )
 
 
-def _check_complete(index: Index) -> None:
-    grouped = {name for group in index.groups for name in group.params}
-    lost = [atom.name for atom in index.atoms.values() if is_optimized(atom) and atom.name not in grouped]
-    if lost:
-        whole = f"{listed(lost)}\nconvert from a checkpoint with the whole optimizer"
-        raise MissingStateError(
-            f"expected every trained parameter in an optimizer group; {index.path} has {len(lost)} in none:\n"
-            + ("\n".join(index.reasons(lost)) or whole)
-        )
-    check_weights(index)
+def check_stepped(facts: RunFacts, groups: Sequence[Group], *, flat: bool = True) -> None:
+    """Raise MissingStateError for parameters that took steps and lack states, unless they are to be zero.
 
-
-def _states(
-    params: Sequence[AtomIndex], counts: Container[str], dtypes: Mapping[str, str]
-) -> tuple[dict[str, DType], tuple[str, ...]]:
-    """Element-wise states with their types, and counts.
-
-    `counts`: states that are one number for a parameter anywhere; for one with a single element it looks the same.
+    `flat`: what is lacking would be zeros. Else each parameter has states of its own, and one without any, which the
+    user left out, starts anew.
     """
-    names = dict.fromkeys(state for atom in params for state in atom.states if state != WEIGHT)
-    elementwise: dict[str, DType] = {}
-    scalars: list[str] = []
-    for name in names:
-        holders = [atom for atom in params if name in atom.states]
-        if name in counts and all(atom.states[name].numel == 1 for atom in holders):
-            scalars.append(name)
-            continue
-        elementwise[name] = _common(stored_dtype(atom, name, dtypes) for atom in holders)
-    return elementwise, tuple(scalars)
+    if facts.keeps_zeros or not any(group.state_names for group in groups):
+        return
+    lost, partly = [], []
+    for group in groups:
+        lacking = group.lacking
+        for atom in group.params:
+            lacks = lacking.get(atom.name, ())
+            loss = facts.index.lost.get(atom.name)
+            if loss is not None and (not loss.chosen or (flat and lacks)):
+                lost.append(atom.name)
+            has = [name for name in atom.states if name != WEIGHT]
+            missing = [name for name in lacks if name not in group.counts]
+            if flat and has and missing:
+                partly.append(f"{atom.name}: {', '.join(missing)}, and has {', '.join(has)}")
+    reasons = [*facts.index.reasons(lost), *([listed(partly)] if partly else [])]
+    if reasons:
+        raise MissingStateError(
+            "expected the optimizer states of every parameter that took steps, as others have theirs; "
+            f"{facts.index.path} lacks some:\n" + "\n".join(reasons) + "\nAdam would resume with zero moments but a "
+            "non-zero step. Take the weights alone (--include '*/weight'), and the optimizer starts anew; or, if zeros "
+            "will do, --zero-moments keep"
+        )
 
 
-def _form(params: Sequence[AtomIndex], wanted: StepForm) -> StepForm:
-    """Form in which steps can be written: a tensor, whose value is not known yet, only becomes one of another float."""
-    holders = [atom for atom in params if STEP in atom.states]
-    if all(inline_number(atom, STEP) is not None for atom in holders):
-        return wanted
-    floating = all(atom.states[STEP].dtype.is_floating for atom in holders)
-    return wanted if wanted is StepForm.FLOATING and floating else StepForm.FOUND
+def filled_with_zeros(groups: Iterable[Group]) -> dict[str, frozenset[str]]:
+    """Parameter to the states that flat groups and universal files have of it, and the source has not."""
+    return {name: frozenset(states) for group in groups for name, states in group.lacking.items()}
 
 
-def _common(dtypes: Iterable[DType]) -> DType:
-    """The one type, or the narrowest that holds all values of several floating types."""
-    seen = set(dtypes)
-    if len(seen) == 1:
-        return seen.pop()
-    return DType.FLOAT64 if DType.FLOAT64 in seen else DType.FLOAT32
+def group_notes(groups: Sequence[Group], *, flat: bool) -> Iterable[str]:
+    """What was assumed of states that are not in the source; `flat`: parameters of a group share its tensors."""
+    missing = [name for group in groups for name in group.lacking]
+    if flat and missing:
+        yield (
+            f"{counted(len(missing), 'parameter lacks', 'parameters lack')} "
+            f"states that others of their group have ({missing[0]}, ...): those are "
+            "zero, and the step count is the group's, as DeepSpeed has it for a parameter that was never stepped"
+        )
+    filled = [group for group in groups if group.params]
+    bare = [str(number) for number, group in enumerate(filled) if not group.state_names]
+    if bare:
+        which = "the optimizer" if len(bare) == len(filled) else f"groups {', '.join(bare)} of the optimizer"
+        yield f"the source has no states of {which}: a run that loads the files starts them anew"
+
+
+def note_step_casts(facts: RunFacts, groups: Iterable[Group]) -> None:
+    """Remember the steps that become whole numbers."""
+    for atom in (atom for group in groups for atom in group.params if facts.step_dtype is DType.INT64):
+        count = facts.optimizer.count(atom.name)
+        if count is not None and float(count).is_integer():
+            facts.optimizer.note_cast(STEP, atom.states[STEP].dtype, DType.INT64)
+
+
+def write_count(draft: AtomDraft, facts: RunFacts, atom: AtomIndex, state: str) -> object:
+    """A count of one parameter: a Python number or a 0-d tensor of this file."""
+    number = facts.optimizer.count(atom.name, state)
+    dtype = facts.step_dtype if state == STEP else None
+    if dtype is DType.FLOAT32:
+        return draft.whole(atom.name, state, dtype)
+    if number is not None and dtype is DType.INT64:
+        return int(number) if float(number).is_integer() else number
+    return number if is_plain_number(atom, state) else draft.whole(atom.name, state, atom.states[state].dtype)
+
+
+def group_entry(draft: AtomDraft, facts: RunFacts, group: Group, numbers: Iterable[int]) -> dict[object, object]:
+    """A parameter group of a torch optimizer; `numbers`: of its parameters."""
+    hyper = draft.carried(dict(group.hyper))
+    assert isinstance(hyper, dict)
+    # Adam of torch and of Megatron always corrects; FusedAdam and DeepSpeedCPUAdam look the key up in every step.
+    is_foreign_adam = facts.is_foreign and {"betas", "eps"} <= hyper.keys()
+    return {**({"bias_correction": True} if is_foreign_adam else {}), **hyper, "params": list(numbers)}
+
+
+def common_keys(facts: RunFacts, rank: int) -> dict[str, object]:
+    """Loss scale and overflow, as stages 1 to 3 keep them."""
+    scaler, dynamic = plain_scaler(), False
+    if facts.precision is Precision.FP16:
+        saved = facts.extras.get("loss_scaler", rank)
+        scaler, dynamic = scaler_object(saved, facts.config), read_loss_scale(saved, facts.config)["dynamic"] is True
+    return {
+        "loss_scaler": scaler,
+        "dynamic_loss_scale": dynamic,
+        "overflow": bool(facts.extras.mapping("optimizer", rank).get("overflow", False)),
+    }
+
+
+def clipping(facts: RunFacts, rank: int) -> dict[str, object]:
+    """Norm at which gradients are clipped; an engine keeps its own where the source does not say."""
+    norm = facts.extras.mapping("optimizer", rank).get("clip_grad", facts.config.gradient_clipping)
+    return {} if norm is None else {"clip_grad": norm}

@@ -10,20 +10,18 @@ DeepSpeed leaves None at stage 0 and never reads; `param_names` in the groups wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.names import WEIGHT
 from ucp.errors import UnsupportedError, listed
 from ucp_formats.deepspeed.config import Precision
+from ucp_formats.deepspeed.loss_scale import read_loss_scale, scale_numbers
 from ucp_formats.deepspeed.partition import shared_buffers
-from ucp_formats.deepspeed.write.draft import AtomDraft, Stored
-from ucp_formats.deepspeed.write.optimizer.groups import Group, inline_number, stored_dtype
-from ucp_formats.deepspeed.write.optimizer.loss_scale import LossScale, read_loss_scale, scale_numbers
-from ucp_formats.deepspeed.write.optimizer.step_forms import StepForm
-from ucp_formats.deepspeed.write.optimizer.values import clipping, count_of, group_entry, scalar_value
-from ucp_formats.deepspeed.write.run import RunFacts
+from ucp_formats.deepspeed.write.draft import AtomDraft
+from ucp_formats.deepspeed.write.optimizer.groups import Group, clipping, group_entry, write_count
+from ucp_formats.deepspeed.write.run import RunFacts, is_plain_number
 
 __all__ = ["Members", "Wrapper", "is_flat", "members", "optimizer_state", "wrapper"]
 
@@ -73,25 +71,35 @@ def optimizer_state(draft: AtomDraft, facts: RunFacts, counted: Members, kind: W
     """`optimizer` of the model-states file."""
     if kind is Wrapper.PLAIN:
         return _per_parameter(draft, facts, counted)
-    groups = [group for group, _ in counted]
-    scale = LossScale(dynamic=False, cur_scale=1.0)
-    if facts.precision is Precision.FP16:
-        scale = read_loss_scale(facts.extras.get("loss_scaler"), facts.config)
+    is_scaled = facts.precision is Precision.FP16
+    scale: Mapping[str, object] = {"dynamic": False, "cur_scale": 1.0, "cur_iter": 0}
+    scale = read_loss_scale(facts.extras.get("loss_scaler"), facts.config) if is_scaled else scale
     if kind is Wrapper.UNFUSED:
         inner = _per_parameter(draft, facts, counted)
         masters = [
-            [draft.whole(atom.name, WEIGHT, stored_dtype(atom, WEIGHT, facts.dtypes)) for atom in group.params]
-            for group in groups
+            [draft.whole(atom.name, WEIGHT, atom.dtype_of(WEIGHT, facts.dtypes)) for atom in group.params]
+            for group, _ in counted
         ]
         return {**scale_numbers(scale), "optimizer_state_dict": inner, "fp32_groups": masters}
-    numbers = scale_numbers(scale) if facts.precision is Precision.FP16 else {}
-    flats = [(group, _flat_numel(group), _stored(draft, group)) for group in groups]
+    state: dict[int, object] = {}
+    flat_masters: list[object] = []
+    for number, (group, _) in enumerate(counted):
+        numel = sum(numel for _, numel in group.sizes)  # a flat master has no padding
+        *_, buffer = shared_buffers(dict(group.sizes), ranks=1, paddings=None, first=numel, known_from="FP16_Optimizer")
+        stored = draft.stored(buffer, buffer.axes(), 0)
+        flat_masters.append(draft.flat(WEIGHT, group.dtypes[WEIGHT], numel, stored))
+        if group.state_names:
+            state[number] = {
+                name: draft.flat(name, group.dtypes[name], numel, stored)
+                if name in group.dtypes
+                else write_count(draft, facts, group.counters[name], name)
+                for name in group.state_names
+            }
+    entries = [group_entry(draft, facts, group, [number]) for number, (group, _) in enumerate(counted)]
     return {
-        **numbers,
-        "optimizer_state_dict": _per_group(draft, flats),
-        "fp32_groups_flat": [
-            draft.flat(WEIGHT, group.weight_dtype(facts.dtypes), numel, stored) for group, numel, stored in flats
-        ],
+        **(scale_numbers(scale) if is_scaled else {}),
+        "optimizer_state_dict": {"state": state, "param_groups": entries},
+        "fp32_groups_flat": flat_masters,
         "clip_grad": 0.0,
         **clipping(facts, 0),
     }
@@ -101,70 +109,42 @@ def _per_parameter(draft: AtomDraft, facts: RunFacts, counted: Members) -> dict[
     """state_dict of a torch optimizer with one entry per parameter; one that was never stepped has none."""
     state: dict[int, object] = {}
     entries = []
-    number = 0
+    first = 0
     for group, atoms in counted:
-        entries.append(group_entry(draft, group, range(number, number + len(atoms))))
-        for atom in atoms:
-            own = {name: _own_value(draft, facts, atom, name, group.steps) for name in atom.states if name != WEIGHT}
-            if own:
-                state[number] = own
-            number += 1
+        numbers = range(first, first + len(atoms))
+        entries.append(group_entry(draft, facts, group, numbers))
+        for number, atom in zip(numbers, atoms, strict=True):
+            values = {
+                name: write_count(draft, facts, atom, name)
+                if is_plain_number(atom, name)
+                else draft.whole(atom.name, name, atom.dtype_of(name, facts.dtypes))
+                for name in atom.states
+                if name != WEIGHT
+            }
+            if values:
+                state[number] = values
+        first = numbers.stop
     return {"state": state, "param_groups": entries}
-
-
-def _own_value(draft: AtomDraft, facts: RunFacts, atom: AtomIndex, state: str, steps: StepForm) -> object:
-    if inline_number(atom, state) is not None:
-        return count_of(draft, atom, state, steps)
-    return draft.whole(atom.name, state, stored_dtype(atom, state, facts.dtypes))
-
-
-def _per_group(draft: AtomDraft, flats: Sequence[tuple[Group, int, list[Stored]]]) -> dict[str, object]:
-    """state_dict of a torch optimizer over one flat master per group."""
-    state = {
-        number: {
-            name: draft.flat(name, group.elementwise[name], numel, stored)
-            if name in group.elementwise
-            else scalar_value(draft, group, name)
-            for name in group.state_names
-        }
-        for number, (group, numel, stored) in enumerate(flats)
-        if group.state_names
-    }
-    entries = [group_entry(draft, group, [number]) for number, (group, _, _) in enumerate(flats)]
-    return {"state": state, "param_groups": entries}
-
-
-def _flat_numel(group: Group) -> int:
-    """Elements of a group's flat master, which has no padding."""
-    return sum(numel for _, numel in group.sizes)
-
-
-def _stored(draft: AtomDraft, group: Group) -> list[Stored]:
-    """All parameters of a group one after another."""
-    used = _flat_numel(group)
-    *_, buffer = shared_buffers(dict(group.sizes), ranks=1, paddings=None, first=used, known_from="FP16_Optimizer")
-    return draft.stored(buffer, buffer.axes(), 0)
 
 
 def _plain_params(index: Index, groups: Sequence[Group]) -> list[tuple[Group, list[AtomIndex]]]:
     """Each group with all its parameters: those without elements too, which only a torch optimizer keeps."""
-    found = [[index.atoms[name] for name in group.params] for group in index.groups]
+    members = [[index.atoms[name] for name in group.params] for group in index.groups]
     grouped = {name for group in index.groups for name in group.params}
-    empty = [atom for atom in index.atoms.values() if atom.kind is not Kind.BUFFER and 0 in atom.global_shape]
-    place = {name: position for position, name in enumerate(index.atoms)}
-    lost = []
-    for atom in empty:
-        if atom.name in grouped:
+    order = {name: position for position, name in enumerate(index.atoms)}
+    unknown = []
+    for atom in index.atoms.values():
+        if atom.name in grouped or atom.kind is Kind.BUFFER or 0 not in atom.global_shape:
             continue
-        alike = [own for own in found if any(len(m.global_shape) == len(atom.global_shape) for m in own)]
-        homes = found if len(found) == 1 else alike
+        alike = [atoms for atoms in members if any(len(own.global_shape) == len(atom.global_shape) for own in atoms)]
+        homes = members if len(members) == 1 else alike
         if len(homes) == 1:
-            homes[0].insert(sum(place[m.name] < place[atom.name] for m in homes[0]), atom)
+            homes[0].insert(sum(order[own.name] < order[atom.name] for own in homes[0]), atom)
         else:
-            lost.append(f"{atom.name} {list(atom.global_shape)}")
-    if lost:
+            unknown.append(f"{atom.name} {list(atom.global_shape)}")
+    if unknown:
         raise UnsupportedError(
             "a stage-0 optimizer counts parameters without elements too, and the source does not say which group they "
-            f"belong to:\n{listed(lost)}\nwrite files of stage 1 to 3, which leave them out"
+            f"belong to:\n{listed(unknown)}\nwrite files of stage 1 to 3, which leave them out"
         )
-    return list(zip(groups, found, strict=True))
+    return list(zip(groups, members, strict=True))

@@ -1,4 +1,4 @@
-"""What the files of a pipeline tell of its layers and stages.
+"""What the files of a pipeline tell of its layers and stages, and the files of its layers.
 
 Known are the layers with a file (a module has one; a function has none, nor has a tied layer with a `forward_fn`) and
 the trained parameters of each stage, by its optimizer. Not known are the bounds of the stages where layers without
@@ -8,19 +8,24 @@ parameters lie between them, which layer without a file uses a tied layer again,
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ucp.contract.run_extras import MODULE_STATE
 from ucp.core.index import ParamGroup
+from ucp.core.names import WEIGHT
 from ucp.errors import UsageError
-from ucp_formats.deepspeed.write.run import RunFacts
+from ucp.io.torch_file.draft import Drafted
+from ucp_formats.deepspeed.write.run import RunFacts, tag
 
 __all__ = [
     "PIPELINE",
     "Pipeline",
     "Uses",
     "is_pipeline",
+    "layer_files",
     "layer_of",
     "named_pipeline",
     "pipeline_of",
@@ -183,3 +188,23 @@ def pipeline_of(facts: RunFacts) -> Pipeline | None:
     if not isinstance(layers, dict) or not isinstance(stages, list):
         return None
     return Pipeline({int(str(number)): str(start) for number, start in layers.items()}, stages)
+
+
+def layer_files(facts: RunFacts, pipeline: Pipeline) -> Iterator[Drafted]:
+    """A state_dict for each layer; `facts`: of a tensor-parallel rank, with the parameters of all stages."""
+    cut = f"-model_{facts.mp % facts.tp:02d}" if facts.tp > 1 else ""
+    metadata = facts.extras.mapping("module_metadata")  # versions of modules, an attribute of a state_dict of torch
+    for number, start in sorted(pipeline.layers.items()):
+        draft = facts.draft(f"{tag(facts.index)}/layer_{number:02d}{cut}-model_states.pt")
+        layer: OrderedDict[object, object] = OrderedDict()
+        for name, atom in facts.index.atoms.items():
+            if name.startswith(start):
+                layer[name.removeprefix(start)] = draft.whole(name, WEIGHT, facts.module_dtype(atom))
+        for name, value in facts.extras.below(MODULE_STATE):
+            if name.startswith(start):
+                layer[name.removeprefix(start)] = draft.carried(value)
+        of_layer = {f"{name}.": version for name, version in metadata.items() if f"{name}.".startswith(start)}
+        if of_layer:
+            versions = ((name.removeprefix(start).removesuffix("."), own) for name, own in of_layer.items())
+            vars(layer)["_metadata"] = OrderedDict(versions)
+        yield draft.finish(layer)

@@ -2,25 +2,52 @@
 
 The optimizer file of a stage has the parameters of its layers, and DeepSpeed looks at no names in it. So the files must
 be cut as the run that loads them partitions its layers, which no file records.
+
+What `--set` says of them, as files record neither how layers are partitioned nor all of them:
+
+stages=0,3,5,9       the layer that each stage starts with, then the number of layers
+partition=uniform    `partition_method` of the run: uniform, parameters, or type: with the numbers of the layers
+                     that its expression matches (class names are in no file), like type:2-25,27
+layers=9             for partition: the number of layers, where functions follow the last that has a file
+tied=embed:8         a layer without a file (`forward_fn`) that uses a tied layer again
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from math import inf, prod
 
 from ucp.core.index import Kind
 from ucp.errors import TopologyError, UsageError, listed
 from ucp_formats.deepspeed.write.pipeline.layers import Pipeline, Uses, layer_of, stage_at, tied_key
-from ucp_formats.deepspeed.write.pipeline.norms import norm_notes
-from ucp_formats.deepspeed.write.pipeline.partition import balanced_bounds, uniform_bounds
-from ucp_formats.deepspeed.write.pipeline.settings import StageSettings
-from ucp_formats.deepspeed.write.rank_files import groups_of
 from ucp_formats.deepspeed.write.run import RunFacts
 
-__all__ = ["Stages", "stages_of"]
+__all__ = [
+    "SETTINGS",
+    "StageSettings",
+    "Stages",
+    "balanced_bounds",
+    "stage_settings",
+    "stages_of",
+    "uniform_bounds",
+]
 
+_RANGES = r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*"
+_FORMS = {
+    "stages": (r"0(,\d{1,5})+", "the first layer of each stage, then the number of layers, increasing, like 0,3,5,9"),
+    "partition": (
+        rf"uniform|parameters|type:{_RANGES}",
+        "uniform, parameters, or type: with the numbers of the layers that the expression matches, like type:2-25,27",
+    ),
+    "layers": (r"[1-9]\d{0,4}", "the number of layers"),
+    "tied": (r"[^:,]+:\d{1,5}(,[^:,]+:\d{1,5})*", "key and number of the layer that uses it again, like embed:8"),
+}
+"""Setting to its form, and to that in words."""
+SETTINGS = {name: words for name, (_, words) in _FORMS.items()}
+"""Setting to its form in words."""
 _STAGES = (
     "--set stages=FIRST,FIRST,...,COUNT (the first layer of each stage, then how many layers there are; PipelineModule "
     "prints them) or "
@@ -28,6 +55,69 @@ _STAGES = (
 )
 _TIED = "--set tied={}:N (the number of the layer without a file, a forward_fn, that uses the tied layer again)"
 _ELSE = "or write --to deepspeed-universal, which loads at any number of stages"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSettings:
+    """The settings; each empty where the user says nothing."""
+
+    bounds: tuple[int, ...] = ()
+    """First layer of each stage, then the number of layers."""
+    partition: str = ""
+    """`partition_method`, as said."""
+    matched: frozenset[int] = frozenset()
+    """Layers that the expression of `type:` matches."""
+    layers: int = 0
+    """Number of layers."""
+    tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Key of a tied layer to layers that use it again."""
+
+    @property
+    def partitions(self) -> bool:
+        """Whether the user says what layers each stage has."""
+        return bool(self.bounds or self.partition)
+
+
+def stage_settings(texts: Mapping[str, str]) -> StageSettings:
+    """What the settings say. Raises UsageError with all that are malformed.
+
+    >>> stage_settings({"partition": "uniform", "tied": "embed:8"}).tied
+    {'embed': (8,)}
+    """
+    wrong = []
+    for name, text in texts.items():
+        form, words = _FORMS[name]
+        spans = pairwise(re.findall(r"\d+", text) if name in ("stages", "partition") else ())
+        if not (re.fullmatch(form, text) and all(int(one) < int(other) for one, other in spans)):
+            wrong.append(f"{name}={text}: expected {words}")
+    if texts and ("stages" in texts) == ("partition" in texts):
+        wrong.append("say either stages or partition")
+    if wrong:
+        raise UsageError(
+            f"the target deepspeed takes --set {', '.join(_FORMS)}, for the stages of a pipeline; got\n{listed(wrong)}"
+        )
+    tied: dict[str, tuple[int, ...]] = {}
+    for part in filter(None, texts.get("tied", "").split(",")):
+        key, _, layer = part.partition(":")
+        tied[key] = (*tied.get(key, ()), int(layer))
+    partition = texts.get("partition", "")
+    return StageSettings(
+        bounds=tuple(map(int, filter(None, texts.get("stages", "").split(",")))),
+        partition=partition,
+        matched=frozenset(_numbers(partition.partition(":")[2])),
+        layers=int(texts.get("layers", 0)),
+        tied=tied,
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    """Numbers and ranges.
+
+    >>> _numbers("2-4,7")
+    [2, 3, 4, 7]
+    """
+    spans = [part.partition("-") for part in text.split(",") if part]
+    return [number for first, _, last in spans for number in range(int(first), int(last or first) + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +136,7 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
     Raises TopologyError where nobody says what the stages have or DeepSpeed cannot have them, and UsageError.
     """
     if count == len(pipeline.stages) and not settings.partitions:
-        kept = _as_they_are(facts, pipeline)
-        return Stages(kept, tuple(norm_notes(facts, groups_of(facts), kept)))
+        return Stages(_as_they_are(facts, pipeline))
     disorder = pipeline.disorder(facts.index.groups)
     if disorder is not None:
         raise TopologyError(
@@ -73,13 +162,7 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
         )
     bounds = settings.bounds or _partitioned(facts, settings, uses, layers, count)
     places = _places(facts, uses, bounds)
-    told = list(norm_notes(facts, groups_of(facts), places)) if count > 1 else []
-    if told and not settings.any_norm:
-        raise TopologyError(
-            f"DeepSpeed could not take a step over stages={','.join(map(str, bounds))}: {told[0]}. Choose other "
-            "stages, or say --set norm=unchecked where the run is configured otherwise"
-        )
-    return Stages(places, (_note(facts, pipeline, settings, uses, bounds), *told) if count > 1 else ())
+    return Stages(places, (_note(facts, pipeline, settings, uses, bounds),) if count > 1 else ())
 
 
 def _as_they_are(facts: RunFacts, pipeline: Pipeline) -> list[dict[str, int]]:
@@ -150,3 +233,45 @@ def _note(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, uses: Us
         if before and not pipeline.agrees(_partitioned(facts, settings, uses, bounds[-1], before), uses):
             note += "; the source's stages are not of this partition: check partition, layers and tied"
     return f"{note}. A run that partitions its layers otherwise fails to load its optimizer"
+
+
+def uniform_bounds(layers: int, stages: int) -> tuple[int, ...]:
+    """Bounds of stages with as many layers each, the first ones with one more (`partition_uniform`, runtime/utils.py).
+
+    Stages come out empty where there are fewer layers than stages.
+
+    >>> uniform_bounds(8, 3)
+    (0, 3, 6, 8)
+    """
+    if layers <= stages:
+        return tuple(min(stage, layers) for stage in range(stages + 1))
+    each, more = divmod(layers, stages)
+    return tuple(each * stage + min(stage, more) for stage in range(stages + 1))
+
+
+def balanced_bounds(weights: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Bounds with the smallest difference of the heaviest and the lightest stage (`partition_balanced`, ties included).
+
+    `weights`: one per layer. Of several such bounds, the last stages take the fewest layers.
+
+    >>> balanced_bounds([88, 72, 0, 16, 72, 88], 2)
+    (0, 4, 6)
+    """
+    count = len(weights)
+    if count <= stages:
+        return uniform_bounds(count, stages)
+    before = list(accumulate(weights, initial=0))
+    best: dict[tuple[int, int], tuple[float, float, int]] = {(0, 0): (0, inf, 0)}  # heaviest, lightest, last start
+    for stop in range(1, count + 1):
+        for number in range(1, min(stop, stages) + 1):
+            ways = (
+                (max(best[start, number - 1][0], own), min(best[start, number - 1][1], own), start)
+                for start in reversed(range(stop))
+                if (start, number - 1) in best
+                for own in [before[stop] - before[start]]
+            )
+            best[stop, number] = min(ways, key=lambda way: way[0] - way[1])
+    bounds = [count]
+    for number in range(stages, 0, -1):
+        bounds.append(best[bounds[-1], number][2])
+    return tuple(reversed(bounds))

@@ -46,14 +46,11 @@ def test_ranks_of_experts_without_experts(layout, source, to_megatron, tmp_path)
 
 
 def test_groups_that_share_ranks(source, to_megatron, tmp_path):
-    """Fewer groups than ranks are cut through, by 0.16 and later: said, not refused."""
+    """Fewer groups than ranks are cut through, by 0.16 and later: not refused."""
     src = source("gpt")
     given = {"num_attention_heads": 4, "num_query_groups": 2, "group_query_attention": "true"}
-    report = to_megatron(src, tmp_path / "b", "tp=4", **given)
-    assert any("above the 2 groups of queries" in note and "0.16" in note for note in report.notes)
-    given["group_query_attention"] = "false"
-    report = to_megatron(src, tmp_path / "c", "tp=4", **given)
-    assert not any("groups of queries" in note for note in report.notes)
+    to_megatron(src, tmp_path / "b", "tp=4", **given)
+    to_megatron(src, tmp_path / "c", "tp=4", **{**given, "group_query_attention": "false"})
 
 
 def test_the_vocabulary_of_the_run(source, to_megatron, tmp_path):

@@ -103,15 +103,6 @@ def test_names_of_huggingface(topology, model, store, tmp_path):
     assert torch.equal(found["output_layer.weight"], model["lm_head.weight"].bfloat16())
 
 
-def test_legacy_files_without_random_states_say_how_to_start(store, tmp_path):
-    """Megatron ends where files of ranks have none, unless it is told not to ask."""
-    report = to_megatron(store, tmp_path / "b", "tp=2", "torch", **SAID)
-    (note,) = (note for note in report.notes if "random states" in note)
-    assert note == (
-        "random states of Megatron are not in the source: start the run with --no-load-rng, or Megatron stops"
-    )
-
-
 def test_arguments_follow_from_shapes(store, tmp_path):
     report = to_megatron(store, tmp_path / "b", "tp=2", **SAID, consumed_train_samples=640)
     common = torch.load(tmp_path / "b" / "iter_0000007" / "common.pt", weights_only=False)

@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from ucp_formats.megatron.write.groups import check_members, optimizer_chain
+from ucp_formats.megatron.write.groups import optimizer_chain
 
+from ucp.contract.optimizer import OptimizerPlan
 from ucp.contract.scalars import number_state
 from ucp.core.index import Index, Loss, ParamGroup
 from ucp.errors import MissingStateError, UnsupportedError
 from ucp.testing.handmade import Shards, make_index
+from ucp.transfer.probe import Prober
 
 DENSE, EXPERT, NORM = "dense", "expert", "norm"
 
@@ -33,6 +35,15 @@ def index(tmp_path):
     return make
 
 
+def plan_of(index: Index) -> OptimizerPlan:
+    with Prober() as prober:
+        return OptimizerPlan(index, prober)
+
+
+def chain_of(index: Index, experts: frozenset[str] = frozenset(), *, split: bool):
+    return optimizer_chain(index, experts, plan_of(index), split=split)
+
+
 def shown(chain):
     return [
         [(group.params, group.hyper["wd_mult"], group.hyper["is_expert_parallel"]) for group in own] for own in chain
@@ -40,29 +51,28 @@ def shown(chain):
 
 
 def test_experts_have_an_optimizer_of_their_own_where_they_are_parallel(index):
-    found, notes = optimizer_chain(
-        index(native((DENSE, EXPERT), wd=1.0), native((NORM,), wd=0.0)), frozenset({EXPERT}), split=True
-    )
+    groups = (native((DENSE, EXPERT), wd=1.0), native((NORM,), wd=0.0))
+    found, notes = chain_of(index(*groups), frozenset({EXPERT}), split=True)
     assert shown(found) == [[((DENSE,), 1.0, False), ((NORM,), 0.0, False)], [((EXPERT,), 1.0, True)]]
     assert notes == ()
 
 
 def test_and_share_one_where_they_are_not(index):
     groups = (native((DENSE,), wd=1.0), native((NORM,), wd=0.0), native((EXPERT,), wd=1.0, expert=True))
-    found, _ = optimizer_chain(index(*groups), frozenset({EXPERT}), split=False)
+    found, _ = chain_of(index(*groups), frozenset({EXPERT}), split=False)
     assert shown(found) == [[((DENSE, EXPERT), 1.0, False), ((NORM,), 0.0, False)]]
 
 
 def test_groups_that_differ_otherwise_stay_apart(index):
     groups = (native((NORM,), wd=0.0), native((DENSE,), wd=1.0), native((EXPERT,), wd=1.0, is_decoupled_lr=True))
-    found, _ = optimizer_chain(index(*groups), frozenset(), split=False)
+    found, _ = chain_of(index(*groups), split=False)
     assert [group.params for group in found[0]] == [(DENSE,), (EXPERT,), (NORM,)]
 
 
 @pytest.mark.parametrize(("step", "kind"), [(4, int), (4.0, float), (np.float32(4), float), (np.int64(4), int)])
 def test_a_step_stays_the_kind_of_number_it_was(step, kind, index):
     """torch's Adam counts in float, Apex's and Transformer Engine's in whole numbers."""
-    found, _ = optimizer_chain(index(native((DENSE, EXPERT, NORM), wd=1.0), step=step), frozenset(), split=False)
+    found, _ = chain_of(index(native((DENSE, EXPERT, NORM), wd=1.0), step=step), split=False)
     assert found[0][0].entry()["step"] == 4
     assert type(found[0][0].step) is kind
     assert found[0][0].counts == (kind is int)
@@ -71,18 +81,18 @@ def test_a_step_stays_the_kind_of_number_it_was(step, kind, index):
 @pytest.mark.parametrize("step", [4, 4.0, np.float32(4), np.int64(4)])
 def test_a_step_of_another_framework_becomes_a_whole_number(step, index):
     foreign = ParamGroup(params=(DENSE, EXPERT, NORM), hyper={"lr": 0.1, "weight_decay": 0.1})
-    found, _ = optimizer_chain(index(foreign, step=step), frozenset(), split=False)
+    found, _ = chain_of(index(foreign, step=step), split=False)
     assert {type(group.step) for group in found[0]} == {int}
 
 
 def test_a_step_of_the_group(index):
-    found, _ = optimizer_chain(index(native((DENSE,), wd=1.0, step=6), step=None), frozenset(), split=False)
+    found, _ = chain_of(index(native((DENSE,), wd=1.0, step=6), step=None), split=False)
     assert (found[0][0].step, found[0][0].counts) == (6, True)
 
 
 def test_groups_of_another_framework(index):
     group = ParamGroup(params=(DENSE, NORM), hyper={"lr": 0.2, "betas": (0.9, 0.95), "weight_decay": 0.0})
-    found, notes = optimizer_chain(index(group), frozenset(), split=False)
+    found, notes = chain_of(index(group), split=False)
     assert shown(found) == [[((), 1.0, False), ((DENSE, NORM), 0.0, False)]]
     assert found[0][1].hyper["max_lr"] == 0.2
     assert len(notes) == 1
@@ -90,7 +100,7 @@ def test_groups_of_another_framework(index):
 
 
 def test_without_groups_there_is_no_optimizer(index):
-    assert optimizer_chain(index(), frozenset(), split=True) == ((), ())
+    assert chain_of(index(), split=True) == ((), ())
 
 
 def test_steps_that_differ_are_named(index, tmp_path):
@@ -101,14 +111,14 @@ def test_steps_that_differ_are_named(index, tmp_path):
         states[name, "step"] = number_state(number)
     source = make_index(tmp_path, states, groups=[native((DENSE, NORM), wd=1.0)])
     with pytest.raises(UnsupportedError, match=r"(?s)dense: 0.*norm: 1"):
-        optimizer_chain(source, frozenset(), split=False)
+        chain_of(source, split=False)
 
 
 def test_files_that_list_parameters_of_groups_refuse_those_in_none(index):
     source = index(native((DENSE, NORM), wd=1.0))
-    check_members(source, (DENSE, NORM, "elsewhere"), remedy="")
-    with pytest.raises(MissingStateError, match=r"has 1 parameter in none:\n  expert\nwrite others"):
-        check_members(source, source.atoms, remedy="write others")
+    plan_of(source).check_grouped((DENSE, NORM), remedy="")
+    with pytest.raises(MissingStateError, match=r"has 1 in none:\n  expert\nwrite others"):
+        plan_of(source).check_grouped(source.atoms, remedy="write others")
 
 
 def test_with_the_reason_of_the_source(index):
@@ -116,8 +126,4 @@ def test_with_the_reason_of_the_source(index):
         index(native((DENSE, NORM), wd=1.0)), lost={EXPERT: Loss(why="its group is not recorded", detail="[2]")}
     )
     with pytest.raises(MissingStateError, match=r"in none:\nits group is not recorded:\n  expert: \[2\]\n"):
-        check_members(source, source.atoms, remedy="write others")
-
-
-def test_parameters_without_states_need_no_group(index):
-    check_members(index(native((DENSE,), wd=1.0), step=None), (DENSE, EXPERT, NORM), remedy="")
+        plan_of(source).check_grouped(source.atoms, remedy="write others")

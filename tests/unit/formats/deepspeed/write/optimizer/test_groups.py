@@ -7,12 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from ucp_formats.deepspeed.write.optimizer.groups import optimizer_groups
+from ucp_formats.deepspeed.write.run import run_facts
 
 from ucp.core.index import Loss, ParamGroup
+from ucp.core.target import TargetOptions
 from ucp.errors import MissingStateError
 from ucp.testing.handmade import Shards, make_index
 
-DTYPES = {"a": "torch.float32", "b": "torch.float32"}
+
+def groups_of(index):
+    return optimizer_groups(run_facts(index, TargetOptions(), ranks=1, stage=1, tp=1))
 
 
 @pytest.fixture
@@ -24,7 +28,7 @@ def index(tmp_path):
 
 def test_by_name(index):
     with pytest.raises(MissingStateError, match=r"has 1 in none:\n  b\nconvert from a checkpoint with the whole"):
-        optimizer_groups(index, DTYPES)
+        groups_of(index)
 
 
 def test_with_the_reason_that_the_source_gives(index):
@@ -32,7 +36,8 @@ def test_with_the_reason_that_the_source_gives(index):
         index, lost={"b": Loss(why="the optimizer group of 1 parameter, which is not recorded", detail="[2]")}
     )
     with pytest.raises(MissingStateError) as error:
-        optimizer_groups(told, DTYPES)
+        groups_of(told)
     assert str(error.value).endswith(
-        "has 1 in none:\nthe optimizer group of 1 parameter, which is not recorded:\n  b: [2]"
+        "has 1 in none:\nthe optimizer group of 1 parameter, which is not recorded:\n  b: [2]\n"
+        "convert from a checkpoint with the whole optimizer"
     )

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ucp_formats.deepspeed.write.pipeline.partition import balanced_bounds, uniform_bounds
+from ucp_formats.deepspeed.write.pipeline.stages import balanced_bounds, uniform_bounds
 
 CHAIN = [88, 59, 688, 110, 0, 110, 858, 0, 76, 212, 16, 88, 0]
 """Trained elements of the layers of a chain of unequal ones."""

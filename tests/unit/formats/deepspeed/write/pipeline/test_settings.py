@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ucp_formats.deepspeed.write.pipeline.settings import StageSettings, stage_settings
+from ucp_formats.deepspeed.write.pipeline.stages import StageSettings, stage_settings
 
 from ucp.errors import UsageError
 
@@ -22,7 +22,6 @@ def test_every_setting() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("norm", "checked", "norm=checked: expected unchecked"),
         ("stages", "1,3", "stages=1,3: expected the first layer of each stage"),
         ("stages", "0,3,3", "increasing, like 0,3,5,9"),
         ("stages", "4", "stages=4: expected"),

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from ucp_formats.deepspeed.write.pipeline.layers import Pipeline, pipeline_of
-from ucp_formats.deepspeed.write.pipeline.settings import stage_settings
-from ucp_formats.deepspeed.write.pipeline.stages import Stages, stages_of
+from ucp_formats.deepspeed.write.pipeline.stages import Stages, stage_settings, stages_of
 from ucp_formats.deepspeed.write.run import RunFacts, run_facts
 
 import ucp
@@ -108,28 +107,6 @@ def test_the_order_of_several_tied_layers_has_to_be_known() -> None:
     own = Pipeline({0: "tied_modules.emb.", 1: "1."}, [[EMB, "1.weight"], [EMB, pos]])
     with pytest.raises(TopologyError, match=r"which layers use tied_modules\.emb, tied_modules\.pos again"):
         stages_of(facts("z1-pp2-dp2"), own, stage_settings({}), 1)
-
-
-@pytest.mark.parametrize(
-    ("source", "count", "said", "why"),
-    [
-        ("z1-pp2-dp2", 3, TIED, "stages have parameters of 1 or 2 optimizer groups"),
-        ("z1-pp2-tp2-dp2-bf16", 4, {"tied": "embed:5"}, "stage 3 trains copies of tied"),
-    ],
-)
-def test_stages_that_cannot_take_a_step_are_refused(source: str, count: int, said: dict[str, str], why: str) -> None:
-    asked = {**said, "partition": "uniform"}
-    with pytest.raises(TopologyError, match=f"could not take a step over stages=[0-9,]*: {why}.*norm=unchecked"):
-        stages(source, count, asked, zero=1)
-    assert why in stages(source, count, {**asked, "norm": "unchecked"}, zero=1).notes[1]
-
-
-def test_the_stages_of_the_source_are_looked_at_too() -> None:
-    own = pipeline("z1-pp2-dp2")
-    tied = [name for name in own.stages[1] if name == EMB]
-    moved = replace(own, stages=[[*own.stages[0], *(n for n in own.stages[1] if n != EMB)], tied])
-    (note,) = stages_of(facts("z1-pp2-dp2", 1), moved, stage_settings({}), 2).notes
-    assert "hangs in the first step" in note
 
 
 @pytest.mark.parametrize(

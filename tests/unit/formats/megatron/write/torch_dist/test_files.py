@@ -93,7 +93,7 @@ def test_chunks_are_what_ranks_of_the_run_hold(llama, to_megatron, tmp_path):
 def test_experts_count_a_dim(fake_legacy, to_megatron, tmp_path):
     run = fake_legacy(kind="mixtral", ep=2, optimizer="L3a", layers=2)
     run.save(tmp_path / "a")
-    report = to_megatron(tmp_path / "a", tmp_path / "b", "tp=2,ep=2,etp=1,dp=2")
+    to_megatron(tmp_path / "a", tmp_path / "b", "tp=2,ep=2,etp=1,dp=2")
     found = tensors(tmp_path / "b" / "iter_0000010")
     own = found["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
     names = [
@@ -105,7 +105,6 @@ def test_experts_count_a_dim(fake_legacy, to_megatron, tmp_path):
     assert list(common["optimizer"]) == [0, 1]
     assert [len(common["optimizer"][n]["optimizer"]["param_groups"]) for n in (0, 1)] == [2, 1]
     assert common["optimizer"][1]["optimizer"]["param_groups"][0]["is_expert_parallel"] is True
-    assert any("optimizer of their own" in note for note in report.notes)
 
 
 def test_layers_that_differ_have_keys_of_their_own(llama, to_megatron, tmp_path):
@@ -208,7 +207,6 @@ def test_experts_that_are_cut_over_other_ranks_have_an_optimizer_of_their_own(
 ):
     """0.19.2 core/tensor_parallel/layers.py, use_expert_pgs: Megatron loads no other number of optimizers."""
     src = fake_legacy(kind="mixtral", optimizer="L3a", layers=2).save(tmp_path / "a")
-    report = to_megatron(src, tmp_path / "b", topology)
+    to_megatron(src, tmp_path / "b", topology)
     common = torch.load(tmp_path / "b" / "iter_0000010" / "common.pt", weights_only=False)
     assert (list(common["optimizer"]) == [0, 1]) == apart
-    assert any("up to 0.18 not with ep=1" in note for note in report.notes) == apart

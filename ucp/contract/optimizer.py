@@ -1,0 +1,115 @@
+"""The optimizer of a source as a target needs it: what it counts, which parameters it lacks, and what is cast.
+
+Counts such as `step` are one number for a parameter. A target reads them when it plans, a few bytes each, so that it
+knows whether parameters agree and writes them in the form that its framework counts in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from struct import unpack
+from typing import TYPE_CHECKING
+
+from ucp.core.dtypes import DType
+from ucp.core.index import Index
+from ucp.core.names import STEP, WEIGHT
+from ucp.core.tensor import Tensor
+from ucp.errors import MissingStateError, UnsupportedError, counted, listed
+
+if TYPE_CHECKING:
+    from ucp.transfer.probe import Prober
+
+__all__ = ["OptimizerPlan", "missing_states", "step_counts"]
+
+
+class OptimizerPlan:
+    """What a target knows of the optimizer of `index`."""
+
+    def __init__(self, index: Index, prober: Prober) -> None:
+        """Read every count. Raises SourceError."""
+        self._data: dict[tuple[str, str], bytes] = {}
+        self._index = index
+        self._counts: dict[tuple[str, str], int | float] = {}
+        self._casts: Counter[str] = Counter()
+        known: dict[Tensor, tuple[bytes, int | float]] = {}  # parameters of one flat tensor share their counts
+        # of a parameter with one element a count looks like a value per element
+        counts = {name for atom, name, _ in index.states() if atom.is_count(name) and name != WEIGHT}
+        for atom, name, state in index.states():
+            if name in counts and state.numel == 1:
+                ref = state.fragments[0].ref
+                if ref not in known:
+                    known[ref] = _read(ref, prober)
+                self._data[atom.name, name], self._counts[atom.name, name] = known[ref]
+
+    def count(self, param: str, state: str = STEP) -> int | float | None:
+        """A count of a parameter; None where it has none."""
+        return self._counts.get((param, state))
+
+    def stored(self, param: str, state: str) -> bytes:
+        """The bytes of a count, in the type that the source has."""
+        return self._data[param, state]
+
+    def counted_by(self, params: Iterable[str], state: str = STEP, *, keeper: str, remedy: str) -> str | None:
+        """The first of `params` with a count on which all that have one agree; None where none has.
+
+        `keeper`: what keeps one for all. Raises UnsupportedError where they differ.
+        """
+        first: dict[int | float, str] = {}
+        for name in params:
+            if (name, state) in self._counts:
+                first.setdefault(self._counts[name, state], name)
+        if len(first) > 1:
+            raise UnsupportedError(
+                f"expected one {state} for all parameters of an optimizer group, as {keeper}; got\n"
+                f"{listed(f'{name}: {count:g}' for count, name in first.items())}\n{remedy}"
+            )
+        return next(iter(first.values()), None)
+
+    def note_cast(self, state: str, old: DType, new: DType) -> None:
+        """Remember that a count of one parameter is written in another type."""
+        if old is not new:
+            self._casts[f"{state}: {old} -> {new}"] += 1
+
+    @property
+    def casts(self) -> tuple[str, ...]:
+        """A line per change of type of counts."""
+        return tuple(f"{change} in {counted(count, 'parameter')}" for change, count in self._casts.items())
+
+    def check_grouped(self, params: Iterable[str], *, remedy: str) -> None:
+        """Raise MissingStateError for those of `params` that are in no group, with the reasons that the source has."""
+        grouped = {name for group in self._index.groups for name in group.params}
+        absent = [name for name in params if name not in grouped]
+        if absent:
+            reasons = self._index.reasons(absent) or (listed(absent),)
+            raise MissingStateError(
+                f"expected every trained parameter in an optimizer group; {self._index.path} has {len(absent)} in "
+                "none:\n" + "\n".join((*reasons, remedy))
+            )
+
+
+def missing_states(states: Mapping[str, Collection[str]], expected: Iterable[str] = ()) -> dict[str, tuple[str, ...]]:
+    """Parameters without some of the states that others have or `expected` names, each with those that it lacks.
+
+    >>> missing_states({"a": ["weight", "exp_avg"], "b": ["weight"]})
+    {'b': ('exp_avg',)}
+    """
+    wanted = dict.fromkeys([*expected, *(state for names in states.values() for state in names)])
+    lacking = {name: tuple(state for state in wanted if state not in names) for name, names in states.items()}
+    return {name: lost for name, lost in lacking.items() if lost}
+
+
+def step_counts(index: Index, prober: Prober) -> list[float]:
+    """The different values that the parameters' `step` states have, in increasing order."""
+    plan = OptimizerPlan(index, prober)
+    counts = (plan.count(name) for name in index.atoms)
+    return sorted({float(count) for count in counts if count is not None})
+
+
+def _read(ref: Tensor, prober: Prober) -> tuple[bytes, int | float]:
+    data = prober.window(ref, 0, 1)
+    if ref.dtype.is_floating:
+        return data, float(unpack("<d", prober.window(ref, 0, 1, dtype=DType.FLOAT64))[0])
+    if ref.dtype is DType.BOOL:
+        return data, bool(data[0])
+    return data, int.from_bytes(data, "little", signed=not ref.dtype.value.startswith("u"))
