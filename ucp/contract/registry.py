@@ -184,11 +184,13 @@ def choose_family(
     arguments: Mapping[str, object] | None = None,
     axes: Mapping[str, int] | None = None,
     options: SourceOptions | None = None,
+    explain: bool = True,
 ) -> tuple[Family, tuple[str, ...]]:
     """The family that a checkpoint is of, bound to its sizes, and the reasons: by evidence unless `options` say.
 
     `names`: of the model's tensors, in any style. `shapes`: of wholes, or of the parts of one rank, with degrees in
-    `axes`. `arguments`: as recorded. Raises UnknownFamilyError when none or several fit, MisfitError when the one that
+    `axes`. `arguments`: as recorded. `explain`: whether an error names what speaks against the nearest of all families,
+    which reads all of them. Raises UnknownFamilyError when none or several fit, MisfitError when the one that
     `options` name says otherwise than the checkpoint, UsageError for one that is not there or a rules file with a
     mistake.
     """
@@ -217,6 +219,8 @@ def choose_family(
     try:
         return choice(found.likely(arguments or {}))
     except UnknownFamilyError:
+        if not explain:
+            raise
         return choice(found.concrete())  # the message tells what speaks against each of all
 
 

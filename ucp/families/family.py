@@ -11,7 +11,7 @@ Pure values: files are read in `ucp.families`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -241,6 +241,16 @@ class Family:
         entries = self._stored_as(name, None)
         found = {own.rule.name: own.rule for own in entries if own.template.fields_in(name) is not None}
         return tuple(found.values())
+
+    def missing_parts(self, text: str, outlines: Collection[str]) -> list[str]:
+        """What names of a model lack of the rule for the template `text`, where no style has all that it stores it as.
+
+        `outlines`: of the names. A feed-forward without a gate has half of what others store.
+        """
+        rule = next(own for own in self.rules if own.name.text == text)
+        ways = (alias.names for style in (CANONICAL, *self.styles) for alias in self._aliases(rule, style))
+        missing = [[f"no {own}" for own in names if Template(own).outline not in outlines] for names in ways]
+        return min(missing, key=len, default=[])
 
     def _within(self, fields: Mapping[str, int]) -> bool:
         return all(fields.get(own, -1) < limit for own, limit in self._limits.items())

@@ -5,7 +5,7 @@ Group `ucp.families`: an entry point names a package; every `*.toml` file in it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.resources import files
@@ -15,7 +15,7 @@ from pathlib import Path
 from ucp.errors import UnknownFamilyError, UsageError
 from ucp.families.family import Family, distinct_shapes
 from ucp.families.rule import PatternFactory, Rule
-from ucp.families.template import kind
+from ucp.families.template import kind, outline
 from ucp.families.toml.family import header, read_family
 from ucp.io.pickle.fields import shown
 
@@ -207,8 +207,9 @@ def _contradiction(
     return f"{size}: the arguments say {', '.join(recorded)}; {', '.join(found.values())}"
 
 
-def _doubts(family: Family, names: Iterable[str], arguments: Mapping[str, object]) -> list[str]:
+def _doubts(family: Family, names: Collection[str], arguments: Mapping[str, object]) -> list[str]:
     """What speaks against a family. `names`: one of each kind, for those of other layers fall under the same rules."""
+    doubts: list[str] = []
     held: set[str] = set()
     unread: list[str] = []
     for name in names:
@@ -216,7 +217,9 @@ def _doubts(family: Family, names: Iterable[str], arguments: Mapping[str, object
             rules = family.rules_of(name)
             held.update(rule.name.text for rule in rules)
             unread += [] if rules else [name]
-    doubts = [f"no {text}" for text in family.evidence.names if text not in held]
+    outlines = set(map(outline, names))
+    for text in family.evidence.names:
+        doubts += [f"no {text}"] if text not in held else family.missing_parts(text, outlines)
     doubts += [f"has {text}" for text in family.evidence.absent if text in held]
     doubts += _contradicted(family.evidence.arguments, arguments)
     doubts += family.conflicts

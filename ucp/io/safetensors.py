@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+
+import msgspec
 
 from ucp.core.dtypes import DType
 from ucp.core.tensor import TensorRef, contiguous_strides
@@ -63,9 +66,9 @@ def read_header(path: str) -> SafetensorsHeader:
     with open_source(path) as file:
         text, start = _header_text(file)
         nbytes = file.nbytes
-    entries = _json(path, text)
-    metadata = _metadata(path, entries.pop("__metadata__", {}))
-    tensors = {name: _tensor(path, name, entry, start) for name, entry in entries.items()}
+    document = _decode(text) or _decode_pairs(path, text)
+    metadata = _metadata(path, document.pop("__metadata__", {}))
+    tensors = {name: _tensor(path, name, entry, start) for name, entry in document.items()}
     _check_tiling(path, tensors, start=start, stop=nbytes)
     return SafetensorsHeader(tensors=tensors, metadata=metadata)
 
@@ -134,7 +137,35 @@ def _header_text(file: SourceFile) -> tuple[bytes, int]:
     return file.read(8, nbytes), 8 + nbytes
 
 
-def _json(path: str, text: bytes) -> dict[str, object]:
+class _Entry(msgspec.Struct, gc=False):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+_DECODER = msgspec.json.Decoder(dict[str, _Entry])
+_METADATA = re.compile(rb'\s*\{\s*"__metadata__"\s*:\s*(\{(?:\s*"[^"]*"\s*:\s*"[^"]*"\s*,?)*\s*\})\s*,')
+"""The metadata where they come first, as the reference implementation writes them."""
+
+
+def _decode(text: bytes) -> dict[str, object] | None:
+    """A header of the common kind, in a tenth of the time; None for any other, which may be fine.
+
+    Without escapes each field counts once per tensor; a name that is there twice would make them more.
+    """
+    if b"\\" in text:
+        return None
+    first = _METADATA.match(text)
+    try:
+        entries = _DECODER.decode(b"{" + text[first.end() :] if first else text)
+        metadata = {} if first is None else parsed(first[1], pairs=_unique)
+    except (ValueError, msgspec.MsgspecError):
+        return None
+    is_unique = all(text.count(b'"%s"' % field) == len(entries) for field in (b"dtype", b"shape", b"data_offsets"))
+    return {"__metadata__": metadata, **entries} if is_unique and "__metadata__" not in entries else None
+
+
+def _decode_pairs(path: str, text: bytes) -> dict[str, object]:
     try:
         entries = parsed(text, pairs=_unique)
     except ValueError as error:
@@ -160,12 +191,16 @@ def _metadata(path: str, entry: object) -> dict[str, str]:
 
 def _tensor(path: str, name: str, entry: object, start: int) -> TensorRef:
     match entry:
-        case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(first), int(stop)]} if (
-            all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, first, stop)) and len(shape) <= _MOST_DIMS
+        case _Entry(dtype=code, shape=shape, data_offsets=(first, stop)):
+            pass
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(first), int(stop)]} if all(
+            type(n) is int for n in (*shape, first, stop)
         ):
             pass
         case _:
             raise _malformed(path, f"expected dtype, shape and data_offsets of {name!r}; got {str(entry)[:200]}")
+    if min(first, stop, *shape) < 0 or max(first, stop, *shape) >= 1 << 63 or len(shape) > _MOST_DIMS:
+        raise _malformed(path, f"expected dtype, shape and data_offsets of {name!r}; got {str(entry)[:200]}")
     try:
         dtype = DType.from_safetensors(code)
     except KeyError:

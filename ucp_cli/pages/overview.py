@@ -67,7 +67,8 @@ def _look(atom: AtomIndex) -> _Look:
 
 def _tree(index: Index) -> Iterator[Section | RenderableType | None]:
     """The parameters, and what the signs of the tree mean where they occur in it."""
-    looks = {name: _look(atom) for name, atom in index.atoms.items()}
+    same: dict[_Look, _Look] = {}
+    looks = {name: same.setdefault(look, look) for name, atom in index.atoms.items() for look in (_look(atom),)}
     common = Counter(look.others for look in looks.values() if look.kind is Kind.PARAMETER).most_common(1)
     usual = common[0][0] if common else ""
     title = f"Parameters (optimizer state: {usual.replace(' ', ', ')}, unless noted)" if usual else "Parameters"

@@ -78,17 +78,20 @@ def collapsed(leaves: Mapping[str, Leaf]) -> Iterator[Line[Leaf]]:
 
 def _folded(node: _Node[Leaf], known: dict[object, _Folded[Leaf]]) -> _Folded[Leaf]:
     """`node` folded. `known`: every different folded node so far, so that equal ones are identical."""
+    if not node.below:
+        leaf_contents = (node.leaf, ())
+        return known.get(leaf_contents) or known.setdefault(leaf_contents, _Folded(node.leaf, (), 1))
     groups: dict[tuple[str, int], tuple[list[int], _Folded[Leaf]]] = {}
     for part, child in node.below.items():
         numbered = part.isascii() and part.isdigit() and (part == "0" or part[0] != "0")
         below = _folded(child, known)
-        numbers, _ = groups.setdefault(("#" if numbered else part, id(below)), ([], below))
+        group = groups.get(key := ("#" if numbered else part, id(below))) or groups.setdefault(key, ([], below))
         if numbered:
-            numbers.append(int(part))
+            group[0].append(int(part))
     joined = tuple(_named(part, numbers, below) for (part, _), (numbers, below) in groups.items())
-    key = (node.leaf, tuple((part, numbers, id(below)) for part, numbers, below in joined))
+    contents = (node.leaf, tuple((part, numbers, id(below)) for part, numbers, below in joined))
     count = (node.leaf is not None) + sum(max(1, len(numbers)) * below.count for _, numbers, below in joined)
-    return known.setdefault(key, _Folded(node.leaf, joined, count))
+    return known.setdefault(contents, _Folded(node.leaf, joined, count))
 
 
 def _named(part: str, numbers: list[int], below: _Folded[Leaf]) -> _Step[Leaf]:

@@ -225,7 +225,7 @@ def buffers_of(tensors: Mapping[str, tuple[DType, tuple[int, ...]]], family: Fam
 def find_family(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]) -> Family | None:
     """The family that has all names of a model; None where none has."""
     try:
-        return choose_family(names=shapes, shapes=shapes, arguments=config)[0]
+        return choose_family(names=shapes, shapes=shapes, arguments=config, explain=False)[0]
     except FamilyError:
         return None
 

@@ -54,6 +54,17 @@ def test_in_whatever_order_they_come(seed):
     assert choose_family(names=names)[0].name == "llama"
 
 
+def test_a_model_whose_feed_forward_has_no_gate_is_no_llama() -> None:
+    """Arcee: the names of a Llama, but for `gate_proj`."""
+    below = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj")
+    parts = (*below, "mlp.down_proj", "input_layernorm", "post_attention_layernorm")
+    names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    names += [f"model.layers.{layer}.{part}.weight" for layer in range(2) for part in parts]
+    with pytest.raises(UnknownFamilyError):
+        choose_family(names=names)
+    assert choose_family(names=[*names, "model.layers.0.mlp.gate_proj.weight"])[0].name == "llama"
+
+
 @pytest.mark.parametrize("name", ["gpt", "llama", "bloom", "gpt-neox", "qwen2"])
 def test_and_by_those_of_old_megatron(name):
     assert choose_family(names=names_of(name, "legacy"))[0].name == name

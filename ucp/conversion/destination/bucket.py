@@ -130,21 +130,18 @@ class InBucket:
         job = replace(job, fsync=False)  # what is uploaded need not reach the disk
         self._job, self._rounds = in_rounds(job, _grown(job), limit=self._room.limit, finished=finished)
         self._uploads = uploads_to(self._unfinished)
-        todo = tuple(task for task in self._job.tasks if task.fills[0].path not in finished)
+        todo = self._job.tasks[len(self._job.tasks) - sum(len(each.tasks) for each in self._rounds) :]
         return Begun(job=self._job, done=tuple(finished.values()), todo=todo)
 
     def rounds(self, todo: Sequence[Task]) -> Iterator[Sequence[Task]]:
         """The tasks of each round, when there is room for its files."""
-        number_of = {file.path: number for number, own in enumerate(self._rounds) for file in own.files}
-        tasks: dict[int, list[Task]] = defaultdict(list)
-        for task in todo:
-            tasks[number_of[task.fills[0].path]].append(task)
-        for number, own in enumerate(self._rounds):
-            while self._taken() + own.nbytes > self._room.nbytes and self._collect():
+        del todo  # those of the rounds
+        for each in self._rounds:
+            while self._taken() + each.nbytes > self._room.nbytes and self._collect():
                 pass
-            self._make(own, tasks[number])
-            if tasks[number]:
-                yield tasks[number]
+            self._make(each)
+            if each.tasks:
+                yield each.tasks
 
     def note(self, done: Done) -> None:
         """Take in what a task says of its files; those that are complete are uploaded."""
@@ -262,7 +259,7 @@ class InBucket:
                 if self.is_begun():
                     raise self._just_begun()
                 check_goal(path_of(self.dst), making, resume=resume, overwrite=overwrite)
-            files = list(read_mark(path_of(self.dst)).get("files", ()))
+            files = list(read_mark(path_of(self.dst)).files)
             clears = [*(name for name in files if name in self._job.target.last), *reversed(files)]
         first = {
             "fingerprint": making.fingerprint,
@@ -285,8 +282,8 @@ class InBucket:
         """
         forget(self.dst)
         mark = read_mark(path_of(self.dst))
-        is_own = mark.get("fingerprint") == before.get("fingerprint")
-        return self._unfinished.last() or (list(mark.get("files", ())) if is_own else [])
+        is_own = mark.fingerprint == before.get("fingerprint")
+        return self._unfinished.last() or (list(mark.files) if is_own else [])
 
     def _just_begun(self) -> DestinationError:
         return DestinationError(f"another conversion to {self.dst} has just begun. Run one at a time")
@@ -330,10 +327,10 @@ class InBucket:
                 self._stored[path] = own
         return found
 
-    def _make(self, own: Round, tasks: Sequence[Task]) -> None:
+    def _make(self, own: Round) -> None:
         """Make the files of a round; those that nothing is written to are complete."""
         missing: dict[str, set[int]] = defaultdict(set)
-        for task in tasks:
+        for task in own.tasks:
             for fill in task.fills:
                 missing[fill.path].add(task.number)
         for file in own.files:

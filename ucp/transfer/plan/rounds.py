@@ -11,15 +11,19 @@ room.
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, chain
+from typing import overload
 
 from ucp.core.target import OutputFile
 from ucp.errors import DestinationError
 from ucp.transfer.plan.job import Job
-from ucp.transfer.plan.tasks import BLOCK, Fill, Task
+from ucp.transfer.plan.task_list import pick_tasks
+from ucp.transfer.plan.tasks import BLOCK, Task
 
 __all__ = ["ROUND", "Room", "Round", "in_rounds", "room_for"]
 
@@ -45,6 +49,8 @@ class Round:
     """The files."""
     room: Mapping[str, int]
     """Bytes that each takes while it grows, by path."""
+    tasks: Sequence[Task]
+    """What writes them."""
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +75,49 @@ def room_for(job: Job, files: Sequence[OutputFile], *, free: int, place: str) ->
     return Room(limit=limit, nbytes=min(total, 2 * limit, free))
 
 
+@dataclass(frozen=True, slots=True)
+class _RoundTasks(Sequence[Task]):
+    """Tasks cut where they write files of several rounds, in the order of the rounds; each is made when asked for."""
+
+    tasks: Sequence[Task]
+    """Those that are cut."""
+    number_of: Mapping[str, int]
+    """Round of a file, by path; files that are finished have none."""
+    positions: array[int]
+    """Of each, the position of the task that it is cut from."""
+    begins: array[int]
+    """Of each round from -1 (finished files) on, and of the end of all: the first of its tasks."""
+
+    @classmethod
+    def of(cls, tasks: Sequence[Task], number_of: Mapping[str, int], rounds: int) -> _RoundTasks:
+        """Go through `tasks`, and keep no more of each than its position."""
+        positions = [array("q") for _ in range(rounds + 1)]
+        for position, task in enumerate(tasks):
+            for number in {number_of.get(fill.path, -1) for fill in task.fills}:
+                positions[number + 1].append(position)
+        begins = array("q", accumulate(map(len, positions), initial=0))
+        return cls(tasks, number_of, array("q", chain.from_iterable(positions)), begins)
+
+    def of_round(self, number: int) -> Sequence[Task]:
+        """The tasks of a round."""
+        return pick_tasks(self, range(self.begins[number + 1], self.begins[number + 2]))
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @overload
+    def __getitem__(self, at: int) -> Task: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Task]: ...
+    def __getitem__(self, at: int | slice) -> Task | Sequence[Task]:
+        if isinstance(at, slice):
+            return pick_tasks(self, range(len(self))[at])
+        at = range(len(self))[at]
+        number = bisect_right(self.begins, at) - 2
+        fills = [fill for fill in self.tasks[self.positions[at]].fills if self.number_of.get(fill.path, -1) == number]
+        return Task(number=at, fills=tuple(fills), nbytes=sum(fill.nbytes for fill in fills))
+
+
 def in_rounds(
     job: Job, files: Sequence[OutputFile], *, limit: int, finished: Collection[str] = ()
 ) -> tuple[Job, tuple[Round, ...]]:
@@ -78,25 +127,13 @@ def in_rounds(
     """
     sizes = _sizes(job, files)
     dealt = _dealt([file for file in files if file.path not in finished], sizes, limit)
-    number_of = {file.path: number for number, own in enumerate(dealt) for file in own}
-    parts = [(number_of.get(path, -1), path_fills) for path, path_fills in _by_round(job, number_of)]
-    parts.sort(key=lambda part: part[0])
-    tasks = tuple(
-        Task(number=at, fills=fills, nbytes=sum(fill.nbytes for fill in fills)) for at, (_, fills) in enumerate(parts)
+    number_of = {file.path: number for number, alike in enumerate(dealt) for file in alike}
+    tasks = _RoundTasks.of(job.tasks, number_of, len(dealt))
+    rounds = tuple(
+        Round(files=tuple(alike), room={file.path: sizes[file.path] for file in alike}, tasks=tasks.of_round(number))
+        for number, alike in enumerate(dealt)
     )
-    rounds = tuple(Round(files=tuple(own), room={file.path: sizes[file.path] for file in own}) for own in dealt)
     return replace(job, tasks=tasks), rounds
-
-
-def _by_round(job: Job, number_of: Mapping[str, int]) -> list[tuple[str, tuple[Fill, ...]]]:
-    """The fills of every task, those of one round together, with one of their files."""
-    found = []
-    for task in job.tasks:
-        ordered = sorted(task.fills, key=lambda fill: number_of.get(fill.path, -1))
-        for _, own in groupby(ordered, key=lambda fill: number_of.get(fill.path, -1)):
-            fills = tuple(own)
-            found.append((fills[0].path, fills))
-    return found
 
 
 def _dealt(files: Sequence[OutputFile], sizes: Mapping[str, int], limit: int) -> list[list[OutputFile]]:

@@ -75,6 +75,8 @@ def test_every_byte_is_written_once(job, array, tmp_path, together):
     )
     assert sections(cut.tasks) == sections(job.tasks)
     assert [task.number for task in cut.tasks] == list(range(len(cut.tasks)))
+    assert cut.tasks[0] is not cut.tasks[0], "made when it is asked for"
+    assert [task for each in rounds for task in each.tasks] == list(cut.tasks)
     assert all(own.nbytes <= together * files[0].nbytes for own in rounds)
     number_of = {file.path: number for number, own in enumerate(rounds) for file in own.files}
     assert all(len({number_of[fill.path] for fill in task.fills}) == 1 for task in cut.tasks)
