@@ -1,7 +1,8 @@
 """`config.json` of a model that is written, and the files that are published with it (tokenizer, generation).
 
 In order: the folder that `--set config=DIR` names, `none` for weights alone; the file that came with the checkpoint;
-what the arguments of the run tell (`ucp.families.toml.config`). The tensors must be of the sizes that it says.
+what the arguments of the run say, by `[[config.huggingface]]` of its family. The tensors must be of the sizes that
+it says.
 """
 
 from __future__ import annotations
@@ -9,24 +10,38 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ucp.contract.companions import Companion, companion_extra, companions_of
-from ucp.contract.model.arguments import CONFIG_EXTRA
+from ucp.contract.model.arguments import CONFIG_EXTRA, run_arguments
 from ucp.contract.model.transformers import family_of_type
 from ucp.core.dtypes import DType
-from ucp.core.index import Extra, Index
+from ucp.core.index import AtomIndex, Extra, Index
+from ucp.core.names import WEIGHT
+from ucp.core.patches import Made, patched
 from ucp.core.tensor import TensorRef
-from ucp.errors import MisfitError, UsageError, listed
+from ucp.errors import MisfitError, UsageError, counted, listed
 from ucp.families.family import Family, distinct_shapes
 from ucp.families.library import contradictions
 from ucp.families.styles import shape_conflicts
+from ucp.families.toml.config import derived_config
 from ucp.io.json_text import NotJson, parsed
 from ucp.transfer.probe import Prober
 from ucp_formats.huggingface.locate import CONFIG
 
-__all__ = ["NONE", "ModelConfig", "carried_config", "check_config", "config_conflicts", "given_config", "is_published"]
+__all__ = [
+    "NONE",
+    "ModelConfig",
+    "carried_config",
+    "check_config",
+    "config_conflicts",
+    "derive_config",
+    "given_config",
+    "is_published",
+    "refused_note",
+    "without_padding",
+]
 
 NONE = "none"
 """`--set config=none`: weights without a config.json."""
@@ -44,6 +59,12 @@ _PREFIXES = ("", "model.", "transformer.", "gpt_neox.")
 """What names of a model with a head begin with, where those of the model without do not."""
 _MOST_CONFIG = 16 << 20
 """Bytes of a config.json, at most."""
+_ROUTER, _DENSE = "decoder.layers.{layer}.mlp.router.weight", "decoder.layers.{layer}.mlp.linear_fc2.weight"
+_EVEN = ("llama", "deepseek_v2")
+"""Models whose hidden size must be a multiple of their heads (transformers 5.23, `validate_architecture`)."""
+_PADDED, _TRUE, _TOKENIZER = "padded_vocab_size", "vocab_size", "tokenizer_type"
+_WITHOUT_END = "NullTokenizer"
+"""The tokenizer whose `vocab_size` does not count the token that ends a text (megatron/training/tokenizer)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,3 +242,87 @@ def _of_family(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], famil
         is_padded = any(rule.padded == 0 for rule in family.rules_of(name))
         if is_padded and vocabulary not in (None, shape[0]):
             yield f"vocab_size = {vocabulary}: {name} is {list(shape)}"
+
+
+def derive_config(
+    family: Family, shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, object], where: str
+) -> ModelConfig:
+    """The configuration of a model of `family`, bound to it, from the arguments that a run recorded.
+
+    `shapes`: of what is written, by name in any style. `where`: the checkpoint, for messages. Raises MisfitError naming
+    all that is not recorded.
+    """
+    parts = family.configs.get(_STYLES[0], ())
+    if not any(part.family == family.name and "model_type" in part.fixed for part in parts):
+        raise MisfitError(
+            f"no config.json can be made for a model of the family {family.name}: name a folder that has one "
+            f"(--set config=DIR), or write the weights alone (--set config={NONE})"
+        )
+    values, lines = derived_config(parts, {**arguments, **family.values, **_sizes(family, shapes)})
+    if lines:
+        raise MisfitError(
+            f"expected arguments of a run that transformers has the model of ({values.get('model_type')}); of those in "
+            f"{where}\n{listed(lines)}\nName a folder with the config.json of the model (--set config=DIR), or write "
+            f"the weights alone (--set config={NONE})"
+        )
+    return ModelConfig(values=values, where=f"the arguments that {where} records")
+
+
+def refused_note(config: ModelConfig) -> str | None:
+    """What keeps transformers from loading a model by `config`, where something does."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if config.get("model_type") in _EVEN and isinstance(hidden, int) and isinstance(heads, int) and hidden % heads:
+        return (
+            f"transformers 5 loads no {config.get('model_type')} whose hidden_size is no multiple of "
+            f"num_attention_heads, and by {config.where} these are {hidden} and {heads}: from_pretrained refuses the "
+            "config.json that is written, and the weights alone can be read"
+        )
+    return None
+
+
+def _sizes(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    """What the tensors tell: rows of the vocabulary, and which layers have no experts."""
+    sizes: dict[str, object] = {}
+    layers: dict[str, set[int]] = {_ROUTER: set(), _DENSE: set()}
+    for name, shape in shapes.items():
+        named = family.read(name)
+        if named is not None and named.rule.padded == 0:
+            sizes["written_vocab"] = shape[0]
+        if named is not None and named.rule.name.text in layers:
+            layers[named.rule.name.text].add(named.fields["layer"])
+    dense = sorted(layers[_DENSE] - layers[_ROUTER])
+    sizes["dense_layers"] = dense
+    if dense == list(range(len(dense))):
+        sizes["leading_dense"] = len(dense)
+    return sizes
+
+
+def without_padding(index: Index, family: Family | None, config: ModelConfig | None) -> Index:
+    """`index` with the weights of embeddings cut to the true vocabulary, where the run padded it, and a note.
+
+    The true one is that of `config`, where there is one, or else the run's own; where neither says it, all rows stay.
+    """
+    arguments = run_arguments(index)
+    if family is None or _PADDED not in arguments:
+        return index
+    rows = arguments.get(_TRUE) if config is None else config.get(_TRUE)
+    if config is None and isinstance(rows, int) and arguments.get(_TOKENIZER) == _WITHOUT_END:
+        rows += 1
+    padded = [name for name in index.atoms if any(rule.padded == 0 for rule in family.rules_of(name))]
+    if not isinstance(rows, int):
+        note = f"how many tokens there are is not recorded: {', '.join(padded)} may have rows of padding at the end"
+        return replace(index, notes=(*index.notes, note))
+    cut = {name: _cut(index.atoms[name], rows) for name in padded if 0 < rows < index.atoms[name].global_shape[0]}
+    if not cut:
+        return index
+    left = counted(index.atoms[next(iter(cut))].global_shape[0] - rows, "row")
+    note = f"{left} of padding left out after the {rows:,} of the vocabulary: {', '.join(cut)}"
+    return replace(index, atoms={**index.atoms, **cut}, notes=(*index.notes, note))
+
+
+def _cut(atom: AtomIndex, rows: int) -> AtomIndex:
+    """The first `rows` rows of the weight."""
+    shape = (rows, *atom.global_shape[1:])
+    state = atom.states[WEIGHT]
+    weight = patched(state, Made.whole(atom.name, shape), {atom.name: state.fragments})
+    return replace(atom, global_shape=shape, states={WEIGHT: weight})

@@ -38,14 +38,15 @@ from ucp_formats.huggingface.config import (
     ModelConfig,
     carried_config,
     check_config,
+    derive_config,
     given_config,
     is_published,
+    refused_note,
+    without_padding,
 )
-from ucp_formats.huggingface.derived import derived, refused_note
 from ucp_formats.huggingface.locate import CONFIG
 from ucp_formats.huggingface.shards import MAX_SHARD_SIZE, NewTensor, Shard, laid_out, nbytes_of_shard
 from ucp_formats.huggingface.source import buffers_of, find_family
-from ucp_formats.huggingface.vocabulary import without_padding
 
 __all__ = ["HuggingFaceTarget"]
 
@@ -141,7 +142,7 @@ def _derived(index: Index, family: Family | None) -> ModelConfig:
     """The configuration of a model that none came with. Raises UsageError where none can be made."""
     arguments = run_arguments(index)
     if family is not None and arguments:
-        return derived(family, index.shapes, arguments, index.path)
+        return derive_config(family, index.shapes, arguments, index.path)
     raise _no_config(index)
 
 

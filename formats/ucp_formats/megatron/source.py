@@ -39,7 +39,7 @@ _REMEDIES = {
 
 
 def _scale(index: Index) -> LossScale | None:
-    from ucp_formats.megatron.run.loss_scale import megatron_scale
+    from ucp_formats.megatron.extras import megatron_scale
 
     return megatron_scale(index)
 

@@ -23,11 +23,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from ucp.contract.protocols import ParamOrder
 from ucp.core.assign import ManyWaysError, Slots, bounds, possible_places
 from ucp.errors import UnsupportedError, UsageError, listed
+from ucp.io.files import open_source
+from ucp.io.json_text import NotJson, parsed
+from ucp_formats.torch.model_dict import bare_name
 
-__all__ = ["Naming", "Number", "Order", "UnnamedError", "name_params", "order_params"]
+__all__ = ["Naming", "Number", "Order", "UnnamedError", "name_params", "order_of", "order_params"]
 
 Number = int | str
 """Number of a parameter, or its name."""
@@ -37,6 +42,9 @@ Names = dict[Number, str]
 Order = Sequence[Sequence[str]]
 """Names of the parameters of each group of an optimizer, or of all groups in one list."""
 
+_EXPECTED = (
+    '--param-order: expected a JSON list of names, or a list of such lists, such as [["emb.weight"], ["fc.bias"]]'
+)
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids", "n_averaged")
 """Last parts of the names of buffers, which no optimizer has."""
 _REMEDY = (
@@ -261,3 +269,29 @@ def _by_form(
         names[number] = fitting[0]
         taken.add(fitting[0])
     return names
+
+
+def order_of(asked: Path | ParamOrder | None) -> ParamOrder | None:
+    """Names of the model in the order in which the script gave them to the optimizer; `asked` may be a file of them.
+
+    The file is JSON: a list for each group of the optimizer, or one list for all. Raises MissingFileError, UsageError.
+    """
+    groups = _read(asked) if isinstance(asked, Path) else asked
+    return None if groups is None else tuple(tuple(map(bare_name, names)) for names in groups)
+
+
+def _read(path: Path) -> ParamOrder:
+    with open_source(str(path)) as file:
+        data = file.read(0, file.nbytes)
+    try:
+        document = parsed(data)
+    except NotJson as error:
+        raise UsageError(f"{_EXPECTED}; {path} is no JSON: {error}") from error
+    groups = [document] if _is_names(document) else document
+    if not isinstance(groups, list) or not groups or not all(map(_is_names, groups)):
+        raise UsageError(f"{_EXPECTED}; {path} holds another document")
+    return tuple(map(tuple, groups))
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)

@@ -42,7 +42,7 @@ from ucp_formats.torch.locate import (
 )
 from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of
 from ucp_formats.torch.model_dict import FLAT
-from ucp_formats.torch.order import order_of
+from ucp_formats.torch.numbered import order_of
 from ucp_formats.torch.state_dict import Leaf, Parts, kind_of, number_of, sorted_out, untrained_notes
 
 __all__ = ["DcpFormat"]

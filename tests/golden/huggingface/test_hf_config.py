@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from ucp_formats.huggingface.derived import derived
+from ucp_formats.huggingface.config import derive_config
 
 from ucp.contract.model.arguments import run_arguments
 from ucp.contract.registry import choose_family, families, family, recognise
@@ -36,7 +36,7 @@ def config_of(case: str, **changed: object) -> Mapping[str, object]:
     arguments = {**run_arguments(index), **changed}
     arguments = {name: own for name, own in arguments.items() if own is not ...}
     found, _ = choose_family(names=shapes, shapes=shapes, arguments=arguments)
-    return derived(found, shapes, arguments, str(evidence.root)).values
+    return derive_config(found, shapes, arguments, str(evidence.root)).values
 
 
 def test_llama() -> None:

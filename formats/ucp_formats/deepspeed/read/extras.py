@@ -1,21 +1,4 @@
-"""Everything in a DeepSpeed checkpoint that is no tensor of a parameter, as named extras.
-
-| extra | what |
-|---|---|
-| engine | step and sample counts, world sizes, version, parallel dimensions |
-| lr_scheduler, data_sampler, random_ltd, sparse_tensor_module_names | as found |
-| universal_checkpoint_info, num_experts | as found |
-| pipeline | of each layer the start of names, of each stage the trained parameters; of universal checkpoints, True |
-| ds_config | the configuration |
-| client_state | every key that DeepSpeed did not write itself |
-| loss_scaler | the scaler object, or without ZeRO its numbers |
-| optimizer | what else the optimizer file says, with `class`, `zero_stage` and `file_prefix` |
-| module_metadata, module/NAME | versions of modules; entries of the module that are no tensors |
-| universal_parameters | what a universal checkpoint says of single parameters beside the tensor |
-| buffer/NAME | buffers of ranks that differ from rank 0's |
-| optimizer_state/GROUP/NAME | states of a group, or of a parameter, that cannot be given to single parameters |
-| param_groups | of an optimizer that has not stepped, and names nothing |
-"""
+"""Extras out of the files of DeepSpeed, as `ucp_formats.deepspeed.extras` names them."""
 
 from __future__ import annotations
 
@@ -24,12 +7,12 @@ from dataclasses import replace
 
 from ucp.contract.rank_extras import Checksums, per_rank_extras
 from ucp.core.index import Extra
+from ucp_formats.deepspeed.extras import AS_FOUND, ENGINE, EXTRAS
 from ucp_formats.deepspeed.read.model_states import EMPTY_SHAPES, ModelStates
 from ucp_formats.deepspeed.read.optimizer.saved import UnshardedOptimizer
 from ucp_formats.deepspeed.read.run import SavedRun
 
 __all__ = [
-    "UNSTEPPED",
     "joined",
     "model_extras",
     "optimizer_extras",
@@ -37,28 +20,6 @@ __all__ = [
     "unsharded_extras",
 ]
 
-UNSTEPPED = "param_groups"
-"""Extra: groups of a torch optimizer without states, where it is not known which parameters their numbers are."""
-
-_ENGINE = (
-    "global_steps",
-    "global_samples",
-    "skipped_steps",
-    "dp_world_size",
-    "mp_world_size",
-    "checkpoint_parallel_dimensions",
-    "ds_version",
-)
-_AS_FOUND = {
-    "lr_scheduler": "lr_scheduler",
-    "data_sampler": "data_sampler",
-    "random_ltd": "random_ltd",
-    "sparse_tensor_module_names": "sparse_tensor_module_names",
-    "csr_tensor_module_names": "sparse_tensor_module_names",  # before 0.5.9
-    "ds_config": "ds_config",
-    "universal_checkpoint_info": "universal_checkpoint_info",
-    "num_experts": "num_experts",
-}
 _IN_ATOMS = (
     "module",
     "buffer_names",
@@ -93,13 +54,15 @@ _SCALE_NUMBERS = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_
 def model_extras(models: Mapping[int, ModelStates], checksums: Checksums) -> list[Extra]:
     """Extras out of model-states files (rank to file)."""
     roots = {rank: model.file.root for rank, model in models.items()}
-    engine = {rank: {key: root[key] for key in _ENGINE if key in root} for rank, root in roots.items()}
-    extras = per_rank_extras("engine", engine, checksums)
-    for key, name in _AS_FOUND.items():
+    counts = EXTRAS[ENGINE].keys
+    engine = {rank: {key: root[key] for key in counts if key in root} for rank, root in roots.items()}
+    extras = per_rank_extras(ENGINE, engine, checksums)
+    as_found = {key: name for name, row in AS_FOUND.items() for key in row.keys}
+    for key, name in as_found.items():
         values = {rank: root[key] for rank, root in roots.items() if root.get(key) is not None}
         if values:
             extras += per_rank_extras(name, values, checksums)
-    known = {*_ENGINE, *_AS_FOUND, *_IN_ATOMS}
+    known = {*counts, *as_found, *_IN_ATOMS}
     client = {rank: {k: v for k, v in root.items() if k not in known} for rank, root in roots.items()}
     return extras + (per_rank_extras("client_state", client, checksums) if any(client.values()) else [])
 

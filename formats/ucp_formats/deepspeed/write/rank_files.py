@@ -8,7 +8,7 @@ from dataclasses import replace
 from ucp.io.torch_file.draft import Drafted
 from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.experts import Numbered
-from ucp_formats.deepspeed.read.extras import UNSTEPPED
+from ucp_formats.deepspeed.extras import UNSTEPPED
 from ucp_formats.deepspeed.read.model_states import EMPTY_SHAPES
 from ucp_formats.deepspeed.write.draft import AtomDraft
 from ucp_formats.deepspeed.write.experts import ExpertRanks, expert_files, without_experts

@@ -18,11 +18,11 @@ from ucp.errors import DestinationError, TagError, TopologyError, UnknownFamilyE
 from ucp.io.destination.mark import MARK
 from ucp.transfer.probe import Prober
 from ucp_formats.deepspeed.config import Precision, RunConfig
+from ucp_formats.deepspeed.extras import CarriedExtras
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, parse_name
 from ucp_formats.deepspeed.tp.layout import TensorLayout
 from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo, recorded_layouts
 from ucp_formats.deepspeed.write.draft import AtomDraft
-from ucp_formats.deepspeed.write.extras import CarriedExtras
 
 __all__ = ["EMULATED", "RunFacts", "check_tag", "is_plain_number", "pointer_file", "run_facts", "tag"]
 

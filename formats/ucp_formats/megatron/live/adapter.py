@@ -21,9 +21,9 @@ from ucp.live.optimizer.torch_optimizer import describe_optimizer
 from ucp.live.resume.loss_scale import scaler_state
 from ucp.live.resume.values import live_value
 from ucp.live.run.ranks import together
+from ucp_formats.megatron.extras import scaler_of
 from ucp_formats.megatron.live.model import describe_chunks
 from ucp_formats.megatron.live.optimizer import MegatronLive, describe_optimizers
-from ucp_formats.megatron.run.loss_scale import scaler_of
 
 __all__ = ["MegatronAdapter"]
 

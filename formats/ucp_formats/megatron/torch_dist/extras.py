@@ -1,15 +1,6 @@
-"""Everything in a torch_dist checkpoint that is no tensor of a parameter, as named extras.
+"""Extras out of a torch_dist checkpoint, as `ucp_formats.megatron.extras` names them.
 
-| extra | what |
-|---|---|
-| args | arguments of the run |
-| iteration, checkpoint_version, num_floating_point_operations_so_far | numbers |
-| opt_param_scheduler | learning rate and weight decay |
-| rng_state/pp1.tp0, rerun_state_machine_state/3 | of one rank of a grid, by its place |
-| content_metadata | how the writer laid things out |
-| optimizer, optimizer/[N/]WHAT | what else optimizers say: gradient scaler, sharding type |
-| extra_state/NAME | `_extra_state` of a module that holds something |
-| object/KEY | any other object |
+`rerun_state_machine_state/3` is of one rank of a grid, by its place; `optimizer/[N/]WHAT` what else optimizers say.
 """
 
 from __future__ import annotations

@@ -9,25 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from ucp.contract.companions import is_companion
+from ucp.contract.extras import ExtraValues
 from ucp.core.index import Index, Kind
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.target import Placement
 from ucp.errors import counted
-from ucp_formats.megatron.run.modules import MODULES
+from ucp_formats.megatron.extras import EXTRAS, RANDOM, SCHEDULER
 from ucp_formats.megatron.write.division import vocabulary_notes
 from ucp_formats.megatron.write.groups import OptimizerGroup
 from ucp_formats.megatron.write.run import TargetRun
 
 __all__ = ["common_state", "consumed_samples", "extra_notes", "lost_extras", "lost_lines", "lost_states"]
 
-_SCHEDULER = "opt_param_scheduler"
-_CARRIED = (_SCHEDULER, "num_floating_point_operations_so_far", "checkpoint_version")
-"""Extras that go into the files as they are."""
-_REPLACED = ("args", "iteration", "content_metadata", "optimizer", "client_state/args", MODULES)
-"""Extras that are written anew."""
-_OF_A_LAYOUT = ("rerun_state_machine", "rerun_state_machine_state")
-"""Extras that mean nothing to another run, and Megatron does without."""
 _WITHOUT_RANDOM = "start the run with --no-load-rng, or Megatron stops"
 _VERSION = 3.0
 """`checkpoint_version`: the order of rows in fused attention."""
@@ -37,23 +30,20 @@ def common_state(
     index: Index, chain: tuple[tuple[OptimizerGroup, ...], ...], *, iteration: int, samples: int
 ) -> dict[str, object]:
     """What all ranks have in common: counts and the scheduler. `samples`: seen in training so far."""
-    found = {extra.name: extra.value for extra in index.extras if extra.name in _CARRIED and extra.rank in (None, 0)}
-    found = {name: value for name, value in found.items() if value is not None}
-    if chain and _SCHEDULER not in found:
-        found[_SCHEDULER] = _plain_scheduler(chain[0][0].hyper, samples)
-    return {**found, "iteration": iteration, "checkpoint_version": _VERSION}
-
-
-def _plain_scheduler(hyper: Mapping[str, object], samples: int) -> dict[str, object]:
-    """A scheduler that has counted `samples`; whoever loads it overrides the rest."""
-    return {
-        "max_lr": hyper.get("max_lr", hyper.get("lr")),
-        "min_lr": hyper.get("min_lr", 0.0),
-        "lr_warmup_steps": 0,
-        "lr_decay_steps": max(samples, 1),
-        "lr_decay_style": "constant",
-        "num_steps": samples,
-    }
+    extras = ExtraValues(index, EXTRAS)
+    carried = [name for name in extras.names() if name in EXTRAS and EXTRAS[name].is_carried]
+    state = {name: value for name in carried if (value := extras.get(name)) is not None}
+    if chain and SCHEDULER not in state:
+        hyper = chain[0][0].hyper
+        state[SCHEDULER] = {  # one that has counted `samples`; whoever loads it overrides the rest
+            "max_lr": hyper.get("max_lr", hyper.get("lr")),
+            "min_lr": hyper.get("min_lr", 0.0),
+            "lr_warmup_steps": 0,
+            "lr_decay_steps": max(samples, 1),
+            "lr_decay_style": "constant",
+            "num_steps": samples,
+        }
+    return {**state, "iteration": iteration, "checkpoint_version": _VERSION}
 
 
 def consumed_samples(index: Index, arguments: Mapping[str, object]) -> int | None:
@@ -61,17 +51,14 @@ def consumed_samples(index: Index, arguments: Mapping[str, object]) -> int | Non
     recorded = arguments.get("consumed_train_samples")
     if isinstance(recorded, int):
         return recorded
-    for extra in index.extras:
-        if extra.name == "engine" and isinstance(extra.value, dict):
-            samples = extra.value.get("global_samples")
-            return samples if isinstance(samples, int) else None
-    return None
+    samples = ExtraValues(index, EXTRAS).mapping("engine").get("global_samples")  # of DeepSpeed
+    return samples if isinstance(samples, int) else None
 
 
 def extra_notes(run: TargetRun) -> Iterator[str]:
     """What a run has to know of what is written beside tensors; docs/reference/megatron.md has what it refuses."""
     yield from vocabulary_notes(run)
-    if run.chain and _SCHEDULER not in _names(run):
+    if run.chain and SCHEDULER not in {extra.name for extra in run.index.extras}:
         samples = run.arguments.get("consumed_train_samples")
         seen = f"{samples} samples" if samples else "no sample (say so with --set consumed_train_samples=N)"
         yield (
@@ -82,30 +69,15 @@ def extra_notes(run: TargetRun) -> Iterator[str]:
 
 def lost_extras(run: TargetRun) -> Iterator[str]:
     """What of the source's extras is not in the files."""
-    names = _names(run)
-    random = [name for name in names if _is_random(name)]
-    if random and not run.random:
+    extras = ExtraValues(run.index, EXTRAS)
+    names = extras.names()
+    if not run.random and any(name.partition("/")[0] == RANDOM for name in names):
         drawn = _WITHOUT_RANDOM if run.is_legacy else "the run draws new ones, also without --no-load-rng"
         yield f"random states, which belong to the layout of the source: {drawn}"
-    known = {*_CARRIED, *_REPLACED, *random}
-    placed = ("optimizer/", "extra_state/")
-    lost = [
-        name
-        for name in names
-        if name not in known and name.partition("/")[0] not in _OF_A_LAYOUT and not name.startswith(placed)
-    ]
-    if lost:
-        yield f"Megatron's files have no place for these extras: {', '.join(sorted(lost))}"
+    if lost := extras.without_place():
+        yield f"Megatron's files have no place for these extras: {', '.join(lost)}"
     if any(name.startswith("extra_state/") for name in names):
         yield "states that modules keep of their own (FP8 scales): the run starts them anew"
-
-
-def _names(run: TargetRun) -> list[str]:
-    return list(dict.fromkeys(extra.name for extra in run.index.extras if not is_companion(extra)))
-
-
-def _is_random(name: str) -> bool:
-    return name.partition("/")[0] == "rng_state"
 
 
 def lost_states(run: TargetRun, placements: Iterable[Placement]) -> dict[str, frozenset[str]]:

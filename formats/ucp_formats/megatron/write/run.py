@@ -9,8 +9,8 @@ from math import gcd
 from ucp.core.index import Index, Kind
 from ucp.core.topology import Topology
 from ucp.errors import TopologyError
+from ucp_formats.megatron.extras import scaler_of
 from ucp_formats.megatron.names import GridPlace
-from ucp_formats.megatron.run.loss_scale import scaler_of
 from ucp_formats.megatron.write.groups import OptimizerGroup
 from ucp_formats.megatron.write.model import Model, ModelTensor
 

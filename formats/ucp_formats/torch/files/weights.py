@@ -1,18 +1,24 @@
-"""Weights in safetensors beside an optimizer of `torch.save`, as the Trainer and accelerate save them."""
+"""Weights in safetensors beside an optimizer of `torch.save` (Trainer, accelerate), and shapes that a user gives."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeGuard
 
 from ucp.contract.model.arguments import config_in
+from ucp.contract.registry import recognise
+from ucp.core.index import Kind
 from ucp.core.tensor import TensorRef
-from ucp.errors import MalformedError
+from ucp.errors import MalformedError, UnsupportedError, listed
+from ucp.io.json_text import read_object
 from ucp.io.safetensors import read_header, read_weight_map
+from ucp_formats.torch.files.flat.lengths import Shapes
 from ucp_formats.torch.files.locate import INDEX
 
-__all__ = ["Weights", "read_weights"]
+__all__ = ["Weights", "read_weights", "shapes_from"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +54,33 @@ def read_weights(folder: str, name: str) -> Weights:
         raise MalformedError(f"{path} names {', '.join(absent[:5])} in files that lack it. Copy the folder again")
     paths = (path, *(os.path.join(folder, own) for own in files))
     return Weights({key: files[own][key] for key, own in places.items()}, paths, config_in(folder))
+
+
+def shapes_from(path: Path) -> Shapes:
+    """Shapes of parameters in the order of their model, from what a user points to.
+
+    `path`: JSON of name to shape, in the order of `model.named_parameters()`, or a checkpoint of the same model.
+    Safetensors keeps names sorted: a flat parameter cannot be taken apart by it. Raises SourceError.
+    """
+    if path.suffix != ".json":
+        if path.suffix == ".safetensors" or any(path.glob("*.safetensors")):
+            raise UnsupportedError(
+                f"{path} holds safetensors, which keeps names sorted; FSDP1 needs them in the order in which the model "
+                "registers its parameters. Pass a file of torch.save (pytorch_model.bin), another checkpoint of the "
+                "run, or json.dump({name: list(own.shape) for name, own in model.named_parameters()}, file)"
+            )
+        fmt, _ = recognise(path)
+        atoms = fmt.read(path).atoms.values()
+        return {atom.name: atom.global_shape for atom in atoms if atom.kind is not Kind.BUFFER}
+    said = read_object(str(path))
+    wrong = [name for name, own in said.items() if not _is_shape(own)]
+    if not said or wrong:
+        raise MalformedError(
+            f'{path}: expected name to shape, such as {{"emb.weight": [11, 8]}}; got another for\n'
+            f"{listed(wrong or ['the document'])}"
+        )
+    return {name: tuple(own) for name, own in said.items() if _is_shape(own)}
+
+
+def _is_shape(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(own) is int and own >= 0 for own in value)

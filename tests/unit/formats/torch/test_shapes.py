@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from ucp_formats.torch.files.shapes import shapes_from
+from ucp_formats.torch.files.weights import shapes_from
 
 from ucp.errors import MalformedError, MissingFileError
 

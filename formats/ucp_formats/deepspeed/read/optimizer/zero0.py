@@ -25,8 +25,8 @@ from ucp.core.union import ShardedTensor, State
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, described
 from ucp_formats.deepspeed.experts import is_expert
+from ucp_formats.deepspeed.extras import UNSTEPPED
 from ucp_formats.deepspeed.partition import shared_buffers
-from ucp_formats.deepspeed.read.extras import UNSTEPPED
 from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, Shard, add_flat_group
 from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.saved import SavedGroup, UnshardedOptimizer
