@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 
 from ucp.core.dtypes import DType
-from ucp.core.pickle_values import GlobalName, Stub, parts_of
+from ucp.core.pickle_values import GlobalName, Stub, walk
 
 __all__ = ["CALLS", "GROUPS", "callables_of", "unusual_calls"]
 
@@ -19,7 +19,6 @@ GROUPS = "parameter groups"
 """Where a callable stands that is in no extra."""
 _SHOWN = 8
 """Callables that are named."""
-_HOLDERS = (list, tuple, dict, set, frozenset, Stub)
 
 _USUAL = frozenset(
     f"{module}.{name}"
@@ -65,19 +64,10 @@ def callables_of(value: object) -> Iterator[GlobalName]:
     >>> [str(name) for name in callables_of({"key": [made]})]
     ['builtins.map', 'os.system']
     """
-    met: set[tuple[int, bool]] = set()
-    rest: list[tuple[object, bool]] = [(value, False)]
-    while rest:
-        own, is_argument = rest.pop()
-        if isinstance(own, GlobalName) and is_argument:
-            yield own
-        if not isinstance(own, _HOLDERS) or (id(own), is_argument) in met:
-            continue
-        met.add((id(own), is_argument))
-        if isinstance(own, Stub):
-            yield own.made_by
-            rest += [(own.args, True), (own.kwargs, True)]
-        rest += [(part, is_argument) for part in parts_of(own)]
+    stubs = [own for own in walk([value]) if isinstance(own, Stub)]
+    yield from (stub.made_by for stub in stubs)
+    arguments = walk(part for stub in stubs for part in (stub.args, stub.kwargs))
+    yield from (own for own in arguments if isinstance(own, GlobalName))
 
 
 def unusual_calls(values: Iterable[tuple[str, object]], usual: Collection[str]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from ucp.contract.protocols import Target
 from ucp.contract.run_extras import LR_SCHEDULER, MODULE_STATE
 from ucp.core.index import AtomIndex, Extra, Index, check_weights
 from ucp.core.names import STEP, WEIGHT
-from ucp.core.pickle_values import GlobalName, Stub
+from ucp.core.pickle_values import GlobalName, Stub, walk
 from ucp.core.slices import whole_slice
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
@@ -148,12 +148,4 @@ class _Drafting:
 
 def _is_plain(extra: Extra) -> bool:
     """Whether `weights_only` unpickles it: no classes but those of plain values."""
-    rest, seen = [extra.value], set()
-    while rest:
-        own = rest.pop()
-        if isinstance(own, Stub | GlobalName):
-            return False
-        if isinstance(own, dict | list | tuple | set) and id(own) not in seen:
-            seen.add(id(own))
-            rest += [*own, *own.values()] if isinstance(own, dict) else own
-    return True
+    return not any(isinstance(own, Stub | GlobalName) for own in walk([extra.value]))
