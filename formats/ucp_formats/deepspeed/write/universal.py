@@ -28,7 +28,7 @@ from ucp.io.torch_file.draft import Drafted, target_plan
 from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.experts import is_expert
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
-from ucp_formats.deepspeed.read.universal.paths import check_places, state_path
+from ucp_formats.deepspeed.read.universal.parameter_folders import check_places, state_path
 from ucp_formats.deepspeed.write.draft import AtomDraft
 from ucp_formats.deepspeed.write.model_states import Module, frozen_shapes, model_state, module_tensors, shapes
 from ucp_formats.deepspeed.write.optimizer.groups import (
