@@ -31,6 +31,7 @@ EMULATED = "0.19.8"
 
 _AS_THE_FAMILY = "the run that loads the files must cut parameters as this family does: DeepSpeed compares no names"
 """What the user has to know of rules that no record of the source says."""
+_RECORD = "universal_checkpoint_info"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,8 @@ class RunFacts:
 
     def draft(self, path: str) -> AtomDraft:
         """A file of that rank."""
-        return AtomDraft(path, self.index, self.cuts, self.mp % self.tp)
+        known_from = "" if self.rules is None else self.rules.known_from.get("tp", _RECORD)
+        return AtomDraft(path, self.index, self.cuts, self.mp % self.tp, known_from=known_from)
 
     def module_dtype(self, atom: AtomIndex) -> DType:
         """Type of a parameter or buffer in the module."""
@@ -135,7 +137,7 @@ def _tensor_rules(
 
     A family that the user names comes before the record, unless the source was read with it.
     """
-    info = extras.get("universal_checkpoint_info")
+    info = extras.get(_RECORD)
     said = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
     record = UniversalCheckpointInfo(info, index.path) if isinstance(info, dict) else None
     if tp == 1 or (record is not None and (said == SourceOptions() or index.topology.tp > 1)):
@@ -151,6 +153,7 @@ def _tensor_rules(
     except UnknownFamilyError as error:
         raise TopologyError(f"{error}\nOr write files for tp=1") from None
     rules = UniversalCheckpointInfo(recorded_layouts(layouts), index.path)
+    rules.known_from = family.known_from
     return rules, (*family.notes, _AS_THE_FAMILY)
 
 
