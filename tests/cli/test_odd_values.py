@@ -15,7 +15,7 @@ PUT, GET = b"r\xb8\x0b\x00\x00", b"j\xb8\x0b\x00\x00"
 """Memo entry 3,000, which the pickles of the fixtures have no use for."""
 LETTERS = b"X\0\0\x10\0" + b"x" * (1 << 20)
 SHARED = b"N" + PUT + (b"0" + GET + GET + b"\x86" + PUT) * 200
-DEPTH = 3000
+DEPTH = 1500
 
 
 ODD = {

@@ -78,7 +78,6 @@ def is_running(pid: int) -> bool:
     [
         (1, os.kill, signal.SIGTERM),
         (2, os.kill, signal.SIGTERM),
-        (2, os.killpg, signal.SIGTERM),
         (2, os.killpg, signal.SIGHUP),
     ],
 )
@@ -120,7 +119,7 @@ main()
 """`ucp` that is sent a signal when it is about to import a module."""
 
 
-@pytest.mark.parametrize("module", ["ucp_cli.verbs", "click", "ucp_cli.commands.inspect", "ucp.api"])
+@pytest.mark.parametrize("module", ["ucp_cli.verbs", "ucp.api"])
 def test_a_signal_while_verbs_are_imported_ends_it_as_any_other(zero3: Path, module: str) -> None:
     words = [sys.executable, "-c", EARLY, module, "inspect", str(zero3)]
     done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=60)

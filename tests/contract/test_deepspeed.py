@@ -38,12 +38,15 @@ class TestDeepSpeedUniversalTarget(TargetContract):
 
 class TestDeepSpeedTarget(TargetContract):
     def cases(self, folder):
-        topologies = ("dp=1,zero=0", "dp=2,zero=1", "dp=3,zero=2", "dp=4,zero=3")
+        cases = (
+            ("z1-dp4-fp32", "dp=2,zero=1"),
+            ("z1-dp4-fp32", "dp=4,zero=3"),
+            ("z3-dp4-bf16", "dp=1,zero=0"),
+            ("z3-dp4-bf16", "dp=3,zero=2"),
+            ("z1-tp2-dp2", "dp=1,tp=4,zero=3"),
+            ("z1-ep2", "dp=4,ep=4,zero=2"),
+        )
         return [
             (FIXTURES / name / "checkpoint", ConvertOptions(to="deepspeed", topology=Topology.parse(text)))
-            for name in ("z1-dp4-fp32", "z3-dp4-bf16")
-            for text in topologies
-        ] + [
-            (FIXTURES / name / "checkpoint", ConvertOptions(to="deepspeed", topology=Topology.parse(text)))
-            for name, text in (("z1-tp2-dp2", "dp=1,tp=4,zero=3"), ("z1-ep2", "dp=4,ep=4,zero=2"))
+            for name, text in cases
         ]

@@ -1,9 +1,8 @@
-"""The contract of targets, for both kinds of Megatron's files, from sources of three kinds."""
+"""The contract of targets, for both kinds of Megatron's files."""
 
 from __future__ import annotations
 
 from tests.unit.formats.megatron.conftest import FakeLegacy
-from ucp.api import convert
 from ucp.conversion.options import ConvertOptions
 from ucp.core.topology import Topology
 from ucp.testing import TargetContract
@@ -32,14 +31,3 @@ class TestLegacy(TargetContract):
         mixtral = FakeLegacy(kind="mixtral", ep=2, optimizer="L3a").save(folder / "mixtral")
         gpt = FakeLegacy(kind="gpt", tied=True, optimizer="whole").save(folder / "gpt")
         return [(mixtral, options("tp=2,ep=2,etp=1", "torch")), (gpt, options("tp=2,pp=2", "torch"))]
-
-
-class TestFromDeepSpeed(TargetContract):
-    def cases(self, folder):
-        llama = FakeLegacy(kind="llama", tp=2, optimizer="L3a").save(folder / "llama")
-        convert(llama, folder / "zero", to="deepspeed", topology="dp=2,zero=2", workers=1)
-        convert(llama, folder / "atoms", workers=1)
-        return [
-            (folder / "zero", options("tp=2,pp=2", "torch_dist", num_attention_heads="4")),
-            (folder / "atoms", options("pp=2", "torch_dist")),
-        ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 import pytest
 from ucp_patterns.replicate import Replicate
@@ -33,8 +34,10 @@ def index_of(case: str) -> Index:
 @pytest.mark.parametrize("case", CASES)
 def test_patterns_place_what_is_read(case: str) -> None:
     kinds_allowed = {"placed", "checked", *({"recorded"} if case in RECORDED else ())}
-    pairs = count(index_of(case))
-    assert {axis: dict(kinds) for axis, kinds in pairs.items() if set(kinds) - kinds_allowed} == {}
+    index = index_of(case)
+    assert {axis: dict(kinds) for axis, kinds in count(index).items() if set(kinds) - kinds_allowed} == {}
+    bare = (replace(atom, layout=Layout()) for atom in index.atoms.values())
+    assert {kind for atom in bare for kind in kinds(index, atom).values()} <= {"not placed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,32 +97,20 @@ def boxes(atom: AtomIndex) -> list[set[Box]]:
         return []
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
-@pytest.mark.parametrize("case", OF_RANKS)
-def test_every_wrong_layout_of_files_of_ranks_is_noticed(case: str, mutation: str) -> None:
-    index = index_of(case)
+@pytest.mark.parametrize("case", CASES)
+def test_every_wrong_layout_is_noticed(case: str) -> None:
+    """Of boxes of `.metadata` no rank is recorded: there only layouts of other boxes are wrong to see."""
+    index, has_ranks = index_of(case), case in OF_RANKS
     unnoticed = []
-    for name, atom in index.atoms.items():
+    for (name, atom), mutation in product(index.atoms.items(), MUTATIONS):
         for axis, kind in kinds(index, atom).items():
             other = mutated(atom, MUTATIONS[mutation], axis)
-            is_wrong = kind == "placed" and boxes(other) != boxes(atom)
+            if has_ranks:
+                is_wrong = kind == "placed" and boxes(other) != boxes(atom)
+            else:
+                is_wrong = set().union(*boxes(other)) != set().union(*boxes(atom))
             if is_wrong and kinds(index, other)[axis] != "not placed":
-                unnoticed.append((name, axis))
-    assert unnoticed == []
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS)
-@pytest.mark.parametrize("case", [case for case in CASES if case not in OF_RANKS])
-def test_every_layout_of_other_boxes_than_metadata_is_noticed(case: str, mutation: str) -> None:
-    """Which rank holds a box is not recorded: only layouts of other boxes are wrong to see."""
-    index = index_of(case)
-    unnoticed = []
-    for name, atom in index.atoms.items():
-        for axis in kinds(index, atom):
-            other = mutated(atom, MUTATIONS[mutation], axis)
-            is_wrong = set().union(*boxes(other)) != set().union(*boxes(atom))
-            if is_wrong and kinds(index, other)[axis] != "not placed":
-                unnoticed.append((name, axis))
+                unnoticed.append((name, axis, mutation))
     assert unnoticed == []
 
 
@@ -130,10 +121,3 @@ def test_every_checkpoint_of_ranks_has_layouts_that_can_be_wrong(case: str) -> N
     assert any("placed" in own.values() for own in found) == (case not in ONE_FILE)
     turned = [mutated(atom, Turned, axis) for atom in index.atoms.values() for axis in kinds(index, atom)]
     assert any("not placed" in kinds(index, atom).values() for atom in turned) == (case not in ONE_FILE)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_layout_without_axes_places_nothing(case: str) -> None:
-    index = index_of(case)
-    bare = (replace(atom, layout=Layout()) for atom in index.atoms.values())
-    assert {kind for atom in bare for kind in kinds(index, atom).values()} <= {"not placed"}

@@ -56,7 +56,7 @@ def small_blocks():
 
 
 @given(st.data(), LAYOUTS, LAYOUTS)
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_there_and_back(data, first, second):
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)

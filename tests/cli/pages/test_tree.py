@@ -41,13 +41,13 @@ def expanded(lines: list[Line[str]]) -> dict[str, str]:
     return names
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(LEAVES)
 def test_expanding_the_lines_gives_the_names_back(leaves: dict[str, str]) -> None:
     assert expanded(list(collapsed(leaves))) == leaves
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(LEAVES)
 def test_counts_of_the_outermost_lines_add_up(leaves: dict[str, str]) -> None:
     assert sum(line.count for line in collapsed(leaves) if line.depth == 0) == len(leaves)

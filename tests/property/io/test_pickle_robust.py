@@ -29,7 +29,7 @@ PROGRAM = st.lists(
     max_size=60,
 ).map(b"".join)
 FLIPS = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=4)
-ON_DISK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ON_DISK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @cache
@@ -64,7 +64,7 @@ def answers(path: Path, data: bytes) -> None:
         assert str(path) in str(error)  # noqa: PT017
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(PROGRAM)
 def test_any_program_is_read_or_refused(program: bytes) -> None:
     try:
@@ -73,7 +73,7 @@ def test_any_program_is_read_or_refused(program: bytes) -> None:
         assert str(error).startswith("test: ")  # noqa: PT017
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(FLIPS, st.integers(0, 5))
 def test_damaged_pickles_are_read_or_refused(flips: list[tuple[float, int]], protocol: int) -> None:
     data = pickle.dumps({"a": [1, 2.5, "x", b"y", (None, True)], "b": OrderedDict(c={1, 2}), "d": 2**80}, protocol)

@@ -66,7 +66,7 @@ INERT_TREES = st.recursive(
 )
 
 
-RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+RELAXED = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def canonical(value: object) -> object:

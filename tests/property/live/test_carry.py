@@ -248,7 +248,7 @@ def test_what_differs_when_it_is_read_again_is_named_by_all(data, exchange, memo
 
 
 @given(data=st.data(), exchange=EXCHANGES, memory=MEMORY, kind=st.sampled_from(["file", "tensor"]))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_a_failure_on_any_rank_is_raised_by_all(data, exchange, memory, kind):
     with shards() as files, small(BOUNDS):
         world = data.draw(worlds(files, flat=True))

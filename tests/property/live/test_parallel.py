@@ -32,7 +32,7 @@ def topologies(draw: st.DrawFn) -> Topology:
     return Topology(tp=tp, dp=dp, pp=pp, cp=cp, vpp=vpp, ep=ep, etp=etp)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(topology=topologies(), numbers=st.sampled_from(["local", "global"]))
 def test_every_rank_gets_its_slices(topology: Topology, numbers: str) -> None:
     def load(ranks: ThreadRanks) -> None:

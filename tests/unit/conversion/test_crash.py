@@ -68,7 +68,7 @@ def check_refused(dst: Path) -> None:
             ucp.open(partial / "data")
 
 
-DENSE, COARSE = 10, 3
+DENSE, COARSE = 6, 2
 """Calls up to which each is the last one; beyond, one in so many of what was made before."""
 
 
@@ -106,7 +106,7 @@ def check_killed(source: Path, tmp_path: Path, *, dense: int, **options) -> int:
     return killed
 
 
-@pytest.mark.parametrize("step", [0, 3, 17, 60, 200])
+@pytest.mark.parametrize("step", [3, 60, 200])
 def test_a_run_killed_twice_is_completed(source, tmp_path, step, small_blocks):
     ucp.convert(source, tmp_path / "whole", workers=1)
     dst = tmp_path / "out"
@@ -134,7 +134,7 @@ def test_overwriting_keeps_the_old_until_the_new_is_whole(source, tmp_path, smal
             assert tree(kept) == old
         ucp.convert(source, dst, workers=1, overwrite=True, resume=True, layout="per-parameter")
         assert tree(dst) == new
-        step += 1 + step // 3
+        step += 1 + step // 2
     assert tree(dst) == new
 
 
@@ -150,7 +150,7 @@ def test_what_was_put_aside_is_put_back(source, tmp_path, small_blocks):
     assert tree(dst) == old
 
 
-@pytest.mark.parametrize(("lines", "workers"), [(0, 2), (1, 3), (3, 2), (7, 3)])
+@pytest.mark.parametrize(("lines", "workers"), [(0, 2), (7, 3)])
 def test_a_parent_killed_with_its_workers_at_work(source, tmp_path, lines, workers, small_blocks):
     ucp.convert(source, tmp_path / "whole", workers=1)
     dst = tmp_path / "out"

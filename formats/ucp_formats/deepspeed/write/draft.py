@@ -35,6 +35,8 @@ class Stored(NamedTuple):
     """First element of the row-major order of that."""
     stop: int
     """One past the last."""
+    layout: Layout
+    """How the parameter lies over the ranks."""
 
 
 class AtomDraft:
@@ -60,21 +62,24 @@ class AtomDraft:
         if key not in self._wholes:
             source = self._index.atoms[param].states[state]
             own = whole_slice(param, state, source, dtype=dtype)
+            layout = None
             if param in self._cuts and source.global_shape == self._index.atoms[param].global_shape:
-                own = replace(own, pairs=_pairs(self._part(param)))
+                layout = self._layout(param)
+                own = replace(own, pairs=_pairs(self._part(param, layout)))
             shape = source.global_shape if shape is None else shape
-            self._wholes[key] = self._file.filled(dtype, shape, [Part(offset=0, slice=own)])
+            self._wholes[key] = self._file.filled(dtype, shape, [Part(offset=0, slice=own, layout=layout)])
         return self._wholes[key]
 
     def stored(self, layout: FlatLayout, axes: Mapping[str, AxisLayout], rank: int) -> list[Stored]:
         """What the flat tensor of data-parallel rank `rank` has of each parameter; `axes`: those of `layout`."""
         found = []
         for param, (start, _) in layout.spans(rank).items():
-            part = self._part(param, (axes[param],), rank)
+            lies = self._layout(param, axes[param])
+            part = self._part(param, lies, rank)
             pairs = _pairs(part)
             for own in part.flat or ():
                 (at,), (first,), (numel,) = own.pair.local.offsets, own.pair.whole.offsets, own.pair.whole.sizes
-                found.append(Stored(param, start + at, pairs, part.local_shape, first, first + numel))
+                found.append(Stored(param, start + at, pairs, part.local_shape, first, first + numel, lies))
         return found
 
     def flat(self, state: str, dtype: DType, numel: int, stored: Iterable[Stored]) -> NewTensor:
@@ -86,8 +91,9 @@ class AtomDraft:
                 slice=Slice(
                     param=param, state=state, dtype=dtype, pairs=pairs, local_shape=shape, start=start, stop=stop
                 ),
+                layout=layout,
             )
-            for param, offset, pairs, shape, start, stop in stored
+            for param, offset, pairs, shape, start, stop, layout in stored
             if state in atoms[param].states
         ]
         return self._file.filled(dtype, (numel,), parts)
@@ -104,11 +110,15 @@ class AtomDraft:
         """The file that holds `root`."""
         return self._file.finish(root)
 
-    def _part(self, param: str, flat: tuple[AxisLayout, ...] = (), rank: int = 0) -> LocalPart:
-        """What the rank has of a parameter, of which `flat` cuts the row-major order over data-parallel ranks."""
+    def _layout(self, param: str, *flat: AxisLayout) -> Layout:
+        """How a parameter lies over the ranks; `flat` cuts the row-major order of what model-parallel ranks have."""
+        cut = self._cuts.get(param)
+        return Layout(() if cut is None else (cut.axis,), flat)
+
+    def _part(self, param: str, layout: Layout, rank: int = 0) -> LocalPart:
+        """What data-parallel rank `rank` has of a parameter."""
         cut = self._cuts.get(param)
         shape = self._index.atoms[param].global_shape if cut is None else cut.global_shape
-        layout = Layout(() if cut is None else (cut.axis,), flat)
         return part_of(layout, shape, coords={"tp": self._tp, "dp": rank})
 
 

@@ -9,7 +9,6 @@ import shutil
 import socket
 from dataclasses import replace
 from importlib import import_module
-from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +69,7 @@ def wanted(source, tmp_path, small_blocks):
     return tree(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(("parts", "name"), [(1, "packed"), *((3, name) for name in OPTIONS), (200, "compressed")])
+@pytest.mark.parametrize(("parts", "name"), [(1, "packed"), *((3, name) for name in OPTIONS), (100, "compressed")])
 def test_parts_are_one_run(source, tmp_path, dst, small_blocks, parts, name):
     """Parts of all that there is, of some, and of nothing: there are more of them than tasks."""
     options = OPTIONS[name]
@@ -91,7 +90,7 @@ def test_parts_are_one_run(source, tmp_path, dst, small_blocks, parts, name):
     ],
 )
 def test_checkpoints_of_frameworks_and_what_is_made_of_atoms(tmp_path, dst, monkeypatch, kept, options):
-    shrink(monkeypatch, block=512, task=1024)
+    shrink(monkeypatch, block=2048, task=4096)
     src = FIXTURES / kept / "checkpoint"
     ucp.convert(src, tmp_path / "whole", workers=1, **options)
     in_parts(src, dst, 3, **options)
@@ -106,7 +105,7 @@ def test_a_store_of_atoms(tmp_path, dst, small_blocks):
     assert tree(dst) == tree(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("order", [*permutations((1, 2, 3))])
+@pytest.mark.parametrize("order", [(1, 3, 2), (3, 2, 1)])
 def test_in_any_order_and_again(source, dst, wanted, order):
     for number in (*order, *order):
         ucp.convert(source, dst, part=(number, 3), workers=1)
@@ -417,9 +416,9 @@ class TestDamage:
 
     def test_of_the_source_is_found_at_the_end_where_parts_read_some_of_a_record_each(self, source, dst, small_blocks):
         failed = 0
-        for number in range(1, 100):
+        for number in range(1, 31):
             try:
-                ucp.convert(source, dst, part=(number, 99), workers=1)
+                ucp.convert(source, dst, part=(number, 30), workers=1)
             except CorruptError:
                 failed += 1
         assert failed == 0
@@ -474,7 +473,7 @@ def test_killed_at_many_steps(source, tmp_path, dst, small_blocks, options, comp
 
     Every step: tests/integration/conversion/test_every_call.py.
     """
-    assert check_part_killed(source, tmp_path, dst, compress=compress, dense=4, **options) > 8
+    assert check_part_killed(source, tmp_path, dst, compress=compress, dense=3, **options) > 6
 
 
 def check_part_killed(source, tmp_path, dst, *, compress, dense, **options):
@@ -499,8 +498,8 @@ def check_part_killed(source, tmp_path, dst, *, compress, dense, **options):
 
 
 def test_the_first_of_all_killed_at_many_steps(source, dst, wanted):
-    """However far it came with the place, the next part finds its way; here at one step of three of the first 40."""
-    check_first_killed(source, dst, wanted, steps=range(0, 40, 3))
+    """However far it came with the place, the next part finds its way; here at one step of five of the first 40."""
+    check_first_killed(source, dst, wanted, steps=range(0, 40, 5))
 
 
 def check_first_killed(source, dst, wanted, *, steps):

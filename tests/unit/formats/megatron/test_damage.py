@@ -115,12 +115,6 @@ def test_something_else_in_place_of_the_common_state(
         read(root)
 
 
-def test_an_object_stands_for_the_file(damaged: Callable[..., Path]) -> None:
-    root = damaged("qwen-tp2-dp2-dp-0.19.2")
-    assert not (root / "common.pt").exists()
-    assert read(root).groups
-
-
 NANS = [0x7FC0, 0x7FFF, 0xFFFF]
 LAYOUTS = [
     DIST,

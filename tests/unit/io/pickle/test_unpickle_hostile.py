@@ -217,17 +217,17 @@ COPIES = {
     "bytes": again(
         b"cbuiltins\nbytearray\n", b"B" + (160_000).to_bytes(4, "little") + b"a" * 160_000 + b"\x85", 32_000
     ),
-    "arguments": again(b"N", b"(" + b"N" * 80_000 + b"t", 16_000),
+    "arguments": again(b"N", b"(" + b"N" * 40_000 + b"t", 8_000),
     "a set, let go": again(
         b"cbuiltins\nset\n",
-        b"(" + b"".join(b"J" + n.to_bytes(4, "little") for n in range(20_000)) + b"t\x85",
-        20_000,
+        b"(" + b"".join(b"J" + n.to_bytes(4, "little") for n in range(10_000)) + b"t\x85",
+        10_000,
         then=b"0",
     ),
     "attributes": b"}("
-    + b"".join(short(f"a{n}") + b"N" for n in range(5000))
+    + b"".join(short(f"a{n}") + b"N" for n in range(3000))
     + b"uq\0ccollections\nOrderedDict\nq\1"
-    + b"h\1)Rh\0b0" * 8000
+    + b"h\1)Rh\0b0" * 4000
     + b"N.",
     "a name that grows": b"cbuiltins\ngetattr\nq\0ca\na\nq\1"
     + text("a" * 10_000)

@@ -77,6 +77,7 @@ def test_inspect(both):
     assert told(disk, both[0]) == told(store, both[1])
 
 
+@pytest.mark.parametrize("both", [SOURCES[0], SOURCES[1], SOURCES[3]], indirect=True)
 def test_convert_verify_and_diff(both, tmp_path, monkeypatch):
     shrink(monkeypatch, block=2048, task=4096)
     for name, source in zip(("disk", "store"), both, strict=True):
@@ -124,6 +125,7 @@ def test_atoms_in_a_store(kept, tmp_path, memory, name):
     assert ucp.diff(tmp_path / "again", both[0], extras=True).equal
 
 
+@pytest.mark.parametrize("both", [SOURCES[0], SOURCES[3]], indirect=True)
 def test_references_into_a_store(both, tmp_path, memory):
     report = ucp.convert(both[1], tmp_path / "virtual", virtual=True, fsync=False)
     assert report.references

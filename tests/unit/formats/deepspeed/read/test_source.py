@@ -11,7 +11,7 @@ from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 
 import ucp
 from ucp.core.dtypes import DType
-from ucp.core.index import Index, Kind, check_cover
+from ucp.core.index import Index, check_cover
 from ucp.core.tensor import InlineTensor
 from ucp.errors import MalformedError, MissingFileError, MissingStateError, UnsupportedError
 from ucp.io.torch_file.archive import read_archive
@@ -34,48 +34,6 @@ def inner(root):
 
 def extras(index: Index) -> dict[tuple[str, int | None], object]:
     return {(extra.name, extra.rank): extra.value for extra in index.extras}
-
-
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 3), (1, 1), (1, 2), (1, 5), (2, 3), (3, 1), (3, 2), (3, 5), (3, 40)])
-def test_every_value_is_read(tmp_path: Path, fake_run, stage: int, ranks: int) -> None:
-    run = fake_run(stage, ranks, dtype=torch.float32)
-    path = run.save(tmp_path)
-    index = read(path)
-    assert (index.topology.dp, index.topology.zero, index.step, index.producer) == (ranks, stage, 7, "DeepSpeed 0.19.8")
-    assert list(index.atoms) == [*run.weights, "mean"]
-    assert index.aliases == {"head": "a.weight"}
-    checkpoint = ucp.open(path)
-    for name, weight in run.weights.items():
-        torch.testing.assert_close(checkpoint.read(name, "weight"), weight, rtol=0, atol=0)
-        if name != "frozen":
-            torch.testing.assert_close(checkpoint.read(name, "exp_avg"), 2 * weight, rtol=0, atol=0)
-            torch.testing.assert_close(checkpoint.read(name, "exp_avg_sq"), 3 * weight, rtol=0, atol=0)
-            assert float(checkpoint.read(name, "step")) == 7
-    kinds = {name: atom.kind for name, atom in index.atoms.items()}
-    assert kinds["frozen"] is Kind.FROZEN
-    assert kinds["mean"] is Kind.BUFFER
-    assert kinds["b.bias"] is Kind.PARAMETER
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_model_computes_in_bf16_over_fp32_masters(tmp_path: Path, fake_run, stage: int) -> None:
-    index = read(fake_run(stage, 2).save(tmp_path))
-    atom = index.atoms["a.weight"]
-    assert (atom.states["weight"].dtype, atom.model_dtype) == (DType.FLOAT32, DType.BFLOAT16)
-    copies = [piece for piece in atom.states["weight"].fragments if piece.replica]
-    assert [piece.ref.dtype for piece in copies] == ([] if stage == 3 else [DType.BFLOAT16])
-    frozen = index.atoms["frozen"]
-    assert (frozen.states["weight"].dtype, frozen.model_dtype) == (DType.BFLOAT16, None)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_groups_keep_their_hyper_parameters(tmp_path: Path, fake_run, stage: int) -> None:
-    index = read(fake_run(stage, 2).save(tmp_path))
-    assert [group.params for group in index.groups] == [("a.weight", "b.weight"), ("a.bias", "b.bias")]
-    assert [dict(group.hyper) for group in index.groups] == [
-        {"lr": 0.1, "betas": (0.9, 0.99)},
-        {"lr": 0.2, "betas": (0.9, 0.99)},
-    ]
 
 
 def test_sub_groups_belong_to_the_groups_that_list_them(tmp_path: Path, fake_run) -> None:
@@ -197,16 +155,6 @@ def test_an_optimizer_that_never_stepped(tmp_path: Path, fake_run, stage: int) -
     assert len(index.groups) == 2
 
 
-def test_states_differ_between_groups(tmp_path: Path, fake_run) -> None:
-    run = fake_run(1, 2)
-    for root in run.optimizers:
-        first = inner(root)["state"][0]
-        inner(root)["state"][0] = {"momentum_buffer": first["exp_avg"]}
-    index = read(run.save(tmp_path))
-    assert list(index.atoms["a.weight"].states) == ["weight", "momentum_buffer"]
-    assert list(index.atoms["a.bias"].states) == ["weight", "step", "exp_avg", "exp_avg_sq"]
-
-
 def test_a_state_that_is_none_is_named_as_dropped(tmp_path: Path, fake_run) -> None:
     run = fake_run(1, 2)
     for root in run.optimizers:
@@ -323,12 +271,6 @@ def test_tied_tensors_that_lie_apart_are_compared(tmp_path: Path, fake_run) -> N
     index = read(run.save(tmp_path))
     assert index.aliases == {"head": "a.weight"}
     assert [piece.replica for piece in index.atoms["a.weight"].states["weight"].fragments[-2:]] == [1, 2]
-
-
-def test_ties_are_seen_without_a_record_of_them(tmp_path: Path, fake_run) -> None:
-    run = fake_run(1, 2)
-    run.models[0]["shared_params"] = {}
-    assert read(run.save(tmp_path)).aliases == {"head": "a.weight"}
 
 
 def test_a_wrong_record_of_a_tie_is_noted(tmp_path: Path, fake_run) -> None:

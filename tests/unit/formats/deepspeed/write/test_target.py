@@ -41,43 +41,6 @@ def flat(source: Any, names: list[str], state: str) -> list[float]:
     return [float(x) for name in names for x in source.arrays[f"{name}/{state}"].reshape(-1)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_shares_of_stages_1_and_2_join_to_the_group_buffers(source: Make, write: Make, stage: int, ranks: int) -> None:
-    made = source()
-    written = write(made, TARGET, Topology(dp=ranks, zero=stage))
-    files = [written.load(optim(rank))["optimizer_state_dict"] for rank in range(ranks)]
-    for number, names in enumerate(made.groups):
-        weights = np.concatenate([file["single_partition_of_fp32_groups"][number] for file in files])
-        assert weights.tolist() == flat(made, names, "weight")
-        for state in ("exp_avg", "exp_avg_sq"):
-            shares = [file["base_optimizer_state"]["state"][number][state] for file in files]
-            assert len({share.size for share in shares}) == 1
-            assert shares[0].size % 2 == 0
-            joined = np.concatenate(shares)
-            assert joined[: weights.size].tolist() == flat(made, names, state)
-            assert not joined[weights.size :].any()
-            paddings = [file["group_paddings"][number] for file in files]
-            assert sum(paddings) == joined.size - weights.size
-        assert all(file["base_optimizer_state"]["state"][number]["step"] == 3.0 for file in files)
-    assert [file["zero_stage"] for file in files] == [("ZeroStageEnum", (stage,))] * ranks
-
-
-def test_slice_mappings_find_every_parameter_also_under_round_robin(source: Make, write: Make) -> None:
-    made = source(extras=config(zero_optimization={"stage": 3, "round_robin_gradients": True}))
-    written = write(made, TARGET, Topology(dp=3, zero=2))
-    shapes = written.load(f"{TAG}/mp_rank_00_model_states.pt")["param_shapes"]
-    assert [list(group) for group in shapes] == [["emb", "w"], ["gate", "scalar", "bias"]]
-    found: dict[str, list[float]] = {}
-    for rank in range(3):
-        file = written.load(optim(rank))["optimizer_state_dict"]
-        for mapping, share in zip(file["param_slice_mappings"], file["single_partition_of_fp32_groups"], strict=True):
-            for name, (_, address) in mapping.items():
-                piece = share[address["start"] : address["start"] + address["numel"]]
-                found.setdefault(name, []).extend(piece.tolist())
-    assert found == {name: flat(made, [name], "weight") for names in made.groups for name in names}
-
-
 def test_round_robin_deals_to_the_ranks_of_the_target(source: Make, write: Make) -> None:
     made = source(extras=config(zero_optimization={"round_robin_gradients": True}))
     written = write(made, TARGET, Topology(dp=2, zero=1))
@@ -112,31 +75,6 @@ def test_bf16_optimizer_of_stage_1_knows_no_reordering(source: Make, write: Make
     assert list(shapes[1]) == ["gate", "scalar", "bias"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("limit", [4, 1_000_000_000])
-def test_chunks_of_stage_3_join_to_the_parameters(source: Make, write: Make, ranks: int, limit: int) -> None:
-    made = source(extras=config(zero_optimization={"stage": 3, "sub_group_size": limit}))
-    written = write(made, TARGET, Topology(dp=ranks, zero=3))
-    files = [written.load(optim(rank))["optimizer_state_dict"] for rank in range(ranks)]
-    shapes = written.load(f"{TAG}/zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
-    entries = files[0]["optimizer_state_dict"]["param_groups"]
-    assert [number for entry in entries for number in entry["params"]] == list(range(len(shapes)))
-    assert [entry["lr"] for entry in entries] == [0.1, 0.2]
-    for number, group in enumerate(shapes):
-        at = 0
-        for name, shape in group.items():
-            numel = int(np.prod(shape))
-            width = -(-numel // ranks)
-            for state, flats in (
-                ("weight", [file["fp32_flat_groups"][number] for file in files]),
-                ("exp_avg", [file["optimizer_state_dict"]["state"][number]["exp_avg"] for file in files]),
-            ):
-                joined = np.concatenate([own[at : at + width] for own in flats])
-                assert joined[:numel].tolist() == flat(made, [name], state)
-                assert not joined[numel:].any()
-            at += width
-
-
 def test_stage_3_model_files_hold_placeholders_buffers_and_chunks_of_what_is_frozen(source: Make, write: Make) -> None:
     made = source(aliases={"head": "emb"})
     written = write(made, TARGET, Topology(dp=2, zero=3))
@@ -153,17 +91,6 @@ def test_stage_3_model_files_hold_placeholders_buffers_and_chunks_of_what_is_fro
     assert [model["shared_params"] for model in models] == [{"head": "emb"}, {}]
 
 
-def test_stage_2_model_file_holds_the_module_and_frozen_fragments(source: Make, write: Make) -> None:
-    made = source(aliases={"head": "emb"})
-    model = write(made, TARGET, Topology(dp=2, zero=2)).load(f"{TAG}/mp_rank_00_model_states.pt")
-    for name, array in model["module"].items():
-        assert np.array_equal(array, made.arrays[f"{'emb' if name == 'head' else name}/weight"])
-    assert model["frozen_param_fragments"].keys() == {"frozen", "void"}
-    assert model["frozen_param_fragments"]["void"].shape == (0, 4)
-    assert model["buffer_names"] == ["mean"]
-    assert model["optimizer"] is None
-
-
 def test_stage_1_has_no_frozen_fragments(source: Make, write: Make) -> None:
     model = write(source(), TARGET, Topology(dp=2, zero=1)).load(f"{TAG}/mp_rank_00_model_states.pt")
     assert model["frozen_param_shapes"] is None
@@ -176,31 +103,6 @@ def test_without_frozen_parameters_fragments_are_none_as_the_loader_skips_them_t
     )
     model = write(made, TARGET, Topology(dp=1, zero=2)).load(f"{TAG}/mp_rank_00_model_states.pt")
     assert model["frozen_param_fragments"] is None
-
-
-def test_bf16_module_is_cast_masters_are_not_and_the_prefix_says_bf16(source: Make, write: Make) -> None:
-    made = source(model_dtype=DType.BFLOAT16)
-    written = write(made, TARGET, Topology(dp=2, zero=2))
-    module = written.load(f"{TAG}/mp_rank_00_model_states.pt")["module"]
-    assert module["emb"].dtype == np.dtype("<u2")
-    assert module["mean"].dtype == np.dtype("<f4")
-    masters = written.load(optim(0, "bf16_"))["optimizer_state_dict"]["single_partition_of_fp32_groups"]
-    assert masters[0].dtype == np.dtype("<f4")
-    assert written.plan.casts == ("weight: float32 -> bfloat16 in 1 parameter",), "the frozen one has no master"
-
-
-def test_stage_0_fp32_keeps_one_state_per_parameter_and_counts_empty_ones(source: Make, write: Make) -> None:
-    made = source(steps=[3, 3])
-    state = write(made, TARGET, Topology(dp=4, zero=0)).load(f"{TAG}/mp_rank_00_model_states.pt")
-    assert state["dp_world_size"] == 4
-    optimizer = state["optimizer"]
-    assert [entry["params"] for entry in optimizer["param_groups"]] == [[0, 1, 2], [3, 4, 5]]
-    numbered = dict(enumerate(["emb", "w", "void", "gate", "scalar", "bias"]))
-    assert sorted(optimizer["state"]) == [0, 1, 3, 4, 5]
-    for number, own in optimizer["state"].items():
-        assert np.array_equal(own["exp_avg"], made.arrays[f"{numbered[number]}/exp_avg"])
-        assert own["step"] == 3
-        assert type(own["step"]) is int
 
 
 def test_an_empty_parameter_that_could_be_in_several_groups_is_refused_at_stage_0(source: Make, write: Make) -> None:
@@ -346,15 +248,6 @@ def test_different_steps_in_a_flat_group_are_refused(source: Make, write: Make) 
         write(made, TARGET, Topology(dp=1, zero=1))
 
 
-def test_states_differ_by_group_as_with_muon(source: Make, write: Make) -> None:
-    made = source(states=[["momentum_buffer"], ["exp_avg", "exp_avg_sq"]], steps=[None, 3])
-    state = write(made, TARGET, Topology(dp=2, zero=3)).load(optim(0))["optimizer_state_dict"]["optimizer_state_dict"][
-        "state"
-    ]
-    assert list(state[0]) == ["momentum_buffer"]
-    assert list(state[1]) == ["exp_avg", "exp_avg_sq", "step"]
-
-
 def test_an_optimizer_without_states_is_written_without_states(source: Make, write: Make) -> None:
     made = source(states=[[], []], steps=[])
     file = write(made, TARGET, Topology(dp=2, zero=1)).load(optim(1))["optimizer_state_dict"]
@@ -453,11 +346,6 @@ def test_compression_is_refused(source: Make, write: Make) -> None:
 def test_the_source_topology_is_the_default(source: Make, write: Make) -> None:
     written = write(source(topology=Topology(dp=3, zero=3)), TARGET)
     assert len([name for name in written.names() if name.endswith("optim_states.pt")]) == 3
-
-
-def test_latest_names_the_tag(source: Make, write: Make) -> None:
-    written = write(source(), TARGET, Topology(dp=1, zero=1))
-    assert (written.root / "latest").read_text() == TAG
 
 
 def test_extras_are_where_the_engine_reads_them(source: Make, write: Make) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pytest
 from ucp_formats.deepspeed.read.universal.source import DeepSpeedUniversalFormat
-from ucp_formats.deepspeed.write.optimizer.groups import Group
 from ucp_formats.deepspeed.write.universal import DeepSpeedUniversalTarget
 
 from ucp.core.dtypes import DType
@@ -73,17 +71,6 @@ def test_frozen_parameters_have_no_folder_and_any_name(source: Make, write: Make
     made = source(shapes={"w": (2, 7), "gate": (3,), "..": (2,)}, groups=[["w"], ["gate"]], frozen=[".."], buffers=[])
     module = write(made, TARGET).load(f"{TAG}/mp_rank_00_model_states.pt")["module"]
     assert np.array_equal(module[".."], made.arrays["../weight"])
-
-
-def test_states_are_whole_in_dict_form(source: Make, write: Make) -> None:
-    made = source()
-    written = write(made, TARGET)
-    for name in ("emb", "w", "gate", "bias"):
-        for file, state in (("fp32", "weight"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-            value = written.load(f"{TAG}/zero/{name}/{file}.pt")
-            assert value["cat_dim"] == 0
-            assert np.array_equal(value["param"], made.arrays[f"{name}/{state}"])
-        assert written.load(f"{TAG}/zero/{name}/step.pt") == 3.0
 
 
 def test_a_0d_parameter_has_one_dim_as_the_loader_cannot_chunk_it_otherwise(source: Make, write: Make) -> None:
@@ -156,11 +143,6 @@ def test_model_files_hold_what_lies_nowhere_else_and_no_weights(source: Make, wr
         assert key in stage3 or key == "global_samples"
 
 
-def test_both_pointers_name_the_tag(source: Make, write: Make) -> None:
-    written = write(source(), TARGET)
-    assert {(written.root / name).read_text() for name in ("latest", "latest_universal")} == {TAG}
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -207,41 +189,6 @@ def test_a_pipeline_is_one_that_says_so_and_names_layers(
     if not expected:
         with pytest.raises(TopologyError, match="expected a source that was a pipeline"):
             TARGET.plan(made.index(), Topology(pp=2), TargetOptions())
-
-
-def test_groups_are_gone_through_as_often_for_many_parameters_as_for_few(
-    source: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes: list[str] = []
-
-    def counting(name: str) -> Callable[..., Any]:
-        own = vars(Group)[name]
-        plain = {property: lambda: own.fget, cached_property: lambda: own.func}.get(type(own), lambda: own)()
-
-        def told(*args: Any) -> Any:
-            passes.append(name)
-            return plain(*args)
-
-        return told if plain is own else property(told)  # type: ignore[return-value]
-
-    for name in ("sizes", "state_names", "lacking", "counters", "counter"):
-        monkeypatch.setattr(Group, name, counting(name))
-
-    def planned(count: int) -> list[str]:
-        passes.clear()
-        names = [f"p{number}" for number in range(count)]
-        made = source(
-            shapes=dict.fromkeys(names, (2,)), groups=[names[::2], names[1::2]], frozen=[], buffers=[], steps=[3, 3]
-        )
-        index = made.index()
-        bare = index.atoms["p0"]  # never stepped, so that it gets the count of its group
-        atoms = {**index.atoms, "p0": replace(bare, states={"weight": bare.states["weight"]})}
-        assert len(TARGET.plan(replace(index, atoms=atoms), None, TargetOptions()).files) == 4 * count + 3
-        return sorted(passes)
-
-    few = planned(10)
-    assert planned(60) == few
-    assert {"state_names", "lacking", "counters"} <= set(few)
 
 
 @pytest.mark.parametrize("step", [float("nan"), float("inf"), 2.5, 3.0])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ucp_formats.megatron.source import MegatronFormat
 
-from ucp.core.index import Index, Kind
+from ucp.core.index import Index
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError
 
 
@@ -55,17 +55,6 @@ def test_extra_states_are_kept_where_they_hold_something(fake_legacy, tmp_path: 
     assert "extra_state/mp_rank_00/0/decoder.layers.0.mlp.linear_fc2._extra_state" in names(index)
     assert "model/mp_rank_00/0/decoder.note" in names(index)
     assert not [name for name in names(index) if "linear_fc1" in name]
-
-
-def test_buffers_are_no_parameters(fake_legacy, tmp_path: Path) -> None:
-    run = fake_legacy(kind="mixtral", optimizer="whole")
-    for root in run.roots.values():
-        for layer in range(4):
-            root["model"][f"decoder.layers.{layer}.mlp.router.expert_bias"] = torch.arange(4.0)
-    index = read(run.save(tmp_path))
-    bias = index.atoms["decoder.layers.2.mlp.router.expert_bias"]
-    assert bias.kind is Kind.BUFFER
-    assert set(bias.states) == {"weight"}
 
 
 def test_files_that_are_not_read_are_named(fake_legacy, tmp_path: Path) -> None:

@@ -57,7 +57,6 @@ class FakeDist:
     objects: dict[str, Any] = field(default_factory=dict)
     common: dict[str, Any] = field(default_factory=dict)
     mcore_data: dict[str, Any] = field(default_factory=dict)
-    common_as_object: bool = False
     bucketed: list[str] = field(default_factory=list)
     """Parameters in the flat buffers of the distributed optimizer; empty for all."""
 
@@ -94,12 +93,11 @@ class FakeDist:
                 shape = (LAYERS, *tensor.shape)
                 self.tensors.setdefault(key, (shape, []))[1].append(((layer, *offsets), chunk[None].clone()))
 
-    def full(self, master: str = "param") -> None:
+    def full(self) -> None:
         """States in the shape of their parameters."""
         for name in names():
             for state in STATES:
-                own = master if state == "param" else state
-                self.stacked(name, f"optimizer.state.{own}.{key_of(name)}", self.truth[f"{name}/{state}"])
+                self.stacked(name, f"optimizer.state.{state}.{key_of(name)}", self.truth[f"{name}/{state}"])
 
     def buffer(self, rank: int, state: str, order: list[str] | None = None) -> tuple[Tensor, list[int]]:
         """Local tensors end to end, in the reverse of registration, aligned to 64; and where they start."""
@@ -171,28 +169,6 @@ class FakeDist:
         self.common["optimizer"] = {"param_state_sharding_type": self.sharding}
         self.objects[f"optimizer.distributed.dp_group_idx_{rank}.optimizer/shard_0_1"] = [{"param_groups": groups()}]
 
-    def model_space(self, dp: int = 2) -> None:
-        """fully_sharded_model_space: local tensors flattened and cut (0.15 strategies/resharding.py)."""
-        for name in names():
-            for state in STATES:
-                own = "fp32_param" if state == "param" else state
-                key = f"optimizer.state.{own}.{key_of(name)}"
-                whole = self.truth[f"{name}/{state}"]
-                layer = layer_of(name)
-                lead = () if layer is None else (layer,)
-                for offsets, chunk in cuts(name, whole, self.tp):
-                    grid = tuple(n // m for n, m in zip(whole.shape, chunk.shape, strict=True))
-                    at = tuple(o // m for o, m in zip(offsets, chunk.shape, strict=True))
-                    flat = chunk.flatten()
-                    each = flat.numel() // dp
-                    shape = (*((LAYERS,) if lead else ()), *grid, flat.numel())
-                    for number in range(dp):
-                        stop = flat.numel() if number == dp - 1 else each * (number + 1)
-                        piece = flat[each * number : stop].reshape(*(1,) * (len(shape) - 1), -1).clone()
-                        self.tensors.setdefault(key, (shape, []))[1].append(((*lead, *at, each * number), piece))
-                original = (*((LAYERS,) if lead else ()), *whole.shape)
-                self.mcore_data[key] = {"nd_reformulated_orig_global_shape": torch.Size(original)}
-
     def save(self, folder: Path) -> Path:
         """Write the folder, two items files, and return it."""
         root = folder / "iter_0000007"
@@ -200,12 +176,8 @@ class FakeDist:
         writer = _Items(root)
         for key, (shape, chunks) in self.tensors.items():
             writer.tensor(key, shape, chunks)
-        objects = dict(self.objects)
-        if self.common_as_object:
-            objects["common_state/shard_0_1"] = [self.common]
-        else:
-            torch.save(self.common, root / "common.pt")
-        for key, value in objects.items():
+        torch.save(self.common, root / "common.pt")
+        for key, value in self.objects.items():
             writer.object(key, value)
         writer.close(self.mcore_data)
         backend: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

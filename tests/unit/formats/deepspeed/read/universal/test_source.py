@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from ucp_formats.deepspeed.read.source import DeepSpeedFormat
-from ucp_formats.deepspeed.read.universal.parameter_folders import read_parameter_folders
 from ucp_formats.deepspeed.read.universal.source import DeepSpeedUniversalFormat
 
-from ucp.contract.problems import Problems
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, check_cover
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError
@@ -206,23 +204,6 @@ def test_folders_in_that_of_a_parameter_are_parameters_only_if_they_are_known(tm
     assert sorted(note.rpartition(" ")[2] for note in index.notes if "left alone" in note) == [
         "zero/a/b/c/other", "zero/a/other",
     ]  # fmt: skip
-
-
-def test_known_names_are_gone_through_once_however_many_folders_there_are(tmp_path: Path) -> None:
-    passes = []
-
-    class Names(dict[str, tuple[int, ...]]):
-        def __iter__(self):
-            passes.append(1)
-            return super().__iter__()
-
-    names = [f"p{number}" for number in range(40)]
-    for name in names:
-        (tmp_path / name / "inner").mkdir(parents=True)
-        (tmp_path / name / "fp32.pt").touch()
-    found = read_parameter_folders(tmp_path, Names(dict.fromkeys(names, (2,))), Problems())
-    assert len(found.strays) == len(found.states) == 40
-    assert len(passes) == 1
 
 
 def test_a_nested_parameter_without_its_weights(tmp_path: Path, fake_run) -> None:

@@ -46,23 +46,6 @@ def test_what_is_not_trained_has_no_states(fake_legacy, tmp_path: Path, optimize
     assert not set(frozen) & {name for group in index.groups for name in group.params}
 
 
-def test_groups_follow_the_rule(fake_legacy, tmp_path: Path) -> None:
-    index = MegatronFormat().read(fake_legacy(kind="gpt", optimizer="L3a").save(tmp_path))
-    decayed, others = index.groups
-    assert decayed.hyper["wd_mult"] == 1.0
-    assert all(len(index.atoms[name].global_shape) == 2 for name in decayed.params)
-    assert all(len(index.atoms[name].global_shape) == 1 for name in others.params)
-    assert list(decayed.params) == [name for name in index.atoms if name in decayed.params]
-
-
-def test_a_step_of_every_parameter(fake_legacy, tmp_path: Path) -> None:
-    for optimizer, dtype in (("whole", "float32"), ("L3a", "int64")):
-        index = MegatronFormat().read(fake_legacy(kind="llama", tp=2, optimizer=optimizer).save(tmp_path / optimizer))
-        steps = [atom.states["step"] for atom in index.atoms.values()]
-        assert {str(step.dtype) for step in steps} == {dtype}
-        assert {len(step.fragments) for step in steps} == {2}
-
-
 def test_parameters_kept_in_fp32_have_a_buffer_of_their_own(fake_legacy, tmp_path: Path) -> None:
     run = fake_legacy(kind="llama", optimizer="L3a")
     model = run.roots["mp_rank_00"]["model"]

@@ -12,16 +12,13 @@ import torch
 from ucp.errors import TopologyError
 
 MODEL, BUFFERS = "model_optim_rng.pt", "distrib_optim.pt"
-PAIRS = [
-    ({"kind": "llama"}, {"tp": 2, "pp": 2}),
-    ({"kind": "llama", "tp": 4}, {"pp": 2, "vpp": 2}),
-    ({"kind": "llama", "pp": 2, "vpp": 2}, {"tp": 2, "dp": 4}),
-    ({"kind": "gpt", "tied": True}, {"tp": 2, "pp": 2, "tied": True}),
-    ({"kind": "gpt", "tied": True, "pp": 2}, {"tp": 4, "tied": True}),
-    ({"kind": "mixtral", "ep": 4, "dp": 4}, {"tp": 2, "ep": 2, "etp": 1, "dp": 1}),
-    ({"kind": "mixtral", "tp": 2, "ep": 2, "etp": 1, "dp": 1}, {"pp": 2}),
-    ({"kind": "mixtral", "tp": 2, "pp": 2}, {"tp": 2, "ep": 2, "dp": 2}),
+CELLS = [
+    ({"kind": "gpt", "tied": True}, {"tp": 2, "pp": 2, "tied": True}, "whole"),
+    ({"kind": "gpt", "tied": True, "pp": 2}, {"tp": 4, "tied": True}, "none"),
+    ({"kind": "mixtral", "tp": 2, "ep": 2, "etp": 1, "dp": 1}, {"pp": 2}, "L3a"),
+    ({"kind": "mixtral", "tp": 2, "pp": 2}, {"tp": 2, "ep": 2, "dp": 2}, "whole"),
 ]
+"""What real files do not show; those are compared by tests/golden/megatron/test_megatron_write.py."""
 
 
 def topology(layout: dict[str, Any]) -> str:
@@ -56,7 +53,7 @@ def without_output_state(model: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("a", "b", "optimizer"),
-    [(*pair, own) for number, pair in enumerate(PAIRS) for own in ("L3a", ("whole", "none")[number % 2])],
+    CELLS,
     ids=lambda own: own if isinstance(own, str) else topology(own) or "one rank",
 )
 def test_files_of_another_layout(a, b, optimizer, fake_legacy, to_megatron, tmp_path):
@@ -92,7 +89,7 @@ def assert_whole(ours: Any, theirs: Any) -> None:
             equal({**found, "step": torch.tensor(found["step"])}, state)
 
 
-@pytest.mark.parametrize("bucket", [1, 100, 700])
+@pytest.mark.parametrize("bucket", [1, 700])
 def test_buckets_of_the_first_chunk(bucket, fake_legacy, to_megatron, tmp_path):
     src = fake_legacy(kind="gpt", optimizer="L3a").save(tmp_path / "a")
     wanted = fake_legacy(kind="gpt", tp=2, pp=2, dp=2, optimizer="L3a", bucket=bucket)
