@@ -11,7 +11,7 @@ from ucp.contract.output_names import check_named
 from ucp.contract.protocols import SourceOptions
 from ucp.core.dtypes import DType
 from ucp.core.index import TAG, AtomIndex, Index, Kind, check_weights
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.names import WEIGHT
 from ucp.core.target import Literal, OutputFile, TargetOptions
 from ucp.core.tensor import InlineTensor
 from ucp.errors import DestinationError, TagError, TopologyError, UnknownFamilyError
@@ -52,6 +52,8 @@ class RunFacts:
     """Its optimizer."""
     step_dtype: DType | None
     """Type that steps are written in: int64 for a Python number, else a 0-d tensor; None for that of the source."""
+    unpacks_steps: bool = False
+    """Whether steps that are tensors become Python numbers, too; every optimizer goes on from those in native files."""
     ranks: int
     """Data-parallel ranks of the target."""
     stage: int
@@ -99,9 +101,6 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, t
     trained = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER]
     with Prober() as prober:
         optimizer = OptimizerPlan(index, prober)
-    counted = [atom for atom in trained if STEP in atom.states]
-    # native files: what an optimizer of DeepSpeed saved is for the same one, and others go on from tensors
-    is_cast = _is_foreign(index) and all(is_plain_number(atom, STEP) for atom in counted)
     precision = config.precision(atom.model_dtype or atom.states[WEIGHT].dtype for atom in trained if atom.states)
     return RunFacts(
         index=index,
@@ -110,7 +109,8 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, t
         precision=precision,
         dtypes=options.dtypes,
         optimizer=optimizer,
-        step_dtype=DType.INT64 if is_cast else None,
+        # what an optimizer of DeepSpeed saved is for the same one
+        step_dtype=DType.INT64 if _is_foreign(index) else None,
         ranks=ranks,
         stage=stage,
         rules=rules,
