@@ -5,8 +5,6 @@ from dataclasses import replace
 import ucp
 from tests.unit.conftest import handmade
 from ucp.conversion.options import ConvertOptions
-from ucp.core.names import NameFilter
-from ucp.core.target import TargetOptions
 from ucp.store.format import StoreFormat
 from ucp.testing import FormatContract, TargetContract
 
@@ -33,8 +31,8 @@ class TestStoreTarget(TargetContract):
         plain = ConvertOptions()
         return [
             (source, plain),
-            (source, replace(plain, target=TargetOptions(layout="per-parameter"))),
-            (source, replace(plain, target=TargetOptions(compress=True))),
-            (source, replace(plain, target=TargetOptions(dtypes={"exp_avg": "bfloat16"}))),
-            (source, replace(plain, names=NameFilter(include=("embed", "n*"), exclude=("*/step",)))),
+            (source, replace(plain, layout="per-parameter")),
+            (source, replace(plain, compress=True)),
+            (source, replace(plain, dtypes={"exp_avg": "bfloat16"})),
+            (source, replace(plain, include=("embed", "n*"), exclude=("*/step",))),
         ]

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import xxhash
 
 from ucp.contract.protocols import Observer
 from ucp.errors import CorruptError
 from ucp.io.codec import codec_name, decode
-from ucp.transfer.gather import Span
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Section, Task
 from ucp.transfer.worker import Done, Sum
@@ -68,18 +68,10 @@ def trusted(
 
 def done_of(line: Line) -> Done | None:
     """The report that `line_of` was given; None when the line says something else."""
-    match line:
-        case {"task": int(task), "sums": list(sums), "spans": list(spans), "drift": list(drift)}:
-            try:
-                return Done(
-                    task=task,
-                    sums=tuple(Sum._make([*own[:-1], own[-1] and tuple(own[-1])]) for own in sums),
-                    spans=tuple(Span(*own) for own in spans),
-                    drift=tuple(drift),
-                )
-            except (IndexError, TypeError):
-                return None
-    return None
+    try:
+        return msgspec.convert(line, Done)
+    except ValueError:
+        return None
 
 
 def fits(task: Task, done: Done) -> bool:

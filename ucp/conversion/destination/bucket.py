@@ -259,7 +259,7 @@ class InBucket:
                 if self.is_begun():
                     raise self._just_begun()
                 check_goal(path_of(self.dst), making, resume=resume, overwrite=overwrite)
-            files = list(read_mark(path_of(self.dst)).get("files", ()))
+            files = list(read_mark(path_of(self.dst)).files)
             clears = [*(name for name in files if name in self._job.target.last), *reversed(files)]
         first = {
             "fingerprint": making.fingerprint,
@@ -282,8 +282,8 @@ class InBucket:
         """
         forget(self.dst)
         mark = read_mark(path_of(self.dst))
-        is_own = mark.get("fingerprint") == before.get("fingerprint")
-        return self._unfinished.last() or (list(mark.get("files", ())) if is_own else [])
+        is_own = mark.fingerprint == before.get("fingerprint")
+        return self._unfinished.last() or (list(mark.files) if is_own else [])
 
     def _just_begun(self) -> DestinationError:
         return DestinationError(f"another conversion to {self.dst} has just begun. Run one at a time")

@@ -31,16 +31,15 @@ class Making:
     facts: Mapping[str, str]
     """What is made from what, and how, by name (source, target, topology, ...): what messages tell of it."""
 
-    def differences(self, recorded: Mapping[str, Any]) -> list[str]:
-        """How the conversion that left `recorded` is another: a line for each fact."""
-        there = recorded.get("made")
-        if not isinstance(there, dict):
+    def differences(self, recorded: object) -> list[str]:
+        """How the conversion whose facts were `recorded` is another: a line for each fact."""
+        if not isinstance(recorded, dict) or not recorded:
             return []
         files = (
             "files of the source: not those that were read then, or changed since; or those of --rename, --patterns, "
             "--shapes-from or --set config"
         )
-        return list(self._apart(there)) or [files]
+        return list(self._apart(recorded)) or [files]
 
     def _apart(self, there: Mapping[str, Any]) -> Iterator[str]:
         for name in dict.fromkeys((*self.facts, *there)):
@@ -111,13 +110,13 @@ def check_goal(dst: Path, making: Making, *, resume: bool, overwrite: bool) -> N
         )
     if not overwrite and resume:
         raise DestinationError(
-            f"{dst} is a finished conversion, made differently{_told(making.differences(read_mark(dst)))}"
+            f"{dst} is a finished conversion, made differently{_told(making.differences(read_mark(dst).made))}"
             "--resume continues what was begun from the same source with the same options. Choose another folder, "
             "or replace this one with --overwrite"
         )
     if not overwrite:
         raise DestinationError(f"{dst} is not empty; choose another folder, or pass --overwrite")
-    foreign = sorted({str(file.relative_to(dst)) for file in files_below(dst)} - set(read_mark(dst).get("files", ())))
+    foreign = sorted({str(file.relative_to(dst)) for file in files_below(dst)} - set(read_mark(dst).files))
     if foreign:
         raise DestinationError(
             f"{dst} holds {counted(len(foreign), 'file')} that ucp did not write there; move them away "
@@ -135,7 +134,7 @@ def begun_otherwise(
     """The error for an unfinished conversion at `place` that is another than the one that is asked for."""
     return DestinationError(
         f"{place} was begun from another source, another version of it, or with other options"
-        f"{_told(making.differences(recorded))}{advice}"
+        f"{_told(making.differences(recorded.get('made')))}{advice}"
     )
 
 

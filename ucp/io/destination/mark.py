@@ -11,15 +11,16 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
 from zlib_ng import zlib_ng
 
 from ucp.errors import DestinationError, SourceError, counted, listed
 from ucp.io.files import open_source
 from ucp.io.folder import is_url
-from ucp.io.json_text import NotJson, has_wrong_digest, parsed, with_digest
+from ucp.io.json_text import Natural, NotJson, decode, has_wrong_digest, with_digest
 from ucp.io.remote.url import key_of
 
-__all__ = ["MARK", "dump_mark", "find_damage", "find_destination", "is_complete", "read_mark"]
+__all__ = ["MARK", "Mark", "dump_mark", "find_damage", "find_destination", "is_complete", "read_mark"]
 
 MARK = "ucp-conversion.json"
 """Its name; only destinations that have it may be overwritten."""
@@ -29,6 +30,21 @@ _ABOVE = 2
 
 _SPAN = 8 << 20
 """Bytes that are summed at once."""
+
+
+class Mark(Struct, frozen=True, kw_only=True):
+    """What the file says, as far as it is compared; the rest is for people."""
+
+    fingerprint: str = ""
+    """Equal for conversions that write the same bytes."""
+    target: str = ""
+    """Name of the target that it was written for."""
+    made: dict[str, str] = {}
+    """What was made from what, and how."""
+    files: dict[str, Natural | None] | tuple[str, ...] = {}
+    """File to bytes, None for one that may change; names alone where lengths were not recorded."""
+    crc32: dict[str, Natural] = {}
+    """CRC-32 of files that say what the others hold."""
 
 
 def dump_mark(origin: Mapping[str, Any], sizes: Mapping[str, int | None], sums: Mapping[str, int]) -> bytes:
@@ -41,15 +57,15 @@ def dump_mark(origin: Mapping[str, Any], sizes: Mapping[str, int | None], sums: 
     return with_digest(json.dumps(document, indent=1).encode())
 
 
-def read_mark(dst: Path) -> dict[str, Any]:
+def read_mark(dst: Path) -> Mark:
     """What the destination says of how it was made; empty where it says nothing. Raises DestinationError for damage."""
     try:
         text = (dst / MARK).read_bytes()
     except OSError:
-        return {}
+        return Mark()
     try:
-        if not has_wrong_digest(text) and isinstance(document := parsed(text), dict):
-            return document
+        if not has_wrong_digest(text):
+            return decode(text, Mark)
     except NotJson:
         pass
     raise DestinationError(
@@ -70,7 +86,7 @@ def is_complete(dst: Path, fingerprint: str, *, overwrite: bool = False) -> bool
     Raises DestinationError where files are no longer as it wrote them; with `overwrite`, it is not complete then.
     """
     mark = read_mark(dst)
-    if mark.get("fingerprint") != fingerprint:
+    if mark.fingerprint != fingerprint:
         return False
     damage = find_damage(dst, mark)
     if damage and not overwrite:
@@ -83,7 +99,7 @@ def is_complete(dst: Path, fingerprint: str, *, overwrite: bool = False) -> bool
     return not damage
 
 
-def find_damage(dst: Path, mark: Mapping[str, Any], *, measured: Collection[str] | None = None) -> list[str]:
+def find_damage(dst: Path, mark: Mark, *, measured: Collection[str] | None = None) -> list[str]:
     """A line for each file that `mark` names which is missing, or has another length or another recorded CRC-32.
 
     `measured`: which files have their length compared, beside those with a CRC-32; all, if not given. A file that the
@@ -92,9 +108,9 @@ def find_damage(dst: Path, mark: Mapping[str, Any], *, measured: Collection[str]
     return [f"{path}: {what}" for path, what in _differences(dst, mark, measured)]
 
 
-def _differences(dst: Path, mark: Mapping[str, Any], measured: Collection[str] | None) -> Iterator[tuple[str, str]]:
-    files, sums = mark.get("files", ()), mark.get("crc32", {})
-    sizes = files if isinstance(files, dict) else dict.fromkeys(files)  # a list, before lengths were recorded
+def _differences(dst: Path, mark: Mark, measured: Collection[str] | None) -> Iterator[tuple[str, str]]:
+    sums = mark.crc32
+    sizes = mark.files if isinstance(mark.files, dict) else dict.fromkeys(mark.files)
     for path, nbytes in sizes.items():
         if measured is not None and path not in measured and path not in sums:
             continue

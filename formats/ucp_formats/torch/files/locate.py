@@ -130,7 +130,7 @@ def _look(path: Path) -> Located[SavedFiles] | None:
 def _is_written_by_target(path: Path) -> bool:
     """Whether a conversion says that it wrote the folder for the target torch; a damaged mark says nothing."""
     try:
-        return read_mark(path).get("target") == "torch"
+        return read_mark(path).target == "torch"
     except DestinationError:
         return False
 
