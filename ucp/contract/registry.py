@@ -217,7 +217,7 @@ def choose_family(
 
     choice = partial(choose, names=list(names), shapes=shapes or {}, arguments=arguments or {}, axes=axes or {})
     try:
-        return choice(found.likely(arguments or {}))
+        return choice(found.likely(arguments or {}), explain=False)
     except UnknownFamilyError:
         if not explain:
             raise

@@ -99,7 +99,7 @@ class DeepSpeedUniversalTarget(Target):
         if asked is not None and asked not in _OPTIMIZERS:
             raise UsageError(f"expected --set optimizer=torch or optimizer=deepspeed; got {asked!r}")
         step_dtype = _OPTIMIZERS[asked] if asked else DType.FLOAT32 if facts.is_foreign else None
-        facts = replace(facts, tp=wanted.tp, pp=wanted.pp, step_dtype=step_dtype)
+        facts = replace(facts, tp=wanted.tp, pp=wanted.pp, step_dtype=step_dtype, unpacks_steps=True)
         views = _views(facts)
         groups = [group for group in optimizer_groups(facts) if group.params]
         check_stepped(facts, groups)
