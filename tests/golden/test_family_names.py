@@ -167,7 +167,7 @@ def test_the_tensors_make_up_the_parameter(name):
         pairs = alias.pieces(shapes, model.family.values)
         assert uncovered(whole_shape(alias, shapes, model.family.values), [pair.whole for pair in pairs]) == ()
         for part, shape in enumerate(shapes):
-            assert uncovered(shape, [pair.local for pair in pairs if pair.copy == part]) == ()
+            assert uncovered(shape, [pair.local for pair in pairs if pair.tensor == part]) == ()
 
 
 @every_model
@@ -213,7 +213,7 @@ def joined(model: Model, canonical: str, stored: list[np.ndarray]) -> np.ndarray
         strides = [own.itemsize * stride for stride in elements.strides]
         seen.append(np.lib.stride_tricks.as_strided(own, elements.shape, strides))
     for pair in alias.pieces(shapes, values):
-        whole[slices(pair.whole)] = seen[pair.copy][slices(pair.local)]
+        whole[slices(pair.whole)] = seen[pair.tensor][slices(pair.local)]
     return whole
 
 
@@ -245,7 +245,7 @@ def test_gate_comes_before_up(name):
             assert names[0].endswith(("gate_proj.weight", "w1.weight"))
             alias, shapes = model.joined(canonical)
             half, hidden = shapes[0]
-            boxes = [(pair.copy, pair.whole.offsets, pair.whole.sizes) for pair in alias.pieces(shapes, {})]
+            boxes = [(pair.tensor, pair.whole.offsets, pair.whole.sizes) for pair in alias.pieces(shapes, {})]
             assert boxes == [(0, (0, 0), (half, hidden)), (1, (half, 0), (half, hidden))]
 
 

@@ -9,7 +9,7 @@ Groups: `ucp.formats`, `ucp.targets`, `ucp.engines`, `ucp.patterns`: the name of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial, reduce
 from importlib import import_module
 from itertools import chain
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "choose_family",
+    "describe_pattern",
     "engine",
     "families",
     "family",
@@ -52,6 +53,7 @@ __all__ = [
     "names",
     "names_of",
     "pattern",
+    "pattern_factory",
     "recognise",
     "run_extras",
     "target",
@@ -139,7 +141,21 @@ def pattern(name: str, **fields: object) -> Pattern:
     return cast("Callable[..., Pattern]", _loaded("ucp.patterns", name))(**fields)  # what the group promises
 
 
-def _pattern_factory(name: str) -> PatternFactory:
+def describe_pattern(value: Pattern) -> tuple[str, dict[str, object]] | None:
+    """Registered name and fields of a pattern, those left out that have their defaults; None where it has none.
+
+    >>> describe_pattern(pattern("shard", dim=1))
+    ('shard', {'dim': 1})
+    """
+    name = next((own for own in names("ucp.patterns") if _loaded("ucp.patterns", own) is type(value)), None)
+    if name is None or not is_dataclass(value):
+        return None
+    given = {own.name: getattr(value, own.name) for own in fields(value)}
+    return name, {own.name: given[own.name] for own in fields(value) if given[own.name] != own.default}
+
+
+def pattern_factory(name: str) -> PatternFactory:
+    """What makes a pattern of that name. Raises UsageError naming those there are."""
     return cast("PatternFactory", _loaded("ucp.patterns", name))  # what the group promises
 
 
@@ -148,7 +164,7 @@ def library() -> Library:
     """All registered model families. Raises UsageError when two have one name."""
     from ucp.families.library import Library  # most checkpoints are read without a family
 
-    return Library.of_packages(list(_found("ucp.families").values()), _pattern_factory)
+    return Library.of_packages(list(_found("ucp.families").values()), pattern_factory)
 
 
 def families() -> tuple[str, ...]:
@@ -201,7 +217,7 @@ def choose_family(
 
     choice = partial(choose, names=list(names), shapes=shapes or {}, arguments=arguments or {}, axes=axes or {})
     try:
-        return choice(found.likely(arguments or {}))
+        return choice(found.likely(arguments or {}), explain=False)
     except UnknownFamilyError:
         if not explain:
             raise

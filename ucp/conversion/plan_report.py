@@ -19,7 +19,7 @@ from ucp.conversion.prepare import prepare
 from ucp.core.index import Index
 from ucp.core.text.overview import source_facts
 from ucp.core.text.page import Page, Report, facts, lines
-from ucp.core.text.tally import count_patterns
+from ucp.core.text.tally import layout_lines
 from ucp.core.text.units import nbytes_text, seconds_text
 from ucp.core.topology import Topology
 from ucp.errors import counted
@@ -78,6 +78,10 @@ class PlanReport(Report):
     """What was assumed, and what the target cannot hold or restore."""
     dropped: tuple[str, ...]
     """What is not carried over, with the reasons."""
+    source_layout: tuple[str, ...] = ()
+    """How tensors lie over the run that saved them: per axis its degree, the pattern, and where that is known from."""
+    target_layout: tuple[str, ...] = ()
+    """How they will lie over the run that loads them; none where every file has tensors whole."""
     scratch: str = ""
     """Folder of this machine in which files grow before they are uploaded; empty where none is."""
     scratch_bytes: int = 0
@@ -90,11 +94,11 @@ class PlanReport(Report):
 
     def page(self) -> Page:
         """The source, what would be done, and what is to be known."""
-        patterns = count_patterns(self.source)
         yield facts(source_facts(self.source))
         yield facts(_facts(self), "Conversion")
         yield lines("Warnings", self.warnings)
-        yield lines("Layout of the source", [f"{name}: {counted(count, 'tensor')}" for name, count in patterns.items()])
+        yield lines("Layout of the source", self.source_layout)
+        yield lines("Layout of the target", self.target_layout)
         yield lines("Casts", self.casts)
         yield lines("Notes", self.notes)
         yield lines("Left behind", self.dropped)
@@ -132,6 +136,8 @@ def preview(src: Path, options: ConvertOptions, dst: Path | None = None) -> Plan
         casts=target.casts,
         notes=(*index.notes, *target.notes),
         dropped=index.dropped,
+        source_layout=layout_lines(own for atom in index.atoms.values() for own in atom.layouts()),
+        target_layout=layout_lines((param, state, own) for (param, state), own in target.layouts.items()),
         scratch=str(destination.root) if destination is not None and destination.beside_bytes else "",
         scratch_bytes=scratch_bytes,
     )

@@ -102,14 +102,21 @@ class AtomIndex:
     model_dtype: DType | None = None
     """Type in which the model computes with it, where that differs from the weight kept (mixed precision)."""
     layout: Layout = field(default_factory=Layout)
-    """How it lies over the mesh, by the patterns that its pieces were placed by; no axis where it is stored whole."""
-    origin: Mapping[str, str] = field(default_factory=dict)
-    """Mesh axis to the name of the pattern in the checkpoint that an atom store was made of."""
+    """How it lies over the mesh of the run that saved it; no axis where it is whole, or made of others."""
+    made_of: Mapping[str, Layout] = field(default_factory=dict)
+    """Tensors of that run which it was joined, split or turned from, to how each of them lies; none where it is one."""
 
     @property
     def patterns(self) -> Mapping[str, str]:
-        """Mesh axis to the name of the pattern it was laid out by."""
-        return self.layout.patterns or self.origin
+        """Mesh axis to the name of its pattern, or of the first tensor that it is made of."""
+        return next((layout.patterns for layout in (self.layout, *self.made_of.values()) if layout.every), {})
+
+    def layouts(self) -> Iterator[tuple[str, str, Layout]]:
+        """Its name, a state of its shape, and how that lies over the run that saved it; each tensor it is made of."""
+        for name, state in self.states.items():
+            if state.global_shape == self.global_shape and not self.is_count(name):
+                own = self.layout if state.layout is None else state.layout
+                yield from ((self.name, name, layout) for layout in (own, *self.made_of.values()))
 
     def is_count(self, state: str) -> bool:
         """Whether a state is one number for the whole parameter, such as `step`: 0-d, or a tensor of one element."""

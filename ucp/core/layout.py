@@ -118,6 +118,17 @@ class Layout:
         return self.axes + self.flat
 
     @property
+    def lines(self) -> tuple[str, ...]:
+        """For each axis of degree above 1, its degree, its pattern, and where that is known from; for people."""
+        named = [(axis, "") for axis in self.axes] + [(axis, "flat ") for axis in self.flat]
+        return tuple(
+            f"{axis.axis}={axis.parts}: {order}{axis.pattern.name}"
+            + (f", known from {axis.known_from}" if axis.known_from else "")
+            for axis, order in named
+            if axis.parts > 1
+        )
+
+    @property
     def patterns(self) -> dict[str, str]:
         """Axis of degree above 1 to the name of its pattern."""
         over_dims = {axis.axis: axis.pattern.name for axis in self.axes if axis.parts > 1}

@@ -259,8 +259,10 @@ def _atom(name: str, made: Made, sources: Sequence[AtomIndex]) -> AtomIndex:
     for own in sources[1:]:
         _check_alike(name, first, own)
     states = {state: _state(name, state, made, sources) for state in first.states}
-    origin = first.patterns
-    return replace(first, name=name, global_shape=made.shape, states=states, layout=Layout(), origin=origin)
+    layouts = {own.name: own.layout for own in sources if own.layout.every}
+    for own in sources:
+        layouts |= own.made_of
+    return replace(first, name=name, global_shape=made.shape, states=states, layout=Layout(), made_of=layouts)
 
 
 def _check_alike(name: str, first: AtomIndex, own: AtomIndex) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ucp.core.index import Index
+from ucp.core.layout import Layout
 from ucp.core.names import WEIGHT
 from ucp.core.slices import Slice
 from ucp.core.tensor import TensorRef
@@ -127,6 +128,8 @@ class TargetPlan:
     """Layout of the run that loads the files; None where they fit any."""
     written: Index | None = None
     """The source as far as it is written, and under the names that it is written under; None: all of it, as it is."""
+    layouts: Mapping[tuple[str, str], Layout] = field(default_factory=dict)
+    """(parameter, state) to how the target lays it out over the ranks; without those that every file has whole."""
     regrouped: bool = False
     """Parameter groups are written in other terms than the source's, and not compared with them."""
 

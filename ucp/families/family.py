@@ -242,6 +242,19 @@ class Family:
         found = {own.rule.name: own.rule for own in entries if own.template.fields_in(name) is not None}
         return tuple(found.values())
 
+    def may_hold(self, text: str, outlines: Collection[str]) -> bool:
+        """Whether names of a model may be of the rule for the template `text`, told without a table of all names.
+
+        `outlines`: of the names. A style whose names are computed from sizes may always have some.
+        """
+        rule = next((own for own in self.rules if own.name.text == text), None)
+        if rule is None:
+            return False
+        if any("=" in name for aliases in rule.aliases.values() for own in aliases for name in own.names):
+            return True
+        ways = (own.names for style in (CANONICAL, *self.styles) for own in self._aliases(rule, style))
+        return any(Template(name).outline in outlines for names in ways for name in names)
+
     def missing_parts(self, text: str, outlines: Collection[str]) -> list[str]:
         """What names of a model lack of the rule for the template `text`, where no style has all that it stores it as.
 

@@ -139,14 +139,17 @@ def choose(
     shapes: Mapping[str, tuple[int, ...]],
     arguments: Mapping[str, object],
     axes: Mapping[str, int],
+    explain: bool = True,
 ) -> tuple[Family, tuple[str, ...]]:
     """The one family that a checkpoint is of, bound to its sizes, and the reasons.
 
-    `names`: of the model's tensors, in any style. Raises UnknownFamilyError when none fits, or no fitting one is more
-    special than all others.
+    `names`: of the model's tensors, in any style. `explain`: whether an error says what speaks against the nearest
+    family, for which the names of all must be looked up. Raises UnknownFamilyError when none fits, or no fitting one is
+    more special than all others.
     """
     names = list(names)
     kinds = {kind(name): name for name in names}
+    outlines = set(map(outline, kinds.values()))
     doubts: dict[str, list[str]] = {}
     unread: dict[str, int] = {}
     fitting: dict[str, Family] = {}
@@ -155,6 +158,8 @@ def choose(
     for family in families:
         more[family.name] = family.kind_of
         if family.name in _more_general(fitting, more):
+            continue
+        if not explain and not all(family.may_hold(text, outlines) for text in family.evidence.names):
             continue
         bound = family.bind(arguments=arguments, shapes=few, axes=axes)
         doubts[family.name] = _doubts(bound, kinds.values(), arguments)

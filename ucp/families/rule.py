@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from ucp.core.layout import Pattern
 from ucp.core.patches import Made, rearranged
-from ucp.core.region import Box, RegionPair
+from ucp.core.region import Box
 from ucp.core.tensor import contiguous_strides
 from ucp.families.expression import Expression
 from ucp.families.template import Template
 
-__all__ = ["DIM", "Alias", "AxisRule", "Elements", "OptionValue", "PatternFactory", "Rule"]
+__all__ = ["DIM", "Alias", "AxisRule", "Elements", "JoinedBox", "OptionValue", "PatternFactory", "Rule"]
 
 PatternFactory = Callable[..., Pattern]
 """Makes a pattern from its options: a class such as `ucp_patterns.shard.Shard`."""
@@ -76,6 +76,17 @@ def _computed(option: OptionValue, values: Mapping[str, object]) -> int | tuple[
 
 def _shown(option: OptionValue) -> str:
     return f"[{', '.join(map(str, option))}]" if isinstance(option, tuple) else str(option)
+
+
+class JoinedBox(NamedTuple):
+    """Elements of a stored tensor in the one that it joins to with others."""
+
+    tensor: int
+    """Number of the stored tensor, in the order of `Alias.names`."""
+    whole: Box
+    """Where they are in the joined one."""
+    local: Box
+    """Where they are in the stored one."""
 
 
 class Elements(NamedTuple):
@@ -205,30 +216,30 @@ class Alias:
         left = numel // max(prod(own for own in known if isinstance(own, int) and own >= 0), 1)
         return tuple(own if isinstance(own, int) and own >= 0 else left for own in known)
 
-    def pieces(self, shapes: Sequence[tuple[int, ...]], values: Mapping[str, object]) -> tuple[RegionPair, ...]:
-        """Where the stored tensors lie in the joined one; `RegionPair.copy` says which tensor a box is of.
+    def pieces(self, shapes: Sequence[tuple[int, ...]], values: Mapping[str, object]) -> tuple[JoinedBox, ...]:
+        """Where the stored tensors lie in the joined one, in its order.
 
         `shapes`: of the stored tensors in elements, as the rule sees them, without stacked dims. Raises ValueError,
         ExpressionError.
 
-        >>> pairs = Alias(names=("q", "k"), groups=Expression("2")).pieces([(4,), (2,)], {})
-        >>> [(str(pair.whole), str(pair.local), pair.copy) for pair in pairs]
-        [('[0:2]', '[0:2]', 0), ('[2:3]', '[0:1]', 1), ('[3:5]', '[2:4]', 0), ('[5:6]', '[1:2]', 1)]
+        >>> boxes = Alias(names=("q", "k"), groups=Expression("2")).pieces([(4,), (2,)], {})
+        >>> [(own.tensor, str(own.whole), str(own.local)) for own in boxes]
+        [(0, '[0:2]', '[0:2]'), (1, '[2:3]', '[0:1]'), (0, '[3:5]', '[2:4]'), (1, '[5:6]', '[1:2]')]
         """
         turns = 1 if self.groups is None else self.groups.value(values)
         parts = self._parts(shapes, values)
         if turns < 1 or any(part.length % turns for part in parts):
             lengths = [part.length for part in parts]
             raise ValueError(f"{turns} groups do not divide the lengths {lengths} of {', '.join(self.names)}")
-        pairs = []
+        boxes = []
         begin = 0
         for turn in range(turns):
             for part in parts:
                 length = part.length // turns
                 local = _slab(part.shape, self.dim, part.start + turn * length, length)
-                pairs.append(RegionPair(_slab(part.shape, self.dim, begin, length), local, part.tensor))
+                boxes.append(JoinedBox(part.tensor, _slab(part.shape, self.dim, begin, length), local))
                 begin += length
-        return tuple(pairs)
+        return tuple(boxes)
 
     def _parts(self, shapes: Sequence[tuple[int, ...]], values: Mapping[str, object]) -> list[_Part]:
         """What joins, in order: the tensors, or the blocks of the only one."""

@@ -16,11 +16,11 @@ from math import prod
 from typing import NamedTuple
 
 from ucp.core.patches import Made, Patch
-from ucp.core.region import Box, RegionPair
+from ucp.core.region import Box
 from ucp.errors import FamilyError, UnsupportedError, listed
 from ucp.families.expression import ExpressionError, UnknownNameError
 from ucp.families.family import CANONICAL, Family, Named
-from ucp.families.rule import Alias
+from ucp.families.rule import Alias, JoinedBox
 from ucp.families.template import Template
 
 __all__ = ["translated"]
@@ -161,19 +161,19 @@ def _joined(
     for index in product(*map(range, seen[0].shape[:depth])):
         wanted = [Patch(own.whole, "", (*index, *own.local.offsets), dims, steps) for own in pairs]
         patches = tuple(
-            found._replace(source=unit.names[pair.copy])
+            found._replace(source=unit.names[pair.tensor])
             for pair, patch in zip(pairs, wanted, strict=True)
-            for inner in seen[pair.copy].patches
+            for inner in seen[pair.tensor].patches
             if (found := patch.after(inner)) is not None
         )
         fields = {**named.fields, **dict(zip(named.stacked, index, strict=True))}
         yield named.rule.name.filled(fields), Made(shape, patches)
 
 
-def _pairs(alias: Alias, shapes: Sequence[tuple[int, ...]], values: Mapping[str, object]) -> Sequence[RegionPair]:
+def _pairs(alias: Alias, shapes: Sequence[tuple[int, ...]], values: Mapping[str, object]) -> Sequence[JoinedBox]:
     """Where the tensors of an alias lie in the one that they join to."""
     if len(shapes) == 1 and alias.groups is None and not alias.blocks:
-        return (RegionPair(Box.whole(shapes[0]), Box.whole(shapes[0])),)
+        return (JoinedBox(0, Box.whole(shapes[0]), Box.whole(shapes[0])),)
     others = {(*own[: alias.dim], *own[alias.dim + 1 :]) for own in shapes}
     if len(others) > 1 or any(len(own) <= alias.dim or not own[alias.dim] for own in shapes):
         raise ValueError(f"expected shapes that agree but for dim {alias.dim}, where none is empty")
@@ -243,7 +243,7 @@ def _stored(
             Patch(_under(index, pair.local), member, pair.whole.offsets, dims, steps)
             for index, member in sorted(members.items())
             for pair in pairs
-            if pair.copy == number
+            if pair.tensor == number
         ]
         found[name] = Made(own.shape, tuple(_followed(own.patches, seen, whole)))
     return found

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from operator import gt
 from pathlib import Path, PurePosixPath
 
+import msgspec
+
+from ucp.contract.registry import pattern_factory
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, Loss, ParamGroup, SourceFile, StateIndex
-from ucp.core.layout import Overlap
+from ucp.core.layout import AxisLayout, Layout, Overlap
 from ucp.core.region import Box, local_flat_pairs
 from ucp.core.tensor import InlineTensor, Record, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, MissingFileError, UsageError, counted, listed
 from ucp.io.folder import is_there, is_url, see_afresh, seen_from
 from ucp.io.identity import size_and_time, source_file
-from ucp.store.manifest import MANIFEST, Checksum, Manifest, Piece, StoredAtom, StoredFile, StoredState
+from ucp.store.manifest import MANIFEST, Checksum, Manifest, Piece, StoredAtom, StoredAxis, StoredFile, StoredState
 from ucp.store.values import from_json
 
 __all__ = ["find_files", "inside", "interpret"]
@@ -101,7 +105,8 @@ def interpret(manifest: Manifest, root: Path, files: Sequence[SourceFile]) -> In
     try:
         states = _States(files)
         records = [states.record(checksum) for checksum in (*manifest.records, *headers)]
-        atoms = {name: _atom(name, atom, states) for name, atom in manifest.atoms.items()}
+        axes = [_axis(axis) for axis in manifest.axes]
+        atoms = {name: _atom(name, atom, states, axes) for name, atom in manifest.atoms.items()}
         topology = Topology.parse(manifest.source.topology)
     except (ValueError, UsageError) as error:
         raise _wrong(root, error) from error
@@ -140,14 +145,39 @@ def _groups(manifest: Manifest, root: Path) -> Iterator[ParamGroup]:
         yield ParamGroup(params=group.params, hyper=hyper)
 
 
-def _atom(name: str, atom: StoredAtom, states: _States) -> AtomIndex:
+def _axis(axis: StoredAxis) -> tuple[AxisLayout, bool] | None:
+    """An axis, and whether it is flat; None for a pattern that is not installed here. Raises ValueError."""
+    try:
+        factory = pattern_factory(axis.pattern)
+    except UsageError:
+        return None
+    made = msgspec.convert(axis.fields, type=factory)
+    return AxisLayout(axis.axis, axis.parts, made, axis.known_from), axis.is_flat
+
+
+def _layout(numbers: Sequence[int], axes: Sequence[tuple[AxisLayout, bool] | None]) -> Layout:
+    """The layout of these axes; one without an axis where a pattern of it is not known. Raises ValueError."""
+    if any(number >= len(axes) for number in numbers):
+        raise ValueError(f"expected numbers of {len(axes)} axes, got {list(numbers)}")
+    every = [own for number in numbers if (own := axes[number]) is not None]
+    if len(every) < len(numbers):
+        return Layout()
+    return Layout(tuple(own for own, is_flat in every if not is_flat), tuple(own for own, is_flat in every if is_flat))
+
+
+def _atom(name: str, atom: StoredAtom, states: _States, axes: Sequence[tuple[AxisLayout, bool] | None]) -> AtomIndex:
+    made = {key: states.state(f"{name}/{key}", state) for key, state in atom.states.items()}
+    for key, state in atom.states.items():
+        if state.layout is not None:
+            made[key] = replace(made[key], layout=_layout(state.layout, axes))
     return AtomIndex(
         name=name,
         global_shape=atom.shape,
         kind=atom.kind,
-        states={key: states.state(f"{name}/{key}", state) for key, state in atom.states.items()},
+        states=made,
         model_dtype=atom.model_dtype,
-        origin=atom.patterns,
+        layout=_layout(atom.layout, axes),
+        made_of={source: _layout(numbers, axes) for source, numbers in atom.made_of.items()},
     )
 
 

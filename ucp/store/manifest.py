@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, cast
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, structs
 from zlib_ng import zlib_ng
 
+from ucp.contract.registry import describe_pattern
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, Kind, StateIndex
-from ucp.core.layout import Overlap
+from ucp.core.layout import AxisLayout, Layout, Overlap
 from ucp.core.target import Receipt
 from ucp.core.tensor import InlineTensor, Record
 from ucp.errors import DestinationError, MalformedError, UnsupportedError
@@ -35,6 +36,7 @@ __all__ = [
     "Manifest",
     "Piece",
     "StoredAtom",
+    "StoredAxis",
     "StoredExtra",
     "StoredFile",
     "StoredState",
@@ -156,6 +158,8 @@ class StoredState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     """Codec of the blocks of a compressed store."""
     blocks: tuple[tuple[Natural, Natural], ...] | None = None
     """File offset and encoded bytes per block."""
+    layout: tuple[Natural, ...] | None = None
+    """How it lay over the run that saved it, where otherwise than its parameter: numbers of `Manifest.axes`."""
 
 
 class StoredAtom(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -168,9 +172,30 @@ class StoredAtom(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     model_dtype: DType | None = None
     """Type in which the model computes with it, where its weight is a master of higher precision."""
     patterns: dict[str, str] = {}
-    """Mesh axis to the pattern it was laid out by."""
+    """Mesh axis to the name of its pattern, in stores written before `layout`; not read."""
+    layout: tuple[Natural, ...] = ()
+    """How it lay over the run that saved it: numbers of `Manifest.axes`, outermost first."""
+    made_of: dict[str, tuple[Natural, ...]] = {}
+    """Tensors of that run which it was joined, split or turned from, to their layouts."""
     states: dict[str, StoredState]
     """State name to where it lies."""
+
+
+class StoredAxis(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A pattern along an axis of the mesh of the run that saved the checkpoint."""
+
+    axis: str
+    """Mesh axis."""
+    parts: Annotated[int, Meta(ge=1, le=1 << 24)]
+    """Ranks along it."""
+    pattern: str
+    """Registered name of the pattern."""
+    fields: dict[str, object]
+    """Its fields, without those that have their defaults."""
+    is_flat: bool
+    """Whether it cuts the row-major order of what axes over dims leave."""
+    known_from: str
+    """Where that is known from."""
 
 
 class StoredGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -227,6 +252,8 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Files that states refer to."""
     records: tuple[Checksum, ...]
     """Checksums that the source recorded (virtual)."""
+    axes: tuple[StoredAxis, ...] = ()
+    """Patterns that atoms refer to by number."""
     atoms: dict[str, StoredAtom]
     """Name to atom, in the order of the model."""
     groups: tuple[StoredGroup, ...]
@@ -271,7 +298,8 @@ def describe(
     file of the source is recognised by (virtual only). `headers`: of packs that begin with one.
     """
     numbers: dict[str, int] = {}  # of files, in the order in which they are first named
-    atoms = {atom.name: _atom(atom, written, numbers) for atom in index.atoms.values()}
+    axes = _Axes()
+    atoms = {atom.name: _atom(atom, written, numbers, axes) for atom in index.atoms.values()}
     records = [] if written is not None else [_checksum(record, numbers) for record in index.records]
 
     def describe_file(path: str) -> StoredFile:
@@ -295,6 +323,7 @@ def describe(
         skipped=index.skipped,
         files=tuple(map(describe_file, numbers)),
         records=tuple(records),
+        axes=tuple(axes.stored),
         atoms=atoms,
         groups=tuple(StoredGroup(params=group.params, hyper=to_json(dict(group.hyper))) for group in index.groups),
         aliases=dict(index.aliases),
@@ -331,20 +360,48 @@ def _checksum(record: Record, numbers: dict[str, int]) -> Checksum:
     return Checksum(file=number, offset=record.offset, nbytes=record.nbytes, crc32=record.crc32, name=record.name)
 
 
-def _atom(atom: AtomIndex, written: States | None, numbers: dict[str, int]) -> StoredAtom:
+def _atom(atom: AtomIndex, written: States | None, numbers: dict[str, int], axes: _Axes) -> StoredAtom:
     states = {}
     for name, state in atom.states.items():
         if written is None or ((atom.name, name) not in written and is_inline(state)):
             states[name] = _pieces(state, numbers)
         else:
             states[name] = _range(state, written[atom.name, name], numbers)
+        if state.layout is not None:
+            states[name] = structs.replace(states[name], layout=axes.numbers(state.layout))
     return StoredAtom(
         shape=atom.global_shape,
         kind=atom.kind,
         model_dtype=atom.model_dtype,
-        patterns=dict(atom.patterns),
+        layout=axes.numbers(atom.layout),
+        made_of={name: axes.numbers(layout) for name, layout in atom.made_of.items()},
         states=states,
     )
+
+
+class _Axes:
+    """Axes of layouts, each stored once."""
+
+    def __init__(self) -> None:
+        self.stored: list[StoredAxis] = []
+        self._known: dict[tuple[AxisLayout, str, bool], int | None] = {}
+
+    def numbers(self, layout: Layout) -> tuple[int, ...]:
+        """Numbers of the axes of a layout; none where one has a pattern that is not registered."""
+        every = [*((axis, False) for axis in layout.axes), *((axis, True) for axis in layout.flat)]
+        found = [self._number(axis, is_flat=is_flat) for axis, is_flat in every if axis.parts > 1]
+        return tuple([number for number in found if number is not None]) if None not in found else ()
+
+    def _number(self, axis: AxisLayout, *, is_flat: bool) -> int | None:
+        key = axis, axis.known_from, is_flat
+        if key not in self._known:
+            self._known[key] = None
+            described = describe_pattern(axis.pattern)
+            if described is not None:
+                self._known[key] = len(self.stored)
+                name, fields = described
+                self.stored.append(StoredAxis(axis.axis, axis.parts, name, fields, is_flat, axis.known_from))
+        return self._known[key]
 
 
 def _range(state: StateIndex, receipt: Receipt, numbers: dict[str, int]) -> StoredState:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from rich.console import RenderableType
 
@@ -29,7 +29,8 @@ def detail(index: Index, atom: AtomIndex) -> RenderableType:
             ("shape", shape_text(atom.global_shape)),
             ("kind", atom.kind.value),
             ("computes in", atom.model_dtype.value if atom.model_dtype else ""),
-            ("laid out", _over_axes(atom.patterns)),
+            ("laid out", "; ".join(atom.layout.lines)),
+            ("made of", "; ".join(f"{name} ({', '.join(own.lines)})" for name, own in atom.made_of.items())),
             ("stage", ", ".join(map(str, stages(atom)))),
             ("group", group),
             ("tied", tied),
@@ -40,16 +41,12 @@ def detail(index: Index, atom: AtomIndex) -> RenderableType:
     return stacked(heading(atom.name), own, table("", _COLUMNS, rows))
 
 
-def _over_axes(patterns: Mapping[str, str]) -> str:
-    return ", ".join(f"{pattern} over {axis}" for axis, pattern in patterns.items())
-
-
 def _rows(index: Index, atom: AtomIndex, name: str, state: StateIndex) -> Iterator[tuple[str, ...]]:
     """A row for the state, then one per piece."""
     rule = "" if state.overlap is Overlap.EXCLUSIVE else f", {state.overlap} of terms"
     has_shape = state.global_shape == atom.global_shape
     shape = "" if has_shape else f" {shape_text(state.global_shape)}"
-    stored = f", stored as {_over_axes(state.layout.patterns)}" if has_shape and state.layout is not None else ""
+    stored = f", stored as {'; '.join(state.layout.lines)}" if has_shape and state.layout is not None else ""
     yield f"{name} {state.dtype}{shape}{rule}{stored}", "", "", ""
     for fragment in state.fragments:
         yield (f"  {fragment.box}" if fragment.box.sizes else "  scalar", *_place(index, state, fragment))

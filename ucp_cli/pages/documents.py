@@ -87,6 +87,7 @@ def plan_document(report: PlanReport) -> dict[str, object]:
         "index_bytes": report.index_bytes,
         **({"scratch": report.scratch, "scratch_bytes": report.scratch_bytes} if report.scratch else {}),
         "patterns": count_patterns(report.source),
+        "layouts": {"source": list(report.source_layout), "target": list(report.target_layout)},
         "warnings": list(report.warnings),
         "casts": list(report.casts),
         "notes": list(report.notes),
@@ -133,6 +134,8 @@ def _atom(atom: AtomIndex, group: int | None, *, pieces: bool) -> dict[str, obje
         "model_dtype": None if atom.model_dtype is None else atom.model_dtype.value,
         "group": group,
         "patterns": dict(atom.patterns),
+        "layout": list(atom.layout.lines),
+        "made_of": {name: list(layout.lines) for name, layout in atom.made_of.items()},
         "states": {name: _state(state, pieces=pieces) for name, state in atom.states.items()},
     }
 

@@ -34,6 +34,7 @@ class Cuts:
         self.notes: list[str] = []
         """How tensor-parallel ranks cut, and from where that is known."""
         self.ranks = topology.ranks
+        self._known_from = "the source"
         dims = self._dims(index, topology.tp, options) if topology.tp > 1 else {}
         tp = topology.tp if dims is not None else 1
         self._axes = {"dp_replicate": topology.replicas, "dp_shard": topology.shards * (topology.tp // tp), "tp": tp}
@@ -60,16 +61,20 @@ class Cuts:
                 "rules (--patterns)"
             )
             return None
+        self._known_from = f"family {family.name}"
         self.notes.append(f"cut over tensor-parallel ranks by the family {family.name}: {', '.join(why)}")
         return {name: cut_dim(family, name) for name in index.atoms}
 
+    def layout(self, atom: AtomIndex, shape: tuple[int, ...]) -> Layout:
+        """How a state of `shape` lies over the ranks of a stage."""
+        if not shape or atom.kind is Kind.BUFFER:  # FSDP cuts parameters alone
+            return Layout()
+        dim = self._dim.get(atom.name) if shape == atom.global_shape else None
+        return _layout(self._axes["dp_shard"], self._axes["tp"], dim, self._known_from)
+
     def chunks(self, atom: AtomIndex, shape: tuple[int, ...]) -> Iterator[tuple[Box, int]]:
         """Boxes of a state of `shape`, each with a rank that has it."""
-        layout = Layout()
-        if shape and atom.kind is not Kind.BUFFER:  # FSDP cuts parameters alone
-            dim = self._dim.get(atom.name) if shape == atom.global_shape else None
-            layout = _layout(self._axes["dp_shard"], self._axes["tp"], dim)
-        for box, coords in _boxes(layout, shape):
+        for box, coords in _boxes(self.layout(atom, shape), shape):
             yield box, self.rank(atom.name, coords)
 
     def rank(self, param: str = "", coords: Mapping[str, int] | None = None) -> int:
@@ -96,9 +101,9 @@ def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[Box, Mapping[s
 
 
 @cache
-def _layout(shards: int, tp: int, dim: int | None) -> Layout:
-    cut = () if dim is None else (AxisLayout("tp", tp, pattern("chunk", dim=dim)),)
-    axes = (*cut, AxisLayout("dp_shard", shards, pattern("chunk", dim=0)))
+def _layout(shards: int, tp: int, dim: int | None, known_from: str) -> Layout:
+    cut = () if dim is None else (AxisLayout("tp", tp, pattern("chunk", dim=dim), known_from),)
+    axes = (*cut, AxisLayout("dp_shard", shards, pattern("chunk", dim=0), "FSDP"))
     return Layout(tuple(axis for axis in axes if axis.parts > 1))
 
 

@@ -61,7 +61,7 @@ def mesh_of(tensors: Mapping[str, Boxes], holders: Mapping[str, set[int]], *, ra
     stages = _stages(holders[name] for name in cut)
     if not cut or ranks % len(stages):
         return MeshLayouts(topology=Topology(dp=ranks), layouts=_all_whole(tensors, ranks))
-    best, most = _Degrees(len(stages), ranks // len(stages), 1, 1), 0
+    best, most = _Degrees(len(stages), ranks // len(stages), 1, 1), len(cut) // 2  # degrees of fewer are a chance
     for degrees in _degrees(ranks, len(stages)):
         placed = sum(_layout(own, degrees, 0) is not None for own in cut.values())
         if placed > most:

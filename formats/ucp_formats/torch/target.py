@@ -276,8 +276,9 @@ class _Drafting:
         self._put(path, dtype, state.global_shape, list(self._chunks(atom, name, state, dtype)))
 
     def _chunks(self, atom: AtomIndex, name: str, state: StateIndex, dtype: DType) -> Iterator[NewChunk]:
+        layout = self._cuts.layout(atom, state.global_shape)
         for box, rank in self._cuts.chunks(atom, state.global_shape):
-            part = Part(offset=0, slice=_slice(atom.name, name, dtype, box))
+            part = Part(offset=0, slice=_slice(atom.name, name, dtype, box), layout=layout)
             yield NewChunk(offsets=box.offsets, sizes=box.sizes, parts=(part,), rank=rank)
 
 

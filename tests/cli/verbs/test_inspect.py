@@ -57,11 +57,11 @@ def test_every_kept_checkpoint_is_shown_or_refused_by_name(ucp: Run, path: Path)
     if said is not None:
         assert said in ucp("inspect", path, code=1).stderr
         return
+    assert re.search("^complete +yes", ucp("inspect", path).stdout, re.MULTILINE)
     document = json.loads(ucp("inspect", path, "--json", "--param", "*").stdout)
     assert document["missing"] == []
     name = list(document["atoms"])[-1]
     page = ucp("inspect", path, "--param", name.replace("[", "[[]"), "--files").stdout
-    assert re.search("^complete +yes", page, re.MULTILINE)
     assert f"{name}\n" in page
     assert "Files\n" in page
 
@@ -104,7 +104,7 @@ def test_json_has_the_keys_of_its_schema(document: dict) -> None:
     assert set(document["extras"][0]) == {"name", "rank", "what", "value"}
     assert set(document["files"][0]) == {"path", "nbytes", "mtime_ns", "role"}
     for atom in document["atoms"].values():
-        assert set(atom) == {"kind", "shape", "model_dtype", "group", "patterns", "states"}
+        assert set(atom) == {"kind", "shape", "model_dtype", "group", "patterns", "layout", "made_of", "states"}
         for state in atom["states"].values():
             assert set(state) == {"dtype", "shape", "nbytes", "overlap"}
 
@@ -149,8 +149,8 @@ def test_param_shows_where_pieces_lie(ucp: Run, zero3: Path) -> None:
 
 def test_param_says_where_a_state_is_stored_otherwise_than_its_parameter_lies(ucp: Run) -> None:
     page = ucp("inspect", FIXTURES.parent / "torch" / "verl-fsdp1-dp4" / "checkpoint", "--param", "emb.weight").stdout
-    assert "laid out  flat partition(share=44) over dp_shard" in page
-    assert "weight float32, stored as chunk(dim=0) over dp_shard\n" in page
+    assert "laid out  dp_shard=4: flat partition(share=44), known from flat parameters of FSDP1\n" in page
+    assert "weight float32, stored as dp_shard=4: chunk(dim=0), known from" in page
 
 
 def test_param_that_matches_nothing_is_wrong_usage(ucp: Run, zero3: Path) -> None:

@@ -27,6 +27,7 @@ KEYS = {
     "projected_bytes",
     "index_bytes",
     "patterns",
+    "layouts",
     "warnings",
     "casts",
     "notes",
@@ -41,6 +42,14 @@ def test_it_says_what_is_read_written_and_needed(ucp: Run, zero3: Path) -> None:
     assert {"tensors", "files", "time", "work", "memory", "index"} <= facts.keys()
     assert "512 MiB allowed" in facts["memory"]
     assert "2 workers" in facts["work"]
+
+
+def test_it_says_how_tensors_lie_before_and_after(ucp: Run, zero3: Path) -> None:
+    page = ucp("plan", zero3, "--to", "deepspeed", "--topology", "dp=2,zero=1").stdout
+    before, after = page.split("Layout of the source\n")[1].split("Layout of the target\n")
+    assert "dp=4: flat chunk(dim=0), known from ZeRO-3: " in before
+    assert "dp=2: flat partition(share=" in after
+    assert "known from ZeRO-1: " in after
 
 
 def test_casts_are_named(ucp: Run, zero3: Path) -> None:

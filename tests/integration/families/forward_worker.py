@@ -167,7 +167,7 @@ def joined(alias: Alias, tensors: list[Tensor], values: Mapping[str, int]) -> Te
     views = [own.contiguous().as_strided(*look) for own, look in zip(tensors, seen, strict=True)]
     for own in pairs:
         into, of = (tuple(map(slice, box.offsets, box.stops)) for box in (own.whole, own.local))
-        whole[into] = views[own.copy][of]
+        whole[into] = views[own.tensor][of]
     return whole
 
 

@@ -246,4 +246,4 @@ def test_what_joins_makes_up_the_whole_once(alias, data):
     whole = (*rest[: alias.dim], sum(shape[alias.dim] for shape in shapes), *rest[alias.dim :])
     assert uncovered(whole, [pair.whole for pair in pairs]) == ()
     for part, shape in enumerate(shapes):
-        assert uncovered(shape, [pair.local for pair in pairs if pair.copy == part]) == ()
+        assert uncovered(shape, [pair.local for pair in pairs if pair.tensor == part]) == ()

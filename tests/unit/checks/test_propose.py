@@ -5,12 +5,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ucp_patterns.partial import Partial
+from ucp_patterns.replicate import Replicate
+from ucp_patterns.shard import Shard
 
 from ucp.checks.propose import Proposed, propose
 from ucp.contract.protocols import Format, LocalTensor, LocalTensors
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, Kind, StateIndex
+from ucp.core.layout import AxisLayout, Layout, Pattern
 from ucp.core.region import Box
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError
@@ -119,12 +123,11 @@ class Whole(Format):
         return self.index
 
 
-def atom(name: str, shape, boxes, **patterns_of_it) -> AtomIndex:
+def atom(name: str, shape, boxes, **patterns_of_it: Pattern) -> AtomIndex:
     pieces = tuple(Fragment(box=box, ref=inline(np.zeros(box.sizes, "float32"))) for box in boxes)
     state = StateIndex(dtype=DType.FLOAT32, global_shape=shape, fragments=pieces)
-    return AtomIndex(
-        name=name, global_shape=shape, kind=Kind.PARAMETER, states={"weight": state}, origin=patterns_of_it
-    )
+    layout = Layout(tuple(AxisLayout(axis, 2, own) for axis, own in patterns_of_it.items()))
+    return AtomIndex(name=name, global_shape=shape, kind=Kind.PARAMETER, states={"weight": state}, layout=layout)
 
 
 def rows(shape, parts: int) -> list[Box]:
@@ -139,8 +142,8 @@ def test_a_model_of_recorded_wholes(recognised, tmp_path):
         atom("blocks.0.b", shape, rows(shape, 2)),
         atom("blocks.0.c", shape, rows(shape, 4)),
         atom("blocks.0.d", shape, [Box((0, 0), (4, 4)), Box((4, 0), (4, 2)), Box((4, 2), (4, 2))]),
-        atom("blocks.0.e", shape, rows(shape, 8), tp="shard(dim=1)"),
-        atom("blocks.0.f", shape, rows(shape, 8), tp="shard(dim=0, blocks=[4, 4])"),
+        atom("blocks.0.e", shape, rows(shape, 8), tp=Shard(1)),
+        atom("blocks.0.f", shape, rows(shape, 8), tp=Shard(0, blocks=(4, 4))),
         SimpleNamespace(name="blocks.0.g", global_shape=shape, patterns={}, states={}),
     ]
     recognised(Whole(atoms, Topology(tp=2)))
@@ -156,11 +159,11 @@ def test_how_the_checkpoint_is_read_goes_before_its_pieces(recognised, tmp_path)
     """ZeRO cuts what tensor-parallel ranks hold copies of: its pieces say nothing of them."""
     shape = (8, 4)
     atoms = [
-        atom("blocks.0.a", shape, rows(shape, 4), tp="replicate"),
-        atom("blocks.0.b", shape, rows(shape, 4), tp="partial"),
-        atom("blocks.0.c", shape, rows(shape, 4), tp="shard(dim=0, blocks=[4, 2, 2])"),
-        atom("blocks.0.d", shape, rows(shape, 4), tp="shard(dim=0)"),
-        atom("blocks.1.d", shape, rows(shape, 4), tp="replicate"),
+        atom("blocks.0.a", shape, rows(shape, 4), tp=Replicate()),
+        atom("blocks.0.b", shape, rows(shape, 4), tp=Partial()),
+        atom("blocks.0.c", shape, rows(shape, 4), tp=Shard(0, blocks=(4, 2, 2))),
+        atom("blocks.0.d", shape, rows(shape, 4), tp=Shard(0)),
+        atom("blocks.1.d", shape, rows(shape, 4), tp=Replicate()),
     ]
     recognised(Whole(atoms, Topology(tp=2)))
     assert {name[-1]: pattern for name, (pattern, _) in patterns(tmp_path).items()} == {
@@ -174,10 +177,10 @@ def test_how_the_checkpoint_is_read_goes_before_its_pieces(recognised, tmp_path)
 def test_the_parts_have_their_own_shape(recognised, tmp_path):
     shape = (8, 6)
     atoms = [
-        atom("blocks.0.a", shape, [Box.whole(shape)], tp="shard(dim=1)"),
-        atom("blocks.0.b", shape, [Box.whole(shape)], tp="replicate"),
+        atom("blocks.0.a", shape, [Box.whole(shape)], tp=Shard(1)),
+        atom("blocks.0.b", shape, [Box.whole(shape)], tp=Replicate()),
         atom("blocks.0.c", shape, rows(shape, 2)),
-        atom("blocks.0.d", (7, 6), [Box.whole((7, 6))], tp="shard(dim=0)"),
+        atom("blocks.0.d", (7, 6), [Box.whole((7, 6))], tp=Shard(0)),
     ]
     recognised(Whole(atoms, Topology(tp=2)))
     told = {own.template[-1]: own.why.rpartition("; ")[2] for own in propose(tmp_path, everything=True).proposals}

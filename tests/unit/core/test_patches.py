@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ucp_patterns.shard import Shard
 
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import ParamGroup, StateIndex, check_cover
+from ucp.core.layout import AxisLayout, Layout
 from ucp.core.patches import Made, Patch, arranged, rearranged
 from ucp.core.region import Box
 from ucp.core.slices import Locator, resolve, whole_slice
@@ -90,6 +92,17 @@ def test_parts_are_brought_to_their_places(tmp_path: Path, how: str) -> None:
     assert np.array_equal(read(found.atoms["qkv"].states["exp_avg"]), TURNS * 2)
     assert read(found.atoms["qkv"].states["step"]) == 3
     assert found.atoms["ln"] == replace(index.atoms["norm"], name="ln")
+
+
+def test_a_joined_tensor_knows_how_its_parts_lay(tmp_path: Path) -> None:
+    shards = Shards(tmp_path)
+    index = make_index(tmp_path, {(name, "weight"): cut(shards, own, "rows") for name, own in (("q", Q), ("k", K))})
+    layout = Layout((AxisLayout("tp", 2, Shard(0), "family llama"),))
+    index.atoms["q"] = replace(index.atoms["q"], layout=layout)
+    atom = arranged(index, {"qkv": joined()}).atoms["qkv"]
+    assert (atom.layout, atom.made_of) == (Layout(), {"q": layout})
+    again = arranged(replace(index, atoms={"qkv": atom}), {"turned": rearranged("qkv", (12, 4), (12, 4), (1, 0), 2)})
+    assert again.atoms["turned"].made_of == {"q": layout}
 
 
 @HOW

@@ -21,7 +21,7 @@ def joined(alias: Alias, stored: list[np.ndarray], values: dict[str, int]) -> np
         source = tuple(slice(o, o + n) for o, n in zip(pair.local.offsets, pair.local.sizes, strict=True))
         target = tuple(slice(o, o + n) for o, n in zip(pair.whole.offsets, pair.whole.sizes, strict=True))
         assert (whole[target] == -1).all()
-        whole[target] = seen[pair.copy][source]
+        whole[target] = seen[pair.tensor][source]
     return whole
 
 

@@ -10,6 +10,10 @@ from importlib import import_module
 import numpy as np
 import pytest
 import safetensors.numpy
+from ucp_patterns.partition import Partition
+from ucp_patterns.pieces import Pieces
+from ucp_patterns.shard import Shard
+from ucp_patterns.unique import Unique
 
 import ucp
 from ucp.contract.protocols import Evidence, Format
@@ -17,8 +21,9 @@ from ucp.conversion.source.read import index_of
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import Extra, Index, Kind, Loss, StateIndex
+from ucp.core.layout import AxisLayout, Layout
 from ucp.core.pickle_values import GlobalName, Stub, TorchSize
-from ucp.core.region import Box
+from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Locator, resolve, whole_slice
 from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
@@ -288,11 +293,13 @@ def test_everything_that_is_said_of_an_atom_comes_back(tmp_path, memory_format, 
     shards = Shards(tmp_path / "source")
     array = np.arange(6, dtype="float32")
     index = make_index(shards.folder, {(name, "weight"): shards.whole(array) for name in ("w", "frozen", "buffer")})
-    index.atoms["w"] = replace(
-        index.atoms["w"], model_dtype=DType.BFLOAT16, origin={"tp": "shard(dim=0)", "dp": "replicate"}
-    )
+    boxes = tuple((RegionPair(Box((at,), (3,)), Box((0,), (3,))),) for at in (0, 3))
+    axes = (AxisLayout("tp", 2, Pieces(held=boxes), "FILE"), AxisLayout("pp", 2, Unique(1), "names of files"))
+    layout = Layout(axes, (AxisLayout("dp", 4, Partition(start=1, share=4), "ZeRO-1"),))
+    sources = {"q": Layout((AxisLayout("tp", 2, Shard(0, blocks=(4, 2), copies=(1, 2))),))}
+    index.atoms["w"] = replace(index.atoms["w"], model_dtype=DType.BFLOAT16, layout=layout)
     index.atoms["frozen"] = replace(index.atoms["frozen"], kind=Kind.FROZEN)
-    index.atoms["buffer"] = replace(index.atoms["buffer"], kind=Kind.BUFFER)
+    index.atoms["buffer"] = replace(index.atoms["buffer"], kind=Kind.BUFFER, made_of=sources)
     memory_format.index = replace(
         index,
         topology=Topology(dp=4, tp=2, zero=1),
@@ -307,7 +314,8 @@ def test_everything_that_is_said_of_an_atom_comes_back(tmp_path, memory_format, 
     found = index_of(tmp_path / "out")
     for name, atom in index.atoms.items():
         own = found.atoms[name]
-        assert (own.kind, own.model_dtype, own.patterns) == (atom.kind, atom.model_dtype, atom.patterns)
+        assert (own.kind, own.model_dtype, own.layout) == (atom.kind, atom.model_dtype, atom.layout)
+        assert (own.layout.lines, own.made_of) == (atom.layout.lines, atom.made_of)
     assert (found.topology, found.aliases, found.step) == (Topology(dp=4, tp=2, zero=1), {"tied": "w"}, None)
     assert (found.notes, found.dropped) == (("assumed",), ("left out",))
     assert (found.lost, found.unselected) == (memory_format.index.lost, 14)

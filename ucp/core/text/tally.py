@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind
+from ucp.core.layout import Layout
+from ucp.errors import counted
 
-__all__ = ["KindTally", "StateTally", "count_kinds", "count_patterns", "count_states"]
+__all__ = ["KindTally", "StateTally", "count_kinds", "count_patterns", "count_states", "layout_lines"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,4 +78,28 @@ def count_patterns(index: Index) -> dict[str, int]:
     """Parameters laid out by each pattern over each axis, e.g. {"shard(dim=0) over tp": 12}."""
     return dict(
         Counter(f"{pattern} over {axis}" for atom in index.atoms.values() for axis, pattern in atom.patterns.items())
+    )
+
+
+def layout_lines(layouts: Iterable[tuple[str, str, Layout]]) -> tuple[str, ...]:
+    """Each way in which tensors lie over an axis, with how many there are. `layouts`: of parameters and their states.
+
+    >>> from ucp.core.layout import AxisLayout
+    >>> from ucp_patterns.chunk import Chunk
+    >>> cut = Layout((AxisLayout("dp", 2, Chunk(0), "ZeRO-3"),))
+    >>> layout_lines([("w", "weight", cut), ("b", "weight", cut), ("w", "exp_avg", Layout())])
+    ('dp=2: chunk(dim=0), known from ZeRO-3: 2 parameters, their weight',)
+    """
+    params: dict[str, dict[str, None]] = {}
+    states: dict[str, dict[str, None]] = {}
+    every: dict[str, None] = {}
+    for param, state, layout in layouts:
+        every[state] = None
+        for line in layout.lines:
+            params.setdefault(line, {})[param] = None
+            states.setdefault(line, {})[state] = None
+    return tuple(
+        f"{line}: {counted(len(params[line]), 'parameter')}"
+        + (f", their {', '.join(states[line])}" if len(states[line]) < len(every) else "")
+        for line in params
     )

@@ -21,13 +21,14 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ucp.core.dtypes import DType
+from ucp.core.layout import Layout
 from ucp.core.pickle_values import GlobalName, Stub, TorchSize
 from ucp.core.target import CrcField, Literal, OutputFile, Placement, RawCopy
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.pickle.emit import emit_pickle
 from ucp.io.torch_file.copy_extras import grafted
-from ucp.io.torch_file.draft import Drafted, Part
+from ucp.io.torch_file.draft import Drafted, Part, layouts_of
 from ucp.io.torch_file.layout import NewStorage, NewTensor, TorchZip, layout_torch_zip
 from ucp.io.torch_file.zipdir import ALIGNMENT
 
@@ -209,6 +210,7 @@ class _File:
         self.nbytes = 0
         self.placements: list[Placement] = []
         self.raw: list[RawCopy] = []
+        self.layouts: dict[tuple[str, str], Layout] = {}
         self._literals: list[Literal] = []
         self._crcs: list[CrcField] = []
         self._at = 0
@@ -225,6 +227,7 @@ class _File:
             CrcField(start=start + crc.start, stop=start + crc.stop, at=tuple(start + at for at in crc.at))
             for crc in item.crcs
         ]
+        self.layouts |= layouts_of(chunk.parts)
         for part in chunk.parts:
             at = start + item.elements + part.offset * part.slice.dtype.itemsize
             self.placements.append(Placement(slice=part.slice, path=self.path, offset=at))
@@ -248,4 +251,4 @@ class _File:
         """The file."""
         self._flush()
         file = OutputFile(path=self.path, nbytes=self.nbytes, literals=tuple(self._literals), crcs=tuple(self._crcs))
-        return Drafted(file, tuple(self.placements), tuple(self.raw))
+        return Drafted(file, tuple(self.placements), tuple(self.raw), self.layouts)

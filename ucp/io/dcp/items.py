@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ucp.core.tensor import Record, TensorRef
 from ucp.errors import MalformedError, MissingFileError, SourceError, UcpError, UnsupportedError, counted, listed
 from ucp.io.dcp.metadata import ItemPlace
-from ucp.io.dcp.template import ITEM_END, ObjectTemplate, TensorTemplate, object_template, tensor_template
+from ucp.io.dcp.template import ITEM_END, ObjectTemplate, TensorTemplate, compiled, object_template, tensor_template
 from ucp.io.files import SourceFile, open_source
 from ucp.io.folder import path_of
 from ucp.io.torch_file.archive import read_embedded
@@ -199,7 +199,7 @@ def _tensor(template: TensorTemplate, ends: _Ends, start: int, nbytes: int) -> I
         at += tail
     else:
         buffer, at = ends.find(start + tail)
-    match = template.tail.fullmatch(buffer, at, at + template.tail_nbytes)
+    match = compiled(template.tail).fullmatch(buffer, at, at + template.tail_nbytes)
     if match is None:
         return None
     path, offset = ends.path, start + len(template.head)
@@ -211,8 +211,10 @@ def _tensor(template: TensorTemplate, ends: _Ends, start: int, nbytes: int) -> I
 
 
 def _object(template: ObjectTemplate, ends: _Ends, start: int, nbytes: int) -> Item | None:
+    if nbytes != template.nbytes:
+        return None
     buffer, at = ends.find(start)
-    return Item(template.root, ()) if template.pattern.fullmatch(buffer, at, at + nbytes) else None
+    return Item(template.root, ()) if compiled(template.pattern).fullmatch(buffer, at, at + nbytes) else None
 
 
 class _Span(NamedTuple):

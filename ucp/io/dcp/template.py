@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from ucp.core.dtypes import DType
@@ -18,7 +19,7 @@ from ucp.core.tensor import TensorRef
 from ucp.io.torch_file.archive import Archive
 from ucp.io.torch_file.zipdir import Window, ZipMember, data_offset, read_directory
 
-__all__ = ["ITEM_END", "ObjectTemplate", "TensorTemplate", "object_template", "tensor_template"]
+__all__ = ["ITEM_END", "ObjectTemplate", "TensorTemplate", "compiled", "object_template", "tensor_template"]
 
 ITEM_END = 2048
 """Bytes at both ends of an item within which the structure of a template must lie."""
@@ -32,8 +33,8 @@ class TensorTemplate:
 
     head: bytes
     """Everything before the elements."""
-    tail: re.Pattern[bytes]
-    """Everything after the elements; group 1 is the CRC-32 of the elements."""
+    tail: bytes
+    """Pattern of everything after the elements (`compiled`); group 1 is the CRC-32 of the elements."""
     tail_nbytes: int
     """Bytes of the tail."""
     record: str
@@ -54,10 +55,18 @@ class TensorTemplate:
 class ObjectTemplate:
     """Items that hold one and the same object without tensors."""
 
-    pattern: re.Pattern[bytes]
-    """The whole item."""
+    pattern: bytes
+    """Pattern of the whole item (`compiled`)."""
+    nbytes: int
+    """Bytes of it."""
     root: object
     """The object."""
+
+
+@lru_cache(maxsize=256)
+def compiled(pattern: bytes) -> re.Pattern[bytes]:
+    """The pattern of a template: most templates of a small checkpoint are of one item, and never compiled."""
+    return re.compile(pattern, re.DOTALL)
 
 
 class _Hole(NamedTuple):
@@ -112,7 +121,7 @@ def object_template(window: Window, archive: Archive) -> ObjectTemplate | None:
         return None
     holes = _holes(window, members, None, named=False)
     pattern = None if holes is None else _pattern(window.read(0, window.nbytes), holes, base=0)
-    return None if pattern is None else ObjectTemplate(pattern=pattern, root=archive.root)
+    return None if pattern is None else ObjectTemplate(pattern=pattern, nbytes=window.nbytes, root=archive.root)
 
 
 def _holes(window: Window, members: dict[str, ZipMember], data: ZipMember | None, *, named: bool) -> list[_Hole] | None:
@@ -154,7 +163,7 @@ def _sums(window: Window, member: ZipMember, end: bytes, base: int) -> list[int]
     return found
 
 
-def _pattern(data: bytes, holes: list[_Hole], *, base: int) -> re.Pattern[bytes] | None:
+def _pattern(data: bytes, holes: list[_Hole], *, base: int) -> bytes | None:
     """`data`, which begins at byte `base` of the item, with `holes` left open."""
     parts, at = [], 0
     for start, stop, pattern in holes:
@@ -165,4 +174,4 @@ def _pattern(data: bytes, holes: list[_Hole], *, base: int) -> re.Pattern[bytes]
         parts += [re.escape(data[at : start - base]), pattern]
         at = stop - base
     parts.append(re.escape(data[at:]))
-    return re.compile(b"".join(parts), re.DOTALL)
+    return b"".join(parts)

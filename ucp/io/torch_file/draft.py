@@ -11,14 +11,15 @@ each slice goes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from operator import attrgetter
 from pathlib import PurePath
 
 from ucp.core.dtypes import DType
 from ucp.core.index import Index
+from ucp.core.layout import Layout
 from ucp.core.slices import Slice
 from ucp.core.target import Literal, OutputFile, Placement, RawCopy, TargetPlan, casts
 from ucp.core.tensor import TensorRef, contiguous_strides
@@ -26,7 +27,7 @@ from ucp.core.topology import Topology
 from ucp.io.torch_file.copy_extras import grafted
 from ucp.io.torch_file.layout import NewStorage, NewTensor, layout_torch_zip
 
-__all__ = ["Drafted", "FileDraft", "Part", "target_plan"]
+__all__ = ["Drafted", "FileDraft", "Part", "layouts_of", "target_plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,13 @@ class Part:
     """Element of the tensor where it starts."""
     slice: Slice
     """What is stored there, without gaps."""
+    layout: Layout | None = None
+    """How the state of the slice lies over the ranks of the run; None where each file has it whole."""
+
+
+def layouts_of(parts: Iterable[Part]) -> dict[tuple[str, str], Layout]:
+    """(parameter, state) to its layout, of those that are divided or copied over ranks."""
+    return {(own.slice.param, own.slice.state): own.layout for own in parts if own.layout and own.layout.every}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,8 @@ class Drafted:
     """Slices that fill it, in increasing offset."""
     raw: tuple[RawCopy, ...] = ()
     """Tensors of extras that fill it."""
+    layouts: Mapping[tuple[str, str], Layout] = field(default_factory=dict)
+    """(parameter, state) to how it lies over the ranks."""
 
 
 def target_plan(
@@ -64,6 +74,11 @@ def target_plan(
     `topology`: of the run that loads them, where only one can. `names_rounded`: see `ucp.core.target.casts`.
     """
     placements = tuple(place for own in drafted for place in own.placements)
+    layouts: dict[tuple[str, str], Layout] = {}
+    for own in drafted:
+        for key, layout in own.layouts.items():
+            if key not in layouts or len(layout.every) > len(layouts[key].every):  # a master, not the model's weight
+                layouts[key] = layout
     return TargetPlan(
         files=tuple(own.file for own in drafted),
         placements=placements,
@@ -71,6 +86,7 @@ def target_plan(
         notes=tuple(dict.fromkeys(notes)),
         casts=casts(index, (place.slice for place in placements), names_rounded=names_rounded),
         topology=topology,
+        layouts=layouts,
     )
 
 
@@ -122,4 +138,5 @@ class FileDraft:
         known = (Literal(layout.storages[storage], data) for storage, data in self._known.items())
         literals = tuple(sorted((*layout.literals, *known), key=attrgetter("offset")))
         file = OutputFile(path=self._path, nbytes=layout.nbytes, literals=literals, crcs=layout.crcs)
-        return Drafted(file, tuple(places), tuple(copies))
+        layouts = layouts_of(part for _, part in self._filled)
+        return Drafted(file, tuple(places), tuple(copies), layouts)

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind
+from ucp.core.layout import Layout
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
@@ -51,9 +52,14 @@ class ModelTensor:
         return self.match.fields.get("expert")
 
     def parts(
-        self, pairs: Sequence[RegionPair], local_shape: tuple[int, ...], state: str, dtype: DType
+        self,
+        pairs: Sequence[RegionPair],
+        local_shape: tuple[int, ...],
+        state: str,
+        dtype: DType,
+        layout: Layout | None = None,
     ) -> tuple[Part, ...]:
-        """The slice that fills a local tensor which holds `pairs` of this one."""
+        """The slice that fills a local tensor which holds `pairs` of this one, by its `layout`."""
         own = Slice(
             param=self.name,
             state=state,
@@ -63,7 +69,7 @@ class ModelTensor:
             start=0,
             stop=Box.whole(local_shape).numel,
         )
-        return (Part(offset=0, slice=own),)
+        return (Part(offset=0, slice=own, layout=layout),)
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: its counts are asked for once per tensor, and kept

@@ -16,7 +16,7 @@ from functools import cached_property
 from math import prod
 
 from ucp.core.dtypes import DType
-from ucp.core.layout import local_shape, place
+from ucp.core.layout import Layout, local_shape, place
 from ucp.core.names import WEIGHT
 from ucp.core.pickle_values import GlobalName
 from ucp.core.region import RegionPair
@@ -27,6 +27,7 @@ from ucp.io.torch_file.layout import NewTensor
 from ucp_formats.megatron.flat_buffer.layout import simulate
 from ucp_formats.megatron.legacy.grid import Grid as LegacyGrid
 from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER, MODEL, GridPlace, rank_folder_name
+from ucp_formats.megatron.run.mesh import along, known, stages
 from ucp_formats.megatron.run.stages import Chunk, stage_layers
 from ucp_formats.megatron.write.arguments.carried import namespace
 from ucp_formats.megatron.write.groups import OptimizerGroup
@@ -38,6 +39,8 @@ __all__ = ["legacy_places", "plan_legacy"]
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
+_STAGES = "order of the layers"
+_EXPERTS = "order of the experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,8 @@ class _Local:
     """Boxes of it."""
     shape: tuple[int, ...]
     """Elements per dim of the local tensor."""
+    layout: Layout
+    """How it lies over all ranks."""
 
     @property
     def numel(self) -> int:
@@ -60,7 +65,7 @@ class _Local:
 
     def parts(self, state: str, dtype: DType) -> tuple[Part, ...]:
         """Slices that fill it."""
-        return self.tensor.parts(self.pairs, self.shape, state, dtype)
+        return self.tensor.parts(self.pairs, self.shape, state, dtype, self.layout)
 
 
 def legacy_places(topology: Topology) -> tuple[GridPlace, ...]:
@@ -112,10 +117,10 @@ class _Legacy:
             home, expert = divmod(own.expert or 0, experts)
             if own.expert is None or home == at.ep:
                 key = self._modules.key(own, layer=(own.layer or 0) - first, expert=expert)
-                found[key] = self._local(key, own, at)
+                found[key] = self._local(key, own, at, chunk)
         if self._is_tied and chunk == list(self._stages)[-1]:
             embedding = next(own for own in self._own.model.tensors if own.name == _EMBEDDING)
-            found[_OUTPUT] = self._local(_OUTPUT, embedding, at)
+            found[_OUTPUT] = self._local(_OUTPUT, embedding, at, chunk)
         order = self._modules.registered({key: local.tensor for key, local in found.items()})
         return [found[key] for key in order]
 
@@ -125,14 +130,20 @@ class _Legacy:
         names = {own.name for own in self._own.model.tensors}
         return self._grid.pp > 1 and _EMBEDDING in names and _OUTPUT not in names
 
-    def _local(self, key: str, own: ModelTensor, at: GridPlace) -> _Local:
+    def _local(self, key: str, own: ModelTensor, at: GridPlace, chunk: Chunk) -> _Local:
         degrees = {"tp": self._grid.tp, "etp": self._grid.etp}
         ranks = {"tp": at.tp, "etp": self._grid.expert_part(at).etp}
         layout = own.match.layout(axes=degrees, global_shape=own.shape)
         coords = {axis.axis: ranks[axis.axis] for axis in layout.axes}
         shape = local_shape(layout, own.shape, coords)
         pairs = tuple(RegionPair(placed.box, placed.local) for placed in place(layout, own.shape, coords=coords))
-        return _Local(key=key, tensor=own, pairs=pairs, shape=shape)
+        tied = self._is_tied and own.name == _EMBEDDING
+        every = list(self._stages)
+        outer = stages(self._grid.pp, self._own.topology.vpp, {every[0], every[-1]} if tied else {chunk}, _STAGES)
+        if own.expert is not None:
+            outer += along("ep", self._grid.ep, _EXPERTS, (at.ep,))
+        axes = (*outer, *known(layout, f"family {self._own.model.family.name}"))
+        return _Local(key=key, tensor=own, pairs=pairs, shape=shape, layout=Layout(axes))
 
     def _model_file(self, path: str, at: GridPlace, chunks: Mapping[Chunk, Sequence[_Local]]) -> Drafted:
         draft = FileDraft(path)
@@ -234,7 +245,7 @@ class _Legacy:
         found: dict[str, object] = {}
         for state in states:
             parts = [
-                Part(offset=start + part.offset, slice=part.slice)
+                Part(offset=start + part.offset, slice=part.slice, layout=part.layout)
                 for local, start in zip(held, layout.starts, strict=True)
                 for part in local.parts(state, DType.FLOAT32)
             ]

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 
 from ucp.core.dtypes import DType
@@ -22,6 +22,7 @@ from ucp.core.topology import Topology
 from ucp.io.dcp.emit import DcpDraft, NewChunk
 from ucp.io.torch_file.draft import Drafted, FileDraft
 from ucp_formats.megatron.names import COMMON, METADATA, GridPlace
+from ucp_formats.megatron.run.mesh import known
 from ucp_formats.megatron.write.arguments.carried import namespace
 from ucp_formats.megatron.write.groups import OptimizerGroup
 from ucp_formats.megatron.write.model import ModelTensor
@@ -35,6 +36,7 @@ _METADATA = (
     b'"common_backend": "torch", "common_backend_version": 1}'
 )
 _SHARDING = "fully_reshardable"
+_WHOLE = Layout()
 
 
 def dist_places(topology: Topology) -> tuple[GridPlace, ...]:
@@ -47,10 +49,10 @@ def plan_dist(own: TargetRun, folder: str) -> tuple[Drafted, ...]:
     draft = DcpDraft(folder)
     style = key_style(own.arguments)
     for tensor in own.model.tensors:
-        boxes = _rank_boxes(tensor, own.topology)
+        layout = _layout(tensor, own)
         for part in stored_parts(tensor, own.model, style):
             for key, state, dtype in _stored_states(own, tensor, part.key):
-                chunks = list(_chunks(tensor, boxes, part, state, dtype))
+                chunks = list(_chunks(tensor, part, state, dtype, layout))
                 draft.tensor(key, dtype, part.shape, chunks)
     draft.values(extra_state_keys(own.model, style), [None])
     pp, tp = own.topology.pp, own.topology.tp
@@ -73,18 +75,16 @@ def _stored_states(own: TargetRun, tensor: ModelTensor, key: str) -> Iterator[tu
             yield f"optimizer.state.{state}.{key}", state, DType(own.dtypes.get(state, dtype))
 
 
-def _chunks(
-    tensor: ModelTensor, boxes: Sequence[Box], part: StoredPart, state: str, dtype: DType
-) -> Iterator[NewChunk]:
-    """One chunk per box that a rank of the run holds. `boxes`: these."""
+def _chunks(tensor: ModelTensor, part: StoredPart, state: str, dtype: DType, layout: Layout) -> Iterator[NewChunk]:
+    """One chunk per box that a rank of the run holds by `layout`."""
     lead = tuple(at for at, _ in part.lead)
-    for box in boxes:
+    for box in _boxes(layout, tensor.shape):
         pair = _shared(box, part.box)
         if pair is None:
             continue
         offsets = tuple(a - b for a, b in zip(pair.whole.offsets, part.box.offsets, strict=True))
         sizes = pair.local.sizes
-        parts = tensor.parts((pair,), sizes, state, dtype)
+        parts = tensor.parts((pair,), sizes, state, dtype, layout)
         yield NewChunk(offsets=(*lead, *offsets), sizes=(*((1,) * len(lead)), *sizes), parts=parts)
 
 
@@ -95,12 +95,13 @@ def _shared(box: Box, part: Box) -> RegionPair | None:
     return None if shared is None else RegionPair(shared, Box.whole(shared.sizes))
 
 
-def _rank_boxes(tensor: ModelTensor, topology: Topology) -> list[Box]:
-    """Boxes of the whole that ranks hold, each once."""
-    degrees = {"tp": topology.tp, "etp": topology.expert_tp}
+def _layout(tensor: ModelTensor, own: TargetRun) -> Layout:
+    """How a tensor lies over the tensor-parallel ranks of the run; without an axis where they are one."""
+    degrees = {"tp": own.topology.tp, "etp": own.topology.expert_tp}
     if all(degrees[axis] == 1 for axis in tensor.match.axes(degrees)):
-        return [Box.whole(tensor.shape)]
-    return list(_boxes(tensor.match.layout(axes=degrees, global_shape=tensor.shape), tensor.shape))
+        return _WHOLE
+    layout = tensor.match.layout(axes=degrees, global_shape=tensor.shape)
+    return Layout(known(layout, f"family {own.model.family.name}"))
 
 
 @lru_cache(maxsize=1 << 12)
