@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from inspect import Parameter, get_annotations, signature
+from inspect import Parameter, cleandoc, get_annotations, signature
 from operator import attrgetter
-from textwrap import fill, indent
+from textwrap import fill
 from typing import Literal, ParamSpec, TypedDict, TypeVar
 
 from ucp.contract.protocols import ParamOrderLike
@@ -102,8 +102,8 @@ _TYPES: dict[str, str] = {
 """Argument to its type, as `help` shows it."""
 _FLAG = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*")
 """Example: --zero-moments."""
-_PLACE = "    OPTIONS\n"
-"""The line of a docstring in whose place the options are explained."""
+_PLACE = "\nOPTIONS\n"
+"""The line of a docstring in whose place the options are explained that it does not explain itself."""
 
 
 def takes_options(verb: Verb) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -145,10 +145,9 @@ def takes_options(verb: Verb) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 raise
 
         vars(checked)["__signature__"] = shown
-        if checked.__doc__ and _PLACE in checked.__doc__:
-            checked.__doc__ = checked.__doc__.replace(
-                _PLACE, indent("\n".join(map(_explained, options_of(verb))), "    ") + "\n"
-            )
+        text = cleandoc(checked.__doc__ or "")
+        more = [_explained(option) for option in options_of(verb) if f"\n{option.name}\n" not in text]
+        checked.__doc__ = text.replace(_PLACE, "\n".join(("", *more, "")))
         return checked
 
     return decorate

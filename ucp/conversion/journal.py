@@ -70,7 +70,7 @@ def done_of(line: Line) -> Done | None:
     """The report that `line_of` was given; None when the line says something else."""
     try:
         return msgspec.convert(line, Done)
-    except msgspec.ValidationError:
+    except ValueError:
         return None
 
 

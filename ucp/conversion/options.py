@@ -3,8 +3,8 @@
 Command-line options, arguments of the public functions and their help, the identity of a conversion and that of a
 part's plan are read from the fields.
 
->>> make_options(topology={"dp": 4, "zero": 3}).topology
-Topology(dp=4, zero=3)
+>>> str(make_options(topology={"dp": 4, "zero": 3}).topology)
+'dp=4,zero=3'
 >>> OPTIONS["dtypes"].flag, OPTIONS["dtypes"].identity
 ('--dtype', 'dtypes')
 """

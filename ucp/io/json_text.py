@@ -68,7 +68,7 @@ def decode(text: bytes, kind: type[T]) -> T:
         document = parsed(text)  # says the line; and reads lone surrogates, as in names of files that are not UTF-8
     try:
         return msgspec.convert(document, kind)
-    except (msgspec.ValidationError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # UnicodeEncodeError, where a surrogate stands for a number
         raise NotJson(str(error)) from error
 
 

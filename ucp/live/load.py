@@ -131,23 +131,13 @@ def load_into(
         What checksums the checkpoint records of bytes that are read are compared in any case.
     progress
         True for lines on rank 0's standard error, or an observer (`ucp.contract.protocols.Observer`).
-    zero_moments
-        Moments that are all zero although steps were taken: "error", or "keep" to load them. See `ucp.convert`.
-    accept
-        What speaks against the files of the checkpoint and is to be passed over. See `ucp.convert`.
-    family
-        Model family whose rules say how the checkpoint is sharded and how ranks cut it, instead of the one chosen by
-        evidence.
-    patterns
-        TOML file with a family of your own. See `ucp.convert`.
-    shapes_from
-        What says the shapes of parameters that the checkpoint keeps flat. See `ucp.convert`.
-    param_order
-        Names of the parameters that the saved optimizer numbers, in its order; by default that of `optimizer`. See
-        `ucp.convert`.
     experts
         Who holds which experts, where they are not dealt out in order: {expert: expert-parallel ranks}, or that by
         layer. A rank that is named twice holds two replicas; a rank has its experts in the order of the map.
+    param_order
+        Names of the parameters that the saved optimizer numbers, in its order; by default that of `optimizer`. See
+        `ucp.convert`.
+    OPTIONS
 
     Raises
     ------

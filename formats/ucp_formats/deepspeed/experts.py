@@ -18,7 +18,7 @@ utils/groups.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 
@@ -208,7 +208,6 @@ class Experts:
         counts: dict[int, set[int]] = {}
         for file in files:
             counts.setdefault(file.name.layer, set()).add(file.name.expert)
-            problems.wrong += _foreign(file)
             for key, value in file.root.items():
                 name = text(key, f"a name in {file.path}")
                 if name in tensors:
@@ -236,16 +235,3 @@ class Experts:
                 f"files of experts {', '.join(map(str, numbers))}: the optimizer of {where} has {lost[0]}"
                 f"{', ...' if len(lost) > 1 else ''}"
             )
-
-
-def _foreign(file: SavedFile) -> Iterator[str]:
-    """What a file of an expert holds of others: DeepSpeed names it by the number that its keys have."""
-    keys = (key for key in file.root if isinstance(key, str))
-    numbers = {int(found[2]) for found in map(_EXPERT.fullmatch, keys) if found is not None}
-    others = sorted(numbers - {file.name.expert})
-    if others:
-        shown = ", ".join(map(str, others))
-        yield (
-            f"{file.name.name}: expected parameters of expert {file.name.expert}; got those of expert {shown} "
-            "(renamed or swapped when it was copied)"
-        )

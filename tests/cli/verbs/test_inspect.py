@@ -57,11 +57,11 @@ def test_every_kept_checkpoint_is_shown_or_refused_by_name(ucp: Run, path: Path)
     if said is not None:
         assert said in ucp("inspect", path, code=1).stderr
         return
+    assert re.search("^complete +yes", ucp("inspect", path).stdout, re.MULTILINE)
     document = json.loads(ucp("inspect", path, "--json", "--param", "*").stdout)
     assert document["missing"] == []
     name = list(document["atoms"])[-1]
     page = ucp("inspect", path, "--param", name.replace("[", "[[]"), "--files").stdout
-    assert re.search("^complete +yes", page, re.MULTILINE)
     assert f"{name}\n" in page
     assert "Files\n" in page
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ucp_formats.deepspeed.read.optimizer.group_order import undo_round_robin
+from ucp_formats.deepspeed.partition import undo_round_robin
 from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 from ucp_formats.deepspeed.read.universal.source import DeepSpeedUniversalFormat
 

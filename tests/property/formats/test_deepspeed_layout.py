@@ -12,10 +12,8 @@ from math import prod
 import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from ucp_formats.deepspeed.partition import round_robin, shared_buffers
-from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, Shard, add_flat_group
-from ucp_formats.deepspeed.read.optimizer.group_order import optimizer_order, undo_round_robin
-from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
+from ucp_formats.deepspeed.partition import optimizer_order, round_robin, shared_buffers, undo_round_robin
+from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, OptimizerPart, Shard, add_flat_group
 
 from ucp.contract.flat_buffer import Chunks, FlatLayout, WholeParameters
 from ucp.contract.problems import Problems

@@ -18,7 +18,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar, overload
 
@@ -50,6 +50,7 @@ _TAIL = struct.Struct("<QQ")
 """Offset and bytes of the head."""
 _UNUSABLE = (OSError, ValueError, IndexError, struct.error, zstandard.ZstdError)
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -145,41 +146,6 @@ class _Known(Sequence[T]):
         if isinstance(at, slice):
             raise TypeError("expected a number; got a slice: not all items are known")
         return self.items[at]
-
-
-@dataclass(slots=True)
-class _Piecemeal:
-    """What the chunks of a part have in all."""
-
-    tasks: list[Task] = field(default_factory=list)
-    placements: dict[int, Placement] = field(default_factory=dict)
-    raw: dict[int, RawCopy] = field(default_factory=dict)
-    atoms: dict[str, AtomIndex] = field(default_factory=dict)
-    files: dict[str, int] = field(default_factory=dict)
-    records: list[Record] = field(default_factory=list)
-    checking: set[int] = field(default_factory=set)
-    crosswise: set[int] = field(default_factory=set)
-
-    def add(self, chunk: _Chunk, start: int, share: Share, total: int) -> None:
-        """Take in a chunk whose first task begins at byte `start` of the work, and of its tasks those of `share`."""
-        for task in chunk.tasks:
-            if Share.at(start, start + task.nbytes, total=total, parts=share.parts) == share.number:
-                self.tasks.append(task)
-            start += task.nbytes
-        for state in chunk.states:
-            atom = self.atoms.get(state.param)
-            fragments = tuple(piece.fragment() for piece in state.pieces)
-            index = StateIndex(dtype=state.dtype, global_shape=state.shape, fragments=fragments, overlap=state.overlap)
-            states = {**(atom.states if atom else {}), state.name: index}
-            self.atoms[state.param] = AtomIndex(
-                name=state.param, global_shape=state.param_shape, kind=state.kind, states=states
-            )
-        self.placements |= chunk.placements
-        self.raw |= chunk.raw
-        self.files |= chunk.files
-        self.records += chunk.records
-        self.checking.update(chunk.checking)
-        self.crosswise.update(chunk.crosswise)
 
 
 def plan_path(folder: Path, key: str) -> Path:
@@ -325,7 +291,7 @@ def read_plan(folder: Path, key: str, options: ConvertOptions) -> Prepared | Non
             head = _unpacked(_read(file, *_TAIL.unpack(file.read(_TAIL.size))), _Head)
             if head.key != key or any(source_file(known.path, known.role) != known for known in head.files):
                 return None
-            return _prepared(head, _read_chunks(file, head, options.part or Share()), options)
+            return _prepared(head, [*_read_chunks(file, head, options.part or Share())], options)
     except _UNUSABLE:
         return None
 
@@ -347,18 +313,45 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def _read_chunks(file: BinaryIO, head: _Head, share: Share) -> _Piecemeal:
-    """The tasks of a share, and all that they refer to. Chunks without a task of it are not read."""
-    pieces, total = _Piecemeal(), head.nbytes
+def _read_chunks(file: BinaryIO, head: _Head, share: Share) -> Iterator[tuple[int, _Chunk]]:
+    """Chunks that have tasks of a share, each with the byte of the work at which it begins. No others are read."""
+    total = head.nbytes
     stops = [*(chunk.start for chunk in head.chunks), total][1:]
     for chunk, stop in zip(head.chunks, stops, strict=True):
         low, high = (Share.at(byte, byte, total=total, parts=share.parts) for byte in (chunk.start, stop))
         if low <= share.number <= high:
-            pieces.add(_unpacked(_read(file, chunk.offset, chunk.nbytes), _Chunk), chunk.start, share, total)
-    return pieces
+            yield chunk.start, _unpacked(_read(file, chunk.offset, chunk.nbytes), _Chunk)
 
 
-def _prepared(head: _Head, pieces: _Piecemeal, options: ConvertOptions) -> Prepared:
+def _tasks(chunk: _Chunk, start: int, share: Share, total: int) -> Iterator[Task]:
+    for task in chunk.tasks:
+        if Share.at(start, start + task.nbytes, total=total, parts=share.parts) == share.number:
+            yield task
+        start += task.nbytes
+
+
+def _atoms(chunks: Iterable[_Chunk]) -> dict[str, AtomIndex]:
+    atoms: dict[str, AtomIndex] = {}
+    for state in (state for chunk in chunks for state in chunk.states):
+        index = StateIndex(
+            dtype=state.dtype,
+            global_shape=state.shape,
+            fragments=tuple(piece.fragment() for piece in state.pieces),
+            overlap=state.overlap,
+        )
+        others = atoms[state.param].states if state.param in atoms else {}
+        atoms[state.param] = AtomIndex(
+            name=state.param, global_shape=state.param_shape, kind=state.kind, states={**others, state.name: index}
+        )
+    return atoms
+
+
+def _joined(tables: Iterable[Mapping[K, T]]) -> dict[K, T]:
+    return {key: value for table in tables for key, value in table.items()}
+
+
+def _prepared(head: _Head, found: Sequence[tuple[int, _Chunk]], options: ConvertOptions) -> Prepared:
+    share, chunks = options.part or Share(), [chunk for _, chunk in found]
     index = Index(
         path=head.path,
         format=head.format,
@@ -366,17 +359,19 @@ def _prepared(head: _Head, pieces: _Piecemeal, options: ConvertOptions) -> Prepa
         producer="",
         topology=Topology(),
         step=None,
-        atoms=pieces.atoms,
+        atoms=_atoms(chunks),
         files=head.files,
-        records=tuple(dict.fromkeys(pieces.records)),
+        records=tuple(dict.fromkeys(record for chunk in chunks for record in chunk.records)),
         notes=head.notes,
         dropped=head.dropped,
     )
     workers, threads = workers_of(options, index)
     plan = TargetPlan(
-        files=tuple(OutputFile(path=path, nbytes=nbytes) for path, nbytes in pieces.files.items()),
-        placements=_Known(head.placements, pieces.placements),
-        raw=_Known(head.raw, pieces.raw),
+        files=tuple(
+            OutputFile(path=path, nbytes=nbytes) for path, nbytes in _joined(chunk.files for chunk in chunks).items()
+        ),
+        placements=_Known(head.placements, _joined(chunk.placements for chunk in chunks)),
+        raw=_Known(head.raw, _joined(chunk.raw for chunk in chunks)),
         compress=head.compress,
         casts=head.casts,
         notes=head.target_notes,
@@ -385,9 +380,9 @@ def _prepared(head: _Head, pieces: _Piecemeal, options: ConvertOptions) -> Prepa
     job = Job(
         index=index,
         target=plan,
-        tasks=tuple(pieces.tasks),
-        checking=frozenset(pieces.checking),
-        crosswise=frozenset(pieces.crosswise),
+        tasks=tuple(task for start, chunk in found for task in _tasks(chunk, start, share, head.nbytes)),
+        checking=frozenset(number for chunk in chunks for number in chunk.checking),
+        crosswise=frozenset(number for chunk in chunks for number in chunk.crosswise),
         fsync=options.fsync,
     )
     return Prepared(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from ucp.contract.flat_buffer import FlatLayout
 from ucp.core.dtypes import DType
 from ucp.core.index import Index
-from ucp.core.layout import AxisLayout, Layout, part_of
+from ucp.core.layout import AxisLayout, Layout, Pattern, part_of
 from ucp.core.layout import Part as LocalPart
 from ucp.core.region import RegionPair
 from ucp.core.slices import Slice, whole_slice
@@ -42,15 +43,24 @@ class Stored(NamedTuple):
 class AtomDraft:
     """Hands out the tensors of one file."""
 
-    def __init__(self, path: str, index: Index, cuts: Mapping[str, TensorLayout] | None = None, tp: int = 0) -> None:
+    def __init__(
+        self,
+        path: str,
+        index: Index,
+        cuts: Mapping[str, TensorLayout] | None = None,
+        tp: int = 0,
+        *,
+        known_from: str = "",
+    ) -> None:
         """`index`: with the shapes that this file has. `cuts`: layouts of what is cut over tensor-parallel ranks.
 
-        `tp`: the rank among these.
+        `tp`: the rank among these. `known_from`: where the cuts are known from.
         """
         self._file = FileDraft(path)
         self._index = index
         self._cuts = cuts or {}
         self._tp = tp
+        self._known_from = known_from
         self._wholes: dict[tuple[str, str, DType], NewTensor] = {}
 
     def whole(self, param: str, state: str, dtype: DType, *, shape: tuple[int, ...] | None = None) -> NewTensor:
@@ -113,13 +123,19 @@ class AtomDraft:
     def _layout(self, param: str, *flat: AxisLayout) -> Layout:
         """How a parameter lies over the ranks; `flat` cuts the row-major order of what model-parallel ranks have."""
         cut = self._cuts.get(param)
-        return Layout(() if cut is None else (cut.axis,), flat)
+        return _one_layout(() if cut is None else (cut.pattern, cut.parts, self._known_from), flat)
 
     def _part(self, param: str, layout: Layout, rank: int = 0) -> LocalPart:
         """What data-parallel rank `rank` has of a parameter."""
         cut = self._cuts.get(param)
         shape = self._index.atoms[param].global_shape if cut is None else cut.global_shape
         return part_of(layout, shape, coords={"tp": self._tp, "dp": rank})
+
+
+@lru_cache(maxsize=1 << 14)
+def _one_layout(cut: tuple[Pattern, int, str] | tuple[()], flat: tuple[AxisLayout, ...]) -> Layout:
+    """One object for all ranks and states of a parameter."""
+    return Layout((AxisLayout("tp", cut[1], cut[0], cut[2]),) if cut else (), flat)
 
 
 def _pairs(part: LocalPart) -> tuple[RegionPair, ...]:

@@ -11,7 +11,7 @@ from ucp.contract.output_names import check_named
 from ucp.contract.protocols import SourceOptions
 from ucp.core.dtypes import DType
 from ucp.core.index import TAG, AtomIndex, Index, Kind, check_weights
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.names import WEIGHT
 from ucp.core.target import Literal, OutputFile, TargetOptions
 from ucp.core.tensor import InlineTensor
 from ucp.errors import DestinationError, TagError, TopologyError, UnknownFamilyError
@@ -31,6 +31,7 @@ EMULATED = "0.19.8"
 
 _AS_THE_FAMILY = "the run that loads the files must cut parameters as this family does: DeepSpeed compares no names"
 """What the user has to know of rules that no record of the source says."""
+_RECORD = "universal_checkpoint_info"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,8 @@ class RunFacts:
     """Its optimizer."""
     step_dtype: DType | None
     """Type that steps are written in: int64 for a Python number, else a 0-d tensor; None for that of the source."""
+    unpacks_steps: bool = False
+    """Whether steps that are tensors become Python numbers, too; every optimizer goes on from those in native files."""
     ranks: int
     """Data-parallel ranks of the target."""
     stage: int
@@ -72,7 +75,8 @@ class RunFacts:
 
     def draft(self, path: str) -> AtomDraft:
         """A file of that rank."""
-        return AtomDraft(path, self.index, self.cuts, self.mp % self.tp)
+        known_from = "" if self.rules is None else self.rules.known_from.get("tp", _RECORD)
+        return AtomDraft(path, self.index, self.cuts, self.mp % self.tp, known_from=known_from)
 
     def module_dtype(self, atom: AtomIndex) -> DType:
         """Type of a parameter or buffer in the module."""
@@ -97,9 +101,6 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, t
     trained = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER]
     with Prober() as prober:
         optimizer = OptimizerPlan(index, prober)
-    counted = [atom for atom in trained if STEP in atom.states]
-    # native files: what an optimizer of DeepSpeed saved is for the same one, and others go on from tensors
-    is_cast = _is_foreign(index) and all(is_plain_number(atom, STEP) for atom in counted)
     precision = config.precision(atom.model_dtype or atom.states[WEIGHT].dtype for atom in trained if atom.states)
     return RunFacts(
         index=index,
@@ -108,7 +109,8 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, t
         precision=precision,
         dtypes=options.dtypes,
         optimizer=optimizer,
-        step_dtype=DType.INT64 if is_cast else None,
+        # what an optimizer of DeepSpeed saved is for the same one
+        step_dtype=DType.INT64 if _is_foreign(index) else None,
         ranks=ranks,
         stage=stage,
         rules=rules,
@@ -135,7 +137,7 @@ def _tensor_rules(
 
     A family that the user names comes before the record, unless the source was read with it.
     """
-    info = extras.get("universal_checkpoint_info")
+    info = extras.get(_RECORD)
     said = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
     record = UniversalCheckpointInfo(info, index.path) if isinstance(info, dict) else None
     if tp == 1 or (record is not None and (said == SourceOptions() or index.topology.tp > 1)):
@@ -151,6 +153,7 @@ def _tensor_rules(
     except UnknownFamilyError as error:
         raise TopologyError(f"{error}\nOr write files for tp=1") from None
     rules = UniversalCheckpointInfo(recorded_layouts(layouts), index.path)
+    rules.known_from = family.known_from
     return rules, (*family.notes, _AS_THE_FAMILY)
 
 

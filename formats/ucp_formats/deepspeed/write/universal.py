@@ -28,7 +28,7 @@ from ucp.io.torch_file.draft import Drafted, target_plan
 from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.experts import is_expert
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
-from ucp_formats.deepspeed.read.universal.paths import check_places, state_path
+from ucp_formats.deepspeed.read.universal.parameter_folders import check_places, state_path
 from ucp_formats.deepspeed.write.draft import AtomDraft
 from ucp_formats.deepspeed.write.model_states import Module, frozen_shapes, model_state, module_tensors, shapes
 from ucp_formats.deepspeed.write.optimizer.groups import (
@@ -99,7 +99,7 @@ class DeepSpeedUniversalTarget(Target):
         if asked is not None and asked not in _OPTIMIZERS:
             raise UsageError(f"expected --set optimizer=torch or optimizer=deepspeed; got {asked!r}")
         step_dtype = _OPTIMIZERS[asked] if asked else DType.FLOAT32 if facts.is_foreign else None
-        facts = replace(facts, tp=wanted.tp, pp=wanted.pp, step_dtype=step_dtype)
+        facts = replace(facts, tp=wanted.tp, pp=wanted.pp, step_dtype=step_dtype, unpacks_steps=True)
         views = _views(facts)
         groups = [group for group in optimizer_groups(facts) if group.params]
         check_stepped(facts, groups)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from ucp.contract.problems import Problems
 from ucp.contract.protocols import LocalTensor, LocalTensors
-from ucp.core.index import SourceFile
+from ucp.contract.rank_extras import Checksums
+from ucp.core.index import Extra, SourceFile
 from ucp.core.tensor import Record, TensorRef
 from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError
 from ucp.io.folder import names_of_folder
@@ -37,7 +38,7 @@ from ucp_formats.megatron.names import (
 )
 from ucp_formats.megatron.run.arguments import Arguments, read_arguments
 
-__all__ = ["LegacyRun", "SavedRank", "read_local", "read_run", "source_files"]
+__all__ = ["LegacyRun", "SavedRank", "ranks_extras", "read_local", "read_run", "run_extras", "source_files"]
 
 _SAME_ARGUMENTS = (
     "tensor_model_parallel_size",
@@ -290,3 +291,48 @@ def _of_rank(rank: SavedRank) -> Iterator[LocalTensor]:
         for name, value in flattened(saved) if isinstance(saved, Mapping) else ():
             if isinstance(value, TensorRef) and not name.endswith("_extra_state"):
                 yield LocalTensor(name=name, coords=coords, ref=value)
+
+
+_OF_A_RANK = ("rank", "local_rank")
+"""Arguments that are a rank's own number, and say nothing."""
+_PER_RANK = ("rng_state",)
+"""Kept per rank even where all are equal."""
+
+
+def run_extras(run: LegacyRun, checksums: Checksums) -> tuple[list[Extra], list[str]]:
+    """Extras of a run, and what is dropped, each with the reason."""
+    extras: list[Extra] = []
+    for key in dict.fromkeys(key for rank in run.ranks for key in rank.root):
+        name = str(key)
+        if name == "optimizer" or name.rstrip("0123456789") == "model":
+            continue
+        values = {n: rank.root[key] for n, rank in enumerate(run.ranks) if rank.root.get(key) is not None}
+        if name == "args" and values:
+            extras.append(Extra(name=name, value=next(iter(values.values()))))
+        else:
+            extras += ranks_extras(run, name, values, checksums)
+    return extras, _differing_arguments(run, checksums)
+
+
+def ranks_extras(run: LegacyRun, name: str, values: Mapping[int, object], checksums: Checksums) -> list[Extra]:
+    """Extras for what ranks (by number) saved under one name: one, where all that have it agree."""
+    first = next(iter(values.values()), None)
+    if name not in _PER_RANK and all(checksums.same(first, own) for own in values.values()):
+        return [Extra(name=name, value=first)] if values else []
+    return [Extra(name=f"{name}/{_place(run, run.ranks[number])}", value=own) for number, own in values.items()]
+
+
+def _place(run: LegacyRun, rank: SavedRank) -> str:
+    place = f"pp{rank.place.pp}.tp{rank.place.tp}"
+    return f"{place}.ep{rank.place.ep}" if run.grid.ep > 1 else place
+
+
+def _differing_arguments(run: LegacyRun, checksums: Checksums) -> list[str]:
+    raws = {rank.name: rank.arguments.raw for rank in run.ranks}
+    first: Mapping[str, object] = raws[run.ranks[0].name]
+    keys = {key for raw in raws.values() for key, value in raw.items() if not checksums.same(value, first.get(key))}
+    differing = sorted(keys.difference(_OF_A_RANK))
+    if not differing:
+        return []
+    shown = ", ".join(differing[:8]) + (", ..." if len(differing) > 8 else "")
+    return [f"args of ranks other than {run.ranks[0].name}, which differ in {shown}: the first rank's are kept"]

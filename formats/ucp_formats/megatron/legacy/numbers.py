@@ -22,8 +22,6 @@ from ucp_formats.megatron.run.stages import Chunk
 
 __all__ = ["LayerNumbers", "count_layers"]
 
-_EMBEDDING = "embedding.word_embeddings.weight"
-
 _LAYER = re.compile(r"\A(?P<stack>decoder|encoder)\.layers\.(?P<number>\d+)\.")
 """Example: decoder.layers.12."""
 _EXPERT = re.compile(r"\.local_experts\.(?P<number>\d+)\.")
@@ -54,10 +52,8 @@ def count_layers(names: Mapping[Chunk, Iterable[str]], *, num_layers: int | None
     Raises
     ------
     MalformedError
-        A chunk lacks a layer in between, there are more or fewer layers than the model has, or the token embedding
-        is on later stages only.
+        A chunk lacks a layer in between, or there are more or fewer layers than the model has.
     """
-    _check_embedding(names)
     there: dict[str, dict[Chunk, set[int]]] = {}
     for chunk, own in names.items():
         for name in own:
@@ -82,17 +78,6 @@ def count_layers(names: Mapping[Chunk, Iterable[str]], *, num_layers: int | None
 
 def _shown(chunk: Chunk) -> str:
     return f"stage {chunk[0]}, chunk {chunk[1]}"
-
-
-def _check_embedding(names: Mapping[Chunk, Iterable[str]]) -> None:
-    """Refuse stages of which a later one has the token embedding and the first has none: they were swapped."""
-    having = [chunk for chunk, own in names.items() if _EMBEDDING in own]
-    if having and (0, 0) not in having:
-        raise MalformedError(
-            f"expected {_EMBEDDING} on stage 0, chunk 0, where every model begins; it is on "
-            f"{' and '.join(map(_shown, having))} only. Folders of stages were renamed or swapped: copy them again "
-            "under their own names"
-        )
 
 
 def _check_dense(stack: str, by_chunk: Mapping[Chunk, set[int]]) -> None:

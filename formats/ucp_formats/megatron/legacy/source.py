@@ -19,16 +19,14 @@ from ucp.core.names import STEP
 from ucp.errors import MalformedError, counted, listed
 from ucp.io.pickle.fields import shown
 from ucp_formats.megatron.legacy.atoms import atoms_of
-from ucp_formats.megatron.legacy.extras import run_extras
-from ucp_formats.megatron.legacy.files import LegacyRun, read_run, source_files
+from ucp_formats.megatron.legacy.files import LegacyRun, read_run, run_extras, source_files
 from ucp_formats.megatron.legacy.model import LegacyModel, read_model
 from ucp_formats.megatron.legacy.optimizer.forms import read_optimizer
 from ucp_formats.megatron.legacy.optimizer.states import LegacyStates
 from ucp_formats.megatron.locate import SavedAs
 from ucp_formats.megatron.param_groups.rules import is_by_named_optimizer, rank_free
 from ucp_formats.megatron.run.modules import modules_extra
-from ucp_formats.megatron.run.recorded_sizes import check_recorded
-from ucp_formats.megatron.state_gaps import check_gaps
+from ucp_formats.megatron.run.recorded_sizes import check_gaps, check_recorded
 
 __all__ = ["read_legacy"]
 

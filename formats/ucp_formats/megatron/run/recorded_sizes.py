@@ -7,13 +7,15 @@ family (its [sizes]), so rules of the user's own are held against what the run r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Hashable, Mapping
 
-from ucp.errors import MalformedError, listed
+from ucp.core.names import STEP, WEIGHT
+from ucp.core.state_gaps import gaps
+from ucp.errors import MalformedError, counted, listed
 from ucp.families.family import Family
 from ucp.families.library import contradictions
 
-__all__ = ["check_recorded", "sizes_in_doubt"]
+__all__ = ["check_gaps", "check_recorded", "sizes_in_doubt"]
 
 _HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
 """Arguments of a model whose layers each have sizes of their own, which no other argument tells."""
@@ -54,4 +56,30 @@ def check_recorded(
             "The arguments were edited or are of another run: use another copy; or rules of your own (--patterns) "
             "join the wrong rows: mend them. Where the arguments are wrong and the tensors right, say the size under "
             "[given] in a rules file"
+        )
+
+
+def check_gaps(
+    states: Mapping[str, frozenset[str]],
+    optimizers: Mapping[str, Hashable],
+    where: str,
+    *,
+    without_master: Collection[str] = (),
+) -> None:
+    """Raise MalformedError naming every parameter that lacks states, with these.
+
+    `states`: parameter to its states with a value per element. `optimizers`: which of several it belongs to,
+    where that is known. `without_master`: parameters that need none.
+    """
+    lacking: dict[str, list[str]] = {}
+    for name, own in gaps({name: own - {STEP} for name, own in states.items()}, optimizers).items():
+        for state in own:
+            if state != WEIGHT or name not in without_master:
+                lacking.setdefault(name, []).append("master" if state == WEIGHT else state)
+    if lacking:
+        lines = (f"{name}: {', '.join(own)}" for name, own in lacking.items())
+        raise MalformedError(
+            f"expected of every trained parameter the states that others have; in {where} "
+            f"{counted(len(lacking), 'parameter lacks', 'parameters lack')} some:\n{listed(lines)}\n"
+            "Part of the optimizer is lost: copy the checkpoint again, or use another one"
         )

@@ -26,8 +26,7 @@ from ucp_formats.megatron.names import METADATA as BACKEND
 from ucp_formats.megatron.names import parse_iteration
 from ucp_formats.megatron.param_groups.rules import is_by_named_optimizer
 from ucp_formats.megatron.run.modules import is_recorded, modules_extra, modules_keeping, modules_shown, with_modules
-from ucp_formats.megatron.run.recorded_sizes import check_recorded
-from ucp_formats.megatron.state_gaps import check_gaps
+from ucp_formats.megatron.run.recorded_sizes import check_gaps, check_recorded
 from ucp_formats.megatron.torch_dist.atoms import EMBEDDING, atom_of, tied_output
 from ucp_formats.megatron.torch_dist.common import CommonState, SavedObjects, read_common, read_folder, read_objects
 from ucp_formats.megatron.torch_dist.extras import dist_extras, is_empty
@@ -37,8 +36,7 @@ from ucp_formats.megatron.torch_dist.names import DistNames, names_of
 from ucp_formats.megatron.torch_dist.placement import layouts_of
 from ucp_formats.megatron.torch_dist.shifted import checked_masters
 from ucp_formats.megatron.torch_dist.states.buckets import Grid, place_buckets, stored_buckets
-from ucp_formats.megatron.torch_dist.states.gathered import gathered_buckets
-from ucp_formats.megatron.torch_dist.states.layouts import DistStates, from_buckets, from_state_keys
+from ucp_formats.megatron.torch_dist.states.layouts import DistStates, from_buckets, from_state_keys, gathered_buckets
 from ucp_formats.megatron.torch_dist.unstack import Whole, check_tiled, taken_apart
 
 __all__ = ["read_dist"]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from ucp_formats.deepspeed.fields import number_of_enum
+from ucp_formats.deepspeed.read.optimizer.saved import number_of_enum
 
 from ucp.core.pickle_values import GlobalName, Stub
 from ucp.errors import MalformedError

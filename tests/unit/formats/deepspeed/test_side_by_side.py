@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ucp_formats.deepspeed.read import side_by_side
-from ucp_formats.deepspeed.read.side_by_side import read_side_by_side
+from ucp_formats.deepspeed.read import files
+from ucp_formats.deepspeed.read.files import read_side_by_side
 from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 
 from tests.bench.scale.deepspeed import expert_groups, write_expert_run
@@ -18,7 +18,7 @@ from ucp.errors import UcpError
 
 @pytest.fixture
 def two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side, "_workers", lambda: 2)
+    monkeypatch.setattr(files, "_workers", lambda: 2)
 
 
 def read(item: int) -> tuple[int, int]:

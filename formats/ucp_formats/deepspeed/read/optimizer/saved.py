@@ -15,7 +15,6 @@ from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.fields import Shape, described, integer, mapping, sequence, tensor, text
 from ucp_formats.deepspeed.config import RunConfig
-from ucp_formats.deepspeed.fields import number_of_enum
 from ucp_formats.deepspeed.names import FileName
 from ucp_formats.deepspeed.read.files import SavedFile
 
@@ -25,9 +24,18 @@ __all__ = [
     "TorchOptimizer",
     "UnshardedOptimizer",
     "counts_of",
+    "number_of_enum",
     "same_groups",
     "stage_of",
 ]
+
+
+def number_of_enum(value: object, where: str) -> int:
+    """The number of an enum member (`ZeroStageEnum(1)`), or the number itself as older versions save it."""
+    if isinstance(value, Stub) and len(value.args) == 1:
+        value = value.args[0]
+    return integer(value, where)
+
 
 _EXPERTS = re.compile(r"ep_size_\d+")
 

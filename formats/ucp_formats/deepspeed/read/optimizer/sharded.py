@@ -1,26 +1,37 @@
-"""Optimizer files of ZeRO, of any stage: the states and groups of one model-parallel rank."""
+"""Optimizer files of ZeRO, of any stage: the states and groups of one model-parallel rank.
+
+Stages 1 and 2, and BF16_Optimizer: one buffer per parameter group, an equal share of it on each rank. Where a parameter
+lies follows from `param_shapes`, `param_alignment_paddings` and the number of ranks. It is then held against two other
+records, the slice mappings and the module's own tensors, which are views of the same buffer. `group_paddings` is
+ignored: BF16_Optimizer and versions before 2025 get it wrong.
+
+Stage 3: each parameter is cut alone into a chunk per rank, and the chunks of a sub-group lie one after another in a
+flat tensor. `param_shapes`, `fp32_flat_groups` and the keys of `state` share the number of the sub-group; a parameter
+group lists the numbers of its sub-groups (stage3.py, `_rigid_state_dict`, 0.19.8).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
+from ucp.contract.flat_buffer import Chunks, FlatBuffer, Span, WholeParameters
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
+from ucp.contract.registry import pattern
 from ucp.core.index import ParamGroup
-from ucp.errors import MalformedError, listed
+from ucp.core.layout import AxisLayout
+from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape
-from ucp_formats.deepspeed.experts import ExpertGroups
-from ucp_formats.deepspeed.partition import round_robin
+from ucp_formats.deepspeed.experts import ExpertGroups, ranks_joined
+from ucp_formats.deepspeed.partition import optimizer_order, round_robin, shared_buffers
 from ucp_formats.deepspeed.read.extras import optimizer_extras
-from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
-from ucp_formats.deepspeed.read.optimizer.saved import same_groups
-from ucp_formats.deepspeed.read.optimizer.zero3 import add_sub_groups, sub_group_params
-from ucp_formats.deepspeed.read.optimizer.zero12 import add_groups
+from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, OptimizerPart, Shard, add_flat_group
+from ucp_formats.deepspeed.read.optimizer.saved import OptimizerFile, SavedGroup, same_groups
 from ucp_formats.deepspeed.read.run import SavedRun
 
-__all__ = ["read_sharded", "with_shapes"]
+__all__ = ["add_groups", "add_sub_groups", "read_sharded", "sub_group_params", "with_shapes"]
 
 
 def read_sharded(run: SavedRun, checksums: Checksums) -> OptimizerPart:
@@ -80,3 +91,149 @@ def with_shapes(run: SavedRun, shapes: Mapping[str, Shape]) -> SavedRun:
     )
     made = tuple({name: shapes[name] for name in own} for own in orders)
     return replace(run, models={**run.models, 0: replace(run.model, param_shapes=made)})
+
+
+def add_groups(part: OptimizerPart, run: SavedRun, checksums: Checksums, problems: Problems) -> list[tuple[str, ...]]:
+    """Add the states of every group; the parameters of each, in the optimizer's order."""
+    placed = ExpertGroups.of(run, run.model.groups)
+    members = []
+    for number, own in enumerate(run.model.groups):
+        subsets = placed.subsets(number)
+        names: list[list[str]] = []
+        for ep_rank, subset in enumerate(subsets):
+            files = [run.optimizers[rank] for rank in subset]
+            buffer = _buffer(run, number, own, files)
+            owner = AxisLayout("ep", len(subsets), pattern("unique", owner=ep_rank), "partition_count")
+            group = FlatGroupStates(
+                label=f"group {number}" + (f" of expert-parallel rank {ep_rank}" if len(subsets) > 1 else ""),
+                shapes=own,
+                names={name: placed.named(name, ep_rank) for name in own} if len(subsets) > 1 else {},
+                layouts=(buffer,),
+                state_layouts=(WholeParameters(buffer),),
+                shards=tuple(_shard(file, rank, number) for rank, file in enumerate(files)),
+                coords={"ep": ep_rank},
+                axes=(owner,) if len(subsets) > 1 else (),
+            )
+            add_flat_group(part, group, checksums, problems)
+            saved = {r: file.mappings[number] for r, file in enumerate(files) if number < len(file.mappings)}
+            mappings = {rank: spans for rank, spans in saved.items() if spans is not None}
+            order = _checked_order(part, run, group, buffer, mappings=mappings, checksums=checksums)
+            names.append([group.names.get(name, name) for name in order])
+        members.append(ranks_joined(names))
+    return members
+
+
+def _shard(file: OptimizerFile, rank: int, number: int) -> Shard:
+    slots = file.torch.groups[number].slots
+    if len(slots) != 1:
+        raise UnsupportedError(f"expected one flat parameter in group {number} of {file.name.name}; got {len(slots)}")
+    states = file.torch.state.get(slots[0], {})
+    return Shard(rank=rank, file=file.name.name, weight=file.weights[number], states=states)
+
+
+def _buffer(run: SavedRun, number: int, own: Mapping[str, Shape], files: Sequence[OptimizerFile]) -> FlatBuffer:
+    """The buffer of a group that has the lengths which the ranks hold, else the usual one."""
+    first = run.optimizers[min(run.optimizers)]
+    paddings = None
+    if first.paddings is not None:
+        paddings = first.paddings[number] if number < len(first.paddings) else ()
+        if len(paddings) != len(own) or min(paddings, default=0) < 0:
+            raise MalformedError(
+                f"expected {len(own)} paddings >= 0 for param_alignment_paddings[{number}] of {first.name.name}; got "
+                f"{list(paddings)}"
+            )
+    weights = [file.weights[number].numel for file in files]
+    buffers = shared_buffers(
+        {name: prod(shape) for name, shape in own.items()},
+        ranks=len(files),
+        paddings=paddings,
+        first=weights[0],
+        known_from=run.shapes_from,
+    )
+    fitting = (b for b in buffers if all(numel in b.lengths(rank) for rank, numel in enumerate(weights)))
+    return next(fitting, buffers[0])
+
+
+def _checked_order(
+    part: OptimizerPart,
+    run: SavedRun,
+    group: FlatGroupStates,
+    buffer: FlatBuffer,
+    *,
+    mappings: Mapping[int, Mapping[str, Span]],
+    checksums: Checksums,
+) -> tuple[str, ...]:
+    """Names of a group in the optimizer's order; `mappings`: rank to what it recorded.
+
+    Raises UnsupportedError where other records contradict the layout, and nothing explains it.
+    """
+    told: set[str] = set()
+    for rank, spans in mappings.items():
+        recorded = {name: span for name, span in spans.items() if span.numel}
+        told |= {name for name, _ in recorded.items() ^ buffer.spans(rank).items()}
+    dealt = run.config.round_robin and not run.is_bf16_optimizer
+    names, dealt = optimizer_order(list(group.shapes), ranks=buffer.ranks, dealt=dealt, mappings=mappings.values())
+    if told and dealt:
+        part.notes.append(
+            f"{group.label}: the places of {counted(len(told), 'parameter')} in param_slice_mappings are wrong and not "
+            "used, as DeepSpeed up to 0.19.8 writes them under round_robin_gradients"
+        )
+    shown = [] if dealt else [f"{name}: param_slice_mappings has it elsewhere" for name in sorted(told)]
+    shown += [f"{name}: module has it elsewhere in the buffer" for name in _displaced(run, buffer, checksums)]
+    if shown:
+        raise UnsupportedError(
+            f"expected the buffer of {group.label} in {run.folder} in the order of param_shapes; other records "
+            f"contradict it:\n{listed(shown)}\nThis layout is not known: report it, with the version of DeepSpeed"
+        )
+    return names
+
+
+def _displaced(run: SavedRun, buffer: FlatBuffer, checksums: Checksums) -> list[str]:
+    """Parameters whose module tensor, where it is a view of the whole buffer, starts elsewhere in it; sorted.
+
+    A pipeline has no views: its tensors are in files of layers.
+    """
+    tensors = run.model.module.tensors if run.model.module is not None else {}
+    found = []
+    for name, start in zip(buffer.names, buffer.starts, strict=True):
+        ref = tensors.get(name)
+        storage = checksums.storage(ref) if ref is not None else None
+        if ref is None or storage is None:
+            continue
+        is_view = storage.nbytes == buffer.share * buffer.ranks * ref.dtype.itemsize
+        if is_view and ref.offset - storage.offset != start * ref.dtype.itemsize:
+            found.append(name)
+    return sorted(found)
+
+
+def add_sub_groups(part: OptimizerPart, run: SavedRun, checksums: Checksums, problems: Problems) -> None:
+    """Add the states of every sub-group."""
+    for number, own in enumerate(run.model.groups):
+        group = FlatGroupStates(
+            label=f"sub-group {number}",
+            shapes=own,
+            layouts=(Chunks({name: prod(shape) for name, shape in own.items()}, run.ranks),),
+            shards=tuple(
+                Shard(
+                    rank=rank,
+                    file=file.name.name,
+                    weight=file.weights[number],
+                    states=file.torch.state.get(number, {}),
+                )
+                for rank, file in run.optimizers.items()
+            ),
+        )
+        add_flat_group(part, group, checksums, problems)
+
+
+def sub_group_params(
+    groups: Iterable[SavedGroup], param_shapes: Sequence[Mapping[str, object]], where: str
+) -> list[tuple[str, ...]]:
+    """Parameters of each parameter group: those of the sub-groups whose numbers it lists."""
+    numbers = [group.slots for group in groups]
+    if sorted(number for own in numbers for number in own) != list(range(len(param_shapes))):
+        raise MalformedError(
+            f"expected each of the {len(param_shapes)} sub-groups of param_shapes once in {where}; got "
+            f"{[list(own) for own in numbers]}. The files are of different runs"
+        )
+    return [tuple(name for number in own for name in param_shapes[number]) for own in numbers]

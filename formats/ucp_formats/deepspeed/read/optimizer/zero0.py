@@ -27,8 +27,7 @@ from ucp.io.pickle.fields import Shape, described
 from ucp_formats.deepspeed.experts import is_expert
 from ucp_formats.deepspeed.extras import UNSTEPPED
 from ucp_formats.deepspeed.partition import shared_buffers
-from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, Shard, add_flat_group
-from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
+from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, OptimizerPart, Shard, add_flat_group
 from ucp_formats.deepspeed.read.optimizer.saved import SavedGroup, UnshardedOptimizer
 
 __all__ = ["INFERRED", "REMEDY", "names_by_shape", "read_optimizer", "slots_of"]

@@ -20,7 +20,7 @@ from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import Numbered
 from ucp_formats.deepspeed.read.module import ModuleEntry, ModulePart
-from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
+from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
 from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
 from ucp_formats.deepspeed.tp.family import FamilyRules
 from ucp_formats.deepspeed.tp.layout import TensorLayout

@@ -13,7 +13,7 @@ from ucp.core.fragments import Stored
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.union import ShardedTensor, Shards
 from ucp_formats.deepspeed.read.module import ModulePart
-from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
+from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
 
 if TYPE_CHECKING:
     from ucp.core.index import Doubt

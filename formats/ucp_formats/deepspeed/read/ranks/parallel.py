@@ -26,7 +26,7 @@ from ucp_formats.deepspeed.read.extras import model_extras
 from ucp_formats.deepspeed.read.files import SavedFile
 from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule
 from ucp_formats.deepspeed.read.module import module_of, read_module
-from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
+from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.sharded import read_sharded, with_shapes
 from ucp_formats.deepspeed.read.ranks.merge import RankPart, Rules, merge
 from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh

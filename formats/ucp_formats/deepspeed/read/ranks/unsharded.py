@@ -23,7 +23,7 @@ from ucp_formats.deepspeed.experts import Numbered, ranks_joined
 from ucp_formats.deepspeed.read.extras import unsharded_extras
 from ucp_formats.deepspeed.read.model_states import ModelStates
 from ucp_formats.deepspeed.read.module import ModulePart, module_of, read_module
-from ucp_formats.deepspeed.read.optimizer.part import OptimizerPart
+from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.saved import UnshardedOptimizer
 from ucp_formats.deepspeed.read.optimizer.zero0 import INFERRED, REMEDY, names_by_shape, read_optimizer, slots_of
 from ucp_formats.deepspeed.read.ranks.merge import RankPart

@@ -8,10 +8,12 @@ with the tensor under `param` (ZeRO up to stage 2), a bare flat tensor whose sha
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ucp.contract.output_names import check_named
 from ucp.contract.problems import Problems
 from ucp.contract.scalars import scalar_state
 from ucp.core.fragments import Fragment
@@ -23,9 +25,62 @@ from ucp.errors import CorruptError, SourceError
 from ucp.io.folder import is_url, names_of_folder
 from ucp.io.pickle.fields import Shape, described
 from ucp.io.torch_file.archive import read_archive
-from ucp_formats.deepspeed.read.universal.paths import GLOBALS
 
-__all__ = ["ParameterFolders", "read_parameter_folders"]
+__all__ = ["GLOBALS", "ParameterFolders", "check_places", "read_parameter_folders", "state_path"]
+
+GLOBALS = "optimizer_state.pt"
+"""File in `zero/` beside the folders of parameters."""
+
+_TAKEN_FOR_STATES = re.compile("(.+).pt")
+"""What stages 1 and 2 search for in every entry of a parameter's folder, whose dot is any character
+(checkpoint/universal_checkpoint.py, 0.19.8). Example: "prompt", which is taken for a file pro.pt."""
+
+
+def state_path(tag: str, param: str, stem: str) -> str:
+    """Path, relative to the destination, of a parameter's state; `stem`: of the file's name."""
+    return f"{tag}/zero/{param}/{stem}.pt"
+
+
+def check_places(tag: str, stems: Mapping[str, Collection[str]]) -> None:
+    """Raise DestinationError, naming all of them, for parameters that no folder can be named after.
+
+    `stems`: parameter to the stems of its files.
+    """
+    check_named(
+        _paths(tag, stems),
+        expected="names of parameters that can be folders (zero/<parameter>/<state>.pt)",
+        remedy="rename them in the model, or write native files (--to deepspeed), which name no file after a parameter",
+        taken=[f"{tag}/zero/{GLOBALS}"],
+        faults=[*_states_with_folders(stems), *_nested_in_others(stems)],
+    )
+
+
+def _paths(tag: str, stems: Mapping[str, Collection[str]]) -> Iterator[tuple[str, str]]:
+    for param, own in stems.items():
+        for stem in own:
+            yield param, state_path(tag, param, stem)
+
+
+def _states_with_folders(stems: Mapping[str, Collection[str]]) -> Iterator[tuple[str, str]]:
+    """States whose file would lie in a folder of its own, where it would be another parameter's."""
+    for param, own in stems.items():
+        for stem in own:
+            if "/" in stem:
+                yield param, f"its state {stem!r} has a '/' in its name"
+
+
+def _nested_in_others(stems: Mapping[str, Collection[str]]) -> Iterator[tuple[str, str]]:
+    """Parameters whose folder lies in that of another and is taken for a file of states there."""
+    for param in stems:
+        parts = param.split("/")
+        for count in range(1, len(parts)):
+            outer = "/".join(parts[:count])
+            if outer in stems and _TAKEN_FOR_STATES.search(parts[count]):
+                yield (
+                    param,
+                    f"DeepSpeed would take the folder {parts[count]!r} in that of {outer!r} for a file of states",
+                )
+
 
 _STATES = {"fp32": WEIGHT}
 """Stem of a file to the name of the state, where they differ."""

@@ -225,10 +225,15 @@ def group_notes(groups: Sequence[Group], *, flat: bool) -> Iterable[str]:
 
 def note_step_casts(facts: RunFacts, groups: Iterable[Group]) -> None:
     """Remember the steps that become whole numbers."""
-    for atom in (atom for group in groups for atom in group.params if facts.step_dtype is DType.INT64):
+    for atom in (atom for group in groups for atom in group.params if STEP in atom.states):
         count = facts.optimizer.count(atom.name)
-        if count is not None and float(count).is_integer():
+        if count is not None and _is_unpacked(facts, atom) and float(count).is_integer():
             facts.optimizer.note_cast(STEP, atom.states[STEP].dtype, DType.INT64)
+
+
+def _is_unpacked(facts: RunFacts, atom: AtomIndex) -> bool:
+    """Whether the step of a parameter is written as a whole Python number."""
+    return facts.step_dtype is DType.INT64 and (facts.unpacks_steps or is_plain_number(atom, STEP))
 
 
 def write_count(draft: AtomDraft, facts: RunFacts, atom: AtomIndex, state: str) -> object:
@@ -237,7 +242,7 @@ def write_count(draft: AtomDraft, facts: RunFacts, atom: AtomIndex, state: str) 
     dtype = facts.step_dtype if state == STEP else None
     if dtype is DType.FLOAT32:
         return draft.whole(atom.name, state, dtype)
-    if number is not None and dtype is DType.INT64:
+    if number is not None and dtype is DType.INT64 and _is_unpacked(facts, atom):
         return int(number) if float(number).is_integer() else number
     return number if is_plain_number(atom, state) else draft.whole(atom.name, state, atom.states[state].dtype)
 

@@ -14,8 +14,7 @@ from ucp.core.names import STEP
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import described, mapping
 from ucp.transfer.probe import Prober
-from ucp_formats.megatron.legacy.extras import ranks_extras
-from ucp_formats.megatron.legacy.files import LegacyRun, SavedRank
+from ucp_formats.megatron.legacy.files import LegacyRun, SavedRank, ranks_extras
 from ucp_formats.megatron.legacy.model import Held, LegacyModel, Slot
 from ucp_formats.megatron.legacy.optimizer.distributed import Buffer, add_buffers, read_buffers
 from ucp_formats.megatron.legacy.optimizer.states import LegacyStates, Optimizer

@@ -6,12 +6,12 @@
 | fully_reshardable (0.14 on) | optimizer.state.{param,exp_avg,exp_avg_sq}.<parameter> |
 | fully_sharded_model_space (0.8 to 0.14) | as without, but flattened: see `unstack` |
 | dp_reshardable (default since 0.15), fully_sharded_bucket_space (0.6 to 0.14) | flat buckets: see `states/buckets` |
-| dp_zero_gather_scatter (0.6 to 0.14) | an object per data-parallel group: see `states/gathered` |
+| dp_zero_gather_scatter (0.6 to 0.14) | an object per data-parallel group: see `gathered_buckets` |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ucp.core.dtypes import DType
@@ -21,11 +21,13 @@ from ucp.core.region import Box
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, counted, listed
 from ucp.io.dcp.checkpoint import StoredTensor
-from ucp_formats.megatron.torch_dist.keys import ModelKey, StateKey
-from ucp_formats.megatron.torch_dist.states.buckets import BucketPlace, BucketStates
+from ucp.io.pickle.fields import described, mapping
+from ucp_formats.megatron.flat_buffer.boxes import FlatBuffer
+from ucp_formats.megatron.torch_dist.keys import BucketKey, GroupObjectKey, ModelKey, StateKey
+from ucp_formats.megatron.torch_dist.states.buckets import Bucket, BucketPlace, BucketStates, where_is
 from ucp_formats.megatron.torch_dist.unstack import Flattened, Piece, Whole, taken_apart
 
-__all__ = ["DistStates", "from_buckets", "from_state_keys", "state_dtype"]
+__all__ = ["DistStates", "from_buckets", "from_state_keys", "gathered_buckets", "state_dtype"]
 
 _MASTERS = frozenset({"param", "fp32_param", "master_param"})
 """Names of the state that holds the masters."""
@@ -150,3 +152,37 @@ def from_buckets(buckets: BucketStates, layout: str) -> DistStates:
 def state_dtype(fragments: Iterable[Fragment]) -> DType:
     """Element type of the pieces that are taken."""
     return next(fragment.ref.dtype for fragment in fragments if fragment.replica == 0)
+
+
+def gathered_buckets(objects: Mapping[GroupObjectKey, object]) -> list[Bucket]:
+    """Buckets in the objects `param_state` of data-parallel groups. Raises MalformedError."""
+    return [bucket for key, value in objects.items() if key.what == "param_state" for bucket in _of_group(key, value)]
+
+
+def _of_group(key: GroupObjectKey, value: object) -> Iterator[Bucket]:
+    where = f"the optimizer states of data-parallel group {key.group}"
+    for buffer, by_dtype in mapping(value, where).items():
+        if type(buffer) is not int:
+            continue
+        for dtype, states in mapping(by_dtype, f"buffer {buffer} of {where}").items():
+            base = BucketKey(key.chain, key.group, buffer, str(dtype), 0, "")
+            yield from _of_buffer(base, mapping(states, f"buffer {buffer} of {where}"))
+
+
+def _of_buffer(base: BucketKey, states: Mapping[object, object]) -> Iterator[Bucket]:
+    found: dict[int, Bucket] = {}
+    for state, value in states.items():
+        tensors = value if isinstance(value, list) else [value]
+        if not isinstance(value, list | TensorRef):
+            continue  # numel_unpadded
+        for number, tensor in enumerate(tensors):
+            key = BucketKey(base.chain, base.group, base.buffer, base.dtype, number, "")
+            bucket = found.setdefault(number, Bucket(key=key, in_chunks=False))
+            bucket.states[str(state)] = _flat(tensor, f"{where_is(key)}, {state}")
+    yield from found.values()
+
+
+def _flat(tensor: object, where: str) -> FlatBuffer:
+    if not isinstance(tensor, TensorRef) or len(tensor.shape) != 1 or not tensor.is_contiguous:
+        raise MalformedError(f"{where}: expected a flat tensor; got {described(tensor)}")
+    return FlatBuffer.of(tensor, where)

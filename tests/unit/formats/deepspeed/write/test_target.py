@@ -538,3 +538,18 @@ def test_a_step_that_was_a_python_float_is_a_whole_number(source: Make, write: M
     made.index = lambda: index
     state = write(made, TARGET, Topology(dp=1, zero=1)).load(optim(0))["optimizer_state_dict"]["base_optimizer_state"]
     assert type(state["state"][0]["step"]) is int
+
+
+def test_a_tensor_beside_it_stays_one(source: Make, write: Make) -> None:
+    made = source()
+    index = made.index()
+    ref = InlineTensor(data=struct.pack("<d", 3.0), dtype=DType.FLOAT64)
+    step = StateIndex(dtype=DType.FLOAT64, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=ref),))
+    for name in ("emb", "w"):
+        index.atoms[name].states["step"] = step
+    made.index = lambda: index
+    written = write(made, TARGET, Topology(dp=1, zero=1))
+    state = written.load(optim(0))["optimizer_state_dict"]["base_optimizer_state"]["state"]
+    assert type(state[0]["step"]) is int
+    assert (state[1]["step"].dtype, state[1]["step"].shape) == (np.dtype("<f4"), ())
+    assert written.plan.casts == ("step: float64 -> int64 in 2 parameters",)

@@ -79,20 +79,6 @@ def test_files_that_no_rank_saved_are_no_lost_copies(fake_legacy, tmp_path: Path
         read(folder)
 
 
-def test_stages_of_which_a_later_one_begins_the_model(fake_legacy, tmp_path: Path) -> None:
-    run = fake_legacy(kind="llama", pp=2, optimizer="none")
-    for root in run.roots.values():
-        del root["args"].rank
-    folder = run.save(tmp_path)
-    read(folder)
-    there = folder / "iter_0000010"
-    (there / "mp_rank_00_000").rename(there / "aside")
-    (there / "mp_rank_00_001").rename(there / "mp_rank_00_000")
-    (there / "aside").rename(there / "mp_rank_00_001")
-    with pytest.raises(MalformedError, match=r"on stage 0, chunk 0, .*; it is on stage 1, chunk 0 only"):
-        read(folder)
-
-
 def test_missing_buffers_are_named_together(fake_legacy, tmp_path: Path) -> None:
     run = fake_legacy(kind="llama", tp=2, optimizer="L3a")
     run.buffers.clear()

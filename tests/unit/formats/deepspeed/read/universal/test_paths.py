@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ucp_formats.deepspeed.read.universal.paths import check_places, state_path
+from ucp_formats.deepspeed.read.universal.parameter_folders import check_places, state_path
 
 from ucp.errors import DestinationError
 
