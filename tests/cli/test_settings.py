@@ -18,7 +18,7 @@ LLAMA = FIXTURES / "megatron/llama-tp2-pp2-dp2-full/checkpoint"
     ("words", "known"),
     [
         ([ZERO3], "It takes drop"),
-        ([ZERO3, "--to", "deepspeed"], "It takes stages, partition, layers, tied, norm, scheduler, step, drop"),
+        ([ZERO3, "--to", "deepspeed"], "It takes stages, partition, layers, tied, scheduler, step, drop"),
         ([ZERO3, "--to", "deepspeed-universal"], "It takes optimizer, scheduler, step, drop"),
         ([ZERO3, "--to", "megatron", "--topology", "tp=1"], "hidden_size"),
         (

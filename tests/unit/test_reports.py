@@ -26,7 +26,7 @@ def test_a_plan_is_readable(source):
     assert dict(rows.rows)["tensors"] == f"{both}, of 5 parameters"
     assert dict(rows.rows)["files"] == f"{len(report.files)} files of {nbytes_text(report.nbytes_out)}, and the index"
     assert dict(rows.rows)["work"].startswith("1 task by 1 worker of ")
-    titles = ["Warnings", "Casts", "Left behind"]
+    titles = ["Warnings", "Layout of the target", "Casts", "Left behind"]
     assert [section.title for section in lists if section.rows] == titles
     assert "\n\nCasts\n  - exp_avg: float32 -> bfloat16" in str(report)
     assert len(repr(report)) < 2000, "neither the index nor the files are in it"

@@ -74,7 +74,7 @@ class Pointer:
         """Name of the folder that the file in `folder` names; None where there is none, or no name in it."""
         text = short_text(folder / self.file, most_bytes=_MOST_BYTES)
         name = self.folder_of(text) if text else None
-        return None if not name or os.path.isabs(name) or ".." in Path(name).parts else name
+        return name if name and "\0" not in name and not os.path.isabs(name) and ".." not in Path(name).parts else None
 
 
 def locate(path: Path, look: Look[T], pointers: Sequence[Pointer] = ()) -> Located[T] | None:

@@ -134,11 +134,3 @@ def test_as_megatron_writes_it(src, like, topology, settings, tmp_path):
     assert {str(path.relative_to(ours)) for path in ours.rglob("*.pt")} == files
     for name in sorted(files):
         assert differences(load(theirs / name), load(ours / name)) == [], name
-
-
-@pytest.mark.parametrize(("layout", "told"), [("torch", True), ("torch_dist", False)])
-def test_a_convolution_that_later_releases_name_otherwise(layout, told, tmp_path):
-    """0.19.2 loads torch_dist of it (tests/integration/megatron/test_megatron_load.py), and legacy files not."""
-    src = ROOT / "mamba-tp2-dp2-torch-zero-0.19.2" / "checkpoint"
-    report = convert(src, tmp_path / "out", to="megatron", topology="tp=4", layout=layout, workers=1)
-    assert any("does not load these files" in note for note in report.notes) == told
