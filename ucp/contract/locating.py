@@ -25,6 +25,8 @@ __all__ = ["Located", "Look", "Pointer", "find_only", "follow_pointers", "locate
 T = TypeVar("T")
 
 _MOST_BYTES = 1024
+_MOST_NAME = 255
+"""Bytes that a file system allows in a name."""
 _SHOWN = 3
 
 
@@ -74,7 +76,9 @@ class Pointer:
         """Name of the folder that the file in `folder` names; None where there is none, or no name in it."""
         text = short_text(folder / self.file, most_bytes=_MOST_BYTES)
         name = self.folder_of(text) if text else None
-        return name if name and "\0" not in name and not os.path.isabs(name) and ".." not in Path(name).parts else None
+        if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
+            return None
+        return name if all(len(os.fsencode(part)) <= _MOST_NAME for part in Path(name).parts) else None
 
 
 def locate(path: Path, look: Look[T], pointers: Sequence[Pointer] = ()) -> Located[T] | None:

@@ -37,7 +37,7 @@ def test_a_pointer_is_followed_and_says_what_was_saved_last(runs):
     assert find(runs / "a").saved_in.newest == "b"
 
 
-@pytest.mark.parametrize("text", ["c", "", "../a", "/a", "x" * 2000])
+@pytest.mark.parametrize("text", ["c", "", "../a", "/a", "x" * 300, "x" * 2000, "a\0"])
 def test_a_pointer_to_nothing_is_an_error_that_lists_what_is_there(runs, text):
     (runs / "newest").write_text(text)
     with pytest.raises(MalformedError) as caught:

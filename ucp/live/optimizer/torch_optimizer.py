@@ -100,13 +100,13 @@ class TorchOptimizer:
         """Give parameters exactly these states; an empty mapping makes a parameter one that was never stepped."""
         for name, values in states.items():
             param, forms = self.live[name], self.forms.get(name, {})
-            if values:
+            kept = {state: value for state, value in values.items() if state != WEIGHT}  # a master is in place already
+            if kept:
                 self.handle.state[param] = {
                     state: _formed(value, forms.get(state))
                     if state in counts.get(name, ())
                     else self.made.pop((name, state), value)
-                    for state, value in values.items()
-                    if state != WEIGHT  # a master is where it belongs already
+                    for state, value in kept.items()
                 }
             elif param.numel():
                 self.handle.state.pop(param, None)
