@@ -8,6 +8,7 @@ from enum import Flag, StrEnum, auto
 from typing import Any
 
 from ucp.conversion.values import dtypes_of, settings_of
+from ucp.errors import UsageError
 
 __all__ = ["Option", "Verb", "declare"]
 
@@ -61,6 +62,12 @@ class Option:
     """Whether parts of one conversion may differ in it."""
     default: object = None
     """The argument's default; set there."""
+
+    def value_of(self, argument: object) -> object:
+        """The field's value. Raises UsageError for an argument that is none."""
+        if isinstance(self.default, bool) and not isinstance(argument, bool):
+            raise UsageError(f"expected {self.name} to be True or False; got {argument!r}")
+        return self.parse(argument)
 
     @property
     def in_python(self) -> str:

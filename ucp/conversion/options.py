@@ -458,7 +458,7 @@ def options_of(verb: Verb) -> list[Option]:
 def make_options(**arguments: object) -> ConvertOptions:
     """Arguments as users pass them, checked; settings that are the engine's go to it. Raises UsageError."""
     values: dict[str, Any] = {
-        name: OPTIONS[name].parse(value)
+        name: OPTIONS[name].value_of(value)
         for name, value in arguments.items()
         if value is not None or OPTIONS[name].default is not None
     }

@@ -57,3 +57,10 @@ def test_choices(name):
 def test_doubts_that_are_none(accept):
     with pytest.raises(UsageError, match="expected accept as a list of equal-ranks"):
         make_options(accept=accept)
+
+
+@pytest.mark.parametrize("name", ["overwrite", "resume", "verify", "virtual", "fsync"])
+def test_what_is_on_or_off_is_true_or_false(name):
+    """`overwrite="no"` replaced what was there."""
+    with pytest.raises(UsageError, match=name):
+        make_options(**{name: "no"})
