@@ -22,7 +22,7 @@ from typing import Any
 from safetensors import safe_open
 
 import ucp
-from tests.integration.deepspeed.resume_sources import OTHERS, SOURCES, TARGETS, Source, Target
+from tests.integration.deepspeed.resume_sources import OTHERS, SAME, SOURCES, TARGETS, Source, Target
 
 __all__ = [
     "Cell",
@@ -49,10 +49,12 @@ class Cell:
     """Whether nothing is written, and `ucp.load_into` fills the engine from the source."""
     mended: bool = True
     """Whether what a universal load in stage 3 leaves wrong is put right after it, as the page tells users to do."""
+    original: bool = False
+    """Whether nothing is converted: DeepSpeed resumes its own files, on this machine, as a measure for the others."""
 
     @property
     def name(self) -> str:
-        kind = "live" if self.live else "universal" if self.universal else "native"
+        kind = "original" if self.original else "live" if self.live else "universal" if self.universal else "native"
         as_loaded = "" if self.mended else "-as-loaded"
         return f"{self.source.name}-to-z{self.target.stage}-dp{self.target.ranks}-{kind}{as_loaded}"
 
@@ -73,7 +75,7 @@ class Cell:
 
 
 def cells() -> tuple[Cell, ...]:
-    """All cells, and one more: stage 3 as DeepSpeed leaves it after a universal load."""
+    """All cells, DeepSpeed's own resumes, and one more: stage 3 as DeepSpeed leaves it after a universal load."""
     every = [
         Cell(source=source, target=target, universal=universal)
         for source in SOURCES
@@ -85,6 +87,7 @@ def cells() -> tuple[Cell, ...]:
         loads = (*source.universal, *source.universal_fails)
         every += [Cell(source=source, target=target, universal=True) for target in loads]
     named = {cell.source.name: cell.source for cell in every}
+    every += [Cell(source=named[name], target=target, universal=False, original=True) for name, target in SAME.items()]
     return (*every, Cell(source=named["z3-dp4-fp32"], target=Target(3, 4), universal=True, mended=False))
 
 
@@ -92,7 +95,7 @@ def convert_all(wanted: Iterable[Cell], root: Path) -> dict[str, ucp.ConvertRepo
     """Write every destination once."""
     reports: dict[str, ucp.ConvertReport] = {}
     for cell in wanted:
-        if cell.destination in reports:
+        if cell.original or cell.destination in reports:
             continue
         to = "deepspeed-universal" if cell.universal else "deepspeed"
         topology = None if cell.universal else ucp.Topology(dp=cell.target.ranks, zero=cell.target.stage)
@@ -123,7 +126,7 @@ def _job(cell: Cell, root: Path, results: Path) -> dict[str, object]:
     return {
         "base": cell.source.name,
         "case": case,
-        "checkpoint": str(cell.source.folder / "checkpoint" if cell.live else root / cell.destination),
+        "checkpoint": str(cell.source.folder / "checkpoint" if cell.live or cell.original else root / cell.destination),
         "live": cell.live,
         "universal": cell.universal,
         "mended": cell.universal and cell.target.stage == 3 and cell.mended,
@@ -159,6 +162,8 @@ class Verdict:
     """Differences of groups (parameters, hyper-parameters, steps), loss scale and client state."""
     loss_gap: float = float("nan")
     """Largest relative difference of the losses of the next steps from the uninterrupted run's."""
+    losses: tuple[float, ...] = ()
+    """The losses of the next steps."""
     lrs_equal: bool = False
     """Whether the learning rates of the next steps are the uninterrupted run's."""
     step_before: float = 0.0
@@ -187,6 +192,7 @@ def judge(cell: Cell, results: Path) -> Verdict:
         not_restored=tuple(name for name in differing if name in unmanaged),
         settings=tuple(_setting_differences(cell, truth, loaded)),
         loss_gap=max(_gap(a, b) for a, b in zip(truth["losses_after"], loaded["losses_after"], strict=True)),
+        losses=tuple(loaded["losses_after"]),
         lrs_equal=truth["lrs_after"] == loaded["lrs_after"],
         step_before=before,
         step_expected=before + len(truth["losses_after"]) if before else 0,

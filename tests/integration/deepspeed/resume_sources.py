@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OTHERS", "SOURCES", "TARGETS", "Source", "Target"]
+__all__ = ["OTHERS", "SAME", "SOURCES", "TARGETS", "Source", "Target"]
 
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures" / "deepspeed"
 
@@ -67,6 +67,10 @@ SOURCES = (
     Source("z3-dp4-fp32", "z3 DP4 fp32", "fp32", TARGETS),
     Source("z3-dp3-uneven", "z3 DP3 uneven fp32", "fp32", TARGETS),
 )
+
+SAME = {"z0-fp32": Target(0, 2), "z3-dp4-fp32": Target(3, 4)}
+"""Sources of which DeepSpeed also resumes its own files, as the stage and ranks that wrote them: processors round
+differently, so that losses are compared exactly only with those of the same machine."""
 
 _WHOLE_GRADIENTS = {"zero_optimization": {"reduce_scatter": False}}
 """Needed by Muon under stage 3."""

@@ -1,8 +1,8 @@
 """Real DeepSpeed resumes from what `ucp convert` wrote: every source, every target, natively and universally.
 
 Right after the load, weights, moments, steps and hyper-parameters are those of the source, bit for bit. The losses of
-the next steps are those of the uninterrupted run: exactly, where number of ranks and stage are the same; else up to the
-order in which floats are summed over ranks and flat buffers (`TOLERANCE`).
+the next steps are those of the uninterrupted run, up to the order in which floats are summed over ranks and flat
+buffers (`TOLERANCE`); where number of ranks and stage are the same, those of DeepSpeed resuming its own files, exactly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.integration.deepspeed.resume_matrix import (
     matrix_table,
     other_table,
 )
-from tests.integration.deepspeed.resume_sources import Target
+from tests.integration.deepspeed.resume_sources import SAME
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 
@@ -43,9 +43,6 @@ CELLS = cells()
 MATRIX = [cell for cell in CELLS if cell.mended]
 LOADABLE = [cell for cell in MATRIX if not cell.fails]
 
-SAME = {"z0-fp32": (Target(0, 2),), "z3-dp4-fp32": (Target(3, 4),)}
-"""Targets with the stage and ranks of the source."""
-
 
 def _id(cell: Cell) -> str:
     return cell.name
@@ -59,7 +56,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Verdict]:
     convert_all(CELLS, root)
     load_all(CELLS, root, results)
     found = [judge(cell, results) for cell in CELLS]
-    page = _page(found)
+    page = _page([verdict for verdict in found if not verdict.cell.original])
     PAGE.parent.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(page)
     print(f"\n{page}")
@@ -119,12 +116,12 @@ def test_limit_these_are_beyond_deepspeed(cell: Cell, verdicts: Mapping[str, Ver
 
 
 @pytest.mark.parametrize(
-    "cell",
-    [c for c in LOADABLE if c.source.dtype == "fp32" and c.target in SAME.get(c.source.name, ())],
-    ids=_id,
+    "cell", [cell for cell in LOADABLE if not cell.original and SAME.get(cell.source.name) == cell.target], ids=_id
 )
 def test_the_same_layout_goes_on_exactly(cell: Cell, verdicts: Mapping[str, Verdict]) -> None:
-    assert verdicts[cell.name].loss_gap == 0
+    """As DeepSpeed goes on from its own files: the same losses to the last bit, on whatever processor."""
+    original = Cell(source=cell.source, target=cell.target, universal=False, original=True)
+    assert verdicts[cell.name].losses == verdicts[original.name].losses
 
 
 @pytest.mark.parametrize("cell", [cell for cell in LOADABLE if cell.universal], ids=_id)
@@ -149,7 +146,8 @@ and real DeepSpeed loaded it into a model of another seed: {versions}. `make int
 **Right after each load, all weights, moments, steps and hyper-parameters are those of the source, bit for bit**
 ({compared} tensors compared over {loads} loads). The number in a cell is the largest relative difference of the next
 five losses from those of the run that was not interrupted; "exact" is none at all. It comes from another order of
-adding floats over ranks and flat buffers, and has to stay below {tolerance}; in fp16 between
+adding floats over ranks and flat buffers, or from another processor than the one that trained (DeepSpeed resuming its
+own files there and here differs as much), and has to stay below {tolerance}; in fp16 between
 stage 0 and the others, which do not train alike (see the end), below {stage_0:g}.
 
 {matrix}
