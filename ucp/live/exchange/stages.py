@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from ucp.conversion.collection import no_cycle_collection
 from ucp.live.exchange.holders import digests, holders
 from ucp.live.exchange.loads import Load, loads_of, own_load
 from ucp.live.exchange.read_shares import ALIGNMENT, Window, share_out
 from ucp.live.exchange.traffic import Exchange
 from ucp.live.parts import LoadItem
 from ucp.live.run.ranks import Ranks, together
+from ucp.source.read import no_cycle_collection
 
 __all__ = ["STATUS", "Room", "Stage", "plan_stages"]
 

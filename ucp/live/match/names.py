@@ -14,10 +14,8 @@ from functools import reduce
 from itertools import islice
 
 from ucp.contract.model.arguments import recorded_arguments, said_values
-from ucp.contract.protocols import SourceOptions
+from ucp.contract.protocols import Naming, SourceOptions
 from ucp.contract.registry import choose_family
-from ucp.conversion.source.naming import by_rules, check_styles, family_sizes, restyled, under_style
-from ucp.conversion.values import Naming
 from ucp.core.index import Index
 from ucp.core.names import WEIGHT
 from ucp.core.patches import Made
@@ -26,6 +24,7 @@ from ucp.families.family import CANONICAL, Family
 from ucp.families.styles import find_source_style
 from ucp.live.parts import LiveTensor
 from ucp.live.run.ranks import Ranks, together
+from ucp.source.naming import by_rules, check_styles, family_sizes, restyled, under_style
 
 __all__ = ["NamesAsked", "under_live_names"]
 

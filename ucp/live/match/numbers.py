@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ucp.contract.protocols import ParamOrder
-from ucp.conversion.source.read import index_of
 from ucp.core.index import Index
 from ucp.errors import LoadError, UsageError
 from ucp.live.adapters import LiveRun
 from ucp.live.run.asked import LoadAsked
 from ucp.live.run.ranks import Ranks, together
+from ucp.source.read import index_of
 
 __all__ = ["in_live_order"]
 
