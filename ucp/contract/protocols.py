@@ -22,7 +22,6 @@ from ucp.contract.run_extras import RunExtras
 from ucp.core.index import Index
 from ucp.core.layout import Pattern
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
-from ucp.core.tensor import Tensor
 from ucp.core.topology import Topology
 from ucp.errors import IdleOptionError
 
@@ -36,8 +35,6 @@ __all__ = [
     "Engine",
     "Evidence",
     "Format",
-    "LocalTensor",
-    "LocalTensors",
     "Observer",
     "ParamOrder",
     "ParamOrderLike",
@@ -102,28 +99,6 @@ class SourceOptions:
         return replace(self, family=None, patterns=None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalTensor:
-    """A tensor of the model as one rank stores it."""
-
-    name: str
-    """Name in the rank's file; layers and experts may be numbered from 0 on every rank."""
-    coords: Mapping[str, int]
-    """Where the rank is: "tp", and "pp", "ep", "chunk" where ranks of them hold other tensors."""
-    ref: Tensor
-    """Its elements."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalTensors:
-    """The model as its ranks store it, without any rule that says how parts make up wholes."""
-
-    arguments: Mapping[str, object]
-    """Arguments of the run, as recorded."""
-    tensors: tuple[LocalTensor, ...]
-    """Every tensor of every rank."""
-
-
 class Format(Protocol):
     """Reads the indexes of one kind of checkpoint."""
 
@@ -154,11 +129,6 @@ class Format(Protocol):
     def configured(self, options: SourceOptions) -> Format:
         """The same format, reading with these options. Raises IdleOptionError where it has no use for them."""
         raise IdleOptionError(f"{self.name} checkpoints are read without a model family: drop --family and --patterns")
-
-    def local_tensors(self, path: Path) -> LocalTensors | None:
-        """The model as its ranks store it, where no family knows it; None when the files record the global tensors."""
-        del path
-        return None
 
 
 class Target(Protocol):

@@ -26,7 +26,6 @@ from ucp.conversion.destination.waiting import waiting_for
 from ucp.conversion.execute import Written, execute
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.parts.finalize import check_begun, unfinished
-from ucp.conversion.parts.planning import plan_part
 from ucp.conversion.parts.run import write_part
 from ucp.conversion.prepare import Prepared, prepare
 from ucp.conversion.verify import verify_written
@@ -182,13 +181,10 @@ def _part(
 ) -> tuple[Prepared, Written | None]:
     """Write a part, beside others; the plan, and what was written, or None where the destination is complete."""
     staging = _shared(destination)
-
-    def check(prepared: Prepared) -> None:
-        destination.check_job(prepared.job)
-        if not staging.data.exists() and not staging.is_complete(prepared.fingerprint, overwrite=options.overwrite):
-            check_space(prepared.nbytes_out, staging.dst.parent)  # for all parts, by whoever comes first
-
-    prepared = plan_part(src, staging, options, observer, check)
+    prepared = prepare(src, options, observer)
+    destination.check_job(prepared.job)
+    if not staging.data.exists() and not staging.is_complete(prepared.fingerprint, overwrite=options.overwrite):
+        check_space(prepared.nbytes_out, staging.dst.parent)  # for all parts, by whoever comes first
     try:
         return prepared, write_part(prepared, staging, options, observer)
     except OSError as error:

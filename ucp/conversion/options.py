@@ -295,7 +295,6 @@ class ConvertOptions:
             "processes, or none where one is enough.",
             metavar="NAME",
             parse=engine_named,
-            is_per_part=True,
         ),
     )
     workers: int | None = field(
@@ -306,7 +305,6 @@ class ConvertOptions:
             metavar="N",
             parse=workers_of,
             verbs=Verb.MAKE | Verb.COMPARE,
-            is_per_part=True,
         ),
     )
     memory: int = field(
@@ -318,7 +316,6 @@ class ConvertOptions:
             shown="1GiB",
             parse=nbytes_of,
             verbs=Verb.MAKE | Verb.COMPARE | Verb.LOAD,
-            is_per_part=True,
         ),
     )
     scratch: Path | None = field(
@@ -335,7 +332,6 @@ class ConvertOptions:
         metadata=declare(
             "Continue an interrupted conversion; with --overwrite, one that replaces DST.",
             verbs=Verb.CONVERT,
-            is_per_part=True,
         ),
     )
     overwrite: bool = field(
@@ -343,7 +339,6 @@ class ConvertOptions:
         metadata=declare(
             "Replace a DST that ucp wrote, once the new one is complete (in a bucket: at once).",
             verbs=Verb.CONVERT,
-            is_per_part=True,
         ),
     )
     fsync: bool = field(
@@ -355,7 +350,6 @@ class ConvertOptions:
             "`cp`: safe if the process is killed, not if the power fails soon after.",
             flag="--no-fsync",
             verbs=Verb.CONVERT,
-            is_per_part=True,
         ),
     )
     verify: bool = field(
@@ -363,7 +357,6 @@ class ConvertOptions:
         metadata=declare(
             "Read everything back and compare it with SRC, bit for bit, before DST appears.",
             verbs=Verb.CONVERT,
-            is_per_part=True,
         ),
     )
     part: Share | None = field(
@@ -377,7 +370,6 @@ class ConvertOptions:
             metavar="K/N",
             parse=part_of,
             verbs=Verb.CONVERT,
-            is_per_part=True,
         ),
     )
     finalize: bool = field(
@@ -386,7 +378,6 @@ class ConvertOptions:
             "Complete what parts did: check that all of it is there, and put DST in place. Reads back only what "
             "was written with --no-fsync or by a part that was cut off. Takes the same options.",
             verbs=Verb.CONVERT,
-            is_per_part=True,
         ),
     )
 

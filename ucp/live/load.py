@@ -25,14 +25,12 @@ from ucp.live.adapters import LiveRequest, LiveRun
 from ucp.live.exchange.carry import carry
 from ucp.live.exchange.traffic import Traffic
 from ucp.live.match.decide import Decision, check_agreement, decide, match, used_anywhere
-from ucp.live.match.names import under_live_names
-from ucp.live.match.numbers import in_live_order
+from ucp.live.match.names import in_live_order, under_live_names
 from ucp.live.model.describe import described
 from ucp.live.model.meta import place_of
 from ucp.live.model.parallel.experts import Experts
 from ucp.live.model.parallel.numbering import without_chunks
-from ucp.live.model.parallel.padding import without_padding
-from ucp.live.model.parallel.place import Placing, place
+from ucp.live.model.parallel.place import Placing, place, without_padding
 from ucp.live.optimizer.torch_optimizer import unwrap_optimizer
 from ucp.live.parts import LoadItem
 from ucp.live.report import Clock, LoadReport, report_of

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ucp.checks.explain import Explained, FamilyReport
-from ucp.checks.propose import Proposed
 from ucp.families.family import Family
 from ucp.families.rule import Alias, Rule
 
-__all__ = ["families_document", "family_document", "proposal_document", "report_document"]
+__all__ = ["families_document", "family_document", "report_document"]
 
 
 def families_document(families: Sequence[Family], patterns: Sequence[str]) -> dict[str, object]:
@@ -57,26 +56,6 @@ def report_document(report: FamilyReport) -> dict[str, object]:
         "recorded_in": dict(report.recorded_in),
         "parameters": {own.name: _explained(own) for own in report.parameters},
         "unused": list(dict.fromkeys(str(rule.name) for rule in report.unused)),
-    }
-
-
-def proposal_document(found: Proposed) -> dict[str, object]:
-    """What `ucp patterns infer` proposes."""
-    return {
-        "schema": "ucp.patterns-infer/1",
-        "extends": list(found.extends),
-        "proposals": [
-            {
-                "name": own.template,
-                "axis": own.axis,
-                "pattern": own.pattern or None,
-                "certainty": own.certainty.value,
-                "why": own.why,
-                "tensors": own.count,
-            }
-            for own in found.proposals
-        ],
-        "toml": found.toml,
     }
 
 

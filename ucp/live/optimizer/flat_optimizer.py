@@ -14,7 +14,7 @@ from ucp.errors import LoadError, listed
 from ucp.live.adapters import LiveModel
 from ucp.live.match.groups import LiveGroup
 from ucp.live.model.dtensor import local_of
-from ucp.live.model.fsdp1 import FlatUnit
+from ucp.live.model.wrappers import FlatUnit
 from ucp.live.optimizer.torch_optimizer import TorchOptimizer, describe_optimizer
 from ucp.live.parts import LiveParam, LivePart
 
