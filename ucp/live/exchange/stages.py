@@ -16,12 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-<<<<<<< HEAD
-from ucp.live.exchange.holders import digests, holders
-=======
-from ucp.source.read import no_cycle_collection
 from ucp.core.slices import Slice
->>>>>>> main
 from ucp.live.exchange.loads import Load, loads_of, own_load
 from ucp.live.exchange.read_shares import ALIGNMENT, Window, share_out
 from ucp.live.exchange.traffic import Exchange

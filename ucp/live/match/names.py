@@ -15,16 +15,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ucp.contract.model.arguments import recorded_arguments, said_values
-<<<<<<< HEAD
-from ucp.contract.protocols import Naming, SourceOptions
+from ucp.contract.protocols import Naming, ParamOrder, SourceOptions
 from ucp.contract.registry import choose_family
-=======
-from ucp.contract.protocols import ParamOrder, SourceOptions
-from ucp.contract.registry import choose_family
-from ucp.source.naming import by_rules, check_styles, family_sizes, restyled, under_style
-from ucp.source.read import index_of
-from ucp.conversion.values import Naming
->>>>>>> main
 from ucp.core.index import Index
 from ucp.core.names import WEIGHT
 from ucp.core.patches import Made
@@ -35,6 +27,7 @@ from ucp.live.adapters import LiveRun
 from ucp.live.parts import LiveTensor
 from ucp.live.run.ranks import Ranks, together
 from ucp.source.naming import by_rules, check_styles, family_sizes, restyled, under_style
+from ucp.source.read import index_of
 
 if TYPE_CHECKING:
     from ucp.live.run.asked import LoadAsked
