@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Literal, Unpack
 
 from ucp.contract.protocols import Observer
 from ucp.conversion.arguments import LoadArguments, takes_options
-from ucp.conversion.collection import no_cycle_collection
 from ucp.conversion.option import Verb
-from ucp.conversion.source.read import index_as_told, index_of
 from ucp.conversion.values import DtypeLike, TopologyLike, type_path
 from ucp.io.identity import check_unchanged
 from ucp.live.adapters import LiveRequest
@@ -36,6 +34,7 @@ from ucp.live.resume.beside import Resume, RunObjects, resume_of
 from ucp.live.run.asked import ENVIRONMENT, LoadAsked
 from ucp.live.run.ranks import Ranks, ranks_of, together
 from ucp.live.run.shared_index import read_once
+from ucp.source.read import index_as_told, index_of, no_cycle_collection
 
 if TYPE_CHECKING:
     import torch

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from ucp.conversion.collection import no_cycle_collection
 from ucp.core.slices import Slice
 from ucp.live.exchange.loads import Load, loads_of, own_load
 from ucp.live.exchange.read_shares import ALIGNMENT, Window, aligned, share_out
 from ucp.live.exchange.traffic import Exchange
 from ucp.live.parts import LoadItem
 from ucp.live.run.ranks import Ranks, together
+from ucp.source.read import no_cycle_collection
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

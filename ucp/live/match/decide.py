@@ -10,7 +10,6 @@ from operator import or_
 
 import xxhash
 
-from ucp.conversion.source.zero_moments import ZeroMoments, before_first_step, check_moments
 from ucp.core.dtypes import DType
 from ucp.core.index import DoubtKind, Index, Kind, ParamGroup, check_doubts
 from ucp.core.tensor import InlineTensor, TensorRef
@@ -24,6 +23,7 @@ from ucp.live.match.states import match_states, note_rounded
 from ucp.live.match.tensors import find_unexpected, fitting, match_tensors, want_weights
 from ucp.live.parts import LiveParam, LivePart, LoadItem
 from ucp.live.run.ranks import Ranks
+from ucp.source.moments import ZeroMoments, before_first_step, check_moments
 
 __all__ = ["Decision", "LoadOptions", "Matching", "Used", "check_agreement", "decide", "match", "used_anywhere"]
 

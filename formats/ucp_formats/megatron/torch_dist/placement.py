@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
+from ucp.contract.axes import along
 from ucp.contract.registry import pattern
 from ucp.core.layout import AxisLayout, Layout, place
 from ucp.core.region import Box
@@ -21,7 +22,7 @@ from ucp.errors import FamilyError, TopologyError, UnsupportedError, listed
 from ucp.families.family import Family
 from ucp_formats.megatron.flat_buffer.layout import bucket_multiple
 from ucp_formats.megatron.param_groups.rules import expert_numbers
-from ucp_formats.megatron.run.mesh import along, data_parallel, known, stages
+from ucp_formats.megatron.run.mesh import data_parallel, known, stages
 from ucp_formats.megatron.run.stages import Chunk, stage_layers
 from ucp_formats.megatron.torch_dist.atoms import EMBEDDING, OUTPUT
 from ucp_formats.megatron.torch_dist.common import CommonState
