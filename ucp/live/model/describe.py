@@ -15,8 +15,7 @@ from ucp.live.model.meta import give_memory, lacks_memory, place_of
 from ucp.live.model.module import describe_modules, torch_type
 from ucp.live.model.wrappers import FlatUnit, flat_units
 from ucp.live.optimizer.flat_optimizer import describe_flat_optimizer
-from ucp.live.optimizer.masters import describe_masters
-from ucp.live.optimizer.torch_optimizer import describe_zero_redundancy
+from ucp.live.optimizer.torch_optimizer import describe_masters, describe_zero_redundancy
 from ucp.live.parts import LiveTensor
 
 if TYPE_CHECKING:
