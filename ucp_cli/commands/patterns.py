@@ -14,11 +14,16 @@ from ucp.conversion.option import Verb
 from ucp.conversion.options import make_options
 from ucp.core.text.page import lines
 from ucp.errors import UnknownFamilyError
-from ucp_cli.exits import DIFFERENT
-from ucp_cli.failures import Unfitting
+from ucp_cli.failures import DIFFERENT, Unfitting
 from ucp_cli.options import PATH, as_json, completed, example, family_names, takes_options
-from ucp_cli.pages.family_documents import families_document, family_document, report_document
-from ucp_cli.pages.family_page import family_page, family_table, report_page
+from ucp_cli.pages.families import (
+    families_document,
+    family_document,
+    family_page,
+    family_table,
+    report_document,
+    report_page,
+)
 from ucp_cli.pages.render import write, write_json
 
 __all__ = ["command"]
