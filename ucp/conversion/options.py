@@ -19,15 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from ucp.contract.companions import Companions
-from ucp.contract.protocols import Engine, ParamOrder, SourceOptions
+from ucp.contract.protocols import Engine, Naming, ParamOrder, SourceOptions
 from ucp.contract.registry import engine as engine_named
 from ucp.conversion.option import Option, Verb, declare
 from ucp.conversion.parts.which import part_of
-from ucp.conversion.source.new_optimizer import NewOptimizer
-from ucp.conversion.source.replica_policy import Drift
-from ucp.conversion.source.zero_moments import ZeroMoments
 from ucp.conversion.values import (
-    Naming,
     choice_of,
     dtypes_of,
     globs_of,
@@ -46,6 +42,9 @@ from ucp.core.target import TargetOptions
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
 from ucp.io.folder import given
+from ucp.source.moments import ZeroMoments
+from ucp.source.new_optimizer import NewOptimizer
+from ucp.source.replica_policy import Drift
 from ucp.transfer.plan.tasks import Share
 
 __all__ = [

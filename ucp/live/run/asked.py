@@ -11,11 +11,10 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeGuard, Unpack
 
-from ucp.contract.protocols import Observer
+from ucp.contract.protocols import Naming, Observer
 from ucp.conversion.arguments import LoadArguments
 from ucp.conversion.options import make_options
-from ucp.conversion.source.run_state import SCHEDULER
-from ucp.conversion.values import DtypeLike, Naming, TopologyLike, choice_of, dtype_of, path_of, topology_of, type_path
+from ucp.conversion.values import DtypeLike, TopologyLike, choice_of, dtype_of, path_of, topology_of, type_path
 from ucp.core.dtypes import DType
 from ucp.errors import UsageError
 from ucp.io.folder import given
@@ -25,6 +24,7 @@ from ucp.live.match.names import NamesAsked
 from ucp.live.model.parallel.experts import Experts
 from ucp.live.resume.rank_extras import RankPolicy
 from ucp.live.run.mesh import RunMesh, is_device_mesh
+from ucp.source.run_state import SCHEDULER
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
