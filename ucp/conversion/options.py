@@ -257,7 +257,7 @@ class ConvertOptions:
             python='Doubts about the files of the source to ignore: "equal-ranks" (files of two ranks are copies '
             'of one another), "missing-layers" (a pipeline layer has no file), "moment-shapes" (moments '
             'do not have the shapes of their parameters), "config" (config.json is that of another '
-            "model).",
+            'model), "layout" (ranks cut tensors otherwise than the model family says).',
             choices=DoubtKind,
             repeats=True,
             parse=DoubtKind.accepted,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import prod
 
@@ -32,10 +32,7 @@ class Reading:
 
     def finish(self) -> _Done:
         """Wait for all of them. Raises what failed first."""
-        errors = [future.exception() for future in self._futures]
-        for error in errors:
-            if error is not None:
-                raise error
+        wait(self._futures)
         done = [future.result() for future in self._futures]
         return _Done(
             began=min((own.began for own in done), default=0.0),
@@ -78,8 +75,13 @@ class Reader:
 
     def scan(self, stretches: Sequence[tuple[str, int, int]]) -> list[Span]:
         """Read (path, offset, bytes), of tracked files, for their checksums only. Raises SourceError."""
-        futures = [self._pool.submit(self._scan, *stretch) for stretch in stretches]
-        return [future.result() for future in futures]
+
+        def read(path: str, offset: int, nbytes: int) -> Span:
+            gatherer = self._gatherer()
+            gatherer.scan(path, offset, nbytes)
+            return gatherer.spans[-1]
+
+        return [future.result() for future in [self._pool.submit(read, *stretch) for stretch in stretches]]
 
     def spans(self, starts: frozenset[tuple[str, int]]) -> list[Span]:
         """What was read of tracked files, what follows one another joined but where one of `starts` is between."""
@@ -103,31 +105,24 @@ class Reader:
         wanted = []
         for segment, view in batch:
             own = loads[segment.load]
-            pieces = resolve(own.slice, self._locator(own), segment.start, segment.stop)
+            # that of a source of several pieces is stored: it has sorted them
+            locator = self._locators.get(id(own.source)) or Locator(own.source)
+            if len(own.source.fragments) > 1:
+                locator = self._locators.setdefault(id(own.source), locator)
+            pieces = resolve(own.slice, locator, segment.start, segment.stop)
             wanted.append((view, own.slice.dtype, pieces))
         self._gatherer().fill_many(wanted)
         refs = ((prod(piece.sizes), piece.ref) for _, _, pieces in wanted for piece in pieces)
         nbytes = sum(numel * ref.dtype.itemsize for numel, ref in refs if isinstance(ref, TensorRef))
         return _Done(began=began, ended=time.perf_counter(), wanted=nbytes)
 
-    def _scan(self, path: str, offset: int, nbytes: int) -> Span:
-        gatherer = self._gatherer()
-        gatherer.scan(path, offset, nbytes)
-        return gatherer.spans[-1]
-
-    def _locator(self, own: Load) -> Locator:
-        """That of a source of several pieces is kept: it has sorted them."""
-        if len(own.source.fragments) == 1:
-            return Locator(own.source)
-        return self._locators.setdefault(id(own.source), Locator(own.source))
-
     def _gatherer(self) -> Gatherer:
         """That of this thread."""
-        found: Gatherer | None = getattr(self._local, "gatherer", None)
-        if found is None:
-            found = self._local.gatherer = Gatherer(sources=Sources(), tracked=self._tracked)
-            self._gatherers.append(found)
-        return found
+        gatherer: Gatherer | None = getattr(self._local, "gatherer", None)
+        if gatherer is None:
+            gatherer = self._local.gatherer = Gatherer(sources=Sources(), tracked=self._tracked)
+            self._gatherers.append(gatherer)
+        return gatherer
 
 
 def _batches(wanted: Iterator[tuple[Segment, memoryview]]) -> Iterator[list[tuple[Segment, memoryview]]]:
