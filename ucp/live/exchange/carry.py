@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,12 +20,13 @@ from ucp.live.exchange.buffers import Buffers
 from ucp.live.exchange.checksums import check_records
 from ucp.live.exchange.places import Places, copy_in, landings
 from ucp.live.exchange.read_shares import Segment, Window
-from ucp.live.exchange.reading import THREAD_NBYTES, Reader, Reading
+from ucp.live.exchange.reading import THREAD_NBYTES, Reading, start_reading
 from ucp.live.exchange.stages import STATUS, Stage, plan_stages
 from ucp.live.exchange.traffic import CarryOptions, Exchange, Traffic
 from ucp.live.exchange.verify import verify
 from ucp.live.parts import LoadItem
 from ucp.live.run.ranks import Ranks, together
+from ucp.transfer.gather import Reader
 
 if TYPE_CHECKING:
     import torch
@@ -61,8 +61,7 @@ def carry(items: Sequence[LoadItem], into: Sequence[torch.Tensor], ranks: Ranks,
     threads = max(1, min(_THREADS, options.memory // 4 // THREAD_NBYTES))
     memory = max(options.memory - threads * THREAD_NBYTES, options.memory // 2)
     stages = plan_stages(items, ranks, exchange=options.exchange, memory=memory)
-    reader = Reader(threads=threads, tracked=frozenset(record.path for record in options.records))
-    with closing(reader):
+    with Reader(threads, tracked=frozenset(record.path for record in options.records)) as reader:
         work = together(
             ranks, lambda: _Work(stages, shaped, reader=reader, ranks=ranks, options=options, memory=memory)
         )
@@ -172,7 +171,7 @@ class _Work:
             for segment in window.segments(mine, number):
                 segments.append(segment)
                 views.append(self._view(stage, segment, memory))
-        return self._reader.start(stage.loads, segments, views)
+        return start_reading(self._reader, stage.loads, segments, views)
 
     def _view(self, stage: Stage, segment: Segment, memory: memoryview) -> memoryview:
         """Where a segment is read to: what is not exchanged, straight to its place if that can be."""

@@ -13,11 +13,9 @@ from collections.abc import Sequence
 
 from ucp.core.tensor import Record
 from ucp.errors import CorruptError, counted, listed
-from ucp.live.exchange.reading import Reader
 from ucp.live.run.ranks import Ranks, together
 from ucp.transfer.checksums import gaps, mismatches
-from ucp.transfer.gather import Span
-from ucp.transfer.plan.tasks import BLOCK
+from ucp.transfer.gather import Reader, Span
 
 __all__ = ["check_records"]
 
@@ -37,12 +35,7 @@ def check_records(records: Sequence[Record], reader: Reader, ranks: Ranks) -> fr
     spans = together(ranks, lambda: _told(ordered, reader, ranks))
     mine = ordered[ranks.rank :: ranks.count]
     checked = _worth_it(mine, gaps(mine, spans))
-    stretches = [
-        (path, low, min(BLOCK, offset + nbytes - low))
-        for path, offset, nbytes in gaps(checked, spans)
-        for low in range(offset, offset + nbytes, BLOCK)
-    ]
-    more = together(ranks, lambda: reader.scan(stretches))
+    more = together(ranks, lambda: reader.scan(gaps(checked, spans)))
     kept = {_start(record) for record in checked}
     left = {record.path for record in mine if _start(record) not in kept}
     told = ranks.share((mismatches(checked, [*spans, *more]), left))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from typing import TYPE_CHECKING
 
 from ucp.errors import CorruptError, counted, listed
 from ucp.live.exchange.loads import Load, own_load
 from ucp.live.exchange.places import Places, bytes_of
 from ucp.live.exchange.read_shares import Window, share_out
-from ucp.live.exchange.reading import Reader
+from ucp.live.exchange.reading import start_reading
 from ucp.live.parts import LoadItem
 from ucp.live.run.ranks import Ranks, together
+from ucp.transfer.gather import Reader
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ def verify(items: Sequence[LoadItem], into: Sequence[torch.Tensor], ranks: Ranks
     loads = [own_load(number, item) for number, item in enumerate(items) if item.slice.nbytes]
 
     def compare() -> None:
-        with closing(Reader(threads=1, tracked=frozenset())) as reader:
+        with Reader(1) as reader:
             differing = list(dict.fromkeys(at for at in _differing(loads, Places(into), reader, memory // 2)))
         if differing:
             names = (f"{items[at].name}/{items[at].state}" for at in differing)
@@ -53,7 +53,7 @@ def _differing(loads: Sequence[Load], places: Places, reader: Reader, nbytes: in
     for window in windows:
         segments = list(window.segments(0))
         parts = [buffer[own.offset : own.offset + own.nbytes] for own in segments]
-        reader.start(loads, segments, [part.numpy().data for part in parts]).finish()
+        start_reading(reader, loads, segments, [part.numpy().data for part in parts]).finish()
         for segment, part in zip(segments, parts, strict=True):
             load = loads[segment.load]
             pieces = places.pieces(load, segment, part)
