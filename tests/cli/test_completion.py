@@ -34,7 +34,7 @@ def complete(*words: str) -> list[str]:
                 "torchtitan_0_2",
             },
         ),
-        (("patterns", "i"), {"infer"}),
+        (("patterns", "l"), {"list"}),
     ],
 )
 def test_values(words: tuple[str, ...], some: set[str]) -> None:

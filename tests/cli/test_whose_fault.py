@@ -35,13 +35,6 @@ def test_a_plan_takes_the_arguments_of_a_conversion(ucp: Run, tmp_path: Path) ->
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("source", [ZERO3, FIXTURES / "deepspeed/z1-pp2-dp2/checkpoint"])
-def test_where_nothing_is_cut_there_is_nothing_to_infer(ucp: Run, source: Path) -> None:
-    done = ucp("patterns", "infer", source)
-    assert done.stdout == ""
-    assert "nothing is cut" in done.stderr
-
-
 def test_an_inspection_shows_the_layers_of_each_stage(ucp: Run) -> None:
     page = ucp("inspect", LLAMA).stdout
     assert "stage  tensors  layers  other modules" in page

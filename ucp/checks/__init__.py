@@ -1,1 +1,1 @@
-"""Looking without writing: verify, explain, propose."""
+"""Looking without writing: verify and explain."""

@@ -9,22 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ucp.contract.model.arguments import run_arguments
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family, recognise
 from ucp.core.index import AtomIndex, Index
-from ucp.core.pickle_values import Stub
 from ucp.errors import FamilyError, UnknownFamilyError
 from ucp.families.family import Family, Named
 from ucp.families.rule import Rule
 from ucp.families.template import kind
 
-__all__ = ["NO_RULE", "Explained", "FamilyReport", "explain", "explain_index", "recorded_arguments"]
+__all__ = ["NO_RULE", "Explained", "FamilyReport", "explain", "explain_index"]
 
 NO_RULE = "no rule"
 """The problem of a name that falls under none."""
-
-_ARGUMENTS = ("args", "client_state/args")
-"""Extras that hold the arguments of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +92,7 @@ def explain(path: Path, options: SourceOptions | None = None) -> FamilyReport:
 
 def explain_index(index: Index, options: SourceOptions | None = None) -> FamilyReport:
     """What a family says about the parameters of `index`; see `explain`."""
-    shapes, arguments = index.shapes, recorded_arguments(index)
+    shapes, arguments = index.shapes, run_arguments(index)
     try:
         family, reasons = choose_family(names=shapes, shapes=shapes, arguments=arguments, options=options)
     except UnknownFamilyError:
@@ -140,16 +137,6 @@ def _recorded(index: Index) -> FamilyReport:
         unused=(),
         recorded_in=index.recorded_in,
     )
-
-
-def recorded_arguments(index: Index) -> Mapping[str, object]:
-    """Arguments of the run, as far as the checkpoint has them; empty when it has none."""
-    for extra in index.extras:
-        if extra.name in _ARGUMENTS and extra.rank in (None, 0):
-            value = extra.value.state if isinstance(extra.value, Stub) else extra.value
-            if isinstance(value, dict):
-                return {str(name): own for name, own in value.items()}
-    return {}
 
 
 def _explained(atom: AtomIndex, family: Family, axes: Mapping[str, int]) -> Explained:

@@ -11,7 +11,6 @@ from ucp.checks.changes import change_tables
 from ucp.contract.companions import is_companion
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.contract.registry import recognise
-from ucp.conversion.source.read import index_of
 from ucp.conversion.verify import damage
 from ucp.conversion.verify import drift as find_drift
 from ucp.core.index import TAG, Index
@@ -33,6 +32,7 @@ from ucp.errors import (
 from ucp.io.destination.mark import find_damage, find_destination, read_mark
 from ucp.io.folder import path_of
 from ucp.io.identity import check_unchanged
+from ucp.source.read import index_of
 from ucp.transfer.compare import checked_bytes
 from ucp.transfer.differences import Change, casts_between, compare, equal_casts, keeps_extras
 

@@ -22,9 +22,8 @@ from ucp.contract.run_extras import RunExtras
 from ucp.core.index import Index
 from ucp.core.layout import Pattern
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
-from ucp.core.tensor import Tensor
 from ucp.core.topology import Topology
-from ucp.errors import IdleOptionError
+from ucp.errors import IdleOptionError, UsageError
 
 if TYPE_CHECKING:
     from ucp.transfer.plan.job import Job
@@ -36,8 +35,7 @@ __all__ = [
     "Engine",
     "Evidence",
     "Format",
-    "LocalTensor",
-    "LocalTensors",
+    "Naming",
     "Observer",
     "ParamOrder",
     "ParamOrderLike",
@@ -103,25 +101,29 @@ class SourceOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalTensor:
-    """A tensor of the model as one rank stores it."""
+class Naming:
+    """Under which names to write."""
 
-    name: str
-    """Name in the rank's file; layers and experts may be numbered from 0 on every rank."""
-    coords: Mapping[str, int]
-    """Where the rank is: "tp", and "pp", "ep", "chunk" where ranks of them hold other tensors."""
-    ref: Tensor
-    """Its elements."""
+    style: str = ""
+    """Naming style of model families to write; empty for the target's, or the source's."""
+    source: str = ""
+    """Style of the source's names, where several have the same names for other tensors; empty for any."""
+    rules: Path | None = None
+    """TOML file with rules of the user's own."""
 
+    @classmethod
+    def of(cls, names: str | None, rename: Path | None) -> Naming:
+        """`STYLE` or `FROM:STYLE`, and a file. Raises UsageError.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalTensors:
-    """The model as its ranks store it, without any rule that says how parts make up wholes."""
-
-    arguments: Mapping[str, object]
-    """Arguments of the run, as recorded."""
-    tensors: tuple[LocalTensor, ...]
-    """Every tensor of every rank."""
+        >>> Naming.of("nanogpt:huggingface", None).source
+        'nanogpt'
+        """
+        source, colon, style = (names or "").rpartition(":")
+        if names is not None and (not style or (colon and not source)):
+            raise UsageError(
+                f"expected a naming style, as in --names huggingface or nanogpt:huggingface; got {names!r}"
+            )
+        return cls(style=style, source=source, rules=rename)
 
 
 class Format(Protocol):
@@ -154,11 +156,6 @@ class Format(Protocol):
     def configured(self, options: SourceOptions) -> Format:
         """The same format, reading with these options. Raises IdleOptionError where it has no use for them."""
         raise IdleOptionError(f"{self.name} checkpoints are read without a model family: drop --family and --patterns")
-
-    def local_tensors(self, path: Path) -> LocalTensors | None:
-        """The model as its ranks store it, where no family knows it; None when the files record the global tensors."""
-        del path
-        return None
 
 
 class Target(Protocol):

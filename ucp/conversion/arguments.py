@@ -30,7 +30,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ZeroMomentsName = Literal["error", "keep"]
-AcceptName = Literal["equal-ranks", "missing-layers", "moment-shapes", "config"]
+AcceptName = Literal["equal-ranks", "missing-layers", "moment-shapes", "config", "layout"]
 
 
 class SourceArguments(TypedDict, total=False):

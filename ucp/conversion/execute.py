@@ -11,7 +11,6 @@ from typing import Protocol
 
 from ucp.contract.protocols import Observer
 from ucp.contract.registry import engine
-from ucp.conversion.collection import no_cycle_collection
 from ucp.conversion.destination.place import Begun, Destination
 from ucp.conversion.prepare import Prepared
 from ucp.conversion.verify import owners
@@ -21,6 +20,7 @@ from ucp.errors import CorruptError, ReplicaError, counted, listed
 from ucp.io.destination.mark import MARK, dump_mark
 from ucp.io.destination.write import is_memory
 from ucp.io.identity import check_unchanged, is_remote, producer
+from ucp.source.read import no_cycle_collection
 from ucp.transfer.checksums import file_crc, gaps, mismatches
 from ucp.transfer.gather import Reader, Span
 from ucp.transfer.plan.task_list import nbytes_of

@@ -58,8 +58,6 @@ class Option:
     """What takes it."""
     identity: str = ""
     """What messages call it as a part of a conversion's identity; empty where it does not decide what is written."""
-    is_per_part: bool = False
-    """Whether parts of one conversion may differ in it."""
     default: object = None
     """The argument's default; set there."""
 

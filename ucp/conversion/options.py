@@ -19,15 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from ucp.contract.companions import Companions
-from ucp.contract.protocols import Engine, ParamOrder, SourceOptions
+from ucp.contract.protocols import Engine, Naming, ParamOrder, SourceOptions
 from ucp.contract.registry import engine as engine_named
 from ucp.conversion.option import Option, Verb, declare
 from ucp.conversion.parts.which import part_of
-from ucp.conversion.source.new_optimizer import NewOptimizer
-from ucp.conversion.source.replica_policy import Drift
-from ucp.conversion.source.zero_moments import ZeroMoments
 from ucp.conversion.values import (
-    Naming,
     choice_of,
     dtypes_of,
     globs_of,
@@ -46,6 +42,9 @@ from ucp.core.target import TargetOptions
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
 from ucp.io.folder import given
+from ucp.source.moments import ZeroMoments
+from ucp.source.new_optimizer import NewOptimizer
+from ucp.source.replica_policy import Drift
 from ucp.transfer.plan.tasks import Share
 
 __all__ = [
@@ -258,7 +257,7 @@ class ConvertOptions:
             python='Doubts about the files of the source to ignore: "equal-ranks" (files of two ranks are copies '
             'of one another), "missing-layers" (a pipeline layer has no file), "moment-shapes" (moments '
             'do not have the shapes of their parameters), "config" (config.json is that of another '
-            "model).",
+            'model), "layout" (ranks cut tensors otherwise than the model family says).',
             choices=DoubtKind,
             repeats=True,
             parse=DoubtKind.accepted,
@@ -295,7 +294,6 @@ class ConvertOptions:
             "processes, or none where one is enough.",
             metavar="NAME",
             parse=engine_named,
-            is_per_part=True,
         ),
     )
     workers: int | None = field(
@@ -306,7 +304,6 @@ class ConvertOptions:
             metavar="N",
             parse=workers_of,
             verbs=Verb.MAKE | Verb.COMPARE,
-            is_per_part=True,
         ),
     )
     memory: int = field(
@@ -318,7 +315,6 @@ class ConvertOptions:
             shown="1GiB",
             parse=nbytes_of,
             verbs=Verb.MAKE | Verb.COMPARE | Verb.LOAD,
-            is_per_part=True,
         ),
     )
     scratch: Path | None = field(
@@ -335,7 +331,6 @@ class ConvertOptions:
         metadata=declare(
             "Continue an interrupted conversion; with --overwrite, one that replaces DST.",
             verbs=Verb.CONVERT,
-            is_per_part=True,
         ),
     )
     overwrite: bool = field(
@@ -343,7 +338,6 @@ class ConvertOptions:
         metadata=declare(
             "Replace a DST that ucp wrote, once the new one is complete (in a bucket: at once).",
             verbs=Verb.CONVERT,
-            is_per_part=True,
         ),
     )
     fsync: bool = field(
@@ -355,7 +349,6 @@ class ConvertOptions:
             "`cp`: safe if the process is killed, not if the power fails soon after.",
             flag="--no-fsync",
             verbs=Verb.CONVERT,
-            is_per_part=True,
         ),
     )
     verify: bool = field(
@@ -363,7 +356,6 @@ class ConvertOptions:
         metadata=declare(
             "Read everything back and compare it with SRC, bit for bit, before DST appears.",
             verbs=Verb.CONVERT,
-            is_per_part=True,
         ),
     )
     part: Share | None = field(
@@ -377,7 +369,6 @@ class ConvertOptions:
             metavar="K/N",
             parse=part_of,
             verbs=Verb.CONVERT,
-            is_per_part=True,
         ),
     )
     finalize: bool = field(
@@ -386,7 +377,6 @@ class ConvertOptions:
             "Complete what parts did: check that all of it is there, and put DST in place. Reads back only what "
             "was written with --no-fsync or by a part that was cut off. Takes the same options.",
             verbs=Verb.CONVERT,
-            is_per_part=True,
         ),
     )
 

@@ -10,16 +10,8 @@ from ucp.contract.companions import chosen_companions
 from ucp.contract.protocols import Engine, Observer, Target
 from ucp.contract.registry import engine as registered_engine
 from ucp.contract.registry import names, target, with_callables
-from ucp.conversion.collection import no_cycle_collection
 from ucp.conversion.fingerprint import facts_of, fingerprint_of
 from ucp.conversion.options import ConvertOptions, cores
-from ucp.conversion.source.frozen import FROZEN, with_frozen
-from ucp.conversion.source.new_optimizer import HYPER, with_optimizer, without_hyper
-from ucp.conversion.source.read import index_as_told, index_of
-from ucp.conversion.source.replica_policy import resolve_drift
-from ucp.conversion.source.run_state import RUN_SETTINGS, with_run_state
-from ucp.conversion.source.selection import DROP, part_warnings, selected, without_extras
-from ucp.conversion.source.zero_moments import ZeroMoments, before_first_step, check_moments
 from ucp.core.index import (
     TAG,
     AtomIndex,
@@ -34,6 +26,12 @@ from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import FamilyError, MisfitError, MissingStateError, UnsupportedError, UsageError, listed, nearest
 from ucp.io.identity import is_remote
+from ucp.source.moments import ZeroMoments, before_first_step, check_moments
+from ucp.source.new_optimizer import HYPER, with_optimizer, without_hyper
+from ucp.source.read import index_as_told, index_of, no_cycle_collection
+from ucp.source.replica_policy import resolve_drift
+from ucp.source.run_state import RUN_SETTINGS, with_run_state
+from ucp.source.selection import DROP, FROZEN, part_warnings, selected, with_frozen, without_extras
 from ucp.transfer.plan.job import Job, make_job
 from ucp.transfer.plan.tasks import BLOCK, SCRATCH, fit_workers
 
@@ -225,7 +223,7 @@ def _named(
     """The source under the names that are wanted, the settings that are for the target, and the family, if any."""
     if not (options.naming.style or options.naming.rules or chosen.names):
         return index, settings, ""
-    from ucp.conversion.source.naming import under_names  # families are read only where they are needed
+    from ucp.source.naming import under_names  # families are read only where they are needed
 
     try:
         found = under_names(index, chosen, options.naming, options.source, settings)
@@ -305,7 +303,7 @@ def _check_settings(
     """
     unknown = [name for name in settings if name not in known]
     if unknown and by_family:
-        from ucp.conversion.source.naming import family_sizes
+        from ucp.source.naming import family_sizes
 
         sizes = family_sizes()
         unknown = [name for name in unknown if name not in sizes]

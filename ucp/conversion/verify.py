@@ -7,11 +7,11 @@ from pathlib import Path
 
 from ucp.contract.companions import companions_of, is_companion
 from ucp.contract.protocols import Observer, SourceOptions
-from ucp.conversion.source.read import index_as_told
 from ucp.core.index import Index
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import Record, TensorRef
 from ucp.errors import CorruptError, listed
+from ucp.source.read import index_as_told
 from ucp.transfer.compare import compare_copies, scan_digests, scan_records
 from ucp.transfer.differences import compare, keeps_extras
 from ucp.transfer.plan.job import Job

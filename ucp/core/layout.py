@@ -118,21 +118,24 @@ class Layout:
         return self.axes + self.flat
 
     @property
-    def lines(self) -> tuple[str, ...]:
-        """For each axis of degree above 1, its degree, its pattern, and where that is known from; for people."""
+    def described(self) -> tuple[tuple[str, str], ...]:
+        """For each axis of degree above 1, its degree and its pattern, and where that is known from; for people."""
         named = [(axis, "") for axis in self.axes] + [(axis, "flat ") for axis in self.flat]
         return tuple(
-            f"{axis.axis}={axis.parts}: {order}{axis.pattern.name}"
-            + (f", known from {axis.known_from}" if axis.known_from else "")
+            (f"{axis.axis}={axis.parts}: {order}{axis.pattern.name}", axis.known_from)
             for axis, order in named
             if axis.parts > 1
         )
 
     @property
+    def lines(self) -> tuple[str, ...]:
+        """`described`, each as one text."""
+        return tuple(what + (f", known from {known_from}" if known_from else "") for what, known_from in self.described)
+
+    @property
     def patterns(self) -> dict[str, str]:
         """Axis of degree above 1 to the name of its pattern."""
-        over_dims = {axis.axis: axis.pattern.name for axis in self.axes if axis.parts > 1}
-        return {**over_dims, **{axis.axis: f"flat {axis.pattern.name}" for axis in self.flat if axis.parts > 1}}
+        return {what.partition("=")[0]: what.partition(": ")[2] for what, _ in self.described}
 
     @property
     def overlap(self) -> Overlap:

@@ -206,7 +206,7 @@ class Family:
                 f"two rules in the family {self.name!r}:\n{listed(twice)}"
             )
         remedy = "choose another family with --family, or add rules of your own with --patterns my.toml"
-        return "\n".join((*parts, f"{remedy} (`ucp patterns check` explains, `ucp patterns infer` proposes rules)"))
+        return "\n".join((*parts, f"{remedy} (`ucp patterns check` shows which names have a rule)"))
 
     def ignores(self, name: str) -> bool:
         """Whether the family knows such names, and they are no parameters."""

@@ -265,8 +265,8 @@ def _undecided(best: Sequence[str], nearest: str, doubts: Sequence[str]) -> str:
     why = f"the nearest is {nearest}: {'; '.join(doubts[:3])}" if doubts else "none has a rule for a single name"
     return (
         f"no model family fits the names of this checkpoint; {why}\n"
-        "say which with --family, or bring rules with --patterns my.toml (`ucp patterns infer` proposes them "
-        "for a checkpoint of several tensor-parallel ranks)"
+        "say which with --family, or write rules in a file for --patterns my.toml (`ucp patterns check CKPT --patterns "
+        "my.toml` shows which names have one)"
     )
 
 

@@ -11,7 +11,7 @@ from itertools import groupby
 
 from zlib_ng import zlib_ng
 
-from ucp.core.target import CrcField, Literal, OutputFile
+from ucp.core.target import CrcField, OutputFile
 from ucp.core.tensor import Record
 from ucp.errors import CoverError
 from ucp.transfer.gather import Span
@@ -112,7 +112,13 @@ def patches(file: OutputFile, sums: Sequence[tuple[int, int, int]]) -> Iterator[
         while at < len(sums) and sums[at][0] < field.stop:
             at += 1
         near = known[max(0, bisect_right(starts, field.start) - 1) : bisect_left(starts, field.stop)]
-        crc = combine(_with_zeros(field, sorted([*sums[first:at], *_clipped(near, field)])))
+        clipped = []
+        for part in near:  # what of literals lies in the field
+            low, high = max(part.offset, field.start), min(part.offset + len(part.data), field.stop)
+            if low < high:
+                data = memoryview(part.data)[low - part.offset : high - part.offset]
+                clipped.append((low, high - low, zlib_ng.crc32(data)))
+        crc = combine(_with_zeros(field, sorted([*sums[first:at], *clipped])))
         for place in field.at:
             yield place, crc.to_bytes(4, "little")
 
@@ -128,14 +134,6 @@ def file_crc(file: OutputFile, sums: Sequence[tuple[int, int, int]]) -> int:
     whole = CrcField(start=0, stop=file.nbytes, at=())
     known = [(start, len(data), zlib_ng.crc32(data)) for start, data in zip(starts, filled, strict=True)]
     return combine(_with_zeros(whole, sorted([*sums, *known])))
-
-
-def _clipped(literals: Iterable[Literal], field: CrcField) -> Iterator[tuple[int, int, int]]:
-    """Sums of the parts of literals that lie in a field."""
-    for part in literals:
-        low, high = max(part.offset, field.start), min(part.offset + len(part.data), field.stop)
-        if low < high:
-            yield low, high - low, zlib_ng.crc32(memoryview(part.data)[low - part.offset : high - part.offset])
 
 
 def _with_zeros(field: CrcField, sums: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:

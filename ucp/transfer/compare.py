@@ -5,30 +5,28 @@ Everything is streamed: memory is `LANE` bytes per thread, whatever the size of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, groupby, islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import xxhash
 
 from ucp.contract.protocols import Observer
-from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Index, StateIndex
+from ucp.core.index import Index, StateIndex
 from ucp.core.slices import GAP, Locator, Slice, block_ranges, resolve, whole_slice
 from ucp.core.tensor import Record, TensorRef
 from ucp.errors import CorruptError, SourceError
-from ucp.io.elements import Difference, differing, viewed, widened, without_payloads
+from ucp.io.elements import differing, viewed, widened, without_payloads
 from ucp.io.files import join_ranges
 from ucp.transfer.checksums import mismatches
 from ucp.transfer.drift import drifts
-from ucp.transfer.gather import Gatherer, Reader
+from ucp.transfer.gather import Gatherer, Reader, Span
 from ucp.transfer.plan.tasks import BLOCK, bundle, fit_workers
 from ucp.transfer.plan.tiles import blocks, is_crosswise
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+T = TypeVar("T")
 
 __all__ = [
     "LANE",
@@ -83,7 +81,7 @@ def apart(
 
     By parameter, state and elements of the whole. `cast`: those of the first after a cast to the type of the second.
     """
-    observer.begin(title="compare", nbytes=sum(_width(own, other, cast) * own.numel for *_, own, other in shared))
+    nbytes = sum(_width(one, other, cast) * one.numel for *_, one, other in shared)
     found: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
 
     def some(jobs: Sequence[_Compared], gatherer: Gatherer) -> None:
@@ -92,11 +90,7 @@ def apart(
         observer.advance(sum(job.nbytes for job in jobs))
 
     jobs = (job for pair in shared for job in _compared(*pair, cast=cast))
-    try:
-        with Reader(threads) as reader:
-            reader.each(bundle(jobs, limit=BLOCK), some)
-    finally:
-        observer.end()
+    _each(bundle(jobs, limit=BLOCK), some, threads, observer, title="compare", nbytes=nbytes)
     return found
 
 
@@ -109,7 +103,6 @@ def drifting(index: Index, observer: Observer, *, threads: int = THREADS) -> dic
     """States whose copies differ from what is taken, by parameter and state, with a line for each difference."""
     held = [own for own in index.states() if any(fragment.replica for fragment in own[2].fragments)]
     found: dict[tuple[str, str], list[str]] = {}
-    observer.begin(title="copies", nbytes=sum(state.nbytes for _, _, state in held))
 
     def some(parts: Sequence[_Part], gatherer: Gatherer) -> None:
         taken = [(own, locator, data) for (own, locator), data in zip(parts, _read(parts, gatherer), strict=True)]
@@ -123,11 +116,8 @@ def drifting(index: Index, observer: Observer, *, threads: int = THREADS) -> dic
         for locator in (Locator(state),)
         for part in blocks(whole_slice(atom.name, name, state), state, nbytes=BLOCK)
     )
-    try:
-        with Reader(threads) as reader:
-            reader.each(bundle(parts, limit=BLOCK), some)
-    finally:
-        observer.end()
+    nbytes = sum(state.nbytes for _, _, state in held)
+    _each(bundle(parts, limit=BLOCK), some, threads, observer, title="copies", nbytes=nbytes)
     return found
 
 
@@ -152,18 +142,17 @@ def _undigested(index: Index) -> list[Record]:
 def scan_records(index: Index, observer: Observer, *, threads: int = THREADS) -> list[Record]:
     """Stretches whose bytes are not those that the writer summed; without those that `scan_digests` covers."""
     records = sorted(_undigested(index), key=lambda record: (record.path, record.offset))
-    observer.begin(title="checksums", nbytes=sum(record.nbytes for record in records))
+    spans: list[Span] = []
 
     def some(job: tuple[str, list[tuple[int, int]]], gatherer: Gatherer) -> None:
         gatherer.scan(*job)
+        spans.extend(gatherer.spans)
+        gatherer.spans.clear()
         observer.advance(sum(stop - start for start, stop in job[1]))
 
-    try:
-        with Reader(threads) as reader:
-            reader.each(_near(records), some)
-            return mismatches(records, reader.spans(frozenset((own.path, own.offset) for own in records)))
-    finally:
-        observer.end()
+    nbytes = sum(record.nbytes for record in records)
+    _each(_near(records), some, threads, observer, title="checksums", nbytes=nbytes)
+    return mismatches(records, spans)
 
 
 def _near(records: Iterable[Record]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
@@ -179,25 +168,20 @@ def scan_digests(index: Index, observer: Observer, *, threads: int = THREADS) ->
     """States whose bytes are not those that were digested, one line each."""
     held = [own for own in index.states() if own[2].digests]
     wrong: list[str] = []
-    observer.begin(title="digests", nbytes=sum(state.nbytes for _, _, state in held))
 
     def some(parts: Sequence[_Part], gatherer: Gatherer) -> None:
         wrong.extend(_undigestible(parts, gatherer))
         observer.advance(sum(part.nbytes for part in parts))
 
-    try:
-        with Reader(threads) as reader:
-            reader.each(bundle((part for own in held for part in _digested(*own)), limit=BLOCK), some)
-    finally:
-        observer.end()
+    parts = (
+        _Part(replace(whole, start=low, stop=high), locator)
+        for atom, name, state in held
+        for whole, locator in ((whole_slice(atom.name, name, state), Locator(state)),)
+        for low, high in block_ranges(0, whole.stop, state.digest_nbytes // state.dtype.itemsize)
+    )
+    nbytes = sum(state.nbytes for _, _, state in held)
+    _each(bundle(parts, limit=BLOCK), some, threads, observer, title="digests", nbytes=nbytes)
     return sorted(wrong)
-
-
-def _digested(atom: AtomIndex, name: str, state: StateIndex) -> Iterator[_Part]:
-    """The stretches of a state that have a digest each."""
-    own, locator = whole_slice(atom.name, name, state), Locator(state)
-    for low, high in block_ranges(0, own.stop, state.digest_nbytes // own.dtype.itemsize):
-        yield _Part(replace(own, start=low, stop=high), locator)
 
 
 def _undigestible(parts: Sequence[_Part], gatherer: Gatherer) -> Iterator[str]:
@@ -276,11 +260,8 @@ def _compared(param: str, name: str, a: StateIndex, b: StateIndex, *, cast: bool
     lead, state = (right, b) if is_crosswise(right, b, nbytes=BLOCK) else (left, a)
     nbytes = BLOCK // (_width(a, b, cast) if alike else _WIDEST) * lead.dtype.itemsize
     for part in blocks(lead, state, nbytes=nbytes):
-        yield _Compared(_Part(_typed(part, left.dtype), first), _Part(_typed(part, right.dtype), second))
-
-
-def _typed(own: Slice, dtype: DType) -> Slice:
-    return own if own.dtype is dtype else replace(own, dtype=dtype)
+        typed = [part if part.dtype is dtype else replace(part, dtype=dtype) for dtype in (left.dtype, right.dtype)]
+        yield _Compared(_Part(typed[0], first), _Part(typed[1], second))
 
 
 def _differing(jobs: Sequence[_Compared], gatherer: Gatherer) -> Iterator[tuple[_Compared, tuple[int, float]]]:
@@ -288,20 +269,16 @@ def _differing(jobs: Sequence[_Compared], gatherer: Gatherer) -> Iterator[tuple[
     lefts, rights = _read([job.left for job in jobs], gatherer), _read([job.right for job in jobs], gatherer)
     if lefts[0].obj == rights[0].obj and all(job.left.own.dtype is job.right.own.dtype for job in jobs):
         return
-    for job, left, right in zip(jobs, lefts, rights, strict=True):
-        result = _difference(viewed(left, job.left.own.dtype), viewed(right, job.right.own.dtype), job)
+    for job, *data in zip(jobs, lefts, rights, strict=True):
+        left, right = viewed(data[0], job.left.own.dtype), viewed(data[1], job.right.own.dtype)
+        if left.dtype != right.dtype:
+            wide = "complex128" if "c" in (left.dtype.kind, right.dtype.kind) else "float64"
+            left, right = widened(left, wide), widened(right, wide)
+        result = differing(left, right)
+        if result and job.left.locator.state.dtype is not job.right.locator.state.dtype:
+            result = differing(without_payloads(left, right), right)  # casts need not agree in the payload of a NaN
         if result is not None:
             yield job, (result.numel, result.largest)
-
-
-def _difference(left: NDArray[Any], right: NDArray[Any], job: _Compared) -> Difference | None:
-    if left.dtype != right.dtype:
-        wide = "complex128" if "c" in (left.dtype.kind, right.dtype.kind) else "float64"
-        left, right = widened(left, wide), widened(right, wide)
-    found = differing(left, right)
-    if found and job.left.locator.state.dtype is not job.right.locator.state.dtype:
-        return differing(without_payloads(left, right), right)  # casts need not agree in the payload of a NaN
-    return found
 
 
 def _read(parts: Sequence[_Part], gatherer: Gatherer) -> list[memoryview]:
@@ -314,3 +291,15 @@ def _read(parts: Sequence[_Part], gatherer: Gatherer) -> list[memoryview]:
         at += own.nbytes
     gatherer.fill_many(wanted)
     return views
+
+
+def _each(
+    jobs: Iterable[T], some: Callable[[T, Gatherer], None], threads: int, observer: Observer, *, title: str, nbytes: int
+) -> None:
+    """`some(job, gatherer)` for every job, on so many threads: a stage by itself."""
+    observer.begin(title=title, nbytes=nbytes)
+    try:
+        with Reader(threads) as reader:
+            reader.each(jobs, some)
+    finally:
+        observer.end()

@@ -131,12 +131,17 @@ def _structure(a: Index, b: Index, *, cast: bool) -> Iterator[Change]:
         for state in dict.fromkeys((*own.states, *other.states)):
             if state not in own.states or state not in other.states:
                 yield _missing(name, state, in_a=state in own.states)
-            else:
-                yield from _state(name, state, own.states[state], other.states[state], cast=cast)
+                continue
+            left, right = own.states[state], other.states[state]
+            if left.global_shape != right.global_shape:
+                shapes = str(list(left.global_shape)), str(list(right.global_shape))
+                yield Change(param=name, state=state, what="shape", a=shapes[0], b=shapes[1])
+            elif left.dtype is not right.dtype and not cast:
+                yield Change(param=name, state=state, what="dtype", a=left.dtype, b=right.dtype)
     for alias in dict.fromkeys((*a.aliases, *b.aliases)):
-        left, right = a.aliases.get(alias, "-"), b.aliases.get(alias, "-")
-        if left != right:
-            yield Change(param=alias, state="", what="alias", a=left, b=right)
+        names = a.aliases.get(alias, "-"), b.aliases.get(alias, "-")
+        if names[0] != names[1]:
+            yield Change(param=alias, state="", what="alias", a=names[0], b=names[1])
     yield from _groups(a, b)
 
 
@@ -174,28 +179,21 @@ def _missing(name: str, state: str, *, in_a: bool) -> Change:
     )
 
 
-def _state(name: str, label: str, own: StateIndex, other: StateIndex, *, cast: bool) -> Iterator[Change]:
-    if own.global_shape != other.global_shape:
-        yield Change(
-            param=name, state=label, what="shape", a=str(list(own.global_shape)), b=str(list(other.global_shape))
-        )
-    elif own.dtype is not other.dtype and not cast:
-        yield Change(param=name, state=label, what="dtype", a=own.dtype, b=other.dtype)
-
-
 def _groups(a: Index, b: Index) -> Iterator[Change]:
     """Hyper-parameters of what both have; the order of groups and of parameters in them is a matter of layout.
 
     A parameter that one of them has no group for has its hyper-parameters on one side; where none has, it is said once.
     """
-    left, right = _hyper(a), _hyper(b)
+    left, right = ({name: group.hyper for group in index.groups for name in group.params} for index in (a, b))
     if bool(left) is not bool(right):
-        yield Change(param="", state="", what="group", a=_grouped(left), b=_grouped(right))
+        own, other = (f"{counted(len(hyper), 'parameter')} in groups" if hyper else "-" for hyper in (left, right))
+        yield Change(param="", state="", what="group", a=own, b=other)
         return
     for name in sorted((set(left) ^ set(right)) & a.atoms.keys() & b.atoms.keys()):
         is_stepped = Kind.PARAMETER in (a.atoms[name].kind, b.atoms[name].kind) and 0 not in a.atoms[name].global_shape
         if is_stepped:  # torch lists frozen parameters in groups, DeepSpeed does not
-            yield Change(param=name, state="", what="group", a=_place(left, name), b=_place(right, name))
+            own, other = ("in a group" if name in hyper else "-" for hyper in (left, right))
+            yield Change(param=name, state="", what="group", a=own, b=other)
     checksums = Checksums((*a.records, *b.records))
     found: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
     for name in sorted(set(left) & set(right)):
@@ -205,14 +203,6 @@ def _groups(a: Index, b: Index) -> Iterator[Change]:
             found[both] = list(_settings(*pair, checksums))
         for key, own, other in found[both]:
             yield Change(param=name, state=key, what="group", a=own, b=other)
-
-
-def _grouped(hyper: Mapping[str, object]) -> str:
-    return f"{counted(len(hyper), 'parameter')} in groups" if hyper else "-"
-
-
-def _place(hyper: Mapping[str, object], name: str) -> str:
-    return "in a group" if name in hyper else "-"
 
 
 def _settings(a: Mapping[str, object], b: Mapping[str, object], checksums: Checksums) -> Iterator[tuple[str, str, str]]:
@@ -238,7 +228,3 @@ def _implied(key: str, settings: Mapping[str, object]) -> list[object]:
     if key == "initial_lr":  # torch's schedulers set it to the rate they begin with
         return [settings["lr"]] if "lr" in settings else []
     return [_IMPLIED[key]] if key in _IMPLIED else []
-
-
-def _hyper(index: Index) -> dict[str, Mapping[str, object]]:
-    return {name: group.hyper for group in index.groups for name in group.params}

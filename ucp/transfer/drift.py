@@ -70,16 +70,12 @@ def drift(own: Slice, locator: Locator, part: memoryview, gatherer: Gatherer) ->
     uncast = own.dtype is locator.state.dtype
     for pieces in resolve_copies(own, locator, own.start, own.stop):
         for piece in (piece for piece in pieces if uncast or piece.ref.dtype is own.dtype):
-            taken = _term(own, locator, piece.term, gatherer) if piece.mean else part
+            taken = part
+            if piece.mean:  # one summand of it
+                taken = memoryview(bytearray(own.nbytes))
+                terms = (term for term in resolve(own, locator, own.start, own.stop) if term.term == piece.term)
+                gatherer.fill(taken, own.dtype, [replace(term, mean=False) for term in terms])
             yield from _differences(own, piece, taken, gatherer)
-
-
-def _term(own: Slice, locator: Locator, term: int, gatherer: Gatherer) -> memoryview:
-    """One summand of a slice whose whole is a mean."""
-    data = memoryview(bytearray(own.nbytes))
-    pieces = resolve(own, locator, own.start, own.stop)
-    gatherer.fill(data, own.dtype, [replace(piece, mean=False) for piece in pieces if piece.term == term])
-    return data
 
 
 def _differences(own: Slice, piece: Piece, part: memoryview, gatherer: Gatherer) -> Iterator[str]:

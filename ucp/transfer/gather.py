@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby, islice, repeat
+from itertools import chain, groupby, islice, repeat
 from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
@@ -126,10 +126,12 @@ class Gatherer:
         for buffer, dtype, pieces in wanted:
             others: list[Piece] = []
             for piece in pieces:
-                view = _direct_view(piece, dtype, buffer)
-                if view is None:
+                if not _is_direct(piece, dtype):
                     others.append(piece)
-                elif isinstance(piece.ref, InlineTensor):
+                    continue
+                start = piece.dst_offset * dtype.itemsize
+                view = buffer[start : start + piece.sizes[0] * dtype.itemsize]
+                if isinstance(piece.ref, InlineTensor):
                     view[:] = piece.ref.data[piece.src_offset : piece.src_offset + view.nbytes]
                 else:
                     direct.append((piece.ref.path, piece.ref.offset + piece.src_offset, view))
@@ -142,7 +144,12 @@ class Gatherer:
             for low, _, count in join_ranges((offset, offset + view.nbytes) for _, offset, view in reads):
                 self._read(path, low, list(islice(views, count)))
         for buffer, dtype, others in indirect:
-            self._fill_indirect(buffer, dtype, others)
+            terms = len({piece.term for piece in others})
+            if terms > 1:
+                self._fill_mean(buffer, dtype, others, terms)
+                continue
+            for part, values in chain.from_iterable(map(self.values, others)):
+                assign(_scatter(buffer, dtype, part), values)
 
     def _read(self, path: str, offset: int, views: list[memoryview]) -> None:
         self.sources.get(path).read_into(views, offset)
@@ -151,15 +158,6 @@ class Gatherer:
             for view in views:
                 self.spans.append(Span(path, offset, view.nbytes, zlib_ng.crc32(view)))
                 offset += view.nbytes
-
-    def _fill_indirect(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece]) -> None:
-        terms = len({piece.term for piece in pieces})
-        if terms > 1:
-            self._fill_mean(buffer, dtype, pieces, terms)
-            return
-        for piece in pieces:
-            for part, values in self.values(piece):
-                assign(_scatter(buffer, dtype, part), values)
 
     def _fill_mean(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece], terms: int) -> None:
         """Mean over so many terms: summed in their order, then divided; in float32 (as DeepSpeed 0.19.8) or wider."""
@@ -203,18 +201,13 @@ class Gatherer:
         lead, nbytes = runs_of(part)
         starts = starts_of(part.sizes[:lead], part.src_strides[:lead], first=ref.offset + part.src_offset)
         scratch = memoryview(bytearray(nbytes * len(starts)))
-        self._read_runs(ref.path, starts, scratch)
+        self.sources.get(ref.path).read_runs(scratch, starts)
+        self.nbytes_read += len(scratch)
+        if ref.path in self.tracked:
+            crcs = [zlib_ng.crc32(scratch[at : at + nbytes]) for at in range(0, len(scratch), nbytes)]
+            self.spans.extend(map(Span, repeat(ref.path), starts, repeat(nbytes), crcs))
         steps = tuple(step * nbytes for step in contiguous_strides(part.sizes[:lead]))
         return piece_values(scratch, replace(part, src_strides=(*steps, *part.src_strides[lead:])), 0)
-
-    def _read_runs(self, path: str, starts: Sequence[int], into: memoryview) -> None:
-        """Bytes of equally long runs of a file, one after another."""
-        nbytes = len(into) // len(starts)
-        self.sources.get(path).read_runs(into, starts)
-        self.nbytes_read += len(into)
-        if path in self.tracked:
-            crcs = [zlib_ng.crc32(into[at : at + nbytes]) for at in range(0, len(into), nbytes)]
-            self.spans.extend(map(Span, repeat(path), starts, repeat(nbytes), crcs))
 
     def _encoded(self, path: str, offset: int, nbytes: int) -> memoryview:
         data = memoryview(bytearray(nbytes))
@@ -327,14 +320,6 @@ def piece_values(data: memoryview, piece: Piece, offset: int) -> NDArray[Any]:
     return strided(data, piece.ref.dtype, offset=offset, sizes=piece.sizes, strides=piece.src_strides)
 
 
-def _direct_view(piece: Piece, dtype: DType, buffer: memoryview) -> memoryview | None:
-    """Where the piece's bytes go, if they are consecutive on both sides and need no change; else None."""
-    if not _is_direct(piece, dtype):
-        return None
-    start = piece.dst_offset * dtype.itemsize
-    return buffer[start : start + piece.sizes[0] * dtype.itemsize]
-
-
 def _is_direct(piece: Piece, dtype: DType) -> bool:
     """Whether the bytes of a piece are consecutive on both sides, and those of `dtype`."""
     ref = piece.ref
@@ -356,23 +341,16 @@ def _stretches(piece: Piece) -> Iterator[Piece]:
     if total <= STRETCH or piece.sizes == (1,):
         yield piece
     elif piece.sizes[0] == 1:
-        yield from _stretches(_dropped(piece))
+        sizes, src, dst = piece.sizes[1:], piece.src_strides[1:], piece.dst_strides[1:]
+        yield from _stretches(replace(piece, sizes=sizes, src_strides=src, dst_strides=dst))
     else:
         count, step = piece.sizes[0], piece.src_strides[0]
         rows = STRETCH * count // total if lead else (STRETCH - piece.extent) // step + count
         for low in range(0, count, max(rows, 1)):
-            yield from _stretches(_rows(piece, low, min(low + max(rows, 1), count)))
-
-
-def _rows(piece: Piece, low: int, high: int) -> Piece:
-    return replace(
-        piece,
-        sizes=(high - low, *piece.sizes[1:]),
-        src_offset=piece.src_offset + low * piece.src_strides[0],
-        dst_offset=piece.dst_offset + low * piece.dst_strides[0],
-    )
-
-
-def _dropped(piece: Piece) -> Piece:
-    """A piece whose first dim is one element long, without that dim."""
-    return replace(piece, sizes=piece.sizes[1:], src_strides=piece.src_strides[1:], dst_strides=piece.dst_strides[1:])
+            part = replace(
+                piece,
+                sizes=(min(max(rows, 1), count - low), *piece.sizes[1:]),
+                src_offset=piece.src_offset + low * step,
+                dst_offset=piece.dst_offset + low * piece.dst_strides[0],
+            )
+            yield from _stretches(part)

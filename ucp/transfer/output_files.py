@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ucp.core.target import OutputFile, Placement, Receipt, Receipts
+from ucp.core.target import OutputFile, Receipt, Receipts
 from ucp.io.destination.write import reserve, write_at
 from ucp.transfer.checksums import combine, file_crc, patches
 from ucp.transfer.plan.job import Job
@@ -78,7 +78,16 @@ def receipts_of(job: Job, sums: Iterable[Sum]) -> Receipts:
     written = _stretches(job, blocks)
     filled = {placement.path for placement in job.target.placements}
     return Receipts(
-        placements=tuple(_receipt(placement, blocks.get(at, ())) for at, placement in enumerate(job.target.placements)),
+        placements=tuple(
+            Receipt(
+                placement=placement,
+                digests=tuple(block.digest for block in of_it),
+                crc32=combine((block.crc32, block.nbytes) for block in of_it),
+                blocks=tuple(block.block for block in of_it if block.block),
+            )
+            for number, placement in enumerate(job.target.placements)
+            for of_it in (blocks.get(number, ()),)
+        ),
         files={
             file.path: file_crc(file, written.get(file.path, ()))
             for file in job.target.files
@@ -93,15 +102,6 @@ def _by_placement(sums: Iterable[Sum]) -> dict[int, list[Sum]]:
     for own in sorted(sums, key=lambda own: own.start):
         blocks[own.placement].append(own)
     return blocks
-
-
-def _receipt(placement: Placement, blocks: Sequence[Sum]) -> Receipt:
-    return Receipt(
-        placement=placement,
-        digests=tuple(own.digest for own in blocks),
-        crc32=combine((own.crc32, own.nbytes) for own in blocks),
-        blocks=tuple(own.block for own in blocks if own.block),
-    )
 
 
 def _stretches(job: Job, blocks: Mapping[int, Sequence[Sum]]) -> dict[str, list[tuple[int, int, int]]]:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain, groupby
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -21,7 +21,6 @@ from uuid import uuid4
 import xxhash
 from zlib_ng import zlib_ng
 
-from ucp.core.index import Index
 from ucp.core.layout import Overlap
 from ucp.core.slices import Locator, Piece, Slice, block_ranges, resolve, resolve_copies, starts_of
 from ucp.core.tensor import TensorRef
@@ -121,7 +120,10 @@ class Worker:
         self._is_remote = is_remote(job.index.files)
         self._announced: dict[int, int] = {}
         self._tracked = frozenset(record.path for record in job.index.records)
-        self._locator = lru_cache(LOCATORS)(partial(_make_locator, job.index))  # a bound method would be a cycle
+        atoms = job.index.atoms
+        self._locator = lru_cache(LOCATORS)(  # a bound method would be a cycle
+            lambda param, state: Locator(atoms[param].states[state])
+        )
         self._buffer = memoryview(mmap.mmap(-1, TILE))  # of which what is never used takes no memory
 
     def carry_out_all(self, tasks: Iterable[Task]) -> Iterator[Step | Done]:
@@ -319,7 +321,10 @@ class Worker:
             at = section.offset - fill.offset
             part = data[at : at + section.nbytes]
             parts.append(part)
-            for low, high, window in _windows(section, part, locator):
+            item = own.dtype.itemsize  # a mean needs room for its sum, and is made in parts
+            step = MEAN_WINDOW // item if locator.state.overlap is Overlap.MEAN else section.stop - section.start
+            for low, high in block_ranges(section.start, section.stop, step):
+                window = part[(low - section.start) * item : (high - section.start) * item]
                 wanted.append((window, own.dtype, resolve(own, locator, low, high)))
                 if section.placement in self._job.checking and locator.replicas:
                     taken.append((replace(own, start=low, stop=high), locator, window))
@@ -354,10 +359,6 @@ class Worker:
         return raw_slice(ref)
 
 
-def _make_locator(index: Index, param: str, state: str) -> Locator:
-    return Locator(index.atoms[param].states[state])
-
-
 @contextmanager
 def _opened(file: str | int) -> Iterator[int]:
     """A descriptor of an output file, to write to it and to read back."""
@@ -388,13 +389,3 @@ def _put(spot: _Spot, piece: Piece, data: memoryview) -> None:
             nbytes = packed.nbytes // len(starts)
             for at, start in zip(range(0, packed.nbytes, nbytes), starts, strict=True):
                 write_at(descriptor, packed[at : at + nbytes], start)
-
-
-def _windows(section: Section, part: memoryview, locator: Locator) -> Iterator[tuple[int, int, memoryview]]:
-    """Element ranges of a section and their bytes: all at once, or a mean, which needs room for its sum, in parts."""
-    if locator.state.overlap is not Overlap.MEAN:
-        yield section.start, section.stop, part
-        return
-    itemsize = section.nbytes // (section.stop - section.start)
-    for low, high in block_ranges(section.start, section.stop, MEAN_WINDOW // itemsize):
-        yield low, high, part[(low - section.start) * itemsize : (high - section.start) * itemsize]

@@ -10,7 +10,7 @@ import click
 from ucp import api
 from ucp.conversion.arguments import CompareArguments
 from ucp.conversion.option import Verb
-from ucp_cli.exits import DIFFERENT
+from ucp_cli.failures import DIFFERENT
 from ucp_cli.options import PATH, as_json, example, progress, takes_options
 from ucp_cli.pages.documents import diff_document
 from ucp_cli.pages.render import write, write_json

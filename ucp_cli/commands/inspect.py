@@ -15,10 +15,8 @@ from ucp.core.names import NameFilter
 from ucp.core.text.overview import describe_missing
 from ucp.errors import CorruptError, FamilyError, SourceError
 from ucp_cli.options import PATH, as_json, example, takes_options
-from ucp_cli.pages.detail import detail
 from ucp_cli.pages.documents import index_document, survey_document
-from ucp_cli.pages.overview import file_rows, inspect_page
-from ucp_cli.pages.remains import remains
+from ucp_cli.pages.inspect import detail, file_rows, inspect_page, remains
 from ucp_cli.pages.render import table, write, write_json
 
 __all__ = ["command"]

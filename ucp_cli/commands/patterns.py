@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Unpack
 
 import click
 
 from ucp.checks.explain import explain
-from ucp.checks.propose import propose
 from ucp.contract import registry
 from ucp.conversion.arguments import SourceArguments
 from ucp.conversion.option import Verb
 from ucp.conversion.options import make_options
 from ucp.core.text.page import lines
 from ucp.errors import UnknownFamilyError
-from ucp.families.infer import Certainty
-from ucp_cli.exits import DIFFERENT
-from ucp_cli.failures import Unfitting
+from ucp_cli.failures import DIFFERENT, Unfitting
 from ucp_cli.options import PATH, as_json, completed, example, family_names, takes_options
-from ucp_cli.pages.family_documents import families_document, family_document, proposal_document, report_document
-from ucp_cli.pages.family_page import family_page, family_table, report_page
+from ucp_cli.pages.families import (
+    families_document,
+    family_document,
+    family_page,
+    family_table,
+    report_document,
+    report_page,
+)
 from ucp_cli.pages.render import write, write_json
 
 __all__ = ["command"]
@@ -117,33 +119,3 @@ def check_command(
         write(*report_page(report))
     if not report.ok:
         ctx.exit(DIFFERENT)
-
-
-@command.command(
-    "infer",
-    epilog=example("ucp patterns infer checkpoints/ > my.toml", "ucp patterns infer checkpoints/ --all"),
-)
-@click.argument("path", metavar="CKPT", type=PATH)
-@click.option("--all", "everything", is_flag=True, help="Include names that a family already has rules for.")
-@as_json
-def infer_command(*, path: Path, everything: bool, as_json: bool) -> None:
-    """Propose rules for a model that no family knows.
-
-    Judges by what the ranks hold alone: which shards are equal, which are cut, and along which dim. Prints a rules
-    file that says of each rule how certain it is and why; review and correct it before you pass it with --patterns.
-    """
-    found = propose(path, everything=everything)
-    if as_json:
-        write_json(proposal_document(found))
-        return
-    if not found.toml:
-        click.echo(
-            "nothing is cut: one tensor-parallel rank wrote the model, so there is nothing to infer, and no family is "
-            "needed to read it. To write it for several such ranks, pass rules of your own with --patterns",
-            err=True,
-        )
-        return
-    click.echo(found.toml, nl=False)
-    counts = Counter(own.certainty.value for own in found.proposals)
-    told = ", ".join(f"{counts[own.value]} {own.value}" for own in Certainty if counts[own.value])
-    click.echo(told or "nothing to propose: every name has a rule, see `ucp patterns check`", err=True)

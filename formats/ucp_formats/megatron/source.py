@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ucp.contract.companion_files import with_companions
 from ucp.contract.locating import Located
-from ucp.contract.protocols import Evidence, Format, LocalTensors, SourceOptions
+from ucp.contract.protocols import Evidence, Format, SourceOptions
 from ucp.contract.run_extras import LossScale, RunExtras
 from ucp.core.index import Index
 from ucp.errors import UnsupportedError
@@ -107,10 +107,3 @@ class MegatronFormat(Format):
             raise lost
         what, remedy = _REMEDIES[located.content]
         raise UnsupportedError(f"{located.root} is {what}, which is not read here. {remedy}")
-
-    def local_tensors(self, path: Path) -> LocalTensors | None:
-        """Tensors of the model by rank, of a checkpoint saved by ranks; None of one that records the wholes."""
-        from ucp_formats.megatron.legacy.files import read_local
-
-        located = the_folder(locate(path), path)
-        return read_local(located.root) if located.content is SavedAs.TORCH else None

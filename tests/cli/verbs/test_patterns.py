@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -139,7 +138,7 @@ def test_a_shape_that_does_not_fit_is_told(ucp: Run, tmp_path: Path) -> None:
 def test_names_of_no_family_are_a_failure_that_says_what_to_do(ucp: Run, tmp_path: Path) -> None:
     message = ucp("patterns", "check", checkpoint(tmp_path / "odd", {"a.weight": (3,)}), code=3).stderr
     assert "no model family fits the names of this checkpoint; none has a rule for a single name\n" in message
-    assert "ucp patterns infer" in message
+    assert "write rules in a file for --patterns my.toml" in message
     assert len(message.splitlines()) == 2
 
 
@@ -212,32 +211,12 @@ def test_a_mistake_in_ones_own_rules_is_wrong_usage(ucp: Run, llama: Path, tmp_p
     assert "did you mean 'shard'?" in message
 
 
-SHARDED = Path(__file__).parents[3] / "fixtures/megatron/llama-tp2-pp2-dp2-full/checkpoint"
-
-
-def test_infer_proposes_a_rules_file(ucp: Run) -> None:
-    result = ucp("patterns", "infer", SHARDED, "--all")
-    rules = tomllib.loads(result.stdout)
-    assert (rules["name"], rules["extends"], len(rules["rule"])) == ("my-model", [], 9)
-    assert {"name": "embedding.word_embeddings.weight", "tp": {"pattern": "shard", "dim": 0}} in rules["rule"]
-    assert result.stderr == "9 likely\n"
-
-
-def test_infer_leaves_out_what_a_family_knows(ucp: Run) -> None:
-    result = ucp("patterns", "infer", SHARDED)
-    assert tomllib.loads(result.stdout)["extends"] == ["llama"]
-    assert "nothing to propose" in result.stderr
-    document = json.loads(ucp("patterns", "infer", SHARDED, "--all", "--json").stdout)
-    assert document["schema"] == "ucp.patterns-infer/1"
-    assert {own["certainty"] for own in document["proposals"]} == {"likely"}
-
-
 def test_every_key_is_described(ucp: Run, llama: Path) -> None:
     words = set(re.findall(r"\w+", PAGE.read_text()))
-    for page in (("list",), ("show", "llama"), ("check", llama), ("infer", SHARDED, "--all")):
+    for page in (("list",), ("show", "llama"), ("check", llama)):
         document = json.loads(ucp("patterns", *page, "--json").stdout)
         found = set(document)
-        for inner in ("families", "rules", "tied", "proposals"):
+        for inner in ("families", "rules", "tied"):
             found |= {key for own in document.get(inner, []) if isinstance(own, dict) for key in own}
         found |= {key for own in document.get("parameters", {}).values() for key in own}
         assert found <= words

@@ -20,7 +20,6 @@ from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 
 import ucp
 from tests.golden.deepspeed.test_deepspeed_read import as_float32, bits, filled, gathered
-from ucp.checks.propose import propose
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, check_cover
 from ucp.core.layout import Overlap
@@ -207,7 +206,22 @@ def test_deepspeeds_own_converter_makes_the_same_of_it(case: str) -> None:
 def test_rules_of_the_user_overrule_the_recorded_ones(tmp_path):
     """What the files say is kept, under a name of its own."""
     source = Path("fixtures/deepspeed/z1-tp2-dp2/checkpoint").resolve()
-    (tmp_path / "rules.toml").write_text(propose(source, everything=True).toml)
+    cuts = {
+        '"replicate"': [
+            "emb.weight",
+            "block.norm{n}.weight",
+            "block.norm{n}.bias",
+            "block.o.bias",
+            "block.down.bias",
+            "head.weight",
+        ],
+        '{ pattern = "shard", dim = 0 }': [
+            f"block.{name}.{part}" for name in ("q", "k", "v", "up") for part in ("weight", "bias")
+        ],
+        '{ pattern = "shard", dim = 1 }': ["block.o.weight", "block.down.weight"],
+    }
+    rules = [f'[[rule]]\nname = "{name}"\ntp = {cut}\n' for cut, names in cuts.items() for name in names]
+    (tmp_path / "rules.toml").write_text('name = "mine"\n' + "".join(rules))
     ucp.convert(source, tmp_path / "atoms", patterns=tmp_path / "rules.toml", verify=True)
     assert ucp.diff(source, tmp_path / "atoms").equal
     names = [extra.name for extra in ucp.inspect(tmp_path / "atoms").extras]

@@ -28,7 +28,7 @@ from ucp.core.layout import AxisLayout, Layout, part_of
 from ucp.core.slices import Slice
 from ucp.errors import CorruptError, LoadError, MissingFileError
 from ucp.live.exchange.carry import carry
-from ucp.live.exchange.places import bytes_of
+from ucp.live.exchange.loads import bytes_of
 from ucp.live.exchange.traffic import CarryOptions, Exchange
 from ucp.live.parts import LoadItem
 from ucp.testing.handmade import Shards

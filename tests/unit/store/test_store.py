@@ -17,7 +17,6 @@ from ucp_patterns.unique import Unique
 
 import ucp
 from ucp.contract.protocols import Evidence, Format
-from ucp.conversion.source.read import index_of
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import Extra, Index, Kind, Loss, StateIndex
@@ -29,6 +28,7 @@ from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import ChangedError, CorruptError, DestinationError, MalformedError, MissingFileError, UsageError
 from ucp.io.elements import viewed
+from ucp.source.read import index_of
 from ucp.store.format import StoreFormat
 from ucp.testing.handmade import Shards, inline, make_index, write_checkpoint
 from ucp.transfer.differences import compare

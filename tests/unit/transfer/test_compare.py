@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import ucp
-from ucp.conversion.source.read import index_of
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import Kind, ParamGroup, StateIndex, check_cover
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
 from ucp.errors import MissingFileError
+from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index
 from ucp.transfer.compare import compare_copies, scan_digests, scan_records
 from ucp.transfer.differences import compare

@@ -14,9 +14,8 @@ from ucp.contract.output_names import check_fits
 from ucp.contract.protocols import Observer
 from ucp.conversion.destination.place import Begun
 from ucp.conversion.journal import Line, line_of, trusted
-from ucp.conversion.parts.finalize import busy_text
+from ucp.conversion.parts.finalize import busy_text, vouched
 from ucp.conversion.parts.journals import runs_in
-from ucp.conversion.parts.sealed import vouched
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import BusyError, DestinationError
 from ucp.io.destination.goal import Making, check_apart, check_destination

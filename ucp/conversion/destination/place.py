@@ -84,7 +84,7 @@ class Destination(Protocol):
     def begin(self, job: Job, observer: Observer, threads: int, *, believe: bool) -> Begun:
         """Go on with what is there, as far as it is what was reported; `threads` read it.
 
-        `believe`: without a look at it, where parts vouch for it (`ucp.conversion.parts.sealed`).
+        `believe`: without a look at it, where parts vouch for it (`ucp.conversion.parts.finalize`).
         """
 
     def rounds(self, todo: Sequence[Task]) -> Iterator[Sequence[Task]]:

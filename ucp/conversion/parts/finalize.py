@@ -1,18 +1,38 @@
-"""What is missing of a conversion in parts: which of them are to be run, and why."""
+"""The end of a conversion in parts: what their journals say is there, and what is missing.
+
+Which notes of parts are taken without a look at the bytes: those that are as good as a plain run's own knowledge.
+
+A plain run does not read back what it wrote: no call of the system failed, and all was synced before the rename. A part
+that has come to its end, and synced its files before it said so, knows as much of what it wrote, and of what it read
+back because another had noted it. Its note of a task is believed if
+
+1. its journal is sealed: the last line says so, and was written once all above was on the disk;
+2. the folder is the one that it wrote to, and nobody but parts was at work there since (`Staging.identity`);
+3. every other run that may have touched the bytes is sealed, too, or was over before this one began and looked;
+4. the files are there in full length, and no run found that one was lost and made it again, or could not sync one;
+5. all that is believed of a task says the same.
+
+Whatever is noted otherwise is read back.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
 
+from ucp.conversion.journal import done_of, fits
 from ucp.conversion.parts.journals import PartRun, is_running, runs_in
-from ucp.conversion.parts.shares import numbered
 from ucp.conversion.prepare import Prepared
 from ucp.errors import BusyError, UnfinishedError, counted, listed
 from ucp.io.destination.staging import Staging
+from ucp.transfer.output_files import is_whole
+from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Share, Task
+from ucp.transfer.worker import Done
 
-__all__ = ["busy_text", "check_begun", "unfinished"]
+__all__ = ["busy_text", "check_begun", "unfinished", "vouched"]
 
 _MOST_NAMED = 20
 """Parts that a command line names."""
@@ -63,7 +83,7 @@ def _by_part(prepared: Prepared, todo: Sequence[Task], parts: int) -> dict[Share
     """Tasks by the part of so many that they are of, in order."""
     left = {task.number for task in todo}
     found: dict[Share, list[Task]] = {}
-    for task, number in numbered(prepared.job, parts):
+    for task, number in _numbered(prepared.job, parts):
         if task.number in left:
             found.setdefault(Share(number, parts), []).append(task)
     return found
@@ -81,3 +101,47 @@ def _what_became(share: Share, runs: Sequence[PartRun]) -> str:
     if any(run.has_ended for run in own):
         return "it was run to its end, and bytes are not there as it noted"
     return f"it was cut off on {', '.join(run.where for run in own)}"
+
+
+def vouched(job: Job, staging: Staging) -> dict[int, Done]:
+    """What is believed of the tasks of a job of all tasks, by number."""
+    identity, runs = staging.identity(), list(runs_in(staging))
+    lost = {path for run in runs for path in run.lost}
+    there = {file.path for file in job.target.files if file.path not in lost and is_whole(staging.data, file)}
+    tasks = {task.number: task for task in job.tasks if all(fill.path in there for fill in task.fills)}
+    found: dict[int, Done] = {}
+    differing: set[int] = set()
+    for done in _notes(job, runs, identity):
+        if done.task in tasks and found.setdefault(done.task, done) != done:
+            differing.add(done.task)
+    return {
+        number: done
+        for number, done in found.items()
+        if number not in differing and fits(tasks[number], done) and _is_as_long(staging.data, tasks[number], done)
+    }
+
+
+def _notes(job: Job, runs: Sequence[PartRun], identity: str) -> Iterator[Done]:
+    """What sealed runs note, but for tasks that a run which is not may have written since they looked."""
+    numbers = cache(lambda parts: {task.number: number for task, number in _numbered(job, parts)})
+    others = [run for run in runs if not run.vouches(identity)]
+    for run in (run for run in runs if run.vouches(identity)):
+        doubted = [own.share for own in others if run.share.overlaps(own.share) and own.path.name not in run.over]
+        for line in run.lines():
+            done = done_of(line)
+            if done is not None and not any(numbers(own.parts).get(done.task) == own.number for own in doubted):
+                yield done
+
+
+def _is_as_long(root: Path, task: Task, done: Done) -> bool:
+    """Whether a pack of encoded blocks, which is a file, ends where the last of them does."""
+    ends = [sum(own.block) for own in done.sums if own.block]
+    return not ends or (root / task.fills[0].path).stat().st_size == max(ends)
+
+
+def _numbered(job: Job, parts: int) -> Iterator[tuple[Task, int]]:
+    """Every task of a job of all tasks, with the number of the part of so many that it is of."""
+    start, total = 0, job.nbytes
+    for task in job.tasks:
+        yield task, Share.at(start, start + task.nbytes, total=total, parts=parts)
+        start += task.nbytes

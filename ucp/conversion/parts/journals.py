@@ -5,7 +5,7 @@ DST.ucp-partial/parts/K-of-N-<token>.jsonl
     lost    files that were gone which another run had found there, before they are made again; or could not be synced
     files   what it writes to: all there, in full length; before it writes to them
     task    one line per finished task
-    end     that all is done, whether it was synced before, and the digest of all lines above: the seal
+    end     that all is done, and whether it is on the disk, with all lines above: the seal
     It is locked while the run goes on, by its worker processes too.
 
 Parts that run twice, at the same time even, write the same bytes to the same places, each with its own journal.
@@ -22,8 +22,6 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import xxhash
 
 from ucp.conversion.journal import Line, line_of
 from ucp.errors import DestinationError
@@ -52,7 +50,6 @@ class PartJournal:
         """
         self.root = staging.data
         self._dst = staging.dst
-        self._digest = xxhash.xxh3_64()
         self._path = staging.parts / f"{share.number}-of-{share.parts}-{secrets.token_hex(8)}{_SUFFIX}"
         self._file = self._path.open("xb", buffering=0)
         fcntl.flock(self._file, fcntl.LOCK_EX)  # somebody may be looking whether it is locked
@@ -77,25 +74,25 @@ class PartJournal:
         """Add a line for a task that is done."""
         self._add(line_of(done))
 
-    def keep(self, done: Iterable[Done]) -> None:
-        """Add a line for every task that another run did, and that this one has read back."""
-        for own in done:
-            self._add(line_of(own))
-
     def end(self, *, fsync: bool) -> None:
         """Say that all is done. `fsync`: and that it is on the disk."""
-        self._add(_seal(self._digest.hexdigest(), synced=fsync))
+        if fsync:
+            self._sync()  # so that no crash leaves the end without what is above it
+        self._add({"end": True, "synced": fsync})
         if fsync:
             self._sync()
 
     def _add(self, line: Line) -> None:
         text = json.dumps(line, separators=(",", ":")).encode() + b"\n"
-        if not self._is_there():
+        try:
+            is_there = os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
             raise DestinationError(
                 f"the folder in which {self._dst} grows was removed, or begun anew, while this part was running; run "
                 "it again if it is still wanted"
             )
-        self._digest.update(text)
         rest = memoryview(text)
         while rest:
             rest = rest[self._file.write(rest) :]
@@ -104,12 +101,6 @@ class PartJournal:
         """Wait until it is on the disk, where it is found by name."""
         os.fsync(self._file.fileno())
         sync(self._path.parent)
-
-    def _is_there(self) -> bool:
-        try:
-            return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
-        except FileNotFoundError:
-            return False
 
     def close(self) -> None:
         """Let go of it."""
@@ -137,7 +128,11 @@ class PartRun:
     has_ended: bool = False
     """Whether it came to its end."""
     is_sealed: bool = False
-    """Whether all that it did was on the disk at its end, and its journal is as it wrote it."""
+    """Whether all that it did was on the disk at its end."""
+
+    def vouches(self, identity: str) -> bool:
+        """Whether it vouches for what it notes, in a folder of this identity."""
+        return self.is_sealed and self.identity == identity
 
     def lines(self) -> Iterator[Line]:
         """Its tasks, among other lines, as far as they can be read."""
@@ -155,14 +150,12 @@ def runs_in(staging: Staging) -> Iterator[PartRun]:
 def _run(path: Path, share: Share) -> PartRun:
     """A run by its journal, of which lines of tasks, which may be many, are not looked into."""
     text = _read(path)
-    *above, last = text or [b""]
     told: dict[str, object] = {}
     lost: list[str] = []
     for line in lines_of(own for own in text if not own.startswith(_TASK)):
         told |= line
         lost += _texts(line.get("lost"))
-    end = next(lines_of([last]), {})
-    digest = xxhash.xxh3_64_hexdigest(b"".join(above))
+    end = next(lines_of(text[-1:]), {})
     return PartRun(
         share=share,
         where=f"{told['host']}, process {told.get('process')}" if "host" in told else "an unknown machine",
@@ -172,12 +165,8 @@ def _run(path: Path, share: Share) -> PartRun:
         lost=tuple(lost),
         files=_texts(told.get("files")),
         has_ended="end" in end,
-        is_sealed=end == _seal(digest, synced=True),
+        is_sealed="end" in end and end.get("synced") is True,
     )
-
-
-def _seal(digest: str, *, synced: bool) -> Line:
-    return {"end": True, "synced": synced, "digest": digest}
 
 
 def _texts(told: object) -> tuple[str, ...]:

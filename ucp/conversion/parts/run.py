@@ -21,8 +21,6 @@ from ucp.conversion.journal import Line
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.parts.finalize import busy_text
 from ucp.conversion.parts.journals import PartJournal, is_running, runs_in
-from ucp.conversion.parts.sealed import vouches
-from ucp.conversion.parts.shares import overlap
 from ucp.conversion.prepare import Prepared
 from ucp.errors import BusyError, DestinationError
 from ucp.io.destination.goal import Making
@@ -49,7 +47,8 @@ def write_part(prepared: Prepared, staging: Staging, options: ConvertOptions, ob
         threads = prepared.workers * prepared.threads
         own = _own(prepared, staging, before)
         begun = taken_up(prepared.job, staging.data, own, observer=observer, threads=threads)
-        journal.keep(begun.done)
+        for done in begun.done:  # of another run, and read back
+            journal.note(done)
         written = carry_out_tasks(prepared, journal, begun, observer)
         check_read(prepared.job.index, written)
         if options.fsync:
@@ -77,7 +76,7 @@ def _joined(prepared: Prepared, staging: Staging, options: ConvertOptions, obser
 def _journal(staging: Staging, share: Share) -> PartJournal:
     """A journal that names runs of the same tasks which left no seal and are over: this one looks at what they did."""
     identity = staging.identity()
-    runs = [run for run in runs_in(staging) if overlap(run.share, share) and not vouches(run, identity)]
+    runs = [run for run in runs_in(staging) if run.share.overlaps(share) and not run.vouches(identity)]
     return PartJournal(staging, share, over=[run.path.name for run in runs if not is_running(run)])
 
 

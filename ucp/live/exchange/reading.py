@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -32,10 +32,7 @@ class Reading:
 
     def finish(self) -> _Done:
         """Wait for all of them. Raises what failed first."""
-        errors = [future.exception() for future in self._futures]
-        for error in errors:
-            if error is not None:
-                raise error
+        wait(self._futures)
         done = [future.result() for future in self._futures]
         return _Done(
             began=min((own.began for own in done), default=0.0),

@@ -8,7 +8,7 @@ from ucp.core.index import AtomIndex, Index
 from ucp.core.names import STEP, WEIGHT
 from ucp.errors import counted
 from ucp.live.match.findings import Findings
-from ucp.live.match.items import castable, item_of, note_cast
+from ucp.live.match.tensors import castable, item_of, note_cast
 from ucp.live.parts import LiveParam, LivePart, LoadItem
 
 __all__ = ["match_states", "note_rounded"]

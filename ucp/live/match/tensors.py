@@ -14,13 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from ucp.core.index import Index
+from ucp.core.dtypes import DType
+from ucp.core.index import AtomIndex, Index
 from ucp.core.names import WEIGHT
+from ucp.core.slices import whole_slice
 from ucp.live.match.findings import Findings
-from ucp.live.match.items import castable, item_of, note_cast
-from ucp.live.parts import LiveTensor, LoadItem
+from ucp.live.parts import LivePart, LiveTensor, LoadItem
 
-__all__ = ["atoms_of", "find_unexpected", "fitting", "match_tensors", "want_weights"]
+__all__ = [
+    "atoms_of",
+    "castable",
+    "find_unexpected",
+    "fitting",
+    "item_of",
+    "match_tensors",
+    "note_cast",
+    "want_weights",
+]
+
 
 _MOST_WAYS = 3
 """Ways to rename that are named."""
@@ -157,3 +168,27 @@ def want_weights(
             note_cast(atom, WEIGHT, own.dtype, findings)
             wanted.append(item_of(own.name, atom, WEIGHT, own.dtype, own.part))
     return wanted
+
+
+def castable(stored: DType, wanted: DType) -> bool:
+    """Whether a state of one type can be brought into memory of another."""
+    return stored is wanted or (stored.is_floating and wanted.is_floating)
+
+
+def item_of(name: str, atom: AtomIndex, state: str, dtype: DType, part: LivePart, *, stepped: bool = False) -> LoadItem:
+    """What `part` is of a state; a count, or a state of another shape than its parameter, is whole on every rank."""
+    source = atom.states[state]
+    is_whole = part.is_whole or source.global_shape != atom.global_shape or atom.is_count(state)
+    wanted = (
+        whole_slice(atom.name, state, source, dtype=dtype)
+        if is_whole
+        else part.slice_of(atom.name, state, source.global_shape, dtype)
+    )
+    return LoadItem(name=name, slice=wanted, source=source, stepped=stepped)
+
+
+def note_cast(atom: AtomIndex, state: str, dtype: DType, findings: Findings) -> None:
+    """Count a change of type."""
+    stored = atom.states[state].dtype
+    if stored is not dtype:
+        findings.casts[f"{state}: {stored} to {dtype}"] += 1

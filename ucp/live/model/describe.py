@@ -11,9 +11,9 @@ from ucp.contract.registry import live_adapters
 from ucp.errors import LoadError, UsageError, listed
 from ucp.live.adapters import LiveModel, LiveOptimizer, LiveRequest, LiveRun
 from ucp.live.model.dtensor import check_axes
-from ucp.live.model.fsdp1 import FlatUnit, flat_units
 from ucp.live.model.meta import give_memory, lacks_memory, place_of
 from ucp.live.model.module import describe_modules, torch_type
+from ucp.live.model.wrappers import FlatUnit, flat_units
 from ucp.live.optimizer.flat_optimizer import describe_flat_optimizer
 from ucp.live.optimizer.masters import describe_masters
 from ucp.live.optimizer.torch_optimizer import describe_zero_redundancy

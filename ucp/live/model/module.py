@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import gcd
 from typing import TYPE_CHECKING
 
 from ucp.core.dtypes import DType
 from ucp.errors import LoadError, UnsupportedError, listed
 from ucp.live.adapters import LiveModel
 from ucp.live.model.dtensor import dtensor_part, is_dtensor, local_of
-from ucp.live.model.fsdp1 import FlatUnit
 from ucp.live.model.meta import blank_dtype
-from ucp.live.model.overlap import overlapping
-from ucp.live.model.wrappers import hidden_in, plain_name
+from ucp.live.model.wrappers import FlatUnit, hidden_in, plain_name
 from ucp.live.parts import LivePart, LiveTensor
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["describe_model", "describe_modules", "dtype_of", "torch_type"]
+__all__ = ["describe_model", "describe_modules", "dtype_of", "overlapping", "torch_type"]
 
 
 def describe_model(model: nn.Module, units: Sequence[FlatUnit] = (), *, dtype: torch.dtype | None = None) -> LiveModel:
@@ -52,10 +51,11 @@ def describe_model(model: nn.Module, units: Sequence[FlatUnit] = (), *, dtype: t
     ]
     owners = {id(own): names[_place(own)][0] for _, own in named}
     for unit in units:
-        flat = [LiveTensor(names=own.names, dtype=dtype_of(unit.share), part=own.part) for own in unit.stretches]
-        tensors += flat
-        memory |= {own.names[0]: unit.share.narrow(0, own.start, own.numel) for own in unit.stretches}
-        owners |= {id(own): flat[at].name for at, own in enumerate(unit.originals)}
+        pieces = dict(zip(unit.names, unit.stretches, strict=True))
+        dtype_of_unit = dtype_of(unit.share)
+        tensors += [LiveTensor(names=own, dtype=dtype_of_unit, part=piece.part) for own, piece in pieces.items()]
+        memory |= {own[0]: piece.of(unit.share) for own, piece in pieces.items()}
+        owners |= {id(own): unit.names[at][0] for at, own in enumerate(unit.originals)}
     odd = [name for name in persistent if name.endswith("_extra_state")]
     notes = (f"restore yourself what modules keep beside tensors: {', '.join(odd)}",) if odd else ()
     return LiveModel(
@@ -167,3 +167,50 @@ def _absence(tensor: torch.Tensor) -> Iterator[str]:
         yield f"no checkpoint has elements of type {tensor.dtype}"
     elif any(not step and length > 1 for step, length in zip(tensor.stride(), tensor.shape, strict=True)):
         yield "it is expanded, so that several of its elements are one; make it contiguous"
+
+
+Named = tuple[str, "torch.Tensor"]
+
+
+def overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Pairs, by name, that share elements; what is cut from one memory and lies side by side or interleaved does not.
+
+    >>> import torch
+    >>> base = torch.zeros(6)
+    >>> list(overlapping({"a": base[:4], "b": base[2:], "c": torch.zeros(3)}))
+    ['a and b']
+    """
+    held = [named for named in tensors.items() if named[1].numel() and not named[1].is_meta]
+    near: list[Named] = []
+    end = 0
+    for name, own in sorted(held, key=lambda named: (str(named[1].device), named[1].data_ptr())):
+        if near and (own.device != near[0][1].device or own.data_ptr() >= end):
+            yield from _shared(near)
+            near, end = [], 0
+        near.append((name, own))
+        end = max(end, own.data_ptr() + _span(own))
+    yield from _shared(near)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to the end of its last."""
+    last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def _shared(near: Sequence[Named]) -> Iterator[str]:
+    """Pairs among tensors whose spans meet, found by marking what each has."""
+    import torch
+
+    if len(near) < 2:
+        return
+    starts = [own.data_ptr() - near[0][1].data_ptr() for _, own in near]
+    unit = gcd(*starts, *(own.itemsize for _, own in near))  # bytes that are marked at once
+    spans = [start + _span(own) for start, (_, own) in zip(starts, near, strict=True)]
+    marks = torch.zeros(max(spans) // unit, dtype=torch.int32, device=near[0][1].device)
+    for at, (start, (name, own)) in enumerate(zip(starts, near, strict=True), 1):
+        width = own.itemsize // unit
+        marked = marks.as_strided((*own.shape, width), (*(step * width for step in own.stride()), 1), start // unit)
+        if before := int(marked.max()):
+            yield f"{near[before - 1][0]} and {name}"
+        marked.fill_(at)

@@ -10,10 +10,8 @@ from ucp.contract.run_extras import SchedulerState
 from ucp.core.index import Extra, Index
 from ucp.live.checkpoint import Checkpoint
 from ucp.live.match.findings import Findings
-from ucp.live.resume.loss_scale import scaler_state
-from ucp.live.resume.random_states import generators_of
-from ucp.live.resume.rank_extras import RankPolicy, rank_extras
-from ucp.live.resume.scheduler import Stateful, scheduler_state
+from ucp.live.resume.rank_extras import RankPolicy, generators_of, rank_extras
+from ucp.live.resume.scheduler import Stateful, scaler_state, scheduler_state
 from ucp.live.resume.values import live_value
 from ucp.live.run.ranks import Ranks
 

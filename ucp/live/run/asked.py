@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard, Unpack
+from typing import TYPE_CHECKING, TextIO, TypeGuard, Unpack
 
+from ucp.contract.protocols import Naming, Observer
 from ucp.conversion.arguments import LoadArguments
 from ucp.conversion.options import make_options
-from ucp.conversion.source.run_state import SCHEDULER
-from ucp.conversion.values import DtypeLike, Naming, TopologyLike, choice_of, dtype_of, path_of, topology_of, type_path
+from ucp.conversion.values import DtypeLike, TopologyLike, choice_of, dtype_of, path_of, topology_of, type_path
 from ucp.core.dtypes import DType
 from ucp.errors import UsageError
 from ucp.io.folder import given
@@ -22,12 +24,13 @@ from ucp.live.match.names import NamesAsked
 from ucp.live.model.parallel.experts import Experts
 from ucp.live.resume.rank_extras import RankPolicy
 from ucp.live.run.mesh import RunMesh, is_device_mesh
-from ucp.live.run.progress import observer_of
+from ucp.source.run_state import SCHEDULER
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ENVIRONMENT", "LoadAsked"]
+__all__ = ["ENVIRONMENT", "Lines", "LoadAsked", "observer_of"]
+
 
 ENVIRONMENT = "UCP_CHECKPOINT"
 """Environment variable that names the checkpoint when the call does not."""
@@ -189,3 +192,50 @@ def _dtype(asked: DtypeLike) -> DType:
         known = ", ".join(member.value for member in DType if member.is_floating)
         raise UsageError(f"expected dtype of {known}; got {asked!r}")
     return dtype
+
+
+_SECONDS = 2.0
+"""Between two lines."""
+
+
+def observer_of(progress: object, *, rank: int) -> Observer | None:
+    """Who is told of the progress on this rank. Raises UsageError for what cannot be told."""
+    if isinstance(progress, bool):
+        return Lines(sys.stderr) if progress and rank == 0 else None
+    if not isinstance(progress, Observer):
+        raise UsageError(f"expected progress as True, False or an observer (begin, advance, end); got {progress!r}")
+    return progress
+
+
+class Lines:
+    """An observer that writes a line now and then."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._title = ""
+        self._total = self._done = 0
+        self._began = self._told = time.monotonic()
+
+    def begin(self, *, title: str, nbytes: int) -> None:
+        """A stage starts."""
+        self._title, self._total, self._done = title, nbytes, 0
+        self._began = self._told = time.monotonic()
+
+    def advance(self, nbytes: int) -> None:
+        """So many more bytes are done."""
+        self._done += nbytes
+        now = time.monotonic()
+        if now - self._told >= _SECONDS:
+            self._told = now
+            self._tell(now)
+
+    def end(self) -> None:
+        """The stage is over."""
+        self._tell(time.monotonic())
+
+    def _tell(self, now: float) -> None:
+        seconds = max(now - self._began, 1e-6)
+        share = 100 * self._done / self._total if self._total else 100
+        rate = self._done / seconds / 1e6
+        self._out.write(f"{self._title}: {share:.0f} % of {self._total:,} bytes, {rate:,.0f} MB/s\n")
+        self._out.flush()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import unpack
 
@@ -15,11 +15,11 @@ from ucp.core.slices import Locator, Slice
 from ucp.core.target import Placement, TargetPlan
 from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.errors import CoverError, MissingStateError, UsageError, listed
-from ucp.transfer.plan.task_list import TaskList, nbytes_of, task_list
+from ucp.transfer.plan.task_list import nbytes_of, task_list
 from ucp.transfer.plan.tasks import BLOCK, TASK, Share, Task
 from ucp.transfer.plan.tiles import is_crosswise
 
-__all__ = ["Job", "check_target", "checking_placements", "every_task", "make_job", "raw_slice"]
+__all__ = ["Job", "check_target", "checking_placements", "make_job", "raw_slice"]
 
 _EXACT = 1 << 24
 """Whole numbers up to it are the same in float32."""
@@ -58,20 +58,11 @@ def make_job(index: Index, target: TargetPlan, share: Share | None = None) -> Jo
     """
     check_target(index, target)
     crosswise = _crosswise(index, target)
-    tasks = _task_list(target, crosswise)
+    tasks = task_list(target, crosswise, block=BLOCK, limit=TASK)
     if share is not None:
         tasks = tasks.of(share)
     checking = checking_placements(target.placements)
     return Job(index=index, target=target, tasks=tasks, checking=checking, crosswise=crosswise)
-
-
-def every_task(job: Job) -> TaskList:
-    """All tasks of the plan that a job may be a share of."""
-    return _task_list(job.target, job.crosswise)
-
-
-def _task_list(target: TargetPlan, crosswise: Collection[int]) -> TaskList:
-    return task_list(target, crosswise, block=BLOCK, limit=TASK)
 
 
 def _crosswise(index: Index, target: TargetPlan) -> frozenset[int]:

@@ -17,12 +17,11 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import overload
 
 from ucp.core.target import OutputFile
 from ucp.errors import DestinationError
 from ucp.transfer.plan.job import Job
-from ucp.transfer.plan.task_list import pick_tasks
+from ucp.transfer.plan.task_list import LazyTasks, pick_tasks
 from ucp.transfer.plan.tasks import BLOCK, Task
 
 __all__ = ["ROUND", "Room", "Round", "in_rounds", "room_for"]
@@ -70,13 +69,19 @@ def room_for(job: Job, files: Sequence[OutputFile], *, free: int, place: str) ->
             "more ranks, or another layout"
         )
     limit = max(least, ROUND)
-    if _is_cut(job, _dealt(files, sizes, limit)):
+    number_of = {file.path: number for number, alike in enumerate(_dealt(files, sizes, limit)) for file in alike}
+    is_cut = any(  # a state that is read once for several files would be read once for each of several rounds
+        len({number_of[fill.path] for fill in task.fills}) > 1
+        for task in job.tasks
+        if task.fills[0].sections[0].placement in job.crosswise
+    )
+    if is_cut:
         limit = max(least, min(total, free // 2))
     return Room(limit=limit, nbytes=min(total, 2 * limit, free))
 
 
 @dataclass(frozen=True, slots=True)
-class _RoundTasks(Sequence[Task]):
+class _RoundTasks(LazyTasks):
     """Tasks cut where they write files of several rounds, in the order of the rounds; each is made when asked for."""
 
     tasks: Sequence[Task]
@@ -105,17 +110,12 @@ class _RoundTasks(Sequence[Task]):
     def __len__(self) -> int:
         return len(self.positions)
 
-    @overload
-    def __getitem__(self, at: int) -> Task: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Task]: ...
-    def __getitem__(self, at: int | slice) -> Task | Sequence[Task]:
-        if isinstance(at, slice):
-            return pick_tasks(self, range(len(self))[at])
-        at = range(len(self))[at]
-        number = bisect_right(self.begins, at) - 2
-        fills = [fill for fill in self.tasks[self.positions[at]].fills if self.number_of.get(fill.path, -1) == number]
-        return Task(number=at, fills=tuple(fills), nbytes=sum(fill.nbytes for fill in fills))
+    def task_at(self, position: int) -> Task:
+        """Cut one."""
+        number = bisect_right(self.begins, position) - 2
+        task = self.tasks[self.positions[position]]
+        fills = [fill for fill in task.fills if self.number_of.get(fill.path, -1) == number]
+        return Task(number=position, fills=tuple(fills), nbytes=sum(fill.nbytes for fill in fills))
 
 
 def in_rounds(
@@ -147,16 +147,6 @@ def _dealt(files: Sequence[OutputFile], sizes: Mapping[str, int], limit: int) ->
         dealt[-1].append(file)
         room -= sizes[file.path]
     return dealt
-
-
-def _is_cut(job: Job, dealt: Sequence[Sequence[OutputFile]]) -> bool:
-    """Whether a state that is read once for several files would be read once for each of several rounds."""
-    number_of = {file.path: number for number, own in enumerate(dealt) for file in own}
-    return any(
-        len({number_of[fill.path] for fill in task.fills}) > 1
-        for task in job.tasks
-        if task.fills[0].sections[0].placement in job.crosswise
-    )
 
 
 def _sizes(job: Job, files: Sequence[OutputFile]) -> dict[str, int]:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from array import array
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -18,11 +19,32 @@ from ucp.core.slices import block_ranges
 from ucp.core.target import TargetPlan
 from ucp.transfer.plan.tasks import Fill, Section, Share, Task
 
-__all__ = ["Extent", "PickedTasks", "TaskList", "extent_of", "nbytes_of", "pick_tasks", "task_list"]
+__all__ = ["Extent", "LazyTasks", "TaskList", "extent_of", "nbytes_of", "pick_tasks", "task_list"]
+
+
+class LazyTasks(Sequence[Task]):
+    """Tasks, each made when it is asked for; a slice of them makes none."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def task_at(self, position: int) -> Task:
+        """Make one."""
+
+    def __iter__(self) -> Iterator[Task]:
+        return map(self.task_at, range(len(self)))
+
+    @overload
+    def __getitem__(self, at: int) -> Task: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Task]: ...
+    def __getitem__(self, at: int | slice) -> Task | Sequence[Task]:
+        positions = range(len(self))[at]
+        return self.task_at(positions) if isinstance(positions, int) else pick_tasks(self, positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskList(Sequence[Task]):
+class TaskList(LazyTasks):
     """Tasks in the order of their numbers, each made when it is asked for.
 
     First those that write certain placements whole, then bundles of all others, in the order of the files.
@@ -64,26 +86,24 @@ class TaskList(Sequence[Task]):
     def __len__(self) -> int:
         return len(self.listed)
 
-    def __iter__(self) -> Iterator[Task]:
-        return map(self._made, self.listed)
-
-    @overload
-    def __getitem__(self, at: int) -> Task: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Task]: ...
-    def __getitem__(self, at: int | slice) -> Task | Sequence[Task]:
-        numbers = self.listed[at]
-        return self._made(numbers) if isinstance(numbers, int) else tuple(map(self._made, numbers))
-
-    def _made(self, number: int) -> Task:
-        bundle = number - len(self.whole)
-        fills = self._whole(number) if bundle < 0 else self._bundle(bundle)
+    def task_at(self, position: int) -> Task:
+        """Make one."""
+        number = self.listed[position]
+        if number < len(self.whole):
+            fills = [
+                Fill(
+                    path=path,
+                    sections=tuple(
+                        section
+                        for own in placements
+                        for section in _sections(extent_of(self.target, own), own, self.block)
+                    ),
+                )
+                for path, placements in self.whole[number]
+            ]
+        else:
+            fills = [*self._bundle(number - len(self.whole))]
         return Task(number=number, fills=tuple(fills), nbytes=self.starts[number + 1] - self.starts[number])
-
-    def _whole(self, number: int) -> Iterator[Fill]:
-        for path, placements in self.whole[number]:
-            sections = (_sections(extent_of(self.target, own), own, self.block) for own in placements)
-            yield Fill(path=path, sections=tuple(chain.from_iterable(sections)))
 
     def _bundle(self, number: int) -> Iterator[Fill]:
         first, last = self.begins[number : number + 2]
@@ -106,7 +126,7 @@ class TaskList(Sequence[Task]):
 
 
 @dataclass(frozen=True, slots=True)
-class PickedTasks(Sequence[Task]):
+class _PickedTasks(LazyTasks):
     """Some of the tasks of a sequence, each taken from it when it is asked for: 8 bytes a task."""
 
     tasks: Sequence[Task]
@@ -117,19 +137,14 @@ class PickedTasks(Sequence[Task]):
     def __len__(self) -> int:
         return len(self.positions)
 
-    @overload
-    def __getitem__(self, at: int) -> Task: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Task]: ...
-    def __getitem__(self, at: int | slice) -> Task | Sequence[Task]:
-        if isinstance(at, slice):
-            return replace(self, positions=self.positions[at])
-        return self.tasks[self.positions[at]]
+    def task_at(self, position: int) -> Task:
+        """Take one."""
+        return self.tasks[self.positions[position]]
 
 
 def pick_tasks(tasks: Sequence[Task], positions: Iterable[int]) -> Sequence[Task]:
     """The tasks at `positions`, in that order; none of them is made before it is asked for."""
-    return PickedTasks(tasks, array("q", positions))
+    return _PickedTasks(tasks, array("q", positions))
 
 
 def nbytes_of(tasks: Iterable[Task]) -> int:
@@ -148,26 +163,20 @@ def task_list(target: TargetPlan, crosswise: Collection[int], *, block: int, lim
     spread: dict[object, list[tuple[str, tuple[int, ...]]]] = {}
     for path, numbers in plain:
         for number in numbers:
-            if number in crosswise:
-                spread.setdefault(_state_of(target, number), []).append((path, (number,)))
-    whole = [tuple(own) for own in spread.values()]
+            if number in crosswise:  # what is read at once is a state in the type it is written in
+                own = target.placements[number].slice if number < len(target.placements) else None
+                key = number if own is None else (own.param, own.state, own.dtype)
+                spread.setdefault(key, []).append((path, (number,)))
+    whole = [tuple(writes) for writes in spread.values()]
     whole += [((path, tuple(numbers)),) for path, numbers in files if path in packs]
     cut = _Cut(target, block=block, limit=limit)
-    for own in whole:
-        cut.whole(number for _, numbers in own for number in numbers)
+    for writes in whole:
+        cut.whole(number for _, numbers in writes for number in numbers)
     for _, numbers in plain:
         for number in numbers:
             if number not in crosswise:
                 cut.add(number)
     return cut.tasks(tuple(whole))
-
-
-def _state_of(target: TargetPlan, number: int) -> object:
-    """What is read at once where it is read for placement `number`: a state in the type it is written in."""
-    if number >= len(target.placements):
-        return number
-    own = target.placements[number].slice
-    return own.param, own.state, own.dtype
 
 
 class _Cut:

@@ -126,6 +126,15 @@ class Share:
     def __str__(self) -> str:
         return f"{self.number}/{self.parts}"
 
+    def overlaps(self, other: Share) -> bool:
+        """Whether a task may be of both.
+
+        >>> Share(1, 2).overlaps(Share(2, 4)), Share(1, 2).overlaps(Share(3, 4))
+        (True, False)
+        """
+        begins, ends = (self.number - 1) * other.parts, self.number * other.parts
+        return begins < other.number * self.parts and (other.number - 1) * self.parts < ends
+
     @staticmethod
     def at(start: int, stop: int, *, total: int, parts: int) -> int:
         """Number of the part that a task is of: where the middle of its bytes, start:stop of all, lies."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
+from ucp.contract.axes import along
 from ucp.contract.scalars import scalar_state
 from ucp.core.index import AtomIndex, Kind, StateIndex
 from ucp.core.layout import AxisLayout, Layout
@@ -21,7 +22,7 @@ from ucp_formats.megatron.legacy.files import LegacyRun
 from ucp_formats.megatron.legacy.model import Held, LegacyModel, Slot
 from ucp_formats.megatron.legacy.optimizer.states import LegacyStates
 from ucp_formats.megatron.param_groups.rules import is_expert
-from ucp_formats.megatron.run.mesh import along, data_parallel, known, stages
+from ucp_formats.megatron.run.mesh import data_parallel, known, stages
 
 __all__ = ["atoms_of"]
 

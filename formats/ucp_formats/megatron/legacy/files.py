@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ucp.contract.problems import Problems
-from ucp.contract.protocols import LocalTensor, LocalTensors
 from ucp.contract.rank_extras import Checksums
 from ucp.core.index import Extra, SourceFile
-from ucp.core.tensor import Record, TensorRef
+from ucp.core.tensor import Record
 from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError
 from ucp.io.folder import names_of_folder
 from ucp.io.identity import source_file
-from ucp.io.pickle.fields import described, flattened, mapping
+from ucp.io.pickle.fields import described, mapping
 from ucp.io.torch_file.archive import Archive, read_archive
 from ucp_formats.megatron.legacy.grid import Grid, misplaced
 from ucp_formats.megatron.names import (
@@ -38,7 +37,7 @@ from ucp_formats.megatron.names import (
 )
 from ucp_formats.megatron.run.arguments import Arguments, read_arguments
 
-__all__ = ["LegacyRun", "SavedRank", "ranks_extras", "read_local", "read_run", "run_extras", "source_files"]
+__all__ = ["LegacyRun", "SavedRank", "ranks_extras", "read_run", "run_extras", "source_files"]
 
 _SAME_ARGUMENTS = (
     "tensor_model_parallel_size",
@@ -275,22 +274,6 @@ def _check_same_run(roots: _Roots, saved: Mapping[str, Arguments], problems: Pro
         problems.agree(key, {name: own.raw.get(key) for name, own in saved.items()})
     has_optimizer = {name: "optimizer" in root for name, root in roots.items()}
     problems.agree("whether it has an optimizer", has_optimizer)
-
-
-def read_local(folder: Path) -> LocalTensors:
-    """Tensors of every chunk of every rank. Raises SourceError."""
-    run = read_run(folder)
-    tensors = tuple(own for rank in run.ranks for own in _of_rank(rank))
-    return LocalTensors(arguments=run.arguments.raw, tensors=tensors)
-
-
-def _of_rank(rank: SavedRank) -> Iterator[LocalTensor]:
-    place = rank.place
-    for chunk, saved in rank.chunks:
-        coords = {"tp": place.tp, "pp": place.pp, "ep": place.ep, "chunk": chunk}
-        for name, value in flattened(saved) if isinstance(saved, Mapping) else ():
-            if isinstance(value, TensorRef) and not name.endswith("_extra_state"):
-                yield LocalTensor(name=name, coords=coords, ref=value)
 
 
 _OF_A_RANK = ("rank", "local_rank")

@@ -18,7 +18,7 @@ from ucp.live.adapters import LiveRequest, LiveRun
 from ucp.live.checkpoint import Checkpoint
 from ucp.live.match.findings import Findings
 from ucp.live.optimizer.torch_optimizer import describe_optimizer
-from ucp.live.resume.loss_scale import scaler_state
+from ucp.live.resume.scheduler import scaler_state
 from ucp.live.resume.values import live_value
 from ucp.live.run.ranks import together
 from ucp_formats.megatron.extras import scaler_of

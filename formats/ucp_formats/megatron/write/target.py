@@ -45,7 +45,7 @@ from ucp_formats.megatron.write.extras import (
 from ucp_formats.megatron.write.groups import is_native, optimizer_chain
 from ucp_formats.megatron.write.legacy.files import legacy_places, plan_legacy
 from ucp_formats.megatron.write.model import Model, check_layers, target_model
-from ucp_formats.megatron.write.run import TargetRun, check_topology, experts_apart, random_states
+from ucp_formats.megatron.write.run import TargetRun, axes_of, check_topology, experts_apart, random_states
 from ucp_formats.megatron.write.torch_dist.files import dist_places, plan_dist
 from ucp_formats.megatron.write.torch_dist.keys import Norms, key_style, stored_parts
 
@@ -115,7 +115,9 @@ class MegatronTarget(Target):
         check_asked(asked, run.model, before=run_arguments(index), written=run.arguments)
         write = plan_legacy if layout == "torch" else plan_dist
         drafted = write(run, _folder(index))
-        plan = target_plan(index, drafted, notes=(*notes, *extra_notes(run)), topology=run.topology, names_rounded=True)
+        notes = (*notes, *extra_notes(run))
+        mesh = run.topology
+        plan = target_plan(index, drafted, notes=notes, topology=mesh, axes_of=axes_of(run), names_rounded=True)
         lost = lost_states(run, plan.placements)
         plan = replace(
             plan,

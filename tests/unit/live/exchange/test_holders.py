@@ -6,7 +6,7 @@ from tests.unit.live.threads import run
 from ucp.core.dtypes import DType
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
-from ucp.live.exchange.holders import digests, holders
+from ucp.live.exchange.stages import digests, holders
 
 COUNT = 70
 

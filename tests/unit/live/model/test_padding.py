@@ -9,7 +9,7 @@ from ucp_patterns.shard import Shard
 
 from ucp.core.dtypes import DType
 from ucp.core.layout import AxisLayout, Layout
-from ucp.live.model.parallel.padding import without_padding
+from ucp.live.model.parallel.place import without_padding
 from ucp.live.parts import LivePart
 
 RANKS = 3

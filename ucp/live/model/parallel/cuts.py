@@ -22,10 +22,9 @@ from ucp.core.layout import AxisLayout, Layout, Pattern, part_of
 from ucp.errors import FamilyError, UnknownFamilyError, UsageError, listed
 from ucp.live.adapters import LiveModel
 from ucp.live.match.tensors import atoms_of
-from ucp.live.model.parallel.attributes import Attributes
 from ucp.live.model.parallel.experts import ExpertMap
 from ucp.live.model.parallel.numbering import expert_in, layer_in
-from ucp.live.model.parallel.rules import Ruled, Rules, cuts
+from ucp.live.model.parallel.rules import Attributes, Ruled, Rules, cuts
 from ucp.live.parts import LiveTensor
 from ucp.live.run.mesh import RunMesh
 

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING
 
 from ucp.contract.protocols import SourceOptions
 from ucp.core.index import Index
+from ucp.core.slices import Slice
 from ucp.errors import UsageError
 from ucp.live.adapters import LiveRun
 from ucp.live.model.parallel.cuts import Finder, expert_layers, placed
 from ucp.live.model.parallel.experts import ExpertMap, Experts
 from ucp.live.model.parallel.numbering import Numbering, survey
-from ucp.live.optimizer.placed import PlacedOptimizer
 from ucp.live.run.mesh import RunMesh
 from ucp.live.run.ranks import Ranks, together
 
-__all__ = ["Placing", "place"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Placing", "place", "without_padding"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +46,14 @@ def place(run: LiveRun, index: Index, mesh: RunMesh, ranks: Ranks, options: Plac
     Raises LoadError where the numbers of layers or experts make no row, FamilyError, UsageError: also for a
     map of experts that are not there.
     """
-    experts = together(ranks, lambda: _dealt(run, mesh, options.experts))
+
+    def expert_map() -> ExpertMap:
+        if options.experts is not None and (run.is_placed or mesh.topology is None):
+            got = "a model that says itself how it lies" if run.is_placed else "no topology: pass one, such as dp=1"
+            raise UsageError(f"expected experts= with modules of local shapes and a topology; got {got}")
+        return ExpertMap.of(options.experts, ep=mesh.degree("ep"))
+
+    experts = together(ranks, expert_map)
     told = ranks.share(survey(run.model))
     stored = (*index.atoms, *index.aliases)
     numbering = Numbering(told=told, mesh=mesh, rank=ranks.rank, experts=experts, chunks=run.model.chunks)
@@ -55,14 +67,22 @@ def place(run: LiveRun, index: Index, mesh: RunMesh, ranks: Ranks, options: Plac
     model = placed(model, ways, votes, mesh)
     if any(own.layouts for own in ways.values()):
         model = replace(model, notes=(*model.notes, *finder.notes))
-    if run.optimizer is None or run.is_placed:
-        return replace(run, model=model)
-    parts = {own.name: own.part for own in model.tensors}
-    return replace(run, model=model, optimizer=PlacedOptimizer(own=run.optimizer, parts=parts))
+    return replace(run, model=model)
 
 
-def _dealt(run: LiveRun, mesh: RunMesh, said: Experts | None) -> ExpertMap:
-    if said is not None and (run.is_placed or mesh.topology is None):
-        got = "a model that says itself how it lies" if run.is_placed else "no topology: pass one, such as dp=1"
-        raise UsageError(f"expected experts= with modules of local shapes and a topology; got {got}")
-    return ExpertMap.of(said, ep=mesh.degree("ep"))
+def without_padding(memory: torch.Tensor, own: Slice) -> torch.Tensor:
+    """The part of `memory` that the slice fills; what is past that becomes zeros, as Megatron makes it.
+
+    >>> import torch
+    >>> from ucp.core.dtypes import DType
+    >>> rows = torch.ones(3, 2)
+    >>> own = Slice(param="w", state="weight", dtype=DType.FLOAT32, pairs=(), local_shape=(2, 2), start=0, stop=4)
+    >>> without_padding(rows, own).shape, rows[2].tolist()
+    (torch.Size([2, 2]), [0.0, 0.0])
+    """
+    count = own.stop - own.start
+    if memory.numel() <= count:
+        return memory
+    flat = memory.detach().view(-1)
+    flat[count:].zero_()
+    return flat[:count].view(own.local_shape) if count == prod(own.local_shape) else flat[:count]

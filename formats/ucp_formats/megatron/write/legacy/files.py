@@ -27,20 +27,15 @@ from ucp.io.torch_file.layout import NewTensor
 from ucp_formats.megatron.flat_buffer.layout import simulate
 from ucp_formats.megatron.legacy.grid import Grid as LegacyGrid
 from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER, MODEL, GridPlace, rank_folder_name
-from ucp_formats.megatron.run.mesh import along, known, stages
+from ucp_formats.megatron.run.mesh import known
 from ucp_formats.megatron.run.stages import Chunk, stage_layers
 from ucp_formats.megatron.write.arguments.carried import namespace
 from ucp_formats.megatron.write.groups import OptimizerGroup
 from ucp_formats.megatron.write.legacy.names import modules_of
 from ucp_formats.megatron.write.model import Model, ModelTensor
-from ucp_formats.megatron.write.run import TargetRun
+from ucp_formats.megatron.write.run import EMBEDDING, OUTPUT, TargetRun
 
 __all__ = ["legacy_places", "plan_legacy"]
-
-_EMBEDDING = "embedding.word_embeddings.weight"
-_OUTPUT = "output_layer.weight"
-_STAGES = "order of the layers"
-_EXPERTS = "order of the experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +51,7 @@ class _Local:
     shape: tuple[int, ...]
     """Elements per dim of the local tensor."""
     layout: Layout
-    """How it lies over all ranks."""
+    """How it lies over tensor-parallel ranks."""
 
     @property
     def numel(self) -> int:
@@ -117,10 +112,10 @@ class _Legacy:
             home, expert = divmod(own.expert or 0, experts)
             if own.expert is None or home == at.ep:
                 key = self._modules.key(own, layer=(own.layer or 0) - first, expert=expert)
-                found[key] = self._local(key, own, at, chunk)
+                found[key] = self._local(key, own, at)
         if self._is_tied and chunk == list(self._stages)[-1]:
-            embedding = next(own for own in self._own.model.tensors if own.name == _EMBEDDING)
-            found[_OUTPUT] = self._local(_OUTPUT, embedding, at, chunk)
+            embedding = next(own for own in self._own.model.tensors if own.name == EMBEDDING)
+            found[OUTPUT] = self._local(OUTPUT, embedding, at)
         order = self._modules.registered({key: local.tensor for key, local in found.items()})
         return [found[key] for key in order]
 
@@ -128,21 +123,16 @@ class _Legacy:
     def _is_tied(self) -> bool:
         """Whether the last stage has a copy of the embedding."""
         names = {own.name for own in self._own.model.tensors}
-        return self._grid.pp > 1 and _EMBEDDING in names and _OUTPUT not in names
+        return self._grid.pp > 1 and EMBEDDING in names and OUTPUT not in names
 
-    def _local(self, key: str, own: ModelTensor, at: GridPlace, chunk: Chunk) -> _Local:
+    def _local(self, key: str, own: ModelTensor, at: GridPlace) -> _Local:
         degrees = {"tp": self._grid.tp, "etp": self._grid.etp}
         ranks = {"tp": at.tp, "etp": self._grid.expert_part(at).etp}
         layout = own.match.layout(axes=degrees, global_shape=own.shape)
         coords = {axis.axis: ranks[axis.axis] for axis in layout.axes}
         shape = local_shape(layout, own.shape, coords)
         pairs = tuple(RegionPair(placed.box, placed.local) for placed in place(layout, own.shape, coords=coords))
-        tied = self._is_tied and own.name == _EMBEDDING
-        every = list(self._stages)
-        outer = stages(self._grid.pp, self._own.topology.vpp, {every[0], every[-1]} if tied else {chunk}, _STAGES)
-        if own.expert is not None:
-            outer += along("ep", self._grid.ep, _EXPERTS, (at.ep,))
-        axes = (*outer, *known(layout, f"family {self._own.model.family.name}"))
+        axes = known(layout, f"family {self._own.model.family.name}")
         return _Local(key=key, tensor=own, pairs=pairs, shape=shape, layout=Layout(axes))
 
     def _model_file(self, path: str, at: GridPlace, chunks: Mapping[Chunk, Sequence[_Local]]) -> Drafted:
@@ -168,7 +158,7 @@ class _Legacy:
         found: dict[str, object] = {}
         extras = list(self._modules.extra_states({local.key: local.tensor for local in held}))
         if chunk == list(self._stages)[-1]:
-            extras.append(f"{_OUTPUT.removesuffix('weight')}_extra_state")  # also where it has no weight of its own
+            extras.append(f"{OUTPUT.removesuffix('weight')}_extra_state")  # also where it has no weight of its own
         for local in held:
             dtype = local.tensor.dtype
             found[local.key] = draft.filled(dtype, local.shape, local.parts(WEIGHT, dtype))
@@ -239,7 +229,7 @@ class _Legacy:
 
     def _buffer(self, draft: FileDraft, held: Sequence[_Local], bucket_numel: int | None) -> dict[str, object]:
         # a tied embedding of a pipeline has a bucket of its own
-        apart = [at for at, local in enumerate(held) if self._is_tied and local.tensor.name == _EMBEDDING]
+        apart = [at for at, local in enumerate(held) if self._is_tied and local.tensor.name == EMBEDDING]
         layout = simulate([local.numel for local in held], bucket_numel=bucket_numel, apart=apart)
         states = dict.fromkeys(state for local in held for state in local.tensor.states)
         found: dict[str, object] = {}

@@ -19,14 +19,14 @@ from enum import StrEnum
 from ucp.contract.optimizer import step_counts
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Index, Kind, StateIndex
+from ucp.core.index import AtomIndex, Doubt, DoubtKind, Index, Kind, StateIndex
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.tensor import Tensor, TensorRef
-from ucp.errors import MalformedError, SourceError
+from ucp.errors import MalformedError, SourceError, counted, listed
 from ucp.io.elements import viewed
 from ucp.transfer.probe import Prober
 
-__all__ = ["ZeroMoments", "before_first_step", "check_moments", "moments", "moments_note"]
+__all__ = ["ZeroMoments", "before_first_step", "check_moments", "moments", "moments_note", "odd_moments"]
 
 _PROBED = 256
 """Parameters looked at before every element is, at most."""
@@ -189,3 +189,24 @@ def _windows(numel: int, *, whole: bool) -> Iterator[tuple[int, int]]:
         last = max(numel - _WINDOW, 0)
         starts, count = sorted({0, last // 2, last}), _WINDOW
     return ((start, min(start + count, numel)) for start in starts)
+
+
+_IN_SHAPE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+"""States that torch's optimizers keep in the shape of the parameter."""
+
+
+def odd_moments(index: Index) -> Iterator[Doubt]:
+    """A doubt that lists them, where there are any."""
+    odd = [
+        f"{atom.name}: {name} of {list(state.global_shape)}, the parameter of {list(atom.global_shape)}"
+        for atom, name, state in index.states()
+        if name in _IN_SHAPE and state.global_shape != atom.global_shape
+    ]
+    if odd:
+        text = (
+            f"expected moments in the shapes of their parameters; {index.path} has {counted(len(odd), 'moment')} of "
+            f"another shape:\n{listed(odd)}\nThe optimizer is of another model, or keeps moments in a form of its own "
+            "(GaLore projects them). Save it again beside this model, or take the weights alone (--include "
+            "'*/weight'; ucp.load_into without optimizer)"
+        )
+        yield Doubt(kind=DoubtKind.MOMENT_SHAPES, text=text)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ucp.contract.model.arguments import run_arguments
-from ucp.contract.protocols import SourceOptions, Target
+from ucp.contract.protocols import Naming, SourceOptions, Target
 from ucp.contract.registry import choose_family, library, names_of
-from ucp.conversion.values import Naming
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, check_weights
 from ucp.core.patches import Made, arranged, with_copy

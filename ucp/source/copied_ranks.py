@@ -19,10 +19,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from os.path import relpath
 
-from ucp.conversion.source.zero_moments import moments
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Doubt, DoubtKind, Index
 from ucp.core.tensor import Record, Tensor, TensorRef
+from ucp.source.moments import moments
 from ucp.transfer.probe import Prober
 
 __all__ = ["copied_ranks"]

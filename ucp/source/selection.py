@@ -1,16 +1,23 @@
-"""What of a source is taken: parameters and states by --include and --exclude, extras by --set drop."""
+"""What of a source is taken: parameters and states by --include and --exclude, extras by --set drop; what is frozen.
+
+DeepSpeed and Megatron leave frozen parameters (`requires_grad=False`) out of their optimizers, and fail to load what
+counts them in. torch lists them in groups like any other and records nothing of it. A reader takes those without
+states for frozen where others have theirs; one that is trained and never got a gradient looks the same, so that users
+can say it (`--set frozen=GLOB,...`, or `none`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
-from ucp.conversion.source.moment_shapes import odd_moments
-from ucp.core.index import AtomIndex, Doubt, DoubtKind, Index, Loss
-from ucp.core.names import NameFilter
-from ucp.errors import UsageError, counted
+from ucp.core.index import AtomIndex, Doubt, DoubtKind, Index, Kind, Loss
+from ucp.core.names import WEIGHT, NameFilter
+from ucp.errors import UsageError, counted, listed
+from ucp.source.moments import odd_moments
 
-__all__ = ["DROP", "part_warnings", "selected", "without_extras"]
+__all__ = ["DROP", "FROZEN", "part_warnings", "selected", "with_frozen", "without_extras"]
 
 DROP = "drop"
 """Setting that every target takes: extras to leave out."""
@@ -119,3 +126,40 @@ def without_extras(index: Index, settings: Mapping[str, str]) -> tuple[Index, Ma
     lines = [f"{name}: not taken from the source, as asked (--set drop)" for name in left]
     others = {name: text for name, text in settings.items() if name != DROP}
     return replace(index, extras=kept, dropped=(*index.dropped, *lines)), others
+
+
+FROZEN = "frozen"
+"""Setting that every target takes: globs of the parameters that are frozen."""
+
+
+def with_frozen(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mapping[str, str]]:
+    """`index` with just the parameters frozen that --set frozen names, and the other settings. Raises UsageError."""
+    if FROZEN not in settings:
+        return index, settings
+    globs = [] if settings[FROZEN] == "none" else settings[FROZEN].split(",")
+    idle = [glob for glob in globs if not any(fnmatchcase(name, glob) for name in index.atoms)]
+    if idle:
+        raise UsageError(f"--set frozen: no parameter of {index.path} matches {', '.join(idle)}")
+    frozen = {
+        name
+        for name, atom in index.atoms.items()
+        if name in globs or (atom.kind is not Kind.BUFFER and any(fnmatchcase(name, glob) for glob in globs))
+    }
+    stepped = [name for name in index.atoms if name in frozen and index.atoms[name].states.keys() - {WEIGHT}]
+    if stepped:
+        raise UsageError(
+            f"--set frozen: expected parameters without optimizer states; these were stepped:\n{listed(stepped)}"
+        )
+    grouped = {name for group in index.groups for name in group.params}
+    atoms = {
+        name: _as(atom, is_frozen=name in frozen, is_grouped=name in grouped) for name, atom in index.atoms.items()
+    }
+    others = {name: value for name, value in settings.items() if name != FROZEN}
+    return replace(index, atoms=atoms), others
+
+
+def _as(atom: AtomIndex, *, is_frozen: bool, is_grouped: bool) -> AtomIndex:
+    """The parameter, frozen or not; what no group lists and nobody names stays as it is, as do buffers in a glob."""
+    if is_frozen:
+        return replace(atom, kind=Kind.FROZEN)
+    return replace(atom, kind=Kind.PARAMETER) if is_grouped and atom.kind is not Kind.BUFFER else atom
