@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,8 +23,7 @@ from ucp.core.index import (
 from ucp.core.names import WEIGHT
 from ucp.core.pickle_values import nbytes_in_memory
 from ucp.core.state_gaps import gap_text, state_gaps
-from ucp.core.target import TargetOptions, TargetPlan
-from ucp.core.topology import Topology
+from ucp.core.target import TargetPlan
 from ucp.errors import FamilyError, MisfitError, MissingStateError, UnsupportedError, UsageError, listed, nearest
 from ucp.io.identity import is_remote
 from ucp.source.moments import ZeroMoments, before_first_step, check_moments
@@ -149,8 +149,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     Of tensors it reads windows of moments (all of those that are zero there), and copies that are to be settled.
     """
     chosen = target(options.to)
-    _check_layout(chosen, options.target.layout)
-    _check_split(chosen, options.topology)
+    _check_target(chosen, options)
     by_name = bool(options.naming.style or chosen.names)
     read = index_as_told if by_name or chosen.takes_family(options.topology) else index_of
     whole = before_first_step(read(src, source=options.source))
@@ -179,7 +178,10 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     _check_settings(chosen, known, settings, by_family=by_name, also=made, engine=options.engine)
     index, settings, family = _named(index, chosen, options, settings)
     _check_settings(chosen, known, settings, also=made, engine=options.engine)  # sizes that are none of this family's
-    index = chosen_companions(_tagged(index, options.target.tag), options.companions)
+    if options.target.tag:
+        others = (extra for extra in index.extras if extra.name != TAG)
+        index = replace(index, extras=(*others, Extra(name=TAG, value=options.target.tag)))
+    index = chosen_companions(index, options.companions)
     own = replace(
         options.target,
         settings=settings,
@@ -187,7 +189,8 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         patterns=str(options.source.patterns or ""),
         keeps_zeros=options.zero_moments is ZeroMoments.KEEP,
     )
-    plan = _planned(chosen, index, options.topology, own)
+    with _misfits():
+        plan = chosen.plan(index, options.topology, own)
     index = _without(plan.written or index, plan)
     job = replace(make_job(index, replace(plan, written=None), options.part), fsync=options.fsync)
     workers, threads = workers_of(options, index, beside_bytes)
@@ -225,31 +228,29 @@ def _named(
         return index, settings, ""
     from ucp.source.naming import under_names  # families are read only where they are needed
 
-    try:
+    with _misfits():
         found = under_names(index, chosen, options.naming, options.source, settings)
-    except (UnsupportedError, FamilyError) as error:
-        raise MisfitError(str(error)) from error
     return found.index, {name: own for name, own in settings.items() if name not in found.used}, found.family
 
 
-def _planned(chosen: Target, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
-    """The plan of the target. Raises MisfitError where this model is none for it."""
+@contextmanager
+def _misfits() -> Iterator[None]:
+    """Say that the family or target that was asked for does not fit this model."""
     try:
-        return chosen.plan(index, topology, options)
+        yield
     except (UnsupportedError, FamilyError) as error:
         raise MisfitError(str(error)) from error
 
 
-def _check_split(chosen: Target, topology: Topology | None) -> None:
+def _check_target(chosen: Target, options: ConvertOptions) -> None:
+    """Raise UsageError for replicas, and for a layout, that the target does not have, naming the target that has it."""
+    topology, layout = options.topology, options.target.layout
     if topology is not None and topology.is_split and not chosen.takes_replicas:
         raise UsageError(
             f"replicas of shards (HSDP) are torch's: --to {chosen.name} does not know them. Write dp={topology.dp} in "
             f"place of dp_replicate={topology.dp_replicate},dp_shard={topology.dp_shard}"
         )
 
-
-def _check_layout(chosen: Target, layout: str) -> None:
-    """Raise UsageError for a layout that the target does not have, naming the target that has it."""
     if not layout or layout in chosen.layouts:
         return
     others = [name for name in names("ucp.targets") if layout in target(name).layouts]
@@ -270,14 +271,6 @@ def _without(index: Index, plan: TargetPlan) -> Index:
             atoms[name] = replace(atom, states=states)
     aliases = {alias: name for alias, name in index.aliases.items() if name in atoms}
     return replace(index, atoms=atoms, aliases=aliases, dropped=(*index.dropped, *plan.dropped))
-
-
-def _tagged(index: Index, tag: str) -> Index:
-    """`index` under the name `tag`; under its own where that is empty."""
-    if not tag:
-        return index
-    others = (extra for extra in index.extras if extra.name != TAG)
-    return replace(index, extras=(*others, Extra(name=TAG, value=tag)))
 
 
 def _check_dtypes(index: Index, dtypes: Mapping[str, str]) -> None:

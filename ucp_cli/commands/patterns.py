@@ -15,7 +15,7 @@ from ucp.conversion.options import make_options
 from ucp.core.text.page import lines
 from ucp.errors import UnknownFamilyError
 from ucp_cli.failures import DIFFERENT, Unfitting
-from ucp_cli.options import PATH, as_json, completed, example, family_names, takes_options
+from ucp_cli.options import PATH, as_json, completed, example, takes_options
 from ucp_cli.pages.families import (
     families_document,
     family_document,
@@ -66,7 +66,7 @@ def _styles(ctx: click.Context, param: click.Parameter, typed: str) -> list[str]
     "show",
     epilog=example("ucp patterns show llama", "ucp patterns show llama --style huggingface"),
 )
-@click.argument("family", shell_complete=completed(family_names))
+@click.argument("family", shell_complete=completed(registry.families))
 @click.option(
     "--style",
     metavar="STYLE",
