@@ -29,7 +29,6 @@ for name in (
     "transfer.worker",
     "transfer.compare",
     "conversion.prepare",
-    "conversion.execute",
     "store.manifest",
 ):
     module = import_module(f"ucp.{name}")

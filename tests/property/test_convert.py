@@ -38,7 +38,6 @@ def small_blocks():
             "transfer.worker",
             "transfer.compare",
             "conversion.prepare",
-            "conversion.execute",
             "store.manifest",
         ):
             module = import_module(f"ucp.{name}")

@@ -17,7 +17,6 @@ BLOCK_USERS = (
     "transfer.worker",
     "transfer.compare",
     "conversion.prepare",
-    "conversion.execute",
     "store.manifest",
 )
 """Modules that know the size of a block."""

@@ -22,9 +22,9 @@ from ucp.io.destination.write import is_memory
 from ucp.io.identity import check_unchanged, is_remote, producer
 from ucp.source.read import no_cycle_collection
 from ucp.transfer.checksums import file_crc, gaps, mismatches
-from ucp.transfer.gather import Gatherer, Sources, Span
+from ucp.transfer.gather import Reader, Span
 from ucp.transfer.plan.task_list import nbytes_of
-from ucp.transfer.plan.tasks import BLOCK, Task
+from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Step, Sum
 
 __all__ = ["Place", "Written", "carry_out_tasks", "check_read", "execute"]
@@ -135,12 +135,8 @@ def _check_source(index: Index, written: Written) -> None:
     stretch that was read from can be checked.
     """
     if not written.drift:
-        gatherer = Gatherer(sources=Sources(), tracked=frozenset(record.path for record in index.records))
-        for path, offset, nbytes in gaps(index.records, written.spans):
-            for low in range(offset, offset + nbytes, BLOCK):
-                gatherer.scan(path, low, min(BLOCK, offset + nbytes - low))
-        gatherer.sources.close()
-        written.spans.extend(gatherer.spans)
+        with Reader(1) as reader:
+            written.spans.extend(reader.scan(gaps(index.records, written.spans)))
     check_read(index, written)
 
 

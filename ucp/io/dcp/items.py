@@ -10,23 +10,20 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ucp.core.tensor import Record, TensorRef
 from ucp.errors import MalformedError, MissingFileError, SourceError, UcpError, UnsupportedError, counted, listed
 from ucp.io.dcp.metadata import ItemPlace
 from ucp.io.dcp.template import ITEM_END, ObjectTemplate, TensorTemplate, compiled, object_template, tensor_template
-from ucp.io.files import SourceFile, open_source
+from ucp.io.files import SourceFile, join_ranges, open_source
 from ucp.io.folder import path_of
 from ucp.io.torch_file.archive import read_embedded
 from ucp.io.torch_file.zipdir import Window
 
 __all__ = ["Item", "check_files", "of_other_saves", "read_items"]
 
-_GAP = 64 << 10
-"""Bytes that are read in vain rather than by a request of their own."""
 _SPAN = 4 << 20
 """Most bytes of one read."""
 _END_RECORD = 22
@@ -232,7 +229,7 @@ class _Ends:
         """`items`: (offset, bytes), in increasing offset."""
         self._file = file
         self.path = file.path
-        self._spans = list(_spans(items))
+        self._spans = _spans(items, file.gap)
         file.expect(self._spans)
         self._starts = [start for start, _ in self._spans]
         self._held: OrderedDict[int, bytes] = OrderedDict()
@@ -254,7 +251,7 @@ class _Ends:
         return held, offset - start
 
 
-def _spans(items: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _spans(items: Sequence[tuple[int, int]], gap: int) -> list[tuple[int, int]]:
     """Stretches to read (first byte, one past the last): both ends of every item whole in one of them each."""
     ends = []
     for offset, nbytes in items:
@@ -262,14 +259,5 @@ def _spans(items: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             ends.append((offset, offset + nbytes))
         else:
             ends += [(offset, offset + ITEM_END), (offset + nbytes - ITEM_END, offset + nbytes)]
-    ends.sort(key=itemgetter(0))
-    low, high = -1, -1
-    for start, stop in ends:
-        if low >= 0 and start <= high + _GAP and stop - low <= _SPAN:
-            high = max(high, stop)
-        else:
-            if low >= 0:
-                yield low, high
-            low, high = start, stop
-    if low >= 0:
-        yield low, high
+    ends.sort()
+    return [(low, high) for low, high, _ in join_ranges(ends, gap=gap, most=_SPAN)]

@@ -54,7 +54,6 @@ def small(monkeypatch):
         name: {"BLOCK": BLOCK}
         for name in (
             "transfer.compare",
-            "conversion.execute",
             "conversion.prepare",
             "store.manifest",
             "live.exchange.loads",
