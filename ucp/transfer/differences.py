@@ -19,7 +19,7 @@ from ucp.errors import counted
 from ucp.io.pickle.fields import shown
 from ucp.transfer.compare import THREADS, Pair, apart
 
-__all__ = ["Change", "casts_between", "compare", "equal_casts", "keeps_extras"]
+__all__ = ["Change", "casts_between", "compare", "equal_casts", "keeps_extras", "shared_states"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +65,7 @@ def compare(
     `cast`: where the dtype differs, compare what `a` holds after a cast to `b`'s dtype. `extras`: compare these too.
     """
     changes = list(_structure(a, b, cast=cast))
-    shared = [
-        Pair(atom.name, name, state, b.atoms[atom.name].states[name])
-        for atom, name, state in a.states()
-        if atom.name in b.atoms and name in b.atoms[atom.name].states
-    ]
-    shared = [pair for pair in shared if pair.a.global_shape == pair.b.global_shape]
+    shared = [pair for pair in shared_states(a, b) if pair.a.global_shape == pair.b.global_shape]
     if extras:
         found = list(_extras(a, b))
         changes += [item for item in found if isinstance(item, Change)]
@@ -83,15 +78,20 @@ def compare(
     return changes
 
 
+def shared_states(a: Index, b: Index) -> Iterator[Pair]:
+    """States that both have."""
+    for atom, name, state in a.states():
+        other = b.atoms.get(atom.name)
+        if other is not None and name in other.states:
+            yield Pair(atom.name, name, state, other.states[name])
+
+
 def casts_between(a: Index, b: Index) -> tuple[str, ...]:
     """Changes of dtype from `a` to `b`, a line per state and change, with the number of parameters."""
     changed = Counter(
-        f"{name}: {state.dtype} -> {b.atoms[atom.name].states[name].dtype}"
-        for atom, name, state in a.states()
-        if atom.name in b.atoms
-        and name in b.atoms[atom.name].states
-        and b.atoms[atom.name].states[name].dtype is not state.dtype
-        and state.numel
+        f"{pair.state}: {pair.a.dtype} -> {pair.b.dtype}"
+        for pair in shared_states(a, b)
+        if pair.a.dtype is not pair.b.dtype and pair.a.numel
     )
     return tuple(f"{change} in {counted(count, 'parameter')}" for change, count in changed.items())
 
