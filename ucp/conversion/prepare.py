@@ -169,7 +169,10 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     index, settings = with_frozen(index, options.target.settings)
     if options.optimizer is not None:
         index = with_optimizer(index, settings)
-    _check_dtypes(index, options.target.dtypes)
+    states = dict.fromkeys(name for _, name, _ in index.states())
+    uncast = [state for state in options.target.dtypes if state not in states]
+    if uncast:
+        raise UsageError(f"no parameter has a state {', '.join(uncast)} to cast; there are {', '.join(states)}")
     index, settings = without_extras(index, settings)
     index, settings = with_run_state(index, chosen, settings)
     index = with_callables(index)
@@ -273,13 +276,6 @@ def _without(index: Index, plan: TargetPlan) -> Index:
             atoms[name] = replace(atom, states=states)
     aliases = {alias: name for alias, name in index.aliases.items() if name in atoms}
     return replace(index, atoms=atoms, aliases=aliases, dropped=(*index.dropped, *plan.dropped))
-
-
-def _check_dtypes(index: Index, dtypes: Mapping[str, str]) -> None:
-    known = dict.fromkeys(name for _, name, _ in index.states())
-    unknown = [state for state in dtypes if state not in known]
-    if unknown:
-        raise UsageError(f"no parameter has a state {', '.join(unknown)} to cast; there are {', '.join(known)}")
 
 
 def _check_settings(

@@ -208,7 +208,10 @@ def _groups(a: Index, b: Index) -> Iterator[Change]:
 def _settings(a: Mapping[str, object], b: Mapping[str, object], checksums: Checksums) -> Iterator[tuple[str, str, str]]:
     """Hyper-parameters that differ: name, and both values in words."""
     for key in sorted(set(a) | set(b)):
-        sides = [[side[key]] if key in side else _implied(key, side) for side in (a, b)]
+        sides = []
+        for side in (a, b):  # what it means that a side lacks it, where that is known
+            implied = {**_IMPLIED, **({"initial_lr": side["lr"]} if "lr" in side else {})}
+            sides.append([side[key]] if key in side else [implied[key]] if key in implied else [])
         if not checksums.same(*sides):
             own, other = (shown(side[0]) if side else "-" for side in sides)
             yield key, own, other
@@ -220,11 +223,7 @@ _IMPLIED: Mapping[str, object] = {
     **dict.fromkeys(("foreach", "fused"), None),
     "decoupled_weight_decay": True,
 }
-"""Hyper-parameters that mean the same where they are not there: those of torch's AdamW that others do not write."""
+"""Hyper-parameters that mean the same where they are not there: those of torch's AdamW that others do not write.
 
-
-def _implied(key: str, settings: Mapping[str, object]) -> list[object]:
-    """What it means that `settings` lack `key`; nothing where that is not known."""
-    if key == "initial_lr":  # torch's schedulers set it to the rate they begin with
-        return [settings["lr"]] if "lr" in settings else []
-    return [_IMPLIED[key]] if key in _IMPLIED else []
+So does `initial_lr`, which torch's schedulers set to the rate that they begin with.
+"""
