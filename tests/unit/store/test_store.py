@@ -632,6 +632,20 @@ class TestForgedManifests:
         rewrite(tmp_path / "out", lambda manifest: manifest["files"][0].pop("identity"))
         self.refused(tmp_path / "out", r"no identity of .*\.bin")
 
+    def test_a_range_is_of_one_tensor(self, out):
+        def edit(manifest):
+            states = [state for atom in manifest["atoms"].values() for state in atom["states"].values()]
+            first, second = sorted(states, key=lambda state: state["offset"])[:2]
+            second["offset"] = first["offset"]
+
+        rewrite(out, edit)
+        self.refused(out, "overlaps")
+
+    def test_a_weight_has_the_shape_of_its_parameter(self, source, tmp_path):
+        ucp.convert(source, tmp_path / "out", compress=True)
+        rewrite(tmp_path / "out", lambda manifest: manifest["atoms"]["embed"]["shape"].reverse())
+        self.refused(tmp_path / "out", r"expected a weight of the parameter's shape")
+
     def test_groups_and_tied_names_of_nothing(self, out):
         def edit(manifest):
             manifest["groups"] = [{"params": ["nobody", "embed"], "hyper": {}}, {"params": ["embed"], "hyper": {}}]
