@@ -129,6 +129,7 @@ def interpret(manifest: Manifest, root: Path, files: Sequence[SourceFile]) -> In
         files=tuple(files),
         records=(*records, *states.records),
         notes=manifest.notes,
+        recorded_in={"every axis": f"{MANIFEST}: tensors are whole, and how the run that was read had cut them"},
         dropped=manifest.dropped,
         lost={
             name: Loss(why=loss.why, detail=detail, chosen=loss.chosen)

@@ -318,6 +318,12 @@ def test_a_checkpoint_of_something_else_is_refused_even_so(saved):
         load_into(net, checkpoint=saved.path, strict=False)
 
 
+@pytest.mark.parametrize("switch", ["strict", "verify"])
+def test_switches_are_true_or_false(saved, switch):
+    with pytest.raises(UsageError, match=f"expected {switch} to be True or False; got 'no'"):
+        load_into(nn.Linear(3, 3), checkpoint=saved.path, **{switch: "no"})
+
+
 def test_names_may_be_mapped(saved):
     net = nn.Module()
     net.inner = Net()
