@@ -269,7 +269,7 @@ def test_a_checkpoint_must_be_named(monkeypatch):
 
 
 def test_the_topology_must_be_that_of_the_group(saved):
-    with pytest.raises(UsageError, match="expected a topology of 1 ranks"):
+    with pytest.raises(UsageError, match="expected a topology of 1 rank"):
         load_into(Net(), "dp=2", checkpoint=saved.path)
     load_into(Net(), "dp=1,zero=0", checkpoint=saved.path)
 

@@ -437,6 +437,12 @@ class TestDamage:
         assert not report.ok
         assert ref.path in report.problems[0]
 
+    def test_a_manifest_that_is_gone_is_named(self, source, tmp_path):
+        ucp.convert(source, tmp_path / "out")
+        (tmp_path / "out" / "ucp.json").unlink()
+        with pytest.raises(MissingFileError, match=r"expected a file at .*ucp\.json"):
+            ucp.open(tmp_path / "out")
+
     def test_a_pack_that_is_gone_is_named(self, source, tmp_path):
         ucp.convert(source, tmp_path / "out")
         (tmp_path / "out" / "packs" / "00000.safetensors").unlink()
