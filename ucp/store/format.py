@@ -18,7 +18,7 @@ class StoreFormat(Format):
     name = "ucp"
 
     def detect(self, path: Path) -> Evidence | None:
-        """A folder with a manifest, or the manifest itself; also one that lost it, so that reading names what to copy."""
+        """A folder with a manifest, or the manifest itself; or one that lost it, so that reading says what to copy."""
         root = path.parent if path.name == MANIFEST else path
         found = (root / MANIFEST).is_file() or ((root / "packs").is_dir() and (root / MARK).is_file())
         return Evidence(root, (MANIFEST,)) if found else None
