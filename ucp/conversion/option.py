@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from enum import Flag, StrEnum, auto
 from typing import Any
 
-from ucp.conversion.values import dtypes_of, settings_of
-from ucp.errors import UsageError
+from ucp.conversion.values import dtypes_of, settings_of, switch_of
 
 __all__ = ["Option", "Verb", "option"]
 
@@ -63,9 +62,7 @@ class Option:
 
     def value_of(self, argument: object) -> object:
         """The field's value. Raises UsageError for an argument that is none."""
-        if isinstance(self.default, bool) and not isinstance(argument, bool):
-            raise UsageError(f"expected {self.name} to be True or False; got {argument!r}")
-        return self.parse(argument)
+        return (switch_of(self.name) if isinstance(self.default, bool) else self.parse)(argument)
 
     @property
     def in_python(self) -> str:
