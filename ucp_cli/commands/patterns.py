@@ -10,7 +10,6 @@ import click
 from ucp.checks.explain import explain
 from ucp.contract import registry
 from ucp.conversion.arguments import SourceArguments
-from ucp.conversion.option import Verb
 from ucp.conversion.options import make_options
 from ucp.core.text.page import lines
 from ucp.errors import UnknownFamilyError
@@ -93,7 +92,7 @@ def show_command(*, family: str, style: str | None, as_json: bool) -> None:
     epilog=example("ucp patterns check checkpoints/", "ucp patterns check checkpoints/ --patterns my.toml"),
 )
 @click.argument("path", metavar="CKPT", type=PATH)
-@takes_options(Verb.READ)
+@takes_options(SourceArguments)
 @as_json
 @click.pass_context
 def check_command(
