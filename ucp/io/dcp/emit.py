@@ -27,8 +27,7 @@ from ucp.core.target import CrcField, Literal, OutputFile, Placement, RawCopy
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.pickle.emit import emit_pickle
-from ucp.io.torch_file.copy_extras import grafted
-from ucp.io.torch_file.draft import Drafted, Part, layouts_of
+from ucp.io.torch_file.draft import Drafted, Part, grafted, layouts_of
 from ucp.io.torch_file.layout import NewStorage, NewTensor, TorchZip, layout_torch_zip
 from ucp.io.torch_file.zipdir import ALIGNMENT
 

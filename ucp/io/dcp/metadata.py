@@ -144,9 +144,7 @@ def _read_root(path: str) -> object:
     at = data.rfind(b"\x8c\x0fall_local_plans")
     if at > 0 and data.endswith(b"."):
         with suppress(MalformedError):
-            parsed = parse_pickle(
-                data[:at] + b"ub." + data[at + 3 :], where=path
-            )  # as long: frames count
+            parsed = parse_pickle(data[:at] + b"ub." + data[at + 3 :], where=path)  # as long: frames count
             is_object = parsed.end == at + 3 and type(parsed.value) is Stub
             if is_object and {"state_dict_metadata", "storage_data"} <= _state(parsed.value).keys():
                 return parsed.value
