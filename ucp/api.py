@@ -26,7 +26,7 @@ from ucp.conversion.option import Verb
 from ucp.conversion.options import ConvertOptions, make_options
 from ucp.conversion.plan_report import PlanReport, preview
 from ucp.conversion.prepare import Silent
-from ucp.conversion.values import type_path
+from ucp.conversion.values import switch_of, type_path
 from ucp.core.index import Index
 from ucp.io.destination.staging import is_begun
 from ucp.io.folder import given, is_url
@@ -179,7 +179,7 @@ def diff(
         given(a),
         given(b),
         names=checked.selection,
-        extras=extras,
+        extras=switch_of("extras")(extras),
         source=checked.source,
         threads=_threads(checked, (a, b)),
         observer=observer or Silent(),

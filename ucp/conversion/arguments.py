@@ -118,6 +118,12 @@ def takes_options(verb: Verb) -> Callable[[Callable[P, R]], Callable[P, R]]:
     Traceback (most recent call last):
     TypeError: ucp.open() has no argument 'famly'; did you mean 'family'?
     """
+    names = {option.flag: f"`{option.name}`" for option in OPTIONS.values()}
+
+    def explained(option: Option) -> str:
+        """An option as a docstring explains it: by its help, flags named as arguments."""
+        text = _FLAG.sub(lambda match: names.get(match.group(), match.group()), option.python or option.help)
+        return f"{option.name}\n{fill(text, 112, initial_indent='    ', subsequent_indent='    ')}"
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         *parameters, _ = signature(function).parameters.values()
@@ -146,15 +152,8 @@ def takes_options(verb: Verb) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         vars(checked)["__signature__"] = shown
         text = cleandoc(checked.__doc__ or "")
-        more = [_explained(option) for option in options_of(verb) if f"\n{option.name}\n" not in text]
+        more = [explained(option) for option in options_of(verb) if f"\n{option.name}\n" not in text]
         checked.__doc__ = text.replace(_PLACE, "\n".join(("", *more, "")))
         return checked
 
     return decorate
-
-
-def _explained(option: Option) -> str:
-    """An option as a docstring explains it: by its help, flags named as arguments."""
-    names = {other.flag: f"`{other.name}`" for other in OPTIONS.values()}
-    text = _FLAG.sub(lambda match: names.get(match.group(), match.group()), option.python or option.help)
-    return f"{option.name}\n{fill(text, 112, initial_indent='    ', subsequent_indent='    ')}"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Flag, StrEnum, auto
 from typing import Any
 
-from ucp.conversion.values import dtypes_of, settings_of
-from ucp.errors import UsageError
+from ucp.conversion.values import dtypes_of, settings_of, switch_of
 
-__all__ = ["Option", "Verb", "declare"]
+__all__ = ["Option", "Verb", "option"]
 
 
 class Verb(Flag):
@@ -63,9 +62,7 @@ class Option:
 
     def value_of(self, argument: object) -> object:
         """The field's value. Raises UsageError for an argument that is none."""
-        if isinstance(self.default, bool) and not isinstance(argument, bool):
-            raise UsageError(f"expected {self.name} to be True or False; got {argument!r}")
-        return self.parse(argument)
+        return (switch_of(self.name) if isinstance(self.default, bool) else self.parse)(argument)
 
     @property
     def in_python(self) -> str:
@@ -79,6 +76,7 @@ class Option:
         return f"{self.name}={value}"
 
 
-def declare(text: str, /, **more: Any) -> dict[str, Option]:
-    """Metadata of a field; the type of the field is that of the checked value."""
-    return {"option": Option(help=text, **more)}
+def option(text: str, /, *, default: Any = None, **more: Any) -> Any:
+    """A field of that default, with its `Option` as metadata; the type of the field is that of the checked value."""
+    means: dict[str, Any] = {"default_factory": dict} if default == {} else {"default": default}
+    return field(**means, metadata={"option": Option(help=text, **more)})

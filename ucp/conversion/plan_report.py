@@ -167,7 +167,13 @@ def preview(src: Path, options: ConvertOptions, dst: Path | None = None) -> Plan
 
 def _facts(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield "to", " ".join(filter(None, [report.to, report.layout, str(report.topology or "")]))
-    yield "tensors", _tensors(report)
+    whose = f"of {counted(report.atoms, 'parameter')}"
+    if report.references:
+        references = counted(report.references, "reference")
+        yield "tensors", f"{nbytes_text(report.nbytes)} {whose}: {references} into the source, nothing copied"
+    else:
+        amounts = f"{nbytes_text(report.nbytes_read)} to read, {nbytes_text(report.nbytes_written)} to write"
+        yield "tensors", f"{amounts}, {whose}"
     packs = "what the tensors compress to, and " if report.compressed else ""
     files = f"{counted(len(report.files), 'file')} of {packs}{nbytes_text(report.nbytes_out)}"
     yield "files", f"{files}, and the index"
@@ -179,12 +185,3 @@ def _facts(report: PlanReport) -> Iterator[tuple[str, str]]:
     if report.scratch:
         yield "scratch", f"{nbytes_text(report.scratch_bytes)} of {report.scratch} at most, for files to be uploaded"
     yield "index", f"{nbytes_text(report.index_bytes)} of memory at most, beside that"
-
-
-def _tensors(report: PlanReport) -> str:
-    """What is done with the bytes of tensors."""
-    whose = f"of {counted(report.atoms, 'parameter')}"
-    if report.references:
-        references = counted(report.references, "reference")
-        return f"{nbytes_text(report.nbytes)} {whose}: {references} into the source, nothing copied"
-    return f"{nbytes_text(report.nbytes_read)} to read, {nbytes_text(report.nbytes_written)} to write, {whose}"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import xxhash
+
 from ucp.contract.companions import chosen_companions
 from ucp.contract.protocols import Engine, Observer, Target
 from ucp.contract.registry import engine as registered_engine
 from ucp.contract.registry import names, target, with_callables
-from ucp.conversion.fingerprint import facts_of, fingerprint_of
-from ucp.conversion.options import ConvertOptions, cores
+from ucp.conversion.options import OPTIONS, ConvertOptions, cores
 from ucp.core.index import (
     TAG,
     AtomIndex,
@@ -25,7 +27,7 @@ from ucp.core.pickle_values import nbytes_in_memory
 from ucp.core.state_gaps import gap_text, state_gaps
 from ucp.core.target import TargetPlan
 from ucp.errors import FamilyError, MisfitError, MissingStateError, UnsupportedError, UsageError, listed, nearest
-from ucp.io.identity import is_remote
+from ucp.io.identity import contents_of, is_remote, producer
 from ucp.source.moments import ZeroMoments, before_first_step, check_moments
 from ucp.source.new_optimizer import HYPER, with_optimizer, without_hyper
 from ucp.source.read import index_as_told, index_of, no_cycle_collection
@@ -167,7 +169,10 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     index, settings = with_frozen(index, options.target.settings)
     if options.optimizer is not None:
         index = with_optimizer(index, settings)
-    _check_dtypes(index, options.target.dtypes)
+    states = dict.fromkeys(name for _, name, _ in index.states())
+    uncast = [state for state in options.target.dtypes if state not in states]
+    if uncast:
+        raise UsageError(f"no parameter has a state {', '.join(uncast)} to cast; there are {', '.join(states)}")
     index, settings = without_extras(index, settings)
     index, settings = with_run_state(index, chosen, settings)
     index = with_callables(index)
@@ -201,8 +206,8 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         workers=workers,
         threads=threads,
         beside_bytes=beside_bytes,
-        fingerprint=fingerprint_of(index, plan, options),
-        facts=facts_of(job, options),
+        fingerprint=_fingerprint_of(index, plan, options),
+        facts=_facts_of(job, options),
         warnings=warnings,
     )
 
@@ -273,13 +278,6 @@ def _without(index: Index, plan: TargetPlan) -> Index:
     return replace(index, atoms=atoms, aliases=aliases, dropped=(*index.dropped, *plan.dropped))
 
 
-def _check_dtypes(index: Index, dtypes: Mapping[str, str]) -> None:
-    known = dict.fromkeys(name for _, name, _ in index.states())
-    unknown = [state for state in dtypes if state not in known]
-    if unknown:
-        raise UsageError(f"no parameter has a state {', '.join(unknown)} to cast; there are {', '.join(known)}")
-
-
 def _check_settings(
     chosen: Target,
     known: Collection[str],
@@ -320,3 +318,49 @@ def _hint(name: str, near: str | None) -> str:
     if others:
         return f": a setting of --engine {' or '.join(others)}"
     return f": did you mean {near}?" if near else ""
+
+
+def _facts_of(job: Job, options: ConvertOptions) -> dict[str, str]:
+    """What the fingerprint is of, by name, as messages tell it; what was not asked for is left out."""
+    facts = {"source": job.index.path}
+    for option in OPTIONS.values():
+        value = getattr(options, option.name)
+        if option.identity and value not in (None, option.default):
+            facts[option.identity] = _in_words(value)
+    topology = str(options.topology or job.target.topology or "")
+    facts |= {**({"topology": topology} if topology else {}), "target": options.to, "program": producer()}
+    return facts
+
+
+def _in_words(value: object) -> str:
+    """A value of an option, in words."""
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case dict():
+            return ", ".join(f"{name}={member}" for name, member in sorted(value.items()))
+        case tuple():
+            return ", ".join(map(str, value))
+    return str(value)
+
+
+def _fingerprint_of(index: Index, plan: TargetPlan, options: ConvertOptions) -> str:
+    """Digest of all that decides what is written: of files of the user's own the contents, which may be edited."""
+    literals = xxhash.xxh3_128()
+    for file in plan.files:  # with what the target took from elsewhere, such as a config.json
+        literals.update(repr((file.path, file.nbytes, [part.offset for part in file.literals])).encode())
+        for part in file.literals:
+            literals.update(part.data)
+    asked = [
+        producer(),
+        index.format,
+        sorted((file.path, file.nbytes, file.mtime_ns, *filter(None, (file.version,))) for file in index.files),
+        {
+            option.identity: contents_of(value) if isinstance(value, Path) else value
+            for option in OPTIONS.values()
+            if option.identity and (value := getattr(options, option.name)) is not None
+        },
+        literals.hexdigest(),
+        BLOCK,
+    ]
+    return xxhash.xxh3_128_hexdigest(json.dumps(asked, sort_keys=True, default=str).encode())

@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
 from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Index, SourceFile, StateIndex
+from ucp.core.index import AtomIndex, Index, SourceFile
 from ucp.core.tensor import TensorRef
 from ucp.core.text.tally import count_kinds, count_patterns, count_states
 from ucp_cli.pages.values import json_value, what_is_held
@@ -126,20 +126,17 @@ def _atom(atom: AtomIndex, group: int | None, *, pieces: bool) -> dict[str, obje
         "patterns": dict(atom.patterns),
         "layout": list(atom.layout.lines),
         "made_of": {name: list(layout.lines) for name, layout in atom.made_of.items()},
-        "states": {name: _state(state, pieces=pieces) for name, state in atom.states.items()},
+        "states": {
+            name: {
+                "dtype": state.dtype.value,
+                "shape": list(state.global_shape),
+                "nbytes": state.nbytes,
+                "overlap": state.overlap.value,
+                **({"pieces": [_piece(fragment) for fragment in state.fragments]} if pieces else {}),
+            }
+            for name, state in atom.states.items()
+        },
     }
-
-
-def _state(state: StateIndex, *, pieces: bool) -> dict[str, object]:
-    described: dict[str, object] = {
-        "dtype": state.dtype.value,
-        "shape": list(state.global_shape),
-        "nbytes": state.nbytes,
-        "overlap": state.overlap.value,
-    }
-    if pieces:
-        described["pieces"] = [_piece(fragment) for fragment in state.fragments]
-    return described
 
 
 def _piece(fragment: Fragment) -> dict[str, object]:

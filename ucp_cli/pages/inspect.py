@@ -59,20 +59,19 @@ class _Look:
         return "" if self.others == usual else self.others or "no other state"
 
 
-def _look(atom: AtomIndex) -> _Look:
-    weight = atom.states["weight"].dtype if "weight" in atom.states else None
-    others = (
-        name if weight in (None, state.dtype) else f"{name}:{state.dtype}"
-        for name, state in atom.states.items()
-        if name != "weight"
-    )
-    return _Look(shape_text(atom.global_shape), weight.value if weight else "-", " ".join(others), atom.kind)
-
-
 def _tree(index: Index) -> Iterator[Section | RenderableType | None]:
     """The parameters, and what the signs of the tree mean where they occur in it."""
     same: dict[_Look, _Look] = {}
-    looks = {name: same.setdefault(look, look) for name, atom in index.atoms.items() for look in (_look(atom),)}
+    looks = {}
+    for name, atom in index.atoms.items():
+        weight = atom.states["weight"].dtype if "weight" in atom.states else None
+        others = (
+            state if weight in (None, stored.dtype) else f"{state}:{stored.dtype}"
+            for state, stored in atom.states.items()
+            if state != "weight"
+        )
+        look = _Look(shape_text(atom.global_shape), weight.value if weight else "-", " ".join(others), atom.kind)
+        looks[name] = same.setdefault(look, look)
     common = Counter(look.others for look in looks.values() if look.kind is Kind.PARAMETER).most_common(1)
     usual = common[0][0] if common else ""
     title = f"Parameters (optimizer state: {usual.replace(' ', ', ')}, unless noted)" if usual else "Parameters"
