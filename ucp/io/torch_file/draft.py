@@ -20,6 +20,7 @@ from pathlib import PurePath
 from ucp.core.dtypes import DType
 from ucp.core.index import Index
 from ucp.core.layout import AxisLayout, Layout
+from ucp.core.pickle_values import rebuild
 from ucp.core.slices import Slice
 from ucp.core.target import Literal, OutputFile, Placement, RawCopy, TargetPlan, casts
 from ucp.core.tensor import TensorRef, contiguous_strides
