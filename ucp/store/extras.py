@@ -17,7 +17,7 @@ from ucp.errors import CorruptError, MalformedError
 from ucp.io.files import SourceFile, open_source
 from ucp.io.json_text import NotJson, parsed
 from ucp.io.torch_file.archive import read_embedded
-from ucp.io.torch_file.copy_extras import torch_file
+from ucp.io.torch_file.draft import torch_file
 from ucp.store.manifest import LONGEST, StoredExtra, read_text
 from ucp.store.values import NotPlainError, from_json, to_json
 from ucp.transfer.checksums import combine

@@ -133,10 +133,17 @@ def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[obj
                 try:
                     items[i] = _known(known, ends, offset, nbytes) or _parsed(known, file, offset, nbytes)
                 except UcpError as error:
+                    if file.nbytes > 10 and file.read(8, 2) == b'{"':  # torch 2.13 to 2.14: every item is at byte 0
+                        raise UnsupportedError(
+                            f"{folder}: the items are safetensors (SerializationFormat.SAFETENSORS); .metadata does "
+                            "not say where they lie, and torch cannot load them either. Save with the default of "
+                            "FileSystemWriter, or with HuggingFaceStorageWriter"
+                        ) from error
                     wrong.append(str(error))
-                    _refuse_safetensors(file, folder)
                     failed.append(offset)
-            if any(_is_inside(file, offset) for offset in failed) and _is_whole(file.path):
+            # neither the head of an item, nor what damage leaves (zeros)
+            are_inside = any(file.read(offset, 4) not in (b"PK\x03\x04", bytes(4)) for offset in failed)
+            if are_inside and _is_whole(file.path):
                 foreign[name] = f"{len(failed)} of {counted(len(numbers), 'item')} not where .metadata says"
     if foreign:
         raise of_other_saves(folder, foreign)
@@ -147,28 +154,16 @@ def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[obj
     return [item for item in items if item is not None]
 
 
-def _refuse_safetensors(file: SourceFile, folder: str) -> None:
-    """Torch 2.13 to 2.14 can write such files and not read them: every item is recorded at byte 0."""
-    if file.nbytes > 10 and file.read(8, 2) == b'{"':
-        raise UnsupportedError(
-            f"{folder}: the items are safetensors, which FileSystemWriter writes for SerializationFormat.SAFETENSORS; "
-            ".metadata does not say where they lie, and torch cannot load them either. Save with its default, "
-            "or with HuggingFaceStorageWriter"
-        )
-
-
-def _is_inside(file: SourceFile, offset: int) -> bool:
-    """Whether other bytes than those that an item begins with, or that damage leaves (zeros), stand at `offset`."""
-    return file.read(offset, 4) not in (b"PK\x03\x04", bytes(4))
-
-
 def _known(known: list[TensorTemplate | ObjectTemplate], ends: _Ends, start: int, nbytes: int) -> Item | None:
     """The item in the bytes `start` to `start + nbytes`, where it is as one of a template; that is tried first then."""
     for number, template in enumerate(known):
+        item = None
         if isinstance(template, TensorTemplate):
             item = _tensor(template, ends, start, nbytes)
-        else:
-            item = _object(template, ends, start, nbytes)
+        elif nbytes == template.nbytes:
+            buffer, at = ends.find(start)
+            if compiled(template.pattern).fullmatch(buffer, at, at + nbytes):
+                item = Item(template.root, ())
         if item is not None:
             if number:
                 known.insert(0, known.pop(number))
@@ -207,21 +202,6 @@ def _tensor(template: TensorTemplate, ends: _Ends, start: int, nbytes: int) -> I
     return Item(ref, (Record(path=path, name=template.record, offset=offset, nbytes=template.nbytes, crc32=crc),))
 
 
-def _object(template: ObjectTemplate, ends: _Ends, start: int, nbytes: int) -> Item | None:
-    if nbytes != template.nbytes:
-        return None
-    buffer, at = ends.find(start)
-    return Item(template.root, ()) if compiled(template.pattern).fullmatch(buffer, at, at + nbytes) else None
-
-
-class _Span(NamedTuple):
-    """A stretch of a file that was read."""
-
-    start: int
-    stop: int
-    data: bytes
-
-
 class _Ends:
     """Both ends of the items of one file, read in few reads as they are asked for in order."""
 
@@ -229,11 +209,17 @@ class _Ends:
         """`items`: (offset, bytes), in increasing offset."""
         self._file = file
         self.path = file.path
-        self._spans = _spans(items, file.gap)
+        ranges = []
+        for offset, nbytes in items:
+            ends = [(offset, offset + nbytes)]
+            if nbytes > 2 * ITEM_END:
+                ends = [(offset, offset + ITEM_END), (offset + nbytes - ITEM_END, offset + nbytes)]
+            ranges += ends
+        self._spans = [(low, high) for low, high, _ in join_ranges(sorted(ranges), gap=file.gap, most=_SPAN)]
         file.expect(self._spans)
         self._starts = [start for start, _ in self._spans]
-        self._held: OrderedDict[int, bytes] = OrderedDict()
-        self._last = _Span(0, 0, b"")
+        self._read: OrderedDict[int, bytes] = OrderedDict()
+        self._last = (0, 0, b"")
 
     def find(self, offset: int) -> tuple[bytes, int]:
         """A buffer with the byte at `offset` of the file and what follows, and where in it that byte is."""
@@ -242,22 +228,9 @@ class _Ends:
             return buffer, offset - start
         number = bisect_right(self._starts, offset) - 1
         start, stop = self._spans[number]
-        held = self._held.get(number)
-        if held is None:
-            held = self._held[number] = self._file.read(start, stop - start)
-            if len(self._held) > 2:
-                self._held.popitem(last=False)
-        self._last = _Span(start, stop, held)
-        return held, offset - start
-
-
-def _spans(items: Sequence[tuple[int, int]], gap: int) -> list[tuple[int, int]]:
-    """Stretches to read (first byte, one past the last): both ends of every item whole in one of them each."""
-    ends = []
-    for offset, nbytes in items:
-        if nbytes <= 2 * ITEM_END:
-            ends.append((offset, offset + nbytes))
-        else:
-            ends += [(offset, offset + ITEM_END), (offset + nbytes - ITEM_END, offset + nbytes)]
-    ends.sort()
-    return [(low, high) for low, high, _ in join_ranges(ends, gap=gap, most=_SPAN)]
+        if number not in self._read:
+            self._read[number] = self._file.read(start, stop - start)
+            if len(self._read) > 2:
+                self._read.popitem(last=False)
+        self._last = (start, stop, self._read[number])
+        return self._read[number], offset - start

@@ -20,8 +20,7 @@ from typing import Any
 
 from ucp.core.pickle_values import GlobalName, Stub, TorchSize
 from ucp.errors import DestinationError
-from ucp.io.torch_file.storage import STORAGE_CLASSES
-from ucp.io.torch_file.tensors import NewStorage, NewTensor
+from ucp.io.torch_file.storage import STORAGE_CLASSES, NewStorage, NewTensor
 
 __all__ = ["EmittedPickle", "emit_pickle"]
 

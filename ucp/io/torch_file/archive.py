@@ -27,7 +27,7 @@ from ucp.io.torch_file.legacy import read_legacy
 from ucp.io.torch_file.storage import StorageId, StorageRef
 from ucp.io.torch_file.zipdir import Window, ZipMember, data_offset, data_offsets, read_directory
 
-__all__ = ["Archive", "read_archive", "read_embedded", "read_pickle"]
+__all__ = ["Archive", "read_archive", "read_embedded"]
 
 _SIGNATURES = {
     b"version https://git-lfs": "a Git LFS pointer; run `git lfs pull`",
@@ -135,22 +135,6 @@ def read_embedded(file: SourceFile, *, start: int, nbytes: int) -> Archive:
     if head[:1] == b"\x80" and len(head) > 1 and head[1] <= 5:
         return Archive(path=file.path, kind="legacy", root=read_legacy(window))
     raise _unknown(window, head)
-
-
-def read_pickle(path: str) -> object:
-    """What the plain pickle at `path` says (the `.metadata` of a distributed checkpoint).
-
-    Raises
-    ------
-    MalformedError
-        No pickle, a truncated one, or bytes after it.
-    """
-    with open_source(path) as file:
-        data = file.read(0, file.nbytes)
-    parsed = parse_pickle(data, where=path)
-    if parsed.end != len(data):
-        raise MalformedError(f"{path}: expected {parsed.end} bytes; got {len(data)}. Copy the file again")
-    return parsed.value
 
 
 def _read_zip(window: Window) -> Archive:

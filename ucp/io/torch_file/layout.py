@@ -22,7 +22,7 @@ from zlib_ng import zlib_ng
 
 from ucp.core.target import CrcField, Literal
 from ucp.io.pickle.emit import emit_pickle
-from ucp.io.torch_file.tensors import NewStorage, NewTensor
+from ucp.io.torch_file.storage import NewStorage, NewTensor
 from ucp.io.torch_file.zipdir import ALIGNMENT, UINT32_MAX, aligned_start
 
 __all__ = ["NewStorage", "NewTensor", "TorchZip", "layout_torch_zip"]
