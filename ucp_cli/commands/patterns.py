@@ -13,7 +13,7 @@ from ucp.conversion.arguments import SourceArguments
 from ucp.conversion.options import make_options
 from ucp.core.text.page import lines
 from ucp.errors import UnknownFamilyError
-from ucp_cli.failures import DIFFERENT, Unfitting
+from ucp_cli.failures import DIFFERENT, Failure
 from ucp_cli.options import PATH, as_json, completed, example, takes_options
 from ucp_cli.pages.families import (
     families_document,
@@ -111,7 +111,7 @@ def check_command(
     try:
         report = explain(path, make_options(**options).source)
     except UnknownFamilyError as error:
-        raise Unfitting(str(error)) from error
+        raise Failure(str(error), DIFFERENT) from error
     if as_json:
         write_json(report_document(report))
     else:
