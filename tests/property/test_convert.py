@@ -38,7 +38,7 @@ def small_blocks():
             "transfer.worker",
             "transfer.compare",
             "conversion.prepare",
-            "store.manifest",
+            "store.describe",
         ):
             module = import_module(f"ucp.{name}")
             if hasattr(module, "BLOCK"):

@@ -17,7 +17,7 @@ BLOCK_USERS = (
     "transfer.worker",
     "transfer.compare",
     "conversion.prepare",
-    "store.manifest",
+    "store.describe",
 )
 """Modules that know the size of a block."""
 
