@@ -3,14 +3,14 @@
 An item is a whole zip archive of torch.save, about 1.5 KB of it beside the elements, and a checkpoint has hundreds of
 thousands. Two tensors of one shape and type differ in their elements, their CRC-32 and a serialization id, and in
 nothing else. So one item is parsed in full and becomes a *template*: the bytes before its elements, and those after
-them with holes where they may differ. An item that equals the template everywhere else has been read: not one byte of
-its structure is assumed.
+them but for holes where they may differ. An item that equals it everywhere else has been read: not one byte of its
+structure is assumed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ucp.core.tensor import Record, TensorRef
@@ -38,10 +38,10 @@ class Template:
 
     head: bytes
     """Everything before the elements; empty for an object."""
-    tail: bytes
-    """Everything after the elements, with zeros in its holes."""
-    holes: tuple[tuple[int, int], ...]
-    """What may differ: (first byte, one past the last), counted in the tail."""
+    tail_nbytes: int
+    """Bytes after the elements."""
+    parts: tuple[tuple[int, bytes], ...]
+    """What does not differ of them: place in the tail, and bytes."""
     crcs: tuple[int, ...]
     """Where in the tail the CRC-32 of the elements stands."""
     item: Item
@@ -55,18 +55,23 @@ class Template:
         buffer, at = find(start)
         if not buffer.startswith(self.head, at):
             return None
-        skip = nbytes - len(self.tail)
+        skip = nbytes - self.tail_nbytes
         buffer, at = find(start + skip) if nbytes > 2 * ITEM_END else (buffer, at + skip)
-        tail = buffer[at : at + len(self.tail)]
-        crcs = {tail[place : place + 4] for place in self.crcs}
-        if len(crcs) > 1 or _with_zeros(tail, self.holes) != self.tail:
+        for place, part in self.parts:
+            if not buffer.startswith(part, at + place):
+                return None
+        crcs = {buffer[at + place : at + place + 4] for place in self.crcs}
+        if len(crcs) > 1:
             return None
         root, records = self.item
         if not crcs or not isinstance(root, TensorRef):
             return self.item
         offset, crc32 = start + len(self.head), int.from_bytes(crcs.pop(), "little")
         ref = TensorRef(path=path, offset=offset, dtype=root.dtype, shape=root.shape, strides=root.strides)
-        return Item(ref, tuple([replace(own, path=path, offset=offset, crc32=crc32) for own in records]))
+        if not records:
+            return Item(ref, ())
+        record = Record(path=path, name=records[0].name, offset=offset, nbytes=records[0].nbytes, crc32=crc32)
+        return Item(ref, (record,))
 
 
 def make_template(window: Window, archive: Archive) -> Template | None:
@@ -94,9 +99,12 @@ def make_template(window: Window, archive: Archive) -> Template | None:
             holes.append((at, at + member.nbytes))
     if any(low < 0 for low, _ in holes):
         return None
-    tail = _with_zeros(window.read(stop, window.nbytes - stop), holes)
-    item = Item(ref, archive.records)
-    return Template(head=window.read(0, start), tail=tail, holes=tuple(holes), crcs=tuple(crcs), item=item)
+    tail, at, parts = window.read(stop, window.nbytes - stop), 0, []
+    for low, high in [*sorted(holes), (len(tail), len(tail))]:
+        parts.append((at, tail[at:low]))
+        at = high
+    head, item = window.read(0, start), Item(ref, archive.records)
+    return Template(head=head, tail_nbytes=len(tail), parts=tuple(parts), crcs=tuple(crcs), item=item)
 
 
 def _crc_places(window: Window, member: ZipMember) -> list[int]:
@@ -114,10 +122,3 @@ def _crc_places(window: Window, member: ZipMember) -> list[int]:
     if entry < 0 or end[entry : entry + 4] != b"PK\x01\x02" or end[entry + 16 : entry + 20] != crc:
         return []
     return [*places, base + entry + 16]
-
-
-def _with_zeros(data: bytes, holes: Iterable[tuple[int, int]]) -> bytes:
-    filled = bytearray(data)
-    for low, high in holes:
-        filled[low:high] = bytes(high - low)
-    return bytes(filled)
