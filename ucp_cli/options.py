@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import click
 
 from ucp.contract import registry
-from ucp.conversion.option import Option, Verb
-from ucp.conversion.options import options_of
+from ucp.conversion.arguments import CompareArguments, SourceArguments, options_of
+from ucp.conversion.option import Option
 from ucp.conversion.values import nbytes_of
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
@@ -145,18 +145,18 @@ _DETAILS: dict[str, dict[str, Any]] = {
 """Argument to what click is to know of it beyond its `Option`."""
 
 
-def takes_options(verb: Verb) -> Callable[[F], F]:
-    """Add the options that `verb` takes, passed under the names of the library's arguments."""
+def takes_options(arguments: type[SourceArguments]) -> Callable[[F], F]:
+    """Add the options that are among `arguments`, passed under the names of the library's arguments."""
 
     def decorate(command: F) -> F:
-        for option in reversed(options_of(verb)):
-            command = _option(option, verb)(command)
+        for option in reversed(options_of(arguments)):
+            command = _option(option, arguments)(command)
         return command
 
     return decorate
 
 
-def _option(option: Option, verb: Verb) -> Callable[[F], F]:
+def _option(option: Option, arguments: type[SourceArguments]) -> Callable[[F], F]:
     keywords: dict[str, Any] = {"metavar": option.metavar, "multiple": option.repeats}
     if option.choices is not None:
         keywords["type"] = click.Choice([choice.value for choice in option.choices])
@@ -164,7 +164,7 @@ def _option(option: Option, verb: Verb) -> Callable[[F], F]:
         keywords = {"is_flag": True}
     if option.shown or isinstance(option.default, str):
         keywords |= {"default": option.shown or option.default, "show_default": bool(option.shown)}
-    text = option.comparing if verb is Verb.COMPARE and option.comparing else option.help
+    text = option.comparing if arguments is CompareArguments and option.comparing else option.help
     names = filter(None, (option.flag, option.also, option.name))
     return click.option(*names, help=text, **keywords | _DETAILS.get(option.name, {}))
 

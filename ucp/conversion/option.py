@@ -1,30 +1,15 @@
-"""An option: how the command line and functions spell it, what it takes, what takes it, and what it decides."""
+"""An option: how the command line and functions spell it, what it takes, and what it decides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Flag, StrEnum, auto
+from enum import StrEnum
 from typing import Any
 
 from ucp.conversion.values import dtypes_of, settings_of, switch_of
 
-__all__ = ["Option", "Verb", "option"]
-
-
-class Verb(Flag):
-    """What takes an option."""
-
-    READ = auto()
-    """`open`, `inspect`, `patterns check`."""
-    COMPARE = auto()
-    """`verify` and `diff`."""
-    LOAD = auto()
-    """`load_into`."""
-    PLAN = auto()
-    CONVERT = auto()
-    MAKE = PLAN | CONVERT
-    EVERY = READ | COMPARE | LOAD | MAKE
+__all__ = ["Option", "option"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +38,6 @@ class Option:
     """Whether the command line takes it several times."""
     shown: str = ""
     """The default on a help page."""
-    verbs: Verb = Verb.MAKE
-    """What takes it."""
     identity: str = ""
     """What messages call it as a part of a conversion's identity; empty where it does not decide what is written."""
     default: object = None

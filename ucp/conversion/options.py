@@ -21,7 +21,7 @@ from typing import Any
 from ucp.contract.companions import Companions
 from ucp.contract.protocols import Engine, Naming, ParamOrder, SourceOptions
 from ucp.contract.registry import engine as engine_named
-from ucp.conversion.option import Option, Verb, option
+from ucp.conversion.option import Option, option
 from ucp.conversion.parts.which import part_of
 from ucp.conversion.values import (
     choice_of,
@@ -47,7 +47,7 @@ from ucp.source.new_optimizer import NewOptimizer
 from ucp.source.replica_policy import Drift
 from ucp.transfer.plan.tasks import Share
 
-__all__ = ["OPTIONS", "ConvertOptions", "cores", "make_options", "options_of"]
+__all__ = ["OPTIONS", "ConvertOptions", "cores", "make_options"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,6 @@ class ConvertOptions:
         metavar="GLOB",
         repeats=True,
         parse=globs_of,
-        verbs=Verb.MAKE | Verb.COMPARE,
         identity="included",
     )
     exclude: tuple[str, ...] = option(
@@ -102,12 +101,9 @@ class ConvertOptions:
         metavar="GLOB",
         repeats=True,
         parse=globs_of,
-        verbs=Verb.MAKE | Verb.COMPARE,
         identity="left out",
     )
-    weights: bool = option(
-        "Compare weights alone, as of a run and an export: --include '*/weight'.", default=False, verbs=Verb.COMPARE
-    )
+    weights: bool = option("Compare weights alone, as of a run and an export: --include '*/weight'.", default=False)
     dtypes: Mapping[str, str] = option(
         "Cast a state, e.g. weight=bfloat16. May be repeated.",
         default={},
@@ -128,7 +124,6 @@ class ConvertOptions:
         metavar="NAME=VALUE",
         repeats=True,
         parse=settings_of,
-        verbs=Verb.MAKE | Verb.LOAD,
         identity="settings",
     )
     names: str | None = option(
@@ -136,7 +131,6 @@ class ConvertOptions:
         "FROM:STYLE where the source's names are those of several.",
         metavar="STYLE",
         parse=lambda names: Naming.of(names, None) and names,
-        verbs=Verb.MAKE | Verb.LOAD,
         identity="names",
     )
     rename: Path | None = option(
@@ -150,21 +144,18 @@ class ConvertOptions:
         python="Model family whose rules say how the source is sharded, instead of the one chosen by evidence.",
         metavar="NAME",
         parse=text_of("family"),
-        verbs=Verb.EVERY,
         identity="family",
     )
     patterns: Path | None = option(
         "Model family of your own, as a TOML file.",
         metavar="FILE",
         parse=path_of("patterns"),
-        verbs=Verb.EVERY,
         identity="rules of the family",
     )
     shapes_from: Path | None = option(
         "Checkpoint, or JSON of name to shape, that has the shapes which the source lacks (FSDP1, LOCAL).",
         metavar="PATH",
         parse=path_of("shapes_from", given),
-        verbs=Verb.EVERY,
         identity="shapes",
     )
     param_order: Path | ParamOrder | None = option(
@@ -173,7 +164,6 @@ class ConvertOptions:
         "of its groups, one for all of them, or a JSON file with either.",
         metavar="FILE",
         parse=param_order_of,
-        verbs=Verb.EVERY,
         identity="order of the optimizer",
     )
     drift: Drift = option(
@@ -188,7 +178,6 @@ class ConvertOptions:
         default=ZeroMoments.ERROR,
         python='If all moments are zero although steps were taken (the optimizer was lost): "error" (stop) or "keep".',
         parse=choice_of(ZeroMoments, "a policy for moments that are zero"),
-        verbs=Verb.MAKE | Verb.LOAD,
     )
     optimizer: NewOptimizer | None = option(
         "Make optimizer states for a source that has none, such as a published model: moments of zero, and one "
@@ -210,7 +199,6 @@ class ConvertOptions:
         choices=DoubtKind,
         repeats=True,
         parse=DoubtKind.accepted,
-        verbs=Verb.MAKE | Verb.LOAD,
     )
     tag: str | None = option(
         "Tag, the folder that DeepSpeed's files are saved in.  [default: that of the source]",
@@ -241,7 +229,6 @@ class ConvertOptions:
         comparing="Threads that read and compare.  [default: 4; with a bucket 8]",
         metavar="N",
         parse=workers_of,
-        verbs=Verb.MAKE | Verb.COMPARE,
     )
     memory: int = option(
         "Memory for the whole run: 512M or 1GiB are powers of 1024, 2GB of 1000.",
@@ -250,7 +237,6 @@ class ConvertOptions:
         metavar="M",
         shown="1GiB",
         parse=nbytes_of,
-        verbs=Verb.MAKE | Verb.COMPARE | Verb.LOAD,
     )
     scratch: Path | None = option(
         "Where files grow before they are uploaded to a DST in a bucket.  [default: $UCP_SCRATCH, or the "
@@ -261,12 +247,10 @@ class ConvertOptions:
     resume: bool = option(
         "Continue an interrupted conversion; with --overwrite, one that replaces DST.",
         default=False,
-        verbs=Verb.CONVERT,
     )
     overwrite: bool = option(
         "Replace a DST that ucp wrote, once the new one is complete (in a bucket: at once).",
         default=False,
-        verbs=Verb.CONVERT,
     )
     fsync: bool = option(
         "Let the system decide when bytes reach the disk, like cp: safe against kill -9, not against a power failure.",
@@ -274,12 +258,10 @@ class ConvertOptions:
         python="Wait until everything is on disk. Otherwise the system flushes in its own time, as after "
         "`cp`: safe if the process is killed, not if the power fails soon after.",
         flag="--no-fsync",
-        verbs=Verb.CONVERT,
     )
     verify: bool = option(
         "Read everything back and compare it with SRC, bit for bit, before DST appears.",
         default=False,
-        verbs=Verb.CONVERT,
     )
     part: Share | None = option(
         "Do part K of N alone, here or on another machine that sees the same folders: in any order, side by "
@@ -289,13 +271,11 @@ class ConvertOptions:
         "and again.",
         metavar="K/N",
         parse=part_of,
-        verbs=Verb.CONVERT,
     )
     finalize: bool = option(
         "Complete what parts did: check that all of it is there, and put DST in place. Reads back only what "
         "was written with --no-fsync or by a part that was cut off. Takes the same options.",
         default=False,
-        verbs=Verb.CONVERT,
     )
 
     def __post_init__(self) -> None:
@@ -356,11 +336,6 @@ def _declared() -> dict[str, Option]:
 
 OPTIONS: Mapping[str, Option] = _declared()
 """Argument to its option, in the order of help pages."""
-
-
-def options_of(verb: Verb) -> list[Option]:
-    """The options that something takes."""
-    return [option for option in OPTIONS.values() if verb in option.verbs]
 
 
 def make_options(**arguments: object) -> ConvertOptions:

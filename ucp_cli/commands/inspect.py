@@ -9,7 +9,6 @@ import click
 
 from ucp import api
 from ucp.conversion.arguments import SourceArguments
-from ucp.conversion.option import Verb
 from ucp.core.names import NameFilter
 from ucp.core.text.overview import describe_missing
 from ucp.errors import CorruptError, FamilyError, SourceError
@@ -32,7 +31,7 @@ __all__ = ["command"]
 @click.argument("path", type=PATH)
 @click.option("--param", "params", metavar="GLOB", multiple=True, help="Show where the shards of these parameters lie.")
 @click.option("--files", is_flag=True, help="List the files and what they hold.")
-@takes_options(Verb.READ)
+@takes_options(SourceArguments)
 @as_json
 def command(
     *,

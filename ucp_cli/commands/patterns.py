@@ -10,11 +10,10 @@ import click
 from ucp.checks.explain import explain
 from ucp.contract import registry
 from ucp.conversion.arguments import SourceArguments
-from ucp.conversion.option import Verb
 from ucp.conversion.options import make_options
 from ucp.core.text.page import lines
 from ucp.errors import UnknownFamilyError
-from ucp_cli.failures import DIFFERENT, Unfitting
+from ucp_cli.failures import DIFFERENT, Failure
 from ucp_cli.options import PATH, as_json, completed, example, takes_options
 from ucp_cli.pages.families import (
     families_document,
@@ -93,7 +92,7 @@ def show_command(*, family: str, style: str | None, as_json: bool) -> None:
     epilog=example("ucp patterns check checkpoints/", "ucp patterns check checkpoints/ --patterns my.toml"),
 )
 @click.argument("path", metavar="CKPT", type=PATH)
-@takes_options(Verb.READ)
+@takes_options(SourceArguments)
 @as_json
 @click.pass_context
 def check_command(
@@ -112,7 +111,7 @@ def check_command(
     try:
         report = explain(path, make_options(**options).source)
     except UnknownFamilyError as error:
-        raise Unfitting(str(error)) from error
+        raise Failure(str(error), DIFFERENT) from error
     if as_json:
         write_json(report_document(report))
     else:
