@@ -29,7 +29,7 @@ for name in (
     "transfer.worker",
     "transfer.compare",
     "conversion.prepare",
-    "store.manifest",
+    "store.describe",
 ):
     module = import_module(f"ucp.{name}")
     if hasattr(module, "BLOCK"):

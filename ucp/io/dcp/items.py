@@ -11,12 +11,10 @@ import os
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
-from ucp.core.tensor import Record, TensorRef
 from ucp.errors import MalformedError, MissingFileError, SourceError, UcpError, UnsupportedError, counted, listed
 from ucp.io.dcp.metadata import ItemPlace
-from ucp.io.dcp.template import ITEM_END, ObjectTemplate, TensorTemplate, compiled, object_template, tensor_template
+from ucp.io.dcp.template import ITEM_END, Item, Template, make_template
 from ucp.io.files import SourceFile, join_ranges, open_source
 from ucp.io.folder import path_of
 from ucp.io.torch_file.archive import read_embedded
@@ -30,15 +28,6 @@ _END_RECORD = 22
 """Bytes of the end record of a zip archive."""
 _MOST_TEMPLATES = 64
 """Most templates of one kind; a checkpoint of more of one kind is parsed item by item."""
-
-
-class Item(NamedTuple):
-    """What one item holds."""
-
-    root: object
-    """A tensor reference, or plain values with tensor references in them."""
-    records: tuple[Record, ...]
-    """Checksums of its storages, where recorded."""
 
 
 def check_files(folder: str, places: Iterable[ItemPlace]) -> dict[str, int]:
@@ -106,10 +95,6 @@ def of_other_saves(folder: str, files: Mapping[str, str]) -> MalformedError:
     )
 
 
-_Templates = dict[tuple[int, object], list[TensorTemplate | ObjectTemplate]]
-"""Templates by the bytes of an item, and what is announced of it."""
-
-
 def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[object] = ()) -> list[Item]:
     """What the items at `places` hold, in that order. Raises MalformedError with all that cannot be read.
 
@@ -118,7 +103,7 @@ def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[obj
     items: list[Item | None] = [None] * len(places)
     wrong: list[str] = []
     foreign: dict[str, str] = {}
-    templates: _Templates = {}
+    templates: dict[tuple[int, object], list[Template]] = {}  # by bytes, and what is announced
     by_file: dict[str, list[int]] = {}
     for i, place in enumerate(places):
         by_file.setdefault(place[0], []).append(i)
@@ -131,7 +116,7 @@ def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[obj
                 _, offset, nbytes = places[i]
                 known = templates.setdefault((nbytes, announced[i] if announced else None), [])
                 try:
-                    items[i] = _known(known, ends, offset, nbytes) or _parsed(known, file, offset, nbytes)
+                    items[i] = _read_item(known, ends, file, offset, nbytes)
                 except UcpError as error:
                     if file.nbytes > 10 and file.read(8, 2) == b'{"':  # torch 2.13 to 2.14: every item is at byte 0
                         raise UnsupportedError(
@@ -154,52 +139,19 @@ def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[obj
     return [item for item in items if item is not None]
 
 
-def _known(known: list[TensorTemplate | ObjectTemplate], ends: _Ends, start: int, nbytes: int) -> Item | None:
-    """The item in the bytes `start` to `start + nbytes`, where it is as one of a template; that is tried first then."""
+def _read_item(known: list[Template], ends: _Ends, file: SourceFile, start: int, nbytes: int) -> Item:
+    """The item in the bytes `start` to `start + nbytes`: by a template, which is tried first then, or read in full."""
     for number, template in enumerate(known):
-        item = None
-        if isinstance(template, TensorTemplate):
-            item = _tensor(template, ends, start, nbytes)
-        elif nbytes == template.nbytes:
-            buffer, at = ends.find(start)
-            if compiled(template.pattern).fullmatch(buffer, at, at + nbytes):
-                item = Item(template.root, ())
+        item = template.match(file.path, start, nbytes, ends.find)
         if item is not None:
             if number:
                 known.insert(0, known.pop(number))
             return item
-    return None
-
-
-def _parsed(known: list[TensorTemplate | ObjectTemplate], file: SourceFile, start: int, nbytes: int) -> Item:
-    """The item, read in full, and a template of it among those that are known."""
     archive = read_embedded(file, start=start, nbytes=nbytes)
-    if len(known) < _MOST_TEMPLATES:
-        window = Window(file, start, nbytes)
-        template = tensor_template(window, archive) or object_template(window, archive)
-        if template is not None:
-            known.insert(0, template)
+    made = make_template(Window(file, start, nbytes), archive) if len(known) < _MOST_TEMPLATES else None
+    if made is not None:
+        known.insert(0, made)
     return Item(archive.root, archive.records)
-
-
-def _tensor(template: TensorTemplate, ends: _Ends, start: int, nbytes: int) -> Item | None:
-    buffer, at = ends.find(start)
-    if not buffer.startswith(template.head, at):
-        return None
-    tail = nbytes - template.tail_nbytes
-    if nbytes <= 2 * ITEM_END:  # all of it is in one buffer
-        at += tail
-    else:
-        buffer, at = ends.find(start + tail)
-    match = compiled(template.tail).fullmatch(buffer, at, at + template.tail_nbytes)
-    if match is None:
-        return None
-    path, offset = ends.path, start + len(template.head)
-    ref = TensorRef(path=path, offset=offset, dtype=template.dtype, shape=template.shape, strides=template.strides)
-    if not template.summed:
-        return Item(ref, ())
-    crc = int.from_bytes(match[1], "little")
-    return Item(ref, (Record(path=path, name=template.record, offset=offset, nbytes=template.nbytes, crc32=crc),))
 
 
 class _Ends:
@@ -208,7 +160,6 @@ class _Ends:
     def __init__(self, file: SourceFile, items: Sequence[tuple[int, int]]) -> None:
         """`items`: (offset, bytes), in increasing offset."""
         self._file = file
-        self.path = file.path
         ranges = []
         for offset, nbytes in items:
             ends = [(offset, offset + nbytes)]

@@ -55,7 +55,7 @@ def small(monkeypatch):
         for name in (
             "transfer.compare",
             "conversion.prepare",
-            "store.manifest",
+            "store.describe",
             "live.exchange.loads",
         )
     }
