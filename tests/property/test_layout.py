@@ -18,8 +18,9 @@ from ucp_patterns.shard import Shard
 from ucp_patterns.touched import Touched
 from ucp_patterns.unique import Unique
 
+from tests.property.test_region import compose
 from ucp.core.layout import AxisLayout, Layout, Overlap, local_shape, part_of, place
-from ucp.core.region import RegionPair, compose, uncovered
+from ucp.core.region import RegionPair, uncovered
 from ucp.testing.strategies import coordinates, cuts, shapes
 
 
