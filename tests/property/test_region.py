@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.strategies import boxes_in, shapes, tilings
 from ucp.core.region import Box, RegionPair, flat_boxes, intersect, local_flat_pairs, uncovered
-from ucp.testing.strategies import boxes_in, shapes, tilings
 
 
 def positions(shape: tuple[int, ...], box: Box) -> np.ndarray:

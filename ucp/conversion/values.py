@@ -30,6 +30,7 @@ __all__ = [
     "param_order_of",
     "path_of",
     "settings_of",
+    "switch_of",
     "tag_of",
     "text_of",
     "topology_of",
@@ -99,6 +100,17 @@ def choice_of(choices: type[T], what: str) -> Callable[[str], T]:
         return choices(name)
 
     return member
+
+
+def switch_of(argument: str) -> Callable[[object], bool]:
+    """What gives the switch passed as `argument`, or raises UsageError: a text such as "no" would count as true."""
+
+    def switch(value: object) -> bool:
+        if not isinstance(value, bool):
+            raise UsageError(f"expected {argument} to be True or False; got {value!r}")
+        return value
+
+    return switch
 
 
 def text_of(argument: str) -> Callable[[str], str]:

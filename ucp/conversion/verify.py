@@ -95,13 +95,10 @@ def owners(index: Index, record: Record) -> str:
     for atom, name, state in index.states():
         for fragment in state.fragments:
             ref = fragment.ref
-            if isinstance(ref, TensorRef) and _meets(ref, record):
+            if not isinstance(ref, TensorRef) or ref.path != record.path or not ref.numel:
+                continue
+            if ref.offset < record.offset + record.nbytes and record.offset < ref.offset + ref.extent:
                 held.append(f"{atom.name}/{name}")
                 break
     shown = ", ".join(held[:4]) + (f" and {len(held) - 4} more" if len(held) > 4 else "")
     return f", part of {shown}" if held else ""
-
-
-def _meets(ref: TensorRef, record: Record) -> bool:
-    before_end = ref.offset < record.offset + record.nbytes
-    return ref.path == record.path and ref.numel > 0 and before_end and record.offset < ref.offset + ref.extent

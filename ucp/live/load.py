@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Literal, Unpack
 
 from ucp.contract.protocols import Observer
 from ucp.conversion.arguments import LoadArguments, takes_options
-from ucp.conversion.option import Verb
 from ucp.conversion.values import DtypeLike, TopologyLike, type_path
 from ucp.io.identity import check_unchanged
 from ucp.live.adapters import LiveRequest
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["ENVIRONMENT", "LoadReport", "load_into"]
 
 
-@takes_options(Verb.LOAD)
+@takes_options(LoadArguments)
 def load_into(
     model: nn.Module | Sequence[nn.Module],
     topology: TopologyLike | DeviceMesh | type_path | None = None,

@@ -40,19 +40,16 @@ def survey(path: Path) -> Survey:
     """What lies at `path`, from names and sizes alone. Raises UnknownFormatError, IncompleteError."""
     fmt, evidence = recognise(path)
     root = evidence.root.absolute()
+    files = []
+    for file in sorted(files_below(root)) if root.is_dir() else [root]:
+        status = file.stat() if file.exists() else file.lstat()
+        nbytes = status.st_size if file.exists() else 0  # a link that leads nowhere has none
+        files.append(SourceFile(path=str(file), nbytes=nbytes, mtime_ns=status.st_mtime_ns, role=""))
     return Survey(
         path=str(root),
         format=fmt.name,
         evidence=evidence.reasons,
-        files=tuple(_present(file) for file in (sorted(files_below(root)) if root.is_dir() else [root])),
-    )
-
-
-def _present(path: Path) -> SourceFile:
-    """A file as it is; a link that leads nowhere has no bytes."""
-    status = path.stat() if path.exists() else path.lstat()
-    return SourceFile(
-        path=str(path), nbytes=status.st_size if path.exists() else 0, mtime_ns=status.st_mtime_ns, role=""
+        files=tuple(files),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from ucp.core.index import AtomIndex, Doubt, DoubtKind, Index, Kind, Loss
+from ucp.core.index import AtomIndex, DoubtKind, Index, Kind, Loss
 from ucp.core.names import WEIGHT, NameFilter
 from ucp.errors import UsageError, counted, listed
 from ucp.source.moments import odd_moments
@@ -42,25 +42,27 @@ def selected(index: Index, names: NameFilter) -> Index:
         raise UsageError("--include and --exclude together leave nothing; `ucp plan` shows what a selection holds")
     groups = tuple(replace(g, params=tuple(p for p in g.params if p in atoms)) for g in index.groups)
     aliases = {alias: name for alias, name in index.aliases.items() if name in atoms}
-    left = _left_out(index, atoms)
-    dropped = (*index.dropped, f"{left}: {_SELECTION}") if left else index.dropped
+    states_left = sum(len(index.atoms[name].states) - len(atom.states) for name, atom in atoms.items())
+    whole = len(index.atoms) - len(atoms)
+    left = [
+        f"{counted(whole, 'parameter')} of {len(index.atoms):,}" if whole else "",
+        f"{counted(states_left, 'state')} of {'the others' if whole else 'parameters'}" if states_left else "",
+    ]
+    dropped = (*index.dropped, f"{', '.join(filter(None, left))}: {_SELECTION}") if any(left) else index.dropped
+    doubts = tuple(doubt for doubt in index.doubts if doubt.kind is not DoubtKind.MOMENT_SHAPES)
+    if len(doubts) < len(index.doubts):  # those of the whole that hold for what is kept of it, too
+        doubts += tuple(odd_moments(replace(index, atoms=atoms)))
     return replace(
         index,
         atoms=atoms,
         groups=groups,
         aliases=aliases,
         dropped=dropped,
-        doubts=_remaining_doubts(index, atoms),
+        doubts=doubts,
         lost=_lost(index, atoms),
         unnamed=index.unnamed if any(names.keeps(*own) for own in unnamed) else None,
-        unselected=index.unselected + len(index.atoms) - len(atoms),
+        unselected=index.unselected + whole,
     )
-
-
-def _remaining_doubts(index: Index, kept: Mapping[str, AtomIndex]) -> tuple[Doubt, ...]:
-    """Doubts of the whole checkpoint that hold for what is kept of it, too."""
-    others = tuple(doubt for doubt in index.doubts if doubt.kind is not DoubtKind.MOMENT_SHAPES)
-    return (*others, *odd_moments(replace(index, atoms=kept))) if len(others) < len(index.doubts) else others
 
 
 def _lost(index: Index, kept: Mapping[str, AtomIndex]) -> dict[str, Loss]:
@@ -73,17 +75,6 @@ def _lost(index: Index, kept: Mapping[str, AtomIndex]) -> dict[str, Loss]:
             why = f"{', '.join(states)} of these parameters, {_SELECTION} and kept of others: take them along"
             lost[name] = Loss(why=why, chosen=True)
     return lost
-
-
-def _left_out(index: Index, kept: Mapping[str, AtomIndex]) -> str:
-    """How much of `index` is not kept, in words; empty for nothing."""
-    whole = [atom for name, atom in index.atoms.items() if name not in kept]
-    states = sum(len(index.atoms[name].states) - len(atom.states) for name, atom in kept.items())
-    parts = [
-        f"{counted(len(whole), 'parameter')} of {len(index.atoms):,}" if whole else "",
-        f"{counted(states, 'state')} of {'the others' if whole else 'parameters'}" if states else "",
-    ]
-    return ", ".join(filter(None, parts))
 
 
 def part_warnings(whole: Index, index: Index) -> Iterator[str]:
@@ -151,15 +142,11 @@ def with_frozen(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mappi
             f"--set frozen: expected parameters without optimizer states; these were stepped:\n{listed(stepped)}"
         )
     grouped = {name for group in index.groups for name in group.params}
-    atoms = {
-        name: _as(atom, is_frozen=name in frozen, is_grouped=name in grouped) for name, atom in index.atoms.items()
-    }
+    atoms = dict(index.atoms)  # what no group lists and nobody names stays as it is, as do buffers in a glob
+    for name, atom in index.atoms.items():
+        if name in frozen:
+            atoms[name] = replace(atom, kind=Kind.FROZEN)
+        elif name in grouped and atom.kind is not Kind.BUFFER:
+            atoms[name] = replace(atom, kind=Kind.PARAMETER)
     others = {name: value for name, value in settings.items() if name != FROZEN}
     return replace(index, atoms=atoms), others
-
-
-def _as(atom: AtomIndex, *, is_frozen: bool, is_grouped: bool) -> AtomIndex:
-    """The parameter, frozen or not; what no group lists and nobody names stays as it is, as do buffers in a glob."""
-    if is_frozen:
-        return replace(atom, kind=Kind.FROZEN)
-    return replace(atom, kind=Kind.PARAMETER) if is_grouped and atom.kind is not Kind.BUFFER else atom

@@ -210,8 +210,8 @@ class TestReading:
     @pytest.mark.parametrize("dtype", list(DType))
     def test_every_dtype_becomes_a_tensor(self, shards, dtype, tmp_path):
         torch = pytest.importorskip("torch")
+        from tests.strategies import random_array
         from ucp.testing.handmade import write_checkpoint
-        from ucp.testing.strategies import random_array
 
         array = random_array((3, 4), dtype, 1, bits=True)
         write_checkpoint(index(shards, w=array, s=array[0, 0].reshape(()), none=array[:0]))

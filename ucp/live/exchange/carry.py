@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ucp.live.exchange.checksums import check_records, verify
 from ucp.live.exchange.loads import Places
 from ucp.live.exchange.read_shares import Window
-from ucp.live.exchange.reading import THREAD_NBYTES, Reader, Reading
+from ucp.live.exchange.reading import THREAD_NBYTES, Reading, start_reading
 from ucp.live.exchange.stages import STATUS, Room, Stage, plan_stages
 from ucp.live.exchange.traffic import CarryOptions, Exchange, Traffic
 from ucp.live.parts import LoadItem
 from ucp.live.run.ranks import Ranks, together
+from ucp.transfer.gather import Reader
 
 if TYPE_CHECKING:
     import torch
@@ -62,8 +62,7 @@ def carry(items: Sequence[LoadItem], into: Sequence[torch.Tensor], ranks: Ranks,
     threads = max(1, min(_THREADS, options.memory // 4 // THREAD_NBYTES))
     memory = max(options.memory - threads * THREAD_NBYTES, options.memory // 2)
     stages = plan_stages(items, ranks, exchange=options.exchange, memory=memory)
-    reader = Reader(threads=threads, tracked=frozenset(record.path for record in options.records))
-    with closing(reader):
+    with Reader(threads, tracked=frozenset(record.path for record in options.records)) as reader:
         work = together(
             ranks, lambda: _Work(stages, shaped, reader=reader, ranks=ranks, options=options, memory=memory)
         )
@@ -170,7 +169,7 @@ class _Work:
                     view = place[at : at + segment.nbytes]
                 segments.append(segment)
                 views.append(view)
-        return self._reader.start(stage.loads, segments, views)
+        return start_reading(self._reader, stage.loads, segments, views)
 
     def _finish(self, stage: Stage, window: Window, buffer: torch.Tensor, reading: Reading | None) -> None:
         """Bring a window to its place, as soon as this rank's part of it is read."""

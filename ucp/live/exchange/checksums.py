@@ -10,19 +10,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from typing import TYPE_CHECKING
 
 from ucp.core.tensor import Record
 from ucp.errors import CorruptError, counted, listed
 from ucp.live.exchange.loads import Load, Places, bytes_of, own_load
 from ucp.live.exchange.read_shares import share_out
-from ucp.live.exchange.reading import Reader
+from ucp.live.exchange.reading import start_reading
 from ucp.live.parts import LoadItem
 from ucp.live.run.ranks import Ranks, together
 from ucp.transfer.checksums import gaps, mismatches
-from ucp.transfer.gather import Span
-from ucp.transfer.plan.tasks import BLOCK
+from ucp.transfer.gather import Reader, Span
 
 if TYPE_CHECKING:
     import torch
@@ -49,12 +47,7 @@ def check_records(records: Sequence[Record], reader: Reader, ranks: Ranks) -> fr
     for path, offset, nbytes in gaps(mine, spans):
         lacking[bisect_right(starts, (path, offset)) - 1] += nbytes
     checked = [record for at, record in enumerate(mine) if lacking[at] <= max(_LITTLE, record.nbytes // 8)]
-    stretches = [
-        (path, low, min(BLOCK, offset + nbytes - low))
-        for path, offset, nbytes in gaps(checked, spans)
-        for low in range(offset, offset + nbytes, BLOCK)
-    ]
-    more = together(ranks, lambda: reader.scan(stretches))
+    more = together(ranks, lambda: reader.scan(gaps(checked, spans)))
     kept = {_start(record) for record in checked}
     left = {record.path for record in mine if _start(record) not in kept}
     told = ranks.share((mismatches(checked, [*spans, *more]), left))
@@ -96,7 +89,7 @@ def verify(items: Sequence[LoadItem], into: Sequence[torch.Tensor], ranks: Ranks
     loads = [own_load(number, item) for number, item in enumerate(items) if item.slice.nbytes]
 
     def compare() -> None:
-        with closing(Reader(threads=1, tracked=frozenset())) as reader:
+        with Reader(1) as reader:
             differing = list(dict.fromkeys(_differing(loads, Places(into), reader, memory // 2)))
         if differing:
             names = (f"{items[at].name}/{items[at].state}" for at in differing)
@@ -119,7 +112,7 @@ def _differing(loads: Sequence[Load], places: Places, reader: Reader, nbytes: in
     for window in windows:
         segments = list(window.segments(0))
         parts = [buffer[own.offset : own.offset + own.nbytes] for own in segments]
-        reader.start(loads, segments, [part.numpy().data for part in parts]).finish()
+        start_reading(reader, loads, segments, [part.numpy().data for part in parts]).finish()
         for segment, part in zip(segments, parts, strict=True):
             load = loads[segment.load]
             pairs = ([bytes_of(own.cpu().contiguous()) for own in pair] for pair in places.pieces(load, segment, part))

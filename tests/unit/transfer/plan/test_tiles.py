@@ -54,9 +54,8 @@ def small(monkeypatch):
         name: {"BLOCK": BLOCK}
         for name in (
             "transfer.compare",
-            "conversion.execute",
             "conversion.prepare",
-            "store.manifest",
+            "store.describe",
             "live.exchange.loads",
         )
     }
