@@ -221,7 +221,7 @@ def _state(name: str, value: object, shape: Shape | None) -> StateIndex | None:
         if shaped is None and len(ref.shape) < 2:
             return None
         ref = shaped or ref
-    return StateIndex(dtype=ref.dtype, global_shape=ref.shape, fragments=(Fragment(box=Box.whole(ref.shape), ref=ref),))
+    return StateIndex.whole(ref)
 
 
 def _reshaped(ref: TensorRef, shape: Shape) -> TensorRef | None:
