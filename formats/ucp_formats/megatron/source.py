@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ucp.contract.companion_files import with_companions
+from ucp.contract.companions import with_companions
 from ucp.contract.locating import Located
 from ucp.contract.protocols import Evidence, Format, SourceOptions
 from ucp.contract.run_extras import LossScale, RunExtras
